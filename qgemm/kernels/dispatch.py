@@ -1,0 +1,189 @@
+"""The public kernel functions: check the arguments, then run where the tensors are.
+
+``[M, K] @ [K, N]`` throughout. A weight stored ``[N, K]``, as ``nn.Linear`` has it, is passed as its transpose: that is
+the fast layout, since 8-bit tensor cores want K contiguous in both operands. Any other strides work.
+
+Numbers: ``reference.py``. On the CPU: ``cpu.py``. On a GPU: ``gemm.py`` and ``quantize.py``. A ``config`` asks for the
+Triton kernel by itself, so on CPU tensors it needs Triton's interpreter (``TRITON_INTERPRET=1``).
+"""
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels import cpu
+from qgemm.kernels.config import GemmConfig
+from qgemm.kernels.reference import ACTIVATIONS, MAX_K
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantizes each row (the last dimension) of ``x`` to int8; returns ``(q, row_scale)`` with ``x ~ q * row_scale``.
+
+    ``x``: float16, bfloat16 or float32, ``[..., K]``, any strides. ``scale``: None for each row's own ``amax / 127``, or
+    one float32 number for all rows, beyond which values saturate. Returns int8 ``[..., K]`` in [-127, 127], contiguous,
+    and float32 ``[...]``. A row of zeros has scale 1; a row with NaN or Inf has scale NaN.
+    """
+    check_quantize_rows(x, scale)
+    if _on_gpu(x):
+        from qgemm.kernels import quantize as gpu
+
+        return gpu.quantize_rows(x, scale)
+    return cpu.quantize_rows(x, scale)
+
+
+def int_mm(a: Tensor, b: Tensor, *, config: GemmConfig | None = None) -> Tensor:
+    """``a @ b`` of int8 ``[M, K]`` and ``[K, N]`` as exact int32 ``[M, N]``. K is at most 131,071."""
+    check_int_mm(a, b)
+    return _gemm(a, config).int_mm(a, b, **_options(config))
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    config: GemmConfig | None = None,
+) -> Tensor:
+    """``(a @ b) * a_scale[m] * b_scale[n] + bias[n]`` as ``out_dtype [M, N]``.
+
+    ``a``: int8 ``[M, K]``; ``b``: int8 ``[K, N]``; K is at most 131,071. ``a_scale``: float32 ``[M]``, or one number;
+    ``b_scale``: float32 ``[N]``, or one number. ``bias``: float ``[N]``. ``out_dtype``: float16, bfloat16 or float32. The sum
+    is exact in int32, the rest float32, with one rounding to ``out_dtype``.
+    """
+    check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
+    return _gemm(a, config).scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, **_options(config))
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    config: GemmConfig | None = None,
+) -> Tensor:
+    """``activation(a @ b + bias)`` as ``out_dtype [M, N]``, by default the dtype of ``a``.
+
+    ``a``: ``[M, K]``, ``b``: ``[K, N]``, both float16, bfloat16, float32, or either fp8. ``bias``: float ``[N]``.
+    ``activation``: ``"relu"``, ``"gelu"`` (erf), ``"silu"`` or None. Sums are float32; float32 operands use TF32 on a GPU
+    only where ``torch.backends.cuda.matmul.allow_tf32`` says so.
+    """
+    check_matmul(a, b, bias, activation, out_dtype)
+    return _gemm(a, config).matmul(a, b, bias, activation, out_dtype, **_options(config))
+
+
+def check_quantize_rows(x: Tensor, scale: Tensor | None) -> None:
+    """Raises if ``quantize_rows`` can't take these."""
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"x is {x.dtype}; quantize_rows takes {_names(FLOAT_DTYPES)}: convert it first")
+    if x.ndim == 0:
+        raise ValueError("x is a scalar; quantize_rows takes at least one dimension, [..., K]")
+    if scale is not None:
+        if scale.numel() != 1 or scale.dtype != torch.float32:
+            raise ValueError(f"scale is {scale.dtype} {list(scale.shape)}; a static scale is one float32 number")
+        _same_device(x=x, scale=scale)
+
+
+def check_int_mm(a: Tensor, b: Tensor) -> None:
+    """Raises if ``int_mm`` can't take these."""
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dtype != torch.int8:
+            raise TypeError(f"{name} is {operand.dtype}; it must be torch.int8 (quantize_rows makes it)")
+    _check_product(a, b)
+    if a.shape[1] > MAX_K:
+        raise ValueError(f"K is {a.shape[1]}; int32 holds sums of int8 products up to K = {MAX_K}: split K and add")
+
+
+def check_scaled_mm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> None:
+    """Raises if ``scaled_mm`` can't take these."""
+    check_int_mm(a, b)
+    for name, scale, length in (("a_scale", a_scale, a.shape[0]), ("b_scale", b_scale, b.shape[1])):
+        if scale.dtype != torch.float32:
+            raise TypeError(f"{name} is {scale.dtype}; scales are torch.float32")
+        if scale.ndim > 1 or (scale.ndim == 1 and scale.shape[0] not in (1, length)):
+            raise ValueError(f"{name} is {list(scale.shape)}; it must be [{length}] or a single number")
+    _check_bias(b, bias)
+    _same_device(a=a, a_scale=a_scale, b_scale=b_scale)
+    if out_dtype not in FLOAT_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; scaled_mm gives {_names(FLOAT_DTYPES)}")
+
+
+def check_matmul(
+    a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None, out_dtype: torch.dtype | None
+) -> None:
+    """Raises if ``matmul`` can't take these."""
+    if a.dtype not in FLOAT_DTYPES + FP8_DTYPES:
+        raise TypeError(f"a is {a.dtype}; matmul takes {_names(FLOAT_DTYPES + FP8_DTYPES)}; scaled_mm takes int8")
+    if a.dtype != b.dtype:
+        raise TypeError(f"a is {a.dtype} and b is {b.dtype}; convert one of them")
+    _check_product(a, b)
+    _check_bias(b, bias)
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be one of {sorted(ACTIVATIONS)} or None")
+    if out_dtype is not None and out_dtype not in FLOAT_DTYPES + FP8_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; matmul gives {_names(FLOAT_DTYPES + FP8_DTYPES)}")
+
+
+def _check_product(a: Tensor, b: Tensor) -> None:
+    for name, operand in (("a", a), ("b", b)):
+        if operand.ndim != 2:
+            raise ValueError(f"{name} has shape {list(operand.shape)}; it must have two dimensions: reshape it")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"a is {list(a.shape)} and b is {list(b.shape)}: a's columns must equal b's rows")
+    _same_device(a=a, b=b)
+
+
+def _check_bias(b: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        return
+    if bias.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"bias is {bias.dtype}; it must be one of {_names(FLOAT_DTYPES)}")
+    if bias.ndim != 1 or bias.shape[0] != b.shape[1]:
+        raise ValueError(f"bias is {list(bias.shape)}; it must be [{b.shape[1]}], one value per column of b")
+    _same_device(b=b, bias=bias)
+
+
+def _same_device(**tensors: Tensor) -> None:
+    (first, *_), devices = tensors, {name: tensor.device for name, tensor in tensors.items()}
+    for name, device in devices.items():
+        if device != devices[first]:
+            raise ValueError(f"{first} is on {devices[first]} but {name} is on {device}: move them to one device")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    if tensor.device.type in ("cuda", "cpu"):
+        return tensor.device.type == "cuda"
+    raise ValueError(
+        f"the tensors are on {tensor.device}; qgemm runs on cuda (NVIDIA and AMD) and cpu: move them there"
+    )
+
+
+def _gemm(a: Tensor, config: GemmConfig | None) -> ModuleType:
+    if not _on_gpu(a) and config is None:
+        return cpu
+    from qgemm.kernels import gemm
+    from qgemm.kernels.stages import INTERPRETING
+
+    if not _on_gpu(a) and not INTERPRETING:
+        raise ValueError(
+            "a config is for the Triton kernel, which takes CPU tensors only under TRITON_INTERPRET=1: omit it"
+        )
+    return gemm
+
+
+def _options(config: GemmConfig | None) -> dict[str, GemmConfig]:
+    return {} if config is None else {"config": config}

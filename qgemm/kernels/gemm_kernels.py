@@ -1,0 +1,128 @@
+"""GEMM kernels made of the stages.
+
+- ``_gemm_kernel``: persistent tiles. One kernel for every product: int8 with scales, raw int8, floats with an activation.
+  Whatever an epilogue lacks is passed as None and compiled away.
+- ``_gemm_streamk_kernel``: for int8 problems with too few tiles for the device. Programs add int32 partial sums into a
+  zeroed workspace with atomics; the last one to arrive at a tile applies the epilogue. Integer sums don't depend on
+  their order, so the result is exact and the same bits every time.
+"""
+
+import triton
+import triton.language as tl
+
+from qgemm.kernels.stages import (
+    GemmContext,
+    ScheduleContext,
+    make_bias_view,
+    make_output_view,
+    make_scale_view,
+    make_tensor_view,
+)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gemm_kernel(
+    A, B, C, A_scale, B_scale, bias,
+    M, N, K,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+    stride_a_scale, stride_b_scale, stride_bias,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr, NUM_SMS: tl.constexpr, NUM_XCDS: tl.constexpr, EVEN_K: tl.constexpr,
+    QUANTIZED: tl.constexpr, ALLOW_TF32: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    tensorA = make_tensor_view(A, M, K, stride_am, stride_ak)
+    tensorB = make_tensor_view(B, K, N, stride_bk, stride_bn)
+    tensorC = make_output_view(C, M, N, stride_cm, stride_cn)
+    scale_view = (
+        make_scale_view(A_scale, B_scale, M, N, stride_a_scale, stride_b_scale) if A_scale is not None else None
+    )
+    bias_view = make_bias_view(bias, N, stride_bias) if bias is not None else None
+
+    ctx = GemmContext(
+        BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, NUM_XCDS, GROUP_SIZE_M,
+        even_k=EVEN_K, quantized=QUANTIZED, allow_tf32=ALLOW_TF32,
+    )  # fmt: skip
+    sched = ScheduleContext(M, N, K, ctx)
+
+    start, total, stride = sched.persistent_tile_range()
+    for tile_id in range(start, total, stride):
+        out_tile = sched.get_tile_from_idx(tile_id)
+        acc = ctx.reduce_axis(tensorA, tensorB, out_tile)
+        tensorC.store(acc, out_tile, scale=scale_view, bias=bias_view, activation=ACTIVATION)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gemm_streamk_kernel(
+    A, B, C, A_scale, B_scale, bias, workspace, arrivals,
+    M, N, K,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+    stride_a_scale, stride_b_scale, stride_bias,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_SIZE_M: tl.constexpr, NUM_SMS: tl.constexpr, NUM_XCDS: tl.constexpr, EVEN_K: tl.constexpr,
+    STREAMK_TILES: tl.constexpr,
+):  # fmt: skip
+    """``workspace``: int32 ``[M, N]`` of zeros; ``arrivals``: int32 zeros, one per tile."""
+    tensorA = make_tensor_view(A, M, K, stride_am, stride_ak)
+    tensorB = make_tensor_view(B, K, N, stride_bk, stride_bn)
+    tensorC = make_output_view(C, M, N, stride_cm, stride_cn)
+    partial = make_output_view(workspace, M, N, N, 1)
+    scale_view = (
+        make_scale_view(A_scale, B_scale, M, N, stride_a_scale, stride_b_scale) if A_scale is not None else None
+    )
+    bias_view = make_bias_view(bias, N, stride_bias) if bias is not None else None
+
+    ctx = GemmContext(
+        BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, NUM_XCDS, GROUP_SIZE_M, even_k=EVEN_K, quantized=True
+    )  # fmt: skip
+    sched = ScheduleContext(M, N, K, ctx, streamk_tiles=STREAMK_TILES)
+    num_k = tl.cdiv(K, BLOCK_K)
+
+    start, total, stride = sched.persistent_tile_range()
+    for tile_id in range(start, total, stride):
+        out_tile = sched.get_tile_from_idx(tile_id)
+        acc = ctx.reduce_axis(tensorA, tensorB, out_tile)
+        tensorC.store(acc, out_tile, scale=scale_view, bias=bias_view)
+
+    iter_id, end = sched.iter_range()
+    while iter_id < end:
+        pid_m, pid_n, k_start = sched.get_iter(iter_id)
+        out_tile = sched.get_tile_from_coord(pid_m, pid_n)
+        # The part of this program's run that lies in this tile.
+        k_end = tl.minimum(num_k, k_start + end - iter_id)
+        acc = ctx.init_accumulator()
+        for k_idx in range(k_start, k_end):
+            acc = ctx.reduce_tile(tensorA, tensorB, out_tile, k_idx, acc, boundary=not EVEN_K)
+        if k_end - k_start == num_k:
+            tensorC.store(acc, out_tile, scale=scale_view, bias=bias_view)
+        else:
+            ptrs, mask = partial.tile_ptrs(out_tile, False, False)
+            tl.atomic_add(ptrs, acc, mask=mask, sem="relaxed")
+            # Every thread's sums come before the program's arrival is counted.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrivals + iter_id // num_k, k_end - k_start, sem="acq_rel")
+            if arrived + k_end - k_start == num_k:
+                acc = partial.load(out_tile)
+                tensorC.store(acc, out_tile, scale=scale_view, bias=bias_view)
+        iter_id += k_end - k_start
+
+
+@triton.jit
+def relu(x):
+    """``max(x, 0)``; NaN stays NaN."""
+    return tl.where(x < 0, 0.0, x)
+
+
+@triton.jit
+def gelu(x):
+    """``x * Phi(x)``, exact."""
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def silu(x):
+    """``x * sigmoid(x)``."""
+    return x / (1.0 + tl.exp(-x))
+
+
+ACTIVATION_FUNCTIONS = {"relu": relu, "gelu": gelu, "silu": silu}
+"""Device code of each name in ``reference.ACTIVATIONS``."""

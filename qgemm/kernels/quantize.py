@@ -1,0 +1,29 @@
+"""Launcher of the row quantization kernel: ``quantize_rows`` on GPU tensors, CPU tensors in Triton's interpreter."""
+
+import torch
+import triton
+from torch import Tensor
+
+from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
+from qgemm.kernels.reference import MIN_SCALE
+
+LONGEST_WHOLE_ROW = 16_384  # values a program keeps in registers: 64 a thread, of 8 warps
+
+
+def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``dispatch.quantize_rows`` on a GPU."""
+    K = x.shape[-1]
+    rows = x.reshape(-1, K) if K else x.reshape(x.shape[:-1].numel(), 0)
+    q = x.new_empty(x.shape, dtype=torch.int8)
+    row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    if row_scale.numel() == 0:
+        return q, row_scale
+
+    block = min(triton.next_power_of_2(max(K, 1)), LONGEST_WHOLE_ROW)
+    with torch.cuda.device_of(x):
+        _quantize_rows_kernel[(rows.shape[0],)](
+            rows, q, row_scale, scale,
+            K, *rows.stride(), MIN_SCALE,
+            BLOCK=block, WHOLE_ROW=block >= K, num_warps=min(max(block // 512, 1), 8),
+        )  # fmt: skip
+    return q, row_scale

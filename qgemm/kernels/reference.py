@@ -1,0 +1,78 @@
+"""The kernels' functions in plain PyTorch: the specification that every implementation is tested against.
+
+Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
+
+- int8 is symmetric, in [-127, 127]: ``scale = amax / 127`` in float32, ``q = round_half_even(x / scale)``. The scale is at
+  least ``MIN_SCALE``, the smallest normal float32, so that dividing by it is exact enough.
+- A row of zeros has scale 1. A row that holds NaN or Inf has scale NaN and zeros for values: the product is then a row of
+  NaN, never finite garbage.
+- A product is accumulated exactly in int32, then scaled in float32 as ``acc * a_scale[m] * b_scale[n] + bias[n]`` and
+  cast once.
+- ``MAX_K``: the longest sum of int8 products that int32 holds, -128 * -128 included.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+QMAX = 127
+MIN_SCALE = torch.finfo(torch.float32).tiny
+MAX_K = (2**31 - 1) // (128 * 128)
+
+
+def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """``(q, row_scale)`` of ``x [..., K]``: int8 ``[..., K]`` and float32 ``[...]``, with ``x ~ q * row_scale``.
+
+    ``scale``: one static float32 scale for all rows, instead of each row's own; values beyond it saturate.
+    """
+    values = x.float()
+    finite = values.isfinite().all(dim=-1)
+    if scale is None:
+        amax = values.abs().amax(dim=-1) if x.shape[-1] else values.new_zeros(x.shape[:-1])
+        row_scale = (amax / QMAX).clamp(min=MIN_SCALE)
+        row_scale = torch.where(amax == 0, 1.0, row_scale)
+    else:
+        row_scale = scale.float().expand(x.shape[:-1])
+    row_scale = torch.where(finite, row_scale, torch.nan)
+    q = (values / row_scale[..., None]).round().clamp(-QMAX, QMAX)
+    return q.nan_to_num(0.0).to(torch.int8), row_scale
+
+
+def int_mm_reference(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of int8 ``[M, K]`` and ``[K, N]`` in exact int32."""
+    return (a.double() @ b.double()).to(torch.int32)
+
+
+def scaled_mm_reference(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """``(a @ b) * a_scale[:, None] * b_scale + bias`` as ``out_dtype [M, N]``; scales are vectors or scalars."""
+    out = int_mm_reference(a, b).float() * a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)
+
+
+ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+"""Activations that ``matmul`` can apply, by name. GELU is the exact one (erf)."""
+
+
+def matmul_reference(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``activation(a @ b + bias)`` of float ``[M, K]`` and ``[K, N]``, summed in float32; ``out_dtype`` is a's by default."""
+    out = a.float() @ b.float()
+    if bias is not None:
+        out = out + bias.float()
+    if activation is not None:
+        out = ACTIVATIONS[activation](out)
+    return out.to(out_dtype or a.dtype)

@@ -1,0 +1,86 @@
+"""``GemmContext``: the shape of a GEMM's blocks, its accumulator, and the loop over K.
+
+``acc[m, n] = sum over k of A[m, k] * B[k, n]``, one ``block_m x block_n`` tile of the output at a time, ``block_k`` of
+the sum at a time. The accumulator's type follows the operands, never the output: int32 for ``quantized=True``
+(exact: int8 products can't overflow it below K = 131,072), ``acc_dtype`` otherwise. fp8 products are promoted to float32
+at every step: Hopper's tensor cores keep only about 14 bits of an fp8 sum otherwise.
+
+Along M and N a tile may stick out of the operands: it reads wrapped addresses there and the store masks the result.
+Along K the tail is loaded with zeros, once, after the loop over whole blocks, so that the loop itself carries no mask.
+"""
+
+import triton
+import triton.language as tl
+
+from qgemm.kernels.stages.aggregate import INTERPRETING, aggregate
+from qgemm.kernels.stages.tile import Tile
+from qgemm.kernels.stages.views import InputView
+
+
+@aggregate
+class GemmContext:
+    """Compile-time parameters of a GEMM.
+
+    - ``block_m, block_n, block_k``: tile sizes, powers of 2.
+    - ``num_sms``: programs along the launch grid's axis 0, usually the multiprocessors of the device. Launch that many.
+    - ``num_xcds``, ``chunk_size``: chiplets of the device and the run of neighbouring tiles each one gets.
+    - ``group_size_m``: rows of tiles that are walked together, so that a column of B stays in cache.
+    - ``cache_modifier_a``, ``cache_modifier_b``: for the loads of each operand.
+    - ``acc_dtype``: accumulator type of a float product. ``allow_tf32``: of float32 operands.
+    - ``even_k``: whether ``block_k`` divides K. True skips the tail.
+    - ``quantized``: int8 operands, int32 accumulator, whatever ``acc_dtype`` says.
+    """
+
+    block_m: tl.constexpr
+    block_n: tl.constexpr
+    block_k: tl.constexpr
+    num_sms: tl.constexpr
+    num_xcds: tl.constexpr = 1
+    group_size_m: tl.constexpr = 8
+    chunk_size: tl.constexpr = 1
+    cache_modifier_a: tl.constexpr = ".cg"
+    cache_modifier_b: tl.constexpr = ".cg"
+    acc_dtype: tl.constexpr = tl.float32
+    allow_tf32: tl.constexpr = True
+    even_k: tl.constexpr = True
+    quantized: tl.constexpr = False
+
+    @triton.jit
+    def init_accumulator(self):
+        """Zeros ``[block_m, block_n]``."""
+        if self.quantized:
+            return tl.zeros((self.block_m, self.block_n), dtype=tl.int32)
+        else:
+            return tl.zeros((self.block_m, self.block_n), dtype=self.acc_dtype)
+
+    @triton.jit
+    def reduce_tile(self, A: InputView, B: InputView, out_tile: Tile, k_idx, acc, boundary: tl.constexpr = False):
+        """``acc`` plus the product of one block of K: columns ``k_idx * block_k + [0, block_k)`` of A.
+
+        ``boundary=True`` if the block may reach beyond K; what lies there counts as 0.
+        """
+        a_tile = Tile(out_tile.pid_m, k_idx, self.block_m, self.block_k)
+        b_tile = Tile(k_idx, out_tile.pid_n, self.block_k, self.block_n)
+        a = A.load(a_tile, boundary, self.cache_modifier_a, wrap_cols=False)
+        b = B.load(b_tile, boundary, self.cache_modifier_b, wrap_rows=False)
+        tl.static_assert(
+            self.quantized == a.dtype.is_int(), "int8 operands need GemmContext(quantized=True), floats False"
+        )
+        if INTERPRETING:
+            if a.dtype == tl.bfloat16:
+                # The interpreter's dot takes bf16 values for the integers that hold them.
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+        return tl.dot(a, b, acc, allow_tf32=self.allow_tf32, max_num_imprecise_acc=0, out_dtype=acc.dtype)
+
+    @triton.jit
+    def reduce_axis(self, A: InputView, B: InputView, out_tile: Tile):
+        """The whole sum over K for one output tile: ``[block_m, block_n]``."""
+        acc = self.init_accumulator()
+        num_whole = A.cols // self.block_k
+        for k_idx in range(num_whole):
+            acc = self.reduce_tile(A, B, out_tile, k_idx, acc)
+        if not self.even_k:
+            if num_whole * self.block_k < A.cols:
+                acc = self.reduce_tile(A, B, out_tile, num_whole, acc, boundary=True)
+        return acc
