@@ -1,9 +1,9 @@
 """Which tile shape and pipeline a GEMM runs with.
 
-``select_config`` takes the cheapest entry of ``CANDIDATES`` by a model of one multiprocessor: a program needs, per block
-of K, the longer of its multiply-adds at the tensor cores' rate and its operand bytes at the cache's rate; programs that
-share a multiprocessor share both; a problem takes as many rounds as its tiles need. Nothing is timed, so the answer is
-the same on every run. ``scaled_mm(..., config=...)`` and its siblings take any other ``GemmConfig``.
+``select_config`` takes the cheapest entry of ``CANDIDATES`` by a model of one multiprocessor: a program needs, per
+block of K, the longer of its multiply-adds at the tensor cores' rate and its operand bytes at the cache's rate;
+programs that share a multiprocessor share both; a problem takes as many rounds as its tiles need. Nothing is timed, so
+the answer is the same on every run. ``scaled_mm(..., config=...)`` and its siblings take any other ``GemmConfig``.
 
 The rates are those of an H200 (int8: 4,096 multiply-adds a cycle; 64 bytes a cycle from L2). Only their ratio matters.
 """
@@ -94,8 +94,11 @@ CANDIDATES: tuple[GemmConfig, ...] = (
 
 
 def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
-    """Whether ``config`` can run on operands of ``itemsize`` bytes: its blocks are powers of 2 that tensor cores take, it
-    fits in shared memory, its accumulator in registers, and Stream-K has integers to add."""
+    """Whether ``config`` can run on operands of ``itemsize`` bytes.
+
+    Its blocks are powers of 2 that tensor cores take, its pipeline fits in shared memory, its accumulator in
+    registers, and Stream-K has integers to add.
+    """
     blocks = (config.block_m, config.block_n, config.block_k)
     return (
         all(block >= 16 and block & (block - 1) == 0 for block in blocks)

@@ -7,7 +7,7 @@ Numbers: ``reference.py``. On the CPU: ``cpu.py``. On a GPU: ``gemm.py`` and ``q
 Triton kernel by itself, so on CPU tensors it needs Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantizes each row (the last dimension) of ``x`` to int8; returns ``(q, row_scale)`` with ``x ~ q * row_scale``.
 
-    ``x``: float16, bfloat16 or float32, ``[..., K]``, any strides. ``scale``: None for each row's own ``amax / 127``, or
-    one float32 number for all rows, beyond which values saturate. Returns int8 ``[..., K]`` in [-127, 127], contiguous,
-    and float32 ``[...]``. A row of zeros has scale 1; a row with NaN or Inf has scale NaN.
+    ``x``: float16, bfloat16 or float32, ``[..., K]``, any strides. ``scale``: None for each row's own ``amax / 127``,
+    or one float32 number for all rows; values beyond 127 times it saturate. Returns int8 ``[..., K]`` in [-127, 127],
+    contiguous, and float32 ``[...]``. A row of zeros has scale 1; a row with NaN or Inf has scale NaN.
     """
     check_quantize_rows(x, scale)
     if _on_gpu(x):
@@ -38,7 +38,8 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
 def int_mm(a: Tensor, b: Tensor, *, config: GemmConfig | None = None) -> Tensor:
     """``a @ b`` of int8 ``[M, K]`` and ``[K, N]`` as exact int32 ``[M, N]``. K is at most 131,071."""
     check_int_mm(a, b)
-    return _gemm(a, config).int_mm(a, b, **_options(config))
+    out: Tensor = _gemm(a, config).int_mm(a, b, **_options(config))
+    return out
 
 
 def scaled_mm(
@@ -54,11 +55,12 @@ def scaled_mm(
     """``(a @ b) * a_scale[m] * b_scale[n] + bias[n]`` as ``out_dtype [M, N]``.
 
     ``a``: int8 ``[M, K]``; ``b``: int8 ``[K, N]``; K is at most 131,071. ``a_scale``: float32 ``[M]``, or one number;
-    ``b_scale``: float32 ``[N]``, or one number. ``bias``: float ``[N]``. ``out_dtype``: float16, bfloat16 or float32. The sum
-    is exact in int32, the rest float32, with one rounding to ``out_dtype``.
+    ``b_scale``: float32 ``[N]``, or one number. ``bias``: float ``[N]``. ``out_dtype``: float16, bfloat16 or float32.
+    The sum is exact in int32, the rest float32, with one rounding to ``out_dtype``.
     """
     check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
-    return _gemm(a, config).scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, **_options(config))
+    out: Tensor = _gemm(a, config).scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, **_options(config))
+    return out
 
 
 def matmul(
@@ -73,11 +75,26 @@ def matmul(
     """``activation(a @ b + bias)`` as ``out_dtype [M, N]``, by default the dtype of ``a``.
 
     ``a``: ``[M, K]``, ``b``: ``[K, N]``, both float16, bfloat16, float32, or either fp8. ``bias``: float ``[N]``.
-    ``activation``: ``"relu"``, ``"gelu"`` (erf), ``"silu"`` or None. Sums are float32; float32 operands use TF32 on a GPU
-    only where ``torch.backends.cuda.matmul.allow_tf32`` says so.
+    ``activation``: ``"relu"``, ``"gelu"`` (erf), ``"silu"`` or None. Sums are float32; float32 operands use TF32 on a
+    GPU only where ``torch.backends.cuda.matmul.allow_tf32`` says so.
     """
     check_matmul(a, b, bias, activation, out_dtype)
-    return _gemm(a, config).matmul(a, b, bias, activation, out_dtype, **_options(config))
+    out: Tensor = _gemm(a, config).matmul(a, b, bias, activation, out_dtype, **_options(config))
+    return out
+
+
+def quant_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, input_scale: Tensor | None = None
+) -> Tensor:
+    """``x @ (weight * weight_scale[:, None]).T + bias`` in int8; ``[..., N]`` in the dtype of ``x``.
+
+    ``x``: float ``[..., K]``. ``weight``: int8 ``[N, K]``. ``weight_scale``: float32 ``[N]``. ``bias``: float ``[N]``.
+    ``input_scale``: one float32 number for all of ``x``, or None for a scale per row.
+    """
+    check_quant_linear(x, weight)
+    q, row_scale = quantize_rows(x.reshape(-1, weight.shape[1]), input_scale)
+    out = scaled_mm(q, weight.t(), row_scale, weight_scale, bias, x.dtype)
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def check_quantize_rows(x: Tensor, scale: Tensor | None) -> None:
@@ -134,6 +151,15 @@ def check_matmul(
         raise TypeError(f"out_dtype is {out_dtype}; matmul gives {_names(FLOAT_DTYPES + FP8_DTYPES)}")
 
 
+def check_quant_linear(x: Tensor, weight: Tensor) -> None:
+    """Raises if ``quant_linear`` can't take these; its parts check the rest."""
+    if weight.ndim != 2:
+        raise ValueError(f"weight is {list(weight.shape)}; it must be [out_features, in_features]")
+    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        columns = x.shape[-1] if x.ndim else "no"
+        raise ValueError(f"x has {columns} columns but the layer's in_features is {weight.shape[1]}")
+
+
 def _check_product(a: Tensor, b: Tensor) -> None:
     for name, operand in (("a", a), ("b", b)):
         if operand.ndim != 2:
@@ -172,7 +198,7 @@ def _on_gpu(tensor: Tensor) -> bool:
     )
 
 
-def _gemm(a: Tensor, config: GemmConfig | None) -> ModuleType:
+def _gemm(a: Tensor, config: GemmConfig | None) -> Any:
     if not _on_gpu(a) and config is None:
         return cpu
     from qgemm.kernels import gemm

@@ -1,7 +1,7 @@
 """GEMM kernels made of the stages.
 
-- ``_gemm_kernel``: persistent tiles. One kernel for every product: int8 with scales, raw int8, floats with an activation.
-  Whatever an epilogue lacks is passed as None and compiled away.
+- ``_gemm_kernel``: persistent tiles. One kernel for every product: int8 with scales, raw int8, floats with an
+  activation. Whatever an epilogue lacks is passed as None and compiled away.
 - ``_gemm_streamk_kernel``: for int8 problems with too few tiles for the device. Programs add int32 partial sums into a
   zeroed workspace with atomics; the last one to arrive at a tile applies the epilogue. Integer sums don't depend on
   their order, so the result is exact and the same bits every time.

@@ -1,8 +1,8 @@
 """Row quantization, one row a program.
 
-``scale = max(amax / 127, MIN_SCALE)``, ``q = round_half_even(x / scale)``; ``reference.py`` has the whole rule. A row of up
-to ``BLOCK`` values is read once and kept in registers: memory moves ``(bytes of x) + 1`` per value, which is the limit. A
-longer row is read twice; the second read mostly hits cache.
+``scale = max(amax / 127, MIN_SCALE)``, ``q = round_half_even(x / scale)``; ``reference.py`` has the whole rule. A row
+of up to ``BLOCK`` values is read once and kept in registers: memory moves ``(bytes of x) + 1`` per value, which is the
+limit. A longer row is read twice; the second read mostly hits cache.
 
 Both divisions round to nearest (``div_rn``): the values are those of the reference, bit for bit.
 """

@@ -2,14 +2,16 @@
 
 Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
 
-- int8 is symmetric, in [-127, 127]: ``scale = amax / 127`` in float32, ``q = round_half_even(x / scale)``. The scale is at
-  least ``MIN_SCALE``, the smallest normal float32, so that dividing by it is exact enough.
-- A row of zeros has scale 1. A row that holds NaN or Inf has scale NaN and zeros for values: the product is then a row of
-  NaN, never finite garbage.
+- int8 is symmetric, in [-127, 127]: ``scale = amax / 127`` in float32, ``q = round_half_even(x / scale)``. The scale is
+  at least ``MIN_SCALE``, the smallest normal float32: a smaller one would have lost its own precision.
+- A row of zeros has scale 1. A row that holds NaN or Inf has scale NaN and zeros for values: the product is then a row
+  of NaN, never finite garbage.
 - A product is accumulated exactly in int32, then scaled in float32 as ``acc * a_scale[m] * b_scale[n] + bias[n]`` and
   cast once.
 - ``MAX_K``: the longest sum of int8 products that int32 holds, -128 * -128 included.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -58,7 +60,7 @@ def scaled_mm_reference(
     return out.to(out_dtype)
 
 
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 """Activations that ``matmul`` can apply, by name. GELU is the exact one (erf)."""
 
 
@@ -69,7 +71,7 @@ def matmul_reference(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``activation(a @ b + bias)`` of float ``[M, K]`` and ``[K, N]``, summed in float32; ``out_dtype`` is a's by default."""
+    """``activation(a @ b + bias)`` of float ``[M, K]`` and ``[K, N]``, in float32; ``out_dtype``: a's if None."""
     out = a.float() @ b.float()
     if bias is not None:
         out = out + bias.float()

@@ -2,8 +2,8 @@
 
 ``acc[m, n] = sum over k of A[m, k] * B[k, n]``, one ``block_m x block_n`` tile of the output at a time, ``block_k`` of
 the sum at a time. The accumulator's type follows the operands, never the output: int32 for ``quantized=True``
-(exact: int8 products can't overflow it below K = 131,072), ``acc_dtype`` otherwise. fp8 products are promoted to float32
-at every step: Hopper's tensor cores keep only about 14 bits of an fp8 sum otherwise.
+(exact: int8 products can't overflow it below K = 131,072), ``acc_dtype`` otherwise. fp8 products are promoted to
+float32 at every step: Hopper's tensor cores keep only about 14 bits of an fp8 sum otherwise.
 
 Along M and N a tile may stick out of the operands: it reads wrapped addresses there and the store masks the result.
 Along K the tail is loaded with zeros, once, after the loop over whole blocks, so that the loop itself carries no mask.
@@ -66,11 +66,10 @@ class GemmContext:
         tl.static_assert(
             self.quantized == a.dtype.is_int(), "int8 operands need GemmContext(quantized=True), floats False"
         )
-        if INTERPRETING:
-            if a.dtype == tl.bfloat16:
-                # The interpreter's dot takes bf16 values for the integers that hold them.
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
+        if INTERPRETING and a.dtype == tl.bfloat16:
+            # The interpreter's dot takes bf16 values for the integers that hold them.
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
         return tl.dot(a, b, acc, allow_tf32=self.allow_tf32, max_num_imprecise_acc=0, out_dtype=acc.dtype)
 
     @triton.jit

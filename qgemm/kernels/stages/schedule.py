@@ -1,8 +1,8 @@
 """``ScheduleContext``: which program computes which tile, in which order.
 
 Tiles of the ``M x N`` output are numbered. The number-to-place formula (``get_tile``) walks ``group_size_m`` rows of
-tiles together, column by column, so that the tiles in flight at one time share operands in cache. Programs take tiles in
-one of two ways, and a kernel may use both:
+tiles together, column by column, so that the tiles in flight at one time share operands in cache. Programs take tiles
+in one of two ways, and a kernel may use both:
 
 - persistent: program p takes tiles p, p + num_sms, ... (``persistent_tile_range``).
 - Stream-K (Osama et al. 2023, arXiv:2301.03598): the K blocks of the last ``streamk_tiles`` tiles are laid in one row

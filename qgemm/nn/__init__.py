@@ -1,0 +1,5 @@
+"""Quantized modules."""
+
+from qgemm.nn.linear import QuantLinear
+
+__all__ = ["QuantLinear"]

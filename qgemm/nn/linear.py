@@ -1,0 +1,162 @@
+"""``QuantLinear``: a linear layer with an int8 weight.
+
+``y = x @ (weight * weight_scale[:, None]).T + bias``, with ``x`` quantized to int8 on the way in, int32 sums, and ``y``
+in the dtype of ``x``. The weight takes a quarter of float32's memory, half of bfloat16's.
+
+All state is plain ``nn.Parameter``s: it survives ``state_dict``, safetensors, ``deepcopy`` and offloading as it is.
+``weight`` stays int8 and the scales float32 whatever dtype the module is moved to; only ``bias`` follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import qgemm.ops  # noqa: F401  (registers torch.ops.qgemm)
+from qgemm.kernels import quantize_rows
+from qgemm.scheme import QuantScheme, resolve_scheme
+
+
+class QuantLinear(nn.Module):
+    """A quantized ``nn.Linear``: float ``[..., in_features]`` to ``[..., out_features]``.
+
+    Parameters, none of which require a gradient:
+
+    - ``weight``: int8 ``[out_features, in_features]``.
+    - ``weight_scale``: float32 ``[out_features]``.
+    - ``bias``: ``[out_features]`` in ``dtype``, or None.
+    - ``input_scale``: one float32 number, for a static scheme only; None otherwise.
+
+    A new layer holds zeros, waiting for a ``state_dict``; ``input_scale`` holds NaN, so that a layer that never got one
+    answers NaN. ``from_linear`` makes one from a float layer.
+    """
+
+    in_features: int
+    out_features: int
+    scheme: QuantScheme
+    weight: nn.Parameter
+    weight_scale: nn.Parameter
+    bias: nn.Parameter | None
+    input_scale: nn.Parameter | None
+
+    _FIXED_DTYPES = {"weight": torch.int8, "weight_scale": torch.float32, "input_scale": torch.float32}  # noqa: RUF012
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        scheme: str | QuantScheme = "int8",
+    ) -> None:
+        """``dtype``: of the bias, PyTorch's default dtype if None. ``scheme``: a name from ``SCHEMES``, or a scheme."""
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = resolve_scheme(scheme)
+        self.weight = _frozen(torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
+        self.weight_scale = _frozen(torch.ones(out_features, dtype=torch.float32, device=device))
+        self.bias = _frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        self.input_scale = (
+            _frozen(torch.full((), torch.nan, dtype=torch.float32, device=device)) if self.is_static else None
+        )
+
+    @property
+    def is_static(self) -> bool:
+        """Whether activations are quantized with ``input_scale`` instead of a scale found at run time."""
+        return self.scheme.activation is not None and not self.scheme.activation.dynamic
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Module, scheme: str | QuantScheme = "int8", input_scale: Tensor | float | None = None
+    ) -> QuantLinear:
+        """A layer quantized from ``linear``, on its device: an ``nn.Linear``, or transformers' ``Conv1D``.
+
+        ``input_scale``: the activation's scale, for a static scheme. Raises ``ValueError`` if the weight holds NaN or
+        Inf, or if ``input_scale`` and ``scheme`` don't go together. ``linear`` is left as it is; the bias is shared.
+        """
+        weight = linear_weight(linear)
+        bias: Tensor | None = linear.bias  # type: ignore[assignment]
+        out_features, in_features = weight.shape
+        layer = cls(in_features, out_features, bias is not None, "meta", weight.dtype, scheme)
+        if layer.is_static != (input_scale is not None):
+            wants = "needs an input_scale" if layer.is_static else "takes no input_scale"
+            raise ValueError(f"scheme {layer.scheme.name!r} {wants}")
+        if weight.device.type != "meta":
+            q, scale = quantize_rows(weight.detach().float() if weight.dtype == torch.float64 else weight.detach())
+            if not scale.isfinite().all():
+                raise ValueError(
+                    "weight holds NaN or Inf, which can't be quantized: mend the checkpoint or skip the layer"
+                )
+            layer.weight = _frozen(q)
+            layer.weight_scale = _frozen(scale)
+        if bias is not None:
+            layer.bias = _frozen(bias.detach().float() if bias.dtype == torch.float64 else bias.detach())
+        if input_scale is not None:
+            value = torch.as_tensor(input_scale, dtype=torch.float32, device=weight.device).detach().reshape(())
+            if value.device.type != "meta" and not (value > 0 and value.isfinite()):
+                raise ValueError(f"input_scale is {value.item()}; it must be finite and greater than 0")
+            layer.input_scale = _frozen(value)
+        return layer.train(linear.training)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """The float layer with the weight that this one stands for, in ``dtype``: by default the bias's, or float32."""
+        dtype = dtype or (torch.float32 if self.bias is None else self.bias.dtype)
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta", dtype=dtype)
+        linear.weight = nn.Parameter((self.weight * self.weight_scale[:, None]).to(dtype))
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.detach().to(dtype))
+        return linear.train(self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
+        out: Tensor = torch.ops.qgemm.quant_linear(x, self.weight, self.weight_scale, self.bias, self.input_scale)
+        return out
+
+    def extra_repr(self) -> str:
+        """Sizes and scheme, for ``print``."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"scheme={self.scheme.name!r}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
+        # .to(dtype), .half() and .type() would cast values whose dtype is their meaning; only the device may change.
+        before = {name: p.detach() for name in self._FIXED_DTYPES if (p := getattr(self, name)) is not None}
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new.dtype != self._FIXED_DTYPES[name]:
+                setattr(self, name, _frozen(old.to(new.device)))
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Copying floats into int8 would truncate them without a word; a scale in another dtype is only widened.
+        weight = state_dict.get(prefix + "weight")
+        error_messages: list[str] = args[-1]
+        if weight is not None and weight.dtype != torch.int8:
+            error_messages.append(
+                f"{prefix}weight is {weight.dtype} but QuantLinear holds torch.int8: "
+                "load the float layer and convert it with QuantLinear.from_linear"
+            )
+            return
+        scales = {
+            prefix + name: state_dict[prefix + name].to(torch.float32)
+            for name in ("weight_scale", "input_scale")
+            if prefix + name in state_dict and state_dict[prefix + name].dtype != torch.float32
+        }
+        super()._load_from_state_dict({**state_dict, **scales} if scales else state_dict, prefix, *args)
+
+
+def linear_weight(linear: nn.Module) -> Tensor:
+    """The weight ``[out_features, in_features]`` of a linear layer; transformers' ``Conv1D`` stores its transpose."""
+    weight: Tensor = linear.weight  # type: ignore[assignment]
+    return weight.t() if type(linear).__name__ == "Conv1D" else weight
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,165 @@
+"""``torch.ops.qgemm.*``: the kernels as PyTorch operators.
+
+| operator | computes |
+|---|---|
+| ``quantize_rows(x, scale)`` | ``(q, row_scale)`` |
+| ``int_mm(a, b)`` | ``a @ b`` in int32 |
+| ``scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)`` | ``(a @ b) * a_scale * b_scale + bias`` |
+| ``matmul(a, b, bias, activation, out_dtype)`` | ``activation(a @ b + bias)`` of floats |
+| ``quant_linear(x, weight, weight_scale, bias, input_scale)`` | an int8 linear layer, activations quantized within |
+
+Each runs on CPU and CUDA (ROCm included), traces under ``torch.compile`` and ``torch.export`` through a fake
+implementation that makes the same checks, and has a gradient. ``dispatch.py`` documents arguments and numbers.
+
+The gradient of ``quant_linear`` for ``x`` goes through the dequantized weight (rounding ``x`` counts as the identity):
+``grad_x = grad_y @ (weight * weight_scale)``. Adapters on top of a frozen quantized model train with it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels import dispatch
+
+torch.library.define("qgemm::quantize_rows", "(Tensor x, Tensor? scale) -> (Tensor, Tensor)")
+torch.library.define("qgemm::int_mm", "(Tensor a, Tensor b) -> Tensor")
+torch.library.define(
+    "qgemm::scaled_mm",
+    "(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
+)
+torch.library.define(
+    "qgemm::matmul",
+    "(Tensor a, Tensor b, Tensor? bias, str? activation, ScalarType? out_dtype) -> Tensor",
+)
+torch.library.define(
+    "qgemm::quant_linear",
+    "(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? input_scale) -> Tensor",
+)
+
+
+_OPERATORS = ("quantize_rows", "int_mm", "scaled_mm", "matmul", "quant_linear")
+for _name in _OPERATORS:
+    torch.library.impl(f"qgemm::{_name}", ("cpu", "cuda"), getattr(dispatch, _name))
+
+
+@torch.library.register_fake("qgemm::quantize_rows")
+def _(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    dispatch.check_quantize_rows(x, scale)
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.register_fake("qgemm::int_mm")
+def _(a: Tensor, b: Tensor) -> Tensor:
+    dispatch.check_int_mm(a, b)
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=torch.int32)
+
+
+@torch.library.register_fake("qgemm::scaled_mm")
+def _(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    dispatch.check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+@torch.library.register_fake("qgemm::matmul")
+def _(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    dispatch.check_matmul(a, b, bias, activation, out_dtype)
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
+
+
+@torch.library.register_fake("qgemm::quant_linear")
+def _(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None) -> Tensor:
+    dispatch.check_quant_linear(x, weight)
+    q, row_scale = torch.ops.qgemm.quantize_rows(x.reshape(-1, weight.shape[1]), input_scale)
+    out: Tensor = torch.ops.qgemm.scaled_mm(q, weight.t(), row_scale, weight_scale, bias, x.dtype)
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _quantize_rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    # Rounding has no useful gradient; quant_linear takes it for the identity.
+    ctx.mark_non_differentiable(*output)
+
+
+def _quantize_rows_backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+    return None, None
+
+
+def _scaled_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, a_scale, b_scale, bias, _ = inputs
+    ctx.save_for_backward(a, b, a_scale, b_scale, bias)
+
+
+def _scaled_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, a_scale, b_scale, bias = ctx.saved_tensors
+    _, _, wants_a_scale, wants_b_scale, wants_bias, _ = ctx.needs_input_grad
+    grad_a_scale = grad_b_scale = grad_bias = None
+    if wants_a_scale or wants_b_scale:
+        product = grad.float() * torch.ops.qgemm.int_mm(a, b).float()
+        if wants_a_scale:
+            by_row = (product * b_scale.reshape(1, -1)).sum(1)
+            grad_a_scale = by_row.sum_to_size(a_scale.shape) if a_scale.ndim else by_row.sum()
+        if wants_b_scale:
+            by_column = (product * a_scale.reshape(-1, 1)).sum(0)
+            grad_b_scale = by_column.sum_to_size(b_scale.shape) if b_scale.ndim else by_column.sum()
+    if wants_bias:
+        grad_bias = grad.float().sum(0).to(bias.dtype)
+    return None, None, grad_a_scale, grad_b_scale, grad_bias, None
+
+
+def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, bias, ctx.activation, _ = inputs
+    ctx.save_for_backward(a, b, bias)
+
+
+def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b, bias = ctx.saved_tensors
+    wants_a, wants_b, wants_bias, *_ = ctx.needs_input_grad
+    grad = grad.float()
+    if ctx.activation is not None:
+        inner = torch.ops.qgemm.matmul(a, b, bias, None, torch.float32)
+        grad = _ACTIVATION_BACKWARD[ctx.activation](grad, inner)
+    grad_a = (grad @ b.float().t()).to(a.dtype) if wants_a else None
+    grad_b = (a.float().t() @ grad).to(b.dtype) if wants_b else None
+    grad_bias = grad.sum(0).to(bias.dtype) if wants_bias else None
+    return grad_a, grad_b, grad_bias, None, None
+
+
+_ACTIVATION_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu": lambda grad, inner: torch.ops.aten.threshold_backward(grad, inner, 0),
+    "gelu": torch.ops.aten.gelu_backward,
+    "silu": torch.ops.aten.silu_backward,
+}
+
+
+def _quant_linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, weight_scale, bias, _ = inputs
+    ctx.x_dtype = x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(weight, weight_scale)
+
+
+def _quant_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    weight, weight_scale = ctx.saved_tensors
+    wants_x, _, wants_weight_scale, wants_bias, wants_input_scale = ctx.needs_input_grad
+    if wants_weight_scale or wants_input_scale:
+        raise RuntimeError("quant_linear has gradients for x and bias only; set requires_grad=False on its scales")
+    grad_x = grad_bias = None
+    if wants_x:
+        # Every int8 value is exact in bfloat16, so only the scaled gradient is rounded.
+        grad_x = (grad * weight_scale).to(ctx.x_dtype) @ weight.to(ctx.x_dtype)
+    if wants_bias:
+        grad_bias = grad.float().flatten(0, -2).sum(0).to(ctx.bias_dtype)
+    return grad_x, None, None, grad_bias, None
+
+
+torch.library.register_autograd("qgemm::quantize_rows", _quantize_rows_backward, setup_context=_quantize_rows_setup)
+torch.library.register_autograd("qgemm::scaled_mm", _scaled_mm_backward, setup_context=_scaled_mm_setup)
+torch.library.register_autograd("qgemm::matmul", _matmul_backward, setup_context=_matmul_setup)
+torch.library.register_autograd("qgemm::quant_linear", _quant_linear_backward, setup_context=_quant_linear_setup)

@@ -1,0 +1,80 @@
+"""``QuantScheme``: what a quantized layer stores and computes with.
+
+A scheme says, for the weight and for the activation, which dtype, how finely it is scaled, and when the scale is found.
+Schemes are values: they compare, print, and go through JSON (``to_dict``, ``from_dict``) into a checkpoint. ``SCHEMES``
+holds those with a name; ``resolve_scheme`` takes a name or a scheme.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Granularity = Literal["tensor", "channel", "token", "group"]
+
+
+@dataclass(frozen=True)
+class TensorScheme:
+    """How one tensor is quantized.
+
+    - ``dtype``: what its values are stored as, a ``torch`` dtype's name (``"int8"``).
+    - ``granularity``: what shares a scale: the whole ``"tensor"``, an output ``"channel"`` (row) of a weight, a
+      ``"token"`` (row) of an activation, or a ``"group"`` of ``group_size`` values along K.
+    - ``dynamic``: whether the scale is found from the values at run time.
+    - ``symmetric``: whether 0 is stored as 0, with no zero point.
+    """
+
+    dtype: str
+    granularity: Granularity
+    dynamic: bool = False
+    symmetric: bool = True
+    group_size: int | None = None
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """How a layer is quantized: its weight, and its activation (None where that stays in float)."""
+
+    name: str
+    weight: TensorScheme
+    activation: TensorScheme | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The scheme as JSON-ready values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> QuantScheme:
+        """The scheme that ``to_dict`` wrote. Raises ``ValueError`` for anything else."""
+        try:
+            activation = values["activation"]
+            return cls(
+                name=values["name"],
+                weight=TensorScheme(**values["weight"]),
+                activation=None if activation is None else TensorScheme(**activation),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{values!r} is no quantization scheme: {error}") from error
+
+
+_INT8_WEIGHT = TensorScheme("int8", "channel")
+
+SCHEMES: dict[str, QuantScheme] = {
+    scheme.name: scheme
+    for scheme in (
+        QuantScheme("int8", _INT8_WEIGHT, TensorScheme("int8", "token", dynamic=True)),
+        QuantScheme("int8-static", _INT8_WEIGHT, TensorScheme("int8", "tensor")),
+    )
+}
+"""The schemes that ``QuantLinear`` computes, by name.
+
+``int8``: activations get a scale per token as they come. ``int8-static``: one scale, given beforehand, for all.
+"""
+
+
+def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
+    """The scheme of that name, or the scheme itself; raises ``ValueError`` for one that ``SCHEMES`` doesn't hold."""
+    known = SCHEMES.get(scheme if isinstance(scheme, str) else scheme.name)
+    if known is None or (isinstance(scheme, QuantScheme) and scheme != known):
+        raise ValueError(f"scheme is {scheme!r}; it must be one of {sorted(SCHEMES)}")
+    return known
