@@ -35,7 +35,7 @@ def _load(
     self,
     tile: Tile,
     boundary: tl.constexpr = False,
-    cache_modifier: tl.constexpr = ".cg",
+    cache_modifier: tl.constexpr = tl.constexpr(".cg"),  # Triton wraps other defaults, but no strings
     wrap_rows: tl.constexpr = True,
     wrap_cols: tl.constexpr = True,
 ):
