@@ -14,7 +14,7 @@ An epilogue takes its bounds from the output that is stored to, never from the l
 import triton
 import triton.language as tl
 
-from qgemm.kernels.stages.aggregate import aggregate
+from qgemm.kernels.stages.aggregate import INTERPRETING, aggregate
 from qgemm.kernels.stages.tile import Tile
 
 
@@ -35,7 +35,7 @@ def _load(
     self,
     tile: Tile,
     boundary: tl.constexpr = False,
-    cache_modifier: tl.constexpr = tl.constexpr(".cg"),  # Triton wraps other defaults, but no strings
+    cache_modifier: tl.constexpr = tl.constexpr(".cg"),  # noqa: B008  (Triton wraps other defaults, but no strings)
     wrap_rows: tl.constexpr = True,
     wrap_cols: tl.constexpr = True,
 ):
@@ -50,6 +50,14 @@ def _load(
         return tl.load(ptrs, mask=mask, other=0.0, cache_modifier=cache_modifier)
     else:
         return tl.load(ptrs, cache_modifier=cache_modifier)
+
+
+@triton.jit
+def _round_to_bfloat16(x):
+    """float32 values that bfloat16 holds exactly: the interpreter's own cast drops bits instead of rounding."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
+    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
 
 
 @aggregate
@@ -96,6 +104,8 @@ class OutputView:
         ptrs, inside = self.tile_ptrs(tile, False, False)
         if mask is not None:
             inside = inside & mask
+        if INTERPRETING and self.ptr.dtype.element_ty == tl.bfloat16:
+            data = _round_to_bfloat16(data.to(tl.float32))
         tl.store(ptrs, data.to(self.ptr.dtype.element_ty), mask=inside)
 
 
