@@ -1,0 +1,120 @@
+"""``load_quantized``: reads what ``save_quantized`` wrote, without ever making the float weights.
+
+In this order, so that nothing is half loaded: read the config; read the headers of all files; build the model with its
+parameters on meta; compare every name, shape and dtype; read every tensor; and only then put them into the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, checkpoint_file, read_json
+from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.matching import match
+from qgemm.checkpoint.pretrained import build_pretrained, is_pretrained, parameters_on_meta, read_generation_config
+from qgemm.checkpoint.safetensors_file import read_headers, read_values
+from qgemm.checkpoint.tensors import named_tensors, split_name
+from qgemm.nn import QuantLinear
+
+
+def load_quantized(
+    folder: str | Path,
+    device: torch.device | str = "cpu",
+    *,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+) -> nn.Module:
+    """The model that ``save_quantized`` wrote to ``folder``, on ``device``, in eval mode.
+
+    Its tensors are those of the saved model, bit for bit. A transformers model is built from its config. For any other,
+    ``model`` gives the float model: a module (it may be on meta), which is changed in place, or a function that builds
+    one, whose parameters then never take memory.
+
+    Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or not of this model. Then
+    nothing was loaded, and a module given as ``model`` is as it was.
+    """
+    folder, device = Path(folder), torch.device(device)
+    config_path = checkpoint_file(folder, CONFIG_FILE)
+    config = read_json(config_path)
+    manifest = Manifest.from_config(config, config_path)
+    stored = read_headers(folder)
+    target = build_pretrained(config, config_path) if model is None else _given(model)
+    layers = match(target, manifest, stored, config_path)
+    extras = _extra_attributes(folder, target, manifest, config_path)
+    values: dict[str, Tensor] = {}
+    total = sum(tensor.nbytes for tensor in stored.values())
+    with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=None) as progress:
+        for name, value in read_values(stored, device):
+            layer, leaf = split_name(name)
+            if layer in layers and leaf in ("weight_scale", "input_scale") and not _is_scale(value):
+                raise CheckpointError(f"{stored[name].path}: scale {name} is not finite and above 0 everywhere")
+            values[name] = value
+            progress.update(value.nbytes)
+    _put_in_place(target, layers, values, manifest.tied, device)
+    for name, extra in extras.items():
+        setattr(target, name, extra)
+    return target.eval()
+
+
+def _given(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    if isinstance(model, nn.Module):
+        return model
+    with parameters_on_meta():
+        built = model()
+    if not isinstance(built, nn.Module):
+        raise TypeError(f"model() returned a {type(built).__name__}; it must build the float nn.Module")
+    return built
+
+
+def _extra_attributes(folder: Path, model: nn.Module, manifest: Manifest, config_path: Path) -> dict[str, Any]:
+    extras: dict[str, Any] = {}
+    if is_pretrained(model) and (folder / GENERATION_CONFIG_FILE).exists():
+        extras["generation_config"] = read_generation_config(checkpoint_file(folder, GENERATION_CONFIG_FILE))
+    if manifest.report is not None:
+        from qgemm.reporting import QuantReport
+
+        try:
+            extras["_qgemm_report"] = QuantReport.from_dict(manifest.report)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{config_path}: report can't be read: {error}") from error
+    return extras
+
+
+def _is_scale(value: Tensor) -> bool:
+    return bool((value.isfinite() & (value > 0)).all())
+
+
+def _put_in_place(
+    model: nn.Module,
+    layers: dict[str, QuantLinear],
+    values: dict[str, Tensor],
+    tied: dict[str, str],
+    device: torch.device,
+) -> None:
+    for name, layer in layers.items():
+        parent, leaf = split_name(name)
+        setattr(model.get_submodule(parent), leaf, layer)
+    placed = {name: _put(model, name, value) for name, value in values.items()}
+    for alias, name in tied.items():
+        _put(model, alias, placed[name])
+    for name, tensor in named_tensors(model).items():
+        if name not in placed and name not in tied:
+            _put(model, name, tensor.to(device))
+
+
+def _put(model: nn.Module, name: str, value: Tensor) -> Tensor:
+    owner, leaf = split_name(name)
+    module = model.get_submodule(owner)
+    old = getattr(module, leaf)
+    if not isinstance(old, nn.Parameter):
+        value = value.detach()
+    elif not isinstance(value, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=old.requires_grad and value.is_floating_point())
+    setattr(module, leaf, value)
+    return value

@@ -1,0 +1,107 @@
+"""Compares a checkpoint with the model it is to go into: every layer, name, shape and dtype. Changes neither."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.tensors import FLOAT_DTYPES, named_tensors, split_name, transient_names
+from qgemm.nn import QuantLinear
+from qgemm.nn.linear import linear_weight
+from qgemm.scheme import QuantScheme
+
+
+def match(
+    model: nn.Module, manifest: Manifest, stored: dict[str, StoredTensor], config_path: Path
+) -> dict[str, QuantLinear]:
+    """The layers to put into ``model``, by name, on meta; a module with several names gets one layer.
+
+    Raises ``CheckpointError`` unless the model with these layers has exactly the tensors in ``stored``, ties included.
+    """
+    layers = _quantized_layers(model, manifest.layers, config_path)
+    expected = {name: tensor for name, tensor in named_tensors(model).items() if split_name(name)[0] not in layers}
+    fixed = set()
+    for layer_name, layer in layers.items():
+        for name, parameter in layer.named_parameters():
+            expected[f"{layer_name}.{name}"] = parameter
+            if name != "bias":
+                fixed.add(f"{layer_name}.{name}")
+    transient = transient_names(model)
+    _check_ties(expected, manifest.tied, stored, config_path)
+    _check_names(expected, transient, manifest.tied, stored, config_path.parent)
+    for name, tensor in stored.items():
+        # A transient buffer is a cache: it may have grown since the model was built.
+        if name not in transient and tensor.shape != tuple(expected[name].shape):
+            wanted = list(expected[name].shape)
+            raise CheckpointError(
+                f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}; the model's is {wanted}"
+            )
+        # The float part of a model may be of any float dtype, and keeps the one it was saved in.
+        any_float = name not in fixed and expected[name].dtype in FLOAT_DTYPES and tensor.dtype in FLOAT_DTYPES
+        if not any_float and tensor.dtype != expected[name].dtype:
+            raise CheckpointError(
+                f"{tensor.path}: tensor {name} is {tensor.dtype}; the model's is {expected[name].dtype}"
+            )
+    return layers
+
+
+def _quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_path: Path) -> dict[str, QuantLinear]:
+    made: dict[nn.Module, QuantLinear] = {}
+    layers = {}
+    for name, scheme in schemes.items():
+        try:
+            module = model.get_submodule(name) if name else None
+        except AttributeError:
+            module = None
+        if module is None:
+            raise CheckpointError(f"{config_path}: layers names {name!r}, which the model doesn't have")
+        if not isinstance(module, (nn.Linear, QuantLinear)) and type(module).__name__ != "Conv1D":
+            raise CheckpointError(f"{config_path}: layers names {name}, which is a {type(module).__name__}, not linear")
+        if module not in made:
+            out_features, in_features = linear_weight(module).shape
+            made[module] = QuantLinear(in_features, out_features, module.bias is not None, "meta", scheme=scheme)
+        layers[name] = made[module]
+    return layers
+
+
+def _check_ties(
+    expected: dict[str, Tensor], tied: dict[str, str], stored: dict[str, StoredTensor], config_path: Path
+) -> None:
+    for alias, name in tied.items():
+        if alias in stored:
+            raise CheckpointError(f"{stored[alias].path} holds tensor {alias}, which {config_path.name} ties to {name}")
+        if alias not in expected or name not in stored:
+            lacking = f"the model has no {alias}" if alias not in expected else f"no file holds {name}"
+            raise CheckpointError(f"{config_path}: tied says that {alias} is {name}, but {lacking}")
+        if stored[name].shape != tuple(expected[alias].shape):
+            shapes = f"{list(expected[alias].shape)} and {list(stored[name].shape)}"
+            raise CheckpointError(f"{config_path}: tied says that {alias} is {name}, but their shapes are {shapes}")
+
+
+def _check_names(
+    expected: dict[str, Tensor],
+    transient: set[str],
+    tied: dict[str, str],
+    stored: dict[str, StoredTensor],
+    folder: Path,
+) -> None:
+    if foreign := [name for name in stored if name not in expected]:
+        raise CheckpointError(f"{stored[foreign[0]].path} holds tensors that the model doesn't have: {_some(foreign)}")
+    absent = [name for name in expected if name not in stored and name not in tied]
+    if missing := [name for name in absent if name not in transient]:
+        raise CheckpointError(f"{folder} lacks tensors of the model: {_some(missing)}")
+    if unknown := [name for name in absent if expected[name].device.type == "meta"]:
+        raise CheckpointError(
+            f"{folder} doesn't hold buffers that the given model has on meta: {_some(unknown)}; "
+            "pass a function that builds the model instead of a model built on meta"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

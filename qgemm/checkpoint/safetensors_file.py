@@ -1,0 +1,139 @@
+"""Safetensors files, written one tensor at a time and read header first.
+
+The format: 8 bytes with the header's length, the header as JSON (dtype, shape and place of each tensor), the values.
+Writing is done here because the library's ``save_file`` wants all tensors of a file in CPU memory at once, needs numpy,
+and makes files that only their owner may read. Reading is the library's, which checks the header against the file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import INDEX_FILE, WEIGHTS_FILE, checkpoint_file, read_json
+
+DTYPE_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, as its header has it. ``dtype`` is None for one that PyTorch or qgemm has no name for."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its values."""
+        return math.prod(self.shape) * (0 if self.dtype is None else self.dtype.itemsize)
+
+
+def write_safetensors(file: BinaryIO, tensors: dict[str, Tensor], written: Callable[[int], object]) -> None:
+    """Writes ``tensors``, from any device and in any strides, and tells ``written`` the bytes of each.
+
+    Every dtype must be in ``DTYPE_CODES``. One tensor at a time is held in CPU memory.
+    """
+    # Widest first, as the library orders them, so that every tensor lies at a multiple of its item size.
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": DTYPE_CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        values = tensor.detach().to("cpu").contiguous()
+        file.write((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+        written(values.nbytes)
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the checkpoint in ``folder``, by name, with no values read.
+
+    Raises ``CheckpointError`` if a file is missing or damaged, or if the files and the index don't agree.
+    """
+    if not (folder / INDEX_FILE).exists():
+        return _read_header(checkpoint_file(folder, WEIGHTS_FILE))
+    index_path = checkpoint_file(folder, INDEX_FILE)
+    if (folder / WEIGHTS_FILE).exists():
+        raise CheckpointError(
+            f"{folder} holds {WEIGHTS_FILE} and {INDEX_FILE}: remove the one that is not this model's"
+        )
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{index_path}: weight_map must be an object of tensor names and file names")
+    shards = {name: _read_header(checkpoint_file(folder, name)) for name in sorted(set(weight_map.values()))}
+    found: dict[str, StoredTensor] = {}
+    for shard, tensors in shards.items():
+        for name, tensor in tensors.items():
+            if name in found:
+                raise CheckpointError(f"tensor {name} is in two files, {found[name].path} and {tensor.path}")
+            if weight_map.get(name) != shard:
+                place = weight_map.get(name, "no file")
+                raise CheckpointError(f"{tensor.path} holds tensor {name}, which {INDEX_FILE} puts in {place}")
+            found[name] = tensor
+    for name, shard in weight_map.items():
+        if name not in found:
+            raise CheckpointError(f"{folder / shard} has no tensor {name}, which {INDEX_FILE} puts there")
+    return found
+
+
+def read_values(stored: dict[str, StoredTensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """Reads the tensors of ``stored``, file by file, each into memory of its own on ``device``."""
+    by_path: dict[Path, list[str]] = {}
+    for name, tensor in stored.items():
+        by_path.setdefault(tensor.path, []).append(name)
+    for path, names in by_path.items():
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in names:
+                    value = file.get_tensor(name)
+                    if (tuple(value.shape), value.dtype) != (stored[name].shape, stored[name].dtype):
+                        raise CheckpointError(f"{path} was changed while it was read: tensor {name} is another one now")
+                    # A copy also on the CPU: the tensor may be a view of the file, which can change under it.
+                    yield name, value.to(device, copy=True)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} can't be read: {error}") from error
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)
+            return {
+                name: StoredTensor(path, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
+                for name, part in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error

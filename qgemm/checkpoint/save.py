@@ -1,0 +1,130 @@
+"""``save_quantized``: writes a quantized model as safetensors, in files that are whole or don't load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qgemm.checkpoint.layout import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    INDEX_FILE,
+    checkpoint_files,
+    parse_size,
+    split_into_shards,
+)
+from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.pretrained import generation_config, model_config
+from qgemm.checkpoint.safetensors_file import DTYPE_CODES, write_safetensors
+from qgemm.checkpoint.staging import StagedFiles
+from qgemm.checkpoint.tensors import find_ties, stored_tensors
+from qgemm.nn import QuantLinear
+
+
+def save_quantized(
+    model: nn.Module, folder: str | Path, *, max_shard_size: int | str = "5GB", overwrite: bool = False
+) -> None:
+    """Writes ``model``, which holds ``QuantLinear`` layers, to ``folder``, for ``load_quantized``.
+
+    Every tensor keeps its dtype; tensors that are one in memory are stored once. The files are named as transformers
+    names them, so a tokenizer can be saved beside them. ``max_shard_size``: how large a file may be, in bytes or as
+    text like ``"5GB"``. ``overwrite``: replace a checkpoint that the folder already holds; without it, that raises
+    ``FileExistsError``.
+
+    All files are written under temporary names first and moved into place at the end, so an interrupted save never
+    leaves a folder that loads but is wrong. One tensor at a time is copied to CPU memory.
+
+    Raises ``ValueError`` for a model that can't be stored: with no quantized layer, with tensors on meta, with a scale
+    that isn't finite and above 0, or with state that isn't a plain tensor.
+    """
+    model = getattr(model, "_orig_mod", model)  # the model inside of what torch.compile returned
+    layers = {name: module for name, module in model.named_modules(remove_duplicate=False) if _is_quantized(module)}
+    if not layers:
+        raise ValueError("model has no QuantLinear: quantize it with qgemm.quantize_model first")
+    if "" in layers:
+        raise ValueError("model is a single QuantLinear; put it into a module, such as nn.Sequential, to save it")
+    tensors = stored_tensors(model)
+    _check_can_be_stored(model, tensors)
+    _check_scales(layers)
+    ties = find_ties(tensors)
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
+    shards = split_into_shards({name: t.nbytes for name, t in tensors.items()}, parse_size(max_shard_size))
+    report = getattr(model, "_qgemm_report", None)
+    manifest = Manifest(
+        {name: layer.scheme for name, layer in layers.items()}, ties, None if report is None else report.to_dict()
+    )
+    texts = {CONFIG_FILE: _json({**model_config(model), "quantization_config": manifest.to_dict()})}
+    if (generation := generation_config(model)) is not None:
+        texts[GENERATION_CONFIG_FILE] = _json(generation)
+    if len(shards) > 1:
+        texts[INDEX_FILE] = _json(_index(tensors, shards))
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    old_files = checkpoint_files(folder)
+    if old_files and not overwrite:
+        raise FileExistsError(f"{folder} already holds {', '.join(old_files)}; pass overwrite=True to replace them")
+    staged = StagedFiles(folder)
+    try:
+        with _progress(tensors.values()) as progress:
+            for file_name, names in shards.items():
+                with staged.create(file_name) as file:
+                    write_safetensors(file, {name: tensors[name] for name in names}, progress.update)
+        for file_name, text in texts.items():
+            with staged.create(file_name) as file:
+                file.write(text)
+        # Without a config nothing loads, so it goes first and comes last.
+        staged.publish(last=CONFIG_FILE, stale=old_files)
+    finally:
+        staged.discard()
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    return isinstance(module, QuantLinear)
+
+
+def _check_can_be_stored(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise ValueError(f"{name or 'model'} keeps extra state that isn't tensors, which safetensors can't hold")
+    for name, tensor in tensors.items():
+        if tensor.device.type == "meta":
+            raise ValueError(
+                f"{name} is on meta, without values: load it, or bring an offloaded model back, to save it"
+            )
+        if type(tensor.detach()) is not Tensor or tensor.layout != torch.strided or tensor.dtype not in DTYPE_CODES:
+            raise ValueError(
+                f"{name} is a {type(tensor.detach()).__name__} of {tensor.dtype} in layout {tensor.layout}; "
+                "only plain dense tensors of real numbers can be saved"
+            )
+
+
+def _check_scales(layers: dict[str, Any]) -> None:
+    for name, layer in layers.items():
+        for scale_name, scale in (("weight_scale", layer.weight_scale), ("input_scale", layer.input_scale)):
+            if scale is not None and not bool((scale.isfinite() & (scale > 0)).all()):
+                raise ValueError(
+                    f"{name}.{scale_name} is not finite and above 0 everywhere; it was never set, or damaged"
+                )
+
+
+def _index(tensors: dict[str, Tensor], shards: dict[str, list[str]]) -> dict[str, Any]:
+    return {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": {name: file_name for file_name, names in shards.items() for name in names},
+    }
+
+
+def _json(values: dict[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
+def _progress(tensors: Iterable[Tensor]) -> tqdm[Any]:
+    total = sum(tensor.nbytes for tensor in tensors)
+    return tqdm(total=total, desc="Saving", unit="B", unit_scale=True, disable=None)

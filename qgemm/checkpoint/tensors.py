@@ -1,0 +1,61 @@
+"""The tensors of a model by name: what a checkpoint stores of it, and which of them are one and the same."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer of ``model``, under each of its names."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def transient_names(model: nn.Module) -> set[str]:
+    """The names of the buffers that ``state_dict`` leaves out, such as rotary frequencies and masks."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a checkpoint stores: all but the integer buffers that ``state_dict`` leaves out.
+
+    Those are masks and positions, which building the model makes again. Float ones are kept, because casting a model
+    rounds them: a bfloat16 model loaded without them would not give the same output bit for bit.
+    """
+    transient = transient_names(model)
+    return {
+        name: tensor
+        for name, tensor in named_tensors(model).items()
+        if name not in transient or tensor.is_floating_point()
+    }
+
+
+def find_ties(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Names that stand for the same memory as an earlier name, and that name.
+
+    The same memory means the same storage seen the same way: tensors that only overlap are stored apart.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    ties = {}
+    for name, tensor in tensors.items():
+        if tensor.numel() == 0 or tensor.device.type == "meta":
+            continue  # neither has an address that tells it from others
+        storage = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        known = first.setdefault((tensor.device, tensor.dtype, *storage, tensor.shape, tensor.stride()), name)
+        if known != name:
+            ties[name] = known
+    return ties
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """``"a.b.weight"`` as ``("a.b", "weight")``."""
+    module, _, tensor = name.rpartition(".")
+    return module, tensor
+
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""What may stand for each other in the float part of a model: a checkpoint's dtype is kept."""
