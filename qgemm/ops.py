@@ -76,10 +76,9 @@ def _(
 
 @torch.library.register_fake("qgemm::quant_linear")
 def _(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None) -> Tensor:
-    dispatch.check_quant_linear(x, weight)
-    q, row_scale = torch.ops.qgemm.quantize_rows(x.reshape(-1, weight.shape[1]), input_scale)
-    out: Tensor = torch.ops.qgemm.scaled_mm(q, weight.t(), row_scale, weight_scale, bias, x.dtype)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    dispatch.check_quant_linear(x, weight, weight_scale, bias)
+    dispatch.check_quantize_rows(x, input_scale)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def _quantize_rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -152,10 +151,10 @@ def _quant_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError("quant_linear has gradients for x and bias only; set requires_grad=False on its scales")
     grad_x = grad_bias = None
     if wants_x:
-        # Every int8 value is exact in bfloat16, so only the scaled gradient is rounded.
-        grad_x = (grad * weight_scale).to(ctx.x_dtype) @ weight.to(ctx.x_dtype)
+        # The weight is scaled, not the gradient: that would underflow in float16.
+        grad_x = grad @ (weight * weight_scale.reshape(-1, 1)).to(ctx.x_dtype)
     if wants_bias:
-        grad_bias = grad.float().flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        grad_bias = grad.float().sum_to_size(weight.shape[0]).to(ctx.bias_dtype)
     return grad_x, None, None, grad_bias, None
 
 

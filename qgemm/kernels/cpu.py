@@ -16,6 +16,7 @@ from qgemm.kernels.reference import ACTIVATIONS, MIN_SCALE, QMAX
 _EXACT_K = 1024
 
 
+@torch.no_grad()
 def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``dispatch.quantize_rows`` on the CPU."""
     values = x.float()
@@ -27,11 +28,10 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
     if scale is None:
         row_scale = (amax / QMAX).clamp_(min=MIN_SCALE).masked_fill_(amax == 0, 1.0)
     else:
-        row_scale = scale.float().expand(amax.shape).clone()
-    finite = amax.isfinite()
-    all_finite = bool(finite.all())
-    if not all_finite:
-        row_scale.masked_fill_(~finite, torch.nan)
+        row_scale = scale.reshape(()).expand(amax.shape).clone()
+    # Inf - Inf and NaN - NaN are NaN. A static scale that nobody set is NaN as well.
+    row_scale.add_(amax - amax)
+    all_finite = not bool(row_scale.isnan().any())
     q = (values / row_scale[..., None]).round_().clamp_(-QMAX, QMAX)
     return (q if all_finite else q.nan_to_num_(0.0)).to(torch.int8), row_scale
 
@@ -42,9 +42,10 @@ def int_mm(a: Tensor, b: Tensor) -> Tensor:
         return _int_mm_float(a, b)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
-    return torch._int_mm(a, b)
+    return torch._int_mm(_plain(a), _plain(b))
 
 
+@torch.no_grad()
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -61,6 +62,8 @@ def scaled_mm(
     return out.to(out_dtype)
 
 
+@torch.no_grad()
+@torch.autocast("cpu", enabled=False)
 def matmul(
     a: Tensor,
     b: Tensor,
@@ -85,6 +88,19 @@ def _int_mm_is_exact() -> bool:
     return torch.equal(torch._int_mm(a, a.t()), _int_mm_float(a, a.t()))
 
 
+def _plain(t: Tensor) -> Tensor:
+    """``t``, copied unless it is row-major or column-major.
+
+    ``torch._int_mm`` answers garbage for some other strides: an expanded operand, or a single row with strides (1, 1).
+    """
+    rows, cols = t.shape
+    row_stride, col_stride = t.stride()
+    if (col_stride == 1 and row_stride >= cols) or (row_stride == 1 and col_stride >= max(rows, 2)):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+@torch.autocast("cpu", enabled=False)
 def _int_mm_float(a: Tensor, b: Tensor) -> Tensor:
     out = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
     for k in range(0, a.shape[1], _EXACT_K):

@@ -5,8 +5,11 @@ the fast layout, since 8-bit tensor cores want K contiguous in both operands. An
 
 Numbers: ``reference.py``. On the CPU: ``cpu.py``. On a GPU: ``gemm.py`` and ``quantize.py``. A ``config`` asks for the
 Triton kernel by itself, so on CPU tensors it needs Triton's interpreter (``TRITON_INTERPRET=1``).
+
+These functions record no gradients; ``torch.ops.qgemm`` has the same functions with gradients.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -91,8 +94,8 @@ def quant_linear(
     ``x``: float ``[..., K]``. ``weight``: int8 ``[N, K]``. ``weight_scale``: float32 ``[N]``. ``bias``: float ``[N]``.
     ``input_scale``: one float32 number for all of ``x``, or None for a scale per row.
     """
-    check_quant_linear(x, weight)
-    q, row_scale = quantize_rows(x.reshape(-1, weight.shape[1]), input_scale)
+    check_quant_linear(x, weight, weight_scale, bias)
+    q, row_scale = quantize_rows(x.reshape(math.prod(x.shape[:-1]), weight.shape[1]), input_scale)
     out = scaled_mm(q, weight.t(), row_scale, weight_scale, bias, x.dtype)
     return out.view(*x.shape[:-1], weight.shape[0])
 
@@ -101,9 +104,11 @@ def check_quantize_rows(x: Tensor, scale: Tensor | None) -> None:
     """Raises if ``quantize_rows`` can't take these."""
     if x.dtype not in FLOAT_DTYPES:
         raise TypeError(f"x is {x.dtype}; quantize_rows takes {_names(FLOAT_DTYPES)}: convert it first")
+    _check_strided("x", x)
     if x.ndim == 0:
         raise ValueError("x is a scalar; quantize_rows takes at least one dimension, [..., K]")
     if scale is not None:
+        _check_tensor("scale", scale)
         if scale.numel() != 1 or scale.dtype != torch.float32:
             raise ValueError(f"scale is {scale.dtype} {list(scale.shape)}; a static scale is one float32 number")
         _same_device(x=x, scale=scale)
@@ -124,13 +129,10 @@ def check_scaled_mm(
 ) -> None:
     """Raises if ``scaled_mm`` can't take these."""
     check_int_mm(a, b)
-    for name, scale, length in (("a_scale", a_scale, a.shape[0]), ("b_scale", b_scale, b.shape[1])):
-        if scale.dtype != torch.float32:
-            raise TypeError(f"{name} is {scale.dtype}; scales are torch.float32")
-        if scale.ndim > 1 or (scale.ndim == 1 and scale.shape[0] not in (1, length)):
-            raise ValueError(f"{name} is {list(scale.shape)}; it must be [{length}] or a single number")
-    _check_bias(b, bias)
-    _same_device(a=a, a_scale=a_scale, b_scale=b_scale)
+    _check_scale("a_scale", a_scale, a.shape[0])
+    _check_scale("b_scale", b_scale, b.shape[1])
+    _check_bias(bias, b.shape[1])
+    _same_device(a=a, a_scale=a_scale, b_scale=b_scale, bias=bias)
     if out_dtype not in FLOAT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; scaled_mm gives {_names(FLOAT_DTYPES)}")
 
@@ -144,24 +146,31 @@ def check_matmul(
     if a.dtype != b.dtype:
         raise TypeError(f"a is {a.dtype} and b is {b.dtype}; convert one of them")
     _check_product(a, b)
-    _check_bias(b, bias)
+    _check_bias(bias, b.shape[1])
+    _same_device(a=a, bias=bias)
     if activation is not None and activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be one of {sorted(ACTIVATIONS)} or None")
     if out_dtype is not None and out_dtype not in FLOAT_DTYPES + FP8_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; matmul gives {_names(FLOAT_DTYPES + FP8_DTYPES)}")
 
 
-def check_quant_linear(x: Tensor, weight: Tensor) -> None:
-    """Raises if ``quant_linear`` can't take these; its parts check the rest."""
+def check_quant_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> None:
+    """Raises if ``quant_linear`` can't take these; ``check_quantize_rows`` has the rest of x, and ``input_scale``."""
     if weight.ndim != 2:
         raise ValueError(f"weight is {list(weight.shape)}; it must be [out_features, in_features]")
+    if weight.dtype != torch.int8:
+        raise TypeError(f"weight is {weight.dtype}; it must be torch.int8 (QuantLinear.from_linear makes it)")
     if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         columns = x.shape[-1] if x.ndim else "no"
         raise ValueError(f"x has {columns} columns but the layer's in_features is {weight.shape[1]}")
+    _check_scale("weight_scale", weight_scale, weight.shape[0])
+    _check_bias(bias, weight.shape[0])
+    _same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
 
 
 def _check_product(a: Tensor, b: Tensor) -> None:
     for name, operand in (("a", a), ("b", b)):
+        _check_strided(name, operand)
         if operand.ndim != 2:
             raise ValueError(f"{name} has shape {list(operand.shape)}; it must have two dimensions: reshape it")
     if a.shape[1] != b.shape[0]:
@@ -169,21 +178,39 @@ def _check_product(a: Tensor, b: Tensor) -> None:
     _same_device(a=a, b=b)
 
 
-def _check_bias(b: Tensor, bias: Tensor | None) -> None:
+def _check_scale(name: str, scale: Tensor, length: int) -> None:
+    _check_tensor(name, scale)
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name} is {scale.dtype}; scales are torch.float32: convert it with .float()")
+    # The length first: under torch.export it may be symbolic, and comparing it with 1 would rule that batch size out.
+    if scale.ndim > 1 or (scale.ndim == 1 and scale.shape[0] != length and scale.shape[0] != 1):
+        raise ValueError(f"{name} is {list(scale.shape)}; it must be [{length}] or a single number")
+
+
+def _check_bias(bias: Tensor | None, length: int) -> None:
     if bias is None:
         return
     if bias.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"bias is {bias.dtype}; it must be one of {_names(FLOAT_DTYPES)}")
-    if bias.ndim != 1 or bias.shape[0] != b.shape[1]:
-        raise ValueError(f"bias is {list(bias.shape)}; it must be [{b.shape[1]}], one value per column of b")
-    _same_device(b=b, bias=bias)
+        raise TypeError(f"bias is {bias.dtype}; it must be one of {_names(FLOAT_DTYPES)}: convert it first")
+    if bias.ndim != 1 or bias.shape[0] != length:
+        raise ValueError(f"bias is {list(bias.shape)}; it must be [{length}], one value per output column")
 
 
-def _same_device(**tensors: Tensor) -> None:
-    (first, *_), devices = tensors, {name: tensor.device for name, tensor in tensors.items()}
-    for name, device in devices.items():
-        if device != devices[first]:
-            raise ValueError(f"{first} is on {devices[first]} but {name} is on {device}: move them to one device")
+def _check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a float32 tensor: torch.tensor({value!r})")
+
+
+def _check_strided(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} is {tensor.layout}; it must be a dense tensor: pass {name}.to_dense()")
+
+
+def _same_device(**tensors: Tensor | None) -> None:
+    (first, device), *others = ((name, tensor.device) for name, tensor in tensors.items() if tensor is not None)
+    for name, other in others:
+        if other != device:
+            raise ValueError(f"{first} is on {device} but {name} is on {other}: move them to one device")
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

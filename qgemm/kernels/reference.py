@@ -34,7 +34,7 @@ def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> tuple[Ten
         row_scale = (amax / QMAX).clamp(min=MIN_SCALE)
         row_scale = torch.where(amax == 0, 1.0, row_scale)
     else:
-        row_scale = scale.float().expand(x.shape[:-1])
+        row_scale = scale.reshape(()).expand(x.shape[:-1])
     row_scale = torch.where(finite, row_scale, torch.nan)
     q = (values / row_scale[..., None]).round().clamp(-QMAX, QMAX)
     return q.nan_to_num(0.0).to(torch.int8), row_scale

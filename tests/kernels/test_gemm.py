@@ -1,0 +1,298 @@
+"""``scaled_mm``, ``int_mm`` and ``matmul``: the Triton kernels against the specification in ``reference.py``.
+
+``config=`` asks for the kernel itself, also on the CPU (interpreted). Without it a CPU runs ``cpu.py`` and a GPU the
+config that ``select_config`` takes; ``DISPATCHED`` tests both ways.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from qgemm.kernels import GemmConfig, int_mm, matmul, scaled_mm
+from qgemm.kernels.config import CANDIDATES, device_limits, is_valid
+from qgemm.kernels.reference import int_mm_reference, matmul_reference, scaled_mm_reference
+
+Check = Callable[[Tensor, Tensor, Tensor], None]
+
+SMALL = GemmConfig(16, 32, 32, num_warps=4, num_stages=2, group_size_m=2)
+STREAMK = GemmConfig(16, 32, 32, num_warps=4, num_stages=2, group_size_m=2, streamk=True)
+KERNELS = pytest.mark.parametrize("config", [SMALL, STREAMK], ids=["persistent", "streamk"])
+DISPATCHED = pytest.mark.parametrize("config", [SMALL, STREAMK, None], ids=["persistent", "streamk", "default"])
+
+SHAPES = [
+    (0, 40, 64),  # no rows
+    (33, 0, 64),  # no columns
+    (33, 40, 0),  # an empty sum
+    (0, 0, 0),
+    (1, 1, 1),  # torch._int_mm on a GPU refuses M <= 16, and K or N that 8 doesn't divide
+    (33, 40, 1),
+    *((m, 40, 64) for m in range(1, 18)),  # every batch size up to one more than a tile
+    (32, 64, 96),  # the blocks divide everything
+    (37, 53, 101),  # primes
+    (47, 31, 129),  # one element beyond, one short of, whole blocks
+    (3, 7, 700),  # one tile and a long sum: Stream-K's case
+]
+
+
+def int8(*shape: int, device: torch.device) -> Tensor:
+    return torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
+
+
+def exact_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None) -> Tensor:
+    out = (a.double() @ b.double()) * a_scale.double().reshape(-1, 1) * b_scale.double().reshape(1, -1)
+    return out if bias is None else out + bias.double()
+
+
+@DISPATCHED
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES)
+def test_int_mm(M: int, N: int, K: int, config: GemmConfig | None, device: torch.device) -> None:
+    a, b = int8(M, K, device=device), int8(N, K, device=device).t()
+    out = int_mm(a, b, config=config)
+    assert out.dtype == torch.int32
+    assert torch.equal(out, int_mm_reference(a, b))
+
+
+@DISPATCHED
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES)
+def test_scaled_mm(
+    M: int, N: int, K: int, config: GemmConfig | None, device: torch.device, assert_as_accurate: Check
+) -> None:
+    a, b = int8(M, K, device=device), int8(N, K, device=device).t()
+    a_scale, b_scale = torch.rand(M, device=device), torch.rand(N, device=device)
+    bias = torch.randn(N, device=device) * 100
+    out = scaled_mm(a, b, a_scale, b_scale, bias, torch.float32, config=config)
+    reference = scaled_mm_reference(a, b, a_scale, b_scale, bias, torch.float32)
+    assert_as_accurate(out, reference, exact_scaled_mm(a, b, a_scale, b_scale, bias))
+
+
+@KERNELS
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias_dtype", [None, torch.float16, torch.bfloat16, torch.float32])
+def test_output_and_bias_dtypes(
+    out_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    config: GemmConfig,
+    device: torch.device,
+    assert_as_accurate: Check,
+) -> None:
+    a, b = int8(18, 70, device=device), int8(70, 40, device=device)
+    a_scale, b_scale = torch.rand(18, device=device) / 127, torch.rand(40, device=device) / 127
+    bias = None if bias_dtype is None else torch.randn(40, device=device).to(bias_dtype)
+    out = scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, config=config)
+    reference = scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype)
+    assert_as_accurate(out, reference, exact_scaled_mm(a, b, a_scale, b_scale, bias))
+
+
+@DISPATCHED
+@pytest.mark.parametrize("a_shape", [(), (1,), (18,)])
+@pytest.mark.parametrize("b_shape", [(), (1,), (40,)])
+def test_scalar_scales(
+    a_shape: tuple[int, ...],
+    b_shape: tuple[int, ...],
+    config: GemmConfig | None,
+    device: torch.device,
+    assert_as_accurate: Check,
+) -> None:
+    a, b = int8(18, 70, device=device), int8(70, 40, device=device)
+    a_scale, b_scale = torch.rand(a_shape, device=device), torch.rand(b_shape, device=device)
+    out = scaled_mm(a, b, a_scale, b_scale, None, torch.float32, config=config)
+    reference = scaled_mm_reference(a, b, a_scale, b_scale, None, torch.float32)
+    assert_as_accurate(out, reference, exact_scaled_mm(a, b, a_scale, b_scale, None))
+
+
+@DISPATCHED
+def test_strided_scales_and_bias(config: GemmConfig | None, device: torch.device) -> None:
+    a, b = int8(18, 70, device=device), int8(70, 40, device=device)
+    a_scale = torch.rand(18, 3, device=device)[:, 1]
+    b_scale = torch.rand(40, 2, device=device)[:, 1]
+    bias = torch.rand(40, 2, device=device)[:, 1]
+    out = scaled_mm(a, b, a_scale, b_scale, bias, torch.float32, config=config)
+    whole = [v.contiguous() for v in (a_scale, b_scale, bias)]
+    assert torch.equal(out, scaled_mm(a, b, *whole, torch.float32, config=config))
+    # One scale for all, expanded by the caller: stride 0.
+    one = torch.rand((), device=device)
+    out = scaled_mm(a, b, one.expand(18), b_scale, None, torch.float32, config=config)
+    assert torch.equal(out, scaled_mm(a, b, one, b_scale, None, torch.float32, config=config))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t.contiguous(),
+    "transposed": lambda t: t.t().contiguous().t(),
+    "slice of rows and columns": lambda t: torch.nn.functional.pad(t, (3, 5, 2, 4), value=99)[2:-4, 3:-5],
+    "every second column": lambda t: t.repeat_interleave(2, dim=1)[:, ::2],
+    "odd start": lambda t: torch.nn.functional.pad(t.flatten(), (1, 0))[1:].view(t.shape),  # off every alignment
+}
+
+
+@DISPATCHED
+@pytest.mark.parametrize("a_view", VIEWS)
+@pytest.mark.parametrize("b_view", VIEWS)
+def test_any_strides(a_view: str, b_view: str, config: GemmConfig | None, device: torch.device) -> None:
+    a, b = int8(18, 70, device=device), int8(70, 40, device=device)
+    out = int_mm(VIEWS[a_view](a), VIEWS[b_view](b), config=config)
+    assert torch.equal(out, int_mm_reference(a, b))
+
+
+@DISPATCHED
+def test_expanded_operands(config: GemmConfig | None, device: torch.device) -> None:
+    a = int8(1, 70, device=device).expand(18, 70)
+    b = int8(70, 1, device=device).expand(70, 40)
+    assert torch.equal(int_mm(a, b, config=config), int_mm_reference(a, b))
+
+
+@DISPATCHED
+def test_largest_sums(config: GemmConfig | None, device: torch.device) -> None:
+    # The longest K of all, at int8's extreme: 131,071 * 128 * 128 is 2^31 - 2^14.
+    config = config and GemmConfig(16, 16, 4096, num_warps=4, num_stages=1, streamk=config.streamk)
+    a = torch.full((2, 131_071), -128, dtype=torch.int8, device=device)
+    b = torch.full((131_071, 3), -128, dtype=torch.int8, device=device)
+    out = int_mm(a, b, config=config)
+    assert torch.equal(out, torch.full((2, 3), 2**31 - 2**14, dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize("candidate", range(len(CANDIDATES)))
+@pytest.mark.parametrize("ragged", [False, True])
+def test_every_candidate_is_exact(candidate: int, ragged: bool, device: torch.device) -> None:
+    config = CANDIDATES[candidate]
+    if not is_valid(config, 1, device_limits(device)):
+        pytest.skip(f"{device} has no room for {config}")
+    M, N = (130, 70) if ragged else (config.block_m, 2 * config.block_n)
+    K = config.block_k + 37 if ragged else 2 * config.block_k
+    a, b = int8(M, K, device=device), int8(N, K, device=device).t()
+    assert torch.equal(int_mm(a, b, config=config), int_mm_reference(a, b))
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(33, 50, 70), (3, 7, 700), (64, 96, 33), (130, 140, 32)])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_streamk_gives_the_bits_of_persistent(
+    M: int, N: int, K: int, out_dtype: torch.dtype, device: torch.device
+) -> None:
+    a, b = int8(M, K, device=device), int8(N, K, device=device).t()
+    a_scale, b_scale = torch.rand(M, device=device), torch.rand(N, device=device)
+    bias = torch.randn(N, device=device)
+    results = [scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, config=config) for config in (SMALL, STREAMK)]
+    assert torch.equal(*results)
+
+
+@DISPATCHED
+def test_same_inputs_same_bits(config: GemmConfig | None, device: torch.device) -> None:
+    a, b = int8(33, 300, device=device), int8(50, 300, device=device).t()
+    a_scale, b_scale = torch.rand(33, device=device), torch.rand(50, device=device)
+    first = scaled_mm(a, b, a_scale, b_scale, config=config)
+    for _ in range(3):
+        assert torch.equal(scaled_mm(a, b, a_scale, b_scale, config=config), first)
+
+
+@DISPATCHED
+def test_rows_are_independent(config: GemmConfig | None, device: torch.device) -> None:
+    # A NaN scale makes its own row NaN and touches no other.
+    a, b = int8(18, 70, device=device), int8(70, 40, device=device)
+    a_scale, b_scale = torch.rand(18, device=device), torch.rand(40, device=device)
+    clean = scaled_mm(a, b, a_scale, b_scale, config=config)
+    a_scale[5] = torch.nan
+    out = scaled_mm(a, b, a_scale, b_scale, config=config)
+    assert out[5].isnan().all()
+    keep = torch.arange(18, device=device) != 5
+    assert torch.equal(out[keep], clean[keep])
+
+
+@DISPATCHED
+def test_output_is_written_whole_and_alone(config: GemmConfig | None, device: torch.device) -> None:
+    # A zero row gives exactly the bias.
+    a, b = int8(18, 70, device=device), int8(70, 40, device=device)
+    a[3] = 0
+    bias = torch.randn(40, device=device)
+    out = scaled_mm(
+        a, b, torch.rand(18, device=device), torch.rand(40, device=device), bias, torch.float32, config=config
+    )
+    assert torch.equal(out[3], bias)
+    assert out.is_contiguous()
+
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2]
+MATMUL = pytest.mark.parametrize("config", [SMALL, None], ids=["persistent", "default"])
+
+
+def skip_without_fp8(dtype: torch.dtype, device: torch.device) -> None:
+    if dtype.itemsize == 1 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        pytest.skip("no fp8 before sm_89")
+
+
+@MATMUL
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("M", "N", "K"), [(0, 5, 7), (5, 0, 7), (5, 7, 0), (1, 1, 1), (17, 53, 101), (32, 64, 64)])
+def test_matmul(
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    config: GemmConfig | None,
+    device: torch.device,
+    assert_as_accurate: Check,
+) -> None:
+    skip_without_fp8(dtype, device)
+    a, b = torch.randn(M, K, device=device).to(dtype), torch.randn(K, N, device=device).to(dtype)
+    bias = torch.randn(N, device=device)
+    # fp8 sums keep about 14 bits within one tensor core instruction: compare where that doesn't show.
+    out_dtype = torch.bfloat16 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float16)
+    out = matmul(a, b, bias, out_dtype=out_dtype, config=config)
+    exact = a.double() @ b.double() + bias.double()
+    assert_as_accurate(out, matmul_reference(a, b, bias, out_dtype=out_dtype), exact)
+
+
+@MATMUL
+@pytest.mark.parametrize("activation", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_matmul_activation(
+    activation: str, dtype: torch.dtype, config: GemmConfig | None, device: torch.device, assert_as_accurate: Check
+) -> None:
+    a, b = torch.randn(18, 32, device=device).to(dtype), torch.randn(32, 40, device=device).to(dtype)
+    bias = torch.randn(40, device=device).to(dtype)
+    out = matmul(a, b, bias, activation, config=config)
+    exact = getattr(torch.nn.functional, activation)(a.double() @ b.double() + bias.double())
+    assert_as_accurate(out, matmul_reference(a, b, bias, activation), exact)
+
+
+@MATMUL
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+def test_matmul_keeps_nan(activation: str | None, config: GemmConfig | None, device: torch.device) -> None:
+    a, b = torch.randn(18, 32, device=device), torch.randn(32, 40, device=device)
+    a[5, 7] = torch.nan
+    out = matmul(a, b, None, activation, config=config)
+    assert out[5].isnan().all()
+    assert out[torch.arange(18, device=device) != 5].isfinite().all()
+
+
+@MATMUL
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_matmul_out_dtype(out_dtype: torch.dtype, config: GemmConfig | None, device: torch.device) -> None:
+    a, b = torch.ones(18, 32, device=device).half(), torch.ones(32, 40, device=device).half()
+    assert matmul(a, b, config=config).dtype == torch.float16
+    out = matmul(a, b, out_dtype=out_dtype, config=config)
+    assert torch.equal(out, torch.full((18, 40), 32, dtype=out_dtype, device=device))
+
+
+def test_a_config_that_cannot_run_is_refused(device: torch.device) -> None:
+    a, b = int8(16, 16, device=device), int8(16, 16, device=device)
+    for config in (
+        GemmConfig(24, 32, 32, num_warps=4, num_stages=2),  # no power of 2
+        GemmConfig(512, 512, 512, num_warps=4, num_stages=8),  # more shared memory than any device has
+    ):
+        with pytest.raises(ValueError, match=r"config GemmConfig\(.*can't run torch.int8.*omit it"):
+            int_mm(a, b, config=config)
+    with pytest.raises(ValueError, match=r"config GemmConfig\(.*can't run torch.float16"):
+        matmul(a.half(), b.half(), config=STREAMK)  # float sums depend on their order
+
+
+def test_beyond_2_31_elements() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU: the product itself is large (test_views.py has the offsets alone)")
+    device = torch.device("cuda", 0)
+    for M, N, K in ((2**16 + 1, 16, 2**15 + 16), (2**15 + 16, 2**16 + 1, 16)):  # M * K, then M * N
+        a, b = int8(M, K, device=device), int8(N, K, device=device).t()
+        out = int_mm(a, b)
+        assert torch.equal(out[-5:], int_mm_reference(a[-5:], b))
+        assert torch.equal(out[:5], int_mm_reference(a[:5], b))
+        del a, b, out
