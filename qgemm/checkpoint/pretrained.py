@@ -91,11 +91,12 @@ def build_pretrained(config: dict[str, Any], path: Path) -> nn.Module:
     dtype = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}.get(str(config.get("dtype")))
     if dtype is None:
         raise CheckpointError(f"{path}: dtype is {config.get('dtype')!r}; it must be a float dtype such as 'bfloat16'")
-    own = {name: value for name, value in config.items() if name != "quantization_config"}
     try:
         # The class may build anything from these values; whatever goes wrong there, the file is at fault.
+        own_config = cls.config_class.from_json_file(path)  # which also undoes how transformers writes infinities
+        del own_config.quantization_config  # so that the config is again the one that was saved
         with parameters_on_meta(), _default_dtype(dtype):
-            model: nn.Module = cls(cls.config_class.from_dict(own))
+            model: nn.Module = cls(own_config)
     except Exception as error:
         raise CheckpointError(f"{path}: {names[0]} can't be built from it: {error}") from error
     return model
