@@ -1,11 +1,14 @@
 """Which tile shape and pipeline a GEMM runs with.
 
-``select_config`` takes the cheapest entry of ``CANDIDATES`` by a model of one multiprocessor: a program needs, per
-block of K, the longer of its multiply-adds at the tensor cores' rate and its operand bytes at the cache's rate;
-programs that share a multiprocessor share both; a problem takes as many rounds as its tiles need. Nothing is timed, so
-the answer is the same on every run. ``scaled_mm(..., config=...)`` and its siblings take any other ``GemmConfig``.
+``select_config`` takes the entry of ``CANDIDATES`` that a model of the device finds cheapest. Per block of K, a program
+needs the longest of: its loads' latency, shared by the stages in flight; its own chain of load and multiply; and, with
+the programs that share its multiprocessor, their multiply-adds at the tensor cores' rate or their operand bytes at the
+cache's. A problem takes as many rounds as its tiles need, and no less than its bytes at the memory's rate. Nothing is
+timed, so the answer is the same on every run. ``scaled_mm(..., config=...)`` and its siblings take any other
+``GemmConfig``.
 
-The rates are those of an H200 (int8: 4,096 multiply-adds a cycle; 64 bytes a cycle from L2). Only their ratio matters.
+The constants are cycles and bytes per cycle of one multiprocessor, fitted to 380 timings on an H200 (41 shapes, M from
+1 to 4,096). Only their ratios matter, so other devices get a sensible, if less exact, answer.
 """
 
 import functools
@@ -13,10 +16,17 @@ from dataclasses import dataclass
 
 import torch
 
-MACS_PER_CYCLE = 4096  # of 1-byte operands; wider ones take proportionally longer
-BYTES_PER_CYCLE = 64
-ROUND_CYCLES = 2000  # filling the pipeline and storing a tile
-STREAMK_CYCLES = 8000  # zeroing the workspace, the atomics, and reading it back
+_MACS = 4096  # multiply-adds of 1-byte operands
+_NARROW = 4.2  # how much slower the tensor cores are on blocks of fewer than 64 rows
+_CACHE_BYTES = 57.6
+_MEMORY_BYTES = 18.6
+_MEMORY_LATENCY = 1710.0
+_BLOCK_LATENCY = 200.0
+_BLOCK_LATENCY_PER_MAC_CYCLE = 0.32
+_BLOCK_LATENCY_BYTES = 87.3
+_OVERLAP_LOSS = 0.34  # of the shorter of computing and reading memory
+_STREAMK_LATENCY = 9300.0  # zeroing the workspace, and the last arrival's wait
+_STREAMK_ATOMICS = 0.7
 
 
 @dataclass(frozen=True)
@@ -76,18 +86,20 @@ def device_limits(device: torch.device) -> DeviceLimits:
 # For 1-byte operands; wider ones get fewer elements along K in the same bytes.
 CANDIDATES: tuple[GemmConfig, ...] = (
     GemmConfig(128, 128, 128, num_warps=4, num_stages=3, group_size_m=16),
-    GemmConfig(128, 64, 128, num_warps=4, num_stages=4),
     GemmConfig(64, 128, 128, num_warps=4, num_stages=4),
+    GemmConfig(128, 64, 128, num_warps=4, num_stages=4),
     GemmConfig(64, 64, 128, num_warps=4, num_stages=5),
-    GemmConfig(64, 64, 128, num_warps=4, num_stages=5, streamk=True),
     GemmConfig(64, 32, 256, num_warps=4, num_stages=4),
+    GemmConfig(32, 128, 128, num_warps=4, num_stages=4),
     GemmConfig(32, 64, 256, num_warps=4, num_stages=4),
+    GemmConfig(32, 32, 512, num_warps=4, num_stages=4),
     GemmConfig(16, 128, 128, num_warps=4, num_stages=4),
     GemmConfig(16, 64, 256, num_warps=4, num_stages=4),
     GemmConfig(16, 32, 512, num_warps=2, num_stages=4),
     GemmConfig(16, 16, 512, num_warps=2, num_stages=6),
+    GemmConfig(64, 64, 128, num_warps=4, num_stages=5, streamk=True),
     GemmConfig(16, 64, 256, num_warps=4, num_stages=4, streamk=True),
-    # The last resort of a device with little shared memory.
+    # For devices with little shared memory.
     GemmConfig(64, 64, 64, num_warps=4, num_stages=2),
     GemmConfig(16, 32, 64, num_warps=2, num_stages=2),
 )
@@ -110,12 +122,12 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
 
 
 def programs_per_sm(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> int:
-    """How many programs fit on a multiprocessor at a time; at most 4, beyond which nothing is gained."""
-    by_memory = limits.shared_memory // config.shared_memory(itemsize)
-    by_threads = limits.max_threads // (config.num_warps * limits.warp_size)
-    # Registers: the accumulator and about as much again, of 65,536.
-    by_registers = 65_536 // (2 * config.block_m * config.block_n)
-    return max(1, min(by_memory, by_threads, by_registers, 4))
+    """How many programs are resident on a multiprocessor at a time; at most 8."""
+    threads = config.num_warps * limits.warp_size
+    by_memory = limits.shared_memory // (config.shared_memory(itemsize) + 1024)
+    # The accumulator, half as much for the epilogue, and 40 registers a thread for the rest.
+    by_registers = 65_536 // (3 * config.block_m * config.block_n // 2 + threads * 40)
+    return max(1, min(by_memory, by_registers, limits.max_threads // threads, 8))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -142,14 +154,24 @@ def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: D
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     blocks = max(1, -(-K // config.block_k))
     resident = programs_per_sm(config, itemsize, limits)
-    macs = config.block_m * config.block_n * config.block_k * itemsize
-    # Below 64 rows the tensor cores' wide instructions don't apply.
-    macs = macs if config.block_m >= 64 else macs * 2
+
     loads = (config.block_m + config.block_n) * config.block_k * itemsize
-    block_cycles = max(macs / MACS_PER_CYCLE, loads / BYTES_PER_CYCLE)
+    macs = config.block_m * config.block_n * config.block_k * itemsize / _MACS
+    if config.block_m < 64:
+        macs *= _NARROW
+    shared = max(macs, loads / _CACHE_BYTES)
+    alone = max(
+        _MEMORY_LATENCY / max(config.num_stages - 1, 1),
+        _BLOCK_LATENCY + _BLOCK_LATENCY_PER_MAC_CYCLE * macs + loads / _BLOCK_LATENCY_BYTES,
+    )
+
     if config.streamk:
-        per_sm = -(-tiles * blocks // limits.num_sms)
-        return per_sm * block_cycles + ROUND_CYCLES + STREAMK_CYCLES
-    per_sm = -(-tiles // limits.num_sms)
-    rounds = -(-tiles // (limits.num_sms * resident))
-    return per_sm * blocks * block_cycles + rounds * ROUND_CYCLES
+        programs = limits.num_sms * resident
+        compute = -(-tiles * blocks // programs) * max(alone, resident * shared)
+        compute += _STREAMK_LATENCY + resident * config.block_m * config.block_n / _STREAMK_ATOMICS
+    else:
+        rounds, rest = divmod(-(-tiles // limits.num_sms), resident)
+        compute = blocks * rounds * max(alone, resident * shared)
+        compute += blocks * max(alone, rest * shared) if rest else 0
+    memory = ((M + N) * K * itemsize + 2 * M * N) / (_MEMORY_BYTES * limits.num_sms)
+    return max(compute, memory) + _OVERLAP_LOSS * min(compute, memory)

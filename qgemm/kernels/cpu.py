@@ -42,7 +42,8 @@ def int_mm(a: Tensor, b: Tensor) -> Tensor:
         return _int_mm_float(a, b)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
-    return torch._int_mm(_plain(a), _plain(b))
+    out: Tensor = torch._int_mm(_plain(a), _plain(b))
+    return out
 
 
 @torch.no_grad()

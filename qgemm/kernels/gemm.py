@@ -82,10 +82,12 @@ def _launch(
         # Multiplying and adding the bias round apart, as in the reference: the same bits on every device.
         "enable_fp_fusion": False,
     }
-    grid = (constants["NUM_SMS"],)
+    tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    streamk = config.streamk and K > 0
+    # Programs beyond the tiles would find nothing to do, unless they are renumbered for chiplets.
+    grid = (constants["NUM_SMS"] if streamk or limits.num_xcds > 1 else min(tiles, constants["NUM_SMS"]),)
     with torch.cuda.device_of(a):
-        if config.streamk and K:
-            tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+        if streamk:
             zeros = a.new_zeros(M * N + tiles, dtype=torch.int32)
             _gemm_streamk_kernel[grid](
                 *arguments, zeros, zeros[M * N :], *shape_and_strides, STREAMK_TILES=grid[0], **constants

@@ -5,7 +5,10 @@ the sum at a time. The accumulator's type follows the operands, never the output
 (exact: int8 products can't overflow it below K = 131,072), ``acc_dtype`` otherwise. fp8 products are promoted to
 float32 at every step: Hopper's tensor cores keep only about 14 bits of an fp8 sum otherwise.
 
-Along M and N a tile may stick out of the operands: it reads wrapped addresses there and the store masks the result.
+Where a tile sticks out of A's rows, nothing is read: when M is 1, sixteen copies of one row from every multiprocessor
+would crowd one slice of the cache (27 us against 18 on an H200, N = 4096, K = 14336). Where it sticks out of B's
+columns, other columns are read, which costs less than a mask. The store masks both.
+
 Along K the tail is loaded with zeros, once, after the loop over whole blocks, so that the loop itself carries no mask.
 """
 
@@ -61,8 +64,8 @@ class GemmContext:
         """
         a_tile = Tile(out_tile.pid_m, k_idx, self.block_m, self.block_k)
         b_tile = Tile(k_idx, out_tile.pid_n, self.block_k, self.block_n)
-        a = A.load(a_tile, boundary, self.cache_modifier_a, wrap_cols=False)
-        b = B.load(b_tile, boundary, self.cache_modifier_b, wrap_rows=False)
+        a = A.load(a_tile, boundary, self.cache_modifier_a, rows="mask", cols="inside")
+        b = B.load(b_tile, boundary, self.cache_modifier_b, rows="inside", cols="wrap")
         tl.static_assert(
             self.quantized == a.dtype.is_int(), "int8 operands need GemmContext(quantized=True), floats False"
         )

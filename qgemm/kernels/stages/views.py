@@ -35,19 +35,26 @@ def _load(
     self,
     tile: Tile,
     boundary: tl.constexpr = False,
-    cache_modifier: tl.constexpr = tl.constexpr(".cg"),  # noqa: B008  (Triton wraps other defaults, but no strings)
-    wrap_rows: tl.constexpr = True,
-    wrap_cols: tl.constexpr = True,
+    # Triton makes compile-time values of other defaults by itself, but not of strings.
+    cache_modifier: tl.constexpr = tl.constexpr(".cg"),
+    rows: tl.constexpr = tl.constexpr("wrap"),
+    cols: tl.constexpr = tl.constexpr("wrap"),
 ):
     """A tile's elements ``[block_m, block_n]``.
 
-    ``boundary=True`` gives 0 beyond the edges of the matrix. Without it, what lies beyond repeats elements from the
-    other side: right for rows and columns that the store masks, wrong along a dimension that is summed over.
-    ``wrap_rows=False`` (``wrap_cols=False``) promises that the tile does not stick out there.
+    ``boundary=True`` gives 0 beyond the edges of the matrix. Without it, ``rows`` and ``cols`` say what happens there:
+
+    - ``"wrap"``: elements from the other side are repeated. Right for rows and columns that the store masks, wrong
+      along a dimension that is summed over.
+    - ``"mask"`` (rows only): 0, and nothing is read.
+    - ``"inside"``: the tile is known not to stick out.
     """
-    ptrs, mask = self.tile_ptrs(tile, wrap_rows, wrap_cols)
+    ptrs, mask = self.tile_ptrs(tile, rows == "wrap", cols == "wrap")
     if boundary:
         return tl.load(ptrs, mask=mask, other=0.0, cache_modifier=cache_modifier)
+    elif rows == "mask":
+        rm, _ = tile.indices()
+        return tl.load(ptrs, mask=(rm < self.rows)[:, None], other=0.0, cache_modifier=cache_modifier)
     else:
         return tl.load(ptrs, cache_modifier=cache_modifier)
 
