@@ -1,0 +1,196 @@
+"""``report``: what ``quantize_model`` did to each layer, what it left and why, and what that saves.
+
+Every weight that takes part in a matrix product has a record, quantized or not: a layer that was passed over silently
+looks like one that was done. Records are values; they go through JSON (``to_dict``, ``from_dict``) into a checkpoint.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from qgemm.nn import QuantLinear
+
+KEPT = "float"
+
+
+@dataclass(frozen=True)
+class LayerRecord:
+    """What became of one layer.
+
+    - ``name``: its dotted name in the model; ``kind``: the class it had.
+    - ``action``: the scheme that it was quantized with (``"int8"``), or ``"float"``: it was left as it was.
+    - ``reason``: why it was left; empty if it was quantized.
+    - ``bytes_before``, ``bytes_after``: of its parameters. What it shares with a layer listed earlier counts there.
+    - ``weight_error``: ``norm(dequantized - weight) / norm(weight)`` (Frobenius); None where it isn't known.
+    """
+
+    name: str
+    kind: str
+    action: str
+    reason: str
+    bytes_before: int
+    bytes_after: int
+    weight_error: float | None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the layer was quantized."""
+        return self.action != KEPT
+
+
+@dataclass(frozen=True)
+class QuantReport:
+    """The records of a model's layers, in the model's order. ``print`` shows a table, a notebook an HTML one."""
+
+    records: tuple[LayerRecord, ...]
+
+    @property
+    def quantized(self) -> tuple[LayerRecord, ...]:
+        """The records of the layers that were quantized."""
+        return tuple(record for record in self.records if record.is_quantized)
+
+    @property
+    def kept(self) -> tuple[LayerRecord, ...]:
+        """The records of the layers that stay in float."""
+        return tuple(record for record in self.records if not record.is_quantized)
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of all these layers in float."""
+        return sum(record.bytes_before for record in self.records)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of all these layers as they are now."""
+        return sum(record.bytes_after for record in self.records)
+
+    @property
+    def coverage(self) -> float:
+        """The share of ``bytes_before`` that was quantized, 0 to 1."""
+        before = self.bytes_before
+        return sum(record.bytes_before for record in self.quantized) / before if before else 0.0
+
+    @property
+    def largest_error(self) -> float | None:
+        """The largest ``weight_error``, or None if none is known."""
+        return max((record.weight_error for record in self.records if record.weight_error is not None), default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready values."""
+        return {"records": [asdict(record) for record in self.records]}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> QuantReport:
+        """The report that ``to_dict`` wrote. Raises ``ValueError`` for anything else."""
+        if not isinstance(values, dict) or set(values) != {"records"} or not isinstance(values["records"], list):
+            raise ValueError(f"a report is a dictionary with one list, 'records'; this is {_shortened(values)}")
+        return cls(tuple(_parse_record(index, record) for index, record in enumerate(values["records"])))
+
+    def __str__(self) -> str:
+        """An aligned table, a row per layer, totals last."""
+        header, *rows = self._table()
+        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if column in _NUMERIC else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in (header, *rows)
+        ]
+        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+        return "\n".join([lines[0], rule, *lines[1:], rule, *self._totals()])
+
+    def _repr_html_(self) -> str:
+        header, *rows = self._table()
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        totals = "<br>".join(html.escape(line) for line in self._totals())
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{totals}</p>"
+
+    def _table(self) -> list[tuple[str, ...]]:
+        rows: list[tuple[str, ...]] = [("layer", "kind", "action", "before", "after", "error")]
+        for record in self.records:
+            rows.append(
+                (
+                    record.name,
+                    record.kind,
+                    record.action if record.is_quantized else f"{record.action}: {record.reason}",
+                    _size(record.bytes_before),
+                    _size(record.bytes_after),
+                    "" if record.weight_error is None else f"{record.weight_error:.4f}",
+                )
+            )
+        return rows
+
+    def _totals(self) -> list[str]:
+        before, after = self.bytes_before, self.bytes_after
+        lines = [
+            f"{len(self.quantized)} of {len(self.records)} layers quantized, {self.coverage:.1%} of their bytes",
+            f"{_size(before)} before, {_size(after)} after" + (f" ({before / after:.2f}x smaller)" if after else ""),
+        ]
+        if self.largest_error is not None:
+            lines.append(f"largest relative weight error: {self.largest_error:.4f}")
+        return lines
+
+
+_NUMERIC = frozenset({3, 4, 5})
+
+
+def report(model: nn.Module) -> QuantReport:
+    """What ``quantize_model`` did to ``model``.
+
+    A model put together by hand has no such account: then its ``QuantLinear`` layers are listed, without errors, their
+    size before that of float32, or of the bias's dtype. Raises ``ValueError`` if there are none.
+    """
+    stored = getattr(model, "_qgemm_report", None)
+    if isinstance(stored, QuantReport):
+        return stored
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} holds no quantized layer: quantize_model or load_quantized makes one that does"
+        )
+    return QuantReport(tuple(_derive_record(name, layer) for name, layer in layers.items()))
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters that ``module`` itself holds."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters(recurse=False))
+
+
+def _derive_record(name: str, layer: QuantLinear) -> LayerRecord:
+    element_size = 4 if layer.bias is None else layer.bias.element_size()
+    before = (layer.weight.numel() + (0 if layer.bias is None else layer.bias.numel())) * element_size
+    return LayerRecord(name, "Linear", layer.scheme.name, "", before, parameter_bytes(layer), None)
+
+
+def _parse_record(index: int, values: Any) -> LayerRecord:
+    fields = {"name": str, "kind": str, "action": str, "reason": str, "bytes_before": int, "bytes_after": int}
+    where = f"record {index} of the report"
+    if not isinstance(values, dict) or set(values) != {*fields, "weight_error"}:
+        raise ValueError(f"{where} must hold exactly {[*fields, 'weight_error']}; it is {_shortened(values)}")
+    for field, kind in fields.items():
+        if type(values[field]) is not kind or (kind is int and values[field] < 0):
+            wanted = "a string" if kind is str else "a whole number of bytes"
+            raise ValueError(f"{field} of {where} is {_shortened(values[field])}; it must be {wanted}")
+    error = values["weight_error"]
+    if error is not None and not (type(error) in (int, float) and math.isfinite(error) and error >= 0):
+        raise ValueError(f"weight_error of {where} is {_shortened(error)}; it must be a number, 0 or more, or None")
+    return LayerRecord(**values)
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _size(count: int) -> str:
+    if count < 1024:
+        return f"{count} B"
+    power = min((count.bit_length() - 1) // 10, 3)
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"

@@ -1,0 +1,174 @@
+"""``find_layers``: the layers of a model that multiply by a weight, and why some of them must stay in float.
+
+What a user would see as a linear layer is listed once, under each name that it has, whether it can be swapped or not.
+Nothing here holds a module or a tensor beyond the call, and transformers is recognised without importing it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.kernels.reference import MAX_K
+from qgemm.nn.linear import linear_weight
+from qgemm.swap_rules import find_rule
+
+_WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SWAPPED = {
+    ("torch.nn.modules.linear", "Linear"),
+    ("transformers.pytorch_utils", "Conv1D"),
+    ("transformers.models.falcon.modeling_falcon", "FalconLinear"),
+}
+
+
+@dataclass
+class Layer:
+    """One layer: its names (the first counts), its class, its parameters' bytes, and why it stays in float.
+
+    ``reason`` is empty for a layer that can be swapped. Parameters shared with a layer listed before count there.
+    """
+
+    names: list[str]
+    kind: str
+    bytes: int
+    reason: str
+    is_experts: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name that errors and reports use."""
+        return self.names[0]
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """The layers of ``model``, in its order."""
+    survey = _Survey(model)
+    return [layer for name, module in model.named_modules() for layer in survey.layers_at(name, module)]
+
+
+class _Survey:
+    """What has to be known of the whole model to judge one layer. Modules and parameters are known by ``id``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names: dict[int, list[str]] = defaultdict(list)
+        self.holders: dict[int, list[str]] = defaultdict(list)
+        self.heads: set[int] = set()
+        self.kept_in_fp32: set[str] = set()
+        self.counted: set[int] = set()
+        dtypes: set[torch.dtype] = set()
+        for name, module in model.named_modules():
+            # Not named_children(): it lists a module that has two names once.
+            for child_name, child in module._modules.items():
+                self.names[id(child)].append(f"{name}.{child_name}" if name else child_name)
+            for parameter in module.parameters(recurse=False):
+                self.holders[id(parameter)].append(name)
+            if (head := _output_head(module)) is not None:
+                self.heads.add(id(head))
+            for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+                self.kept_in_fp32.update(getattr(module, attribute, None) or ())
+            if _is_linear(module):
+                dtypes.update(parameter.dtype for parameter in module.parameters(recurse=False))
+        self.is_half = not dtypes.isdisjoint((torch.float16, torch.bfloat16))
+
+    def layers_at(self, name: str, module: nn.Module) -> Iterator[Layer]:
+        """The layers that ``module`` itself is or holds."""
+        names = [name, *(other for other in self.names[id(module)] if other != name)]
+        kind = type(module).__name__
+        parameters = dict(module.named_parameters(recurse=False))
+        if _is_linear(module):
+            yield Layer(names, kind, self._bytes(module.parameters()), self._reason(names, module))
+        elif isinstance(module, nn.MultiheadAttention):
+            yield Layer(names, kind, self._bytes(parameters.values()), "its fused kernel takes the weights themselves")
+        elif "expert" in f"{name}.{kind}".lower():
+            for key, parameter in parameters.items():
+                if parameter.ndim == 3:
+                    aliases = [f"{alias}.{key}" if alias else key for alias in names]
+                    reason = "fused experts aren't quantized yet"
+                    yield Layer(aliases, kind, self._bytes([parameter]), reason, is_experts=True)
+
+    def _bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self.counted}
+        self.counted.update(new)
+        return sum(parameter.numel() * parameter.element_size() for parameter in new.values())
+
+    def _reason(self, names: list[str], module: nn.Module) -> str:
+        """Why a linear layer stays in float; empty if it can be swapped."""
+        return _own_reason(module) or next(filter(None, (self._reason_at(name, module) for name in names)), "")
+
+    def _reason_at(self, name: str, module: nn.Module) -> str:
+        if not name:
+            return "it is the whole model"
+        around = self._around(name)
+        if any(id(part) in self.heads for part in (module, *(holder for holder, _ in around))):
+            return "output head"
+        for key, parameter in module.named_parameters(recurse=False):
+            others = [holder for holder in self.holders[id(parameter)] if holder not in self.names[id(module)]]
+            if others:
+                return f"it shares its {key} with {others[0]}"
+        # The nearest PreTrainedModel decides: a vision tower beside the base model is no task head.
+        owner = next((holder for holder, _ in around if getattr(holder, "base_model_prefix", "")), None)
+        if owner is not None and all(part is not module for part in _base_model(owner).modules()):
+            return "task head, outside the base model"
+        if self.is_half and linear_weight(module).dtype == torch.float32:
+            if any(re.search(rf"(^|\.){kept}(\.|$)", name) for kept in self.kept_in_fp32):
+                return "the model keeps it in float32"
+        rule = find_rule((type(holder), path) for holder, path in around)
+        return rule.reason if rule else ""
+
+    def _around(self, name: str) -> list[tuple[nn.Module, str]]:
+        """Each module around the one called ``name``, the nearest first, with the path from there."""
+        parts = name.split(".")
+        return [
+            (self.model.get_submodule(".".join(parts[:depth])), ".".join(parts[depth:]))
+            for depth in range(len(parts) - 1, -1, -1)
+        ]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _qualified_name(module) in _SWAPPED
+
+
+def _qualified_name(module: nn.Module) -> tuple[str, str]:
+    return type(module).__module__, type(module).__name__
+
+
+def _output_head(module: nn.Module) -> nn.Module | None:
+    get = getattr(module, "get_output_embeddings", None)
+    try:
+        return get() if callable(get) else None
+    except NotImplementedError:
+        return None
+
+
+def _base_model(pretrained: nn.Module) -> nn.Module:
+    # As PreTrainedModel.base_model has it: a model without that attribute is its own base.
+    body = getattr(pretrained, str(pretrained.base_model_prefix), pretrained)
+    return body if isinstance(body, nn.Module) else pretrained
+
+
+def _own_reason(module: nn.Module) -> str:
+    """What about the layer itself keeps it in float; empty if nothing does."""
+    if hasattr(module, "parametrizations"):
+        return "it is parametrized"
+    if _qualified_name(module) not in _SWAPPED:
+        return "a subclass of nn.Linear, which may compute something else"
+    if "weight" not in module._parameters or not {"weight", "bias"}.issuperset(module._parameters):
+        return "its weight is computed from others (weight norm, spectral norm, pruning)"
+    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+        return "its forward was replaced"
+    weight = linear_weight(module)
+    if type(weight.data) is not Tensor:
+        return f"its weight is a {type(weight.data).__name__}"
+    if weight.dtype not in _WEIGHT_DTYPES:
+        return f"its weight is {weight.dtype}"
+    if weight.numel() == 0:
+        return "its weight is empty"
+    if weight.shape[1] > MAX_K:
+        return f"in_features is {weight.shape[1]}; int32 sums hold up to {MAX_K}"
+    return ""

@@ -1,0 +1,87 @@
+"""The layers that stay in float because the code around them needs their float weight.
+
+Most code calls a linear layer, and any module that answers the call will do. Some code reads ``layer.weight`` itself:
+handed int8 values it crashes, or goes on with wrong numbers. Nothing in a layer shows that, so the places are listed:
+the class that holds the layer, by glob, and the layer's path below it. They were found by reading every modeling file
+of transformers; a test reads them again and fails where a place is missing here. T5 and its relatives ask for the dtype
+of ``wo.weight`` too, but know int8: they need no rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class SwapRule:
+    """Layers at ``paths`` below a module of a class named like ``holder`` stay in float, for ``reason``."""
+
+    holder: str
+    paths: tuple[str, ...]
+    reason: str
+
+
+_CASTS = "its input is cast to its weight's dtype"
+_FUSED = "its weight goes to a fused kernel"
+_READ = "its weight is read directly"
+_ROUTER = "it routes tokens to experts: small and sensitive"
+SWAP_RULES = (
+    SwapRule("TransformerEncoderLayer", ("linear1", "linear2"), _FUSED),
+    # State space models hand projections to a CUDA kernel (some of them only in training), and multiply by dt_proj's
+    # weight elsewhere.
+    SwapRule("MambaMixer", ("x_proj", "dt_proj", "out_proj"), _FUSED),
+    SwapRule("FalconMambaMixer", ("x_proj", "dt_proj", "out_proj"), _FUSED),
+    SwapRule("JambaMambaMixer", ("dt_proj",), _READ),
+    SwapRule("*Mamba2Mixer", ("out_proj",), _FUSED),
+    SwapRule("Zamba2MambaMixer", ("out_proj",), _FUSED),
+    SwapRule("BambaMixer", ("out_proj",), _FUSED),
+    SwapRule("FalconH1Mixer", ("out_proj",), _FUSED),
+    SwapRule("GraniteMoeHybridMambaLayer", ("out_proj",), _FUSED),
+    SwapRule("WavLMAttention", ("q_proj", "k_proj", "v_proj", "out_proj"), _FUSED),
+    SwapRule("MobileBertLMPredictionHead", ("dense", "decoder"), _READ),
+    SwapRule("DisentangledSelfAttention", ("in_proj",), _READ),
+    SwapRule("Gemma3nTextAltUp", ("prediction_coefs", "correction_coefs"), _READ),
+    SwapRule("LayoutLMv[23]Encoder", ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"), _READ),
+    SwapRule("PPDocLayoutV2ReadingOrderEncoder", ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"), _READ),
+    SwapRule("LSHSelfAttention", ("query_key", "value"), _READ),
+    SwapRule("NeoMMEForMaskedLM", ("unembedding_projection",), _READ),
+    SwapRule("RwkvBlock", ("attention.output", "feed_forward.value"), _READ),
+    SwapRule("TDNNLayer", ("kernel",), _READ),
+    SwapRule("*MHAttentionMap", ("k_proj", "k_linear"), _READ),
+    SwapRule("*FlashAttention2", ("q_proj", "query_key_value"), _CASTS),
+    SwapRule("*Indexer", ("weights_proj",), _CASTS),
+    SwapRule("Blip2*", ("text_projection", "vision_projection", "itm_head"), _CASTS),
+    SwapRule("Col*ForRetrieval", ("embedding_proj_layer",), _CASTS),
+    SwapRule("EsmFold2*", ("atom_linear", "coords_linear", "distogram_head", "embed", "noise_proj"), _CASTS),
+    SwapRule("EsmFold2*", ("pae_head", "pair_proj", "token_bonds"), _CASTS),
+    SwapRule("GraniteSpeech5Encoder", ("input_linear",), _CASTS),
+    SwapRule("NeoMMEMultiVectorHead", ("proj",), _CASTS),
+    SwapRule("*VisionEmbeddings", ("patch_embedding",), _CASTS),
+    SwapRule("*Patch*Embed*", ("proj", "patch_embedding"), _CASTS),
+    SwapRule("Swin*SelfAttention", ("continuous_position_bias_mlp.*",), _CASTS),
+    SwapRule("TimesFm2_5ResidualBlock", ("input_layer",), _CASTS),
+    SwapRule("*ForPreTraining", ("project_q",), _CASTS),
+    SwapRule("*Router", ("*",), _ROUTER),
+    SwapRule("*Gate", ("*",), _ROUTER),
+    SwapRule("*M[oO][eE]*", ("gate", "router", "shared_expert_gate"), _ROUTER),
+    # Adapters (LoRA) are small, still train, and their dtype is what the input is cast to.
+    SwapRule("*", ("*lora_[AB].*",), "it is an adapter"),
+)
+
+
+def find_rule(ancestors: Iterable[tuple[type[nn.Module], str]]) -> SwapRule | None:
+    """The rule that keeps a layer in float, or None.
+
+    ``ancestors``: for each module around the layer, its class and the layer's dotted path below it.
+    """
+    for holder, path in ancestors:
+        classes = [cls.__name__ for cls in holder.__mro__]
+        for rule in SWAP_RULES:
+            if any(fnmatchcase(name, rule.holder) for name in classes):
+                if any(fnmatchcase(path, pattern) for pattern in rule.paths):
+                    return rule
+    return None
