@@ -108,12 +108,15 @@ CANDIDATES: tuple[GemmConfig, ...] = (
 def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
     """Whether ``config`` can run on operands of ``itemsize`` bytes.
 
-    Its blocks are powers of 2 that tensor cores take, its pipeline fits in shared memory, its accumulator in
-    registers, and Stream-K has integers to add.
+    Its blocks are powers of 2 that tensor cores take, as many warps as a program may have, its pipeline fits in shared
+    memory, its accumulator in registers, and Stream-K has integers to add.
     """
     blocks = (config.block_m, config.block_n, config.block_k)
     return (
         all(block >= 16 and block & (block - 1) == 0 for block in blocks)
+        and config.num_warps in (1, 2, 4, 8, 16)
+        and config.num_stages >= 1
+        and config.group_size_m >= 1
         and config.block_k * itemsize >= 32
         and config.shared_memory(itemsize) <= limits.shared_memory
         and config.block_m * config.block_n <= 128 * 32 * config.num_warps

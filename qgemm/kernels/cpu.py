@@ -14,26 +14,39 @@ from qgemm.kernels.reference import ACTIVATIONS, MIN_SCALE, QMAX
 
 # 2^24 / (128 * 128): float32 holds a sum of this many int8 products exactly.
 _EXACT_K = 1024
+_VALUES_AT_A_TIME = 2**20
 
 
 @torch.no_grad()
 def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``dispatch.quantize_rows`` on the CPU."""
-    values = x.float()
-    if x.shape[-1]:
-        low, high = torch.aminmax(values, dim=-1)
-        amax = torch.maximum(-low, high)
-    else:
-        amax = values.new_zeros(x.shape[:-1])
+    """``dispatch.quantize_rows`` on the CPU, a few rows at a time: temporaries stay in cache and take little memory."""
+    K = x.shape[-1]
+    q = x.new_empty(x.shape, dtype=torch.int8)
+    row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    if q.numel() == 0:
+        return q, row_scale.copy_(torch.tensor(1.0) if scale is None else scale.reshape(()))
+    rows, q_rows, row_scales = x.reshape(-1, K), q.view(-1, K), row_scale.view(-1)
+    step = max(1, _VALUES_AT_A_TIME // K)
+    for start in range(0, rows.shape[0], step):
+        block = slice(start, start + step)
+        row_scales[block] = _quantize_block(rows[block].float(), scale, q_rows[block])
+    return q, row_scale
+
+
+def _quantize_block(values: Tensor, scale: Tensor | None, q: Tensor) -> Tensor:
+    """Writes the int8 values of float32 ``values [rows, K]`` to ``q``; returns the scales ``[rows]``."""
+    low, high = torch.aminmax(values, dim=-1)
+    amax = torch.maximum(-low, high)
     if scale is None:
         row_scale = (amax / QMAX).clamp_(min=MIN_SCALE).masked_fill_(amax == 0, 1.0)
     else:
         row_scale = scale.reshape(()).expand(amax.shape).clone()
-    # Inf - Inf and NaN - NaN are NaN. A static scale that nobody set is NaN as well.
-    row_scale.add_(amax - amax)
-    all_finite = not bool(row_scale.isnan().any())
-    q = (values / row_scale[..., None]).round_().clamp_(-QMAX, QMAX)
-    return (q if all_finite else q.nan_to_num_(0.0)).to(torch.int8), row_scale
+    row_scale.masked_fill_(~amax.isfinite(), torch.nan)
+    quotient = (values / row_scale[:, None]).round_().clamp_(-QMAX, QMAX)
+    if row_scale.isnan().any():
+        quotient.nan_to_num_(0.0)
+    q.copy_(quotient)
+    return row_scale
 
 
 def int_mm(a: Tensor, b: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def _launch(
 
     limits = device_limits(a.device)
     config = config or select_config(M, N, K, a.dtype, a.device)
-    if not is_valid(config, a.element_size(), limits):
+    if not is_valid(config, a.element_size(), limits) or (config.streamk and a.is_floating_point()):
         raise ValueError(
             f"config {config} can't run {a.dtype} operands on {a.device} ({limits}); omit it to have one chosen"
         )
