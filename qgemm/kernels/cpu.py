@@ -52,11 +52,11 @@ def _quantize_block(values: Tensor, scale: Tensor | None, q: Tensor) -> Tensor:
 def int_mm(a: Tensor, b: Tensor) -> Tensor:
     """``dispatch.int_mm`` on the CPU."""
     if not _int_mm_is_exact():
-        return _int_mm_float(a, b)
+        out: Tensor = _int_mm_float(a, b)
+        return out
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
-    out: Tensor = torch._int_mm(_plain(a), _plain(b))
-    return out
+    return torch._int_mm(_plain(a), _plain(b))
 
 
 @torch.no_grad()

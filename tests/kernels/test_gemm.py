@@ -284,6 +284,8 @@ def test_a_config_that_cannot_run_is_refused(device: torch.device) -> None:
             int_mm(a, b, config=config)
     with pytest.raises(ValueError, match=r"config GemmConfig\(.*can't run torch.float16"):
         matmul(a.half(), b.half(), config=STREAMK)  # float sums depend on their order
+    with pytest.raises(ValueError, match=r"config GemmConfig\(.*can't run torch.float8_e4m3fn"):
+        matmul(a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), config=STREAMK)
 
 
 def test_beyond_2_31_elements() -> None:

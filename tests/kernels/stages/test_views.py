@@ -25,11 +25,10 @@ BM, BN = 16, 32
 @triton.jit
 def load_kernel(
     src, out, pid_m, pid_n, M, N, stride_m, stride_n,
-    BM: tl.constexpr, BN: tl.constexpr, BOUNDARY: tl.constexpr, WRAP_M: tl.constexpr, WRAP_N: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BOUNDARY: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     view = make_input_view(src, M, N, stride_m, stride_n)
-    tile = Tile(pid_m, pid_n, BM, BN)
-    values = view.load(tile, BOUNDARY, wrap_rows=WRAP_M, wrap_cols=WRAP_N)
+    values = view.load(Tile(pid_m, pid_n, BM, BN), BOUNDARY, rows=ROWS, cols=COLS)
     tl.store(out + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :], values)
 
 
@@ -117,9 +116,9 @@ def test_load_with_boundary_gives_zero_beyond_the_edges(
     expected = torch.zeros((pid_m + 1) * BM, (pid_n + 1) * BN, device=device)
     rows, cols = min(M, expected.shape[0]), min(N, expected.shape[1])
     expected[:rows, :cols] = src[:rows, :cols]
-    for wrap in (True, False):
+    for edge in ("wrap", "inside"):
         out = torch.empty(BM, BN, device=device)
-        load_kernel[(1,)](src, out, pid_m, pid_n, M, N, *src.stride(), BM, BN, True, wrap, wrap)
+        load_kernel[(1,)](src, out, pid_m, pid_n, M, N, *src.stride(), BM, BN, True, edge, edge)
         assert torch.equal(out, expected[pid_m * BM :, pid_n * BN :])
 
 
@@ -134,13 +133,25 @@ def test_load_without_boundary_wraps_round(
     cols = torch.arange(pid_n * BN, (pid_n + 1) * BN, device=device)
     expected = src[rows[:, None] % M, cols[None, :] % N]
     out = torch.empty(BM, BN, device=device)
-    load_kernel[(1,)](src, out, pid_m, pid_n, M, N, *src.stride(), BM, BN, False, True, True)
+    load_kernel[(1,)](src, out, pid_m, pid_n, M, N, *src.stride(), BM, BN, False, "wrap", "wrap")
     assert torch.equal(out, expected)
+    masked_rows = torch.empty(BM, BN, device=device)
+    load_kernel[(1,)](src, masked_rows, pid_m, pid_n, M, N, *src.stride(), BM, BN, False, "mask", "wrap")
+    assert torch.equal(masked_rows, torch.where((rows < M)[:, None], expected, 0.0))
     out = torch.empty(BM, BN, device=device)
     inside = torch.empty(BM, BN, dtype=torch.int8, device=device)
     tile_ptrs_kernel[(1,)](src, out, inside, pid_m, pid_n, M, N, *src.stride(), BM, BN)
     assert torch.equal(out, expected)
     assert torch.equal(inside.bool(), (rows < M)[:, None] & (cols < N)[None, :])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_load_of_a_tile_known_to_lie_inside(layout: str, device: torch.device) -> None:
+    src = in_poison(32, 64, layout, torch.nan, torch.float32, device)
+    src.copy_(torch.rand(32, 64, device=device))
+    out = torch.empty(BM, BN, device=device)
+    load_kernel[(1,)](src, out, 1, 1, 32, 64, *src.stride(), BM, BN, False, "inside", "inside")
+    assert torch.equal(out, src[16:, 32:])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -181,7 +192,7 @@ def test_offsets_are_64_bit(step: int, stride_of: str, device: torch.device) -> 
     assert torch.equal(far, values)
 
     out = torch.empty(BM, BN, dtype=torch.int8, device=device)
-    load_kernel[(1,)](far, out, 0, 0, *shape, *strides, BM, BN, True, True, True)
+    load_kernel[(1,)](far, out, 0, 0, *shape, *strides, BM, BN, True, "wrap", "wrap")
     assert torch.equal(out[: shape[0], : shape[1]], values)
 
 

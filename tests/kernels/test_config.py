@@ -1,0 +1,134 @@
+"""``is_valid`` and ``select_config``: what they promise, on devices large and small."""
+
+import itertools
+
+import pytest
+import torch
+
+from qgemm.kernels import config as module
+from qgemm.kernels.config import (
+    CANDIDATES,
+    DeviceLimits,
+    GemmConfig,
+    device_limits,
+    is_valid,
+    programs_per_sm,
+    select_config,
+)
+
+H200 = DeviceLimits(num_sms=132, shared_memory=232_448)
+DEVICES = {
+    "H200": H200,
+    "A100": DeviceLimits(num_sms=108, shared_memory=166_912),
+    "RTX 3090": DeviceLimits(num_sms=82, shared_memory=101_376, max_threads=1536),
+    "MI300X": DeviceLimits(num_sms=304, shared_memory=65_536, warp_size=64, num_xcds=8),
+    "MI355X": DeviceLimits(num_sms=256, shared_memory=163_840, warp_size=64, num_xcds=8),
+    "48 KB": DeviceLimits(num_sms=1, shared_memory=49_152, max_threads=1024),
+}
+DTYPES = [torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32]
+VALID = GemmConfig(64, 64, 128, num_warps=4, num_stages=2)
+
+
+def select(M: int, N: int, K: int, dtype: torch.dtype, limits: DeviceLimits) -> GemmConfig:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "device_limits", lambda device: limits)
+        # The function without its cache, which doesn't know of the patch.
+        return select_config.__wrapped__(M, N, K, dtype, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"block_m": 24}, "no power of 2"),
+        ({"block_n": 8}, "less than a tensor core's tile"),
+        ({"block_k": 16}, "int8 instructions take 32 values of K"),
+        ({"block_k": 0}, "an empty block"),
+        ({"block_m": -64}, "negative"),
+        ({"num_stages": 64}, "more shared memory than there is"),
+        ({"num_stages": 0}, "no stage"),
+        ({"block_m": 256, "block_n": 256, "block_k": 32}, "more accumulators than 4 warps hold"),
+        ({"num_warps": 3}, "no power of 2"),
+        ({"num_warps": 0}, "no warp"),
+        ({"group_size_m": 0}, "the tile order divides by it"),
+    ],
+)
+def test_what_is_not_valid(changed: dict[str, int], why: str) -> None:
+    assert is_valid(VALID, 1, H200)
+    assert not is_valid(GemmConfig(**{**vars(VALID), **changed}), 1, H200), why
+
+
+def test_what_is_valid_depends_on_the_operands_and_the_device() -> None:
+    assert is_valid(GemmConfig(64, 64, 16, num_warps=4, num_stages=2), 2, H200)  # 16 values of 2 bytes
+    streamk = GemmConfig(64, 64, 128, num_warps=4, num_stages=2, streamk=True)
+    assert is_valid(streamk, 1, H200)
+    assert not is_valid(streamk, 2, H200)  # float sums depend on their order
+    exact = DeviceLimits(num_sms=1, shared_memory=VALID.shared_memory(1))
+    assert is_valid(VALID, 1, exact)
+    assert not is_valid(VALID, 1, DeviceLimits(num_sms=1, shared_memory=exact.shared_memory - 1))
+    assert not is_valid(VALID, 4, exact)
+
+
+def test_shared_memory_counts_every_stage() -> None:
+    assert GemmConfig(128, 64, 32, num_warps=4, num_stages=3).shared_memory(2) == 3 * (128 + 64) * 32 * 2
+
+
+@pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_choice_is_valid_and_always_the_same(dtype: torch.dtype, limits: DeviceLimits) -> None:
+    sizes = (1, 17, 128, 4096, 28_672)
+    for M, N, K in itertools.chain(itertools.product(sizes, sizes, sizes), [(1, 1, 0), (2**20, 2**17, 64)]):
+        config = select(M, N, K, dtype, limits)
+        assert is_valid(config, dtype.itemsize, limits), (M, N, K)
+        assert dtype == torch.int8 or not config.streamk
+        assert config == select(M, N, K, dtype, limits)
+
+
+@pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
+def test_candidates_hold_one_entry_each_and_some_for_every_device(limits: DeviceLimits) -> None:
+    assert len(set(CANDIDATES)) == len(CANDIDATES)
+    assert any(is_valid(config, 1, limits) and not config.streamk for config in CANDIDATES)
+
+
+def test_large_problems_get_large_tiles_and_small_ones_small() -> None:
+    large = select(4096, 4096, 4096, torch.int8, H200)
+    small = select(1, 4096, 4096, torch.int8, H200)
+    assert large.block_m * large.block_n >= 64 * 128
+    assert small.block_m == 16
+
+
+def test_wider_operands_get_fewer_values_of_k_in_the_same_bytes() -> None:
+    for shape in ((4096, 4096, 4096), (1, 4096, 4096)):
+        for dtype in (torch.float16, torch.float32):
+            config = select(*shape, dtype, H200)
+            assert config.shared_memory(dtype.itemsize) <= H200.shared_memory
+            assert config.block_k * dtype.itemsize in {max(c.block_k, 16 * dtype.itemsize) for c in CANDIDATES}
+
+
+@pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
+def test_programs_per_sm_fit(limits: DeviceLimits) -> None:
+    for config in CANDIDATES:
+        if is_valid(config, 1, limits):
+            programs = programs_per_sm(config, 1, limits)
+            assert programs >= 1
+            assert programs == 1 or programs * config.shared_memory(1) <= limits.shared_memory
+            assert programs == 1 or programs * config.num_warps * limits.warp_size <= limits.max_threads
+            assert programs == 1 or programs * config.block_m * config.block_n <= 65_536
+
+
+def test_device_limits(device: torch.device) -> None:
+    limits = device_limits(device)
+    assert limits is device_limits(device)  # read once
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        assert limits.num_sms == properties.multi_processor_count
+        assert limits.shared_memory >= 48 * 1024
+    else:
+        assert limits is module.INTERPRETER
+
+
+def test_a_config_prints_itself_and_compares() -> None:
+    config = GemmConfig(64, 32, 128, num_warps=4, num_stages=2, streamk=True)
+    assert eval(repr(config)) == config
+    assert config != VALID
+    with pytest.raises(AttributeError):
+        config.block_m = 128  # type: ignore[misc]

@@ -1,0 +1,123 @@
+"""The CPU functions: the numbers of ``reference.py`` bit for bit, through oneDNN and round what it gets wrong."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from qgemm.kernels import cpu
+from qgemm.kernels.reference import int_mm_reference, matmul_reference, scaled_mm_reference
+
+# torch._int_mm, and the float32 sums that stand in for it on processors where it saturates.
+PATHS = pytest.mark.parametrize("exact", [True, False], ids=["onednn", "float"])
+
+
+@pytest.fixture
+def _int_mm_path(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not exact:
+        monkeypatch.setattr(cpu, "_int_mm_is_exact", lambda: False)
+        monkeypatch.setattr(torch, "_int_mm", None)  # calling it would be an error
+
+
+def int8(*shape: int) -> Tensor:
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
+@PATHS
+@pytest.mark.usefixtures("_int_mm_path")
+@pytest.mark.parametrize(
+    ("M", "N", "K"),
+    [(0, 5, 7), (5, 0, 7), (5, 7, 0), (1, 1, 1), (1, 4096, 33), (17, 53, 101), (2, 3, 3000), (64, 64, 1024)],
+)
+def test_int_mm(M: int, N: int, K: int, exact: bool) -> None:
+    a, b = int8(M, K), int8(N, K).t()
+    out = cpu.int_mm(a, b)
+    assert out.dtype == torch.int32
+    assert torch.equal(out, int_mm_reference(a, b))
+
+
+@PATHS
+@pytest.mark.usefixtures("_int_mm_path")
+@pytest.mark.parametrize("value", [-128, 127, "alternating"])
+@pytest.mark.parametrize("K", [1023, 1024, 1025, 4097])  # either side of the longest exact float32 sum
+def test_extreme_values(K: int, value: int | str, exact: bool) -> None:
+    # Pairs of products of the same sign are what 16-bit saturation gets wrong.
+    a = torch.full((3, K), 127 if value == "alternating" else value, dtype=torch.int8)
+    if value == "alternating":
+        a[1::2] = -128
+    b = torch.full((K, 5), -128, dtype=torch.int8)
+    assert torch.equal(cpu.int_mm(a, b), int_mm_reference(a, b))
+
+
+def test_the_longest_sum() -> None:
+    a, b = torch.full((1, 131_071), -128, dtype=torch.int8), torch.full((131_071, 2), -128, dtype=torch.int8)
+    for out in (cpu.int_mm(a, b), cpu._int_mm_float(a, b)):
+        assert out.tolist() == [[2**31 - 2**14] * 2]
+
+
+@pytest.mark.parametrize("M", [1, 2, 17])
+@pytest.mark.parametrize("N", [1, 3, 16])
+@pytest.mark.parametrize("K", [1, 2, 17])
+def test_int_mm_with_every_kind_of_strides(M: int, N: int, K: int) -> None:
+    # oneDNN itself answers garbage for about a tenth of these: strides of 0, and (1, 1) where one dimension is 1.
+    buffer = int8(2000)
+
+    def views(rows: int, cols: int, start: int) -> list[Tensor]:
+        row_strides, col_strides = {0, 1, 2, rows, cols, cols + 3}, {0, 1, 2, rows, cols, rows + 3}
+        return [
+            buffer.as_strided((rows, cols), strides, start)
+            for strides in sorted(itertools.product(row_strides, col_strides))
+        ]
+
+    for a, b in itertools.product(views(M, K, 7), views(K, N, 3)):
+        assert torch.equal(cpu.int_mm(a, b), int_mm_reference(a, b)), (a.stride(), b.stride())
+
+
+def test_the_fast_layouts_are_not_copied() -> None:
+    for t in (int8(8, 16), int8(16, 8).t(), int8(8, 20)[:, :16], int8(16, 20)[:, :8].t(), int8(1, 16), int8(16, 1).t()):
+        plain = cpu._plain(t)
+        assert torch.equal(plain, t)
+        if t.shape != (1, 16):
+            assert plain.data_ptr() == t.data_ptr()
+
+
+@PATHS
+@pytest.mark.usefixtures("_int_mm_path")
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_scaled_mm_equals_the_reference(out_dtype: torch.dtype, with_bias: bool, exact: bool) -> None:
+    a, b = int8(18, 70), int8(40, 70).t()
+    bias = torch.randn(40).to(out_dtype) if with_bias else None
+    for a_scale in (torch.rand(18), torch.rand(()), torch.rand(1)):
+        for b_scale in (torch.rand(40), torch.rand(()), torch.rand(1)):
+            out = cpu.scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
+            assert torch.equal(out, scaled_mm_reference(a, b, a_scale, b_scale, bias, out_dtype))
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_matmul_equals_the_reference(dtype: torch.dtype, activation: str | None) -> None:
+    a, b = torch.randn(18, 70).to(dtype), torch.randn(70, 40).to(dtype)
+    bias = torch.randn(40)
+    assert torch.equal(cpu.matmul(a, b, bias, activation), matmul_reference(a, b, bias, activation))
+
+
+def test_autocast_does_not_reach_inside() -> None:
+    # Under autocast, torch.mm would round its float32 operands to bfloat16.
+    a, b = int8(18, 700), int8(700, 40)
+    x, y = torch.randn(18, 70), torch.randn(70, 40)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        integers, product = cpu._int_mm_float(a, b), cpu.matmul(x, y)
+    assert torch.equal(integers, int_mm_reference(a, b))
+    assert torch.equal(product, matmul_reference(x, y))
+
+
+def test_the_probe_finds_saturating_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    def saturating(a: Tensor, b: Tensor) -> Tensor:
+        pairs = a.int()[:, :, None] * b.int()[None]
+        pairs = pairs.view(a.shape[0], a.shape[1] // 2, 2, b.shape[1]).sum(2)
+        return pairs.clamp(-(2**15), 2**15 - 1).sum(1).int()
+
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    assert cpu._int_mm_is_exact.__wrapped__() is False

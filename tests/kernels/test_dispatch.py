@@ -1,0 +1,206 @@
+"""Every argument that the kernels can't take is refused in one sentence: its name, what came, what was wanted."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from qgemm.kernels import GemmConfig, dispatch
+
+F32, F16, BF16, I8, F64 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float64
+
+
+def ones(*shape: int, dtype: torch.dtype = I8, device: str = "cpu") -> torch.Tensor:
+    return torch.ones(*shape, dtype=dtype, device=device)
+
+
+def scaled_mm(**changed: Any) -> torch.Tensor:
+    arguments = {
+        "a": ones(3, 4),
+        "b": ones(4, 5),
+        "a_scale": ones(3, dtype=F32),
+        "b_scale": ones(5, dtype=F32),
+        "bias": ones(5, dtype=F32),
+        "out_dtype": F32,
+    }
+    return dispatch.scaled_mm(**{**arguments, **changed})
+
+
+def matmul(**changed: Any) -> torch.Tensor:
+    return dispatch.matmul(**{"a": ones(3, 4, dtype=F32), "b": ones(4, 5, dtype=F32), **changed})
+
+
+def quant_linear(**changed: Any) -> torch.Tensor:
+    arguments = {"x": ones(3, 4, dtype=F32), "weight": ones(5, 4), "weight_scale": ones(5, dtype=F32)}
+    return dispatch.quant_linear(**{**arguments, **changed})
+
+
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    # quantize_rows
+    (
+        lambda: dispatch.quantize_rows(ones(3, 4, dtype=F64)),
+        TypeError,
+        "x is torch.float64; quantize_rows takes float16, bfloat16, float32: convert it first",
+    ),
+    (lambda: dispatch.quantize_rows(ones(3, 4)), TypeError, "x is torch.int8; quantize_rows takes"),
+    (
+        lambda: dispatch.quantize_rows(torch.tensor(1.0)),
+        ValueError,
+        "x is a scalar; quantize_rows takes at least one dimension",
+    ),
+    (
+        lambda: dispatch.quantize_rows(ones(3, 4, dtype=F32).to_sparse()),
+        ValueError,
+        "x is torch.sparse_coo; it must be a dense tensor: pass x.to_dense()",
+    ),
+    (
+        lambda: dispatch.quantize_rows(ones(3, 4, dtype=F32), ones(3, dtype=F32)),
+        ValueError,
+        "scale is torch.float32 [3]; a static scale is one float32 number",
+    ),
+    (
+        lambda: dispatch.quantize_rows(ones(3, 4, dtype=F32), torch.tensor(1.0, dtype=F16)),
+        ValueError,
+        "scale is torch.float16 []; a static scale is one float32 number",
+    ),
+    (
+        lambda: dispatch.quantize_rows(ones(3, 4, dtype=F32), 0.5),  # type: ignore[arg-type]
+        TypeError,
+        "scale is a float; it must be a float32 tensor: torch.tensor(0.5)",
+    ),
+    (
+        lambda: dispatch.quantize_rows(ones(3, 4, dtype=F32), torch.ones((), device="meta")),
+        ValueError,
+        "x is on cpu but scale is on meta: move them to one device",
+    ),
+    (
+        lambda: dispatch.quantize_rows(ones(3, 4, dtype=F32, device="meta")),
+        ValueError,
+        "the tensors are on meta; qgemm runs on cuda (NVIDIA and AMD) and cpu: move them there",
+    ),
+    # int_mm
+    (
+        lambda: dispatch.int_mm(ones(3, 4, dtype=F32), ones(4, 5)),
+        TypeError,
+        "a is torch.float32; it must be torch.int8",
+    ),
+    (
+        lambda: dispatch.int_mm(ones(3, 4), ones(4, 5, dtype=torch.uint8)),
+        TypeError,
+        "b is torch.uint8; it must be torch.int8",
+    ),
+    (
+        lambda: dispatch.int_mm(ones(2, 3, 4), ones(4, 5)),
+        ValueError,
+        "a has shape [2, 3, 4]; it must have two dimensions: reshape it",
+    ),
+    (lambda: dispatch.int_mm(ones(3, 4), ones(4)), ValueError, "b has shape [4]; it must have two dimensions"),
+    (
+        lambda: dispatch.int_mm(ones(3, 4), ones(5, 4)),
+        ValueError,
+        "a is [3, 4] and b is [5, 4]: a's columns must equal b's rows",
+    ),
+    (
+        lambda: dispatch.int_mm(ones(1, 131_072), ones(131_072, 1)),
+        ValueError,
+        "K is 131072; int32 holds sums of int8 products up to K = 131071",
+    ),
+    (lambda: dispatch.int_mm(ones(3, 4), ones(4, 5, device="meta")), ValueError, "a is on cpu but b is on meta"),
+    (lambda: dispatch.int_mm(ones(3, 4).to_sparse(), ones(4, 5)), ValueError, "a is torch.sparse_coo"),
+    # scaled_mm
+    (lambda: scaled_mm(a_scale=0.5), TypeError, "a_scale is a float; it must be a float32 tensor: torch.tensor(0.5)"),
+    (lambda: scaled_mm(b_scale=ones(5, dtype=F16)), TypeError, "b_scale is torch.float16; scales are torch.float32"),
+    (lambda: scaled_mm(a_scale=ones(5, dtype=F32)), ValueError, "a_scale is [5]; it must be [3] or a single number"),
+    (lambda: scaled_mm(b_scale=ones(3, dtype=F32)), ValueError, "b_scale is [3]; it must be [5] or a single number"),
+    (lambda: scaled_mm(a_scale=ones(3, 1, dtype=F32)), ValueError, "a_scale is [3, 1]; it must be [3]"),
+    (lambda: scaled_mm(a_scale=ones(0, dtype=F32)), ValueError, "a_scale is [0]; it must be [3]"),
+    (lambda: scaled_mm(bias=ones(5, dtype=F64)), TypeError, "bias is torch.float64; it must be one of float16"),
+    (
+        lambda: scaled_mm(bias=ones(3, dtype=F32)),
+        ValueError,
+        "bias is [3]; it must be [5], one value per output column",
+    ),
+    (lambda: scaled_mm(bias=ones(1, 5, dtype=F32)), ValueError, "bias is [1, 5]; it must be [5]"),
+    (lambda: scaled_mm(bias=ones(1, dtype=F32)), ValueError, "bias is [1]; it must be [5]"),
+    (lambda: scaled_mm(b_scale=ones(5, dtype=F32, device="meta")), ValueError, "a is on cpu but b_scale is on meta"),
+    (lambda: scaled_mm(bias=ones(5, dtype=F32, device="meta")), ValueError, "a is on cpu but bias is on meta"),
+    (lambda: scaled_mm(out_dtype=I8), TypeError, "out_dtype is torch.int8; scaled_mm gives float16, bfloat16, float32"),
+    # matmul
+    (lambda: matmul(a=ones(3, 4)), TypeError, "a is torch.int8; matmul takes float16"),
+    (lambda: matmul(b=ones(4, 5, dtype=F16)), TypeError, "a is torch.float32 and b is torch.float16; convert one"),
+    (
+        lambda: matmul(b=ones(3, 5, dtype=F32)),
+        ValueError,
+        "a is [3, 4] and b is [3, 5]: a's columns must equal b's rows",
+    ),
+    (
+        lambda: matmul(activation="tanh"),
+        ValueError,
+        "activation is 'tanh'; it must be one of ['gelu', 'relu', 'silu'] or None",
+    ),
+    (lambda: matmul(bias=ones(4, dtype=F32)), ValueError, "bias is [4]; it must be [5]"),
+    (lambda: matmul(out_dtype=I8), TypeError, "out_dtype is torch.int8; matmul gives float16"),
+    # quant_linear
+    (
+        lambda: quant_linear(x=ones(3, 4095, dtype=F32), weight=ones(5, 4096)),
+        ValueError,
+        "x has 4095 columns but the layer's in_features is 4096",
+    ),
+    (lambda: quant_linear(x=torch.tensor(1.0)), ValueError, "x has no columns but the layer's in_features is 4"),
+    (lambda: quant_linear(x=ones(3, 4)), TypeError, "x is torch.int8; quantize_rows takes"),
+    (lambda: quant_linear(weight=ones(5, 4, dtype=F32)), TypeError, "weight is torch.float32; it must be torch.int8"),
+    (lambda: quant_linear(weight=ones(4)), ValueError, "weight is [4]; it must be [out_features, in_features]"),
+    (lambda: quant_linear(weight_scale=ones(4, dtype=F32)), ValueError, "weight_scale is [4]; it must be [5]"),
+    (lambda: quant_linear(weight_scale=ones(5, dtype=BF16)), TypeError, "weight_scale is torch.bfloat16; scales are"),
+    (lambda: quant_linear(bias=ones(4, dtype=F32)), ValueError, "bias is [4]; it must be [5]"),
+    (lambda: quant_linear(weight=ones(5, 4, device="meta")), ValueError, "x is on cpu but weight is on meta"),
+    (lambda: quant_linear(input_scale=ones(3, dtype=F32)), ValueError, "scale is torch.float32 [3]; a static scale is"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), REFUSED, ids=[message[:60] for _, _, message in REFUSED])
+def test_refused(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+def test_what_is_refused_when_changed_is_taken_otherwise() -> None:
+    # Without this, REFUSED could pass because of a mistake in its own arguments.
+    assert torch.equal(scaled_mm(), torch.full((3, 5), 5.0))
+    assert torch.equal(matmul(), torch.full((3, 5), 4.0))
+    assert torch.equal(quant_linear().round(), torch.full((3, 5), 4.0))
+
+
+def test_a_config_on_cpu_tensors_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qgemm.kernels import stages
+
+    monkeypatch.setattr(stages, "INTERPRETING", False)
+    with pytest.raises(ValueError, match="takes CPU tensors only under TRITON_INTERPRET=1: omit it"):
+        dispatch.int_mm(ones(16, 16), ones(16, 16), config=GemmConfig(16, 16, 32, num_warps=1, num_stages=1))
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (0, 4), (2, 0, 4)])
+def test_quant_linear_keeps_leading_dimensions(shape: tuple[int, ...], device: torch.device) -> None:
+    x = torch.randn(shape, device=device)
+    weight, scale = torch.randint(-127, 128, (5, 4), dtype=I8, device=device), torch.rand(5, device=device)
+    out = dispatch.quant_linear(x, weight, scale)
+    assert out.shape == (*shape[:-1], 5)
+    rows = [dispatch.quant_linear(row[None], weight, scale)[0] for row in x.reshape(-1, 4)]
+    assert torch.equal(out.reshape(-1, 5), torch.stack(rows) if rows else out.reshape(-1, 5))
+
+
+@pytest.mark.parametrize(("features_in", "features_out"), [(0, 5), (4, 0), (1, 1), (1, 40), (40, 1)])
+def test_quant_linear_degenerate_sizes(features_in: int, features_out: int, device: torch.device) -> None:
+    x = torch.randn(2, 3, features_in, device=device)
+    weight = torch.randint(-127, 128, (features_out, features_in), dtype=I8, device=device)
+    scale, bias = torch.rand(features_out, device=device), torch.randn(features_out, device=device)
+    out = dispatch.quant_linear(x, weight, scale, bias)
+    exact = x.double() @ (weight.double() * scale.double()[:, None]).t() + bias.double()
+    assert out.shape == exact.shape
+    # Half a step of each activation, at most.
+    if exact.numel():
+        step = x.abs().amax(-1, keepdim=True) / 127 if features_in else torch.zeros(2, 3, 1, device=device)
+        allowed = 0.51 * step * (weight.double().abs() * scale.double()[:, None]).sum(1) + 1e-5
+        assert ((out - exact).abs() <= allowed).all()

@@ -1,0 +1,172 @@
+"""``quantize_rows``: the Triton kernel and the CPU function against ``reference.py``, bit for bit."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from qgemm.kernels import cpu, dispatch, quantize
+from qgemm.kernels.reference import MIN_SCALE, quantize_rows_reference
+from qgemm.kernels.stages import INTERPRETING
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+# The kernel itself (interpreted on a CPU), and what a user's call runs.
+FUNCTIONS = pytest.mark.parametrize(
+    "function", [quantize.quantize_rows, dispatch.quantize_rows], ids=["kernel", "user"]
+)
+
+Quantize = Callable[..., tuple[Tensor, Tensor]]
+
+
+def assert_equals_reference(function: Quantize, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    q, row_scale = function(x, scale)
+    wanted_q, wanted_scale = quantize_rows_reference(x, scale)
+    assert q.dtype == torch.int8
+    assert row_scale.dtype == torch.float32
+    assert q.shape == x.shape
+    assert q.is_contiguous()
+    assert row_scale.shape == x.shape[:-1]
+    assert torch.equal(row_scale.nan_to_num(nan=-1.0), wanted_scale.nan_to_num(nan=-1.0))
+    assert torch.equal(q, wanted_q)
+    return q, row_scale
+
+
+@FUNCTIONS
+@DTYPES
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (0, 64),  # no rows
+        (5, 0),  # no columns: scale 1, as for zeros
+        (0, 0),
+        (1, 1),
+        (5, 1),
+        (17, 53),  # no power of 2
+        (3, 128),
+        (2, 4095),  # one short of a block
+        (70,),  # a single vector
+        (2, 3, 5, 70),  # leading dimensions
+        (2, 0, 70),
+    ],
+)
+def test_shapes(shape: tuple[int, ...], dtype: torch.dtype, function: Quantize, device: torch.device) -> None:
+    assert_equals_reference(function, torch.randn(shape, device=device).to(dtype))
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("K", [1000, 1024, 1025, 3000])  # whole rows, a last block of one value, three blocks
+def test_rows_longer_than_a_block(
+    K: int, function: Quantize, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The kernel reads such rows twice. The real limit takes seconds to interpret.
+    monkeypatch.setattr(quantize, "LONGEST_WHOLE_ROW", 1024)
+    x = torch.randn(3, K, device=device)
+    x[1, -1] = 50  # the largest value in the last block
+    x[2, -1] = torch.nan
+    assert_equals_reference(function, x)
+    assert_equals_reference(function, x, torch.tensor(0.01, device=device))
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda t: t.t().contiguous().t(),
+    "slice": lambda t: torch.nn.functional.pad(t, (3, 5, 2, 4), value=torch.nan)[2:-4, 3:-5],
+    "every second column": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], -1).flatten(-2)[:, ::2],
+    "expanded rows": lambda t: t[:1].expand(t.shape),
+    "expanded columns": lambda t: t[:, :1].expand(t.shape),
+    "three dimensions that can't be flattened": lambda t: t[: len(t) // 2 * 2].view(2, -1, t.shape[1]).transpose(0, 1),
+}
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("view", VIEWS)
+def test_any_strides(view: str, function: Quantize, device: torch.device) -> None:
+    assert_equals_reference(function, VIEWS[view](torch.randn(18, 70, device=device)))
+
+
+@FUNCTIONS
+@DTYPES
+def test_special_rows(dtype: torch.dtype, function: Quantize, device: torch.device) -> None:
+    tiny, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    x = torch.randn(12, 40, device=device).to(dtype)
+    x[0] = 0  # scale 1
+    x[1] = -0.0
+    x[2, 7] = torch.nan
+    x[3, 39] = torch.inf
+    x[4, 0] = -torch.inf
+    x[5] = torch.nan
+    x[6] = 0
+    # The interpreter reads bfloat16 denormals as 0; a GPU doesn't.
+    flushes = INTERPRETING and dtype == torch.bfloat16 and function is quantize.quantize_rows
+    x[6, 3] = tiny * 2 if flushes else tiny / 4  # a denormal alone
+    x[7] *= 1.0 if flushes else tiny  # mostly denormals
+    x[8, 1] = largest
+    x[9, 1] = -largest
+    x[10] = 3.0  # every value the same
+    x[11] = torch.arange(40, device=device) - 20.5  # halves round to even
+    q, scale = assert_equals_reference(function, x)
+    assert scale[[0, 1]].tolist() == [1, 1]
+    assert scale[2:6].isnan().all()
+    assert not q[:6].any()
+    assert scale[6:].isfinite().all()
+    assert (scale[6:] >= MIN_SCALE).all()
+    assert q[8, 1] == 127
+    assert q[9, 1] == -127
+    assert q.min() >= -127
+
+
+@FUNCTIONS
+@DTYPES
+@pytest.mark.parametrize("shape", [(18, 70), (70,), (2, 3, 70), (5, 0)])
+@pytest.mark.parametrize("scale_shape", [(), (1,), (1, 1)])  # one number, however it is wrapped
+def test_static_scale(
+    shape: tuple[int, ...],
+    scale_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    function: Quantize,
+    device: torch.device,
+) -> None:
+    x = torch.randn(shape, device=device).to(dtype) * 3
+    q, row_scale = assert_equals_reference(function, x, torch.full(scale_shape, 0.01, device=device))
+    assert torch.equal(row_scale, torch.full(shape[:-1], 0.01, device=device))
+    if x.numel():
+        assert q.max() == 127  # values beyond 1.27 saturate
+        assert q.min() == -127
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("scale", [torch.nan, torch.inf, 1e-30, 1e30])
+def test_static_scale_extremes(scale: float, function: Quantize, device: torch.device) -> None:
+    x = torch.tensor([[0.0, 1.0, -1.0, 1e30], [torch.nan, 1.0, 2.0, 3.0], [torch.inf, 1.0, 2.0, 3.0]], device=device)
+    _, row_scale = assert_equals_reference(function, x, torch.tensor(scale, device=device))
+    assert row_scale[1:].isnan().all()
+
+
+@FUNCTIONS
+@DTYPES
+def test_error_is_at_most_half_a_step(dtype: torch.dtype, function: Quantize, device: torch.device) -> None:
+    x = torch.randn(18, 70, device=device).to(dtype)
+    q, scale = function(x)
+    error = (q.double() * scale.double()[:, None] - x.double()).abs()
+    assert (error <= scale.double()[:, None] * (0.5 + 1e-5)).all()
+    assert (q.abs().amax(1) == 127).all()
+
+
+@FUNCTIONS
+def test_input_is_left_alone(function: Quantize, device: torch.device) -> None:
+    x = torch.randn(5, 70, device=device)
+    x[2, 2] = torch.nan
+    before = x.clone()
+    function(x)
+    assert torch.equal(x.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+def test_no_gradient_is_recorded(device: torch.device) -> None:
+    # Directly called functions are the same on every device; torch.ops.qgemm has the gradients.
+    x = torch.randn(5, 70, device=device, requires_grad=True)
+    assert not dispatch.quantize_rows(x)[1].requires_grad
+    assert not dispatch.matmul(x, x.t()).requires_grad
+
+
+def test_cpu_quantize_rows_equals_the_reference_on_a_larger_matrix() -> None:
+    assert_equals_reference(cpu.quantize_rows, torch.randn(300, 1000) * torch.logspace(-38, 38, 300)[:, None])
