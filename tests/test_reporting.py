@@ -1,0 +1,127 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import qgemm
+from qgemm.quantize import quantize_model
+from qgemm.reporting import LayerRecord, QuantReport, report
+
+RECORDS = (
+    LayerRecord("body.up", "Linear", "int8", "", 4096, 1280, 0.0061),
+    LayerRecord("body.down", "Conv1D", "int8", "", 3000, 1000, None),
+    LayerRecord("head", "Linear", "float", "output head", 904, 904, None),
+)
+
+
+def test_totals() -> None:
+    result = QuantReport(RECORDS)
+    assert (result.bytes_before, result.bytes_after) == (8000, 3184)
+    assert result.coverage == pytest.approx(7096 / 8000)
+    assert result.largest_error == 0.0061
+    assert [record.name for record in result.quantized] == ["body.up", "body.down"]
+    assert [record.name for record in result.kept] == ["head"]
+
+
+def test_totals_of_nothing() -> None:
+    empty = QuantReport(())
+    assert (empty.coverage, empty.largest_error) == (0.0, None)
+    assert "0 of 0 layers" in str(empty)
+
+
+def test_the_table() -> None:
+    assert str(QuantReport(RECORDS)) == "\n".join(
+        [
+            "layer      kind    action               before    after   error",
+            "---------------------------------------------------------------",
+            "body.up    Linear  int8                4.0 KiB  1.2 KiB  0.0061",
+            "body.down  Conv1D  int8                2.9 KiB   1000 B",
+            "head       Linear  float: output head    904 B    904 B",
+            "---------------------------------------------------------------",
+            "2 of 3 layers quantized, 88.7% of their bytes",
+            "7.8 KiB before, 3.1 KiB after (2.51x smaller)",
+            "largest relative weight error: 0.0061",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    # Each side of every unit's edge, and beyond the largest unit.
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (2**20 - 1, "1024.0 KiB"),
+        (2**20, "1.0 MiB"),
+        (3 * 2**39, "1536.0 GiB"),
+    ],
+)
+def test_sizes_are_readable(size: int, shown: str) -> None:
+    row = str(QuantReport((LayerRecord("x", "Linear", "float", "why", size, 0, None),))).splitlines()[2]
+    assert row.split("why")[1].strip().startswith(shown)
+
+
+def test_html_escapes_what_it_shows() -> None:
+    page = QuantReport((LayerRecord("a<b>", "Linear", "float", "x & y", 1, 1, None),))._repr_html_()
+    assert "a&lt;b&gt;" in page
+    assert "x &amp; y" in page
+    assert "<b>" not in page
+    assert "0 of 1 layers quantized" in page
+
+
+def test_json_round_trip() -> None:
+    result = QuantReport(RECORDS)
+    assert QuantReport.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+
+
+def _with(**changes: object) -> dict[str, object]:
+    record = {**QuantReport(RECORDS).to_dict()["records"][0], **changes}
+    return {"records": [record]}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (None, "one list, 'records'"),
+        ({"records": [], "more": 1}, "one list, 'records'"),
+        ({"records": "abc"}, "one list, 'records'"),
+        ({"records": [{"name": "x"}]}, "record 0 of the report must hold exactly"),
+        (_with(name=3), "name of record 0 of the report is 3; it must be a string"),
+        (_with(bytes_before="1"), "bytes_before of record 0"),
+        (_with(bytes_after=-1), "bytes_after of record 0"),
+        # True is an int to isinstance.
+        (_with(bytes_after=True), "bytes_after of record 0"),
+        (_with(weight_error=float("nan")), "weight_error of record 0"),
+        (_with(weight_error=-0.5), "weight_error of record 0"),
+    ],
+)
+def test_foreign_values_are_refused(values: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantReport.from_dict(values)
+
+
+def test_report_returns_what_quantize_model_stored() -> None:
+    model = quantize_model(nn.Sequential(nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 4)), skip="2")
+    result = report(model)
+    assert [(record.name, record.action, record.reason) for record in result.records] == [
+        ("0", "int8", ""),
+        ("2", "float", "skip='2'"),
+    ]
+    first, last = result.records
+    # 32 x 8 weights and 8 biases in float32; then int8 weights, 8 scales and the same biases.
+    assert (first.bytes_before, first.bytes_after) == (4 * 256 + 32, 256 + 32 + 32)
+    assert (last.bytes_before, last.bytes_after) == (4 * 32 + 16, 4 * 32 + 16)
+
+
+def test_report_of_a_model_put_together_by_hand() -> None:
+    layer = qgemm.QuantLinear(32, 8, bias=True, dtype=torch.bfloat16)
+    (record,) = report(nn.Sequential(nn.ReLU(), layer)).records
+    # Its bias tells that the float layer was bfloat16.
+    assert record == LayerRecord("1", "Linear", "int8", "", 2 * (256 + 8), 256 + 32 + 16, None)
+
+
+def test_report_of_a_float_model() -> None:
+    with pytest.raises(ValueError, match="Sequential holds no quantized layer"):
+        report(nn.Sequential(nn.Linear(4, 4)))

@@ -1,0 +1,116 @@
+"""The rules cover every place in transformers that reads a linear layer's weight, found by reading its source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from qgemm.swap_rules import find_rule
+
+# Read and found harmless, though the source looks like the places that aren't.
+HARMLESS = {
+    # Only if config.slow_but_exact is set, with pretraining_tp > 1: a debugging aid of the original training.
+    ("BloomAttention", "dense"),
+    ("BloomMLP", "dense_4h_to_h"),
+}
+LINEAR_CLASSES = {"Linear", "Conv1D", "FalconLinear"}
+
+
+def _holder(name: str) -> type[nn.Module]:
+    return type(name, (nn.Module,), {})
+
+
+def _name_of_call(node: ast.AST) -> str:
+    function = node.func if isinstance(node, ast.Call) else None
+    return getattr(function, "attr", None) or getattr(function, "id", "")
+
+
+def _linear_attributes(cls: ast.ClassDef) -> set[str]:
+    """Names of ``self.<name> = ...`` where the right side makes a linear layer."""
+    return {
+        target.attr
+        for node in ast.walk(cls)
+        if isinstance(node, ast.Assign) and any(_name_of_call(call) in LINEAR_CLASSES for call in ast.walk(node.value))
+        for target in node.targets
+        if isinstance(target, ast.Attribute)
+    }
+
+
+def _weight_reads(cls: ast.ClassDef, names: set[str]) -> Iterator[tuple[str, int]]:
+    """``self.<name>.weight`` in a method, but for its device and shape, and where the author has thought of int8."""
+    for method in cls.body:
+        if not isinstance(method, ast.FunctionDef) or "init" in method.name:
+            continue
+        parents = {child: node for node in ast.walk(method) for child in ast.iter_child_nodes(node)}
+        for node in ast.walk(method):
+            if not (
+                isinstance(node, ast.Attribute) and node.attr == "weight" and isinstance(node.value, ast.Attribute)
+            ):
+                continue
+            name, use = node.value.attr, parents[node]
+            if name not in names or ast.unparse(node.value.value) != "self":
+                continue
+            source = ast.unparse(method)
+            knows_int8 = f"self.{name}.weight.dtype != torch.int8" in source
+            knows_floats = f"self.{name}.weight.dtype).is_floating_point" in source
+            about_it = isinstance(use, ast.Attribute) and use.attr in ("device", "shape")
+            if not (knows_int8 or knows_floats or about_it):
+                yield name, node.lineno
+
+
+def _places() -> Iterator[tuple[str, str, str]]:
+    models = Path(pytest.importorskip("transformers").__file__).parent / "models"
+    for file in sorted(models.glob("*/modeling_*.py")):
+        text = file.read_text(encoding="utf-8")
+        if re.search(r"self\.\w+\.weight", text) is None:
+            continue
+        tree = ast.parse(text)
+        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        for cls in classes.values():
+            bases = [classes[base.id] for base in cls.bases if isinstance(base, ast.Name) and base.id in classes]
+            names = set().union(*(_linear_attributes(one) for one in (cls, *bases))) - {"lm_head"}
+            for name, line in _weight_reads(cls, names):
+                yield cls.name, name, f"{file.name}:{line}"
+
+
+def test_every_read_of_a_linear_weight_in_transformers_has_a_rule() -> None:
+    places = list(_places())
+    # The scan itself works if it sees the one that everybody knows.
+    assert ("MambaMixer", "dt_proj") in {place[:2] for place in places}
+    missing = [
+        f"{cls}.{name} ({where})"
+        for cls, name, where in places
+        if (cls, name) not in HARMLESS and find_rule([(_holder(cls), name)]) is None
+    ]
+    assert missing == []
+    # An exception that excuses nothing would hide the next place of that name.
+    assert not HARMLESS - {place[:2] for place in places}
+
+
+@pytest.mark.parametrize(
+    ("around", "kept"),
+    [
+        ([("Mamba2Mixer", "out_proj")], True),
+        ([("Mamba2Mixer", "in_proj")], False),
+        # A rule looks at every module around the layer, not at its parent alone.
+        ([("RwkvSelfAttention", "output"), ("RwkvBlock", "attention.output")], True),
+        ([("Sequential", "0"), ("Swinv2SelfAttention", "continuous_position_bias_mlp.0")], True),
+        ([("T5DenseGatedActDense", "wo")], False),
+        ([("MixtralSparseMoeBlock", "gate")], True),
+        # The gate of a gated MLP is no router.
+        ([("Qwen3MoeMLP", "gate_proj")], False),
+        ([("ModuleDict", "default"), ("Linear", "lora_A.default")], True),
+    ],
+)
+def test_rules_hold_for_these_and_no_more(around: list[tuple[str, str]], kept: bool) -> None:
+    assert (find_rule((_holder(name), path) for name, path in around) is not None) == kept
+
+
+def test_rules_hold_for_subclasses() -> None:
+    special = type("MyLayer", (nn.TransformerEncoderLayer,), {})
+    assert find_rule([(special, "linear1")]) is not None
