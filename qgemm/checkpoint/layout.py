@@ -58,7 +58,7 @@ def split_into_shards(sizes: dict[str, int], max_shard_size: int) -> dict[str, l
 
 
 def checkpoint_file(folder: Path, name: str) -> Path:
-    """The file ``name`` of the checkpoint in ``folder``, by its real path.
+    """The file ``name`` of the checkpoint in ``folder``.
 
     Raises ``CheckpointError`` if it isn't there, or if the name or a link leads out of the folder. Links into the
     ``blobs`` folder of a Hugging Face cache, which is how the hub's client stores a download, are followed.
@@ -68,13 +68,13 @@ def checkpoint_file(folder: Path, name: str) -> Path:
     # Both separators on every system, and Windows drives: what is refused shouldn't depend on where it is read.
     if name in ("", ".", "..") or any(c in name for c in "/\\:\0"):
         raise CheckpointError(f"{folder}: {name!r} is no plain file name; files must lie directly in the folder")
-    real_folder = folder.resolve()
-    path = (real_folder / name).resolve()
+    path, real_folder = folder / name, folder.resolve()
     if not path.is_file():
         raise CheckpointError(f"{folder} has no file {name}: the checkpoint is incomplete")
+    real_path = path.resolve()
     hub_blobs = real_folder.parent.parent / "blobs" if real_folder.parent.name == "snapshots" else None
-    if path.parent not in (real_folder, hub_blobs):
-        raise CheckpointError(f"{folder / name} is a link to {path}, outside of the folder")
+    if real_path.parent not in (real_folder, hub_blobs):
+        raise CheckpointError(f"{path} is a link to {real_path}, outside of the folder")
     return path
 
 

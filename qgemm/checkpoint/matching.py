@@ -34,6 +34,7 @@ def match(
     transient = transient_names(model)
     _check_ties(expected, manifest.tied, stored, config_path)
     _check_names(expected, transient, manifest.tied, stored, config_path.parent)
+    _check_attributes(model)
     for name, tensor in stored.items():
         # A transient buffer is a cache: it may have grown since the model was built.
         if name not in transient and tensor.shape != tuple(expected[name].shape):
@@ -98,8 +99,18 @@ def _check_names(
     if unknown := [name for name in absent if expected[name].device.type == "meta"]:
         raise CheckpointError(
             f"{folder} doesn't hold buffers that the given model has on meta: {_some(unknown)}; "
-            "pass a function that builds the model instead of a model built on meta"
+            "pass a model that was built on a device with memory"
         )
+
+
+def _check_attributes(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, Tensor) and value.device.type == "meta":
+                raise CheckpointError(
+                    f"{name or 'the model'} keeps {attribute} on meta, which is no buffer and so in no checkpoint; "
+                    "register it as a buffer, or pass a model that was built on a device with memory"
+                )
 
 
 def _some(names: Sequence[str]) -> str:

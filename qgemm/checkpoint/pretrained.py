@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import read_json
@@ -104,11 +105,10 @@ def build_pretrained(config: dict[str, Any], path: Path) -> nn.Module:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside, by this thread, have their parameters on meta, shapes without memory.
+    """Modules built inside, by this thread, have their parameters on meta: shapes without memory.
 
-    Buffers are computed as ever: rotary frequencies or masks are in no checkpoint. A float weight exists only between
-    its ``torch.empty`` and its registration, untouched, so its pages are never made; filling it with first values
-    then does nothing.
+    Buffers are computed as ever, since masks and positions are in no checkpoint. Should one end on meta all the same,
+    ``match`` finds it if the checkpoint doesn't hold it.
     """
     thread = threading.get_ident()
 
@@ -120,9 +120,31 @@ def parameters_on_meta() -> Iterator[None]:
     # PyTorch types the hook as returning None; a parameter that it returns is what gets registered.
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
-        yield
+        with _WeightsOnMeta():
+            yield
     finally:
         hook.remove()
+
+
+class _WeightsOnMeta(TorchFunctionMode):
+    """Tensors that are about to become weights take no memory before either: one layer's experts can be gigabytes.
+
+    Weights start as ``torch.empty``, those of experts also filled. Filled vectors and matrices may be masks, so they
+    are made.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty or func in _FILLED:
+            out = func(*args, **{**kwargs, "device": "meta"})
+            if func is torch.empty or (out.ndim > 2 and out.is_floating_point()):
+                return out
+        return func(*args, **kwargs)
+
+
+_FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
 
 
 @contextmanager

@@ -93,16 +93,16 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{index_path}: weight_map must be an object of tensor names and file names")
-    shards = {name: _read_header(checkpoint_file(folder, name)) for name in sorted(set(weight_map.values()))}
     found: dict[str, StoredTensor] = {}
-    for shard, tensors in shards.items():
-        for name, tensor in tensors.items():
+    for shard in sorted(set(weight_map.values())):
+        for name, tensor in _read_header(checkpoint_file(folder, shard)).items():
             if name in found:
                 raise CheckpointError(f"tensor {name} is in two files, {found[name].path} and {tensor.path}")
-            if weight_map.get(name) != shard:
-                place = weight_map.get(name, "no file")
-                raise CheckpointError(f"{tensor.path} holds tensor {name}, which {INDEX_FILE} puts in {place}")
             found[name] = tensor
+    for name, tensor in found.items():
+        if weight_map.get(name) != tensor.path.name:
+            place = weight_map.get(name, "no file")
+            raise CheckpointError(f"{tensor.path} holds tensor {name}, which {INDEX_FILE} puts in {place}")
     for name, shard in weight_map.items():
         if name not in found:
             raise CheckpointError(f"{folder / shard} has no tensor {name}, which {INDEX_FILE} puts there")

@@ -1,0 +1,273 @@
+"""What is loaded is what was saved: every tensor, dtype, tie and output, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILIES, Example
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
+from qgemm import QuantLinear
+from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
+from qgemm.reporting import LayerRecord, QuantReport
+
+IDS = torch.arange(12).reshape(2, 6)
+
+
+def assert_same_tensors(loaded: nn.Module, saved: nn.Module) -> None:
+    for tensors in ("named_parameters", "named_buffers"):
+        expected = dict(getattr(saved, tensors)(remove_duplicate=False))
+        got = dict(getattr(loaded, tensors)(remove_duplicate=False))
+        assert list(got) == list(expected)
+        for name, tensor in expected.items():
+            assert got[name].dtype == tensor.dtype, name
+            assert got[name].device.type == "cpu", name
+            assert torch.equal(got[name], tensor), name
+    assert list(loaded.state_dict()) == list(saved.state_dict())
+    schemes = {name: module.scheme for name, module in saved.named_modules() if isinstance(module, QuantLinear)}
+    assert schemes
+    for name, scheme in schemes.items():
+        layer = loaded.get_submodule(name)
+        assert isinstance(layer, QuantLinear)
+        assert layer.scheme == scheme
+    assert not any(module.training for module in loaded.modules())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_model(family: str, tmp_path: Path) -> None:
+    example = FAMILIES[family]()
+    swap_linears(example.model)
+    save_quantized(example.model, tmp_path)
+    loaded = load_quantized(tmp_path)
+    assert type(loaded) is type(example.model)
+    assert_same_tensors(loaded, example.model)
+    assert torch.equal(Example(loaded, example.inputs).output(), example.output())
+    ours, theirs = loaded.config.to_dict(), example.model.config.to_dict()
+    for config in (ours, theirs):
+        # What saving adds, as transformers' own save_pretrained does.
+        del config["architectures"], config["dtype"], config["_name_or_path"]
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("build", [FAMILIES["gpt2"], FAMILIES["t5"], FAMILIES["whisper"]])
+def test_ties_stay_ties_and_are_stored_once(build: Callable[[], Example], tmp_path: Path) -> None:
+    model = swap_linears(build().model)
+    save_quantized(model, tmp_path)
+    loaded = load_quantized(tmp_path)
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    groups = [group for group in names.values() if len(group) > 1]
+    assert groups
+    in_file = load_file(tmp_path / "model.safetensors")
+    for group in groups:
+        assert len({id(loaded.get_parameter(name)) for name in group}) == 1
+        assert len(group & set(in_file)) == 1
+
+
+def test_untied_head_stays_untied_where_the_class_would_tie(tmp_path: Path) -> None:
+    # A quantized head, or one that was trained apart, must not become the embedding again.
+    model = tiny_llama(tied=True)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight + 1)
+    save_quantized(swap_linears(model), tmp_path)
+    assert_same_tensors(load_quantized(tmp_path), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    # Cast after it was built, so its rotary frequencies are rounded too: building it anew would not give these.
+    model = swap_linears(tiny_llama().to(dtype))
+    save_quantized(model, tmp_path)
+    loaded = load_quantized(tmp_path)
+    assert loaded.dtype == dtype
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    assert_same_tensors(loaded, model)
+    assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_mixed_dtypes(tmp_path: Path) -> None:
+    model = tiny_llama().to(torch.bfloat16)
+    model.model.norm.float()
+    save_quantized(swap_linears(model), tmp_path)
+    assert_same_tensors(load_quantized(tmp_path), model)
+
+
+def test_static_scheme(tmp_path: Path) -> None:
+    model = swap_linears(tiny_llama(), "int8-static")
+    save_quantized(model, tmp_path)
+    assert_same_tensors(load_quantized(tmp_path), model)
+
+
+def test_shards(tmp_path: Path) -> None:
+    model = swap_linears(tiny_llama())
+    save_quantized(model, tmp_path, max_shard_size=10_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert [file.name for file in files] == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    # What the safetensors library reads there is the model.
+    in_files = {}
+    for file in files:
+        tensors = load_file(file)
+        assert {index["weight_map"][name] for name in tensors} == {file.name}
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 10_000
+        in_files |= tensors
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in in_files.values())
+    for name, tensor in model.state_dict().items():
+        assert name == "lm_head.weight" or torch.equal(in_files[name], tensor)
+    assert_same_tensors(load_quantized(tmp_path), model)
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    model = swap_linears(tiny_llama())
+    model.generation_config.max_new_tokens = 5
+    model.generation_config.repetition_penalty = 1.5
+    save_quantized(model, tmp_path)
+    loaded = load_quantized(tmp_path)
+    assert loaded.generation_config.to_dict() == model.generation_config.to_dict()
+    assert torch.equal(loaded.generate(IDS, do_sample=False), model.generate(IDS, do_sample=False))
+
+
+def test_infinite_config_value(tmp_path: Path) -> None:
+    # JSON has no infinity; transformers writes it in a form of its own.
+    model = tiny_llama()
+    model.config.a_limit = float("inf")
+    save_quantized(swap_linears(model), tmp_path)
+    assert load_quantized(tmp_path).config.a_limit == float("inf")
+
+
+def test_report(tmp_path: Path) -> None:
+    model = swap_linears(tiny_llama())
+    report = QuantReport((LayerRecord("model.layers.0.mlp.up_proj", "Linear", "int8", "", 6144, 1728, 0.004),))
+    model._qgemm_report = report
+    save_quantized(model, tmp_path)
+    assert load_quantized(tmp_path)._qgemm_report == report
+
+
+def on_meta() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+@pytest.mark.parametrize("given", [Net, Net(), lambda: Net().double().half()])
+def test_other_model(given: Any, tmp_path: Path) -> None:
+    model = quantized_net()
+    save_quantized(model, tmp_path)
+    loaded = load_quantized(tmp_path, model=given)
+    assert loaded is given or not isinstance(given, nn.Module)
+    assert_same_tensors(loaded, model)
+    assert torch.equal(loaded(IDS[:, 0]), model(IDS[:, 0]))
+    assert loaded.block[0] is loaded.again
+    assert loaded.head.weight is loaded.embed.weight
+    assert not loaded.block[0].weight.requires_grad
+    assert loaded.embed.weight.requires_grad
+
+
+def test_other_model_on_meta(tmp_path: Path) -> None:
+    model = quantized_net()
+    save_quantized(model, tmp_path)
+    # order is neither float nor in state_dict, so it is in no file and only the given model can have it.
+    with pytest.raises(CheckpointError, match=r"has on meta: order"):
+        load_quantized(tmp_path, model=on_meta())
+    given = on_meta()
+    given.order = torch.arange(15, -1, -1)
+    assert_same_tensors(load_quantized(tmp_path, model=given), model)
+
+
+def test_tensor_attribute_on_meta_is_refused(tmp_path: Path) -> None:
+    save_quantized(quantized_net(), tmp_path)
+    given = Net()
+    given.block.table = torch.empty(3, device="meta")
+    with pytest.raises(CheckpointError, match=r"block keeps table on meta"):
+        load_quantized(tmp_path, model=given)
+
+
+def test_only_partly_shared_memory_is_stored_apart(tmp_path: Path) -> None:
+    model = nn.Sequential(QuantLinear.from_linear(nn.Linear(4, 4)))
+    memory = torch.arange(16.0)
+    model.register_buffer("all", memory)
+    model.register_buffer("part", memory[4:8])
+    model.register_buffer("strided", memory.view(4, 4).t())
+    model.register_buffer("empty", torch.empty(0, 3))
+    model.register_buffer("also_empty", torch.empty(3, 0))
+    model.register_buffer("number", torch.tensor(True))
+    save_quantized(model, tmp_path)
+    given = nn.Sequential(nn.Linear(4, 4))
+    for name, buffer in model.named_buffers():
+        given.register_buffer(name, torch.zeros_like(buffer))
+    assert_same_tensors(load_quantized(tmp_path, model=given), model.eval())
+
+
+def test_compiled_model_saves_as_itself(tmp_path: Path) -> None:
+    model = swap_linears(tiny_llama())
+    save_quantized(torch.compile(model), tmp_path)
+    assert_same_tensors(load_quantized(tmp_path), model)
+
+
+def test_download_of_the_hub_client_loads(tmp_path: Path, llama_folder: Path) -> None:
+    # It keeps files in blobs/ under their hashes, and links to them from snapshots/<revision>/.
+    snapshot = tmp_path / "models--x--y" / "snapshots" / "0123abcd"
+    blobs = tmp_path / "models--x--y" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(llama_folder.iterdir())):
+        (blobs / str(number)).write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(Path("..", "..", "blobs", str(number)))
+    assert_same_tensors(load_quantized(snapshot), load_quantized(llama_folder))
+
+
+def test_loaded_model_does_not_depend_on_its_files(llama_folder: Path) -> None:
+    loaded = load_quantized(llama_folder)
+    before = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
+    for file in llama_folder.glob("*.safetensors"):
+        with file.open("r+b") as damaged:
+            damaged.write(bytes(os.path.getsize(file)))
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+class FloatShapes(TorchDispatchMode):
+    """The shapes of all float tensors that get memory inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.is_floating_point() and out.device.type != "meta":
+            self.shapes.add(tuple(out.shape))
+        return out
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "siglip"])
+def test_float_weights_are_never_made(family: str, tmp_path: Path) -> None:
+    model = swap_linears(FAMILIES[family]().model)
+    save_quantized(model, tmp_path)
+    with FloatShapes() as made:
+        load_quantized(tmp_path)
+    float_part = {tuple(tensor.shape) for tensor in model.state_dict().values() if tensor.is_floating_point()}
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    weights = {tuple(layer.weight.shape) for layer in layers} | {tuple(layer.weight.shape)[::-1] for layer in layers}
+    assert made.shapes & float_part  # it does see the tensors that are read
+    assert not made.shapes & (weights - float_part)
+
+
+def test_float_weights_of_a_given_function_are_never_made(tmp_path: Path) -> None:
+    save_quantized(quantized_net(), tmp_path)
+    with FloatShapes() as made:
+        load_quantized(tmp_path, model=Net)
+    assert (20, 16) in made.shapes
+    assert not made.shapes & {(24, 16), (16, 24)}

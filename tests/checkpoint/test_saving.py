@@ -1,0 +1,282 @@
+"""What is written, what is refused, and what an interrupted save leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from checkpoint.models import quantized_net, swap_linears, tiny_llama
+from qgemm import QuantLinear
+from qgemm.checkpoint import CheckpointError, load_quantized, save, save_quantized
+from qgemm.checkpoint.layout import parse_size, split_into_shards
+from qgemm.checkpoint.safetensors_file import DTYPE_CODES, write_safetensors
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+def files_of(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_files_and_config(tmp_path: Path) -> None:
+    model = swap_linears(tiny_llama())
+    save_quantized(model, tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    assert files_of(folder) == {"config.json", "generation_config.json", "model.safetensors"}
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["model_type"] == "llama"
+    assert config["dtype"] == "float32"
+    quantization = config["quantization_config"]
+    assert quantization["quant_method"] == "qgemm"
+    assert quantization["format_version"] == 1
+    assert set(quantization["schemes"]) == {"int8"}
+    assert quantization["layers"][UP] == "int8"
+    assert len(quantization["layers"]) == 14
+    assert quantization["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors[f"{UP}.weight"].dtype == torch.int8
+    assert tensors[f"{UP}.weight_scale"].dtype == torch.float32
+    # Readable by whom the user's settings allow, like any other new file.
+    (folder / "other").touch()
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {
+        (folder / "other").stat().st_mode & 0o777
+    }
+
+
+def test_saving_changes_nothing_in_the_model(tmp_path: Path) -> None:
+    model = swap_linears(tiny_llama())
+    config, state = model.config.to_dict(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_quantized(model, tmp_path)
+    assert model.config.to_dict() == config
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+def test_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
+    model = swap_linears(tiny_llama())
+    save_quantized(model, tmp_path / "a", max_shard_size="10KB")
+    save_quantized(model, tmp_path / "b", max_shard_size="10KB")
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    for name in files_of(tmp_path / "a"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPE_CODES)
+def test_the_library_reads_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    base = torch.arange(24).reshape(4, 6).to(dtype)
+    tensors = {"plain": base, "strided": base.t(), "part": base[1:, ::2], "none": base[:0], "one": base[1, 1]}
+    tensors["odd"] = torch.arange(3, dtype=torch.int8)  # what comes after it would be misaligned if order were kept
+    counted = []
+    with (tmp_path / "x.safetensors").open("wb") as file:
+        write_safetensors(file, tensors, counted.append)
+    read = load_file(tmp_path / "x.safetensors")
+    assert set(read) == set(tensors)
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype
+        assert torch.equal(read[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)) if tensor.ndim else True
+        assert read[name].shape == tensor.shape
+    assert read["one"].float() == tensors["one"].float()
+    assert sum(counted) == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@pytest.mark.parametrize(
+    ("size", "parsed"),
+    [(7, 7), ("7B", 7), ("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2 * 2**30), ("3kb", 3000), ("1TB", 10**12)],
+)
+def test_sizes(size: int | str, parsed: int) -> None:
+    assert parse_size(size) == parsed
+
+
+@pytest.mark.parametrize("size", [0, -1, "5", "GB", "five GB", "-1GB", "0GB", 1.5, None])
+def test_sizes_that_are_none(size: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_shard_size is"):
+        save_quantized(quantized_net(), tmp_path, max_shard_size=size)
+    assert not files_of(tmp_path)
+
+
+def test_split_into_shards() -> None:
+    names = {"a": 4, "b": 6, "c": 11, "d": 0, "e": 10, "f": 1}  # 4 + 6 fits exactly; c is too large for any
+    shards = split_into_shards(names, 10)
+    assert list(shards.values()) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert next(iter(shards)) == "model-00001-of-00004.safetensors"
+    assert split_into_shards(names, 100) == {"model.safetensors": list(names)}
+
+
+def test_model_without_quantized_layers(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no QuantLinear: quantize it with qgemm\.quantize_model"):
+        save_quantized(tiny_llama(), tmp_path)
+    with pytest.raises(ValueError, match=r"single QuantLinear"):
+        save_quantized(QuantLinear(2, 2), tmp_path)
+    assert not files_of(tmp_path)
+
+
+class Remembers(nn.Module):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+
+def refuse(change: Callable[[Any], Any], message: str) -> Any:
+    return pytest.param(change, message, id=message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        refuse(lambda model: model.head.to("meta"), r"head\.weight is on meta"),
+        refuse(lambda model: model.add_module("log", Remembers()), r"log keeps extra state"),
+        refuse(
+            lambda model: model.register_buffer("z", torch.ones(2, dtype=torch.complex64)), r"z is a Tensor of torch\.c"
+        ),
+        refuse(lambda model: model.register_buffer("s", torch.eye(2).to_sparse()), r"s is a Tensor .*sparse_coo"),
+        refuse(
+            lambda model: model.block[0].weight_scale.fill_(float("nan")), r"again|block\.0\.weight_scale is not finite"
+        ),
+        refuse(
+            lambda model: model.block[3].weight_scale.data.__setitem__(1, 0), r"block\.3\.weight_scale is not finite"
+        ),
+        refuse(
+            lambda model: model.block.__setitem__(3, QuantLinear(24, 16, scheme="int8-static")),
+            r"block\.3\.input_scale",
+        ),
+    ],
+)
+def test_model_that_cannot_be_stored(change: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
+    model = quantized_net()
+    change(model)
+    with pytest.raises(ValueError, match=message):
+        save_quantized(model, tmp_path)
+    assert not files_of(tmp_path)
+
+
+@pytest.mark.parametrize("held", ["config.json", "model.safetensors", "model-00001-of-00002.safetensors"])
+def test_an_existing_checkpoint_is_kept(held: str, tmp_path: Path) -> None:
+    # Such as the float model that was quantized, which may be the only copy.
+    (tmp_path / held).write_text("precious")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(FileExistsError, match=f"already holds {held}; pass overwrite=True"):
+        save_quantized(quantized_net(), tmp_path)
+    assert files_of(tmp_path) == {held, "tokenizer.json"}
+    assert (tmp_path / held).read_text() == "precious"
+
+
+def test_overwrite_leaves_no_file_of_the_old_checkpoint(llama_folder: Path) -> None:
+    (llama_folder / "tokenizer.json").write_text("{}")
+    (llama_folder / "model-card.safetensors").write_text("not of a checkpoint")
+    model = quantized_net()
+    save_quantized(model, llama_folder, overwrite=True)
+    assert files_of(llama_folder) == {"config.json", "model.safetensors", "tokenizer.json", "model-card.safetensors"}
+
+
+def test_overwrite_of_a_link_leaves_its_target(llama_folder: Path, tmp_path: Path) -> None:
+    target = (llama_folder / "config.json").rename(tmp_path / "shared.json")
+    (llama_folder / "config.json").symlink_to(target)
+    before = target.read_bytes()
+    save_quantized(quantized_net(), llama_folder, overwrite=True)
+    assert target.read_bytes() == before
+    assert not (llama_folder / "config.json").is_symlink()
+
+
+def fail_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Makes the ``step``-th thing that a save does to the disk fail; returns how many it has done."""
+    done = 0
+
+    def watch(place: Any, name: str) -> None:
+        original = getattr(place, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            nonlocal done
+            # What is removed under a temporary name is the tidying up after the failure.
+            if not (name == "unlink" and ".tmp-" in args[0].name):
+                done += 1
+                if done == step:
+                    raise OSError(28, "No space left on device")
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(place, name, watched)
+
+    for place, name in ((os, "fsync"), (os, "replace"), (Path, "unlink"), (Path, "open")):
+        watch(place, name)
+    original_write = save.write_safetensors
+
+    def short_write(file: Any, *args: Any) -> None:
+        # A full disk in the middle of a file.
+        nonlocal done
+        done += 1
+        if done == step:
+            file.write(b"some bytes")
+            raise OSError(28, "No space left on device")
+        original_write(file, *args)
+
+    monkeypatch.setattr(save, "write_safetensors", short_write)
+    return lambda: done
+
+
+def steps_of_a_save(tmp_path: Path, old: Path) -> int:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        steps = fail_at(0, monkeypatch)
+        folder = Path(shutil.copytree(old, tmp_path / "count"))
+        save_quantized(other_llama(), folder, max_shard_size="10KB", overwrite=True)
+    return steps()
+
+
+def other_llama() -> nn.Module:
+    # The same names and shapes as the old checkpoint's, so that only the values tell a mixture.
+    torch.manual_seed(1)
+    return swap_linears(tiny_llama())
+
+
+def test_a_failure_at_any_step_leaves_no_mixture(llama_folder: Path, tmp_path: Path) -> None:
+    old, new = load_quantized(llama_folder).state_dict(), other_llama()
+    steps = steps_of_a_save(tmp_path, llama_folder)
+    outcomes = []
+    for step in range(1, steps + 1):
+        folder = Path(shutil.copytree(llama_folder, tmp_path / str(step)))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            fail_at(step, monkeypatch)
+            with pytest.raises(OSError, match="No space left"):
+                save_quantized(new, folder, max_shard_size="10KB", overwrite=True)
+        assert not [name for name in files_of(folder) if ".tmp-" in name]
+        try:
+            state = load_quantized(folder).state_dict()
+        except CheckpointError:
+            outcomes.append("refused")
+        else:
+            matches = [all(torch.equal(state[n], t) for n, t in whole.items()) for whole in (old, new.state_dict())]
+            assert any(matches), f"step {step} of {steps} leaves a mixture"
+            outcomes.append(("old", "new")[matches.index(True)])
+    # First the old one, untouched; then neither; and the new one at the end, where only the last sync failed.
+    assert outcomes == sorted(outcomes, key=("old", "refused", "new").index)
+    assert set(outcomes) == {"old", "refused", "new"}
+    assert outcomes.count("new") == 1
+
+
+def test_a_first_save_that_fails_leaves_nothing_that_loads(tmp_path: Path) -> None:
+    for step in range(1, 12):
+        folder = tmp_path / str(step)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            fail_at(step, monkeypatch)
+            with pytest.raises(OSError, match="No space left"):
+                save_quantized(other_llama(), folder)
+        assert not [name for name in files_of(folder) if ".tmp-" in name]
+        with pytest.raises(CheckpointError):
+            load_quantized(folder)
+
+
+def test_an_interrupt_also_tidies_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(save, "write_safetensors", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_quantized(quantized_net(), tmp_path)
+    assert not files_of(tmp_path)
