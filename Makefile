@@ -17,8 +17,9 @@ setup: $(STAMP) ## Make a virtual environment in .venv and install qgemm with al
 demo: setup ## Quantize a real sentence-embedding model and compare it with the original
 	$(BIN)/python examples/quantize_minilm.py
 
+# One thread a process: test processes that share cores wait for each other's threads and get many times slower.
 test: lint ## Check style and types, then run every test
-	$(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 lint: setup ## Check style and types
 	$(BIN)/ruff format --check .

@@ -27,7 +27,8 @@ ROTATED_BYTES = {"cpu": 128 << 20, "cuda": 320 << 20}
 
 
 def copies(weight: torch.Tensor) -> list[torch.Tensor]:
-    count = ROTATED_BYTES[weight.device.type] // weight.nbytes + 1
+    # At most 256: many more calls than that take long, and a weight so small is in the cache in real models too.
+    count = min(ROTATED_BYTES[weight.device.type] // weight.nbytes + 1, 256)
     return [weight.clone() for _ in range(count)]
 
 

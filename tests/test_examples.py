@@ -1,0 +1,47 @@
+"""Every example runs as a reader would run it: as a script, in a process of its own."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Arguments that keep a run short, and a pattern for a line that shows the example did its job.
+EXAMPLES: dict[str, tuple[list[str], str]] = {
+    "benchmark_gemm.py": (["--shape", "8,512,256", "--rounds", "1"], r"512 x 256 +8( +\d+\.\d+x?)+$"),
+    "custom_kernel.py": ([], r"gemm_residual +largest error against float64: \d\.\de-0[789]"),
+    "load_prequantized.py": ([], r"same output from both: True"),
+    "quant_linear.py": ([], r"relative error of the output: 0\.00\d+"),
+    "quantize_llama.py": ([], r"int8: [\d ]+"),
+    "quantize_minilm.py": ([], r"least cosine similarity +0\.99[5-9]"),
+}
+
+
+def test_every_example_is_run() -> None:
+    assert set(EXAMPLES) == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name: str, tmp_path: Path) -> None:
+    arguments, pattern = EXAMPLES[name]
+    # Without the interpreter that conftest.py asks for: an example that needs it must say so itself. Nothing may be
+    # fetched from a hub.
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
+        "HF_HUB_OFFLINE": "1"
+    }
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert re.search(pattern, result.stdout, re.MULTILINE), result.stdout

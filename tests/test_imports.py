@@ -1,0 +1,100 @@
+"""Imports in qgemm go one way, and ``import qgemm`` stays light.
+
+``ALLOWED`` is the whole direction: each part of the package, and the parts that it may import. What it imports from
+outside is open, except for the optional packages, which only ``LAZY`` modules may import, inside functions.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "qgemm"
+
+# Longest name wins: "qgemm.kernels.stages.views" belongs to "qgemm.kernels.stages".
+ALLOWED: dict[str, set[str]] = {
+    "qgemm.kernels.stages": set(),
+    "qgemm.kernels.config": set(),
+    "qgemm.kernels": {"qgemm.kernels.stages", "qgemm.kernels.config"},
+    "qgemm.scheme": set(),
+    "qgemm.ops": {"qgemm.kernels"},
+    "qgemm.nn": {"qgemm.ops", "qgemm.kernels", "qgemm.scheme"},
+    "qgemm.reporting": {"qgemm.nn"},
+    "qgemm.swap_rules": set(),
+    "qgemm.survey": {"qgemm.swap_rules", "qgemm.reporting", "qgemm.nn", "qgemm.kernels"},
+    "qgemm.quantize": {"qgemm.survey", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
+    "qgemm.checkpoint": {"qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
+    "qgemm": {"qgemm.checkpoint", "qgemm.quantize", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
+}
+OPTIONAL = {"transformers", "accelerate", "compressed_tensors", "huggingface_hub"}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def part_of(module: str) -> str:
+    parts = [part for part in ALLOWED if module == part or (part != "qgemm" and module.startswith(part + "."))]
+    assert parts, f"{module} has no line in ALLOWED"
+    return max(parts, key=len)
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports name the whole path, so that this test can read them"
+            assert node.module is not None
+            for alias in node.names:
+                # "from qgemm.kernels import dispatch" imports a module, "from qgemm.nn import QuantLinear" a name.
+                submodule = PACKAGE.parent.joinpath(*node.module.split("."), alias.name)
+                is_module = submodule.is_dir() or submodule.with_suffix(".py").exists()
+                yield f"{node.module}.{alias.name}" if is_module else node.module
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_imports_go_one_way(path: Path) -> None:
+    part = part_of(module_name(path))
+    ours = {part_of(name) for name in imported_modules(ast.parse(path.read_text())) if name.split(".")[0] == "qgemm"}
+    backwards = ours - ALLOWED[part] - {part}
+    assert not backwards, f"{module_name(path)} imports {sorted(backwards)}, which {part} must not know"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_optional_packages_are_imported_inside_functions(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    deferred = {id(inner) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in deferred:
+            packages = {name.split(".")[0] for name in imported_modules(node)}
+            assert not packages & OPTIONAL, f"{path.name}:{node.lineno} imports {sorted(packages & OPTIONAL)} at once"
+
+
+def test_the_table_has_no_cycle_and_no_part_that_is_gone() -> None:
+    modules = {module_name(path) for path in MODULES}
+    assert set(ALLOWED) <= modules
+    done: set[str] = set()
+    while len(done) < len(ALLOWED):
+        ready = {part for part, imports in ALLOWED.items() if part not in done and imports <= done}
+        assert ready, f"a cycle among {sorted(set(ALLOWED) - done)}"
+        done |= ready
+
+
+def test_importing_qgemm_is_light() -> None:
+    code = """
+import sys
+import torch, tqdm, safetensors.torch
+before = set(sys.modules)
+import qgemm
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+heavy = new & {"transformers", "accelerate", "compressed_tensors", "huggingface_hub", "triton"}
+assert not heavy, f"import qgemm imports {sorted(heavy)}"
+assert not torch.cuda.is_initialized(), "import qgemm initialises CUDA"
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
