@@ -160,8 +160,11 @@ def _own_reason(module: nn.Module) -> str:
         return "a subclass of nn.Linear, which may compute something else"
     if "weight" not in module._parameters or not {"weight", "bias"}.issuperset(module._parameters):
         return "its weight is computed from others (weight norm, spectral norm, pruning)"
-    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
-        return "its forward was replaced"
+    # accelerate, which replaces it too, is dealt with by an error, and puts the class's own back as it leaves.
+    forward = vars(module).get("forward")
+    if forward is not None and not hasattr(module, "_hf_hook"):
+        if getattr(forward, "__func__", None) is not type(module).forward:
+            return "its forward was replaced"
     weight = linear_weight(module)
     if type(weight.data) is not Tensor:
         return f"its weight is a {type(weight.data).__name__}"
