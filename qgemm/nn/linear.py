@@ -77,9 +77,14 @@ class QuantLinear(nn.Module):
         """A layer quantized from ``linear``, on its device: an ``nn.Linear``, or transformers' ``Conv1D``.
 
         ``input_scale``: the activation's scale, for a static scheme. Raises ``ValueError`` if the weight holds NaN or
-        Inf, or if ``input_scale`` and ``scheme`` don't go together. ``linear`` is left as it is; the bias is shared.
+        Inf, or if ``input_scale`` and ``scheme`` don't go together; ``TypeError`` if ``linear`` is no linear layer.
+        ``linear`` is left as it is; the bias is shared.
         """
+        if not (isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"):
+            raise TypeError(f"linear is a {type(linear).__name__}; from_linear takes an nn.Linear or a Conv1D")
         weight = linear_weight(linear)
+        if not weight.is_floating_point() or weight.dtype.itemsize == 1:
+            raise TypeError(f"linear's weight is {weight.dtype}; from_linear quantizes float16, bfloat16 and wider")
         bias: Tensor | None = linear.bias  # type: ignore[assignment]
         out_features, in_features = weight.shape
         layer = cls(in_features, out_features, bias is not None, "meta", weight.dtype, scheme)
@@ -87,7 +92,7 @@ class QuantLinear(nn.Module):
             wants = "needs an input_scale" if layer.is_static else "takes no input_scale"
             raise ValueError(f"scheme {layer.scheme.name!r} {wants}")
         if weight.device.type != "meta":
-            q, scale = quantize_rows(weight.detach().float() if weight.dtype == torch.float64 else weight.detach())
+            q, scale = _quantize_weight(weight.detach())
             if not scale.isfinite().all():
                 raise ValueError(
                     "weight holds NaN or Inf, which can't be quantized: mend the checkpoint or skip the layer"
@@ -97,7 +102,10 @@ class QuantLinear(nn.Module):
         if bias is not None:
             layer.bias = _frozen(bias.detach().float() if bias.dtype == torch.float64 else bias.detach())
         if input_scale is not None:
-            value = torch.as_tensor(input_scale, dtype=torch.float32, device=weight.device).detach().reshape(())
+            value = torch.as_tensor(input_scale, dtype=torch.float32, device=weight.device).detach()
+            if value.numel() != 1:
+                raise ValueError(f"input_scale has shape {list(value.shape)}; it must be a single number")
+            value = value.reshape(())
             if value.device.type != "meta" and not (value > 0 and value.isfinite()):
                 raise ValueError(f"input_scale is {value.item()}; it must be finite and greater than 0")
             layer.input_scale = _frozen(value)
@@ -156,6 +164,18 @@ def linear_weight(linear: nn.Module) -> Tensor:
     """The weight ``[out_features, in_features]`` of a linear layer; transformers' ``Conv1D`` stores its transpose."""
     weight: Tensor = linear.weight  # type: ignore[assignment]
     return weight.t() if type(linear).__name__ == "Conv1D" else weight
+
+
+def _quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    # A sixteenth at a time: quantize_rows may work in three float32 copies, six times the memory of a bfloat16 weight.
+    q = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    rows = max(weight.shape[0] // 16, 2**16 // max(weight.shape[1], 1), 1)
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        values = weight[part].float() if weight.dtype == torch.float64 else weight[part]
+        q[part], scale[part] = quantize_rows(values)
+    return q, scale
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
