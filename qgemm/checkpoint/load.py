@@ -7,6 +7,7 @@ parameters on meta; compare every name, shape and dtype; read every tensor; and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, checkpo
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.matching import match
 from qgemm.checkpoint.pretrained import build_pretrained, is_pretrained, parameters_on_meta, read_generation_config
-from qgemm.checkpoint.safetensors_file import read_headers, read_values
+from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers, read_values
 from qgemm.checkpoint.tensors import named_tensors, split_name
 from qgemm.nn import QuantLinear
 
@@ -39,27 +40,41 @@ def load_quantized(
     Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or not of this model. Then
     nothing was loaded, and a module given as ``model`` is as it was.
     """
-    folder, device = Path(folder), torch.device(device)
+    device = torch.device(device)
+    found = find_matching(Path(folder), model)
+    values: dict[str, Tensor] = {}
+    total = sum(tensor.nbytes for tensor in found.stored.values())
+    with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=None) as progress:
+        for name, value in read_values(found.stored, device):
+            layer, leaf = split_name(name)
+            if layer in found.layers and leaf in ("weight_scale", "input_scale") and not _is_scale(value):
+                raise CheckpointError(f"{found.stored[name].path}: scale {name} is not finite and above 0 everywhere")
+            values[name] = value
+            progress.update(value.nbytes)
+    _put_in_place(found, values, device)
+    return found.model.eval()
+
+
+@dataclass(frozen=True)
+class Matching:
+    """A float model and the checkpoint that fits it: ``layers`` go into it, and ``extras`` become its attributes."""
+
+    model: nn.Module
+    layers: dict[str, QuantLinear]
+    stored: dict[str, StoredTensor]
+    tied: dict[str, str]
+    extras: dict[str, Any]
+
+
+def find_matching(folder: Path, model: nn.Module | Callable[[], nn.Module] | None = None) -> Matching:
+    """Everything about the checkpoint but its tensors' values: what ``load_quantized`` checks before it reads those."""
     config_path = checkpoint_file(folder, CONFIG_FILE)
     config = read_json(config_path)
     manifest = Manifest.from_config(config, config_path)
     stored = read_headers(folder)
     target = build_pretrained(config, config_path) if model is None else _given(model)
     layers = match(target, manifest, stored, config_path)
-    extras = _extra_attributes(folder, target, manifest, config_path)
-    values: dict[str, Tensor] = {}
-    total = sum(tensor.nbytes for tensor in stored.values())
-    with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, disable=None) as progress:
-        for name, value in read_values(stored, device):
-            layer, leaf = split_name(name)
-            if layer in layers and leaf in ("weight_scale", "input_scale") and not _is_scale(value):
-                raise CheckpointError(f"{stored[name].path}: scale {name} is not finite and above 0 everywhere")
-            values[name] = value
-            progress.update(value.nbytes)
-    _put_in_place(target, layers, values, manifest.tied, device)
-    for name, extra in extras.items():
-        setattr(target, name, extra)
-    return target.eval()
+    return Matching(target, layers, stored, manifest.tied, _extra_attributes(folder, target, manifest, config_path))
 
 
 def _given(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -90,22 +105,19 @@ def _is_scale(value: Tensor) -> bool:
     return bool((value.isfinite() & (value > 0)).all())
 
 
-def _put_in_place(
-    model: nn.Module,
-    layers: dict[str, QuantLinear],
-    values: dict[str, Tensor],
-    tied: dict[str, str],
-    device: torch.device,
-) -> None:
-    for name, layer in layers.items():
+def _put_in_place(found: Matching, values: dict[str, Tensor], device: torch.device) -> None:
+    model = found.model
+    for name, layer in found.layers.items():
         parent, leaf = split_name(name)
         setattr(model.get_submodule(parent), leaf, layer)
     placed = {name: _put(model, name, value) for name, value in values.items()}
-    for alias, name in tied.items():
+    for alias, name in found.tied.items():
         _put(model, alias, placed[name])
     for name, tensor in named_tensors(model).items():
-        if name not in placed and name not in tied:
+        if name not in placed and name not in found.tied:
             _put(model, name, tensor.to(device))
+    for name, extra in found.extras.items():
+        setattr(model, name, extra)
 
 
 def _put(model: nn.Module, name: str, value: Tensor) -> Tensor:

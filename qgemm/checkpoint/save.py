@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -19,8 +21,9 @@ from qgemm.checkpoint.layout import (
     parse_size,
     split_into_shards,
 )
+from qgemm.checkpoint.load import find_matching
 from qgemm.checkpoint.manifest import Manifest
-from qgemm.checkpoint.pretrained import generation_config, model_config
+from qgemm.checkpoint.pretrained import generation_config, is_pretrained, model_config
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, write_safetensors
 from qgemm.checkpoint.staging import StagedFiles
 from qgemm.checkpoint.tensors import find_ties, stored_tensors
@@ -41,7 +44,8 @@ def save_quantized(
     leaves a folder that loads but is wrong. One tensor at a time is copied to CPU memory.
 
     Raises ``ValueError`` for a model that can't be stored: with no quantized layer, with tensors on meta, with a scale
-    that isn't finite and above 0, or with state that isn't a plain tensor.
+    that isn't finite and above 0, or with state that isn't a plain tensor. Warns of a transformers model that
+    ``load_quantized`` can't build from its config, such as one of a class of your own.
     """
     model = getattr(model, "_orig_mod", model)  # the model inside of what torch.compile returned
     layers = {name: module for name, module in model.named_modules(remove_duplicate=False) if _is_quantized(module)}
@@ -83,6 +87,8 @@ def save_quantized(
         staged.publish(last=CONFIG_FILE, stale=old_files)
     finally:
         staged.discard()
+    if is_pretrained(model):
+        _warn_unless_it_loads(model, folder)
 
 
 def _is_quantized(module: nn.Module) -> bool:
@@ -114,6 +120,18 @@ def _check_scales(layers: dict[str, Any]) -> None:
                 )
 
 
+def _warn_unless_it_loads(model: nn.Module, folder: Path) -> None:
+    # A model of one's own, or one that was changed after it was built. Better said now than when it is needed.
+    try:
+        find_matching(folder)
+    except CheckpointError as error:
+        warnings.warn(
+            f"{type(model).__name__} is saved, but its config alone doesn't build it again: {error}. "
+            "To load it, pass the float model, or a function that builds it, as load_quantized(..., model=)",
+            stacklevel=3,
+        )
+
+
 def _index(tensors: dict[str, Tensor], shards: dict[str, list[str]]) -> dict[str, Any]:
     return {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
@@ -127,4 +145,4 @@ def _json(values: dict[str, Any]) -> bytes:
 
 def _progress(tensors: Iterable[Tensor]) -> tqdm[Any]:
     total = sum(tensor.nbytes for tensor in tensors)
-    return tqdm(total=total, desc="Saving", unit="B", unit_scale=True, disable=None)
+    return tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=None)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
 from qgemm import QuantLinear
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
+from qgemm.checkpoint.pretrained import parameters_on_meta
 from qgemm.reporting import LayerRecord, QuantReport
 
 IDS = torch.arange(12).reshape(2, 6)
@@ -238,6 +239,22 @@ def test_loaded_model_does_not_depend_on_its_files(llama_folder: Path) -> None:
         assert torch.equal(tensor, before[name]), name
 
 
+def test_device(llama_folder: Path, device: torch.device) -> None:
+    loaded = load_quantized(llama_folder, device)
+    assert {tensor.device for tensor in (*loaded.parameters(), *loaded.buffers())} == {device}
+    # Half precision runs the kernels on every device; and what is on a GPU is saved from there.
+    loaded.half()
+    output = loaded(IDS.to(device)).logits
+    save_quantized(loaded, llama_folder, overwrite=True)
+    assert torch.equal(load_quantized(llama_folder, device)(IDS.to(device)).logits, output)
+
+
+def test_random_numbers_are_left_alone(llama_folder: Path) -> None:
+    before = torch.get_rng_state()
+    load_quantized(llama_folder)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class FloatShapes(TorchDispatchMode):
     """The shapes of all float tensors that get memory inside."""
 
@@ -252,7 +269,7 @@ class FloatShapes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "siglip"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "siglip"])  # Linear; Conv1D; a layer inside MultiheadAttention
 def test_float_weights_are_never_made(family: str, tmp_path: Path) -> None:
     model = swap_linears(FAMILIES[family]().model)
     save_quantized(model, tmp_path)
@@ -271,3 +288,21 @@ def test_float_weights_of_a_given_function_are_never_made(tmp_path: Path) -> Non
         load_quantized(tmp_path, model=Net)
     assert (20, 16) in made.shapes
     assert not made.shapes & {(24, 16), (16, 24)}
+
+
+@pytest.mark.parametrize("start", [torch.empty, torch.zeros, torch.randn])
+def test_fused_experts_take_memory_once(start: Callable[..., torch.Tensor], tmp_path: Path) -> None:
+    # The experts of one layer are the largest tensors there are; each model starts them in its own way.
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up = nn.Parameter(start(3, 8, 4))
+            self.router = nn.Linear(4, 3)
+
+    model = swap_linears(Experts())
+    nn.init.normal_(model.gate_up)
+    save_quantized(model, tmp_path)
+    with parameters_on_meta(), FloatShapes() as made:
+        Experts()
+    assert (3, 8, 4) not in made.shapes
+    assert torch.equal(load_quantized(tmp_path, model=Experts).gate_up, model.gate_up)
