@@ -1,0 +1,209 @@
+"""quantize_model on a tiny random model of every family: what is swapped, what stays, and how far the output moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import FAMILIES, Example
+from torch import nn
+
+from qgemm import QuantLinear
+from qgemm.checkpoint import load_quantized, save_quantized
+from qgemm.quantize import quantize_model
+from qgemm.reporting import report
+
+families = pytest.mark.parametrize("build", FAMILIES.values(), ids=FAMILIES)
+
+# All linear layers that stay in float, by family.
+KEPT = {
+    "llama": {"lm_head"},
+    "qwen3": {"lm_head"},
+    "gpt2": {"lm_head"},
+    "opt": {"lm_head"},
+    "bert": {"cls.predictions.transform.dense", "cls.predictions.decoder"},
+    "bert_classifier": {"classifier"},
+    "t5": {"lm_head"},
+    "gemma3": {"lm_head"},
+    "vit": {"classifier"},
+    "siglip": {"head.attention", "head.attention.out_proj"},
+    "clip": set(),
+    "whisper": {"proj_out"},
+}
+TIED = ("qwen3", "gpt2", "opt", "bert", "t5", "gemma3", "whisper")
+
+
+@families
+def test_output_stays_close_to_the_float_model(build: Any) -> None:
+    example: Example = build()
+    expected = example.output()
+    quantize_model(example.model)
+    out = example.output()
+    # Each product of 8-bit values errs by about 1 % (weights 0.6 %, activations as much again); a dozen of them in a
+    # row, adding up at random, come to 1 to 3.2 %. One transposed weight moves these outputs by 7 to 116 %.
+    assert (out - expected).norm() / expected.norm() < 0.05
+    # And no single token is off.
+    assert torch.cosine_similarity(out.flatten(0, -2), expected.flatten(0, -2)).min() > 0.998
+    # The layers did run in int8.
+    assert not torch.equal(out, expected)
+
+
+@families
+def test_each_layer_answers_as_the_float_layer_did(build: Any) -> None:
+    # Outputs alone would hide a lost bias: attention, for one, is blind to the bias of its keys.
+    original, model = build().model, quantize_model(build().model)
+    for record in report(model).quantized:
+        old, new = original.get_submodule(record.name), model.get_submodule(record.name)
+        x = torch.randn(16, new.in_features)
+        with torch.no_grad():
+            expected = old(x)
+            assert (new(x) - expected).norm() / expected.norm() < 0.02, record.name
+            if new.bias is not None:
+                assert torch.equal(new.bias, old.bias), record.name
+
+
+@families
+def test_all_linear_layers_but_heads_are_quantized(build: Any) -> None:
+    model = build().model
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2)
+    quantize_model(model)
+    result = report(model)
+    assert {record.name for record in result.kept} == KEPT[build.__name__]
+    assert all(record.weight_error is not None and record.weight_error < 0.01 for record in result.quantized)
+    # Counted without the report: what is no embedding and no head is int8 now.
+    int8 = sum(p.numel() for p in model.parameters() if p.dtype == torch.int8)
+    left = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) or name in KEPT[build.__name__]
+    ]
+    left_out = {id(p): p.numel() for module in left for p in module.parameters() if p.ndim == 2}
+    assert int8 == weights - sum(left_out.values())
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_embeddings_stay_tied(name: str) -> None:
+    model: Any = FAMILIES[name]().model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    quantize_model(model)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    assert type(head) is nn.Linear
+    assert head.weight is embedding.weight
+    assert head.weight.dtype == torch.float32
+
+
+@families
+def test_reload_is_bit_equal(build: Any, tmp_path: Path) -> None:
+    example: Example = build()
+    quantize_model(example.model)
+    save_quantized(example.model, tmp_path)
+    reloaded = Example(load_quantized(tmp_path), example.inputs)
+    before, after = example.model.state_dict(), reloaded.model.state_dict()
+    assert list(after) == list(before)
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, name
+        assert torch.equal(after[name], tensor), name
+    assert torch.equal(reloaded.output(), example.output())
+    assert report(reloaded.model) == report(example.model)
+
+
+def test_generate_runs_as_before() -> None:
+    from transformers import LlamaForCausalLM
+
+    example = FAMILIES["llama"]()
+    assert isinstance(example.model, LlamaForCausalLM)
+    quantize_model(example.model)
+    # With and without the cache, the same tokens: rows are quantized one by one, whatever is in the batch beside them.
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    tokens = example.inputs["input_ids"]
+    cached = example.model.generate(tokens, use_cache=True, **options)
+    assert cached.shape == (2, tokens.shape[1] + 8)
+    assert torch.equal(cached, example.model.generate(tokens, use_cache=False, **options))
+
+
+def test_t5_in_bfloat16_quantizes_wo() -> None:
+    # T5's forward casts to wo's dtype, unless that is int8.
+    example = FAMILIES["t5"]()
+    example.model.bfloat16()
+    expected = example.output()
+    quantize_model(example.model)
+    assert isinstance(example.model.get_submodule("encoder.block.0.layer.1.DenseReluDense.wo"), QuantLinear)
+    out = example.output()
+    assert out.dtype == torch.bfloat16
+    assert (out - expected).norm() / expected.norm() < 0.05
+
+
+def test_t5_in_float16_keeps_wo_in_float32(tmp_path: Path) -> None:
+    # Its sums leave float16's range in the trained models, which is why transformers loads it as float32.
+    from transformers import T5ForConditionalGeneration
+
+    example = FAMILIES["t5"]()
+    example.model.save_pretrained(tmp_path)
+    half = T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float16).eval()
+    quantize_model(half)
+    kept = {record.name: record.reason for record in report(half).kept}
+    assert kept.pop("lm_head") == "output head"
+    assert set(kept.values()) == {"the model keeps it in float32"}
+    assert {name.rpartition(".")[2] for name in kept} == {"wo"}
+    assert len(kept) == 4
+    assert Example(half, example.inputs).output().isfinite().all()
+
+
+def test_vision_tower_and_projector_beside_a_language_model_are_quantized() -> None:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**size, image_size=16, patch_size=8),
+        text_config=LlamaConfig(**size, vocab_size=61, num_key_value_heads=2),
+        image_seq_length=4,
+        image_token_id=60,
+    )
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config).eval()
+    # Four patches, so four image tokens.
+    tokens = torch.tensor([[1, 60, 60, 60, 60, 2]])
+    example = Example(model, {"input_ids": tokens, "pixel_values": torch.randn(1, 3, 16, 16)})
+    expected = example.output()
+    quantize_model(model)
+    assert [record.name for record in report(model).kept] == ["lm_head"]
+    assert (example.output() - expected).norm() / expected.norm() < 0.05
+
+
+def test_mamba_runs_with_what_its_kernels_take_in_float() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(vocab_size=61, hidden_size=32, state_size=8, num_hidden_layers=2, time_step_rank=4)
+    torch.manual_seed(0)
+    example = Example(MambaForCausalLM(config).eval(), {"input_ids": torch.arange(6)[None]})
+    expected = example.output()
+    quantize_model(example.model)
+    assert {record.name for record in report(example.model).quantized} == {
+        "backbone.layers.0.mixer.in_proj",
+        "backbone.layers.1.mixer.in_proj",
+    }
+    assert (example.output() - expected).norm() / expected.norm() < 0.05
+
+
+def test_mixture_of_experts_says_that_its_experts_stay_float() -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=8,
+        head_dim=16,
+    )
+    model = Qwen3MoeForCausalLM(config).eval()
+    with pytest.warns(UserWarning, match="fused experts hold .*% of this model's linear weights"):
+        quantize_model(model)
+    kept = {record.name for record in report(model).kept}
+    assert {"model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"} <= kept
+    assert report(model).coverage < 0.2
