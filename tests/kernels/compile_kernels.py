@@ -1,0 +1,195 @@
+"""Compiles every kernel for every target, without a GPU, and prints what came out as JSON.
+
+A script of its own: ``test_compile.py`` runs it in a process without ``TRITON_INTERPRET``, since Triton reads that when
+a kernel is defined. One JSON object per line: kernel, target, and counts of what the assembly holds.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from qgemm.kernels.config import CANDIDATES, DeviceLimits, GemmConfig, is_valid, programs_per_sm
+from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
+from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
+from qgemm.kernels.reference import MIN_SCALE
+
+TARGETS: dict[str, tuple[GPUTarget, DeviceLimits]] = {
+    "sm_80": (GPUTarget("cuda", 80, 32), DeviceLimits(num_sms=108, shared_memory=166_912)),
+    "sm_90": (GPUTarget("cuda", 90, 32), DeviceLimits(num_sms=132, shared_memory=232_448)),
+    "sm_100": (GPUTarget("cuda", 100, 32), DeviceLimits(num_sms=148, shared_memory=232_448)),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), DeviceLimits(304, shared_memory=65_536, warp_size=64, num_xcds=8)),
+    "gfx950": (GPUTarget("hip", "gfx950", 64), DeviceLimits(256, shared_memory=163_840, warp_size=64, num_xcds=8)),
+}
+POINTERS = {
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+}
+INSTRUCTIONS = {
+    "wgmma": r"wgmma\.mma_async",
+    "mma_sync": r"mma\.sync",
+    "tcgen05": r"tcgen05\.mma",
+    "mfma": r"v_mfma_",
+    "cp_async_16": r"cp\.async\.cg\.shared\.global \[.*0x10",
+    "cp_async_narrow": r"cp\.async\.ca\.shared\.global",
+}
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
+# sm_80 has no fp8; gfx942 has formats of its own.
+WITHOUT_FP8 = ("sm_80", "gfx942")
+
+
+def gemm_arguments(
+    config: GemmConfig,
+    limits: DeviceLimits,
+    dtype: torch.dtype,
+    out: torch.dtype,
+    *,
+    scaled: bool = False,
+    bias: bool = False,
+    activation: str | None = None,
+    even_k: bool = True,
+    wide_strides: bool = False,
+) -> dict[str, Any]:
+    """Arguments as the launcher passes them: a type for a run-time value, a value for a compile-time one.
+
+    The fast layout: K contiguous in both operands. ``wide_strides``: strides beyond 2^31.
+    """
+    stride = "i64" if wide_strides else "i32"
+    arguments = {
+        "A": POINTERS[dtype],
+        "B": POINTERS[dtype],
+        "C": POINTERS[out],
+        "A_scale": "*fp32" if scaled else None,
+        "B_scale": "*fp32" if scaled else None,
+        "bias": "*bf16" if bias else None,
+        **{"M": "i32", "N": "i32", "K": "i32"},
+        **{
+            "stride_am": stride,
+            "stride_ak": 1,
+            "stride_bk": 1,
+            "stride_bn": stride,
+            "stride_cm": stride,
+            "stride_cn": 1,
+        },
+        **{"stride_a_scale": 1 if scaled else 0, "stride_b_scale": 1 if scaled else 0, "stride_bias": 1 if bias else 0},
+        **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
+        "GROUP_SIZE_M": config.group_size_m,
+        "NUM_SMS": limits.num_sms * programs_per_sm(config, dtype.itemsize, limits),
+        "NUM_XCDS": limits.num_xcds,
+        "EVEN_K": even_k,
+    }
+    if config.streamk:
+        return {**arguments, "workspace": "*i32", "arrivals": "*i32", "STREAMK_TILES": arguments["NUM_SMS"]}
+    return {
+        **arguments,
+        "QUANTIZED": not dtype.is_floating_point,
+        "ALLOW_TF32": False,
+        "ACTIVATION": ACTIVATION_FUNCTIONS[activation] if activation else None,
+    }
+
+
+def quantize_arguments(dtype: torch.dtype, whole_row: bool, static: bool) -> dict[str, Any]:
+    return {
+        "x_ptr": POINTERS[dtype],
+        "q_ptr": "*i8",
+        "row_scale_ptr": "*fp32",
+        "scale_ptr": "*fp32" if static else None,
+        **{"K": "i32", "stride_xm": "i32", "stride_xk": 1},
+        "min_scale": MIN_SCALE,
+        "BLOCK": 4096 if whole_row else 16_384,
+        "WHOLE_ROW": whole_row,
+    }
+
+
+def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[str, Any], GemmConfig | None]]:
+    """``(name, kernel, arguments, config)`` of everything to compile for a target."""
+    int8, bf16 = torch.int8, torch.bfloat16
+    for config in CANDIDATES:
+        if is_valid(config, 1, limits):
+            kernel = _gemm_streamk_kernel if config.streamk else _gemm_kernel
+            name = "streamk" if config.streamk else "scaled"
+            name = f"{name} {config.block_m}x{config.block_n}x{config.block_k}"
+            yield name, kernel, gemm_arguments(config, limits, int8, bf16, scaled=True, bias=True), config
+
+    config = GemmConfig(64, 64, 64, num_warps=4, num_stages=2)
+    streamk = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, streamk=True)
+    yield "int32", _gemm_kernel, gemm_arguments(config, limits, int8, torch.int32), config
+    yield "int32 ragged K", _gemm_kernel, gemm_arguments(config, limits, int8, torch.int32, even_k=False), config
+    yield (
+        "int32 wide strides",
+        _gemm_kernel,
+        gemm_arguments(config, limits, int8, torch.int32, wide_strides=True),
+        config,
+    )
+    arguments = gemm_arguments(streamk, limits, int8, torch.int32, even_k=False)
+    yield "int32 streamk ragged K", _gemm_streamk_kernel, arguments, streamk
+    for dtype, activation in zip(FLOATS, ("relu", "gelu", None, "silu", None), strict=True):
+        if dtype.itemsize > 1 or target not in WITHOUT_FP8:
+            # Products of float32 that aren't rounded to TF32 run on no tensor core: a smaller tile.
+            block = 32 if dtype == torch.float32 else 64
+            config = GemmConfig(block, block, 64 // dtype.itemsize, num_warps=4, num_stages=2)
+            out = bf16 if dtype.itemsize == 1 else dtype
+            arguments = gemm_arguments(config, limits, dtype, out, bias=True, activation=activation)
+            yield f"matmul {dtype}".replace("torch.", ""), _gemm_kernel, arguments, config
+    for dtype, whole_row, static in ((bf16, True, False), (torch.float32, False, False), (torch.float16, True, True)):
+        name = f"quantize_rows {'whole' if whole_row else 'long'} {'static' if static else 'dynamic'}"
+        yield name, _quantize_rows_kernel, quantize_arguments(dtype, whole_row, static), None
+
+
+def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | None, target: GPUTarget) -> Any:
+    names = kernel.arg_names
+    assert set(names) == set(arguments), set(names) ^ set(arguments)
+    runtime = {name for name, value in arguments.items() if isinstance(value, str)}
+    signature = {name: arguments[name] if name in runtime else "constexpr" for name in names}
+    constants = {(names.index(name),): value for name, value in arguments.items() if name not in runtime}
+    # What Triton finds out at a launch: pointers and sizes are multiples of 16. M is left out, as in the kernel.
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in runtime - {"M"}}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages} if config else {"num_warps": 8}
+    return triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
+
+
+def spilled(compiled: Any, target: GPUTarget) -> int:
+    """Bytes of stack (NVIDIA) or spilled registers (AMD) that the machine code uses."""
+    if target.backend == "hip":
+        return sum(int(count) for count in re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"]))
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"STACK:(\d+)", usage)
+    assert found, usage
+    return sum(map(int, found))
+
+
+def main() -> None:
+    for name, (target, limits) in TARGETS.items():
+        for label, kernel, arguments, config in kernels(name, limits):
+            result: dict[str, Any] = {"target": name, "kernel": label}
+            try:
+                compiled = compile_kernel(kernel, arguments, config, target)
+                assembly = compiled.asm["amdgcn" if target.backend == "hip" else "ptx"]
+                result |= {key: len(re.findall(pattern, assembly)) for key, pattern in INSTRUCTIONS.items()}
+                result |= {"spilled": spilled(compiled, target), "shared": compiled.metadata.shared}
+                result |= {"block_m": config.block_m, "stages": config.num_stages} if config else {}
+            except Exception as error:  # one failure must not hide the others
+                result["error"] = f"{type(error).__name__}: {error}"
+            print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

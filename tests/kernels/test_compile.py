@@ -1,0 +1,100 @@
+"""Every kernel compiles for every target, and the machine code uses what the hardware has. No GPU is needed.
+
+``compile_kernels.py`` does the compiling, in one process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Result = dict[str, Any]
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+ROOT = Path(__file__).parents[2]
+TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942", "gfx950"]
+NVIDIA = ["sm_80", "sm_90", "sm_100"]
+EVERY_TARGET = pytest.mark.parametrize("target", TARGETS)
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    run = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def of(results: list[Result], target: str, *prefixes: str) -> list[Result]:
+    """The results of a target whose kernel's name starts with one of ``prefixes``."""
+    found = [r for r in results if r["target"] == target and r["kernel"].startswith(prefixes or ("",))]
+    assert found, f"nothing was compiled for {target}: {prefixes}"
+    return found
+
+
+INT8 = ("scaled", "streamk", "int32")
+
+
+@EVERY_TARGET
+def test_everything_compiles(target: str, results: list[Result]) -> None:
+    compiled = of(results, target)
+    assert not [f"{r['kernel']}: {r['error']}" for r in compiled if "error" in r]
+    kinds = {r["kernel"].split()[0] for r in compiled}
+    # gfx942 has too little shared memory for the Stream-K candidates; "int32 streamk" is compiled there all the same.
+    assert kinds >= {"scaled", "int32", "matmul", "quantize_rows"}
+    assert any("streamk" in r["kernel"] for r in compiled)
+    assert {"matmul float16", "matmul bfloat16", "matmul float32"} <= {r["kernel"] for r in compiled}
+
+
+def test_fp8_compiles_where_there_is_fp8(results: list[Result]) -> None:
+    for target in ("sm_90", "sm_100", "gfx950"):
+        assert len(of(results, target, "matmul float8")) == 2
+
+
+@EVERY_TARGET
+def test_int8_products_run_on_tensor_cores(target: str, results: list[Result]) -> None:
+    units = ["mfma"] if target.startswith("gfx") else ["wgmma", "mma_sync", "tcgen05"]
+    for r in of(results, target, *INT8):
+        assert any(r[unit] for unit in units), r["kernel"]
+
+
+def test_hopper_gets_its_own_instructions_for_tiles_of_64_rows(results: list[Result]) -> None:
+    for r in of(results, "sm_90", *INT8, "matmul float16", "matmul bfloat16"):
+        if r["block_m"] >= 64:
+            assert r["wgmma"], r["kernel"]
+            assert not r["mma_sync"], r["kernel"]
+
+
+@EVERY_TARGET
+def test_half_precision_products_run_on_tensor_cores(target: str, results: list[Result]) -> None:
+    for r in of(results, target, "matmul float16", "matmul bfloat16"):
+        assert any(r[unit] for unit in ("mfma", "wgmma", "mma_sync", "tcgen05")), r["kernel"]
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_operands_are_copied_16_bytes_at_a_time(target: str, results: list[Result]) -> None:
+    # Narrower copies would mean that the compiler lost sight of an alignment that the arguments have.
+    for r in of(results, target, *INT8, "matmul"):
+        assert r["cp_async_16"], r["kernel"]
+        assert not r["cp_async_narrow"], r["kernel"]
+
+
+@EVERY_TARGET
+def test_no_kernel_spills(target: str, results: list[Result]) -> None:
+    # Without Hopper's instructions the accumulators of 128 x 128 leave 4 warps a few registers short.
+    known = {"scaled 128x128x128": 128} if target in ("sm_80", "sm_100") else {}
+    spilling = {r["kernel"]: r["spilled"] for r in of(results, target) if r["spilled"] > known.get(r["kernel"], 0)}
+    assert not spilling
+
+
+@EVERY_TARGET
+def test_candidates_fit_in_shared_memory(target: str, results: list[Result]) -> None:
+    limit = {"sm_80": 166_912, "gfx942": 65_536, "gfx950": 163_840}.get(target, 232_448)
+    for r in of(results, target, "scaled", "streamk"):
+        assert 0 < r["shared"] <= limit, r["kernel"]
