@@ -68,6 +68,15 @@ def test_rows_longer_than_a_block(
     assert_equals_reference(function, x, torch.tensor(0.01, device=device))
 
 
+def test_cpu_rows_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(7, 2, 10)
+    x[3, 1, 4] = torch.nan
+    for values in (1, 30, 35, 140, 1000):  # less than a row; three rows; not whole rows; all but none left; all
+        monkeypatch.setattr(cpu, "_VALUES_AT_A_TIME", values)
+        assert_equals_reference(cpu.quantize_rows, x)
+        assert_equals_reference(cpu.quantize_rows, x, torch.tensor(0.01))
+
+
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda t: t.t().contiguous().t(),
     "slice": lambda t: torch.nn.functional.pad(t, (3, 5, 2, 4), value=torch.nan)[2:-4, 3:-5],
