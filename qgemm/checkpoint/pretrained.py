@@ -95,7 +95,7 @@ def build_pretrained(config: dict[str, Any], path: Path) -> nn.Module:
     try:
         # The class may build anything from these values; whatever goes wrong there, the file is at fault.
         own_config = cls.config_class.from_json_file(path)  # which also undoes how transformers writes infinities
-        del own_config.quantization_config  # so that the config is again the one that was saved
+        vars(own_config).pop("quantization_config", None)  # so that the config is again the one that was saved
         with parameters_on_meta(), _default_dtype(dtype):
             model: nn.Module = cls(own_config)
     except Exception as error:
