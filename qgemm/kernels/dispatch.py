@@ -79,7 +79,7 @@ def matmul(
 
     ``a``: ``[M, K]``, ``b``: ``[K, N]``, both float16, bfloat16, float32, or either fp8. ``bias``: float ``[N]``.
     ``activation``: ``"relu"``, ``"gelu"`` (erf), ``"silu"`` or None. Sums are float32; float32 operands use TF32 on a
-    GPU only where ``torch.backends.cuda.matmul.allow_tf32`` says so.
+    GPU only where ``torch.backends.cuda.matmul.fp32_precision`` (or ``allow_tf32``) says so.
     """
     check_matmul(a, b, bias, activation, out_dtype)
     out: Tensor = _gemm(a, config).matmul(a, b, bias, activation, out_dtype, **_options(config))

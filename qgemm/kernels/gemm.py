@@ -97,7 +97,8 @@ def _launch(
                 *arguments,
                 *shape_and_strides,
                 QUANTIZED=not a.is_floating_point(),
-                ALLOW_TF32=torch.backends.cuda.matmul.allow_tf32,
+                # allow_tf32, the older name, raises once a user has set this one.
+                ALLOW_TF32=a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
                 ACTIVATION=ACTIVATION_FUNCTIONS[activation] if activation else None,
                 **constants,
             )

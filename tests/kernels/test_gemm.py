@@ -274,6 +274,19 @@ def test_matmul_out_dtype(out_dtype: torch.dtype, config: GemmConfig | None, dev
     assert torch.equal(out, torch.full((18, 40), 32, dtype=out_dtype, device=device))
 
 
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_however_tf32_was_asked_for(precision: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Once this is set, reading torch.backends.cuda.matmul.allow_tf32 raises, which once broke even int8 products.
+    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+    a, b = int8(18, 70, device=device), int8(70, 40, device=device)
+    assert torch.equal(int_mm(a, b, config=SMALL), int_mm_reference(a, b))
+    x, y = torch.randn(18, 256, device=device), torch.randn(256, 40, device=device)
+    error = (matmul(x, y, config=SMALL).double() - x.double() @ y.double()).abs().max()
+    rounds = precision == "tf32" and device.type == "cuda"
+    assert error < (0.1 if rounds else 1e-4)
+    assert not rounds or error > 1e-4
+
+
 def test_a_config_that_cannot_run_is_refused(device: torch.device) -> None:
     a, b = int8(16, 16, device=device), int8(16, 16, device=device)
     for config in (
