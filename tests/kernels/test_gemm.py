@@ -4,7 +4,7 @@
 config that ``select_config`` takes; ``DISPATCHED`` tests both ways.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -274,14 +274,27 @@ def test_matmul_out_dtype(out_dtype: torch.dtype, config: GemmConfig | None, dev
     assert torch.equal(out, torch.full((18, 40), 32, dtype=out_dtype, device=device))
 
 
+@pytest.fixture
+def fp32_precision() -> Iterator[Callable[[str], None]]:
+    """Sets PyTorch's precision of float32 products on a GPU, for one test."""
+    matmul_settings = torch.backends.cuda.matmul
+    before = matmul_settings.fp32_precision
+    yield lambda precision: setattr(matmul_settings, "fp32_precision", precision)
+    matmul_settings.fp32_precision = before
+
+
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
-def test_however_tf32_was_asked_for(precision: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_however_tf32_was_asked_for(
+    precision: str, fp32_precision: Callable[[str], None], device: torch.device
+) -> None:
     # Once this is set, reading torch.backends.cuda.matmul.allow_tf32 raises, which once broke even int8 products.
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
+    fp32_precision(precision)
     a, b = int8(18, 70, device=device), int8(70, 40, device=device)
     assert torch.equal(int_mm(a, b, config=SMALL), int_mm_reference(a, b))
     x, y = torch.randn(18, 256, device=device), torch.randn(256, 40, device=device)
-    error = (matmul(x, y, config=SMALL).double() - x.double() @ y.double()).abs().max()
+    out = matmul(x, y, config=SMALL)
+    fp32_precision("ieee")
+    error = (out.double() - x.double() @ y.double()).abs().max()
     rounds = precision == "tf32" and device.type == "cuda"
     assert error < (0.1 if rounds else 1e-4)
     assert not rounds or error > 1e-4
