@@ -30,7 +30,7 @@ def python_blocks(text: str) -> str:
 
 
 def test_documents_are_found() -> None:
-    assert {"README.md", "docs/guide.md"} <= set(DOCUMENTS)
+    assert {"README.md", "docs/guide.md", "docs/stages.md"} <= set(DOCUMENTS)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
