@@ -31,7 +31,8 @@ def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> tuple[Ten
     finite = values.isfinite().all(dim=-1)
     if scale is None:
         amax = values.abs().amax(dim=-1) if x.shape[-1] else values.new_zeros(x.shape[:-1])
-        row_scale = (amax / QMAX).clamp(min=MIN_SCALE)
+        # By a tensor: a GPU divides by a number with its rounded reciprocal.
+        row_scale = (amax / torch.full_like(amax, QMAX)).clamp(min=MIN_SCALE)
         row_scale = torch.where(amax == 0, 1.0, row_scale)
     else:
         row_scale = scale.reshape(()).expand(x.shape[:-1])
