@@ -20,6 +20,7 @@ from qgemm import QuantLinear
 from qgemm.checkpoint import CheckpointError, load_quantized, save, save_quantized
 from qgemm.checkpoint.layout import parse_size, split_into_shards
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, write_safetensors
+from qgemm.checkpoint.tensors import find_ties
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -74,8 +75,8 @@ def test_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", DTYPE_CODES)
 def test_the_library_reads_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
     base = torch.arange(24).reshape(4, 6).to(dtype)
-    tensors = {"plain": base, "strided": base.t(), "part": base[1:, ::2], "none": base[:0], "one": base[1, 1]}
-    tensors["odd"] = torch.arange(3, dtype=torch.int8)  # what comes after it would be misaligned if order were kept
+    tensors = {"odd": torch.arange(3, dtype=torch.int8)}  # what comes after it would be misaligned if order were kept
+    tensors |= {"plain": base, "strided": base.t(), "part": base[1:, ::2], "none": base[:0], "one": base[1, 1]}
     counted = []
     with (tmp_path / "x.safetensors").open("wb") as file:
         write_safetensors(file, tensors, counted.append)
@@ -86,6 +87,10 @@ def test_the_library_reads_every_dtype(dtype: torch.dtype, tmp_path: Path) -> No
         assert torch.equal(read[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)) if tensor.ndim else True
         assert read[name].shape == tensor.shape
     assert read["one"].float() == tensors["one"].float()
+    content = (tmp_path / "x.safetensors").read_bytes()
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    for name, tensor in tensors.items():
+        assert header[name]["data_offsets"][0] % tensor.itemsize == 0, name
     assert sum(counted) == sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -110,6 +115,12 @@ def test_split_into_shards() -> None:
     assert list(shards.values()) == [["a", "b"], ["c"], ["d", "e"], ["f"]]
     assert next(iter(shards)) == "model-00001-of-00004.safetensors"
     assert split_into_shards(names, 100) == {"model.safetensors": list(names)}
+
+
+def test_tensors_without_memory_are_not_tied() -> None:
+    # They all have the address 0.
+    meta = torch.ones(2, 2, device="meta")
+    assert find_ties({"a": torch.empty(0, 3), "b": torch.empty(0, 3), "c": meta, "d": meta}) == {}
 
 
 def test_model_without_quantized_layers(tmp_path: Path) -> None:
