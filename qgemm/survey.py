@@ -158,7 +158,7 @@ def _own_reason(module: nn.Module) -> str:
         return "it is parametrized"
     if _qualified_name(module) not in _SWAPPED:
         return "a subclass of nn.Linear, which may compute something else"
-    if "weight" not in module._parameters or not {"weight", "bias"}.issuperset(module._parameters):
+    if set(module._parameters) != {"weight", "bias"}:
         return "its weight is computed from others (weight norm, spectral norm, pruning)"
     # accelerate, which replaces it too, is dealt with by an error, and puts the class's own back as it leaves.
     forward = vars(module).get("forward")
