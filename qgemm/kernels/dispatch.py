@@ -82,6 +82,7 @@ def matmul(
     GPU only where ``torch.backends.cuda.matmul.fp32_precision`` (or ``allow_tf32``) says so.
     """
     check_matmul(a, b, bias, activation, out_dtype)
+    _check_hardware(a, out_dtype)
     out: Tensor = _gemm(a, config).matmul(a, b, bias, activation, out_dtype, **_options(config))
     return out
 
@@ -211,6 +212,17 @@ def _same_device(**tensors: Tensor | None) -> None:
     for name, other in others:
         if other != device:
             raise ValueError(f"{first} is on {device} but {name} is on {other}: move them to one device")
+
+
+def _check_hardware(a: Tensor, out_dtype: torch.dtype | None) -> None:
+    if torch.float8_e4m3fn not in (a.dtype, out_dtype) or not _on_gpu(a) or torch.version.hip:
+        return
+    capability = torch.cuda.get_device_capability(a.device)
+    if capability < (8, 9):
+        raise ValueError(
+            f"float8_e4m3fn needs compute capability 8.9, and {a.device} has {'.'.join(map(str, capability))}: "
+            "convert to float16"
+        )
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

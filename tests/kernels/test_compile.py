@@ -53,8 +53,9 @@ def test_everything_compiles(target: str, results: list[Result]) -> None:
 
 
 def test_fp8_compiles_where_there_is_fp8(results: list[Result]) -> None:
-    for target in ("sm_90", "sm_100", "gfx950"):
-        assert len(of(results, target, "matmul float8")) == 2
+    for target in TARGETS:
+        formats = {"matmul float8_e5m2"} if target == "sm_80" else {"matmul float8_e5m2", "matmul float8_e4m3fn"}
+        assert {r["kernel"] for r in of(results, target, "matmul float8")} == formats
 
 
 @EVERY_TARGET

@@ -181,6 +181,17 @@ def test_a_config_on_cpu_tensors_needs_the_interpreter(monkeypatch: pytest.Monke
         dispatch.int_mm(ones(16, 16), ones(16, 16), config=GemmConfig(16, 16, 32, num_warps=1, num_stages=1))
 
 
+def test_float8_e4m3fn_needs_hardware_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Otherwise Triton's compiler says so, from deep inside.
+    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    fp8 = {"a": ones(3, 4, dtype=F32).to(torch.float8_e4m3fn), "b": ones(4, 5, dtype=F32).to(torch.float8_e4m3fn)}
+    for changed in (fp8, {"out_dtype": torch.float8_e4m3fn}):
+        with pytest.raises(ValueError, match=r"float8_e4m3fn needs compute capability 8\.9, and cpu has 8\.6: convert"):
+            matmul(**changed)
+
+
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (0, 4), (2, 0, 4)])
 def test_quant_linear_keeps_leading_dimensions(shape: tuple[int, ...], device: torch.device) -> None:
     x = torch.randn(shape, device=device)
