@@ -50,6 +50,13 @@ def test_extreme_values(K: int, value: int | str, exact: bool) -> None:
     assert torch.equal(cpu.int_mm(a, b), int_mm_reference(a, b))
 
 
+def test_float_sums_are_short_enough_to_be_exact() -> None:
+    # All of one sign and as often odd as even: a sum past 2^24 loses its last bit in float32.
+    a = torch.randint(100, 128, (8, 4097), dtype=torch.int8)
+    b = torch.randint(100, 128, (4097, 8), dtype=torch.int8)
+    assert torch.equal(cpu._int_mm_float(a, b), int_mm_reference(a, b))
+
+
 def test_the_longest_sum() -> None:
     a, b = torch.full((1, 131_071), -128, dtype=torch.int8), torch.full((131_071, 2), -128, dtype=torch.int8)
     for out in (cpu.int_mm(a, b), cpu._int_mm_float(a, b)):
