@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
 from qgemm import QuantLinear
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
-from qgemm.checkpoint.pretrained import parameters_on_meta
+from qgemm.checkpoint.load import find_matching
+from qgemm.checkpoint.pretrained import model_config, parameters_on_meta
 from qgemm.reporting import LayerRecord, QuantReport
 
 IDS = torch.arange(12).reshape(2, 6)
@@ -93,7 +94,16 @@ def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     assert_same_tensors(loaded, model)
     assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    # Code in a model's __init__ may ask for the default dtype, so the class is built under the one that was saved.
+    assert find_matching(tmp_path).model.dtype == dtype
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_config_has_the_dtype_of_the_float_part() -> None:
+    model = swap_linears(tiny_llama(tied=False).to(torch.bfloat16))
+    # The quantized head comes first now, whose scales are float32 in a model of any dtype.
+    model.model = model._modules.pop("model")
+    assert model_config(model)["dtype"] == "bfloat16"
 
 
 def test_mixed_dtypes(tmp_path: Path) -> None:
