@@ -76,8 +76,7 @@ def _(
 
 @torch.library.register_fake("qgemm::quant_linear")
 def _(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None) -> Tensor:
-    dispatch.check_quant_linear(x, weight, weight_scale, bias)
-    dispatch.check_quantize_rows(x, input_scale)
+    dispatch.check_quant_linear(x, weight, weight_scale, bias, input_scale)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 

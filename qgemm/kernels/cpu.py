@@ -35,15 +35,18 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
 
 def _quantize_block(values: Tensor, scale: Tensor | None, q: Tensor) -> Tensor:
     """Writes the int8 values of float32 ``values [rows, K]`` to ``q``; returns the scales ``[rows]``."""
-    low, high = torch.aminmax(values, dim=-1)
-    amax = torch.maximum(-low, high)
-    if scale is None:
-        row_scale = (amax / QMAX).clamp_(min=MIN_SCALE).masked_fill_(amax == 0, 1.0)
-    else:
-        row_scale = scale.reshape(()).expand(amax.shape).clone()
-    row_scale.masked_fill_(~amax.isfinite(), torch.nan)
-    quotient = (values / row_scale[:, None]).round_().clamp_(-QMAX, QMAX)
-    if row_scale.isnan().any():
+    # Not aminmax or a vector norm: they take ten times as long.
+    amax = values.abs().amax(dim=-1)
+    low, high = (bound.item() for bound in amax.aminmax())
+    row_scale = amax / QMAX if scale is None else scale.reshape(()).expand(amax.shape).clone()
+    if scale is None and not low >= QMAX * MIN_SCALE:
+        row_scale.clamp_(min=MIN_SCALE).masked_fill_(amax == 0, 1.0)
+    if not high < torch.inf:
+        row_scale.masked_fill_(~amax.isfinite(), torch.nan)
+    quotient = (values / row_scale[:, None]).round_()
+    if scale is not None:
+        quotient.clamp_(-QMAX, QMAX)
+    if scale is not None or not high < torch.inf:
         quotient.nan_to_num_(0.0)
     q.copy_(quotient)
     return row_scale
@@ -70,9 +73,9 @@ def scaled_mm(
 ) -> Tensor:
     """``dispatch.scaled_mm`` on the CPU."""
     out = int_mm(a, b).float()
-    out.mul_(a_scale.reshape(-1, 1)).mul_(b_scale.reshape(1, -1))
+    out.mul_(a_scale.reshape(-1, 1)).mul_(b_scale)
     if bias is not None:
-        out.add_(bias.float())
+        out.add_(bias)
     return out.to(out_dtype)
 
 

@@ -3,7 +3,7 @@
 ``[M, K] @ [K, N]`` throughout. A weight stored ``[N, K]``, as ``nn.Linear`` has it, is passed as its transpose: that is
 the fast layout, since 8-bit tensor cores want K contiguous in both operands. Any other strides work.
 
-Numbers: ``reference.py``. On the CPU: ``cpu.py``. On a GPU: ``gemm.py`` and ``quantize.py``. A ``config`` asks for the
+Numbers: ``reference.py``. On the CPU: ``cpu.py``. On a GPU: ``gpu.py``. A ``config`` asks for the
 Triton kernel by itself, so on CPU tensors it needs Triton's interpreter (``TRITON_INTERPRET=1``).
 
 These functions record no gradients; ``torch.ops.qgemm`` has the same functions with gradients.
@@ -31,17 +31,14 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
     contiguous, and float32 ``[...]``. A row of zeros has scale 1; a row with NaN or Inf has scale NaN.
     """
     check_quantize_rows(x, scale)
-    if _on_gpu(x):
-        from qgemm.kernels import quantize as gpu
-
-        return gpu.quantize_rows(x, scale)
-    return cpu.quantize_rows(x, scale)
+    out: tuple[Tensor, Tensor] = _backend(x).quantize_rows(x, scale)
+    return out
 
 
 def int_mm(a: Tensor, b: Tensor, *, config: GemmConfig | None = None) -> Tensor:
     """``a @ b`` of int8 ``[M, K]`` and ``[K, N]`` as exact int32 ``[M, N]``. K is at most 131,071."""
     check_int_mm(a, b)
-    out: Tensor = _gemm(a, config).int_mm(a, b, **_options(config))
+    out: Tensor = _backend(a, config).int_mm(a, b, **_options(config))
     return out
 
 
@@ -62,7 +59,7 @@ def scaled_mm(
     The sum is exact in int32, the rest float32, with one rounding to ``out_dtype``.
     """
     check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
-    out: Tensor = _gemm(a, config).scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, **_options(config))
+    out: Tensor = _backend(a, config).scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, **_options(config))
     return out
 
 
@@ -83,7 +80,7 @@ def matmul(
     """
     check_matmul(a, b, bias, activation, out_dtype)
     _check_hardware(a, out_dtype)
-    out: Tensor = _gemm(a, config).matmul(a, b, bias, activation, out_dtype, **_options(config))
+    out: Tensor = _backend(a, config).matmul(a, b, bias, activation, out_dtype, **_options(config))
     return out
 
 
@@ -95,9 +92,10 @@ def quant_linear(
     ``x``: float ``[..., K]``. ``weight``: int8 ``[N, K]``. ``weight_scale``: float32 ``[N]``. ``bias``: float ``[N]``.
     ``input_scale``: one float32 number for all of ``x``, or None for a scale per row.
     """
-    check_quant_linear(x, weight, weight_scale, bias)
-    q, row_scale = quantize_rows(x.reshape(math.prod(x.shape[:-1]), weight.shape[1]), input_scale)
-    out = scaled_mm(q, weight.t(), row_scale, weight_scale, bias, x.dtype)
+    check_quant_linear(x, weight, weight_scale, bias, input_scale)
+    backend = _backend(x)
+    q, row_scale = backend.quantize_rows(x.reshape(math.prod(x.shape[:-1]), weight.shape[1]), input_scale)
+    out: Tensor = backend.scaled_mm(q, weight.t(), row_scale, weight_scale, bias, x.dtype)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -121,8 +119,7 @@ def check_int_mm(a: Tensor, b: Tensor) -> None:
         if operand.dtype != torch.int8:
             raise TypeError(f"{name} is {operand.dtype}; it must be torch.int8 (quantize_rows makes it)")
     _check_product(a, b)
-    if a.shape[1] > MAX_K:
-        raise ValueError(f"K is {a.shape[1]}; int32 holds sums of int8 products up to K = {MAX_K}: split K and add")
+    _check_length(a.shape[1])
 
 
 def check_scaled_mm(
@@ -155,18 +152,27 @@ def check_matmul(
         raise TypeError(f"out_dtype is {out_dtype}; matmul gives {_names(FLOAT_DTYPES + FP8_DTYPES)}")
 
 
-def check_quant_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> None:
-    """Raises if ``quant_linear`` can't take these; ``check_quantize_rows`` has the rest of x, and ``input_scale``."""
+def check_quant_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+) -> None:
+    """Raises if ``quant_linear`` can't take these."""
     if weight.ndim != 2:
         raise ValueError(f"weight is {list(weight.shape)}; it must be [out_features, in_features]")
     if weight.dtype != torch.int8:
         raise TypeError(f"weight is {weight.dtype}; it must be torch.int8 (QuantLinear.from_linear makes it)")
-    if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-        columns = x.shape[-1] if x.ndim else "no"
-        raise ValueError(f"x has {columns} columns but the layer's in_features is {weight.shape[1]}")
-    _check_scale("weight_scale", weight_scale, weight.shape[0])
-    _check_bias(bias, weight.shape[0])
+    N, K = weight.shape
+    if x.ndim == 0 or x.shape[-1] != K:
+        raise ValueError(f"x has {x.shape[-1] if x.ndim else 'no'} columns but the layer's in_features is {K}")
+    _check_length(K)
+    check_quantize_rows(x, input_scale)
+    _check_scale("weight_scale", weight_scale, N)
+    _check_bias(bias, N)
     _same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
+
+
+def _check_length(K: int) -> None:
+    if K > MAX_K:
+        raise ValueError(f"K is {K}; int32 holds sums of int8 products up to K = {MAX_K}: split K and add")
 
 
 def _check_product(a: Tensor, b: Tensor) -> None:
@@ -208,10 +214,13 @@ def _check_strided(name: str, tensor: Tensor) -> None:
 
 
 def _same_device(**tensors: Tensor | None) -> None:
-    (first, device), *others = ((name, tensor.device) for name, tensor in tensors.items() if tensor is not None)
-    for name, other in others:
-        if other != device:
-            raise ValueError(f"{first} is on {device} but {name} is on {other}: move them to one device")
+    first = device = None
+    for name, tensor in tensors.items():
+        if tensor is None or tensor.device == device:
+            continue
+        if device is not None:
+            raise ValueError(f"{first} is on {device} but {name} is on {tensor.device}: move them to one device")
+        first, device = name, tensor.device
 
 
 def _check_hardware(a: Tensor, out_dtype: torch.dtype | None) -> None:
@@ -237,17 +246,19 @@ def _on_gpu(tensor: Tensor) -> bool:
     )
 
 
-def _gemm(a: Tensor, config: GemmConfig | None) -> Any:
-    if not _on_gpu(a) and config is None:
+def _backend(tensor: Tensor, config: GemmConfig | None = None) -> Any:
+    """The module that computes where ``tensor`` is: ``cpu``, or ``gpu``, which is not imported before it's needed."""
+    if not _on_gpu(tensor) and config is None:
         return cpu
-    from qgemm.kernels import gemm
     from qgemm.kernels.stages import INTERPRETING
 
-    if not _on_gpu(a) and not INTERPRETING:
+    if not _on_gpu(tensor) and not INTERPRETING:
         raise ValueError(
             "a config is for the Triton kernel, which takes CPU tensors only under TRITON_INTERPRET=1: omit it"
         )
-    return gemm
+    from qgemm.kernels import gpu
+
+    return gpu
 
 
 def _options(config: GemmConfig | None) -> dict[str, GemmConfig]:

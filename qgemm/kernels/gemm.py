@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qgemm.kernels.config import GemmConfig, device_limits, is_valid, programs_per_sm, select_config
 from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
+from qgemm.kernels.launch import launch
 
 
 def scaled_mm(
@@ -65,46 +66,33 @@ def _launch(
             f"config {config} can't run {a.dtype} operands on {a.device} ({limits}); omit it to have one chosen"
         )
 
-    arguments = (a, b, c, a_scale, b_scale, bias)
-    shape_and_strides = (
-        M, N, K, *a.stride(), *b.stride(), *c.stride(), _stride(a_scale), _stride(b_scale), _stride(bias),
+    tensors = (a, b, c, a_scale, b_scale, bias)
+    numbers = (
+        N, K, *a.stride(), *b.stride(), *c.stride(), _stride(a_scale, M), _stride(b_scale, N), _stride(bias, N),
     )  # fmt: skip
-    constants = {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_SIZE_M": config.group_size_m,
-        "NUM_SMS": limits.num_sms * programs_per_sm(config, a.element_size(), limits),
-        "NUM_XCDS": limits.num_xcds,
-        "EVEN_K": K % config.block_k == 0,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        # Multiplying and adding the bias round apart, as in the reference: the same bits on every device.
-        "enable_fp_fusion": False,
-    }
+    slots = limits.num_sms * programs_per_sm(config, a.element_size(), limits)
+    constants = (
+        config.block_m, config.block_n, config.block_k, config.group_size_m,
+        slots, limits.num_xcds, K % config.block_k == 0,
+    )  # fmt: skip
+    pipeline = (config.num_warps, config.num_stages)
     tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
-    streamk = config.streamk and K > 0
+    if config.streamk and K > 0:
+        zeros = a.new_zeros(M * N + tiles, dtype=torch.int32)
+        workspace = (zeros, zeros[M * N :])
+        launch(_gemm_streamk_kernel, slots, (*tensors, *workspace), (M,), numbers, (*constants, slots), *pipeline)
+        return c
+
     # Programs beyond the tiles would find nothing to do, unless they are renumbered for chiplets.
-    grid = (constants["NUM_SMS"] if streamk or limits.num_xcds > 1 else min(tiles, constants["NUM_SMS"]),)
-    with torch.cuda.device_of(a):
-        if streamk:
-            zeros = a.new_zeros(M * N + tiles, dtype=torch.int32)
-            _gemm_streamk_kernel[grid](
-                *arguments, zeros, zeros[M * N :], *shape_and_strides, STREAMK_TILES=grid[0], **constants
-            )  # fmt: skip
-        else:
-            _gemm_kernel[grid](
-                *arguments,
-                *shape_and_strides,
-                QUANTIZED=not a.is_floating_point(),
-                # allow_tf32, the older name, raises once a user has set this one.
-                ALLOW_TF32=a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
-                ACTIVATION=ACTIVATION_FUNCTIONS[activation] if activation else None,
-                **constants,
-            )
+    grid = slots if limits.num_xcds > 1 else min(tiles, slots)
+    # allow_tf32, the older name, raises once a user has set this one.
+    allow_tf32 = a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    epilogue = ACTIVATION_FUNCTIONS[activation] if activation else None
+    options = (not a.is_floating_point(), allow_tf32, epilogue)
+    launch(_gemm_kernel, grid, tensors, (M,), numbers, (*constants, *options), *pipeline)
     return c
 
 
-def _stride(vector: Tensor | None) -> int:
+def _stride(vector: Tensor | None, length: int) -> int:
     """The stride of an epilogue's vector; 0 repeats a single value."""
-    return vector.stride(0) if vector is not None and vector.numel() > 1 else 0
+    return vector.stride(0) if vector is not None and vector.ndim and vector.shape[0] == length else 0

@@ -4,6 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
+from qgemm.kernels.launch import launch
 from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE
 
@@ -20,10 +21,13 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
         return q, row_scale
 
     block = min(triton.next_power_of_2(max(K, 1)), LONGEST_WHOLE_ROW)
-    with torch.cuda.device_of(x):
-        _quantize_rows_kernel[(rows.shape[0],)](
-            rows, q, row_scale, scale,
-            K, *rows.stride(), MIN_SCALE,
-            BLOCK=block, WHOLE_ROW=block >= K, num_warps=min(max(block // 512, 1), 8),
-        )  # fmt: skip
+    launch(
+        _quantize_rows_kernel,
+        rows.shape[0],
+        (rows, q, row_scale, scale),
+        (),
+        (K, *rows.stride()),
+        (MIN_SCALE, block, block >= K),
+        num_warps=min(max(block // 512, 1), 8),
+    )
     return q, row_scale

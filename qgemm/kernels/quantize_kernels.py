@@ -32,8 +32,8 @@ def _quantize(x, scale):
 @triton.jit
 def _quantize_rows_kernel(
     x_ptr, q_ptr, row_scale_ptr, scale_ptr,
-    K, stride_xm, stride_xk, min_scale,
-    BLOCK: tl.constexpr, WHOLE_ROW: tl.constexpr,
+    K, stride_xm, stride_xk,
+    MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, WHOLE_ROW: tl.constexpr,
 ):  # fmt: skip
     """``q`` is contiguous ``[rows, K]``; ``scale_ptr``: one static scale, or None."""
     row = tl.program_id(0).to(tl.int64)
@@ -55,7 +55,7 @@ def _quantize_rows_kernel(
     if scale_ptr is not None:
         scale = tl.load(scale_ptr).to(tl.float32)
     else:
-        scale = tl.where(amax == 0, 1.0, tl.maximum(tl.math.div_rn(amax, 127.0), min_scale))
+        scale = tl.where(amax == 0, 1.0, tl.maximum(tl.math.div_rn(amax, 127.0), MIN_SCALE))
     scale = tl.where(amax < float("inf"), scale, float("nan"))
     tl.store(row_scale_ptr + row, scale)
 

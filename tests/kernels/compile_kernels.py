@@ -107,7 +107,7 @@ def quantize_arguments(dtype: torch.dtype, whole_row: bool, static: bool) -> dic
         "row_scale_ptr": "*fp32",
         "scale_ptr": "*fp32" if static else None,
         **{"K": "i32", "stride_xm": "i32", "stride_xk": 1},
-        "min_scale": MIN_SCALE,
+        "MIN_SCALE": MIN_SCALE,
         "BLOCK": 4096 if whole_row else 16_384,
         "WHOLE_ROW": whole_row,
     }
