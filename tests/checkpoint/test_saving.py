@@ -31,12 +31,14 @@ def files_of(folder: Path) -> set[str]:
 
 def test_files_and_config(tmp_path: Path) -> None:
     model = swap_linears(tiny_llama())
+    model.config.name_or_path = "/home/someone/llama"  # where the float model was is nobody's business
     save_quantized(model, tmp_path / "new" / "folder")
     folder = tmp_path / "new" / "folder"
     assert files_of(folder) == {"config.json", "generation_config.json", "model.safetensors"}
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["model_type"] == "llama"
+    assert "someone" not in json.dumps(config)
     assert config["dtype"] == "float32"
     quantization = config["quantization_config"]
     assert quantization["quant_method"] == "qgemm"
