@@ -124,6 +124,7 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
     )
 
 
+@functools.cache
 def programs_per_sm(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> int:
     """How many programs are resident on a multiprocessor at a time; at most 8."""
     threads = config.num_warps * limits.warp_size

@@ -5,7 +5,6 @@ CPU tensors.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from qgemm.kernels.config import GemmConfig, device_limits, is_valid, programs_per_sm, select_config
@@ -60,8 +59,9 @@ def _launch(
         return c
 
     limits = device_limits(a.device)
-    config = config or select_config(M, N, K, a.dtype, a.device)
-    if not is_valid(config, a.element_size(), limits) or (config.streamk and a.is_floating_point()):
+    if config is None:
+        config = select_config(M, N, K, a.dtype, a.device)
+    elif not is_valid(config, a.element_size(), limits) or (config.streamk and a.is_floating_point()):
         raise ValueError(
             f"config {config} can't run {a.dtype} operands on {a.device} ({limits}); omit it to have one chosen"
         )
@@ -76,7 +76,7 @@ def _launch(
         slots, limits.num_xcds, K % config.block_k == 0,
     )  # fmt: skip
     pipeline = (config.num_warps, config.num_stages)
-    tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    tiles = -(-M // config.block_m) * -(-N // config.block_n)
     if config.streamk and K > 0:
         zeros = a.new_zeros(M * N + tiles, dtype=torch.int32)
         workspace = (zeros, zeros[M * N :])

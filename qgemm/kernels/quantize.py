@@ -1,7 +1,6 @@
 """Launcher of the row quantization kernel: ``quantize_rows`` on GPU tensors, CPU tensors in Triton's interpreter."""
 
 import torch
-import triton
 from torch import Tensor
 
 from qgemm.kernels.launch import launch
@@ -20,7 +19,7 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
     if row_scale.numel() == 0:
         return q, row_scale
 
-    block = min(triton.next_power_of_2(max(K, 1)), LONGEST_WHOLE_ROW)
+    block = min(1 << max(K - 1, 0).bit_length(), LONGEST_WHOLE_ROW)
     launch(
         _quantize_rows_kernel,
         rows.shape[0],
