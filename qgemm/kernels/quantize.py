@@ -7,7 +7,8 @@ from qgemm.kernels.launch import launch
 from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE
 
-LONGEST_WHOLE_ROW = 16_384  # values a program keeps in registers: 64 a thread, of 8 warps
+LONGEST_WHOLE_ROW = 32_768  # values that a program keeps in registers
+PART_OF_A_ROW = 8192  # values at a time of a longer one
 
 
 def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -19,14 +20,20 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
     if row_scale.numel() == 0:
         return q, row_scale
 
-    block = min(1 << max(K - 1, 0).bit_length(), LONGEST_WHOLE_ROW)
+    whole = K <= LONGEST_WHOLE_ROW
+    block = 1 << max(K - 1, 0).bit_length() if whole else PART_OF_A_ROW
     launch(
         _quantize_rows_kernel,
         rows.shape[0],
         (rows, q, row_scale, scale),
         (),
         (K, *rows.stride()),
-        (MIN_SCALE, block, block >= K),
-        num_warps=min(max(block // 512, 1), 8),
+        (MIN_SCALE, block, whole),
+        num_warps=warps(block),
     )
     return q, row_scale
+
+
+def warps(block: int) -> int:
+    """How many warps take ``block`` values: more would leave a thread too few registers for the longest row."""
+    return max(1, min(block // 1024, 16))

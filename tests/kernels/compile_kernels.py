@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from qgemm.kernels import quantize
 from qgemm.kernels.config import CANDIDATES, DeviceLimits, GemmConfig, is_valid, programs_per_sm
 from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
 from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
@@ -100,7 +101,7 @@ def gemm_arguments(
     }
 
 
-def quantize_arguments(dtype: torch.dtype, whole_row: bool, static: bool) -> dict[str, Any]:
+def quantize_arguments(dtype: torch.dtype, block: int, whole_row: bool, static: bool) -> dict[str, Any]:
     return {
         "x_ptr": POINTERS[dtype],
         "q_ptr": "*i8",
@@ -108,7 +109,7 @@ def quantize_arguments(dtype: torch.dtype, whole_row: bool, static: bool) -> dic
         "scale_ptr": "*fp32" if static else None,
         **{"K": "i32", "stride_xm": "i32", "stride_xk": 1},
         "MIN_SCALE": MIN_SCALE,
-        "BLOCK": 4096 if whole_row else 16_384,
+        "BLOCK": block,
         "WHOLE_ROW": whole_row,
     }
 
@@ -143,9 +144,16 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
             out = bf16 if dtype.itemsize == 1 else dtype
             arguments = gemm_arguments(config, limits, dtype, out, bias=True, activation=activation)
             yield f"matmul {dtype}".replace("torch.", ""), _gemm_kernel, arguments, config
-    for dtype, whole_row, static in ((bf16, True, False), (torch.float32, False, False), (torch.float16, True, True)):
-        name = f"quantize_rows {'whole' if whole_row else 'long'} {'static' if static else 'dynamic'}"
-        yield name, _quantize_rows_kernel, quantize_arguments(dtype, whole_row, static), None
+    longest, part = quantize.LONGEST_WHOLE_ROW, quantize.PART_OF_A_ROW
+    for dtype, block, static in (
+        (bf16, 4096, False),
+        (bf16, longest, False),
+        (torch.float16, longest, True),
+        (torch.float32, part, False),
+    ):
+        whole = dtype != torch.float32
+        name = f"quantize_rows {block} {'whole' if whole else 'long'} {'static' if static else 'dynamic'}"
+        yield name, _quantize_rows_kernel, quantize_arguments(dtype, block, whole, static), None
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | None, target: GPUTarget) -> Any:
@@ -156,7 +164,10 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | 
     constants = {(names.index(name),): value for name, value in arguments.items() if name not in runtime}
     # What Triton finds out at a launch: pointers and sizes are multiples of 16. M is left out, as in the kernel.
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in runtime - {"M"}}
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages} if config else {"num_warps": 8}
+    if config:
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    else:
+        options = {"num_warps": quantize.warps(arguments["BLOCK"])}
     return triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
 
 

@@ -55,12 +55,15 @@ def test_shapes(shape: tuple[int, ...], dtype: torch.dtype, function: Quantize, 
 
 
 @FUNCTIONS
-@pytest.mark.parametrize("K", [1000, 1024, 1025, 3000])  # whole rows, a last block of one value, three blocks
+@pytest.mark.parametrize(
+    "K", [1000, 1001, 1024, 1025, 3000]
+)  # whole, part of a block, a block, one value more, three blocks
 def test_rows_longer_than_a_block(
     K: int, function: Quantize, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The kernel reads such rows twice. The real limit takes seconds to interpret.
-    monkeypatch.setattr(quantize, "LONGEST_WHOLE_ROW", 1024)
+    monkeypatch.setattr(quantize, "LONGEST_WHOLE_ROW", 1000)
+    monkeypatch.setattr(quantize, "PART_OF_A_ROW", 1024)
     x = torch.randn(3, K, device=device)
     x[1, -1] = 50  # the largest value in the last block
     x[2, -1] = torch.nan
