@@ -55,9 +55,8 @@ def test_shapes(shape: tuple[int, ...], dtype: torch.dtype, function: Quantize, 
 
 
 @FUNCTIONS
-@pytest.mark.parametrize(
-    "K", [1000, 1001, 1024, 1025, 3000]
-)  # whole, part of a block, a block, one value more, three blocks
+# A whole row, part of a block, one block, one value more, three blocks.
+@pytest.mark.parametrize("K", [1000, 1001, 1024, 1025, 3000])
 def test_rows_longer_than_a_block(
     K: int, function: Quantize, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
