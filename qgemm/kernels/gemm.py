@@ -4,12 +4,15 @@ They take checked arguments (``dispatch.py``), choose a config, allocate and lau
 CPU tensors.
 """
 
+import functools
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from qgemm.kernels.config import GemmConfig, device_limits, is_valid, programs_per_sm, select_config
 from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
-from qgemm.kernels.launch import launch
+from qgemm.kernels.launch import Launch
 
 
 def scaled_mm(
@@ -57,40 +60,68 @@ def _launch(
     c = a.new_empty((M, N), dtype=out_dtype)
     if c.numel() == 0:
         return c
+    plan = _plan(
+        M, N, K, (*a.stride(), *b.stride(), N, 1, _stride(a_scale, M), _stride(b_scale, N), _stride(bias, N)),
+        a.dtype, out_dtype, a_scale is None, None if bias is None else bias.dtype, activation,
+        # allow_tf32, the older name, raises once a user has set this one.
+        a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
+        a.device, config,
+    )  # fmt: skip
+    if plan.workspace:
+        zeros = a.new_zeros(plan.workspace, dtype=torch.int32)
+        plan.launch(a, b, c, a_scale, b_scale, bias, zeros, zeros[M * N :])
+    else:
+        plan.launch(a, b, c, a_scale, b_scale, bias)
+    return c
 
-    limits = device_limits(a.device)
+
+class _Plan(NamedTuple):
+    launch: Launch
+    workspace: int
+    """How many int32 zeros the kernel needs: the output's partial sums, then a count for each tile."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    M: int,
+    N: int,
+    K: int,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    raw: bool,
+    bias_dtype: torch.dtype | None,
+    activation: str | None,
+    allow_tf32: bool,
+    device: torch.device,
+    config: GemmConfig | None,
+) -> _Plan:
+    """Everything about a product but its tensors. The dtypes are here to tell one ``Launch`` from another."""
+    limits = device_limits(device)
     if config is None:
-        config = select_config(M, N, K, a.dtype, a.device)
-    elif not is_valid(config, a.element_size(), limits) or (config.streamk and a.is_floating_point()):
+        config = select_config(M, N, K, dtype, device)
+    elif not is_valid(config, dtype.itemsize, limits) or (config.streamk and dtype.is_floating_point):
         raise ValueError(
-            f"config {config} can't run {a.dtype} operands on {a.device} ({limits}); omit it to have one chosen"
+            f"config {config} can't run {dtype} operands on {device} ({limits}); omit it to have one chosen"
         )
 
-    tensors = (a, b, c, a_scale, b_scale, bias)
-    numbers = (
-        N, K, *a.stride(), *b.stride(), *c.stride(), _stride(a_scale, M), _stride(b_scale, N), _stride(bias, N),
-    )  # fmt: skip
-    slots = limits.num_sms * programs_per_sm(config, a.element_size(), limits)
-    constants = (
+    numbers = (M, N, K, *strides)
+    slots = limits.num_sms * programs_per_sm(config, dtype.itemsize, limits)
+    constants: tuple[Any, ...] = (
         config.block_m, config.block_n, config.block_k, config.group_size_m,
         slots, limits.num_xcds, K % config.block_k == 0,
     )  # fmt: skip
-    pipeline = (config.num_warps, config.num_stages)
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     if config.streamk and K > 0:
-        zeros = a.new_zeros(M * N + tiles, dtype=torch.int32)
-        workspace = (zeros, zeros[M * N :])
-        launch(_gemm_streamk_kernel, slots, (*tensors, *workspace), (M,), numbers, (*constants, slots), *pipeline)
-        return c
+        constants = (*constants, slots)
+        launch = Launch(_gemm_streamk_kernel, slots, numbers, constants, config.num_warps, config.num_stages)
+        return _Plan(launch, M * N + tiles)
 
     # Programs beyond the tiles would find nothing to do, unless they are renumbered for chiplets.
     grid = slots if limits.num_xcds > 1 else min(tiles, slots)
-    # allow_tf32, the older name, raises once a user has set this one.
-    allow_tf32 = a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     epilogue = ACTIVATION_FUNCTIONS[activation] if activation else None
-    options = (not a.is_floating_point(), allow_tf32, epilogue)
-    launch(_gemm_kernel, grid, tensors, (M,), numbers, (*constants, *options), *pipeline)
-    return c
+    constants = (*constants, not dtype.is_floating_point, allow_tf32, epilogue)
+    return _Plan(Launch(_gemm_kernel, grid, numbers, constants, config.num_warps, config.num_stages), 0)
 
 
 def _stride(vector: Tensor | None, length: int) -> int:

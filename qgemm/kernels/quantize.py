@@ -1,9 +1,11 @@
 """Launcher of the row quantization kernel: ``quantize_rows`` on GPU tensors, CPU tensors in Triton's interpreter."""
 
+import functools
+
 import torch
 from torch import Tensor
 
-from qgemm.kernels.launch import launch
+from qgemm.kernels.launch import Launch
 from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE
 
@@ -17,21 +19,26 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
     rows = x.reshape(-1, K) if K else x.reshape(x.shape[:-1].numel(), 0)
     q = x.new_empty(x.shape, dtype=torch.int8)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    if row_scale.numel() == 0:
-        return q, row_scale
-
-    whole = K <= LONGEST_WHOLE_ROW
-    block = 1 << max(K - 1, 0).bit_length() if whole else PART_OF_A_ROW
-    launch(
-        _quantize_rows_kernel,
-        rows.shape[0],
-        (rows, q, row_scale, scale),
-        (),
-        (K, *rows.stride()),
-        (MIN_SCALE, block, whole),
-        num_warps=warps(block),
-    )
+    if row_scale.numel():
+        plan = _plan(*rows.shape, rows.stride(), x.dtype, scale is None, x.device, LONGEST_WHOLE_ROW, PART_OF_A_ROW)
+        plan(rows, q, row_scale, scale)
     return q, row_scale
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    M: int,
+    K: int,
+    strides: tuple[int, int],
+    dtype: torch.dtype,
+    dynamic: bool,
+    device: torch.device,
+    longest: int,
+    part: int,
+) -> Launch:
+    whole = longest >= K
+    block = 1 << max(K - 1, 0).bit_length() if whole else part
+    return Launch(_quantize_rows_kernel, M, (K, *strides), (MIN_SCALE, block, whole), num_warps=warps(block))
 
 
 def warps(block: int) -> int:
