@@ -65,6 +65,8 @@ SWAP_RULES = (
     SwapRule("Swin*SelfAttention", ("continuous_position_bias_mlp.*",), _CASTS),
     SwapRule("TimesFm2_5ResidualBlock", ("input_layer",), _CASTS),
     SwapRule("*ForPreTraining", ("project_q",), _CASTS),
+    SwapRule("JevForDecision", ("proj",), _CASTS),
+    SwapRule("*TTSModel", ("audio_prompt_proj", "audio_latent_proj"), _CASTS),
     SwapRule("*Router", ("*",), _ROUTER),
     SwapRule("*Gate", ("*",), _ROUTER),
     SwapRule("*M[oO][eE]*", ("gate", "router", "shared_expert_gate"), _ROUTER),
