@@ -131,7 +131,8 @@ class QuantReport:
         before, after = self.bytes_before, self.bytes_after
         lines = [
             f"{len(self.quantized)} of {len(self.records)} layers quantized, {self.coverage:.1%} of their bytes",
-            f"{_size(before)} before, {_size(after)} after" + (f" ({before / after:.2f}x smaller)" if after else ""),
+            f"{_size(before)} before, {_size(after)} after"
+            + (f" ({before / after:.2f}x smaller)" if before > after > 0 else ""),
         ]
         if self.largest_error is not None:
             lines.append(f"largest relative weight error: {self.largest_error:.4f}")

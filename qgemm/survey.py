@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from qgemm.kernels.reference import MAX_K
 from qgemm.nn.linear import linear_weight
 from qgemm.swap_rules import find_rule
 
-_WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SWAPPED = {
     ("torch.nn.modules.linear", "Linear"),
     ("transformers.pytorch_utils", "Conv1D"),
@@ -95,7 +96,8 @@ class _Survey:
     def _bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self.counted}
         self.counted.update(new)
-        return sum(parameter.numel() * parameter.element_size() for parameter in new.values())
+        known = (parameter for parameter in new.values() if not is_lazy(parameter))
+        return sum(parameter.numel() * parameter.element_size() for parameter in known)
 
     def _reason(self, names: list[str], module: nn.Module) -> str:
         """Why a linear layer stays in float; empty if it can be swapped."""

@@ -24,7 +24,7 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
     q = x.new_empty(x.shape, dtype=torch.int8)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if q.numel() == 0:
-        return q, row_scale.copy_(torch.tensor(1.0) if scale is None else scale.reshape(()))
+        return q, row_scale.copy_(x.new_ones((), dtype=torch.float32) if scale is None else scale.reshape(()))
     rows, q_rows, row_scales = x.reshape(-1, K), q.view(-1, K), row_scale.view(-1)
     step = max(1, _VALUES_AT_A_TIME // K)
     for start in range(0, rows.shape[0], step):
@@ -100,7 +100,7 @@ def matmul(
 @functools.cache
 def _int_mm_is_exact() -> bool:
     """Whether ``torch._int_mm`` gives the largest sums right, where saturating instructions can't."""
-    a = torch.full((32, 64), -128, dtype=torch.int8)
+    a = torch.full((32, 64), -128, dtype=torch.int8, device="cpu")
     a[1::2] = 127
     return torch.equal(torch._int_mm(a, a.t()), _int_mm_float(a, a.t()))
 

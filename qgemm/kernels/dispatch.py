@@ -6,7 +6,8 @@ the fast layout, since 8-bit tensor cores want K contiguous in both operands. An
 Numbers: ``reference.py``. On the CPU: ``cpu.py``. On a GPU: ``gpu.py``. A ``config`` asks for the
 Triton kernel by itself, so on CPU tensors it needs Triton's interpreter (``TRITON_INTERPRET=1``).
 
-These functions record no gradients; ``torch.ops.qgemm`` has the same functions with gradients.
+These functions record no gradients and can't be traced; ``torch.ops.qgemm`` has the same functions with gradients, for
+``torch.compile`` and ``torch.export`` as well.
 """
 
 import math
@@ -160,6 +161,10 @@ def check_quant_linear(
         raise ValueError(f"weight is {list(weight.shape)}; it must be [out_features, in_features]")
     if weight.dtype != torch.int8:
         raise TypeError(f"weight is {weight.dtype}; it must be torch.int8 (QuantLinear.from_linear makes it)")
+    if x.dtype not in FLOAT_DTYPES:
+        cast = "its code casts it to the dtype of the layer's weight, so have quantize_model skip that layer"
+        way_out = cast if x.dtype == torch.int8 else "convert it first"
+        raise TypeError(f"x is {x.dtype}; a quantized layer takes {_names(FLOAT_DTYPES)}: {way_out}")
     N, K = weight.shape
     if x.ndim == 0 or x.shape[-1] != K:
         raise ValueError(f"x has {x.shape[-1] if x.ndim else 'no'} columns but the layer's in_features is {K}")
@@ -211,6 +216,8 @@ def _check_tensor(name: str, value: Any) -> None:
 def _check_strided(name: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided:
         raise ValueError(f"{name} is {tensor.layout}; it must be a dense tensor: pass {name}.to_dense()")
+    if tensor.is_neg():
+        raise ValueError(f"{name} is a negative view, which stores its values' opposites: pass {name}.resolve_neg()")
 
 
 def _same_device(**tensors: Tensor | None) -> None:

@@ -134,12 +134,15 @@ class QuantLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         # .to(dtype), .half() and .type() would cast values whose dtype is their meaning; only the device may change.
-        before = {name: p.detach() for name in self._FIXED_DTYPES if (p := getattr(self, name)) is not None}
-        super()._apply(fn, recurse)
-        for name, old in before.items():
-            new = getattr(self, name)
-            if new.dtype != self._FIXED_DTYPES[name]:
-                setattr(self, name, _frozen(old.to(new.device)))
+        fixed = [getattr(self, name) for name in self._FIXED_DTYPES]
+
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            applied = fn(tensor)
+            if applied.dtype != tensor.dtype and any(tensor is parameter for parameter in fixed):
+                return tensor.detach().to(applied.device)
+            return applied
+
+        super()._apply(keep_dtype, recurse)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

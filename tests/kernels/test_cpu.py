@@ -128,3 +128,13 @@ def test_the_probe_finds_saturating_arithmetic(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch, "_int_mm", saturating)
     assert cpu._int_mm_is_exact.__wrapped__() is False
+
+
+def test_default_device_does_not_matter() -> None:
+    a = torch.randint(-128, 128, (4, 8), dtype=torch.int8)
+    wanted = int_mm_reference(a, a.t())
+    cpu._int_mm_is_exact.cache_clear()
+    with torch.device("meta"):
+        assert torch.equal(cpu.int_mm(a, a.t()), wanted)
+        _, scale = cpu.quantize_rows(torch.empty(3, 0, device="cpu"))
+    assert torch.equal(scale, torch.ones(3))

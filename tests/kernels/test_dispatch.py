@@ -149,7 +149,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "x has 4095 columns but the layer's in_features is 4096",
     ),
     (lambda: quant_linear(x=torch.tensor(1.0)), ValueError, "x has no columns but the layer's in_features is 4"),
-    (lambda: quant_linear(x=ones(3, 4)), TypeError, "x is torch.int8; quantize_rows takes"),
+    (lambda: quant_linear(x=ones(3, 4)), TypeError, "x is torch.int8; a quantized layer takes"),
     (lambda: quant_linear(weight=ones(5, 4, dtype=F32)), TypeError, "weight is torch.float32; it must be torch.int8"),
     (lambda: quant_linear(weight=ones(4)), ValueError, "weight is [4]; it must be [out_features, in_features]"),
     (lambda: quant_linear(weight_scale=ones(4, dtype=F32)), ValueError, "weight_scale is [4]; it must be [5]"),
@@ -215,3 +215,10 @@ def test_quant_linear_degenerate_sizes(features_in: int, features_out: int, devi
         step = x.abs().amax(-1, keepdim=True) / 127 if features_in else torch.zeros(2, 3, 1, device=device)
         allowed = 0.51 * step * (weight.double().abs() * scale.double()[:, None]).sum(1) + 1e-5
         assert ((out - exact).abs() <= allowed).all()
+
+
+def test_negative_views_are_refused() -> None:
+    # Their memory holds the opposite values: a kernel that reads it would be wrong without a word.
+    x = torch.view_as_complex(torch.randn(3, 8, 2)).conj().imag
+    with pytest.raises(ValueError, match=r"x is a negative view.*resolve_neg"):
+        dispatch.quantize_rows(x)

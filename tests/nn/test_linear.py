@@ -375,3 +375,15 @@ def test_meta_and_to_empty(layer: QuantLinear) -> None:
 def test_requires_grad_cannot_be_forced_on_the_weight(layer: QuantLinear) -> None:
     with pytest.raises(RuntimeError, match="floating point"):
         layer.requires_grad_(True)
+
+
+def test_shared_parameters_stay_shared_when_the_dtype_changes() -> None:
+    first, second = QuantLinear(4, 3), QuantLinear(4, 3)
+    second.weight, second.weight_scale = first.weight, first.weight_scale
+    scale = first.weight_scale
+    nn.Sequential(first, second).half()
+    assert first.weight_scale is scale
+    assert second.weight_scale is scale
+    assert scale.dtype == torch.float32
+    assert first.bias is not None
+    assert first.bias.dtype == torch.float16
