@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import GemmConfig, int_mm, matmul, scaled_mm
+from qgemm.kernels import GemmConfig, cpu, int_mm, matmul, scaled_mm
 from qgemm.kernels.config import CANDIDATES, device_limits, is_valid
 from qgemm.kernels.reference import int_mm_reference, matmul_reference, scaled_mm_reference
 
@@ -324,3 +324,16 @@ def test_beyond_2_31_elements() -> None:
         assert torch.equal(out[-5:], int_mm_reference(a[-5:], b))
         assert torch.equal(out[:5], int_mm_reference(a[:5], b))
         del a, b, out
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("streamk", [False, True])
+def test_same_bits_as_on_the_cpu(streamk: bool, out_dtype: torch.dtype, device: torch.device) -> None:
+    # A fused multiply-add in the epilogue would round once where the CPU rounds twice.
+    x, weight, bias = torch.randn(37, 200), torch.randn(50, 200), torch.randn(50)
+    a, a_scale = cpu.quantize_rows(x)
+    b, b_scale = cpu.quantize_rows(weight)
+    wanted = cpu.scaled_mm(a, b.t(), a_scale, b_scale, bias, out_dtype)
+    on_device = [t.to(device) for t in (a, b.t(), a_scale, b_scale, bias)]
+    config = GemmConfig(16, 16, 32, num_warps=4, num_stages=2, streamk=streamk)
+    assert torch.equal(scaled_mm(*on_device, out_dtype, config=config).cpu(), wanted)
