@@ -7,8 +7,8 @@ cache's. A problem takes as many rounds as its tiles need, and no less than its 
 timed, so the answer is the same on every run. ``scaled_mm(..., config=...)`` and its siblings take any other
 ``GemmConfig``.
 
-The constants are cycles and bytes per cycle of one multiprocessor, fitted to 380 timings on an H200 (41 shapes, M from
-1 to 4,096). Only their ratios matter, so other devices get a sensible, if less exact, answer.
+The constants are cycles and bytes per cycle of one multiprocessor, fitted to 154 timings on an H200 (45 shapes, M from
+1 to 4,096, the configs that made sense for each). Only their ratios matter, so other devices get a sensible, if less exact, answer.
 """
 
 import functools
