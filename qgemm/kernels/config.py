@@ -8,7 +8,8 @@ timed, so the answer is the same on every run. ``scaled_mm(..., config=...)`` an
 ``GemmConfig``.
 
 The constants are cycles and bytes per cycle of one multiprocessor, fitted to 154 timings on an H200 (45 shapes, M from
-1 to 4,096, the configs that made sense for each). Only their ratios matter, so other devices get a sensible, if less exact, answer.
+1 to 4,096, the configs that made sense for each). Only their ratios matter, so other devices get a sensible, if less
+exact, answer.
 """
 
 import functools
