@@ -39,8 +39,7 @@ torch.library.define(
 )
 
 
-_OPERATORS = ("quantize_rows", "int_mm", "scaled_mm", "matmul", "quant_linear")
-for _name in _OPERATORS:
+for _name in ("quantize_rows", "int_mm", "scaled_mm", "matmul", "quant_linear"):
     torch.library.impl(f"qgemm::{_name}", ("cpu", "cuda"), getattr(dispatch, _name))
 
 

@@ -392,7 +392,8 @@ def test_state_dict_hooks_are_refused() -> None:
 
 
 def test_an_offloaded_model_is_refused() -> None:
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     model = accelerate.cpu_offload(Stack(1), execution_device="cpu")
     with pytest.raises(ValueError, match=r"accelerate moves the weights of 'layers\.0\.up'"):
         quantize_model(model)

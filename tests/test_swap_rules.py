@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import transformers
 from torch import nn
 
 from qgemm.swap_rules import find_rule
@@ -64,7 +65,7 @@ def _weight_reads(cls: ast.ClassDef, names: set[str]) -> Iterator[tuple[str, int
 
 
 def _places() -> Iterator[tuple[str, str, str]]:
-    models = Path(pytest.importorskip("transformers").__file__).parent / "models"
+    models = Path(transformers.__file__).parent / "models"
     for file in sorted(models.glob("*/modeling_*.py")):
         text = file.read_text(encoding="utf-8")
         if re.search(r"self\.\w+\.weight", text) is None:

@@ -14,7 +14,7 @@ from qgemm.kernels.reference import ACTIVATIONS, MIN_SCALE, QMAX
 
 # 2^24 / (128 * 128): float32 holds a sum of this many int8 products exactly.
 _EXACT_K = 1024
-_VALUES_AT_A_TIME = 2**20
+_VALUES_AT_A_TIME = 2**18
 
 
 @torch.no_grad()

@@ -42,8 +42,6 @@ class QuantLinear(nn.Module):
     bias: nn.Parameter | None
     input_scale: nn.Parameter | None
 
-    _FIXED_DTYPES = {"weight": torch.int8, "weight_scale": torch.float32, "input_scale": torch.float32}  # noqa: RUF012
-
     def __init__(
         self,
         in_features: int,
@@ -92,7 +90,7 @@ class QuantLinear(nn.Module):
             wants = "needs an input_scale" if layer.is_static else "takes no input_scale"
             raise ValueError(f"scheme {layer.scheme.name!r} {wants}")
         if weight.device.type != "meta":
-            q, scale = _quantize_weight(weight.detach())
+            q, scale = quantize_rows(weight.detach().float() if weight.dtype == torch.float64 else weight.detach())
             if not scale.isfinite().all():
                 raise ValueError(
                     "weight holds NaN or Inf, which can't be quantized: mend the checkpoint or skip the layer"
@@ -134,7 +132,7 @@ class QuantLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
         # .to(dtype), .half() and .type() would cast values whose dtype is their meaning; only the device may change.
-        fixed = [getattr(self, name) for name in self._FIXED_DTYPES]
+        fixed = (self.weight, self.weight_scale, self.input_scale)
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             applied = fn(tensor)
@@ -167,18 +165,6 @@ def linear_weight(linear: nn.Module) -> Tensor:
     """The weight ``[out_features, in_features]`` of a linear layer; transformers' ``Conv1D`` stores its transpose."""
     weight: Tensor = linear.weight  # type: ignore[assignment]
     return weight.t() if type(linear).__name__ == "Conv1D" else weight
-
-
-def _quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    # A sixteenth at a time: quantize_rows may work in three float32 copies, six times the memory of a bfloat16 weight.
-    q = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    scale = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-    rows = max(weight.shape[0] // 16, 2**16 // max(weight.shape[1], 1), 1)
-    for start in range(0, weight.shape[0], rows):
-        part = slice(start, start + rows)
-        values = weight[part].float() if weight.dtype == torch.float64 else weight[part]
-        q[part], scale[part] = quantize_rows(values)
-    return q, scale
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

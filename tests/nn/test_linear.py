@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import qgemm
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
@@ -114,7 +115,7 @@ def test_from_linear_and_back(dtype: torch.dtype, bias: bool, device: torch.devi
 
 
 def test_from_conv1d(device: torch.device) -> None:
-    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D(40, 70).to(device)
+    conv1d = Conv1D(40, 70).to(device)
     layer = QuantLinear.from_linear(conv1d)
     assert (layer.in_features, layer.out_features) == (70, 40)
     x = torch.randn(5, 70, device=device)
