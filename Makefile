@@ -2,12 +2,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+# What to measure and where to write it: python -m benchmarks --help.
+BENCH ?= --json build/benchmark.json --markdown build/benchmark.md --plots build
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo bench test lint clean
 
 help: ## Show these targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 14
@@ -16,6 +18,9 @@ setup: $(STAMP) ## Make a virtual environment in .venv and install qgemm with al
 
 demo: setup ## Quantize a real sentence-embedding model and compare it with the original
 	$(BIN)/python examples/quantize_minilm.py
+
+bench: setup ## Time qgemm beside other libraries, on the GPU where there is one; BENCH="--quick" for a short run
+	$(BIN)/python -m benchmarks $(BENCH)
 
 # One thread a process: test processes that share cores wait for each other's threads and get many times slower.
 test: lint ## Check style and types, then run every test

@@ -12,7 +12,6 @@ ROOT = Path(__file__).parent.parent
 
 # Arguments that keep a run short, and a pattern for a line that shows the example did its job.
 EXAMPLES: dict[str, tuple[list[str], str]] = {
-    "benchmark_gemm.py": (["--shape", "8,512,256", "--rounds", "1"], r"512 x 256 +8( +\d+\.\d+x?)+$"),
     "custom_kernel.py": ([], r"gemm_residual +largest error against float64: \d\.\de-0[789]"),
     "load_prequantized.py": ([], r"same output from both: True"),
     "quant_linear.py": ([], r"relative error of the output: 0\.00\d+"),

@@ -1,0 +1,31 @@
+"""Is the output right? Asked before anything is timed.
+
+Every row of the output is compared with a float64 product of the unquantized operands, in parts of 2,048 columns: the
+error of a part of a row is ``||out - reference|| / ||reference||``, and the largest one counts. One wrong tile, or one
+block of K left out, stands out in its rows; in a norm over the whole output it could hide.
+"""
+
+import torch
+from torch import Tensor
+
+PART = 2048
+
+
+def largest_errors(x: Tensor, weight: Tensor, outputs: dict[str, Tensor]) -> dict[str, float]:
+    """By name, the largest relative error of a part of a row of each output ``[M, N]`` against ``x @ weight.T``.
+
+    Infinite for an output with NaN or Inf, or of another shape.
+    """
+    M, N = x.shape[0], weight.shape[0]
+    errors = {name: 0.0 if out.shape == (M, N) else torch.inf for name, out in outputs.items()}
+    rows = x.double()
+    for start in range(0, N, PART):
+        reference = rows @ weight[start : start + PART].double().t()
+        norms = torch.linalg.vector_norm(reference, dim=1).clamp(min=torch.finfo(torch.float64).tiny)
+        for name, out in outputs.items():
+            if errors[name] == torch.inf:
+                continue
+            differences = torch.linalg.vector_norm(out[:, start : start + PART].double() - reference, dim=1)
+            error = (differences / norms).max().item()
+            errors[name] = max(errors[name], error) if error < torch.inf else torch.inf
+    return errors

@@ -1,0 +1,125 @@
+"""The results as PNG files. matplotlib is needed (``pip install ".[bench]"``).
+
+``triton.testing.perf_report`` isn't used: it times one point after the other by itself, so that providers can't take
+turns, and has one value per point, so no band and no line for the limit.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.results import Run, speedups
+from benchmarks.roofline import KINDS, bytes_moved, operations
+from benchmarks.tables import OURS, _providers, _summary_families
+
+_TITLES = {"gemm": "GEMM alone", "layer": "whole layer, quantization included"}
+
+
+def draw(run: Run, folder: Path) -> list[Path]:
+    """Writes ``speedup.png`` and ``roofline-<level>.png`` into ``folder`` and returns their paths.
+
+    Without matplotlib, prints that there are no plots.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        print('no plots: matplotlib is not installed (pip install ".[bench]")')
+        return []
+    import matplotlib
+
+    matplotlib.use("agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    levels = [level for level in _TITLES if any(one.level == level and one.us for one in run.measurements)]
+    paths = []
+    if levels:
+        paths.append(_draw_speedups(run, levels, folder / "speedup.png"))
+    paths += [_draw_roofline(run, level, folder / f"roofline-{level}.png") for level in levels]
+    return paths
+
+
+def _draw_speedups(run: Run, levels: list[str], path: Path) -> Path:
+    """Speed over bf16 against M: the geometric mean over shapes, and a band from the least to the greatest."""
+    from matplotlib import pyplot
+
+    over, families = _summary_families(run.measurements)
+    figure, axes = pyplot.subplots(1, len(levels), figsize=(5.2 * len(levels), 3.8), sharey=True, squeeze=False)
+    for axis, level in zip(axes[0], levels, strict=True):
+        for name in _providers(run.measurements, level):
+            spreads = speedups(run.measurements, level, "bf16", name, families)
+            if name == "bf16" or not spreads:
+                continue
+            rows = list(spreads)
+            color = _color(run, name)
+            width = 2.2 if name == OURS else 1.3
+            axis.plot(rows, [s.mean for s in spreads.values()], "o-", ms=3, lw=width, color=color, label=name)
+            least, greatest = ([getattr(s, end) for s in spreads.values()] for end in ("least", "greatest"))
+            axis.fill_between(rows, least, greatest, color=color, alpha=0.13, lw=0)
+        axis.axhline(1, color="black", lw=0.8)
+        _rows_axis(axis, sorted({one.M for one in run.measurements if one.level == level}))
+        axis.set_title(_TITLES[level], fontsize=10)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=8, loc="lower right")
+    axes[0][0].set_ylabel("times as fast as bf16 F.linear")
+    figure.suptitle(f"{run.environment['device']}, {over}: geometric mean, least to greatest", fontsize=10)
+    return _save(figure, path)
+
+
+def _draw_roofline(run: Run, level: str, path: Path) -> Path:
+    """TOPS against M, a panel for each weight shape; the dashed line is qgemm's limit, the dotted one bf16's."""
+    from matplotlib import pyplot
+
+    found = [one for one in run.measurements if one.level == level]
+    shapes = list(dict.fromkeys((one.family, one.N, one.K) for one in found))
+    columns = min(4, len(shapes))
+    lines = -(-len(shapes) // columns)
+    figure, axes = pyplot.subplots(lines, columns, figsize=(3.4 * columns, 2.8 * lines), squeeze=False)
+    for axis in axes.flat[len(shapes) :]:
+        axis.remove()
+    for axis, (family, N, K) in zip(axes.flat, shapes, strict=False):
+        here = [one for one in found if (one.N, one.K) == (N, K)]
+        for name in _providers(here, level):
+            points = sorted((one.M, one.tops) for one in here if one.provider == name and one.tops)
+            if points:
+                width = 2.0 if name == OURS else 1.1
+                axis.plot(*zip(*points, strict=True), "o-", ms=2.5, lw=width, color=_color(run, name), label=name)
+        rows = sorted({one.M for one in here})
+        for kind, style in (("int8", "--"), ("bf16", ":")):
+            limits = [_limit_tops(run, M, N, K, kind, level) for M in rows]
+            axis.plot(rows, limits, style, color="black", lw=1, label=f"limit, {kind}")
+        _rows_axis(axis, rows)
+        axis.set_yscale("log")
+        axis.set_title(f"{family}: {N} x {K}", fontsize=9)
+        axis.grid(alpha=0.25)
+    axes[0][0].set_ylabel("TOPS")
+    axes[0][0].legend(fontsize=7)
+    figure.suptitle(f"{run.environment['device']}: {_TITLES[level]}", fontsize=10)
+    return _save(figure, path)
+
+
+def _limit_tops(run: Run, M: int, N: int, K: int, kind: str, level: str) -> float:
+    dtype = next(dtype for dtype, name in KINDS.items() if name == kind)
+    moved = bytes_moved(M, N, K, dtype if level == "gemm" else torch.bfloat16, dtype, torch.bfloat16)
+    ops = operations(M, N, K)
+    return ops / run.roofline.limit(ops, moved, kind) / 1e12
+
+
+def _color(run: Run, name: str) -> str:
+    names = list(dict.fromkeys([OURS, "bf16", *(one.provider for one in run.measurements)]))
+    return f"C{names.index(name)}"
+
+
+def _rows_axis(axis: Any, rows: list[int]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(rows, [str(M) for M in rows], rotation=45, fontsize=7)
+    axis.minorticks_off()
+    axis.set_xlabel("M, rows of activations", fontsize=8)
+
+
+def _save(figure: Any, path: Path) -> Path:
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,158 @@
+"""What a run found, as values that are saved in JSON and read back to draw tables and plots."""
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.roofline import Roofline, geometric_mean
+
+PACKAGES = ("torch", "triton", "qgemm", "torchao", "gemlite", "bitsandbytes")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One provider on ``[M, K] @ [K, N]`` at one level; ``us`` is None where it wasn't timed, and ``reason`` says why.
+
+    ``us``: microseconds of a call. ``error``: the largest relative error of a row (``check.py``). ``tops``:
+    tera-operations a second. ``tb_per_s``: terabytes a second, of the fewest bytes that must move. ``share``: of the
+    roofline's limit, 1 at the limit.
+    """
+
+    provider: str
+    level: str
+    family: str
+    N: int
+    K: int
+    M: int
+    us: float | None = None
+    error: float | None = None
+    tops: float | None = None
+    tb_per_s: float | None = None
+    share: float | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class ConfigCheck:
+    """The config that ``select_config`` chose for a product, beside the fastest of all; times in microseconds."""
+
+    N: int
+    K: int
+    M: int
+    chosen: str
+    chosen_us: float
+    best: str
+    best_us: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long the chosen one takes; 1 where it is the fastest."""
+        return self.chosen_us / self.best_us
+
+
+@dataclass
+class Run:
+    """Everything that one run measured, and where."""
+
+    environment: dict[str, Any]
+    bandwidth: float
+    peak_tops: dict[str, float]
+    measurements: list[Measurement] = field(default_factory=list)
+    host_us: dict[str, float] = field(default_factory=dict)
+    config_checks: list[ConfigCheck] = field(default_factory=list)
+
+    @property
+    def roofline(self) -> Roofline:
+        """The limits that shares are of."""
+        return Roofline(self.bandwidth, self.peak_tops)
+
+    def save(self, path: Path) -> None:
+        """Writes the run as JSON, in place of what was there."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> "Run":
+        """A run as ``save`` wrote it."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        values["measurements"] = [Measurement(**entry) for entry in values["measurements"]]
+        values["config_checks"] = [ConfigCheck(**entry) for entry in values["config_checks"]]
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Ratios over several shapes: their geometric mean, the least and the greatest."""
+
+    mean: float
+    least: float
+    greatest: float
+
+
+def speedups(
+    measurements: Iterable[Measurement], level: str, slower: str, faster: str, families: Sequence[str] | None = None
+) -> dict[int, Spread]:
+    """By M: how many times as fast ``faster`` is as ``slower``, over the shapes (of ``families``) that both have."""
+    times: dict[str, dict[tuple[int, int, int], float]] = {slower: {}, faster: {}}
+    for one in measurements:
+        if one.level == level and one.provider in times and one.us and (families is None or one.family in families):
+            times[one.provider][one.M, one.N, one.K] = one.us
+    ratios: dict[int, list[float]] = {}
+    for size, us in sorted(times[slower].items()):
+        if size in times[faster]:
+            ratios.setdefault(size[0], []).append(us / times[faster][size])
+    return {M: Spread(geometric_mean(values), min(values), max(values)) for M, values in ratios.items()}
+
+
+def environment(device: torch.device, commit: str | None) -> dict[str, Any]:
+    """The device, the versions, the commit and the time. ``commit``: of a copy of the tree that git doesn't know."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if "qgemm" not in versions:
+        from qgemm import __version__
+
+        versions["qgemm"] = __version__
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({_cpu_name()})",
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "cuda": torch.version.cuda,
+        "commit": commit or _git_commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _git_commit() -> str:
+    root = Path(__file__).parent.parent
+    try:
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return described.stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.machine()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,171 @@
+"""The clock: how long one call takes on the device, and how long on the host.
+
+A measured pass is a run of calls over several copies of the weight, more bytes than caches hold, so that each call
+reads its weight from memory as the layers of a model do. On a GPU a pass is a CUDA graph, so the host's time isn't in
+it. The passes to compare are timed in turn, round after round, so that clocks and temperature drift under all alike;
+a time is the median over all rounds.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROTATED_BYTES = {"cuda": 320 << 20, "cpu": 128 << 20}
+"""What the copies of a weight pass together."""
+MAX_CALLS = 256
+"""In one pass, and so at most as many copies: smaller weights stay in the cache, as they would in a model."""
+
+_PASS_SECONDS = 1.5e-3  # aimed at, so that a replay's own start (1 to 2 us) is far below 1 %
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure: ``rounds``, in each of which every pass runs for about ``seconds``, at least once."""
+
+    rounds: int = 7
+    seconds: float = 0.01
+
+
+QUICK = Effort(rounds=3, seconds=0.003)
+
+
+def copy_count(weight_bytes: int, device: torch.device) -> int:
+    """How many copies of a weight pass ``ROTATED_BYTES``: at least 2, at most ``MAX_CALLS``."""
+    return min(max(ROTATED_BYTES[device.type] // max(weight_bytes, 1) + 1, 2), MAX_CALLS)
+
+
+class Pass:
+    """``calls`` calls of ``run(weight)`` over ``weights`` in turn; ``output`` is what the last one wrote."""
+
+    def __init__(self, run: Callable[[Any], Tensor], weights: Sequence[Any], device: torch.device) -> None:
+        """Runs each kernel once, so that it is compiled; on a GPU captures the calls, which raises what they raise."""
+        self._run = run
+        self._weights = weights
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.calls = len(weights)
+        self.output = run(weights[0])
+        if device.type == "cuda":
+            self._capture()
+
+    def _capture(self) -> None:
+        self.calls *= max(1, int(_PASS_SECONDS / self._seconds_of_a_call() / self.calls))
+        self.calls = min(self.calls, max(MAX_CALLS, len(self._weights)))
+        graph = torch.cuda.CUDAGraph()
+        del self.output  # one output at a time: the largest is a gigabyte
+        with torch.cuda.graph(graph):
+            output = None
+            for call in range(self.calls):
+                output = None
+                output = self._run(self._weights[call % len(self._weights)])
+        assert output is not None
+        self._graph = graph
+        self.output = output
+
+    def _seconds_of_a_call(self) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._run(self._weights[0])
+        start.record()
+        for weight in self._weights[:2]:
+            self._run(weight)
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 2e3
+
+    def __call__(self) -> None:
+        """Runs all calls; on a GPU, leaves them queued."""
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        for weight in self._weights:
+            self.output = self._run(weight)
+
+    def checked_output(self) -> Tensor:
+        """The output of one more pass, over memory that held no right answer before."""
+        self.output.fill_(torch.nan if self.output.is_floating_point() else torch.iinfo(self.output.dtype).min)
+        self()
+        return self.output
+
+
+def median_seconds(passes: Mapping[str, Pass], effort: Effort, device: torch.device) -> dict[str, float]:
+    """Seconds of one call, by the name of its pass."""
+    time_once = _gpu_times if device.type == "cuda" else _cpu_times
+    repeats = {
+        name: max(1, int(effort.seconds / max(statistics.median(time_once(one, 1)), 1e-9)))
+        for name, one in passes.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in passes}
+    names = list(passes)
+    for round_ in range(effort.rounds):
+        first = round_ % max(len(names), 1)  # so that nobody always follows the same one
+        for name in names[first:] + names[:first]:
+            times[name] += time_once(passes[name], repeats[name])
+    return {name: statistics.median(values) / passes[name].calls for name, values in times.items()}
+
+
+def _gpu_times(one: Pass, repeats: int) -> list[float]:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    one()  # untimed: the GPU is busy while the host queues what is timed
+    events[0].record()
+    for event in events[1:]:
+        one()
+        event.record()
+    events[-1].synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in pairwise(events)]
+
+
+def _cpu_times(one: Pass, repeats: int) -> list[float]:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        one()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second, read and written, that a copy within the device's memory moves: the median of 20."""
+    size = (1 << 30) if device.type == "cuda" else (64 << 20)
+    source = torch.ones(size, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    seconds = median_seconds({"copy": Pass(target.copy_, [source], device)}, Effort(20, 0.0), device)["copy"]
+    return 2 * size / seconds
+
+
+def host_seconds(runs: Mapping[str, Callable[[], object]], calls: int = 300, repeats: int = 21) -> dict[str, float]:
+    """Host seconds of one call, by name: medians of ``repeats`` runs of ``calls``, taken in turn, nothing synchronized.
+
+    The calls must be short on the GPU, so that the queue never fills (it holds about 1,000 launches): then what is
+    measured is the host alone.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    with _no_garbage_collection():
+        for repeat in range(repeats + 2):
+            for name, run in runs.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(calls):
+                    run()
+                seconds = (time.perf_counter() - start) / calls
+                if repeat >= 2:  # the first ones warm up
+                    times[name].append(seconds)
+    torch.cuda.synchronize()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
