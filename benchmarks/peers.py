@@ -53,7 +53,7 @@ def _torchao_fp8() -> Provider:
 def _torchao(name: str, dtype: torch.dtype, max_error: float, config: Any) -> Provider:
     quantize = importlib.import_module("torchao.quantization").quantize_
     # One compiled function for every copy of a weight; it is compiled again for every M.
-    torch._dynamo.config.recompile_limit = 4096
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 4096
 
     @torch.compile(dynamic=False)
     def linear(x: Tensor, weight: Tensor) -> Tensor:

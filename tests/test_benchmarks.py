@@ -112,10 +112,32 @@ def test_a_pass_goes_through_every_copy() -> None:
     assert one.checked_output().item() == 5.0
     assert seen == [3, 4, 5]
     assert one.calls == 3
-    seconds = median_seconds({"one": one}, Effort(rounds=2, seconds=0), CPU)["one"]
-    assert 0 < seconds < 1
-    # A first look at how long it takes, then the rounds.
-    assert len(seen) == 3 * (1 + 1 + 2)
+
+
+def test_what_a_pass_leaves_unwritten_is_seen() -> None:
+    floats, integers = torch.ones(2), torch.ones(2, dtype=torch.int32)
+    assert Pass(lambda weight: floats, [0], CPU).checked_output().isnan().all()
+    assert (Pass(lambda weight: integers, [0], CPU).checked_output() < -(2**30)).all()
+
+
+def test_a_time_is_the_median_over_rounds_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 0.0
+    order: list[str] = []
+    # By its name, the seconds that each call of a pass takes: first when it is made, once more for a first look.
+    durations = {"a": iter([9.0] * 3 + [1.0] * 2 + [7.0] * 2 + [2.0] * 2), "b": iter([1.0] * 9)}
+    monkeypatch.setattr("benchmarks.timing.time.perf_counter", lambda: clock)
+
+    def run(name: str) -> Tensor:
+        nonlocal clock
+        clock += next(durations[name])
+        order.append(name)
+        return torch.zeros(1)
+
+    passes = {name: Pass(run, [name] * 2, CPU) for name in ("a", "b")}
+    order.clear()
+    assert median_seconds(passes, Effort(rounds=3, seconds=0), CPU) == {"a": 2.0, "b": 1.0}
+    # Providers take turns, and the first of a round changes.
+    assert "".join(order[4:]) == "aabb" + "bbaa" + "aabb"
 
 
 def test_one_wrong_tile_stands_out() -> None:
