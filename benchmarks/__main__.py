@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> Run:
     """Measures what the command line asks for, prints it, and writes the files that were asked for."""
     args = _parse(arguments)
     if args.load:
-        run = Run.load(args.load)
+        run = _select(Run.load(args.load), args)
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         with torch.no_grad():
@@ -46,6 +46,22 @@ def main(arguments: Sequence[str] | None = None) -> Run:
     if args.plots:
         for path in plots.draw(run, args.plots):
             print(f"wrote {path}")
+    return run
+
+
+def _select(run: Run, args: argparse.Namespace) -> Run:
+    """The part of a loaded run that the command line names."""
+    shapes = {(shape.N, shape.K) for shape in _choose_shapes(args, [])}
+    run.measurements = [
+        one
+        for one in run.measurements
+        if one.level in args.level
+        and (not args.m or one.M in args.m)
+        and (not shapes or (one.N, one.K) in shapes)
+        and (not args.provider or one.provider in args.provider)
+    ]
+    if "host" not in args.level:
+        run.host_us = {}
     return run
 
 

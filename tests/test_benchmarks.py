@@ -265,6 +265,27 @@ def test_a_run_survives_its_file(tmp_path: Path) -> None:
     assert Run.load(tmp_path / "deep" / "run.json") == run
 
 
+def test_a_part_of_a_saved_run(tmp_path: Path) -> None:
+    entries = [
+        measured(provider, M, 8.0, level=level, N=N)
+        for provider in ("qgemm", "bf16", "fp8")
+        for M in (1, 2)
+        for level in ("gemm", "layer")
+        for N in (4096, 6144)
+    ]
+    run = run_of(*entries)
+    run.host_us = {"qgemm": 1.0}
+    run.save(tmp_path / "run.json")
+    options = "--m 2 --level gemm --shape 6144x4096 --provider qgemm --provider bf16".split()
+    part = main(["--load", str(tmp_path / "run.json"), *options])
+    assert {(one.provider, one.level, one.N, one.M) for one in part.measurements} == {
+        ("qgemm", "gemm", 6144, 2),
+        ("bf16", "gemm", 6144, 2),
+    }
+    assert part.host_us == {}
+    assert main(["--load", str(tmp_path / "run.json")]) == run
+
+
 def test_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     entries = [
