@@ -65,7 +65,7 @@ def describe(run: Run) -> str:
 def _summary_families(measurements: Sequence[Measurement]) -> tuple[str, tuple[str, ...] | None]:
     shapes = {(one.N, one.K) for one in measurements if one.family in SUMMARY_FAMILIES}
     if shapes:
-        return f"{len(shapes)} weight shapes of Llama 3", SUMMARY_FAMILIES
+        return f"{len(shapes)} weight shape{'s' * (len(shapes) > 1)} of Llama 3", SUMMARY_FAMILIES
     return "all weight shapes", None
 
 

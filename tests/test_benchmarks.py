@@ -29,6 +29,8 @@ GPU_NAME = "NVIDIA H200"
 def measured(
     provider: str, M: int, us: float | None, level: str = "gemm", N: int = 4096, **rest: object
 ) -> Measurement:
+    if us is not None:
+        rest = {"tops": 1.0, "tb_per_s": 1.0, "share": 0.5} | rest
     return Measurement(provider, level, "llama-3-8b", N, 4096, M, us, **rest)
 
 
@@ -276,7 +278,7 @@ def test_a_part_of_a_saved_run(tmp_path: Path) -> None:
     run = run_of(*entries)
     run.host_us = {"qgemm": 1.0}
     run.save(tmp_path / "run.json")
-    options = "--m 2 --level gemm --shape 6144x4096 --provider qgemm --provider bf16".split()
+    options = ["--m", "2", "--level", "gemm", "--shape", "6144x4096", "--provider", "qgemm", "--provider", "bf16"]
     part = main(["--load", str(tmp_path / "run.json"), *options])
     assert {(one.provider, one.level, one.N, one.M) for one in part.measurements} == {
         ("qgemm", "gemm", 6144, 2),
