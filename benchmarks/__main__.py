@@ -133,6 +133,12 @@ def _choose_shapes(args: argparse.Namespace, default: Sequence[WeightShape]) -> 
     return named or list(default)
 
 
+def _rows(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("rows must be at least 1")
+    return int(text)
+
+
 def _peak(text: str) -> tuple[str, float]:
     kind, tops = text.split("=")
     return kind, float(tops)
@@ -143,7 +149,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     families = dict.fromkeys(shape.family for shape in (*SHAPES, *CPU_SHAPES))
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Times qgemm beside its peers.")
     add = parser.add_argument
-    add("--m", type=int, action="append", help="rows of activations; may be given several times, as may the next four")
+    add(
+        "--m", type=_rows, action="append", help="rows of activations; may be given several times, as may the next four"
+    )
     add("--shape", type=parse_shape, action="append", metavar="NxK", help="a weight shape")
     add("--family", choices=families, action="append", help="the weight shapes of a model")
     add("--provider", choices=[*names, *PEERS], action="append", help="(default: all that are installed)")
@@ -154,14 +162,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--load", type=Path, metavar="FILE", help="measure nothing: tables and plots from such a file")
     add("--markdown", type=Path, metavar="FILE", help="write the tables in Markdown")
     add("--plots", type=Path, metavar="FOLDER", help="write PNG plots")
-    add(
-        "--peak",
-        type=_peak,
-        action="append",
-        metavar="KIND=TOPS",
-        default=[],
-        help="such as int8=1979: peak of the GPU",
-    )
+    add("--peak", type=_peak, action="append", default=[], metavar="KIND=TOPS", help="of the GPU, such as int8=1979")
     add("--commit", help="what to call the commit, in a copy of the tree without git")
     args = parser.parse_args(arguments)
     args.level = args.level or list(LEVELS)

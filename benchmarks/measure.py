@@ -133,7 +133,8 @@ def measure_host(providers: Sequence[Provider], device: torch.device) -> dict[st
         try:
             a, b = provider.prepare_input(x), provider.prepare_weight(weight)
             provider.run(a, b)
-        except Exception:  # it is a dash in the tables of times, with its reason
+        except Exception as error:
+            print(f"host, {provider.name}: left out ({first_line(error)})")
             continue
         runs[provider.name] = partial(provider.run, a, b)
     return {name: seconds * 1e6 for name, seconds in host_seconds(runs).items()}

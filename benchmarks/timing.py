@@ -102,10 +102,10 @@ def median_seconds(passes: Mapping[str, Pass], effort: Effort, device: torch.dev
     }
     times: dict[str, list[float]] = {name: [] for name in passes}
     names = list(passes)
-    for round_ in range(effort.rounds):
-        first = round_ % max(len(names), 1)  # so that nobody always follows the same one
-        for name in names[first:] + names[:first]:
+    for _ in range(effort.rounds):
+        for name in names:
             times[name] += time_once(passes[name], repeats[name])
+        names.reverse()  # so that nobody always follows the same one
     return {name: statistics.median(values) / passes[name].calls for name, values in times.items()}
 
 

@@ -138,7 +138,7 @@ def test_a_time_is_the_median_over_rounds_of_one_call(monkeypatch: pytest.Monkey
     passes = {name: Pass(run, [name] * 2, CPU) for name in ("a", "b")}
     order.clear()
     assert median_seconds(passes, Effort(rounds=3, seconds=0), CPU) == {"a": 2.0, "b": 1.0}
-    # Providers take turns, and the first of a round changes.
+    # Providers take turns, there and back.
     assert "".join(order[4:]) == "aabb" + "bbaa" + "aabb"
 
 
