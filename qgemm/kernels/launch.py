@@ -2,21 +2,27 @@
 
 Triton's own launch binds arguments by name and works out what to specialize for on every call: about 25 us on the host,
 longer than many of these kernels run. The functions that launch kernels make one ``Launch`` for every combination of
-sizes, strides and dtypes, and keep it. It goes straight to the compiled variant from the second time on.
+sizes, strides and dtypes, and keep it. Triton compiles and runs the first call; from the second on the compiled kernel
+is given to the driver (``driver.py``), or where that can't be, to Triton's launcher for it.
 """
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
+from qgemm.kernels.driver import DriverLaunch, driver_launch
 from qgemm.kernels.stages import INTERPRETING
+from qgemm.kernels.tensor_map import TensorMap
 
 
 class Launch:
     """``grid`` programs of ``kernel(*tensors, *numbers, *constants)``, to be called with the tensors.
 
-    The dtypes of the tensors, which of them are None, and their device must be the same for every call.
+    The dtypes of the tensors, which of them are None, and their device must be the same for every call. Threads may
+    share one.
     """
 
     def __init__(
@@ -27,14 +33,24 @@ class Launch:
         constants: tuple[Any, ...],
         num_warps: int,
         num_stages: int = 1,
+        pdl: bool = False,
+        maps: Mapping[int, TensorMap] | None = None,
     ) -> None:
-        """``numbers``: run-time arguments. ``constants``: compile-time ones."""
+        """``numbers``: run-time arguments. ``constants``: compile-time ones. ``maps``: of tensors that the kernel takes
+        as a tensor map, by position.
+
+        ``pdl``: programmatic dependent launch. The kernel may start before the one ahead of it in the stream has ended,
+        so it must wait (``tl.extra.cuda.gdc_wait()``) before it reads what that one writes, or writes what it reads.
+        Without effect on devices that have no such thing.
+        """
         self._kernel = kernel
         self._grid = grid
         self._rest = (*numbers, *constants)
         # Without fused multiply-adds an epilogue rounds as the reference does: the same bits on every device.
         self._options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
-        self._variants: dict[tuple[bool, ...], Any] = {}
+        self._pdl = pdl
+        self._maps = dict(maps or {})
+        self._variants: dict[int, _Variant] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Runs the kernel on the current stream of the first tensor's device."""
@@ -43,14 +59,56 @@ class Launch:
             with torch.cuda.device(device):
                 return self(*tensors)
         if INTERPRETING:
-            self._kernel[(self._grid,)](*tensors, *self._rest)
+            self._kernel[(self._grid,)](*self._for_triton(tensors))
             return None
-        # Triton's variants also depend on which pointers are aligned to 16 bytes.
-        alignment = tuple([tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors])
-        variant = self._variants.get(alignment)
+        pointers = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        variant = self._variants.get(_alignment(pointers))
         if variant is None:
-            compiled = self._kernel[(self._grid,)](*tensors, *self._rest, **self._options)
-            self._variants[alignment] = compiled[(self._grid, 1, 1)]
+            self._variants[_alignment(pointers)] = self._compile(device, tensors)
+        elif variant.by_driver is None or _hooked():
+            variant.by_triton(*self._for_triton(tensors))
         else:
-            variant(*tensors, *self._rest)
+            variant.by_driver(torch._C._cuda_getCurrentRawStream(device.index), pointers)
         return None
+
+    def _compile(self, device: torch.device, tensors: tuple[Tensor | None, ...]) -> "_Variant":
+        """Runs the kernel by way of Triton, which compiles it for these tensors."""
+        options = self._options
+        if self._pdl and _has_pdl(device):
+            options = {**options, "launch_pdl": True}
+        arguments = self._for_triton(tensors)
+        compiled = self._kernel[(self._grid,)](*arguments, **options)
+        return _Variant(driver_launch(compiled, self._grid, arguments), compiled[(self._grid, 1, 1)])
+
+    def _for_triton(self, tensors: tuple[Tensor | None, ...]) -> list[Any]:
+        arguments: list[Any] = [*tensors, *self._rest]
+        for index, tensor_map in self._maps.items():
+            arguments[index] = tensor_map.descriptor(arguments[index])
+        return arguments
+
+
+class _Variant(NamedTuple):
+    """A kernel compiled for tensors of one alignment, and how to run it."""
+
+    by_driver: DriverLaunch | None
+    by_triton: Callable[..., None]
+
+
+def _alignment(pointers: list[int]) -> int:
+    """Which pointers aren't aligned to 16 bytes, a bit for each: Triton compiles a variant for every combination."""
+    merged = 0
+    for pointer in pointers:
+        merged |= pointer
+    if merged % 16 == 0:
+        return 0
+    return sum(1 << index for index, pointer in enumerate(pointers) if pointer % 16)
+
+
+def _hooked() -> bool:
+    """Whether somebody, such as a profiler, wants Triton to tell of launches."""
+    runtime = triton.knobs.runtime
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+
+
+def _has_pdl(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,0 +1,199 @@
+"""``DriverLaunch``: a compiled kernel run by CUDA's driver itself, ``cuLaunchKernelEx`` through ctypes.
+
+Triton's launcher asks the driver about every pointer and parses every argument at each call. Nearly all of that is the
+same each time, so here the memory that the driver reads is laid out once, and a call writes into it only what changes:
+the stream and the pointers.
+
+A kernel compiled by Triton takes the arguments that are left at run time, in order, then two pointers to scratch
+memory, which are null where it needs none. A tensor descriptor becomes a tensor map (``tensor_map.py``), then the
+shape in 32 bits a number, then the strides in 64.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from qgemm.kernels.tensor_map import EncodedMaps
+
+LARGEST_SHARED_MEMORY = 227 * 1024  # bytes; more than any device of today has takes an attribute that isn't set here
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+_INTEGERS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
+
+
+class _Config(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_memory", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class _Attribute(ctypes.Structure):
+    """``CUlaunchAttribute``, of a kind whose value is one int."""
+
+    _fields_ = (("id", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_char * 60))
+
+
+class Program(NamedTuple):
+    """What all launches have in common."""
+
+    function: int
+    """The ``CUfunction``."""
+    grid: int
+    threads: int
+    shared_memory: int
+    pdl: bool
+    arguments: tuple[bytes | EncodedMaps | None, ...]
+    """For each run-time argument its bytes; None for a pointer; for a tensor map, the maps by pointer."""
+
+
+class DriverLaunch:
+    """``program``, to be called with a stream and pointers."""
+
+    def __init__(self, program: Program, launch: Callable[..., int]) -> None:
+        """``launch``: ``cuLaunchKernelEx``."""
+        self._launch = launch
+        changing = [argument for argument in program.arguments if not isinstance(argument, bytes)]
+        self._maps = [(index, maps) for index, maps in enumerate(changing) if maps is not None]
+        self._pack_into = struct.Struct(_format(changing)).pack_into
+        self._block = _Block(program)
+
+    def __call__(self, stream: int, pointers: Sequence[int]) -> None:
+        """``pointers``: those of the kernel's arguments, in order."""
+        values: Sequence[int | bytes] = pointers
+        if self._maps:
+            values = list(pointers)
+            for index, maps in self._maps:
+                values[index] = maps(pointers[index])
+        block = self._block
+        block.config.stream = stream
+        self._pack_into(block.memory, 0, *values)
+        error = self._launch(*block.launch_arguments)
+        if error == _INVALID_CONTEXT:
+            # A thread that has only used memory from PyTorch's cache has no context yet.
+            _bind_context()
+            error = self._launch(*block.launch_arguments)
+        if error:
+            raise RuntimeError(f"cuLaunchKernelEx failed: {_describe(error)}")
+
+
+class _Block(threading.local):
+    """The memory that the driver reads, laid out anew in each thread that launches.
+
+    The driver has copied it when ``cuLaunchKernelEx`` returns; until then no other launch may write into it.
+    """
+
+    def __init__(self, program: Program) -> None:
+        # What changes comes first, so that one pack_into writes it.
+        changing = [argument for argument in program.arguments if not isinstance(argument, bytes)]
+        fixed = [argument.ljust(8, b"\0") for argument in program.arguments if isinstance(argument, bytes)]
+        offset, fixed_offset = 0, struct.calcsize(_format(changing))
+        null = bytes(8)
+        self.memory = ctypes.create_string_buffer(bytes(fixed_offset) + b"".join(fixed) + null)
+        start = ctypes.addressof(self.memory)
+        addresses = []
+        for argument in program.arguments:
+            if isinstance(argument, bytes):
+                addresses.append(start + fixed_offset)
+                fixed_offset += 8
+            else:
+                addresses.append(start + offset)
+                offset += struct.calcsize(_format([argument]))
+        scratch = start + fixed_offset  # where null is
+        self._parameters = (ctypes.c_void_p * (len(addresses) + 2))(*addresses, scratch, scratch)
+        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        self.config = _Config(
+            (program.grid, 1, 1), (program.threads, 1, 1), program.shared_memory,
+            attributes=ctypes.addressof(self._attribute), num_attributes=int(program.pdl),
+        )  # fmt: skip
+        self.launch_arguments = (
+            ctypes.addressof(self.config), program.function, ctypes.addressof(self._parameters), None
+        )  # fmt: skip
+
+
+def _format(changing: Sequence[EncodedMaps | None]) -> str:
+    """Of ``struct``, for what a call brings. A tensor map needs no alignment here: the driver copies it."""
+    return "<" + "".join("Q" if maps is None else "128s" for maps in changing)
+
+
+def driver_launch(compiled: Any, grid: int, arguments: Sequence[Any]) -> DriverLaunch | None:
+    """A ``DriverLaunch`` of what Triton compiled and has run with ``arguments``; None if only Triton knows how.
+
+    That is so on other devices than NVIDIA's, for kernels that need scratch memory, clusters or a cooperative grid, and
+    where a version of Triton says something that isn't known here.
+    """
+    try:
+        metadata = compiled.metadata
+        if (
+            metadata.target.backend != "cuda"
+            or metadata.num_ctas != 1
+            or metadata.launch_cooperative_grid
+            or metadata.global_scratch_size
+            or metadata.profile_scratch_size
+            or metadata.shared > LARGEST_SHARED_MEMORY
+            or getattr(metadata, "instrumentation_mode", "")
+        ):
+            return None
+        program = Program(
+            compiled.function, grid, metadata.num_warps * metadata.target.warp_size, metadata.shared,
+            bool(metadata.launch_pdl),
+            _run_time_arguments(compiled.src.signature, arguments, getattr(metadata, "tensordesc_meta", None)),
+        )  # fmt: skip
+    except (AttributeError, KeyError, ValueError, struct.error):
+        return None
+    return DriverLaunch(program, _libcuda().cuLaunchKernelEx)
+
+
+def _run_time_arguments(
+    signature: Mapping[str, str], arguments: Sequence[Any], maps_metadata: Sequence[Mapping[str, Any]] | None
+) -> tuple[bytes | EncodedMaps | None, ...]:
+    """As ``Program.arguments``. Triton's signature has "constexpr" where a value is compiled in: ones and None too."""
+    out: list[bytes | EncodedMaps | None] = []
+    metadata_left = list(maps_metadata or ())
+    for kind, value in zip(signature.values(), arguments, strict=True):
+        if kind.startswith("*"):
+            out.append(None)
+        elif kind.startswith("tensordesc<"):
+            if not metadata_left:
+                raise ValueError("where there are no tensor maps Triton takes a descriptor apart")
+            out.append(EncodedMaps(value, metadata_left.pop(0), _libcuda()))
+            out.extend(struct.pack("<i", size) for size in value.shape)
+            out.extend(struct.pack("<q", stride) for stride in value.strides)
+        elif kind != "constexpr":
+            out.append(struct.pack("<" + _INTEGERS[kind], value))
+    return tuple(out)
+
+
+@functools.cache
+def _libcuda() -> ctypes.CDLL:
+    # Not PyDLL, which would hold the GIL: the driver waits while a stream's queue is full, and the device may be
+    # waiting for another thread.
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    return library
+
+
+def _bind_context() -> None:
+    """Makes the primary context of PyTorch's current device this thread's."""
+    context = ctypes.c_void_p()
+    _libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
+    _libcuda().cuCtxSetCurrent(context)
+
+
+def _describe(error: int) -> str:
+    text = ctypes.c_char_p()
+    _libcuda().cuGetErrorString(error, ctypes.byref(text))
+    return (text.value or b"unknown error").decode()

@@ -1,0 +1,187 @@
+"""What ``cuLaunchKernelEx`` is given: read back from memory by a function in its place, so no GPU is needed."""
+
+import ctypes
+import struct
+import threading
+from collections import namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from qgemm.kernels import driver
+from qgemm.kernels.driver import DriverLaunch, Program, driver_launch
+
+Seen = namedtuple("Seen", "config attribute function arguments scratch")
+
+
+def recorder(kinds: str, seen: list[Seen], error: int = 0) -> Any:
+    """A ``cuLaunchKernelEx`` for a kernel whose arguments are of ``kinds``: struct's letters, m for a tensor map."""
+
+    def launch(config: int, function: int, parameters: int, extra: None) -> int:
+        assert extra is None
+        copied = driver._Config.from_buffer_copy(ctypes.string_at(config, ctypes.sizeof(driver._Config)))
+        attribute = struct.unpack("iii", ctypes.string_at(copied.attributes, 12))[::2]
+        addresses = (ctypes.c_void_p * (len(kinds) + 2)).from_address(parameters)
+        arguments = [
+            ctypes.string_at(address, 128)
+            if kind == "m"
+            else struct.unpack(kind, ctypes.string_at(address, struct.calcsize(kind)))[0]
+            for kind, address in zip(kinds, addresses, strict=False)
+        ]
+        scratch = [struct.unpack("Q", ctypes.string_at(address, 8))[0] for address in addresses[len(kinds) :]]
+        seen.append(Seen(copied, attribute, function, arguments, scratch))
+        return error
+
+    return launch
+
+
+def program(*arguments: Any, **changed: Any) -> Program:
+    facts = {"function": 7, "grid": 66, "threads": 256, "shared_memory": 1000, "pdl": False, **changed}
+    return Program(**facts, arguments=arguments)
+
+
+def test_structures_are_those_of_cuda() -> None:
+    # sizeof and offsetof in cuda.h on 64-bit systems.
+    assert ctypes.sizeof(driver._Config) == 56
+    assert driver._Config.shared_memory.offset == 24
+    assert driver._Config.stream.offset == 32
+    assert driver._Config.num_attributes.offset == 48
+    assert ctypes.sizeof(driver._Attribute) == 72
+    assert driver._Attribute.value.offset == 8
+
+
+def test_the_driver_reads_every_argument_in_order() -> None:
+    def maps(pointer: int) -> bytes:
+        return bytes([pointer % 251]) * 128
+
+    seen: list[Seen] = []
+    arguments = (None, struct.pack("<i", -5), maps, struct.pack("<q", 2**40), None, maps)
+    launch = DriverLaunch(program(*arguments), recorder("QimqQm", seen))
+    launch(11, [2**63, 300, 2**20, 4])
+    launch(12, (1, 2, 3, 4))
+    assert [call.config.stream for call in seen] == [11, 12]
+    assert seen[0].arguments == [2**63, -5, bytes([300 % 251]) * 128, 2**40, 2**20, bytes([4]) * 128]
+    assert seen[1].arguments == [1, -5, bytes([2]) * 128, 2**40, 3, bytes([4]) * 128]
+    for call in seen:
+        assert call.function == 7
+        assert call.scratch == [0, 0]
+        assert list(call.config.grid) == [66, 1, 1]
+        assert list(call.config.block) == [256, 1, 1]
+        assert call.config.shared_memory == 1000
+        assert call.config.num_attributes == 0
+
+
+def test_pdl_is_an_attribute() -> None:
+    seen: list[Seen] = []
+    DriverLaunch(program(pdl=True), recorder("", seen))(0, [])
+    assert seen[0].config.num_attributes == 1
+    assert seen[0].attribute == (6, 1)
+
+
+def test_the_wrong_number_of_pointers_is_an_error() -> None:
+    launch = DriverLaunch(program(None, None), recorder("QQ", []))
+    with pytest.raises(struct.error):
+        launch(0, [1])
+
+
+def test_threads_have_memory_of_their_own() -> None:
+    """Two threads in the driver at once: what the first one's kernel is given isn't changed by the second."""
+    seen: list[Seen] = []
+    record = recorder("Q", seen)
+    both_inside = threading.Barrier(2, timeout=20)
+
+    def launch(*arguments: Any) -> int:
+        both_inside.wait()
+        return record(*arguments)
+
+    shared = DriverLaunch(program(None), launch)
+    threads = [threading.Thread(target=shared, args=(stream, [100 + stream])) for stream in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted((call.config.stream, call.arguments[0]) for call in seen) == [(1, 101), (2, 102)]
+
+
+def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[bool] = []
+    monkeypatch.setattr(driver, "_bind_context", lambda: bound.append(True))
+    seen: list[Seen] = []
+
+    def launch(*arguments: Any) -> int:
+        return recorder("Q", seen, error=0 if bound else driver._INVALID_CONTEXT)(*arguments)
+
+    DriverLaunch(program(None), launch)(0, [5])
+    assert bound == [True]
+    assert len(seen) == 2
+
+
+def test_an_error_of_the_driver_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_describe", lambda error: f"error {error}")
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed: error 700"):
+        DriverLaunch(program(None), recorder("Q", [], error=700))(0, [5])
+
+
+METADATA = {
+    "target": SimpleNamespace(backend="cuda", warp_size=32),
+    "num_warps": 4,
+    "num_ctas": 1,
+    "launch_cooperative_grid": False,
+    "launch_pdl": False,
+    "global_scratch_size": 0,
+    "profile_scratch_size": 0,
+    "shared": 512,
+}
+
+
+def compiled(signature: dict[str, str], **changed: Any) -> Any:
+    metadata = SimpleNamespace(**{**METADATA, **changed})
+    return SimpleNamespace(metadata=metadata, function=9, src=SimpleNamespace(signature=signature))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
+    """What a driver of one pointer, an i32 and an i64 was given."""
+    seen: list[Seen] = []
+    monkeypatch.setattr(driver, "_libcuda", lambda: SimpleNamespace(cuLaunchKernelEx=recorder("Qiq", seen)))
+    return seen
+
+
+SIGNATURE = {"x": "*fp32", "none": "constexpr", "M": "i32", "one": "constexpr", "stride": "i64", "BLOCK": "constexpr"}
+ARGUMENTS = (torch.empty(1), None, 12, 1, 2**33, 64)
+
+
+def test_what_triton_compiled_is_launched(launched: list[Seen]) -> None:
+    launch = driver_launch(compiled(SIGNATURE), 3, ARGUMENTS)
+    assert launch is not None
+    launch(1, [4096])
+    assert launched[0].arguments == [4096, 12, 2**33]
+    assert (launched[0].function, launched[0].config.block[0], launched[0].config.shared_memory) == (9, 128, 512)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"target": SimpleNamespace(backend="hip", warp_size=64)},
+        {"num_ctas": 2},
+        {"launch_cooperative_grid": True},
+        {"global_scratch_size": 16},
+        {"profile_scratch_size": 16},
+        {"shared": 227 * 1024 + 1},
+        {"instrumentation_mode": "gsan"},
+    ],
+)
+def test_what_only_triton_can_launch(changed: dict[str, Any], launched: list[Seen]) -> None:
+    assert driver_launch(compiled(SIGNATURE, **changed), 3, ARGUMENTS) is None
+
+
+def test_what_a_version_of_triton_leaves_out_or_adds(launched: list[Seen]) -> None:
+    for name in METADATA:
+        without = compiled(SIGNATURE)
+        delattr(without.metadata, name)
+        assert driver_launch(without, 3, ARGUMENTS) is None, name
+    assert driver_launch(compiled({**SIGNATURE, "M": "fp32"}), 3, ARGUMENTS) is None
+    assert driver_launch(compiled({**SIGNATURE, "added": "*i8"}), 3, ARGUMENTS) is None
+    assert driver_launch(compiled({**SIGNATURE, "M": "tensordesc<i8[64, 128]>"}), 3, ARGUMENTS) is None
