@@ -5,11 +5,12 @@ import functools
 import torch
 from torch import Tensor
 
+from qgemm.kernels.config import device_limits
 from qgemm.kernels.launch import Launch
 from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE
 
-LONGEST_WHOLE_ROW = 16_384  # values that a program keeps in registers; twice as many spill
+LONGEST_WHOLE_ROW = 131_072  # bytes of a row that a program keeps in registers
 PART_OF_A_ROW = 8192  # values at a time of a longer one
 
 
@@ -36,11 +37,19 @@ def _plan(
     longest: int,
     part: int,
 ) -> Launch:
-    whole = longest >= K
-    block = 1 << max(K - 1, 0).bit_length() if whole else part
-    return Launch(_quantize_rows_kernel, M, (K, *strides), (MIN_SCALE, block, whole), num_warps=warps(block))
+    block, blocks, threads = row_blocks(K, dtype.itemsize, longest, part)
+    warps = max(1, threads // device_limits(device).warp_size)
+    return Launch(_quantize_rows_kernel, M, (K, *strides), (MIN_SCALE, block, blocks), num_warps=warps)
 
 
-def warps(block: int) -> int:
-    """How many warps take ``block`` values: 32 values a thread."""
-    return max(1, block // 1024)
+def row_blocks(K: int, itemsize: int, longest: int, part: int) -> tuple[int, int, int]:
+    """``(BLOCK, BLOCKS, threads)`` for rows of ``K`` values; ``BLOCKS`` is 0 for a row that is read twice.
+
+    A thread has 8 values of a block: 16 bytes of a 16-bit type. Of a row that is read once and has 1024 values or more,
+    it has 32 to 64. Half or twice as many threads took as long on an H200.
+    """
+    if longest < K * itemsize:
+        return part, 0, max(32, part // 16)
+    threads = 32 << (min(max(K // 1024, 1), 32).bit_length() - 1)
+    block = min(8 * threads, 1 << max(K - 1, 0).bit_length())
+    return block, max(1, -(-K // block)), threads

@@ -1,13 +1,23 @@
 """Row quantization, one row a program.
 
 ``scale = max(amax / 127, MIN_SCALE)``, ``q = round_half_even(x / scale)``; ``reference.py`` has the whole rule. A row
-of up to ``BLOCK`` values is read once and kept in registers: memory moves ``(bytes of x) + 1`` per value, which is the
-limit. A longer row is read twice; the second read mostly hits cache.
+that fits is read once and kept in registers: memory moves ``(bytes of x) + 1`` per value, which is the limit. A longer
+row is read twice; the second read mostly hits cache.
 
-The values are those of the reference, bit for bit, so the quotient must be the correctly rounded one. A division per
-value costs more than the memory; a product with the reciprocal, corrected by its remainder in two fused steps
-(Markstein 1990), gives the same: no quotient differed in 1.6 * 10^9 pairs drawn around ties, and 4096 rows of 14,336
-bfloat16 take 53 us on an H200 instead of 112. A static scale may be one that has no reciprocal, so it divides.
+The values are those of the reference, bit for bit, and a division per value would cost more than the memory. So there
+are three ways to the quotient:
+
+- bfloat16 with its own scale takes one product. But for roundings, which change it by less than 2^-22 of itself,
+  ``x / scale`` is ``127 * x / amax``. With significands of 8 bits that is a half or at least 2^-16 of itself away from
+  one. It is a half where ``amax = 254 * 2^n``, and then the scale is a power of 2 and every step exact; and where
+  ``x = amax / 2``. For that one the row does divide, and moves its multiplier by 2^-21 if the product rounds the other
+  way. The tests compare every pair of ``x`` and ``amax``.
+- Other types, and a static scale, correct the product by its remainder in two fused steps (Markstein 1990). No quotient
+  differed in 4 * 10^8 drawn around halves. The remainder must be exact, so the scale is from 2^-100 to 2^100.
+- Any other scale, and rows with NaN or Inf, divide.
+
+A bfloat16 value then takes 4 instructions: 1 for its magnitude and the maximum, 1 to float32, 1 for the product, 1 to
+pack the bytes.
 """
 
 import triton
@@ -15,65 +25,117 @@ import triton.language as tl
 
 from qgemm.kernels.stages import INTERPRETING
 
-
-@triton.jit
-def _round_half_even(x):
-    """To the nearest integer, for ``|x| < 2^22``: adding 1.5 * 2^23 leaves no bits for a fraction."""
-    return (x + 12582912.0) - 12582912.0
+# Adding 1.5 * 2^23 rounds |x| < 2^22 half to even: no bits are left for a fraction, and the low byte is the int8 value.
+# A conversion instruction runs at a quarter of the rate.
+ROUND = tl.constexpr(1.5 * 2.0**23)
 
 
 @triton.jit
 def _magnitude(x):
-    """``|x|``, with NaN as Inf: one maximum then finds both."""
-    return tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf"))
+    """``|x|`` as the integer of its bits. They order as the values do, with Inf and then NaN above every number.
+
+    The integers of 16-bit types stay in pairs, two to an instruction and a register.
+    """
+    if x.dtype == tl.float32:
+        return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        return x.to(tl.int16, bitcast=True) & 0x7FFF
 
 
 @triton.jit
-def _quantize(x, scale, STATIC: tl.constexpr):
-    # The interpreter rounds a fused multiply-add twice.
-    if STATIC or INTERPRETING:
-        quotient = tl.minimum(tl.maximum(tl.math.div_rn(x, scale), -127.0), 127.0)
+def _float_of(magnitude, dtype: tl.constexpr):
+    """The scalar ``magnitude`` of a value of ``dtype``, as float32."""
+    if dtype == tl.float32:
+        return magnitude.to(tl.float32, bitcast=True)
     else:
-        inverse = tl.math.div_rn(1.0, scale)
+        return magnitude.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _multiplier(amax, scale):
+    """What to multiply a bfloat16 ``x`` by, for a product that rounds as the quotient ``x / scale`` does."""
+    inverse = tl.math.div_rn(1.0, scale)
+    half = amax * 0.5
+    wanted = tl.math.div_rn(half, scale) + ROUND
+    found = tl.math.fma(half, inverse, ROUND)
+    return inverse * tl.where(wanted > found, 1 + 2.0**-21, tl.where(wanted < found, 1 - 2.0**-21, 1.0))
+
+
+@triton.jit
+def _quantize(x, scale, inverse, ONE_PRODUCT: tl.constexpr, STATIC: tl.constexpr):
+    """For finite ``x`` and scales from 2^-100 to 2^100: 2 instructions a value with one product, 5 without."""
+    x = x.to(tl.float32)
+    if ONE_PRODUCT:
+        rounded = tl.math.fma(x, inverse, ROUND)
+    else:
+        if STATIC:
+            x = tl.minimum(tl.maximum(x, -127.0 * scale), 127.0 * scale)
         quotient = x * inverse
-        quotient = tl.math.fma(tl.math.fma(-quotient, scale, x), inverse, quotient)
-    return tl.where(scale == scale, _round_half_even(quotient), 0.0).to(tl.int8)
+        rounded = tl.math.fma(tl.math.fma(-quotient, scale, x), inverse, quotient) + ROUND
+    return rounded.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def _quantize_any(x_row, q_row, K, stride_xk, scale):
+    """A row with any values and any scale, a division for each value."""
+    for start in range(0, K, 1024):
+        k = start + tl.arange(0, 1024)
+        x = tl.load(x_row + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0).to(tl.float32)
+        quotient = tl.minimum(tl.maximum(tl.math.div_rn(x, scale), -127.0), 127.0)
+        rounded = (quotient + ROUND) - ROUND
+        tl.store(q_row + k, tl.where(scale == scale, rounded, 0.0).to(tl.int8), mask=k < K)
 
 
 @triton.jit
 def _quantize_rows_kernel(
     x_ptr, q_ptr, row_scale_ptr, scale_ptr,
     K, stride_xm, stride_xk,
-    MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, WHOLE_ROW: tl.constexpr,
+    MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """``q`` is contiguous ``[rows, K]``; ``scale_ptr``: one static scale, or None."""
+    """``q`` is contiguous ``[rows, K]``; ``scale_ptr``: one static scale, or None.
+
+    ``BLOCKS``: how many blocks of ``BLOCK`` values hold a row; 0 to read it twice, a block at a time.
+    """
+    STATIC: tl.constexpr = scale_ptr is not None
+    ONE_PRODUCT: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and not STATIC
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     x_row = x_ptr + row * stride_xm
     q_row = q_ptr + row * K
 
-    if WHOLE_ROW:
-        x = tl.load(x_row + offsets.to(tl.int64) * stride_xk, mask=offsets < K, other=0.0).to(tl.float32)
-        amax = tl.max(_magnitude(x), axis=0)
+    blocks = ()
+    largest = _magnitude(tl.zeros((BLOCK,), dtype=x_ptr.dtype.element_ty))
+    if BLOCKS:
+        for i in tl.static_range(BLOCKS):
+            k = i * BLOCK + offsets
+            blocks = blocks + (tl.load(x_row + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0),)
+        for i in tl.static_range(BLOCKS):
+            largest = tl.maximum(largest, _magnitude(blocks[i]))
     else:
-        amax_block = tl.zeros((BLOCK,), dtype=tl.float32)
-        for start in range(0, K, BLOCK):
+        for start in tl.range(0, K, BLOCK, loop_unroll_factor=4):
             k = start + offsets
-            x = tl.load(x_row + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0).to(tl.float32)
-            amax_block = tl.maximum(amax_block, _magnitude(x))
-        amax = tl.max(amax_block, axis=0)
+            x = tl.load(x_row + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
+            largest = tl.maximum(largest, _magnitude(x))
+    amax = _float_of(tl.max(largest, axis=0), x_ptr.dtype.element_ty)
 
-    if scale_ptr is not None:
+    if STATIC:
         scale = tl.load(scale_ptr).to(tl.float32)
     else:
         scale = tl.where(amax == 0, 1.0, tl.maximum(tl.math.div_rn(amax, 127.0), MIN_SCALE))
     scale = tl.where(amax < float("inf"), scale, float("nan"))
     tl.store(row_scale_ptr + row, scale)
 
-    if WHOLE_ROW:
-        tl.store(q_row + offsets, _quantize(x, scale, scale_ptr is not None), mask=offsets < K)
+    inverse = _multiplier(amax, scale) if ONE_PRODUCT else tl.math.div_rn(1.0, scale)
+    # The interpreter rounds a fused multiply-add twice: a corrected quotient would be wrong there.
+    if (scale > 2.0**-100) & (scale < 2.0**100) & (ONE_PRODUCT or not INTERPRETING):
+        if BLOCKS:
+            for i in tl.static_range(BLOCKS):
+                k = i * BLOCK + offsets
+                tl.store(q_row + k, _quantize(blocks[i], scale, inverse, ONE_PRODUCT, STATIC), mask=k < K)
+        else:
+            for start in tl.range(0, K, BLOCK, loop_unroll_factor=4):
+                k = start + offsets
+                x = tl.load(x_row + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
+                tl.store(q_row + k, _quantize(x, scale, inverse, ONE_PRODUCT, STATIC), mask=k < K)
     else:
-        for start in range(0, K, BLOCK):
-            k = start + offsets
-            x = tl.load(x_row + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0).to(tl.float32)
-            tl.store(q_row + k, _quantize(x, scale, scale_ptr is not None), mask=k < K)
+        _quantize_any(x_row, q_row, K, stride_xk, scale)

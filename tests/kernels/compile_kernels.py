@@ -101,7 +101,7 @@ def gemm_arguments(
     }
 
 
-def quantize_arguments(dtype: torch.dtype, block: int, whole_row: bool, static: bool) -> dict[str, Any]:
+def quantize_arguments(dtype: torch.dtype, block: int, blocks: int, static: bool) -> dict[str, Any]:
     return {
         "x_ptr": POINTERS[dtype],
         "q_ptr": "*i8",
@@ -110,12 +110,12 @@ def quantize_arguments(dtype: torch.dtype, block: int, whole_row: bool, static: 
         **{"K": "i32", "stride_xm": "i32", "stride_xk": 1},
         "MIN_SCALE": MIN_SCALE,
         "BLOCK": block,
-        "WHOLE_ROW": whole_row,
+        "BLOCKS": blocks,
     }
 
 
-def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[str, Any], GemmConfig | None]]:
-    """``(name, kernel, arguments, config)`` of everything to compile for a target."""
+def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[str, Any], GemmConfig | int]]:
+    """``(name, kernel, arguments, config or warps)`` of everything to compile for a target."""
     int8, bf16 = torch.int8, torch.bfloat16
     for config in CANDIDATES:
         if is_valid(config, 1, limits):
@@ -144,19 +144,23 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
             out = bf16 if dtype.itemsize == 1 else dtype
             arguments = gemm_arguments(config, limits, dtype, out, bias=True, activation=activation)
             yield f"matmul {dtype}".replace("torch.", ""), _gemm_kernel, arguments, config
-    longest, part = quantize.LONGEST_WHOLE_ROW, quantize.PART_OF_A_ROW
-    for dtype, block, static in (
+    longest = quantize.LONGEST_WHOLE_ROW
+    for dtype, K, static in (
         (bf16, 4096, False),
-        (bf16, longest, False),
-        (torch.float16, longest, True),
-        (torch.float32, part, False),
+        (bf16, 28_672, False),
+        *(
+            (dtype, longest // dtype.itemsize + more, static)
+            for dtype in (torch.float16, bf16, torch.float32)
+            for more in (0, 1)  # the most that is kept in registers; read twice
+            for static in (False, True)
+        ),
     ):
-        whole = dtype != torch.float32
-        name = f"quantize_rows {block} {'whole' if whole else 'long'} {'static' if static else 'dynamic'}"
-        yield name, _quantize_rows_kernel, quantize_arguments(dtype, block, whole, static), None
+        block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, longest, quantize.PART_OF_A_ROW)
+        name = f"quantize_rows {K} {dtype} {'static' if static else 'dynamic'}".replace("torch.", "")
+        yield name, _quantize_rows_kernel, quantize_arguments(dtype, block, blocks, static), threads // limits.warp_size
 
 
-def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | None, target: GPUTarget) -> Any:
+def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | int, target: GPUTarget) -> Any:
     names = kernel.arg_names
     assert set(names) == set(arguments), set(names) ^ set(arguments)
     runtime = {name for name, value in arguments.items() if isinstance(value, str)}
@@ -164,10 +168,10 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | 
     constants = {(names.index(name),): value for name, value in arguments.items() if name not in runtime}
     # What Triton finds out at a launch: pointers and sizes are multiples of 16. M is left out, as in the kernel.
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in runtime - {"M"}}
-    if config:
+    if isinstance(config, GemmConfig):
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     else:
-        options = {"num_warps": quantize.warps(arguments["BLOCK"])}
+        options = {"num_warps": config, "num_stages": 1, "enable_fp_fusion": False}
     return triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
 
 
@@ -194,7 +198,8 @@ def main() -> None:
                 assembly = compiled.asm["amdgcn" if target.backend == "hip" else "ptx"]
                 result |= {key: len(re.findall(pattern, assembly)) for key, pattern in INSTRUCTIONS.items()}
                 result |= {"spilled": spilled(compiled, target), "shared": compiled.metadata.shared}
-                result |= {"block_m": config.block_m, "stages": config.num_stages} if config else {}
+                if isinstance(config, GemmConfig):
+                    result |= {"block_m": config.block_m, "stages": config.num_stages}
             except Exception as error:  # one failure must not hide the others
                 result["error"] = f"{type(error).__name__}: {error}"
             print(json.dumps(result), flush=True)

@@ -55,19 +55,72 @@ def test_shapes(shape: tuple[int, ...], dtype: torch.dtype, function: Quantize, 
 
 
 @FUNCTIONS
+@DTYPES
 # A whole row, part of a block, one block, one value more, three blocks.
 @pytest.mark.parametrize("K", [1000, 1001, 1024, 1025, 3000])
 def test_rows_longer_than_a_block(
-    K: int, function: Quantize, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    K: int, dtype: torch.dtype, function: Quantize, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The kernel reads such rows twice. The real limit takes seconds to interpret.
-    monkeypatch.setattr(quantize, "LONGEST_WHOLE_ROW", 1000)
+    x = torch.randn(3, K, device=device).to(dtype)
+    monkeypatch.setattr(quantize, "LONGEST_WHOLE_ROW", 1000 * x.itemsize)
     monkeypatch.setattr(quantize, "PART_OF_A_ROW", 1024)
-    x = torch.randn(3, K, device=device)
     x[1, -1] = 50  # the largest value in the last block
     x[2, -1] = torch.nan
     assert_equals_reference(function, x)
     assert_equals_reference(function, x, torch.tensor(0.01, device=device))
+
+
+# Layers of Qwen2.5 and Llama 3 (3584, 14,336, 18,944, 28,672, 53,248), and where the numbers change.
+@pytest.mark.parametrize(
+    "K", [1, 256, 257, 1023, 1024, 2047, 2048, 3584, 4096, 14_336, 18_944, 28_672, 32_768, 53_248, 65_536]
+)
+def test_blocks_hold_a_row(K: int) -> None:
+    block, blocks, threads = quantize.row_blocks(K, 2, quantize.LONGEST_WHOLE_ROW, quantize.PART_OF_A_ROW)
+    assert block & (block - 1) == 0
+    assert (blocks - 1) * block < K <= blocks * block
+    assert threads <= 1024
+    assert block * blocks <= 64 * threads  # more values a thread don't fit in registers
+    assert block * blocks <= K + K // 3 or K < 1024  # few idle lanes
+
+
+def test_rows_beyond_the_registers_are_read_twice() -> None:
+    longest = quantize.LONGEST_WHOLE_ROW
+    assert quantize.row_blocks(longest // 2, 2, longest, 1024)[1] > 0
+    assert quantize.row_blocks(longest // 2 + 1, 2, longest, 1024) == (1024, 0, 64)
+    assert quantize.row_blocks(longest // 4, 4, longest, 1024)[1] > 0
+    assert quantize.row_blocks(longest // 4 + 1, 4, longest, 1024) == (1024, 0, 64)
+
+
+@FUNCTIONS
+def test_every_bfloat16_quotient_rounds_as_the_reference_does(function: Quantize, device: torch.device) -> None:
+    # A row for each amax; in it the 2048 values from amax down, of both signs. Smaller ones round to 0.
+    everything = torch.arange(1, 0x7F80, dtype=torch.int32, device=device)
+    # The interpreter takes long, and reads denormals as 0: there each significand, with an even and an odd exponent.
+    rows = everything[0x4000:0x4100] if device.type == "cpu" else everything
+    for amax in rows.split(4096):
+        magnitude = (amax[:, None] - torch.arange(2048, dtype=torch.int32, device=device)).clamp(min=0)
+        x = torch.cat([magnitude, magnitude + 0x8000], dim=1)
+        assert_equals_reference(function, x.to(torch.int16).view(torch.bfloat16))
+
+
+@FUNCTIONS
+@DTYPES
+@pytest.mark.parametrize("static", [False, True])
+def test_quotients_near_halves(static: bool, dtype: torch.dtype, function: Quantize, device: torch.device) -> None:
+    count = 64 if device.type == "cpu" else 4096
+    # To where float32 has denormals and reciprocals overflow; less far where x itself would.
+    low, high = {torch.float16: (-8, 8), torch.bfloat16: (-100, 118), torch.float32: (-125, 118)}[dtype]
+    exponent = torch.randint(low, high, (count, 1), device=device)
+    scale = (torch.rand(count, 1, device=device) + 1) * 2.0**exponent
+    if static:
+        scale = scale[:1].expand(count, 1)
+    x = ((torch.randint(-127, 127, (count, 1000), device=device) + 0.5) * scale).to(dtype)
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    x = (x.view(bits) + torch.randint(-2, 3, x.shape, device=device, dtype=bits)).view(dtype)
+    x[:, 7:8] = 127 * scale  # amax
+    x[:, 8:9] = 127 * scale / 2  # 63.5 times the scale, but for its rounding
+    assert_equals_reference(function, x, scale[0] if static else None)
 
 
 def test_cpu_rows_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
