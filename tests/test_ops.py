@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import qgemm.ops  # noqa: F401  (registers the operators)
+import qgemm.ops
 from qgemm.kernels import dispatch
 
 ops = torch.ops.qgemm
@@ -277,3 +280,131 @@ def test_mixed_devices_are_refused(position: int, device: torch.device) -> None:
     arguments[position] = arguments[position].to("meta")
     with pytest.raises(ValueError, match=r"is on .* but .* is on .*: move them to one device"):
         ops.quant_linear(*arguments)
+
+
+# ops.quant_linear: past the dispatcher where only the implementation would see the call
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The inputs of the calls that went past the dispatcher."""
+    seen: list[Any] = []
+    implementation = dispatch.quant_linear
+
+    def record(x: Tensor, *rest: Any) -> Tensor:
+        seen.append(x)
+        return implementation(x, *rest)
+
+    # The operator keeps the implementation itself, so this is out of its way.
+    monkeypatch.setattr(dispatch, "quant_linear", record)
+    return seen
+
+
+def quant_linear_arguments(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    return operands(torch.float32, device)["quant_linear"]  # type: ignore[return-value]
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+DIRECT: dict[str, Any] = {
+    "plainly": lambda f, x, *rest: f(x, *rest),
+    "no bias": lambda f, x, weight, scale, bias, none: f(x, weight, scale, None, none),
+    "under no_grad, of what requires gradients": lambda f, x, *rest: torch.no_grad()(f)(x.requires_grad_(), *rest),
+    "in inference mode": lambda f, x, *rest: torch.inference_mode()(f)(x, *rest),
+    "of inference tensors": lambda f, x, *rest: f(torch.inference_mode()(x.clone)(), *rest),
+    "of parameters": lambda f, x, *rest: f(nn.Parameter(x, requires_grad=False), *rest),
+    "under autocast": lambda f, x, *rest: torch.autocast(x.device.type, torch.bfloat16)(f)(x, *rest),
+}
+
+
+@pytest.mark.parametrize("how", DIRECT)
+def test_a_call_past_the_dispatcher(how: str, direct: list[Any], device: torch.device) -> None:
+    arguments = quant_linear_arguments(device)
+    for _ in range(2):
+        out = DIRECT[how](qgemm.ops.quant_linear, *arguments)
+        wanted = DIRECT[how](ops.quant_linear, *arguments)
+        assert torch.equal(out, wanted)
+        assert (out.requires_grad, out.is_inference()) == (wanted.requires_grad, wanted.is_inference())
+    assert len(direct) == 2
+
+
+def within(context: Any, f: Any, *arguments: Any) -> Any:
+    with context:
+        return f(*arguments)
+
+
+def forward_gradient(f: Any, x: Tensor, *rest: Any) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return f(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), *rest)
+
+
+SEEN_BY_OTHERS: dict[str, Any] = {
+    "gradients of x": lambda f, x, *rest: f(x.requires_grad_(), *rest),
+    "gradients of the bias": lambda f, x, weight, scale, bias, none: f(x, weight, scale, bias.requires_grad_(), none),
+    "gradients of the scale": lambda f, x, weight, scale, *rest: f(x, weight, scale.requires_grad_(), *rest),
+    "forward gradients": forward_gradient,
+    "a function mode": lambda f, *rest: within(FunctionMode(), f, *rest),
+    "a dispatch mode": lambda f, *rest: within(DispatchMode(), f, *rest),
+    "a subclass": lambda f, x, *rest: f(x.as_subclass(Subclass), *rest).as_subclass(Tensor),
+    "a subclass among the parameters": lambda f, x, w, *rest: f(x, w.as_subclass(Subclass), *rest).as_subclass(Tensor),
+    "torch.func": lambda f, x, *rest: torch.func.grad(lambda x: f(x, *rest).sum())(x),
+    "functionalization": lambda f, x, *rest: torch.func.functionalize(lambda x: f(x, *rest))(x),
+    "a trace": lambda f, x, *rest: torch.jit.trace(lambda x: f(x, *rest), x, check_trace=False)(x),
+    "make_fx": lambda f, x, *rest: make_fx(lambda x: f(x, *rest))(x)(x),
+    "torch.compile": lambda f, x, *rest: torch.compile(f, backend="eager", fullgraph=True)(x, *rest),
+    "a profiler": lambda f, *rest: within(torch.profiler.profile(), f, *rest),
+    "a negative view": lambda f, x, *rest: f(torch.complex(x, -x).conj().imag, *rest),
+}
+
+
+@pytest.mark.parametrize("what", SEEN_BY_OTHERS)
+def test_a_call_that_others_see(what: str, direct: list[Any], device: torch.device) -> None:
+    def result(f: Any) -> Any:
+        torch.manual_seed(0)
+        try:
+            return SEEN_BY_OTHERS[what](f, *quant_linear_arguments(device))
+        except (NotImplementedError, RuntimeError) as error:  # what the operator can't do: forward gradients
+            return type(error)
+
+    out, wanted = result(qgemm.ops.quant_linear), result(ops.quant_linear)
+    assert not direct
+    assert torch.equal(out, wanted) if isinstance(out, Tensor) else out is wanted
+
+
+def test_a_profile_names_the_operator(device: torch.device) -> None:
+    arguments = quant_linear_arguments(device)
+    with torch.profiler.profile() as profile:
+        qgemm.ops.quant_linear(*arguments)
+    assert "qgemm::quant_linear" in {event.name for event in profile.events()}
+
+
+def test_the_same_errors_past_the_dispatcher(device: torch.device) -> None:
+    x, weight, scale, bias, _ = quant_linear_arguments(device)
+    for wrong in (
+        (x.double(), weight, scale, bias, None),
+        (x[:, :-1], weight, scale, bias, None),
+        (x, weight.float(), scale, bias, None),
+        (x, weight, scale[:-1], bias, None),
+        (x, weight, scale, bias[:-1], None),
+        (x, weight, scale, bias, scale),
+        (x, weight.to("meta"), scale, bias, None),
+        (x.to("meta"), weight, scale, bias, None),
+        (x, weight, scale, bias.to("meta"), None),
+    ):
+        with pytest.raises((TypeError, ValueError)) as one:
+            qgemm.ops.quant_linear(*wrong)
+        with pytest.raises((TypeError, ValueError)) as other:
+            ops.quant_linear(*wrong)
+        assert (one.type, str(one.value)) == (other.type, str(other.value))

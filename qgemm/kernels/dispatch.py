@@ -10,6 +10,7 @@ These functions record no gradients and can't be traced; ``torch.ops.qgemm`` has
 ``torch.compile`` and ``torch.export`` as well.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -93,6 +94,9 @@ def quant_linear(
     ``x``: float ``[..., K]``. ``weight``: int8 ``[N, K]``. ``weight_scale``: float32 ``[N]``. ``bias``: float ``[N]``.
     ``input_scale``: one float32 number for all of ``x``, or None for a scale per row.
     """
+    if x.is_cuda:
+        linear: Tensor = _gpu().quant_linear(x, weight, weight_scale, bias, input_scale)
+        return linear
     check_quant_linear(x, weight, weight_scale, bias, input_scale)
     backend = _backend(x)
     q, row_scale = backend.quantize_rows(x.reshape(math.prod(x.shape[:-1]), weight.shape[1]), input_scale)
@@ -263,6 +267,11 @@ def _backend(tensor: Tensor, config: GemmConfig | None = None) -> Any:
         raise ValueError(
             "a config is for the Triton kernel, which takes CPU tensors only under TRITON_INTERPRET=1: omit it"
         )
+    return _gpu()
+
+
+@functools.cache
+def _gpu() -> Any:
     from qgemm.kernels import gpu
 
     return gpu

@@ -65,11 +65,10 @@ class DriverLaunch:
 
     def __init__(self, program: Program, launch: Callable[..., int]) -> None:
         """``launch``: ``cuLaunchKernelEx``."""
-        self._launch = launch
         changing = [argument for argument in program.arguments if not isinstance(argument, bytes)]
         self._maps = [(index, maps) for index, maps in enumerate(changing) if maps is not None]
         self._pack_into = struct.Struct(_format(changing)).pack_into
-        self._block = _Block(program)
+        self._block = _Block(program, launch)
 
     def __call__(self, stream: int, pointers: Sequence[int]) -> None:
         """``pointers``: those of the kernel's arguments, in order."""
@@ -81,11 +80,11 @@ class DriverLaunch:
         block = self._block
         block.config.stream = stream
         self._pack_into(block.memory, 0, *values)
-        error = self._launch(*block.launch_arguments)
+        error = block.launch()
         if error == _INVALID_CONTEXT:
             # A thread that has only used memory from PyTorch's cache has no context yet.
             _bind_context()
-            error = self._launch(*block.launch_arguments)
+            error = block.launch()
         if error:
             raise RuntimeError(f"cuLaunchKernelEx failed: {_describe(error)}")
 
@@ -96,7 +95,7 @@ class _Block(threading.local):
     The driver has copied it when ``cuLaunchKernelEx`` returns; until then no other launch may write into it.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, launch: Callable[..., int]) -> None:
         # What changes comes first, so that one pack_into writes it.
         changing = [argument for argument in program.arguments if not isinstance(argument, bytes)]
         fixed = [argument.ljust(8, b"\0") for argument in program.arguments if isinstance(argument, bytes)]
@@ -119,9 +118,14 @@ class _Block(threading.local):
             (program.grid, 1, 1), (program.threads, 1, 1), program.shared_memory,
             attributes=ctypes.addressof(self._attribute), num_attributes=int(program.pdl),
         )  # fmt: skip
-        self.launch_arguments = (
-            ctypes.addressof(self.config), program.function, ctypes.addressof(self._parameters), None
-        )  # fmt: skip
+        # Pointers made beforehand: ctypes would make them of numbers at each call.
+        self.launch = functools.partial(
+            launch,
+            ctypes.c_void_p(ctypes.addressof(self.config)),
+            ctypes.c_void_p(program.function),
+            ctypes.c_void_p(ctypes.addressof(self._parameters)),
+            None,
+        )
 
 
 def _format(changing: Sequence[EncodedMaps | None]) -> str:

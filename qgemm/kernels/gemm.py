@@ -55,30 +55,51 @@ def _launch(
     out_dtype: torch.dtype,
     config: GemmConfig | None,
 ) -> Tensor:
+    c = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    if c.numel():
+        product = plan(a, b, a_scale, b_scale, bias, activation, out_dtype, config)
+        product(a, b, c, a_scale, b_scale, bias)
+    return c
+
+
+class Product(NamedTuple):
+    """A kernel bound to everything about a product but its tensors."""
+
+    launch: Launch
+    workspace: int
+    """How many int32 zeros the kernel needs: the output's partial sums, then a count for each tile."""
+
+    def __call__(
+        self, a: Tensor, b: Tensor, c: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
+    ) -> None:
+        """Writes the product to ``c``."""
+        if self.workspace:
+            zeros = a.new_zeros(self.workspace, dtype=torch.int32)
+            self.launch(a, b, c, a_scale, b_scale, bias, zeros, zeros[c.numel() :])
+        else:
+            self.launch(a, b, c, a_scale, b_scale, bias)
+
+
+def plan(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor | None,
+    b_scale: Tensor | None,
+    bias: Tensor | None,
+    activation: str | None,
+    out_dtype: torch.dtype,
+    config: GemmConfig | None = None,
+) -> Product:
+    """The product of tensors like these, with a contiguous output of at least one value."""
     M, K = a.shape
     N = b.shape[1]
-    c = a.new_empty((M, N), dtype=out_dtype)
-    if c.numel() == 0:
-        return c
-    plan = _plan(
+    return _plan(
         M, N, K, (*a.stride(), *b.stride(), N, 1, _stride(a_scale, M), _stride(b_scale, N), _stride(bias, N)),
         a.dtype, out_dtype, a_scale is None, None if bias is None else bias.dtype, activation,
         # allow_tf32, the older name, raises once a user has set this one.
         a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
         a.device, config,
     )  # fmt: skip
-    if plan.workspace:
-        zeros = a.new_zeros(plan.workspace, dtype=torch.int32)
-        plan.launch(a, b, c, a_scale, b_scale, bias, zeros, zeros[M * N :])
-    else:
-        plan.launch(a, b, c, a_scale, b_scale, bias)
-    return c
-
-
-class _Plan(NamedTuple):
-    launch: Launch
-    workspace: int
-    """How many int32 zeros the kernel needs: the output's partial sums, then a count for each tile."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -95,8 +116,8 @@ def _plan(
     allow_tf32: bool,
     device: torch.device,
     config: GemmConfig | None,
-) -> _Plan:
-    """Everything about a product but its tensors. The dtypes are here to tell one ``Launch`` from another."""
+) -> Product:
+    """As ``plan``. The dtypes are here to tell one ``Launch`` from another."""
     limits = device_limits(device)
     if config is None:
         config = select_config(M, N, K, dtype, device)
@@ -115,13 +136,13 @@ def _plan(
     if config.streamk and K > 0:
         constants = (*constants, slots)
         launch = Launch(_gemm_streamk_kernel, slots, numbers, constants, config.num_warps, config.num_stages)
-        return _Plan(launch, M * N + tiles)
+        return Product(launch, M * N + tiles)
 
     # Programs beyond the tiles would find nothing to do, unless they are renumbered for chiplets.
     grid = slots if limits.num_xcds > 1 else min(tiles, slots)
     epilogue = ACTIVATION_FUNCTIONS[activation] if activation else None
     constants = (*constants, not dtype.is_floating_point, allow_tf32, epilogue)
-    return _Plan(Launch(_gemm_kernel, grid, numbers, constants, config.num_warps, config.num_stages), 0)
+    return Product(Launch(_gemm_kernel, grid, numbers, constants, config.num_warps, config.num_stages), 0)
 
 
 def _stride(vector: Tensor | None, length: int) -> int:

@@ -1,6 +1,7 @@
 """The kernels' functions on a GPU, in Triton; importing this imports Triton."""
 
 from qgemm.kernels.gemm import int_mm, matmul, scaled_mm
+from qgemm.kernels.linear import quant_linear
 from qgemm.kernels.quantize import quantize_rows
 
-__all__ = ["int_mm", "matmul", "quantize_rows", "scaled_mm"]
+__all__ = ["int_mm", "matmul", "quant_linear", "quantize_rows", "scaled_mm"]

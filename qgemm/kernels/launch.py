@@ -6,7 +6,7 @@ sizes, strides and dtypes, and keep it. Triton compiles and runs the first call;
 is given to the driver (``driver.py``), or where that can't be, to Triton's launcher for it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from qgemm.kernels.driver import DriverLaunch, driver_launch
 from qgemm.kernels.stages import INTERPRETING
 from qgemm.kernels.tensor_map import TensorMap
+
+_RUNTIME = triton.knobs.runtime
 
 
 class Launch:
@@ -55,21 +57,32 @@ class Launch:
     def __call__(self, *tensors: Tensor | None) -> None:
         """Runs the kernel on the current stream of the first tensor's device."""
         device = tensors[0].device  # type: ignore[union-attr]
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self(*tensors)
         if INTERPRETING:
             self._kernel[(self._grid,)](*self._for_triton(tensors))
             return None
+        if device.index != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self(*tensors)
         pointers = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        if self.at(torch._C._cuda_getCurrentRawStream(device.index), pointers):
+            return None
         variant = self._variants.get(_alignment(pointers))
         if variant is None:
             self._variants[_alignment(pointers)] = self._compile(device, tensors)
-        elif variant.by_driver is None or _hooked():
-            variant.by_triton(*self._for_triton(tensors))
         else:
-            variant.by_driver(torch._C._cuda_getCurrentRawStream(device.index), pointers)
+            variant.by_triton(*self._for_triton(tensors))
         return None
+
+    def at(self, stream: int, pointers: Sequence[int]) -> bool:
+        """Runs the kernel on ``stream`` of the current device, with ``pointers`` for all tensors that aren't None.
+
+        False if that can't be, and nothing was run: call with the tensors then. The first call is like that.
+        """
+        variant = self._variants.get(_alignment(pointers))
+        if variant is None or variant.by_driver is None or _hooked():
+            return False
+        variant.by_driver(stream, pointers)
+        return True
 
     def _compile(self, device: torch.device, tensors: tuple[Tensor | None, ...]) -> "_Variant":
         """Runs the kernel by way of Triton, which compiles it for these tensors."""
@@ -94,7 +107,7 @@ class _Variant(NamedTuple):
     by_triton: Callable[..., None]
 
 
-def _alignment(pointers: list[int]) -> int:
+def _alignment(pointers: Sequence[int]) -> int:
     """Which pointers aren't aligned to 16 bytes, a bit for each: Triton compiles a variant for every combination."""
     merged = 0
     for pointer in pointers:
@@ -106,8 +119,9 @@ def _alignment(pointers: list[int]) -> int:
 
 def _hooked() -> bool:
     """Whether somebody, such as a profiler, wants Triton to tell of launches."""
-    runtime = triton.knobs.runtime
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    enter, exit_ = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
+    # Chains of hooks, unless somebody has put one function, or None, in their place.
+    return bool(getattr(enter, "calls", enter) or getattr(exit_, "calls", exit_))
 
 
 def _has_pdl(device: torch.device) -> bool:

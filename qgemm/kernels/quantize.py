@@ -21,9 +21,13 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
     q = x.new_empty(x.shape, dtype=torch.int8)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if row_scale.numel():
-        plan = _plan(*rows.shape, rows.stride(), x.dtype, scale is None, x.device, LONGEST_WHOLE_ROW, PART_OF_A_ROW)
-        plan(rows, q, row_scale, scale)
+        plan(rows, scale)(rows, q, row_scale, scale)
     return q, row_scale
+
+
+def plan(rows: Tensor, scale: Tensor | None) -> Launch:
+    """The quantization of ``rows`` like these, ``[M, K]``."""
+    return _plan(*rows.shape, rows.stride(), rows.dtype, scale is None, rows.device, LONGEST_WHOLE_ROW, PART_OF_A_ROW)
 
 
 @functools.lru_cache(maxsize=4096)

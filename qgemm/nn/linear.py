@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import qgemm.ops  # noqa: F401  (registers torch.ops.qgemm)
 from qgemm.kernels import quantize_rows
+from qgemm.ops import quant_linear
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 
@@ -120,8 +120,7 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
-        out: Tensor = torch.ops.qgemm.quant_linear(x, self.weight, self.weight_scale, self.bias, self.input_scale)
-        return out
+        return quant_linear(x, self.weight, self.weight_scale, self.bias, self.input_scale)
 
     def extra_repr(self) -> str:
         """Sizes and scheme, for ``print``."""

@@ -19,11 +19,11 @@ Seen = namedtuple("Seen", "config attribute function arguments scratch")
 def recorder(kinds: str, seen: list[Seen], error: int = 0) -> Any:
     """A ``cuLaunchKernelEx`` for a kernel whose arguments are of ``kinds``: struct's letters, m for a tensor map."""
 
-    def launch(config: int, function: int, parameters: int, extra: None) -> int:
+    def launch(config: ctypes.c_void_p, function: ctypes.c_void_p, parameters: ctypes.c_void_p, extra: None) -> int:
         assert extra is None
         copied = driver._Config.from_buffer_copy(ctypes.string_at(config, ctypes.sizeof(driver._Config)))
         attribute = struct.unpack("iii", ctypes.string_at(copied.attributes, 12))[::2]
-        addresses = (ctypes.c_void_p * (len(kinds) + 2)).from_address(parameters)
+        addresses = (ctypes.c_void_p * (len(kinds) + 2)).from_address(parameters.value)
         arguments = [
             ctypes.string_at(address, 128)
             if kind == "m"
@@ -31,7 +31,7 @@ def recorder(kinds: str, seen: list[Seen], error: int = 0) -> Any:
             for kind, address in zip(kinds, addresses, strict=False)
         ]
         scratch = [struct.unpack("Q", ctypes.string_at(address, 8))[0] for address in addresses[len(kinds) :]]
-        seen.append(Seen(copied, attribute, function, arguments, scratch))
+        seen.append(Seen(copied, attribute, function.value, arguments, scratch))
         return error
 
     return launch

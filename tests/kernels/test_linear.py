@@ -1,0 +1,328 @@
+"""``quant_linear`` on a GPU: the plan that calls of a kind share, and where it runs.
+
+Without a GPU the launches run in Triton's interpreter, on CPU tensors, with stand-ins for what asks CUDA for a device.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qgemm.kernels import linear
+from qgemm.kernels.linear import quant_linear
+from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+N, K = 40, 64
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear._plans.clear()
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        monkeypatch.setattr(linear, "_empty", lambda shape, strides, dtype: torch.empty(shape, dtype=dtype))
+
+
+class Parameters:
+    """Of a layer."""
+
+    def __init__(self, device: torch.device, n: int = N, k: int = K, static: bool = False, bias: bool = True) -> None:
+        self.weight = torch.randint(-127, 128, (n, k), dtype=torch.int8, device=device)
+        self.weight_scale = torch.rand(n, device=device)
+        self.bias = torch.randn(n, device=device) if bias else None
+        self.input_scale = torch.tensor(0.03, device=device) if static else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return quant_linear(x, self.weight, self.weight_scale, self.bias, self.input_scale)
+
+    def expected(self, x: Tensor) -> Tensor:
+        rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        q, scale = quantize_rows_reference(rows, self.input_scale)
+        out = scaled_mm_reference(q, self.weight.t(), scale, self.weight_scale, self.bias, x.dtype)
+        return out.view(*x.shape[:-1], -1) if out.numel() else out.view(*x.shape[:-1], self.weight.shape[0])
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_reference_s_bits_every_time(dtype: torch.dtype, bias: bool, static: bool, device: torch.device) -> None:
+    layer = Parameters(device, static=static, bias=bias)
+    for _ in range(3):  # compiled, then by the plan
+        x = torch.randn(5, K, device=device).to(dtype)
+        assert torch.equal(layer(x), layer.expected(x))
+    assert len(linear._plans) == 1
+
+
+SHAPES: list[tuple[str, Callable[[Tensor], Tensor]]] = [
+    ("a vector", lambda x: x[0, 0]),
+    ("two dimensions", lambda x: x[0]),
+    ("three dimensions", lambda x: x),
+    ("one row", lambda x: x[0, :1]),
+    ("no rows", lambda x: x[0, :0]),
+    ("no rows, three dimensions", lambda x: x[:, :0]),
+    ("rows apart", lambda x: x[0, ::2]),
+    ("what can't be viewed as rows", lambda x: x.transpose(0, 1)),
+    ("columns first", lambda x: x[0].t().contiguous().t()),
+    ("one row for all", lambda x: x[:1, :1].expand(4, 3, K)),
+]
+
+
+@pytest.mark.parametrize(("name", "view"), SHAPES, ids=[name for name, _ in SHAPES])
+def test_shapes_and_strides(name: str, view: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    layer = Parameters(device)
+    for _ in range(3):
+        x = view(torch.randn(3, 6, K, device=device))
+        out = layer(x)
+        assert out.shape == (*x.shape[:-1], N)
+        assert out.is_contiguous()
+        assert torch.equal(out, layer.expected(x))
+
+
+@pytest.mark.parametrize(("n", "k"), [(0, 8), (8, 0), (1, 1), (3, 17)])
+def test_degenerate_sizes(n: int, k: int, device: torch.device) -> None:
+    layer = Parameters(device, n, k)
+    for _ in range(2):
+        x = torch.randn(5, k, device=device)
+        assert torch.equal(layer(x), layer.expected(x))
+
+
+def test_unaligned_pointers_after_aligned_ones(device: torch.device) -> None:
+    layer = Parameters(device)
+    memory = torch.randn(5 * K + 8, device=device)
+    for offset in (0, 1, 0, 2, 1, 4):  # 16 bytes are 4 values
+        x = memory[offset : offset + 5 * K].view(5, K)
+        assert torch.equal(layer(x), layer.expected(x)), offset
+    assert len(linear._plans) == 1, "an address is no part of a plan"
+    layer.bias = torch.randn(N + 1, device=device)[1:]
+    assert torch.equal(layer(x), layer.expected(x))
+
+
+def test_parameters_may_be_replaced(device: torch.device) -> None:
+    layer = Parameters(device)
+    x = torch.randn(5, K, device=device)
+    layer(x)
+    for replace in (
+        lambda: setattr(layer, "weight", torch.randint(-127, 128, (N, K), dtype=torch.int8, device=device)),
+        lambda: layer.weight.copy_(-layer.weight),
+        lambda: setattr(layer, "weight", layer.weight.t().contiguous().t()),
+        lambda: setattr(layer, "weight_scale", torch.rand(2 * N, device=device)[::2]),
+        lambda: setattr(layer, "weight_scale", torch.tensor(0.5, device=device)),
+        lambda: setattr(layer, "bias", layer.bias.half()),
+        lambda: setattr(layer, "bias", None),
+        lambda: setattr(layer, "input_scale", torch.tensor(0.1, device=device)),
+    ):
+        replace()
+        for _ in range(2):
+            assert torch.equal(layer(x), layer.expected(x))
+
+
+def test_memory_of_another_dtype_in_the_same_place_is_noticed(device: torch.device) -> None:
+    layer = Parameters(device)
+    x = torch.randn(5, K, device=device)
+    layer(x)
+    for name, wrong, message in (
+        ("weight", layer.weight.view(torch.uint8), "weight is torch.uint8; it must be torch.int8"),
+        ("weight_scale", layer.weight_scale.view(torch.int32), "weight_scale is torch.int32; scales are torch.float32"),
+        ("bias", layer.bias.view(torch.int32), "bias is torch.int32; it must be one of float16"),
+        ("bias", layer.bias[:-1], r"bias is \[39\]; it must be \[40\]"),
+        ("weight", layer.weight[:, :-1], "x has 64 columns but the layer's in_features is 63"),
+        ("weight", layer.weight.to("meta"), "x is on .* but weight is on meta"),
+    ):
+        right = getattr(layer, name)
+        setattr(layer, name, wrong)
+        for _ in range(2):  # a refusal isn't remembered as a plan
+            with pytest.raises((TypeError, ValueError), match=message):
+                layer(x)
+        setattr(layer, name, right)
+    assert torch.equal(layer(x), layer.expected(x))
+
+
+def test_negative_views_and_sparse_tensors_are_refused_after_a_plan(device: torch.device) -> None:
+    layer = Parameters(device)
+    x = torch.view_as_complex(torch.randn(5, K, 2, device=device)).imag
+    layer(x)
+    negative = torch.view_as_complex(torch.randn(5, K, 2, device=device)).conj().imag
+    assert (negative.stride(), negative.is_neg()) == (x.stride(), True)
+    with pytest.raises(ValueError, match="x is a negative view"):
+        layer(negative)
+    with pytest.raises(ValueError, match=r"x is torch.sparse_coo; it must be a dense tensor"):
+        layer(x.to_sparse())
+
+
+def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(linear, "MOST_PLANS", 3)
+    layer = Parameters(device)
+    for m in range(1, 9):
+        x = torch.randn(m, K, device=device)
+        assert torch.equal(layer(x), layer.expected(x))
+        assert len(linear._plans) <= 3
+
+
+def test_a_workspace_is_given(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """A Stream-K kernel, which adds into zeros, runs by the plan too."""
+    from qgemm.kernels import config, gemm
+
+    def streamk(*arguments: Any) -> config.GemmConfig:
+        return config.GemmConfig(16, 16, 32, num_warps=2, num_stages=2, streamk=True)
+
+    monkeypatch.setattr(gemm, "select_config", streamk)
+    gemm._plan.cache_clear()
+    try:
+        layer = Parameters(device)
+        for _ in range(3):
+            x = torch.randn(5, K, device=device)
+            assert torch.equal(layer(x), layer.expected(x))
+        (plan,) = linear._plans.values()
+        assert plan.scaled_mm is not None
+        assert plan.scaled_mm.workspace
+    finally:
+        gemm._plan.cache_clear()
+
+
+# On a GPU
+
+
+@needs_gpu
+def test_launches_are_the_driver_s(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second call on; without this the tests here could pass by Triton's launcher alone."""
+    layer = Parameters(device, 256, 256)
+    x = torch.randn(512, 256, device=device)
+    layer(x)
+    (plan,) = linear._plans.values()
+    assert plan.quantize_rows is not None
+    assert plan.scaled_mm is not None
+    assert not plan.scaled_mm.workspace
+    for launch in (plan.quantize_rows, plan.scaled_mm.launch):
+        assert launch._variants[0].by_driver is not None
+        monkeypatch.setattr(type(launch), "__call__", lambda *_: pytest.fail("by way of Triton"))
+    assert torch.equal(layer(x), layer.expected(x))
+
+
+@needs_gpu
+@pytest.mark.parametrize("m", [1, 16, 300])
+def test_graphs(m: int, device: torch.device) -> None:
+    layer = Parameters(device, 528, 1024)
+    x = torch.randn(m, 1024, device=device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        layer(x)  # PyTorch's rule: a warm-up on another stream
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x)
+    for _ in range(3):
+        x.normal_()
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, layer.expected(x))
+    layer.weight.neg_()
+    graph.replay()
+    assert torch.equal(out, layer.expected(x)), "a graph reads the parameters that are there when it is replayed"
+
+
+@needs_gpu
+def test_a_graph_captured_before_anything_is_compiled(device: torch.device) -> None:
+    layer = Parameters(device, 200, 456)  # no other test's sizes
+    x = torch.randn(7, 456, device=device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x)
+    x.normal_()
+    graph.replay()
+    assert torch.equal(out, layer.expected(x))
+
+
+@needs_gpu
+def test_streams(device: torch.device) -> None:
+    """Work goes to the current stream: it waits for what is ahead there, and for nothing on another one."""
+    layer = Parameters(device, 512, 512)
+    layers = [(layer, torch.cuda.Stream()) for _ in range(3)]
+    inputs = [torch.randn(64, 512, device=device) for _ in layers]
+    torch.cuda.synchronize()
+    layer(inputs[0])
+    outs: list[Tensor] = []
+    torch.cuda.synchronize()
+    for (current, stream), x in zip(layers, inputs, strict=True):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20_000_000)
+            x.mul_(2)  # behind the sleep: a launch on another stream would read the old values
+            outs.append(current(x))
+    torch.cuda.synchronize()
+    for x, out in zip(inputs, outs, strict=True):
+        assert torch.equal(out, layer.expected(x))
+
+
+@needs_gpu
+def test_threads(device: torch.device) -> None:
+    """Threads with streams of their own, through the same plans and through different ones."""
+    layer = Parameters(device, 256, 512)
+    inputs = [torch.randn(1 + m % 5, 512, device=device) for m in range(16)]
+    expected = [layer.expected(x) for x in inputs]
+    torch.cuda.synchronize()
+    start = threading.Barrier(len(inputs))
+    wrong: list[object] = []
+
+    def work(x: Tensor, wanted: Tensor) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                start.wait(60)
+                for _ in range(200):
+                    out = layer(x)
+                    if not torch.equal(out, wanted):
+                        wrong.append(x.shape)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(inputs, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@needs_gpu
+def test_a_profiler_s_hooks_are_called(device: torch.device) -> None:
+    import triton
+
+    layer = Parameters(device, 256, 256)
+    x = torch.randn(512, 256, device=device)
+    layer(x)
+    names: list[str] = []
+
+    def hook(metadata: Any) -> None:
+        names.append(metadata.get()["name"])
+
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        out = layer(x)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert names == ["_quantize_rows_kernel", "_gemm_kernel"]
+    assert torch.equal(out, layer.expected(x))
+    layer(x)
+    assert len(names) == 2
+
+
+@needs_two_gpus
+def test_devices() -> None:
+    """Each tensor's own device, whichever is current."""
+    for index in (1, 0, 1):
+        device = torch.device("cuda", index)
+        layer = Parameters(device)
+        x = torch.randn(5, K, device=device)
+        for current in (0, 1):
+            with torch.cuda.device(current):
+                for _ in range(3):
+                    out = layer(x)
+                    assert torch.cuda.current_device() == current
+                assert out.device == device
+                assert torch.equal(out, layer.expected(x))
