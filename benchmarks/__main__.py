@@ -95,8 +95,8 @@ def _measure_providers(run: Run, args: argparse.Namespace, effort: Effort, devic
             for found in measure_shape(shape, rows, providers, levels, run.roofline, effort, device):
                 run.measurements += found
                 progress.update()
-            if args.json:  # what is done is kept if the rest breaks off
-                run.save(args.json)
+                if args.json:  # what is done is kept if the rest breaks off
+                    run.save(args.json)
 
 
 def _check_configs(run: Run, args: argparse.Namespace, effort: Effort, device: torch.device) -> None:
@@ -110,8 +110,8 @@ def _check_configs(run: Run, args: argparse.Namespace, effort: Effort, device: t
             for M in rows:
                 run.config_checks.append(check_config(shape, M, weights, effort, device))
                 progress.update()
-            if args.json:  # as above
-                run.save(args.json)
+                if args.json:
+                    run.save(args.json)
 
 
 def _choose_providers(names: list[str] | None, levels: Sequence[str], device: torch.device) -> list[Provider]:

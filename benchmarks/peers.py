@@ -6,6 +6,7 @@ configs that it ships and its own autotuning where it has none, bitsandbytes wit
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,7 @@ def _gemlite() -> Provider:
 
 def _bitsandbytes() -> Provider:
     modules = importlib.import_module("bitsandbytes.nn")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says at every call that it casts to float16
 
     def prepare_weight(weight: Tensor) -> Any:
         N, K = weight.shape

@@ -29,7 +29,7 @@ def report(run: Run, markdown: bool = False) -> str:
     """All tables of a run, with where it was measured above them."""
     heading = "## " if markdown else ""
     parts = [describe(run)]
-    if any(one.us for one in run.measurements):
+    if any(one.us and one.provider == OURS for one in run.measurements):
         over, families = _summary_families(run.measurements)
         parts += [
             f"{heading}Times as fast as others over {over}: geometric mean (least)",
@@ -95,10 +95,11 @@ def shape_table(measurements: Sequence[Measurement], level: str) -> Table:
         ours = found.get((N, K, M, OURS))
         times = [found.get((N, K, M, name)) for name in names]
         row = ["" if last == (N, K) else f"{N} x {K}", str(M), *(_cell(one, "us", ".1f") for one in times)]
-        row += [_cell(ours, "tops", ".1f"), _cell(ours, "tb_per_s", ".2f"), _cell(ours, "share", ".0%")]
+        if OURS in names:
+            row += [_cell(ours, "tops", ".1f"), _cell(ours, "tb_per_s", ".2f"), _cell(ours, "share", ".0%")]
         rows.append(row)
         last = (N, K)
-    return ["N x K", "M", *names, f"{OURS} TOPS", "TB/s", "of the limit"], rows
+    return ["N x K", "M", *names, *([f"{OURS} TOPS", "TB/s", "of the limit"] if OURS in names else [])], rows
 
 
 def host_table(host_us: dict[str, float]) -> Table:
@@ -112,7 +113,7 @@ def config_table(checks: Sequence[ConfigCheck]) -> Table:
     """Chosen and fastest config of every product, and the ratio of their times."""
     rows = [
         [f"{one.N} x {one.K}", str(one.M), f"{one.chosen_us:.1f}", f"{one.best_us:.1f}", f"{one.ratio:.3f}"]
-        + [_short(one.chosen), _short(one.best)]
+        + [_short(one.chosen), "the chosen one" if one.best == one.chosen else _short(one.best)]
         for one in checks
     ]
     return ["N x K", "M", "chosen us", "best us", "ratio", "chosen", "best"], rows

@@ -20,7 +20,7 @@ from benchmarks.providers import Provider, cpu_providers, float_provider, quanti
 from benchmarks.results import ConfigCheck, Measurement, Run, speedups
 from benchmarks.roofline import Roofline, bytes_moved, geometric_mean, known_peaks, operations
 from benchmarks.shapes import HELD_OUT_SHAPES, ROWS, SHAPES, WeightShape, parse_shape
-from benchmarks.timing import MAX_CALLS, QUICK, Effort, Pass, copy_count, median_seconds
+from benchmarks.timing import MAX_CALLS, QUICK, Effort, Pass, copy_bandwidth, copy_count, median_seconds
 
 CPU = torch.device("cpu")
 GPU_NAME = "NVIDIA H200"
@@ -142,6 +142,12 @@ def test_a_time_is_the_median_over_rounds_of_one_call(monkeypatch: pytest.Monkey
     assert "".join(order[4:]) == "aabb" + "bbaa" + "aabb"
 
 
+def test_copy_bandwidth_counts_what_is_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr("benchmarks.timing.time.perf_counter", lambda: next(clock))
+    assert copy_bandwidth(CPU) == 2 * (64 << 20)  # each copy of 64 MiB takes one second of this clock
+
+
 def test_one_wrong_tile_stands_out() -> None:
     x, weight = torch.randn(256, 64), torch.randn(4096, 64)
     right = F.linear(x, weight)
@@ -255,6 +261,13 @@ def test_markdown_of_a_run() -> None:
     assert "| qgemm | 20.0 | 1.25 |" in lines
     assert "| 8 x 8 | 1 | 11.0 | 10.0 | 1.100 | block_m=16 | block_m=32 |" in lines
     assert "Chosen / fastest over 1 products: 1.100 in the geometric mean, 1.100 at worst (M = 1, 8 x 8)." in lines
+
+
+def test_tables_without_qgemm() -> None:
+    lines = tables.report(run_of(measured("bf16", 1, 16.0)), markdown=True).splitlines()
+    assert "| N x K | M | bf16 |" in lines
+    assert "| 4096 x 4096 | 1 | 16.0 |" in lines
+    assert not any("Times as fast" in line for line in lines)
 
 
 def test_columns_of_a_table_line_up() -> None:
