@@ -17,7 +17,22 @@ are three ways to the quotient:
 - Any other scale, and rows with NaN or Inf, divide.
 
 A bfloat16 value then takes 4 instructions: 1 for its magnitude and the maximum, 1 to float32, 1 for the product, 1 to
-pack the bytes.
+pack the bytes. On an H200 that copies 4.28 TB/s (bfloat16, in CUDA graphs, inputs from memory; us):
+
+| rows x columns | kernel | a copy of as many bytes | share of 4.28 TB/s |
+|---|---|---|---|
+| 4096 x 4096 | 13.6 | 13.6 | 87 % |
+| 8192 x 8192 | 49.2 | 49.5 | 96 % |
+| 4096 x 14,336 | 43.3 | 43.6 | 95 % |
+| 2048 x 28,672 | 43.8 | 43.5 | 94 % |
+| 4096 x 28,672 | 84.4 | 85.3 | 98 % |
+| 2048 x 53,248 | 81.1 | 79.6 | 94 % |
+| 64 x 4096, 64 x 28,672 | 1.9, 3.7 | 1.6, 2.7 | |
+
+What did not help: several rows a program, loading the next row early (through registers or shared memory), eviction
+hints for ``x``, other numbers of threads. The corrected product takes 2 to 4 % longer than one product (float16).
+A maximum in float32 takes twice the registers, and 13 % longer at 28,672 columns, where only one program then fits on
+a multiprocessor.
 """
 
 import triton

@@ -47,6 +47,8 @@ INSTRUCTIONS = {
     "mfma": r"v_mfma_",
     "cp_async_16": r"cp\.async\.cg\.shared\.global \[.*0x10",
     "cp_async_narrow": r"cp\.async\.ca\.shared\.global",
+    "load_16": r"ld\.global\.v4\.b32",
+    "packed_max": r"max\.[su]16x2",
 }
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 

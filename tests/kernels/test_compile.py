@@ -86,6 +86,15 @@ def test_operands_are_copied_16_bytes_at_a_time(target: str, results: list[Resul
         assert not r["cp_async_narrow"], r["kernel"]
 
 
+@pytest.mark.parametrize("target", NVIDIA)
+def test_rows_to_quantize_are_read_16_bytes_at_a_time(target: str, results: list[Result]) -> None:
+    for r in of(results, target, "quantize_rows"):
+        assert r["load_16"] >= 4, r["kernel"]
+        # Two values to an instruction, where there is one for that: else a row takes twice the registers.
+        if target != "sm_80" and "float16" in r["kernel"]:
+            assert r["packed_max"], r["kernel"]
+
+
 @EVERY_TARGET
 def test_no_kernel_spills(target: str, results: list[Result]) -> None:
     # Without Hopper's instructions the accumulators of 128 x 128 leave 4 warps a few registers short.
