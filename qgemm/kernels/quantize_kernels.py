@@ -30,10 +30,10 @@ pack the bytes. On an H200 that copies 4.28 TB/s (bfloat16, in CUDA graphs, inpu
 | 2048 x 53,248 | 81.1 | 79.6 | 94 % |
 | 64 x 4096, 64 x 28,672 | 1.9, 3.7 | 1.6, 2.7 | |
 
-What did not help: programs that loop over rows, loading the next row early (through registers or shared memory), eviction
-hints for ``x``, other numbers of threads. The corrected product takes 2 to 4 % longer than one product (float16).
-A maximum in float32 takes twice the registers, and 13 % longer at 28,672 columns, where only one program then fits on
-a multiprocessor.
+What did not help: programs that loop over rows, loading the next row early (through registers or shared memory),
+eviction hints for ``x``, other numbers of threads. The corrected product takes 2 to 4 % longer than one product does
+(float16). A maximum in float32 takes twice the registers, and 13 % longer at 28,672 columns, where only one program
+then fits on a multiprocessor.
 """
 
 import triton
