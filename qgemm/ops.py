@@ -87,8 +87,6 @@ def _seen_by_others(
         or torch._C._functorch.maybe_current_level() is not None
         or torch._C._is_tracing()
         or torch._C._autograd._profiler_enabled()
-        # The dispatcher makes an ordinary tensor of a negative view.
-        or x.is_neg()
     )
 
 

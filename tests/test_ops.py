@@ -325,6 +325,7 @@ DIRECT: dict[str, Any] = {
     "in inference mode": lambda f, x, *rest: torch.inference_mode()(f)(x, *rest),
     "of inference tensors": lambda f, x, *rest: f(torch.inference_mode()(x.clone)(), *rest),
     "of parameters": lambda f, x, *rest: f(nn.Parameter(x, requires_grad=False), *rest),
+    "of a negative view": lambda f, x, *rest: f(torch.complex(x, -x).conj().imag, *rest),
     "under autocast": lambda f, x, *rest: torch.autocast(x.device.type, torch.bfloat16)(f)(x, *rest),
 }
 
@@ -365,7 +366,6 @@ SEEN_BY_OTHERS: dict[str, Any] = {
     "make_fx": lambda f, x, *rest: make_fx(lambda x: f(x, *rest))(x)(x),
     "torch.compile": lambda f, x, *rest: torch.compile(f, backend="eager", fullgraph=True)(x, *rest),
     "a profiler": lambda f, *rest: within(torch.profiler.profile(), f, *rest),
-    "a negative view": lambda f, x, *rest: f(torch.complex(x, -x).conj().imag, *rest),
 }
 
 

@@ -94,6 +94,8 @@ def quant_linear(
     ``x``: float ``[..., K]``. ``weight``: int8 ``[N, K]``. ``weight_scale``: float32 ``[N]``. ``bias``: float ``[N]``.
     ``input_scale``: one float32 number for all of ``x``, or None for a scale per row.
     """
+    if x.is_neg():
+        x = x.resolve_neg()
     if x.is_cuda:
         linear: Tensor = _gpu().quant_linear(x, weight, weight_scale, bias, input_scale)
         return linear

@@ -77,14 +77,14 @@ class DriverLaunch:
             values = list(pointers)
             for index, maps in self._maps:
                 values[index] = maps(pointers[index])
-        block = self._block
-        block.config.stream = stream
-        self._pack_into(block.memory, 0, *values)
-        error = block.launch()
+        config, memory, launch = self._block.parts
+        config.stream = stream
+        self._pack_into(memory, 0, *values)
+        error = launch()
         if error == _INVALID_CONTEXT:
             # A thread that has only used memory from PyTorch's cache has no context yet.
             _bind_context()
-            error = block.launch()
+            error = launch()
         if error:
             raise RuntimeError(f"cuLaunchKernelEx failed: {_describe(error)}")
 
@@ -101,8 +101,8 @@ class _Block(threading.local):
         fixed = [argument.ljust(8, b"\0") for argument in program.arguments if isinstance(argument, bytes)]
         offset, fixed_offset = 0, struct.calcsize(_format(changing))
         null = bytes(8)
-        self.memory = ctypes.create_string_buffer(bytes(fixed_offset) + b"".join(fixed) + null)
-        start = ctypes.addressof(self.memory)
+        memory = ctypes.create_string_buffer(bytes(fixed_offset) + b"".join(fixed) + null)
+        start = ctypes.addressof(memory)
         addresses = []
         for argument in program.arguments:
             if isinstance(argument, bytes):
@@ -112,25 +112,37 @@ class _Block(threading.local):
                 addresses.append(start + offset)
                 offset += struct.calcsize(_format([argument]))
         scratch = start + fixed_offset  # where null is
-        self._parameters = (ctypes.c_void_p * (len(addresses) + 2))(*addresses, scratch, scratch)
-        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-        self.config = _Config(
+        parameters = (ctypes.c_void_p * (len(addresses) + 2))(*addresses, scratch, scratch)
+        attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
+        config = _Config(
             (program.grid, 1, 1), (program.threads, 1, 1), program.shared_memory,
-            attributes=ctypes.addressof(self._attribute), num_attributes=int(program.pdl),
+            attributes=ctypes.addressof(attribute), num_attributes=int(program.pdl),
         )  # fmt: skip
+        self._kept_alive = parameters, attribute
         # Pointers made beforehand: ctypes would make them of numbers at each call.
-        self.launch = functools.partial(
-            launch,
-            ctypes.c_void_p(ctypes.addressof(self.config)),
-            ctypes.c_void_p(program.function),
-            ctypes.c_void_p(ctypes.addressof(self._parameters)),
-            None,
-        )
+        addresses_of = [ctypes.c_void_p(ctypes.addressof(part)) for part in (config, parameters)]
+        prepared = functools.partial(launch, addresses_of[0], ctypes.c_void_p(program.function), addresses_of[1], None)
+        self.parts = config, memory, prepared
 
 
 def _format(changing: Sequence[EncodedMaps | None]) -> str:
     """Of ``struct``, for what a call brings. A tensor map needs no alignment here: the driver copies it."""
     return "<" + "".join("Q" if maps is None else "128s" for maps in changing)
+
+
+def _takes(function: int, arguments: Sequence[bytes | EncodedMaps | None]) -> bool:
+    """Whether the driver, too, says that the kernel has these arguments, by their sizes, and two pointers."""
+    sizes = [len(each) if isinstance(each, bytes) else struct.calcsize(_format([each])) for each in arguments]
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    found = []
+    for index in range(len(sizes) + 3):
+        error = _libcuda().cuFuncGetParamInfo(
+            ctypes.c_void_p(function), ctypes.c_size_t(index), ctypes.byref(offset), ctypes.byref(size)
+        )
+        if error:
+            break
+        found.append(size.value)
+    return found == [*sizes, 8, 8]
 
 
 def driver_launch(compiled: Any, grid: int, arguments: Sequence[Any]) -> DriverLaunch | None:
@@ -156,9 +168,10 @@ def driver_launch(compiled: Any, grid: int, arguments: Sequence[Any]) -> DriverL
             bool(metadata.launch_pdl),
             _run_time_arguments(compiled.src.signature, arguments, getattr(metadata, "tensordesc_meta", None)),
         )  # fmt: skip
+        takes = _takes(program.function, program.arguments)
     except (AttributeError, KeyError, ValueError, struct.error):
         return None
-    return DriverLaunch(program, _libcuda().cuLaunchKernelEx)
+    return DriverLaunch(program, _libcuda().cuLaunchKernelEx) if takes else None
 
 
 def _run_time_arguments(

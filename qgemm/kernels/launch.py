@@ -17,6 +17,7 @@ from qgemm.kernels.driver import DriverLaunch, driver_launch
 from qgemm.kernels.stages import INTERPRETING
 from qgemm.kernels.tensor_map import TensorMap
 
+ALIGNMENT = 16  # bytes; Triton compiles a variant for every combination of pointers that are multiples of it
 _RUNTIME = triton.knobs.runtime
 
 
@@ -53,6 +54,11 @@ class Launch:
         self._pdl = pdl
         self._maps = dict(maps or {})
         self._variants: dict[int, _Variant] = {}
+        self.aligned: DriverLaunch | None = None
+        """For pointers that are all multiples of ``ALIGNMENT``, on the current device, unless ``hooked()``.
+
+        None before the first call with such tensors, and where only Triton can launch the kernel.
+        """
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Runs the kernel on the current stream of the first tensor's device."""
@@ -64,25 +70,17 @@ class Launch:
             with torch.cuda.device(device):
                 return self(*tensors)
         pointers = [tensor.data_ptr() for tensor in tensors if tensor is not None]
-        if self.at(torch._C._cuda_getCurrentRawStream(device.index), pointers):
-            return None
-        variant = self._variants.get(_alignment(pointers))
+        alignment = _alignment(pointers)
+        variant = self._variants.get(alignment)
         if variant is None:
-            self._variants[_alignment(pointers)] = self._compile(device, tensors)
-        else:
+            variant = self._variants[alignment] = self._compile(device, tensors)
+            if alignment == 0:
+                self.aligned = variant.by_driver
+        elif variant.by_driver is None or hooked():
             variant.by_triton(*self._for_triton(tensors))
+        else:
+            variant.by_driver(torch._C._cuda_getCurrentRawStream(device.index), pointers)
         return None
-
-    def at(self, stream: int, pointers: Sequence[int]) -> bool:
-        """Runs the kernel on ``stream`` of the current device, with ``pointers`` for all tensors that aren't None.
-
-        False if that can't be, and nothing was run: call with the tensors then. The first call is like that.
-        """
-        variant = self._variants.get(_alignment(pointers))
-        if variant is None or variant.by_driver is None or _hooked():
-            return False
-        variant.by_driver(stream, pointers)
-        return True
 
     def _compile(self, device: torch.device, tensors: tuple[Tensor | None, ...]) -> "_Variant":
         """Runs the kernel by way of Triton, which compiles it for these tensors."""
@@ -108,16 +106,16 @@ class _Variant(NamedTuple):
 
 
 def _alignment(pointers: Sequence[int]) -> int:
-    """Which pointers aren't aligned to 16 bytes, a bit for each: Triton compiles a variant for every combination."""
+    """Which pointers aren't multiples of ``ALIGNMENT``, a bit for each."""
     merged = 0
     for pointer in pointers:
         merged |= pointer
-    if merged % 16 == 0:
+    if merged % ALIGNMENT == 0:
         return 0
-    return sum(1 << index for index, pointer in enumerate(pointers) if pointer % 16)
+    return sum(1 << index for index, pointer in enumerate(pointers) if pointer % ALIGNMENT)
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Whether somebody, such as a profiler, wants Triton to tell of launches."""
     enter, exit_ = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
     # Chains of hooks, unless somebody has put one function, or None, in their place.

@@ -1,8 +1,8 @@
 """Launcher of ``quant_linear`` on GPU tensors: a row quantization and a product, decided together once.
 
-All about a call but its addresses follows from the sizes, strides, dtypes and devices of its tensors. So the first call
-of a kind is checked and leaves a plan behind, and those like it are two allocations and two launches: the quantized
-rows and their scales share one buffer, which no tensor is made for.
+All about a call but its addresses follows from the sizes, strides, dtypes and devices of its tensors, and from whether
+the weight's address is aligned. So the first call of a kind is checked and leaves a plan behind, and those like it are
+two allocations and two launches: the quantized rows and their scales share one buffer, which no tensor is made for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._C._dynamo import guards
 from qgemm.kernels import gemm, quantize
 from qgemm.kernels.dispatch import check_quant_linear
 from qgemm.kernels.gemm import Product
-from qgemm.kernels.launch import Launch
+from qgemm.kernels.launch import ALIGNMENT, Launch, hooked
 
 
 def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -29,18 +29,18 @@ def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torc
 _empty: Callable[..., Tensor] = getattr(guards, "_empty_strided_cuda", _empty_strided)
 
 MOST_PLANS = 4096
-_ALIGNMENT = 16  # of the scales in their buffer; Triton compiles for pointers aligned like that
 
 
 def quant_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, input_scale: Tensor | None = None
 ) -> Tensor:
-    """``dispatch.quant_linear`` on a GPU, which checks its arguments itself."""
-    if x.layout is not torch.strided or x.is_neg():
+    """``dispatch.quant_linear`` on a GPU, which checks its arguments itself. ``x`` is no negative view."""
+    if x.layout is not torch.strided:
         check_quant_linear(x, weight, weight_scale, bias, input_scale)
+    weight_at = weight.data_ptr()
     kind = (
         x.shape, x.stride(), x.dtype, x.device,
-        weight.shape, weight.stride(), weight.dtype, weight.device,
+        weight.shape, weight.stride(), weight.dtype, weight.device, weight_at % ALIGNMENT == 0,
         weight_scale.shape, weight_scale.stride(), weight_scale.dtype, weight_scale.device,
         None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
         None if input_scale is None else (input_scale.shape, input_scale.dtype, input_scale.device),
@@ -61,22 +61,24 @@ def quant_linear(
         return out
     rows = x if plan.rows is None else x.reshape(plan.rows)
     buffer = _empty((plan.buffer,), (1,), torch.int8)
+
+    x_at, scale_at = rows.data_ptr(), weight_scale.data_ptr()
+    bias_at = 0 if bias is None else bias.data_ptr()
+    input_scale_at = 0 if input_scale is None else input_scale.data_ptr()
+    quantize_rows, scaled_mm = plan.quantize_rows.aligned, plan.scaled_mm.launch.aligned
+    unaligned = (x_at | weight_at | scale_at | bias_at | input_scale_at) % ALIGNMENT
+    if quantize_rows is None or scaled_mm is None or plan.scaled_mm.workspace or unaligned or hooked():
+        # The first call, and any that is out of the ordinary.
+        values, scales = plan.quantized(buffer)
+        plan.quantize_rows(rows, values, scales, input_scale)
+        plan.scaled_mm(values, weight.t(), out, scales, weight_scale, bias)
+        return out
+    stream = torch._C._cuda_getCurrentRawStream(plan.device)
     q = buffer.data_ptr()
     row_scale = q + plan.row_scale
-    stream = torch._C._cuda_getCurrentRawStream(plan.device)
-
-    pointers = [rows.data_ptr(), q, row_scale]
-    if input_scale is not None:
-        pointers.append(input_scale.data_ptr())
-    if not plan.quantize_rows.at(stream, pointers):
-        plan.quantize_rows(rows, *plan.quantized(buffer), input_scale)
-
-    pointers = [q, weight.data_ptr(), out.data_ptr(), row_scale, weight_scale.data_ptr()]
-    if bias is not None:
-        pointers.append(bias.data_ptr())
-    if plan.scaled_mm.workspace or not plan.scaled_mm.launch.at(stream, pointers):
-        values, scales = plan.quantized(buffer)
-        plan.scaled_mm(values, weight.t(), out, scales, weight_scale, bias)
+    product = (q, weight_at, out.data_ptr(), row_scale, scale_at)
+    quantize_rows(stream, (x_at, q, row_scale) if input_scale is None else (x_at, q, row_scale, input_scale_at))
+    scaled_mm(stream, product if bias is None else (*product, bias_at))
     return out
 
 
@@ -113,7 +115,7 @@ def _make_plan(
     M = math.prod(x.shape[:-1])
     rows = x.reshape(M, K)
     out = x.new_empty((*x.shape[:-1], N))
-    row_scale = -(-M * K // _ALIGNMENT) * _ALIGNMENT
+    row_scale = -(-M * K // ALIGNMENT) * ALIGNMENT
     buffer = row_scale + 4 * M
     plan = _Plan(
         x.device.index, tuple(out.shape), out.stride(), M, K,

@@ -31,7 +31,7 @@ _LAST_DRIVER_WITH_SMALL_FLAW = 13010
 
 
 class TensorMap(NamedTuple):
-    """That a kernel takes a tensor as a map: ``blocks`` of a tensor of ``shape``, padded with zeros.
+    """That a kernel takes a tensor as a map: by ``block``s of a tensor of ``shape``, padded with zeros.
 
     The tensor's address must be a multiple of 16 bytes, and so must its strides but the last, which is 1. ``layout``: a
     Gluon kernel's ``NVMMASharedLayout``, None for plain Triton.
@@ -69,8 +69,8 @@ class EncodedMaps:
         # CUDA counts dimensions from the innermost, and strides in bytes, but for the innermost: that is 1.
         shape, strides = tuple(descriptor.shape[::-1]), tuple(descriptor.strides[-2::-1])
         rank, itemsize, element = len(shape), metadata["elem_size"], metadata["elem_type"]
-        last_byte = itemsize * sum((size - 1) * stride for size, stride in zip(shape, (1, *strides), strict=True))
-        self._small = last_byte + 1 < _SMALL
+        last = sum((size - 1) * stride for size, stride in zip(shape, (1, *strides), strict=True))
+        self._small = itemsize * (last + 1) < _SMALL
         self._arguments = (
             _ELEMENT_TYPES.get(element, element),
             rank,

@@ -145,8 +145,21 @@ def compiled(signature: dict[str, str], **changed: Any) -> Any:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     """What a driver of one pointer, an i32 and an i64 was given."""
     seen: list[Seen] = []
-    monkeypatch.setattr(driver, "_libcuda", lambda: SimpleNamespace(cuLaunchKernelEx=recorder("Qiq", seen)))
+    libcuda = SimpleNamespace(cuLaunchKernelEx=recorder("Qiq", seen), cuFuncGetParamInfo=parameter_sizes(8, 4, 8, 8, 8))
+    monkeypatch.setattr(driver, "_libcuda", lambda: libcuda)
     return seen
+
+
+def parameter_sizes(*sizes: int) -> Any:
+    """A ``cuFuncGetParamInfo`` of a kernel with parameters of these sizes."""
+
+    def get(function: ctypes.c_void_p, index: ctypes.c_size_t, offset: Any, size: Any) -> int:
+        if index.value >= len(sizes):
+            return 1
+        size._obj.value = sizes[index.value]
+        return 0
+
+    return get
 
 
 SIGNATURE = {"x": "*fp32", "none": "constexpr", "M": "i32", "one": "constexpr", "stride": "i64", "BLOCK": "constexpr"}
@@ -185,3 +198,10 @@ def test_what_a_version_of_triton_leaves_out_or_adds(launched: list[Seen]) -> No
     assert driver_launch(compiled({**SIGNATURE, "M": "fp32"}), 3, ARGUMENTS) is None
     assert driver_launch(compiled({**SIGNATURE, "added": "*i8"}), 3, ARGUMENTS) is None
     assert driver_launch(compiled({**SIGNATURE, "M": "tensordesc<i8[64, 128]>"}), 3, ARGUMENTS) is None
+
+
+@pytest.mark.parametrize("sizes", [(), (8, 4, 8), (8, 4, 8, 8), (8, 4, 8, 8, 8, 8), (8, 8, 8, 8, 8)])
+def test_parameters_that_the_driver_knows_otherwise(sizes: tuple[int, ...], launched: list[Seen]) -> None:
+    """A version of Triton that adds parameters of its own, or leaves some out."""
+    driver._libcuda().cuFuncGetParamInfo = parameter_sizes(*sizes)
+    assert driver_launch(compiled(SIGNATURE), 3, ARGUMENTS) is None
