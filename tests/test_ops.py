@@ -360,6 +360,9 @@ SEEN_BY_OTHERS: dict[str, Any] = {
     "a dispatch mode": lambda f, *rest: within(DispatchMode(), f, *rest),
     "a subclass": lambda f, x, *rest: f(x.as_subclass(Subclass), *rest).as_subclass(Tensor),
     "a subclass among the parameters": lambda f, x, w, *rest: f(x, w.as_subclass(Subclass), *rest).as_subclass(Tensor),
+    "meta tensors": lambda f, *rest: torch.zeros(
+        f(*(value if value is None else value.to("meta") for value in rest)).shape
+    ),
     "torch.func": lambda f, x, *rest: torch.func.grad(lambda x: f(x, *rest).sum())(x),
     "functionalization": lambda f, x, *rest: torch.func.functionalize(lambda x: f(x, *rest))(x),
     "a trace": lambda f, x, *rest: torch.jit.trace(lambda x: f(x, *rest), x, check_trace=False)(x),

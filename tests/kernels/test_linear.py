@@ -85,6 +85,13 @@ def test_shapes_and_strides(name: str, view: Callable[[Tensor], Tensor], device:
         assert torch.equal(out, layer.expected(x))
 
 
+def test_strides_of_the_same_shape_are_told_apart(device: torch.device) -> None:
+    layer = Parameters(device)
+    x = torch.randn(3, 6, K, device=device)
+    for same in (x, x.transpose(0, 1).contiguous().transpose(0, 1), x.mT.contiguous().mT, x[:1].expand(3, 6, K)):
+        assert torch.equal(layer(same), layer.expected(same))
+
+
 @pytest.mark.parametrize(("n", "k"), [(0, 8), (8, 0), (1, 1), (3, 17)])
 def test_degenerate_sizes(n: int, k: int, device: torch.device) -> None:
     layer = Parameters(device, n, k)
@@ -152,8 +159,9 @@ def test_sparse_tensors_are_refused(device: torch.device) -> None:
     layer = Parameters(device)
     x = torch.randn(5, K, device=device)
     layer(x)
-    with pytest.raises(ValueError, match=r"x is torch.sparse_coo; it must be a dense tensor"):
-        layer(x.to_sparse())
+    for sparse in (x.to_sparse(), x.to_sparse_csr()):
+        with pytest.raises(ValueError, match=r"x is torch.sparse_(coo|csr); it must be a dense tensor"):
+            layer(sparse)
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
