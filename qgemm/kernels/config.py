@@ -13,28 +13,46 @@ exact, answer.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-_MACS = 4096  # multiply-adds of 1-byte operands
-_NARROW = 4.2  # how much slower the tensor cores are on blocks of fewer than 64 rows
-_CACHE_BYTES = 57.6
-_MEMORY_BYTES = 18.6
-_MEMORY_LATENCY = 1710.0
-_BLOCK_LATENCY = 200.0
-_BLOCK_LATENCY_PER_MAC_CYCLE = 0.32
-_BLOCK_LATENCY_BYTES = 87.3
-_OVERLAP_LOSS = 0.34  # of the shorter of computing and reading memory
-_STREAMK_LATENCY = 9300.0  # zeroing the workspace, and the last arrival's wait
-_STREAMK_ATOMICS = 0.7
+_OVERLAP_LOSS = 0.26  # of the shorter of computing and reading memory
+_MEMORY_BYTES = 18.9
+_MACS = 3090  # multiply-adds of 1-byte operands
+_NARROW = 2.85  # how much slower the tensor cores are on blocks of fewer than 64 rows
+_CACHE_BYTES = 66.0
+_MEMORY_LATENCY = 2190.0
+_BLOCK_LATENCY = 325.0
+_BLOCK_LATENCY_PER_MAC_CYCLE = 0.285
+_BLOCK_LATENCY_BYTES = 118.0
+_STREAMK_LATENCY = 5440.0  # zeroing the workspace, and the last arrival's wait
+_STREAMK_ATOMICS = 0.59
+_LAUNCH = 3860.0
+# Of Hopper's kernel.
+_HOPPER_MACS = 4220
+_HOPPER_SHARED_BYTES = 103.0
+_HOPPER_CACHE_BYTES = 225.0
+_HOPPER_BLOCK_LATENCY = 83.0
+_HOPPER_TILE_LATENCY = 385.0
+
+
+Schedule = Literal["tiles", "persistent", "streamk", "specialized", "pingpong"]
+"""How programs take tiles.
+
+- ``"tiles"``: one each. ``"persistent"``: as many programs as the device holds, each with tiles in turn.
+- ``"streamk"``: those cut the sums over K between them as well. int8 only.
+- ``"specialized"``, ``"pingpong"``: persistent, with warps that load and one or two groups of warps that multiply
+  (``hopper_kernels.py``). int8 on Hopper only.
+"""
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tile shape and pipeline of one GEMM kernel variant.
+    """Tile shape, pipeline and schedule of one GEMM kernel variant.
 
-    ``block_k`` counts elements. ``streamk`` cuts the sum over K between programs: int8 only.
+    ``block_k`` counts elements. ``num_warps`` multiply; the Hopper schedules have more, to load.
     """
 
     block_m: int
@@ -43,11 +61,23 @@ class GemmConfig:
     num_warps: int
     num_stages: int
     group_size_m: int = 8
-    streamk: bool = False
+    schedule: Schedule = "persistent"
+
+    @property
+    def on_hopper(self) -> bool:
+        """Whether the kernel is the one of ``hopper_kernels.py``."""
+        return self.schedule in ("specialized", "pingpong")
+
+    @property
+    def consumers(self) -> int:
+        """Of that kernel: how many groups of ``num_warps`` warps multiply, each a tile of its own."""
+        return 2 if self.schedule == "pingpong" else 1
 
     def shared_memory(self, itemsize: int) -> int:
-        """Bytes of shared memory that the pipeline holds for operands of ``itemsize`` bytes."""
-        return self.num_stages * (self.block_m + self.block_n) * self.block_k * itemsize
+        """Bytes of shared memory that the kernel holds for operands of ``itemsize`` bytes."""
+        pipeline = self.num_stages * (self.block_m + self.block_n) * self.block_k * itemsize
+        # Beside it tiles of 2-byte outputs wait to be stored, and barriers.
+        return pipeline + (self.consumers * self.block_m * self.block_n * 2 + 1024 if self.on_hopper else 0)
 
 
 @dataclass(frozen=True)
@@ -59,6 +89,10 @@ class DeviceLimits:
     max_threads: int = 2048
     warp_size: int = 32
     num_xcds: int = 1
+    hopper: bool = False
+    """Whether it has ``wgmma`` and the copy engine that goes with it: compute capability 9.0."""
+    pdl: bool = False
+    """Whether it has programmatic dependent launch: compute capability 9.0 and later."""
 
 
 INTERPRETER = DeviceLimits(num_sms=4, shared_memory=232_448)
@@ -81,25 +115,39 @@ def device_limits(device: torch.device) -> DeviceLimits:
         max_threads=properties.max_threads_per_multi_processor,
         warp_size=properties.warp_size,
         num_xcds=max(1, num_sms // _CUS_PER_XCD[chip]) if chip in _CUS_PER_XCD else 1,
+        hopper=torch.version.hip is None and (properties.major, properties.minor) == (9, 0),
+        pdl=torch.version.hip is None and properties.major >= 9,
     )
 
 
 # For 1-byte operands; wider ones get fewer elements along K in the same bytes.
 CANDIDATES: tuple[GemmConfig, ...] = (
+    # Hopper's kernel.
+    GemmConfig(128, 128, 128, num_warps=4, num_stages=5, schedule="pingpong"),
+    GemmConfig(128, 128, 128, num_warps=4, num_stages=6, schedule="specialized"),
+    GemmConfig(128, 64, 128, num_warps=4, num_stages=7, schedule="specialized"),
+    GemmConfig(64, 128, 128, num_warps=4, num_stages=8, schedule="specialized"),
+    GemmConfig(64, 64, 256, num_warps=4, num_stages=6, schedule="specialized"),
+    GemmConfig(64, 32, 256, num_warps=4, num_stages=7, schedule="specialized"),
+    # Large tiles where it can't be used.
     GemmConfig(128, 128, 128, num_warps=4, num_stages=3, group_size_m=16),
     GemmConfig(64, 128, 128, num_warps=4, num_stages=4),
     GemmConfig(128, 64, 128, num_warps=4, num_stages=4),
     GemmConfig(64, 64, 128, num_warps=4, num_stages=5),
     GemmConfig(64, 32, 256, num_warps=4, num_stages=4),
-    GemmConfig(32, 128, 128, num_warps=4, num_stages=4),
-    GemmConfig(32, 64, 256, num_warps=4, num_stages=4),
-    GemmConfig(32, 32, 512, num_warps=4, num_stages=4),
-    GemmConfig(16, 128, 128, num_warps=4, num_stages=4),
-    GemmConfig(16, 64, 256, num_warps=4, num_stages=4),
-    GemmConfig(16, 32, 512, num_warps=2, num_stages=4),
-    GemmConfig(16, 16, 512, num_warps=2, num_stages=6),
-    GemmConfig(64, 64, 128, num_warps=4, num_stages=5, streamk=True),
-    GemmConfig(16, 64, 256, num_warps=4, num_stages=4, streamk=True),
+    # Few rows: weights at the memory's rate.
+    GemmConfig(32, 128, 256, num_warps=4, num_stages=4, schedule="tiles"),
+    GemmConfig(32, 128, 128, num_warps=4, num_stages=4, schedule="tiles"),
+    GemmConfig(32, 64, 256, num_warps=4, num_stages=4, schedule="tiles"),
+    GemmConfig(32, 32, 512, num_warps=4, num_stages=4, schedule="tiles"),
+    GemmConfig(16, 128, 256, num_warps=4, num_stages=4, schedule="tiles"),
+    GemmConfig(16, 64, 512, num_warps=4, num_stages=4, schedule="tiles"),
+    GemmConfig(16, 32, 512, num_warps=4, num_stages=6, schedule="tiles"),
+    GemmConfig(16, 32, 256, num_warps=2, num_stages=6, schedule="tiles"),
+    GemmConfig(16, 16, 512, num_warps=2, num_stages=6, schedule="tiles"),
+    # Few tiles with long sums.
+    GemmConfig(64, 64, 128, num_warps=4, num_stages=5, schedule="streamk"),
+    GemmConfig(16, 64, 256, num_warps=4, num_stages=4, schedule="streamk"),
     # For devices with little shared memory.
     GemmConfig(64, 64, 64, num_warps=4, num_stages=2),
     GemmConfig(16, 32, 64, num_warps=2, num_stages=2),
@@ -110,8 +158,17 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
     """Whether ``config`` can run on operands of ``itemsize`` bytes.
 
     Its blocks are powers of 2 that tensor cores take, as many warps as a program may have, its pipeline fits in shared
-    memory, its accumulator in registers, and Stream-K has integers to add.
+    memory, its accumulator in registers, Stream-K has integers to add, and Hopper's kernel has its instructions.
     """
+    if config.on_hopper and not (
+        limits.hopper
+        and itemsize == 1
+        and config.num_warps == 4
+        and config.block_m in (64, 128)
+        and config.block_n <= 128 <= config.block_k
+        and config.num_stages >= 2
+    ):
+        return False
     blocks = (config.block_m, config.block_n, config.block_k)
     return (
         all(block >= 16 and block & (block - 1) == 0 for block in blocks)
@@ -121,13 +178,15 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
         and config.block_k * itemsize >= 32
         and config.shared_memory(itemsize) <= limits.shared_memory
         and config.block_m * config.block_n <= 128 * 32 * config.num_warps
-        and (itemsize == 1 or not config.streamk)
+        and (itemsize == 1 or config.schedule != "streamk")
     )
 
 
 @functools.cache
 def programs_per_sm(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> int:
     """How many programs are resident on a multiprocessor at a time; at most 8."""
+    if config.on_hopper:
+        return 1  # it takes all registers
     threads = config.num_warps * limits.warp_size
     by_memory = limits.shared_memory // (config.shared_memory(itemsize) + 1024)
     # The accumulator, half as much for the epilogue, and 40 registers a thread for the rest.
@@ -136,31 +195,50 @@ def programs_per_sm(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> 
 
 
 @functools.lru_cache(maxsize=4096)
-def select_config(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device) -> GemmConfig:
-    """The config for ``[M, K] @ [K, N]`` of ``dtype`` operands on ``device``."""
+def select_config(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device, hopper: bool = True) -> GemmConfig:
+    """The config for ``[M, K] @ [K, N]`` of ``dtype`` operands on ``device``.
+
+    ``hopper``: whether layout and output allow Hopper's kernel (``gemm.py`` says when) where the device has it.
+    """
     limits = device_limits(device)
+    if not hopper:
+        limits = replace(limits, hopper=False)
     configs = [_for_itemsize(config, dtype.itemsize) for config in CANDIDATES]
     return min(
         (
             config
             for config in configs
-            if is_valid(config, dtype.itemsize, limits) and (dtype == torch.int8 or not config.streamk)
+            if is_valid(config, dtype.itemsize, limits) and (dtype == torch.int8 or config.schedule != "streamk")
         ),
         key=lambda config: _cycles(config, M, N, K, dtype.itemsize, limits),
     )
 
 
 def _for_itemsize(config: GemmConfig, itemsize: int) -> GemmConfig:
-    fields = {**vars(config), "block_k": max(config.block_k // itemsize, 16)}
-    return GemmConfig(**fields)
+    return replace(config, block_k=max(config.block_k // itemsize, 16))
 
 
 def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: DeviceLimits) -> float:
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     blocks = max(1, -(-K // config.block_k))
-    resident = programs_per_sm(config, itemsize, limits)
+    if config.on_hopper:
+        compute = -(-tiles // limits.num_sms) * (blocks * _hopper_block_cycles(config) + _HOPPER_TILE_LATENCY)
+    else:
+        compute = _loop_cycles(config, M, tiles, blocks, itemsize, limits)
+    memory = ((M + N) * K * itemsize + 2 * M * N) / (_MEMORY_BYTES * limits.num_sms)
+    return max(compute, memory) + _OVERLAP_LOSS * min(compute, memory)
 
-    loads = (config.block_m + config.block_n) * config.block_k * itemsize
+
+def _hopper_block_cycles(config: GemmConfig) -> float:
+    rows, cols, depth = config.block_m, config.block_n, config.block_k
+    # An instruction multiplies 64 rows by all columns, and reads both from shared memory.
+    macs = max(rows * cols * depth / _HOPPER_MACS, rows / 64 * (64 + cols) * depth / _HOPPER_SHARED_BYTES)
+    return max(macs + _HOPPER_BLOCK_LATENCY, (rows + cols) * depth / _HOPPER_CACHE_BYTES)
+
+
+def _loop_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, itemsize: int, limits: DeviceLimits) -> float:
+    resident = programs_per_sm(config, itemsize, limits)
+    loads = (min(config.block_m, M) + config.block_n) * config.block_k * itemsize
     macs = config.block_m * config.block_n * config.block_k * itemsize / _MACS
     if config.block_m < 64:
         macs *= _NARROW
@@ -169,14 +247,9 @@ def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: D
         _MEMORY_LATENCY / max(config.num_stages - 1, 1),
         _BLOCK_LATENCY + _BLOCK_LATENCY_PER_MAC_CYCLE * macs + loads / _BLOCK_LATENCY_BYTES,
     )
-
-    if config.streamk:
-        programs = limits.num_sms * resident
-        compute = -(-tiles * blocks // programs) * max(alone, resident * shared)
-        compute += _STREAMK_LATENCY + resident * config.block_m * config.block_n / _STREAMK_ATOMICS
-    else:
-        rounds, rest = divmod(-(-tiles // limits.num_sms), resident)
-        compute = blocks * rounds * max(alone, resident * shared)
-        compute += blocks * max(alone, rest * shared) if rest else 0
-    memory = ((M + N) * K * itemsize + 2 * M * N) / (_MEMORY_BYTES * limits.num_sms)
-    return max(compute, memory) + _OVERLAP_LOSS * min(compute, memory)
+    if config.schedule == "streamk":
+        rounds = -(-tiles * blocks // (limits.num_sms * resident))
+        atomics = resident * config.block_m * config.block_n / _STREAMK_ATOMICS
+        return rounds * max(alone, resident * shared) + _STREAMK_LATENCY + atomics
+    rounds, rest = divmod(-(-tiles // limits.num_sms), resident)
+    return blocks * (rounds * max(alone, resident * shared) + (max(alone, rest * shared) if rest else 0))

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from qgemm.kernels.config import GemmConfig, device_limits, is_valid, programs_per_sm, select_config
 from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
-from qgemm.kernels.launch import Launch
+from qgemm.kernels.launch import ALIGNMENT, Launch
+from qgemm.kernels.tensor_map import TensorMap
 
 
 def scaled_mm(
@@ -98,7 +99,7 @@ def plan(
         a.dtype, out_dtype, a_scale is None, None if bias is None else bias.dtype, activation,
         # allow_tf32, the older name, raises once a user has set this one.
         a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
-        a.device, config,
+        a.device, (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0, config,
     )  # fmt: skip
 
 
@@ -115,34 +116,70 @@ def _plan(
     activation: str | None,
     allow_tf32: bool,
     device: torch.device,
+    aligned: bool,
     config: GemmConfig | None,
 ) -> Product:
     """As ``plan``. The dtypes are here to tell one ``Launch`` from another."""
     limits = device_limits(device)
+    stride_am, stride_ak, stride_bk, stride_bn = strides[:4]
+    # What the copy engine takes.
+    hopper = (
+        limits.hopper and dtype == torch.int8 and not raw and out_dtype.itemsize == 2 and K > 0
+        and aligned and stride_ak == stride_bk == 1 and stride_am % 16 == stride_bn % 16 == N % 8 == 0
+    )  # fmt: skip
     if config is None:
-        config = select_config(M, N, K, dtype, device)
-    elif not is_valid(config, dtype.itemsize, limits) or (config.streamk and dtype.is_floating_point):
+        config = select_config(M, N, K, dtype, device, hopper)
+    elif not is_valid(config, dtype.itemsize, limits) or (config.schedule == "streamk" and dtype.is_floating_point):
         raise ValueError(
             f"config {config} can't run {dtype} operands on {device} ({limits}); omit it to have one chosen"
         )
+    elif config.on_hopper and not hopper:
+        raise ValueError(
+            f"config {config} takes scaled int8 operands with K contiguous and addresses and rows that are multiples "
+            "of 16 bytes, N a multiple of 8, and gives float16 or bfloat16; omit it to have one chosen"
+        )
+
+    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    slots = limits.num_sms * programs_per_sm(config, dtype.itemsize, limits)
+    if config.on_hopper:
+        return Product(_hopper_launch(config, min(tiles, slots), M, N, K, strides, out_dtype), 0)
 
     numbers = (M, N, K, *strides)
-    slots = limits.num_sms * programs_per_sm(config, dtype.itemsize, limits)
     constants: tuple[Any, ...] = (
         config.block_m, config.block_n, config.block_k, config.group_size_m,
         slots, limits.num_xcds, K % config.block_k == 0,
     )  # fmt: skip
-    tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    if config.streamk and K > 0:
+    if config.schedule == "streamk" and K > 0:
         constants = (*constants, slots)
         launch = Launch(_gemm_streamk_kernel, slots, numbers, constants, config.num_warps, config.num_stages)
         return Product(launch, M * N + tiles)
 
-    # Programs beyond the tiles would find nothing to do, unless they are renumbered for chiplets.
-    grid = slots if limits.num_xcds > 1 else min(tiles, slots)
+    # Only persistent programs are renumbered for chiplets.
+    persistent = config.schedule != "tiles" or limits.num_xcds > 1
+    # Programs beyond the tiles would find nothing to do, unless they are renumbered.
+    grid = tiles if not persistent else slots if limits.num_xcds > 1 else min(tiles, slots)
     epilogue = ACTIVATION_FUNCTIONS[activation] if activation else None
-    constants = (*constants, not dtype.is_floating_point, allow_tf32, epilogue)
-    return Product(Launch(_gemm_kernel, grid, numbers, constants, config.num_warps, config.num_stages), 0)
+    constants = (*constants, not dtype.is_floating_point, allow_tf32, epilogue, persistent, limits.pdl)
+    launch = Launch(_gemm_kernel, grid, numbers, constants, config.num_warps, config.num_stages, limits.pdl)
+    return Product(launch, 0)
+
+
+def _hopper_launch(
+    config: GemmConfig, grid: int, M: int, N: int, K: int, strides: tuple[int, ...], out_dtype: torch.dtype
+) -> Launch:
+    from qgemm.kernels.hopper_kernels import PANEL, _gemm_hopper_kernel, block_layout
+
+    stride_am, _, _, stride_bn, stride_cm, _, *epilogue_strides = strides
+    rows, cols, panel = config.block_m, config.block_n, PANEL.value
+    part = next((part for part in (rows, 32, 8) if M % part == 0), 8 if 4 * rows > M else 32)
+    maps = {
+        0: TensorMap((M, K), (stride_am, 1), (part, panel), block_layout(part, panel, torch.int8)),
+        1: TensorMap((N, K), (stride_bn, 1), (cols, panel), block_layout(cols, panel, torch.int8)),
+        2: TensorMap((M, N), (stride_cm, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
+    }
+    numbers = (M, N, K, *epilogue_strides)
+    constants = (rows, cols, config.block_k, config.group_size_m, grid, config.num_stages, config.consumers)
+    return Launch(_gemm_hopper_kernel, grid, numbers, constants, config.num_warps, pdl=True, maps=maps)
 
 
 def _stride(vector: Tensor | None, length: int) -> int:

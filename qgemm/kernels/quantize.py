@@ -42,8 +42,10 @@ def _plan(
     part: int,
 ) -> Launch:
     block, blocks, threads = row_blocks(K, dtype.itemsize, longest, part)
-    warps = max(1, threads // device_limits(device).warp_size)
-    return Launch(_quantize_rows_kernel, M, (K, *strides), (MIN_SCALE, block, blocks), num_warps=warps)
+    limits = device_limits(device)
+    warps = max(1, threads // limits.warp_size)
+    constants = (MIN_SCALE, block, blocks, limits.pdl)
+    return Launch(_quantize_rows_kernel, M, (K, *strides), constants, num_warps=warps, pdl=limits.pdl)
 
 
 def row_blocks(K: int, itemsize: int, longest: int, part: int) -> tuple[int, int, int]:

@@ -38,6 +38,7 @@ then fits on a multiprocessor.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages import INTERPRETING
 
@@ -105,14 +106,18 @@ def _quantize_any(x_row, q_row, K, stride_xk, scale):
 def _quantize_rows_kernel(
     x_ptr, q_ptr, row_scale_ptr, scale_ptr,
     K, stride_xm, stride_xk,
-    MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``q`` is contiguous ``[rows, K]``; ``scale_ptr``: one static scale, or None.
 
-    ``BLOCKS``: how many blocks of ``BLOCK`` values hold a row; 0 to read it twice, a block at a time.
+    ``BLOCKS``: how many blocks of ``BLOCK`` values hold a row; 0 to read it twice, a block at a time. ``PDL``: see
+    ``Launch``.
     """
     STATIC: tl.constexpr = scale_ptr is not None
     ONE_PRODUCT: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and not STATIC
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     x_row = x_ptr + row * stride_xm

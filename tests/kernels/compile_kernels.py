@@ -17,17 +17,19 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from qgemm.kernels import quantize
 from qgemm.kernels.config import CANDIDATES, DeviceLimits, GemmConfig, is_valid, programs_per_sm
 from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
+from qgemm.kernels.hopper_kernels import _gemm_hopper_kernel, block_layout
 from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE
 
 TARGETS: dict[str, tuple[GPUTarget, DeviceLimits]] = {
     "sm_80": (GPUTarget("cuda", 80, 32), DeviceLimits(num_sms=108, shared_memory=166_912)),
-    "sm_90": (GPUTarget("cuda", 90, 32), DeviceLimits(num_sms=132, shared_memory=232_448)),
-    "sm_100": (GPUTarget("cuda", 100, 32), DeviceLimits(num_sms=148, shared_memory=232_448)),
+    "sm_90": (GPUTarget("cuda", 90, 32), DeviceLimits(132, shared_memory=232_448, hopper=True, pdl=True)),
+    "sm_100": (GPUTarget("cuda", 100, 32), DeviceLimits(148, shared_memory=232_448, pdl=True)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), DeviceLimits(304, shared_memory=65_536, warp_size=64, num_xcds=8)),
     "gfx950": (GPUTarget("hip", "gfx950", 64), DeviceLimits(256, shared_memory=163_840, warp_size=64, num_xcds=8)),
 }
@@ -48,6 +50,9 @@ INSTRUCTIONS = {
     "cp_async_16": r"cp\.async\.cg\.shared\.global \[.*0x10",
     "cp_async_narrow": r"cp\.async\.ca\.shared\.global",
     "load_16": r"ld\.global\.v4\.b32",
+    "tma_load": r"cp\.async\.bulk\.tensor\.\w+\.shared",
+    "tma_store": r"cp\.async\.bulk\.tensor\.\w+\.global",
+    "waits_for_previous": r"griddepcontrol\.wait",
     "packed_max": r"max\.[su]16x2",
 }
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -93,17 +98,39 @@ def gemm_arguments(
         "NUM_XCDS": limits.num_xcds,
         "EVEN_K": even_k,
     }
-    if config.streamk:
+    if config.schedule == "streamk":
         return {**arguments, "workspace": "*i32", "arrivals": "*i32", "STREAMK_TILES": arguments["NUM_SMS"]}
     return {
         **arguments,
         "QUANTIZED": not dtype.is_floating_point,
         "ALLOW_TF32": False,
         "ACTIVATION": ACTIVATION_FUNCTIONS[activation] if activation else None,
+        "PERSISTENT": config.schedule != "tiles",
+        "PDL": limits.pdl,
     }
 
 
-def quantize_arguments(dtype: torch.dtype, block: int, blocks: int, static: bool) -> dict[str, Any]:
+def hopper_arguments(config: GemmConfig, limits: DeviceLimits, out: torch.dtype, part: int) -> dict[str, Any]:
+    """As ``gemm_arguments``. ``part``: how many rows of A are loaded at a time."""
+    return {
+        "A": tensor_map("i8", part, 128, torch.int8),
+        "B": tensor_map("i8", config.block_n, 128, torch.int8),
+        "C": tensor_map(POINTERS[out][1:], config.block_m, config.block_n, out),
+        **{"A_scale": "*fp32", "B_scale": "*fp32", "bias": "*bf16"},
+        **{"M": "i32", "N": "i32", "K": "i32"},
+        **{"stride_a_scale": 1, "stride_b_scale": 1, "stride_bias": 1},
+        **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
+        **{"GROUP_SIZE_M": config.group_size_m, "NUM_SMS": limits.num_sms},
+        **{"NUM_STAGES": config.num_stages, "CONSUMERS": config.consumers},
+    }
+
+
+def tensor_map(element: str, rows: int, cols: int, dtype: torch.dtype) -> str:
+    """The type of a tensor map as Triton writes it."""
+    return f"tensordesc<{element}[{rows}, {cols}],{block_layout(rows, cols, dtype)!r}>"
+
+
+def quantize_arguments(dtype: torch.dtype, block: int, blocks: int, static: bool, pdl: bool) -> dict[str, Any]:
     return {
         "x_ptr": POINTERS[dtype],
         "q_ptr": "*i8",
@@ -113,6 +140,7 @@ def quantize_arguments(dtype: torch.dtype, block: int, blocks: int, static: bool
         "MIN_SCALE": MIN_SCALE,
         "BLOCK": block,
         "BLOCKS": blocks,
+        "PDL": pdl,
     }
 
 
@@ -120,14 +148,19 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
     """``(name, kernel, arguments, config or warps)`` of everything to compile for a target."""
     int8, bf16 = torch.int8, torch.bfloat16
     for config in CANDIDATES:
-        if is_valid(config, 1, limits):
-            kernel = _gemm_streamk_kernel if config.streamk else _gemm_kernel
-            name = "streamk" if config.streamk else "scaled"
-            name = f"{name} {config.block_m}x{config.block_n}x{config.block_k}"
-            yield name, kernel, gemm_arguments(config, limits, int8, bf16, scaled=True, bias=True), config
+        if not is_valid(config, 1, limits):
+            continue
+        label = f"{config.schedule} {config.block_m}x{config.block_n}x{config.block_k}"
+        if config.on_hopper:
+            for out, part in ((bf16, config.block_m), (torch.float16, 8)):
+                arguments = hopper_arguments(config, limits, out, part)
+                yield f"hopper {label} {part}", _gemm_hopper_kernel, arguments, config
+        else:
+            kernel = _gemm_streamk_kernel if config.schedule == "streamk" else _gemm_kernel
+            yield f"scaled {label}", kernel, gemm_arguments(config, limits, int8, bf16, scaled=True, bias=True), config
 
     config = GemmConfig(64, 64, 64, num_warps=4, num_stages=2)
-    streamk = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, streamk=True)
+    streamk = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, schedule="streamk")
     yield "int32", _gemm_kernel, gemm_arguments(config, limits, int8, torch.int32), config
     yield "int32 ragged K", _gemm_kernel, gemm_arguments(config, limits, int8, torch.int32, even_k=False), config
     yield (
@@ -159,7 +192,8 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
     ):
         block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, longest, quantize.PART_OF_A_ROW)
         name = f"quantize_rows {K} {dtype} {'static' if static else 'dynamic'}".replace("torch.", "")
-        yield name, _quantize_rows_kernel, quantize_arguments(dtype, block, blocks, static), threads // limits.warp_size
+        arguments = quantize_arguments(dtype, block, blocks, static, limits.pdl)
+        yield name, _quantize_rows_kernel, arguments, threads // limits.warp_size
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | int, target: GPUTarget) -> Any:
@@ -171,10 +205,11 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | 
     # What Triton finds out at a launch: pointers and sizes are multiples of 16. M is left out, as in the kernel.
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in runtime - {"M"}}
     if isinstance(config, GemmConfig):
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        options = {"num_warps": config.num_warps, "num_stages": 1 if config.on_hopper else config.num_stages}
     else:
         options = {"num_warps": config, "num_stages": 1, "enable_fp_fusion": False}
-    return triton.compile(ASTSource(kernel, signature, constants, aligned), target=target, options=options)
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
+    return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options)
 
 
 def spilled(compiled: Any, target: GPUTarget) -> int:

@@ -59,7 +59,7 @@ def test_what_is_not_valid(changed: dict[str, int], why: str) -> None:
 
 def test_what_is_valid_depends_on_the_operands_and_the_device() -> None:
     assert is_valid(GemmConfig(64, 64, 16, num_warps=4, num_stages=2), 2, H200)  # 16 values of 2 bytes
-    streamk = GemmConfig(64, 64, 128, num_warps=4, num_stages=2, streamk=True)
+    streamk = GemmConfig(64, 64, 128, num_warps=4, num_stages=2, schedule="streamk")
     assert is_valid(streamk, 1, H200)
     assert not is_valid(streamk, 2, H200)  # float sums depend on their order
     exact = DeviceLimits(num_sms=1, shared_memory=VALID.shared_memory(1))
@@ -79,14 +79,14 @@ def test_the_choice_is_valid_and_always_the_same(dtype: torch.dtype, limits: Dev
     for M, N, K in itertools.chain(itertools.product(sizes, sizes, sizes), [(1, 1, 0), (2**20, 2**17, 64)]):
         config = select(M, N, K, dtype, limits)
         assert is_valid(config, dtype.itemsize, limits), (M, N, K)
-        assert dtype == torch.int8 or not config.streamk
+        assert dtype == torch.int8 or config.schedule != "streamk"
         assert config == select(M, N, K, dtype, limits)
 
 
 @pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
 def test_candidates_hold_one_entry_each_and_some_for_every_device(limits: DeviceLimits) -> None:
     assert len(set(CANDIDATES)) == len(CANDIDATES)
-    assert any(is_valid(config, 1, limits) and not config.streamk for config in CANDIDATES)
+    assert any(is_valid(config, 1, limits) and config.schedule != "streamk" for config in CANDIDATES)
 
 
 def test_large_problems_get_large_tiles_and_small_ones_small() -> None:
@@ -127,7 +127,7 @@ def test_device_limits(device: torch.device) -> None:
 
 
 def test_a_config_prints_itself_and_compares() -> None:
-    config = GemmConfig(64, 32, 128, num_warps=4, num_stages=2, streamk=True)
+    config = GemmConfig(64, 32, 128, num_warps=4, num_stages=2, schedule="streamk")
     assert eval(repr(config)) == config
     assert config != VALID
     with pytest.raises(AttributeError):

@@ -5,21 +5,25 @@ config that ``select_config`` takes; ``DISPATCHED`` tests both ways.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from qgemm.kernels import GemmConfig, cpu, int_mm, matmul, scaled_mm
-from qgemm.kernels.config import CANDIDATES, device_limits, is_valid
+from qgemm.kernels.config import CANDIDATES, Schedule, device_limits, is_valid
 from qgemm.kernels.reference import int_mm_reference, matmul_reference, scaled_mm_reference
 
 Check = Callable[[Tensor, Tensor, Tensor], None]
 
 SMALL = GemmConfig(16, 32, 32, num_warps=4, num_stages=2, group_size_m=2)
-STREAMK = GemmConfig(16, 32, 32, num_warps=4, num_stages=2, group_size_m=2, streamk=True)
-KERNELS = pytest.mark.parametrize("config", [SMALL, STREAMK], ids=["persistent", "streamk"])
-DISPATCHED = pytest.mark.parametrize("config", [SMALL, STREAMK, None], ids=["persistent", "streamk", "default"])
+STREAMK = GemmConfig(16, 32, 32, num_warps=4, num_stages=2, group_size_m=2, schedule="streamk")
+TILES = replace(SMALL, schedule="tiles")
+KERNELS = pytest.mark.parametrize("config", [SMALL, TILES, STREAMK], ids=["persistent", "tiles", "streamk"])
+DISPATCHED = pytest.mark.parametrize(
+    "config", [SMALL, TILES, STREAMK, None], ids=["persistent", "tiles", "streamk", "default"]
+)
 
 SHAPES = [
     (0, 40, 64),  # no rows
@@ -145,17 +149,17 @@ def test_expanded_operands(config: GemmConfig | None, device: torch.device) -> N
 @DISPATCHED
 def test_largest_sums(config: GemmConfig | None, device: torch.device) -> None:
     # The longest K of all, at int8's extreme: 131,071 * 128 * 128 is 2^31 - 2^14.
-    config = config and GemmConfig(16, 16, 4096, num_warps=4, num_stages=1, streamk=config.streamk)
+    config = config and GemmConfig(16, 16, 4096, num_warps=4, num_stages=1, schedule=config.schedule)
     a = torch.full((2, 131_071), -128, dtype=torch.int8, device=device)
     b = torch.full((131_071, 3), -128, dtype=torch.int8, device=device)
     out = int_mm(a, b, config=config)
     assert torch.equal(out, torch.full((2, 3), 2**31 - 2**14, dtype=torch.int32, device=device))
 
 
-@pytest.mark.parametrize("candidate", range(len(CANDIDATES)))
+# Hopper's kernel has tests of its own, in test_hopper.py.
+@pytest.mark.parametrize("config", [config for config in CANDIDATES if not config.on_hopper], ids=str)
 @pytest.mark.parametrize("ragged", [False, True])
-def test_every_candidate_is_exact(candidate: int, ragged: bool, device: torch.device) -> None:
-    config = CANDIDATES[candidate]
+def test_every_candidate_is_exact(config: GemmConfig, ragged: bool, device: torch.device) -> None:
     if not is_valid(config, 1, device_limits(device)):
         pytest.skip(f"{device} has no room for {config}")
     M, N = (130, 70) if ragged else (config.block_m, 2 * config.block_n)
@@ -327,13 +331,13 @@ def test_beyond_2_31_elements() -> None:
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("streamk", [False, True])
-def test_same_bits_as_on_the_cpu(streamk: bool, out_dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("schedule", ["tiles", "persistent", "streamk"])
+def test_same_bits_as_on_the_cpu(schedule: Schedule, out_dtype: torch.dtype, device: torch.device) -> None:
     # A fused multiply-add in the epilogue would round once where the CPU rounds twice.
     x, weight, bias = torch.randn(37, 200), torch.randn(50, 200), torch.randn(50)
     a, a_scale = cpu.quantize_rows(x)
     b, b_scale = cpu.quantize_rows(weight)
     wanted = cpu.scaled_mm(a, b.t(), a_scale, b_scale, bias, out_dtype)
     on_device = [t.to(device) for t in (a, b.t(), a_scale, b_scale, bias)]
-    config = GemmConfig(16, 16, 32, num_warps=4, num_stages=2, streamk=streamk)
+    config = GemmConfig(16, 16, 32, num_warps=4, num_stages=2, schedule=schedule)
     assert torch.equal(scaled_mm(*on_device, out_dtype, config=config).cpu(), wanted)
