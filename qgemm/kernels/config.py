@@ -38,13 +38,13 @@ _HOPPER_BLOCK_LATENCY = 83.0
 _HOPPER_TILE_LATENCY = 385.0
 
 
-Schedule = Literal["tiles", "persistent", "streamk", "specialized", "pingpong"]
+Schedule = Literal["tiles", "persistent", "streamk", "specialized"]
 """How programs take tiles.
 
 - ``"tiles"``: one each. ``"persistent"``: as many programs as the device holds, each with tiles in turn.
 - ``"streamk"``: those cut the sums over K between them as well. int8 only.
-- ``"specialized"``, ``"pingpong"``: persistent, with warps that load and one or two groups of warps that multiply
-  (``hopper_kernels.py``). int8 on Hopper only.
+- ``"specialized"``: persistent, with warps that load beside warps that multiply (``hopper_kernels.py``). int8 on Hopper
+  only.
 """
 
 
@@ -52,7 +52,7 @@ Schedule = Literal["tiles", "persistent", "streamk", "specialized", "pingpong"]
 class GemmConfig:
     """Tile shape, pipeline and schedule of one GEMM kernel variant.
 
-    ``block_k`` counts elements. ``num_warps`` multiply; the Hopper schedules have more, to load.
+    ``block_k`` counts elements. ``num_warps`` multiply; ``"specialized"`` has more, to load.
     """
 
     block_m: int
@@ -63,21 +63,13 @@ class GemmConfig:
     group_size_m: int = 8
     schedule: Schedule = "persistent"
 
-    @property
-    def on_hopper(self) -> bool:
-        """Whether the kernel is the one of ``hopper_kernels.py``."""
-        return self.schedule in ("specialized", "pingpong")
-
-    @property
-    def consumers(self) -> int:
-        """Of that kernel: how many groups of ``num_warps`` warps multiply, each a tile of its own."""
-        return 2 if self.schedule == "pingpong" else 1
-
     def shared_memory(self, itemsize: int) -> int:
         """Bytes of shared memory that the kernel holds for operands of ``itemsize`` bytes."""
         pipeline = self.num_stages * (self.block_m + self.block_n) * self.block_k * itemsize
-        # Beside it tiles of 2-byte outputs wait to be stored, and barriers.
-        return pipeline + (self.consumers * self.block_m * self.block_n * 2 + 1024 if self.on_hopper else 0)
+        if self.schedule == "specialized":
+            # A tile of 2-byte outputs waits there to be stored, and there are barriers.
+            return pipeline + self.block_m * self.block_n * 2 + 1024
+        return pipeline
 
 
 @dataclass(frozen=True)
@@ -123,7 +115,6 @@ def device_limits(device: torch.device) -> DeviceLimits:
 # For 1-byte operands; wider ones get fewer elements along K in the same bytes.
 CANDIDATES: tuple[GemmConfig, ...] = (
     # Hopper's kernel.
-    GemmConfig(128, 128, 128, num_warps=4, num_stages=5, schedule="pingpong"),
     GemmConfig(128, 128, 128, num_warps=4, num_stages=6, schedule="specialized"),
     GemmConfig(128, 64, 128, num_warps=4, num_stages=7, schedule="specialized"),
     GemmConfig(64, 128, 128, num_warps=4, num_stages=8, schedule="specialized"),
@@ -160,7 +151,7 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
     Its blocks are powers of 2 that tensor cores take, as many warps as a program may have, its pipeline fits in shared
     memory, its accumulator in registers, Stream-K has integers to add, and Hopper's kernel has its instructions.
     """
-    if config.on_hopper and not (
+    if config.schedule == "specialized" and not (
         limits.hopper
         and itemsize == 1
         and config.num_warps == 4
@@ -185,7 +176,7 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
 @functools.cache
 def programs_per_sm(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> int:
     """How many programs are resident on a multiprocessor at a time; at most 8."""
-    if config.on_hopper:
+    if config.schedule == "specialized":
         return 1  # it takes all registers
     threads = config.num_warps * limits.warp_size
     by_memory = limits.shared_memory // (config.shared_memory(itemsize) + 1024)
@@ -221,7 +212,7 @@ def _for_itemsize(config: GemmConfig, itemsize: int) -> GemmConfig:
 def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: DeviceLimits) -> float:
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     blocks = max(1, -(-K // config.block_k))
-    if config.on_hopper:
+    if config.schedule == "specialized":
         compute = -(-tiles // limits.num_sms) * (blocks * _hopper_block_cycles(config) + _HOPPER_TILE_LATENCY)
     else:
         compute = _loop_cycles(config, M, tiles, blocks, itemsize, limits)

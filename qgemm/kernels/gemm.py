@@ -133,7 +133,7 @@ def _plan(
         raise ValueError(
             f"config {config} can't run {dtype} operands on {device} ({limits}); omit it to have one chosen"
         )
-    elif config.on_hopper and not hopper:
+    elif config.schedule == "specialized" and not hopper:
         raise ValueError(
             f"config {config} takes scaled int8 operands with K contiguous and addresses and rows that are multiples "
             "of 16 bytes, N a multiple of 8, and gives float16 or bfloat16; omit it to have one chosen"
@@ -141,7 +141,7 @@ def _plan(
 
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     slots = limits.num_sms * programs_per_sm(config, dtype.itemsize, limits)
-    if config.on_hopper:
+    if config.schedule == "specialized":
         return Product(_hopper_launch(config, min(tiles, slots), M, N, K, strides, out_dtype), 0)
 
     numbers = (M, N, K, *strides)
@@ -171,15 +171,28 @@ def _hopper_launch(
 
     stride_am, _, _, stride_bn, stride_cm, _, *epilogue_strides = strides
     rows, cols, panel = config.block_m, config.block_n, PANEL.value
-    part = next((part for part in (rows, 32, 8) if M % part == 0), 8 if 4 * rows > M else 32)
+    part, parts = rows_at_a_time(M, rows)
     maps = {
         0: TensorMap((M, K), (stride_am, 1), (part, panel), block_layout(part, panel, torch.int8)),
         1: TensorMap((N, K), (stride_bn, 1), (cols, panel), block_layout(cols, panel, torch.int8)),
         2: TensorMap((M, N), (stride_cm, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
     }
     numbers = (M, N, K, *epilogue_strides)
-    constants = (rows, cols, config.block_k, config.group_size_m, grid, config.num_stages, config.consumers)
+    constants = (rows, cols, config.block_k, config.group_size_m, grid, config.num_stages, parts)
     return Launch(_gemm_hopper_kernel, grid, numbers, constants, config.num_warps, pdl=True, maps=maps)
+
+
+def rows_at_a_time(M: int, block_m: int) -> tuple[int, int]:
+    """``(part, parts)``: how many rows of A the copy engine loads at a time, and how often for a tile.
+
+    Few numbers, since each pair is a kernel of its own.
+    """
+    if M % block_m == 0:
+        return block_m, 1
+    if block_m < M:
+        return 32, block_m // 32
+    part = next((part for part in (32, 16) if M % part == 0), 8)
+    return part, -(-M // part)
 
 
 def _stride(vector: Tensor | None, length: int) -> int:

@@ -1,23 +1,19 @@
 """The int8 GEMM for Hopper (sm_90): warps that load apart from warps that multiply, made of the stages and Gluon.
 
-One producer warp has the copy engine (TMA) bring blocks of A and B into a ring of shared memory. Consumers, groups of
-warps with a tile each, wait for a block to arrive, multiply it with ``wgmma`` and hand its slot back; then scale the
-sums and have the copy engine store them. ``C[m, n] = sum over k of A[m, k] * B[n, k]``, times ``A_scale[m]`` and
-``B_scale[n]``, plus ``bias[n]``, with the rounding of the other kernels: the results have the same bits.
-
-- One consumer (``schedule="specialized"``): for few tiles, which deep pipelines feed.
-- Two consumers (``"pingpong"``): one multiplies while the other scales and stores. They take turns, so that the tensor
-  cores see one tile at a time; a barrier also keeps the second from waiting on a slot a whole round too early, which
-  the one-bit phases of barriers can't express.
+One producer warp has the copy engine (TMA) bring blocks of A and B into a ring of shared memory. Four consumer warps
+wait for a block to arrive, multiply it with ``wgmma`` and hand its slot back; then they scale the sums and have the
+copy engine store them, while the producer loads for the next tile. ``C[m, n] = sum over k of A[m, k] * B[n, k]``, times
+``A_scale[m]`` and ``B_scale[n]``, plus ``bias[n]``, with the rounding of the other kernels: the same bits.
 
 Programs are persistent. Operands are ``[M, K]`` and ``[N, K]`` with K contiguous; the copy engine fills what lies
 beyond the edges with zeros and stores nothing there, so there is no mask. It wants addresses and row strides that are
 multiples of 16 bytes.
 
-Measured on an H200 (CUDA graphs, weights from memory) against the loop of ``gemm_kernels.py`` at its best: 15 % faster
-from M = 256 on, and 1.4 to 1.5 * 10^15 operations a second at M >= 1024, where power is the limit. Two consumers of 4
-warps on tiles of 128 x 128 were 3 to 7 % faster than one of 8; scales loaded before the loop over K, not after it, gave
-2 %. Tiles of 128 x 256 and 256 x 128, and loading weights before the kernel ahead has ended, gave nothing.
+Measured on an H200 (CUDA graphs, weights from memory) against the loop of ``gemm_kernels.py`` at its best: 15 to 20 %
+faster from M = 64 on, and 1.4 to 1.5 * 10^15 operations a second at M >= 1024, where power is the limit. Scales loaded
+before the loop over K, not after it, gave 2 %; parts of A's block instead of one that sticks out of A, up to 50 % at
+M = 32. What gave nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps,
+tiles of 128 x 256 and 256 x 128, weights loaded before the kernel ahead has ended.
 """
 
 import functools
@@ -44,9 +40,7 @@ _load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_share
 _store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 PANEL = gl.constexpr(128)  # bytes: as wide as the copy engine swizzles
-# A thread. Twice 128 threads that multiply and 128 for the one that loads have 64,512 of the 65,536 there are.
-CONSUMER_REGISTERS = gl.constexpr(232)
-PRODUCER_REGISTERS = gl.constexpr(40)
+PRODUCER_REGISTERS = gl.constexpr(40)  # a thread
 
 
 @functools.cache
@@ -70,24 +64,24 @@ class Ring:
     empty: gl.shared_memory_descriptor
     depth: gl.constexpr
     panels: gl.constexpr
+    a_parts: gl.constexpr
 
     @gluon.jit
     def fill(self, step, A, B, row, col, k):
         """Starts loading the blocks at ``(row, k)`` of A and ``(col, k)`` of B, once the slot is empty.
 
-        A comes in parts of the rows that its map has. Parts that lie beyond its last row are read from there: the copy
-        engine takes 1.5 times as long to fill half a block with zeros as to load it.
+        A comes in ``a_parts`` parts of the rows that its map has. A part that lies beyond the last row is read from
+        there instead: the copy engine takes 1.5 times as long to fill half a block with zeros as to load it.
         """
         slot = step % self.depth
         PART: gl.constexpr = A.block_shape[0]
-        PARTS: gl.constexpr = self.a_panels.shape[1] // PART
         last_part = (A.shape[0] - 1) // PART * PART
         mbarrier.wait(self.empty.index(slot), (step // self.depth + 1) & 1)
         full = self.full.index(slot)
-        mbarrier.expect(full, self.panels * (PARTS * A.block_type.nbytes + B.block_type.nbytes))
+        mbarrier.expect(full, self.panels * (self.a_parts * A.block_type.nbytes + B.block_type.nbytes))
         for i in gl.static_range(self.panels):
             a_panel = self.a_panels.index(slot * self.panels + i)
-            for part in gl.static_range(PARTS):
+            for part in gl.static_range(self.a_parts):
                 place = a_panel.slice(part * PART, PART)
                 _load_block(A, [gl.minimum(row + part * PART, last_part), k + i * PANEL], full, place)
             _load_block(B, [col, k + i * PANEL], full, self.b_panels.index(slot * self.panels + i))
@@ -134,8 +128,7 @@ def _produce(A, B, ring, sched, num_k):
 
 
 @gluon.jit
-def _consume(C, epilogue, ring, turns, staging, sched, num_k, consumer, CONSUMERS: gl.constexpr):
-    """Tiles ``consumer``, ``consumer + CONSUMERS``, ... of the program's own."""
+def _consume(C, epilogue, ring, staging, sched, num_k):
     gdc_wait()
     A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias = epilogue
     BLOCK_M: gl.constexpr = sched.ctx.block_m
@@ -143,9 +136,8 @@ def _consume(C, epilogue, ring, turns, staging, sched, num_k, consumer, CONSUMER
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 32])
 
     start, total, stride = sched.persistent_tile_range()
-    step = consumer * num_k
-    turn = 0
-    for tile_id in range(start + consumer * stride, total, CONSUMERS * stride):
+    step = 0
+    for tile_id in range(start, total, stride):
         tile = sched.get_tile_from_idx(tile_id)
         rows = tile.pid_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
         cols = tile.pid_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -153,9 +145,6 @@ def _consume(C, epilogue, ring, turns, staging, sched, num_k, consumer, CONSUMER
         b_scale = gl.load(B_scale + cols * stride_b_scale, mask=cols < sched.N, other=0.0)
 
         acc = warpgroup_mma_init(gl.zeros((BLOCK_M, BLOCK_N), gl.int32, layout))
-        if CONSUMERS == 2:
-            mbarrier.wait(turns.index(consumer), (turn + 1 - consumer) & 1)
-            turn += 1
         acc = ring.multiply(step, acc)
         for _ in range(1, num_k):
             acc = ring.multiply(step + 1, acc)
@@ -163,11 +152,9 @@ def _consume(C, epilogue, ring, turns, staging, sched, num_k, consumer, CONSUMER
             acc = warpgroup_mma_init(warpgroup_mma_wait(ring.panels, deps=(acc,)))
             ring.release(step)
             step += 1
-        if CONSUMERS == 2:
-            mbarrier.arrive(turns.index(1 - consumer), count=1)
         sums = warpgroup_mma_wait(0, deps=(acc,))
         ring.release(step)
-        step += 1 + (CONSUMERS - 1) * num_k
+        step += 1
 
         out = sums.to(gl.float32) * gl.expand_dims(a_scale, 1) * gl.expand_dims(b_scale, 0)
         if bias is not None:
@@ -187,11 +174,13 @@ def _gemm_hopper_kernel(
     M, N, K,
     stride_a_scale, stride_b_scale, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP_SIZE_M: gl.constexpr, NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+    GROUP_SIZE_M: gl.constexpr, NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, A_PARTS: gl.constexpr,
 ):  # fmt: skip
     """``A``, ``B``, ``C``: tensor maps of ``[M, K]``, ``[N, K]`` and ``[M, N]``.
 
-    Their blocks: ``PANEL`` columns and ``BLOCK_M`` rows, or a part of these; ``BLOCK_N`` rows; the whole tile.
+    Their blocks: ``PANEL`` columns and part of a tile's rows; ``PANEL`` columns and ``BLOCK_N`` rows; the whole tile.
+    ``A_PARTS`` parts are loaded for each tile: all its rows, or as many as A has if that is less. What the others hold
+    ends in rows that aren't stored.
     """
     ctx = GemmContext(BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, 1, GROUP_SIZE_M, quantized=True)
     sched = ScheduleContext(M, N, K, ctx)
@@ -201,27 +190,15 @@ def _gemm_hopper_kernel(
     ring = Ring(
         gl.allocate_shared_memory(A.dtype, [NUM_STAGES * panels, BLOCK_M, PANEL], A.layout),
         gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, BLOCK_N, PANEL], B.layout),
-        _barriers(NUM_STAGES), _barriers(NUM_STAGES), NUM_STAGES, panels,
+        _barriers(NUM_STAGES), _barriers(NUM_STAGES), NUM_STAGES, panels, A_PARTS,
     )  # fmt: skip
-    turns = _barriers(CONSUMERS)
-    staging = gl.allocate_shared_memory(C.dtype, [CONSUMERS, BLOCK_M, BLOCK_N], C.layout)
+    staging = gl.allocate_shared_memory(C.dtype, [BLOCK_M, BLOCK_N], C.layout)
     epilogue = (A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (C, epilogue, ring, turns, staging.index(0), sched, num_k, 0, CONSUMERS)),
-                (_consume, (C, epilogue, ring, turns, staging.index(1), sched, num_k, 1, CONSUMERS)),
-                (_produce, (A, B, ring, sched, num_k)),
-            ],
-            [gl.num_warps(), 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (C, epilogue, ring, turns, staging.index(0), sched, num_k, 0, CONSUMERS)),
-                (_produce, (A, B, ring, sched, num_k)),
-            ],
-            [1],
-            [PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (C, epilogue, ring, staging, sched, num_k)),
+            (_produce, (A, B, ring, sched, num_k)),
+        ],
+        [1],
+        [PRODUCER_REGISTERS],
+    )

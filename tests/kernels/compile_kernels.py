@@ -19,10 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from qgemm.kernels import quantize
+from qgemm.kernels import linear, quantize
 from qgemm.kernels.config import CANDIDATES, DeviceLimits, GemmConfig, is_valid, programs_per_sm
 from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
 from qgemm.kernels.hopper_kernels import _gemm_hopper_kernel, block_layout
+from qgemm.kernels.linear_kernels import _quant_linear_kernel
 from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE
 
@@ -53,6 +54,7 @@ INSTRUCTIONS = {
     "tma_load": r"cp\.async\.bulk\.tensor\.\w+\.shared",
     "tma_store": r"cp\.async\.bulk\.tensor\.\w+\.global",
     "waits_for_previous": r"griddepcontrol\.wait",
+    "prefetch": r"cp\.async\.bulk\.prefetch\.L2",
     "packed_max": r"max\.[su]16x2",
 }
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -121,7 +123,7 @@ def hopper_arguments(config: GemmConfig, limits: DeviceLimits, out: torch.dtype,
         **{"stride_a_scale": 1, "stride_b_scale": 1, "stride_bias": 1},
         **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
         **{"GROUP_SIZE_M": config.group_size_m, "NUM_SMS": limits.num_sms},
-        **{"NUM_STAGES": config.num_stages, "CONSUMERS": config.consumers},
+        **{"NUM_STAGES": config.num_stages, "A_PARTS": config.block_m // part},
     }
 
 
@@ -144,6 +146,25 @@ def quantize_arguments(dtype: torch.dtype, block: int, blocks: int, static: bool
     }
 
 
+def linear_arguments(
+    config: GemmConfig, limits: DeviceLimits, dtype: torch.dtype, K: int, static: bool
+) -> dict[str, Any]:
+    """As ``gemm_arguments``, for rows of ``K`` values in ``dtype``."""
+    threads = config.num_warps * limits.warp_size
+    block, blocks = linear.row_blocks(K, dtype.itemsize, threads)
+    bytes_each, parts = linear.prefetched(config, limits, K)
+    return {
+        **{"x": POINTERS[dtype], "B": "*i8", "C": POINTERS[dtype], "b_scale": "*fp32", "q": "*i8", "q_scale": "*fp32"},
+        **{"bias": "*bf16", "x_scale": "*fp32" if static else None},
+        **{"M": "i32", "N": "i32", "K": "i32", "stride_xm": "i32", "stride_xk": 1, "stride_bk": 1, "stride_bn": "i32"},
+        **{"stride_b_scale": 1, "stride_bias": 1},
+        **{"MIN_SCALE": MIN_SCALE, "ROW_BLOCK": block, "ROW_BLOCKS": blocks},
+        **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
+        **{"GROUP_SIZE_M": config.group_size_m, "EVEN_K": True},
+        **{"PREFETCH": bytes_each, "PREFETCH_PARTS": parts, "PDL": limits.pdl},
+    }
+
+
 def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[str, Any], GemmConfig | int]]:
     """``(name, kernel, arguments, config or warps)`` of everything to compile for a target."""
     int8, bf16 = torch.int8, torch.bfloat16
@@ -151,7 +172,7 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
         if not is_valid(config, 1, limits):
             continue
         label = f"{config.schedule} {config.block_m}x{config.block_n}x{config.block_k}"
-        if config.on_hopper:
+        if config.schedule == "specialized":
             for out, part in ((bf16, config.block_m), (torch.float16, 8)):
                 arguments = hopper_arguments(config, limits, out, part)
                 yield f"hopper {label} {part}", _gemm_hopper_kernel, arguments, config
@@ -195,6 +216,21 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
         arguments = quantize_arguments(dtype, block, blocks, static, limits.pdl)
         yield name, _quantize_rows_kernel, arguments, threads // limits.warp_size
 
+    for config in CANDIDATES:
+        if config.schedule == "tiles" and config.block_m == 16 and is_valid(config, 1, limits):
+            most = linear.VALUE_BYTES * config.num_warps * limits.warp_size  # bytes of a row that is kept in registers
+            for dtype, K, static in (
+                (bf16, 4096, False),
+                *(
+                    (dtype, most // dtype.itemsize + more, static)
+                    for dtype in (bf16, torch.float32)
+                    for more, static in ((0, False), (0, True), (16, False))
+                ),
+            ):
+                kind = f"{config.block_m}x{config.block_n}x{config.block_k} {K} {dtype}".replace("torch.", "")
+                arguments = linear_arguments(config, limits, dtype, K, static)
+                yield f"linear {kind} {'static' if static else 'dynamic'}", _quant_linear_kernel, arguments, config
+
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | int, target: GPUTarget) -> Any:
     names = kernel.arg_names
@@ -205,7 +241,10 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | 
     # What Triton finds out at a launch: pointers and sizes are multiples of 16. M is left out, as in the kernel.
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in runtime - {"M"}}
     if isinstance(config, GemmConfig):
-        options = {"num_warps": config.num_warps, "num_stages": 1 if config.on_hopper else config.num_stages}
+        options = {
+            "num_warps": config.num_warps,
+            "num_stages": 1 if config.schedule == "specialized" else config.num_stages,
+        }
     else:
         options = {"num_warps": config, "num_stages": 1, "enable_fp_fusion": False}
     source = GluonASTSource if kernel.is_gluon() else ASTSource
