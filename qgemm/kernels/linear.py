@@ -1,8 +1,9 @@
-"""Launcher of ``quant_linear`` on GPU tensors: a row quantization and a product, decided together once.
+"""Launcher of ``quant_linear`` on GPU tensors: a row quantization and a product, or both in one, decided once.
 
 All about a call but its addresses follows from the sizes, strides, dtypes and devices of its tensors, and from whether
 the weight's address is aligned. So the first call of a kind is checked and leaves a plan behind, and those like it are
-two allocations and two launches: the quantized rows and their scales share one buffer, which no tensor is made for.
+two allocations and one or two launches: the quantized rows and their scales share one buffer, which no tensor is made
+for.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from torch import Tensor
 from torch._C._dynamo import guards
 
 from qgemm.kernels import gemm, quantize
+from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits, programs_per_sm, select_config
 from qgemm.kernels.dispatch import check_quant_linear
 from qgemm.kernels.gemm import Product
 from qgemm.kernels.launch import ALIGNMENT, Launch, hooked
+from qgemm.kernels.linear_kernels import _quant_linear_kernel
+from qgemm.kernels.reference import MIN_SCALE
 
 
 def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -29,6 +33,9 @@ def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torc
 _empty: Callable[..., Tensor] = getattr(guards, "_empty_strided_cuda", _empty_strided)
 
 MOST_PLANS = 4096
+MOST_FUSED_ROWS = 4
+ROW_BYTES = 448  # of a row that is quantized, the most that a thread keeps in registers
+PREFETCH = 32 * 1024  # bytes of weights that a multiprocessor asks its cache for while rows are quantized
 
 
 def quant_linear(
@@ -57,33 +64,38 @@ def quant_linear(
             return quant_linear(x, weight, weight_scale, bias, input_scale)
 
     out = _empty(plan.out_shape, plan.out_strides, x.dtype)
-    if plan.quantize_rows is None or plan.scaled_mm is None:
-        return out
     rows = x if plan.rows is None else x.reshape(plan.rows)
     buffer = _empty((plan.buffer,), (1,), torch.int8)
 
-    x_at, scale_at = rows.data_ptr(), weight_scale.data_ptr()
+    x_at, scale_at, out_at, q_at = rows.data_ptr(), weight_scale.data_ptr(), out.data_ptr(), buffer.data_ptr()
+    q_scale_at = q_at + plan.q_scale
     bias_at = 0 if bias is None else bias.data_ptr()
     input_scale_at = 0 if input_scale is None else input_scale.data_ptr()
-    quantize_rows, scaled_mm = plan.quantize_rows.aligned, plan.scaled_mm.launch.aligned
-    unaligned = (x_at | weight_at | scale_at | bias_at | input_scale_at) % ALIGNMENT
-    if quantize_rows is None or scaled_mm is None or plan.scaled_mm.workspace or unaligned or hooked():
-        # The first call, and any that is out of the ordinary.
-        values, scales = plan.quantized(buffer)
-        plan.quantize_rows(rows, values, scales, input_scale)
-        plan.scaled_mm(values, weight.t(), out, scales, weight_scale, bias)
-        return out
-    stream = torch._C._cuda_getCurrentRawStream(plan.device)
-    q = buffer.data_ptr()
-    row_scale = q + plan.row_scale
-    product = (q, weight_at, out.data_ptr(), row_scale, scale_at)
-    quantize_rows(stream, (x_at, q, row_scale) if input_scale is None else (x_at, q, row_scale, input_scale_at))
-    scaled_mm(stream, product if bias is None else (*product, bias_at))
+    # What a plan's launches aren't made for.
+    unusual = (x_at | weight_at | scale_at | bias_at | input_scale_at) % ALIGNMENT or hooked()
+    quantization = (x_at, q_at, q_scale_at) if input_scale is None else (x_at, q_at, q_scale_at, input_scale_at)
+    product = (weight_at, out_at, scale_at) if bias is None else (weight_at, out_at, scale_at, bias_at)
+    if plan.fused is not None:
+        fused = plan.fused.aligned
+        if fused is None or unusual:
+            plan.fused(rows, *plan.quantized(buffer), input_scale, weight, out, weight_scale, bias)
+        else:
+            fused(torch._C._cuda_getCurrentRawStream(plan.device), quantization + product)
+    elif plan.quantize_rows is not None and plan.scaled_mm is not None:
+        quantize_rows, scaled_mm = plan.quantize_rows.aligned, plan.scaled_mm.launch.aligned
+        if quantize_rows is None or scaled_mm is None or plan.scaled_mm.workspace or unusual:
+            q, q_scale = plan.quantized(buffer)
+            plan.quantize_rows(rows, q, q_scale, input_scale)
+            plan.scaled_mm(q, weight.t(), out, q_scale, weight_scale, bias)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(plan.device)
+            quantize_rows(stream, quantization)
+            scaled_mm(stream, (q_at, weight_at, out_at, q_scale_at, *product[2:]))
     return out
 
 
 class _Plan(NamedTuple):
-    """What calls of a kind have in common. The launches are None where the output is empty."""
+    """What calls of a kind have in common. They make one launch, ``fused``, or two; none for an empty output."""
 
     device: int
     out_shape: tuple[int, ...]
@@ -92,17 +104,18 @@ class _Plan(NamedTuple):
     K: int
     rows: tuple[int, int] | None
     """The shape to bring ``x`` to; None where its memory is ``[M, K]`` as it is."""
-    row_scale: int
+    q_scale: int
     """Where the scales begin in the buffer, in bytes; the quantized rows are at 0."""
     buffer: int
     """Bytes."""
+    fused: Launch | None
     quantize_rows: Launch | None
     scaled_mm: Product | None
 
     def quantized(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """The quantized rows and their scales as tensors."""
         q = buffer[: self.M * self.K].view(self.M, self.K)
-        return q, buffer[self.row_scale :].view(torch.float32)
+        return q, buffer[self.q_scale :].view(torch.float32)
 
 
 _plans: dict[tuple[object, ...], _Plan] = {}
@@ -115,16 +128,58 @@ def _make_plan(
     M = math.prod(x.shape[:-1])
     rows = x.reshape(M, K)
     out = x.new_empty((*x.shape[:-1], N))
-    row_scale = -(-M * K // ALIGNMENT) * ALIGNMENT
-    buffer = row_scale + 4 * M
+    q_scale = -(-M * K // ALIGNMENT) * ALIGNMENT
+    buffer = q_scale + 4 * M
     plan = _Plan(
         x.device.index, tuple(out.shape), out.stride(), M, K,
-        None if rows.data_ptr() == x.data_ptr() else (M, K), row_scale, buffer, None, None,
+        None if rows.data_ptr() == x.data_ptr() else (M, K), q_scale, buffer, None, None, None,
     )  # fmt: skip
     if not out.numel():
         return plan
+    config = select_config(M, N, K, torch.int8, x.device, hopper=False)
+    if 0 < K and M <= MOST_FUSED_ROWS and config.schedule == "tiles":
+        return plan._replace(fused=_fused_launch(rows, weight, weight_scale, bias, config))
     q, scales = plan.quantized(x.new_empty(buffer, dtype=torch.int8))
     return plan._replace(
         quantize_rows=quantize.plan(rows, input_scale),
         scaled_mm=gemm.plan(q, weight.t(), scales, weight_scale, bias, None, x.dtype),
     )
+
+
+def _fused_launch(
+    rows: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, config: GemmConfig
+) -> Launch:
+    M, K = rows.shape
+    N = weight.shape[0]
+    limits = device_limits(rows.device)
+    stride_bn, stride_bk = weight.stride()
+    numbers = (
+        M, N, K, *rows.stride(), stride_bk, stride_bn,
+        weight_scale.stride(0) if weight_scale.ndim and weight_scale.shape[0] == N else 0,
+        0 if bias is None else bias.stride(0),
+    )  # fmt: skip
+    contiguous = stride_bk == 1 and stride_bn % ALIGNMENT == 0 and weight.data_ptr() % ALIGNMENT == 0
+    constants = (
+        MIN_SCALE, *row_blocks(K, rows.itemsize, config.num_warps * limits.warp_size),
+        config.block_m, config.block_n, config.block_k, config.group_size_m, K % config.block_k == 0,
+        *(prefetched(K, config, limits) if contiguous else (0, 1)), limits.pdl,
+    )  # fmt: skip
+    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    return Launch(_quant_linear_kernel, tiles, numbers, constants, config.num_warps, config.num_stages, limits.pdl)
+
+
+def row_blocks(K: int, itemsize: int, threads: int) -> tuple[int, int]:
+    """``(BLOCK, BLOCKS)`` of ``_quantize_row`` for rows of ``K`` values and a program of ``threads`` threads."""
+    if threads * ROW_BYTES < K * itemsize:
+        return 8 * threads, 0
+    block = min(8 * threads, 1 << (K - 1).bit_length())
+    return block, -(-K // block)
+
+
+def prefetched(K: int, config: GemmConfig, limits: DeviceLimits) -> tuple[int, int]:
+    """``(PREFETCH, PREFETCH_PARTS)`` of ``_quant_linear_kernel``: a part for every thread, 0 bytes where it can't be."""
+    if not limits.pdl:
+        return 0, 1
+    parts = max(1, config.num_warps * limits.warp_size // config.block_n)
+    column = min(K, PREFETCH // programs_per_sm(config, 1, limits) // config.block_n)
+    return column // parts // 16 * 16, parts

@@ -103,28 +103,21 @@ def _quantize_any(x_row, q_row, K, stride_xk, scale):
 
 
 @triton.jit
-def _quantize_rows_kernel(
-    x_ptr, q_ptr, row_scale_ptr, scale_ptr,
-    K, stride_xm, stride_xk,
-    MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+def _quantize_row(
+    x_row, q_row, row_scale_ptr, scale_ptr, K, stride_xk,
+    MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """``q`` is contiguous ``[rows, K]``; ``scale_ptr``: one static scale, or None.
+    """Quantizes one row: ``K`` int8 values to ``q_row``, side by side, and its scale to ``row_scale_ptr``.
 
-    ``BLOCKS``: how many blocks of ``BLOCK`` values hold a row; 0 to read it twice, a block at a time. ``PDL``: see
-    ``Launch``.
+    ``scale_ptr``: a static scale, or None. ``BLOCKS``: how many blocks of ``BLOCK`` values hold the row; 0 to read it
+    twice, a block at a time.
     """
     STATIC: tl.constexpr = scale_ptr is not None
-    ONE_PRODUCT: tl.constexpr = x_ptr.dtype.element_ty == tl.bfloat16 and not STATIC
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    row = tl.program_id(0).to(tl.int64)
+    ONE_PRODUCT: tl.constexpr = x_row.dtype.element_ty == tl.bfloat16 and not STATIC
     offsets = tl.arange(0, BLOCK)
-    x_row = x_ptr + row * stride_xm
-    q_row = q_ptr + row * K
 
     blocks = ()
-    largest = _magnitude(tl.zeros((BLOCK,), dtype=x_ptr.dtype.element_ty))
+    largest = _magnitude(tl.zeros((BLOCK,), dtype=x_row.dtype.element_ty))
     if BLOCKS:
         for i in tl.static_range(BLOCKS):
             k = i * BLOCK + offsets
@@ -136,14 +129,14 @@ def _quantize_rows_kernel(
             k = start + offsets
             x = tl.load(x_row + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
             largest = tl.maximum(largest, _magnitude(x))
-    amax = _float_of(tl.max(largest, axis=0), x_ptr.dtype.element_ty)
+    amax = _float_of(tl.max(largest, axis=0), x_row.dtype.element_ty)
 
     if STATIC:
         scale = tl.load(scale_ptr).to(tl.float32)
     else:
         scale = tl.where(amax == 0, 1.0, tl.maximum(tl.math.div_rn(amax, 127.0), MIN_SCALE))
     scale = tl.where(amax < float("inf"), scale, float("nan"))
-    tl.store(row_scale_ptr + row, scale)
+    tl.store(row_scale_ptr, scale)
 
     inverse = _multiplier(amax, scale) if ONE_PRODUCT else tl.math.div_rn(1.0, scale)
     # The interpreter rounds a fused multiply-add twice: a corrected quotient would be wrong there.
@@ -159,3 +152,19 @@ def _quantize_rows_kernel(
                 tl.store(q_row + k, _quantize(x, scale, inverse, ONE_PRODUCT, STATIC), mask=k < K)
     else:
         _quantize_any(x_row, q_row, K, stride_xk, scale)
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x_ptr, q_ptr, row_scale_ptr, scale_ptr,
+    K, stride_xm, stride_xk,
+    MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A row a program. ``q`` is contiguous ``[rows, K]``. ``PDL``: see ``Launch``; the rest: ``_quantize_row``."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    _quantize_row(
+        x_ptr + row * stride_xm, q_ptr + row * K, row_scale_ptr + row, scale_ptr, K, stride_xk, MIN_SCALE, BLOCK, BLOCKS
+    )

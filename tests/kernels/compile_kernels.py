@@ -152,7 +152,7 @@ def linear_arguments(
     """As ``gemm_arguments``, for rows of ``K`` values in ``dtype``."""
     threads = config.num_warps * limits.warp_size
     block, blocks = linear.row_blocks(K, dtype.itemsize, threads)
-    bytes_each, parts = linear.prefetched(config, limits, K)
+    bytes_each, parts = linear.prefetched(K, config, limits)
     return {
         **{"x": POINTERS[dtype], "B": "*i8", "C": POINTERS[dtype], "b_scale": "*fp32", "q": "*i8", "q_scale": "*fp32"},
         **{"bias": "*bf16", "x_scale": "*fp32" if static else None},
@@ -218,7 +218,7 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
 
     for config in CANDIDATES:
         if config.schedule == "tiles" and config.block_m == 16 and is_valid(config, 1, limits):
-            most = linear.VALUE_BYTES * config.num_warps * limits.warp_size  # bytes of a row that is kept in registers
+            most = linear.ROW_BYTES * config.num_warps * limits.warp_size  # bytes of a row that is kept in registers
             for dtype, K, static in (
                 (bf16, 4096, False),
                 *(
