@@ -171,28 +171,28 @@ def _hopper_launch(
 
     stride_am, _, _, stride_bn, stride_cm, _, *epilogue_strides = strides
     rows, cols, panel = config.block_m, config.block_n, PANEL.value
-    part, parts = rows_at_a_time(M, rows)
+    part, last_parts = rows_at_a_time(M, rows)
     maps = {
         0: TensorMap((M, K), (stride_am, 1), (part, panel), block_layout(part, panel, torch.int8)),
         1: TensorMap((N, K), (stride_bn, 1), (cols, panel), block_layout(cols, panel, torch.int8)),
         2: TensorMap((M, N), (stride_cm, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
     }
     numbers = (M, N, K, *epilogue_strides)
-    constants = (rows, cols, config.block_k, config.group_size_m, grid, config.num_stages, parts)
+    constants = (rows, cols, config.block_k, config.group_size_m, grid, config.num_stages, last_parts)
     return Launch(_gemm_hopper_kernel, grid, numbers, constants, config.num_warps, pdl=True, maps=maps)
 
 
 def rows_at_a_time(M: int, block_m: int) -> tuple[int, int]:
-    """``(part, parts)``: how many rows of A the copy engine loads at a time, and how often for a tile.
+    """``(part, last_parts)``: how many rows of A the copy engine loads at a time, and how often in the last tile.
 
     Few numbers, since each pair is a kernel of its own.
     """
-    if M % block_m == 0:
-        return block_m, 1
-    if block_m < M:
-        return 32, block_m // 32
-    part = next((part for part in (32, 16) if M % part == 0), 8)
-    return part, -(-M // part)
+    last = M % block_m or block_m
+    if block_m >= M or last == block_m:
+        part = next((part for part in (block_m, 32, 16) if last % part == 0), 8)
+    else:
+        part = 32 if last % 32 == 0 or 8 * block_m < M else 16
+    return part, -(-last // part)
 
 
 def _stride(vector: Tensor | None, length: int) -> int:

@@ -11,8 +11,8 @@ multiples of 16 bytes.
 
 Measured on an H200 (CUDA graphs, weights from memory) against the loop of ``gemm_kernels.py`` at its best: 15 to 20 %
 faster from M = 64 on, and 1.4 to 1.5 * 10^15 operations a second at M >= 1024, where power is the limit. Scales loaded
-before the loop over K, not after it, gave 2 %; parts of A's block instead of one that sticks out of A, up to 50 % at
-M = 32. What gave nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps,
+before the loop over K, not after it, gave 2 %; no loads beyond the rows that A has, up to 50 % at M = 32. What gave
+nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps,
 tiles of 128 x 256 and 256 x 128, weights loaded before the kernel ahead has ended.
 """
 
@@ -64,26 +64,32 @@ class Ring:
     empty: gl.shared_memory_descriptor
     depth: gl.constexpr
     panels: gl.constexpr
-    a_parts: gl.constexpr
+    last_parts: gl.constexpr
 
     @gluon.jit
     def fill(self, step, A, B, row, col, k):
         """Starts loading the blocks at ``(row, k)`` of A and ``(col, k)`` of B, once the slot is empty.
 
-        A comes in ``a_parts`` parts of the rows that its map has. A part that lies beyond the last row is read from
-        there instead: the copy engine takes 1.5 times as long to fill half a block with zeros as to load it.
+        A comes in parts of the rows that its map has. Where it ends within the block, ``last_parts`` of them are loaded
+        and the other rows hold whatever they held, which isn't stored. Loading there what isn't needed is slow: zeros
+        from beyond the edge as much as the same last rows over and over.
         """
         slot = step % self.depth
         PART: gl.constexpr = A.block_shape[0]
-        last_part = (A.shape[0] - 1) // PART * PART
+        PARTS: gl.constexpr = self.a_panels.shape[1] // PART
+        ends = row + PART * PARTS > A.shape[0]
         mbarrier.wait(self.empty.index(slot), (step // self.depth + 1) & 1)
         full = self.full.index(slot)
-        mbarrier.expect(full, self.panels * (self.a_parts * A.block_type.nbytes + B.block_type.nbytes))
+        part_bytes: gl.constexpr = self.panels * A.block_type.nbytes
+        b_bytes: gl.constexpr = self.panels * B.block_type.nbytes
+        mbarrier.expect(full, PARTS * part_bytes + b_bytes, pred=not ends)
+        mbarrier.expect(full, self.last_parts * part_bytes + b_bytes, pred=ends)
         for i in gl.static_range(self.panels):
             a_panel = self.a_panels.index(slot * self.panels + i)
-            for part in gl.static_range(self.a_parts):
+            for part in gl.static_range(PARTS):
                 place = a_panel.slice(part * PART, PART)
-                _load_block(A, [gl.minimum(row + part * PART, last_part), k + i * PANEL], full, place)
+                needed = (part < self.last_parts) | (not ends)
+                _load_block(A, [row + part * PART, k + i * PANEL], full, place, pred=needed)
             _load_block(B, [col, k + i * PANEL], full, self.b_panels.index(slot * self.panels + i))
 
     @gluon.jit
@@ -174,13 +180,12 @@ def _gemm_hopper_kernel(
     M, N, K,
     stride_a_scale, stride_b_scale, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP_SIZE_M: gl.constexpr, NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, A_PARTS: gl.constexpr,
+    GROUP_SIZE_M: gl.constexpr, NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, LAST_PARTS: gl.constexpr,
 ):  # fmt: skip
     """``A``, ``B``, ``C``: tensor maps of ``[M, K]``, ``[N, K]`` and ``[M, N]``.
 
-    Their blocks: ``PANEL`` columns and part of a tile's rows; ``PANEL`` columns and ``BLOCK_N`` rows; the whole tile.
-    ``A_PARTS`` parts are loaded for each tile: all its rows, or as many as A has if that is less. What the others hold
-    ends in rows that aren't stored.
+    Their blocks: ``PANEL`` columns and a part of ``BLOCK_M`` rows; ``PANEL`` columns and ``BLOCK_N`` rows; a tile.
+    ``LAST_PARTS``: parts with rows of A in the last row of tiles.
     """
     ctx = GemmContext(BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, 1, GROUP_SIZE_M, quantized=True)
     sched = ScheduleContext(M, N, K, ctx)
@@ -190,7 +195,7 @@ def _gemm_hopper_kernel(
     ring = Ring(
         gl.allocate_shared_memory(A.dtype, [NUM_STAGES * panels, BLOCK_M, PANEL], A.layout),
         gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, BLOCK_N, PANEL], B.layout),
-        _barriers(NUM_STAGES), _barriers(NUM_STAGES), NUM_STAGES, panels, A_PARTS,
+        _barriers(NUM_STAGES), _barriers(NUM_STAGES), NUM_STAGES, panels, LAST_PARTS,
     )  # fmt: skip
     staging = gl.allocate_shared_memory(C.dtype, [BLOCK_M, BLOCK_N], C.layout)
     epilogue = (A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias)

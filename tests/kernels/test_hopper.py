@@ -1,0 +1,166 @@
+"""Hopper's kernel: the same bits as the other kernels, and used just where its copy engine can work.
+
+Gluon has no interpreter, so what the kernel computes is tested on a Hopper GPU only. That it compiles is tested
+everywhere (``test_compile.py``), and so is when it is chosen.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qgemm.kernels import GemmConfig, gemm, scaled_mm
+from qgemm.kernels.config import CANDIDATES, DeviceLimits
+from qgemm.kernels.gemm import rows_at_a_time
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+H200 = DeviceLimits(num_sms=132, shared_memory=232_448, hopper=True, pdl=True)
+SPECIALIZED = [config for config in CANDIDATES if config.schedule == "specialized"]
+EVERY_CONFIG = pytest.mark.parametrize("config", SPECIALIZED, ids=str)
+OTHER = GemmConfig(16, 32, 64, num_warps=2, num_stages=2)
+
+SHAPES = [
+    *((m, 136, 272) for m in (1, 7, 8, 9, 16, 24, 31, 32, 40, 48, 63)),  # part of a tile's rows: every way to load them
+    (64, 128, 128),  # the tiles divide everything
+    (65, 8, 16),  # the least N and K, one row beyond a tile
+    (100, 392, 1040),
+    (128, 264, 4112),  # K goes round the ring of slots several times
+    (161, 1000, 144),
+    (700, 8200, 272),  # more tiles than multiprocessors, whatever the tile
+    (1024, 5120, 256),  # the same, and even
+]
+
+
+def operands(M: int, N: int, K: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = torch.randint(-128, 128, (M, K), dtype=torch.int8, device="cuda")
+    b = torch.randint(-128, 128, (N, K), dtype=torch.int8, device="cuda").t()
+    return a, b, torch.rand(M, device="cuda"), torch.rand(N, device="cuda")
+
+
+def leave_nan_in_free_memory(M: int, N: int) -> None:
+    torch.full((M, N), torch.nan, dtype=torch.bfloat16, device="cuda")
+
+
+@on_hopper
+@EVERY_CONFIG
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES)
+def test_same_bits_as_another_kernel(M: int, N: int, K: int, config: GemmConfig) -> None:
+    a, b, a_scale, b_scale = operands(M, N, K)
+    bias = torch.randn(N, device="cuda", dtype=torch.bfloat16)
+    expected = scaled_mm(a, b, a_scale, b_scale, bias, config=OTHER)
+    for _ in range(3):
+        leave_nan_in_free_memory(M, N)
+        assert torch.equal(scaled_mm(a, b, a_scale, b_scale, bias, config=config), expected)
+
+
+@on_hopper
+@EVERY_CONFIG
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias_dtype", [None, torch.float16, torch.float32])
+def test_dtypes(out_dtype: torch.dtype, bias_dtype: torch.dtype | None, config: GemmConfig) -> None:
+    a, b, a_scale, b_scale = operands(90, 200, 400)
+    bias = None if bias_dtype is None else torch.randn(200, device="cuda").to(bias_dtype)
+    out = scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, config=config)
+    assert out.dtype == out_dtype
+    assert torch.equal(out, scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, config=OTHER))
+
+
+@on_hopper
+@pytest.mark.parametrize("view", ["wide rows", "one scale", "strided scales"])
+def test_views(view: str) -> None:
+    config = SPECIALIZED[-1]
+    a, b, a_scale, b_scale = operands(90, 200, 400)
+    if view == "wide rows":  # rows of 448 bytes, of which 400 count
+        a = torch.nn.functional.pad(a, (16, 32), value=99)[:, 16:-32]
+        b = torch.nn.functional.pad(b.t(), (32, 16), value=99)[:, 32:-16].t()
+    elif view == "one scale":
+        a_scale, b_scale = a_scale[0], b_scale[:1]
+    else:
+        a_scale = torch.rand(90, 3, device="cuda")[:, 1]
+        b_scale = torch.rand(200, 2, device="cuda")[:, 1]
+    out = scaled_mm(a, b, a_scale, b_scale, config=config)
+    assert torch.equal(out, scaled_mm(a, b, a_scale, b_scale, config=OTHER))
+
+
+@on_hopper
+def test_a_capture_with_many_products_in_a_row() -> None:
+    # Each may start before the one ahead has ended, and all but the first write what another has read.
+    a, b, a_scale, b_scale = operands(64, 512, 512)
+    b_scale /= 4e6  # the values stay about as large as they are
+    expected = a
+    for _ in range(20):
+        expected = scaled_mm(expected, b, a_scale, b_scale, config=OTHER).round().to(torch.int8)
+    out = a
+    graph = torch.cuda.CUDAGraph()
+    scaled_mm(a, b, a_scale, b_scale, config=SPECIALIZED[1])
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            out = scaled_mm(out, b, a_scale, b_scale, config=SPECIALIZED[1]).round().to(torch.int8)
+    for _ in range(3):
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("M", [1, 7, 8, 16, 24, 32, 37, 48, 63, 64, 65, 80, 100, 128, 160, 300, 700, 5000])
+def test_rows_at_a_time(M: int, block_m: int) -> None:
+    part, last_parts = rows_at_a_time(M, block_m)
+    assert block_m % part == 0
+    assert part % 8 == 0  # what shared memory is swizzled by
+    rows_in_last_tile = M - (M - 1) // block_m * block_m
+    assert (last_parts - 1) * part < rows_in_last_tile <= last_parts * part
+
+
+def plan(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> str:
+    """The name of the kernel that a product of 256 x 512 x 1024 gets, or one with ``changes``."""
+    arguments: dict[str, Any] = {
+        "M": 256, "N": 512, "K": 1024, "strides": (1024, 1, 1, 1024, 512, 1, 1, 1, 0),
+        "dtype": torch.int8, "out_dtype": torch.bfloat16, "raw": False, "bias_dtype": None, "activation": None,
+        "allow_tf32": False, "device": torch.device("cuda", 0), "aligned": True, "config": None, **changes,
+    }  # fmt: skip
+
+    def choose(*problem: Any) -> GemmConfig:
+        return SPECIALIZED[0] if problem[-1] else OTHER
+
+    names: list[str] = []
+    record: Callable[..., None] = lambda kernel, *rest, **options: names.append(kernel.__name__)  # noqa: E731
+    monkeypatch.setattr(gemm, "device_limits", lambda device: limits)
+    monkeypatch.setattr(gemm, "select_config", choose)
+    monkeypatch.setattr(gemm, "Launch", record)
+    gemm._plan.__wrapped__(**arguments)
+    return names[0]
+
+
+def test_a_product_that_the_copy_engine_can_load_gets_hoppers_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan(H200, monkeypatch) == "_gemm_hopper_kernel"
+    assert plan(DeviceLimits(132, 232_448, pdl=True), monkeypatch) == "_gemm_kernel"
+
+
+STRIDES = (1024, 1, 1, 1024, 512, 1, 1, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"out_dtype": torch.float32},
+        {"raw": True, "out_dtype": torch.int32},
+        {"dtype": torch.bfloat16},
+        {"aligned": False},
+        {"N": 508},  # rows of the output that 16 bytes don't divide
+        {"strides": (1032, *STRIDES[1:])},
+        {"strides": (*STRIDES[:3], 1032, *STRIDES[4:])},
+        {"strides": (1, 256, *STRIDES[2:])},  # K isn't contiguous
+        {"strides": (*STRIDES[:2], 512, 1, *STRIDES[4:])},
+        {"K": 0},
+    ],
+    ids=str,
+)
+def test_any_other_product_gets_another_kernel(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan(H200, monkeypatch, **changes) == "_gemm_kernel"
+    if changes.get("dtype") is None:
+        with pytest.raises(ValueError, match=r"K contiguous.*omit it"):
+            plan(H200, monkeypatch, **changes, config=SPECIALIZED[0])
