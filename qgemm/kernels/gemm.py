@@ -5,9 +5,12 @@ CPU tensors.
 """
 
 import functools
+import importlib
+import warnings
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from qgemm.kernels.config import GemmConfig, device_limits, is_valid, programs_per_sm, select_config
@@ -124,7 +127,7 @@ def _plan(
     stride_am, stride_ak, stride_bk, stride_bn = strides[:4]
     # What the copy engine takes.
     hopper = (
-        limits.hopper and dtype == torch.int8 and not raw and out_dtype.itemsize == 2 and K > 0
+        limits.hopper and _has_hopper_kernel() and dtype == torch.int8 and not raw and out_dtype.itemsize == 2 and K > 0
         and aligned and stride_ak == stride_bk == 1 and stride_am % 16 == stride_bn % 16 == N % 8 == 0
     )  # fmt: skip
     if config is None:
@@ -162,6 +165,21 @@ def _plan(
     constants = (*constants, not dtype.is_floating_point, allow_tf32, epilogue, persistent, limits.pdl)
     launch = Launch(_gemm_kernel, grid, numbers, constants, config.num_warps, config.num_stages, limits.pdl)
     return Product(launch, 0)
+
+
+@functools.cache
+def _has_hopper_kernel() -> bool:
+    """Whether this version of Triton has what Hopper's kernel is written in, which is experimental there."""
+    try:
+        importlib.import_module("qgemm.kernels.hopper_kernels")
+    except (ImportError, AttributeError) as error:
+        warnings.warn(
+            f"triton {triton.__version__} has another Gluon than qgemm knows ({error}): int8 products on Hopper run with "
+            "the slower kernel for all devices; install triton 3.6 to 3.9 for the faster one",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def _hopper_launch(

@@ -140,6 +140,20 @@ def test_a_product_that_the_copy_engine_can_load_gets_hoppers_kernel(monkeypatch
     assert plan(DeviceLimits(132, 232_448, pdl=True), monkeypatch) == "_gemm_kernel"
 
 
+def test_a_triton_without_the_language_of_hoppers_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ImportError("cannot import name 'warpgroup_mma'")
+
+    gemm._has_hopper_kernel.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(gemm.importlib, "import_module", fail)
+        with pytest.warns(UserWarning, match="warpgroup_mma"):
+            name = plan(H200, patch)
+    assert name == "_gemm_kernel"
+    gemm._has_hopper_kernel.cache_clear()
+    assert plan(H200, monkeypatch) == "_gemm_hopper_kernel"
+
+
 STRIDES = (1024, 1, 1, 1024, 512, 1, 1, 1, 0)
 
 
