@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._dynamo import guards
 
 from qgemm.kernels import gemm, quantize
-from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits, programs_per_sm, select_config
+from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits, is_valid
 from qgemm.kernels.dispatch import check_quant_linear
 from qgemm.kernels.gemm import Product
 from qgemm.kernels.launch import ALIGNMENT, Launch, hooked
@@ -33,9 +33,24 @@ def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torc
 _empty: Callable[..., Tensor] = getattr(guards, "_empty_strided_cuda", _empty_strided)
 
 MOST_PLANS = 4096
-MOST_FUSED_ROWS = 4
-ROW_BYTES = 448  # of a row that is quantized, the most that a thread keeps in registers
-PREFETCH = 32 * 1024  # bytes of weights that a multiprocessor asks its cache for while rows are quantized
+CACHE_LINE = 128  # bytes
+
+# One row takes one launch if it is short and every program has a multiprocessor to itself: each program quantizes the
+# row, so few with many threads are better than many small ones. The layer on an H200 (bfloat16, in CUDA graphs, weights
+# from memory), in us:
+#
+# | N x K | one launch | two | the product alone |
+# |---|---|---|---|
+# | 1024 x 1024 | 3.5 | 3.6 | 2.9 |
+# | 4096 x 4096 | 7.5 | 7.8 | 6.9 |
+# | 6144 x 4096 | 9.7 | 9.8 | 8.9 |
+# | 8192 x 8192 | 20.3 | 19.9 | 18.4 |
+# | 4096 x 14,336 | 18.8 | 18.5 | 16.7 |
+LONGEST_FUSED_ROW = 8192  # bytes
+FUSED_CONFIGS = (
+    GemmConfig(16, 32, 512, num_warps=4, num_stages=6, schedule="tiles"),
+    GemmConfig(16, 64, 512, num_warps=4, num_stages=4, schedule="tiles"),
+)
 
 
 def quant_linear(
@@ -46,10 +61,12 @@ def quant_linear(
         check_quant_linear(x, weight, weight_scale, bias, input_scale)
     weight_at = weight.data_ptr()
     kind = (
-        x.shape, x.stride(), x.dtype, x.device,
-        weight.shape, weight.stride(), weight.dtype, weight.device, weight_at % ALIGNMENT == 0,
-        weight_scale.shape, weight_scale.stride(), weight_scale.dtype, weight_scale.device,
-        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
+        x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device,
+        weight.shape, weight.is_contiguous() or weight.stride(), weight.dtype, weight.device,
+        weight_at % ALIGNMENT == 0,
+        weight_scale.shape, weight_scale.is_contiguous() or weight_scale.stride(),
+        weight_scale.dtype, weight_scale.device,
+        None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype, bias.device),
         None if input_scale is None else (input_scale.shape, input_scale.dtype, input_scale.device),
     )  # fmt: skip
     plan = _plans.get(kind)
@@ -67,14 +84,15 @@ def quant_linear(
     rows = x if plan.rows is None else x.reshape(plan.rows)
     buffer = _empty((plan.buffer,), (1,), torch.int8)
 
-    x_at, scale_at, out_at, q_at = rows.data_ptr(), weight_scale.data_ptr(), out.data_ptr(), buffer.data_ptr()
-    q_scale_at = q_at + plan.q_scale
+    x_at, scale_at = rows.data_ptr(), weight_scale.data_ptr()
     bias_at = 0 if bias is None else bias.data_ptr()
     input_scale_at = 0 if input_scale is None else input_scale.data_ptr()
-    # What a plan's launches aren't made for.
+    # What the launches of a plan by the driver aren't made for.
     unusual = (x_at | weight_at | scale_at | bias_at | input_scale_at) % ALIGNMENT or hooked()
+    q_at = buffer.data_ptr()
+    q_scale_at = q_at + plan.q_scale
     quantization = (x_at, q_at, q_scale_at) if input_scale is None else (x_at, q_at, q_scale_at, input_scale_at)
-    product = (weight_at, out_at, scale_at) if bias is None else (weight_at, out_at, scale_at, bias_at)
+    product = (weight_at, out.data_ptr(), scale_at) if bias is None else (weight_at, out.data_ptr(), scale_at, bias_at)
     if plan.fused is not None:
         fused = plan.fused.aligned
         if fused is None or unusual:
@@ -90,7 +108,7 @@ def quant_linear(
         else:
             stream = torch._C._cuda_getCurrentRawStream(plan.device)
             quantize_rows(stream, quantization)
-            scaled_mm(stream, (q_at, weight_at, out_at, q_scale_at, *product[2:]))
+            scaled_mm(stream, (q_at, *product[:2], q_scale_at, *product[2:]))
     return out
 
 
@@ -115,7 +133,7 @@ class _Plan(NamedTuple):
     def quantized(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """The quantized rows and their scales as tensors."""
         q = buffer[: self.M * self.K].view(self.M, self.K)
-        return q, buffer[self.q_scale :].view(torch.float32)
+        return q, buffer[self.q_scale : self.q_scale + 4 * self.M].view(torch.float32)
 
 
 _plans: dict[tuple[object, ...], _Plan] = {}
@@ -136,9 +154,14 @@ def _make_plan(
     )  # fmt: skip
     if not out.numel():
         return plan
-    config = select_config(M, N, K, torch.int8, x.device, hopper=False)
-    if 0 < K and M <= MOST_FUSED_ROWS and config.schedule == "tiles":
-        return plan._replace(fused=_fused_launch(rows, weight, weight_scale, bias, config))
+    config = fused_config(N, K, x.itemsize, device_limits(x.device)) if M == 1 else None
+    if config is not None:
+        part = -(-buffer // CACHE_LINE) * CACHE_LINE
+        programs = -(-N // config.block_n)
+        return plan._replace(
+            buffer=part * programs,
+            fused=_fused_launch(rows, weight, weight_scale, bias, config, programs, part),
+        )
     q, scales = plan.quantized(x.new_empty(buffer, dtype=torch.int8))
     return plan._replace(
         quantize_rows=quantize.plan(rows, input_scale),
@@ -146,40 +169,33 @@ def _make_plan(
     )
 
 
+def fused_config(N: int, K: int, itemsize: int, limits: DeviceLimits) -> GemmConfig | None:
+    """The config of ``_quant_linear_kernel`` for a row of ``K`` values of ``itemsize`` bytes; None for two launches."""
+    if not 0 < K * itemsize <= LONGEST_FUSED_ROW:
+        return None
+    fitting = (config for config in FUSED_CONFIGS if is_valid(config, 1, limits))
+    return next((config for config in fitting if -(-N // config.block_n) <= limits.num_sms), None)
+
+
 def _fused_launch(
-    rows: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, config: GemmConfig
+    row: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, config: GemmConfig, programs: int, part: int
 ) -> Launch:
-    M, K = rows.shape
-    N = weight.shape[0]
-    limits = device_limits(rows.device)
+    N, K = weight.shape
     stride_bn, stride_bk = weight.stride()
+    stride_b_scale = weight_scale.stride(0) if weight_scale.shape == (N,) else 0
+    limits = device_limits(row.device)
     numbers = (
-        M, N, K, *rows.stride(), stride_bk, stride_bn,
-        weight_scale.stride(0) if weight_scale.ndim and weight_scale.shape[0] == N else 0,
-        0 if bias is None else bias.stride(0),
+        N, K, part,
+        row.stride(1), stride_bk, stride_bn, stride_b_scale, 0 if bias is None else bias.stride(0),
     )  # fmt: skip
-    contiguous = stride_bk == 1 and stride_bn % ALIGNMENT == 0 and weight.data_ptr() % ALIGNMENT == 0
     constants = (
-        MIN_SCALE, *row_blocks(K, rows.itemsize, config.num_warps * limits.warp_size),
-        config.block_m, config.block_n, config.block_k, config.group_size_m, K % config.block_k == 0,
-        *(prefetched(K, config, limits) if contiguous else (0, 1)), limits.pdl,
+        MIN_SCALE, *row_blocks(K, config.num_warps * limits.warp_size),
+        config.block_m, config.block_n, config.block_k, K % config.block_k == 0, limits.pdl,
     )  # fmt: skip
-    tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    return Launch(_quant_linear_kernel, tiles, numbers, constants, config.num_warps, config.num_stages, limits.pdl)
+    return Launch(_quant_linear_kernel, programs, numbers, constants, config.num_warps, config.num_stages, limits.pdl)
 
 
-def row_blocks(K: int, itemsize: int, threads: int) -> tuple[int, int]:
-    """``(BLOCK, BLOCKS)`` of ``_quantize_row`` for rows of ``K`` values and a program of ``threads`` threads."""
-    if threads * ROW_BYTES < K * itemsize:
-        return 8 * threads, 0
+def row_blocks(K: int, threads: int) -> tuple[int, int]:
+    """``(ROW_BLOCK, ROW_BLOCKS)`` of ``_quant_linear_kernel``: a thread has 8 values of a block."""
     block = min(8 * threads, 1 << (K - 1).bit_length())
     return block, -(-K // block)
-
-
-def prefetched(K: int, config: GemmConfig, limits: DeviceLimits) -> tuple[int, int]:
-    """``(PREFETCH, PREFETCH_PARTS)`` of ``_quant_linear_kernel``: a part for every thread, 0 bytes where it can't be."""
-    if not limits.pdl:
-        return 0, 1
-    parts = max(1, config.num_warps * limits.warp_size // config.block_n)
-    column = min(K, PREFETCH // programs_per_sm(config, 1, limits) // config.block_n)
-    return column // parts // 16 * 16, parts

@@ -54,7 +54,6 @@ INSTRUCTIONS = {
     "tma_load": r"cp\.async\.bulk\.tensor\.\w+\.shared",
     "tma_store": r"cp\.async\.bulk\.tensor\.\w+\.global",
     "waits_for_previous": r"griddepcontrol\.wait",
-    "prefetch": r"cp\.async\.bulk\.prefetch\.L2",
     "packed_max": r"max\.[su]16x2",
 }
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -123,7 +122,7 @@ def hopper_arguments(config: GemmConfig, limits: DeviceLimits, out: torch.dtype,
         **{"stride_a_scale": 1, "stride_b_scale": 1, "stride_bias": 1},
         **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
         **{"GROUP_SIZE_M": config.group_size_m, "NUM_SMS": limits.num_sms},
-        **{"NUM_STAGES": config.num_stages, "A_PARTS": config.block_m // part},
+        **{"NUM_STAGES": config.num_stages, "LAST_PARTS": 1},
     }
 
 
@@ -149,19 +148,16 @@ def quantize_arguments(dtype: torch.dtype, block: int, blocks: int, static: bool
 def linear_arguments(
     config: GemmConfig, limits: DeviceLimits, dtype: torch.dtype, K: int, static: bool
 ) -> dict[str, Any]:
-    """As ``gemm_arguments``, for rows of ``K`` values in ``dtype``."""
-    threads = config.num_warps * limits.warp_size
-    block, blocks = linear.row_blocks(K, dtype.itemsize, threads)
-    bytes_each, parts = linear.prefetched(K, config, limits)
+    """As ``gemm_arguments``, for a row of ``K`` values in ``dtype``."""
+    block, blocks = linear.row_blocks(K, config.num_warps * limits.warp_size)
     return {
-        **{"x": POINTERS[dtype], "B": "*i8", "C": POINTERS[dtype], "b_scale": "*fp32", "q": "*i8", "q_scale": "*fp32"},
-        **{"bias": "*bf16", "x_scale": "*fp32" if static else None},
-        **{"M": "i32", "N": "i32", "K": "i32", "stride_xm": "i32", "stride_xk": 1, "stride_bk": 1, "stride_bn": "i32"},
-        **{"stride_b_scale": 1, "stride_bias": 1},
+        **{"x": POINTERS[dtype], "q": "*i8", "q_scale": "*fp32", "x_scale": "*fp32" if static else None},
+        **{"B": "*i8", "C": POINTERS[dtype], "b_scale": "*fp32", "bias": "*bf16"},
+        **{"N": "i32", "K": "i32", "part": "i32"},
+        **{"stride_xk": 1, "stride_bk": 1, "stride_bn": "i32", "stride_b_scale": 1, "stride_bias": 1},
         **{"MIN_SCALE": MIN_SCALE, "ROW_BLOCK": block, "ROW_BLOCKS": blocks},
         **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
-        **{"GROUP_SIZE_M": config.group_size_m, "EVEN_K": True},
-        **{"PREFETCH": bytes_each, "PREFETCH_PARTS": parts, "PDL": limits.pdl},
+        **{"EVEN_K": K % config.block_k == 0, "PDL": limits.pdl},
     }
 
 
@@ -216,20 +212,14 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
         arguments = quantize_arguments(dtype, block, blocks, static, limits.pdl)
         yield name, _quantize_rows_kernel, arguments, threads // limits.warp_size
 
-    for config in CANDIDATES:
-        if config.schedule == "tiles" and config.block_m == 16 and is_valid(config, 1, limits):
-            most = linear.ROW_BYTES * config.num_warps * limits.warp_size  # bytes of a row that is kept in registers
-            for dtype, K, static in (
-                (bf16, 4096, False),
-                *(
-                    (dtype, most // dtype.itemsize + more, static)
-                    for dtype in (bf16, torch.float32)
-                    for more, static in ((0, False), (0, True), (16, False))
-                ),
-            ):
-                kind = f"{config.block_m}x{config.block_n}x{config.block_k} {K} {dtype}".replace("torch.", "")
-                arguments = linear_arguments(config, limits, dtype, K, static)
-                yield f"linear {kind} {'static' if static else 'dynamic'}", _quant_linear_kernel, arguments, config
+    for config in linear.FUSED_CONFIGS:
+        if is_valid(config, 1, limits):
+            for dtype in (torch.float16, bf16, torch.float32):
+                for static in (False, True):
+                    name = f"linear {config.block_n} {dtype} {'static' if static else 'dynamic'}"
+                    K = linear.LONGEST_FUSED_ROW // dtype.itemsize
+                    arguments = linear_arguments(config, limits, dtype, K, static)
+                    yield name.replace("torch.", ""), _quant_linear_kernel, arguments, config
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | int, target: GPUTarget) -> Any:

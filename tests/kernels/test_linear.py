@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import linear
+from qgemm.kernels.config import DeviceLimits
 from qgemm.kernels.linear import quant_linear
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
 
@@ -52,12 +53,98 @@ class Parameters:
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_the_reference_s_bits_every_time(dtype: torch.dtype, bias: bool, static: bool, device: torch.device) -> None:
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_the_reference_s_bits_every_time(
+    m: int, dtype: torch.dtype, bias: bool, static: bool, device: torch.device
+) -> None:
     layer = Parameters(device, static=static, bias=bias)
     for _ in range(3):  # compiled, then by the plan
-        x = torch.randn(5, K, device=device).to(dtype)
+        x = torch.randn(m, K, device=device).to(dtype)
         assert torch.equal(layer(x), layer.expected(x))
     assert len(linear._plans) == 1
+
+
+# A whole block of K, more than one, a tail, rows that 16 bytes don't divide; tiles that stick out.
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("n", "k"), [(32, 512), (40, 1024), (33, 1300), (7, 1535), (100, 2048)])
+def test_one_row_in_one_launch(n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:
+    layer = Parameters(device, n, k)
+    for scale in (0.0, 1e-30, 1.0, 1e30):  # float16 rounds the second to zeros; the last one has Inf there
+        x = (torch.randn(1, k, device=device) * scale).to(dtype)
+        assert torch.allclose(layer(x), layer.expected(x), rtol=0, atol=0, equal_nan=True), scale
+    (plan,) = linear._plans.values()
+    assert plan.fused is not None
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_row_with_nan_or_inf_gives_nan(value: float, device: torch.device) -> None:
+    layer = Parameters(device)
+    x = torch.randn(1, K, device=device)
+    assert layer(x).isfinite().all()
+    x[0, 3] = value
+    assert layer(x).isnan().all()
+
+
+def test_one_row_of_any_strides(device: torch.device) -> None:
+    layer = Parameters(device)
+    x = torch.randn(K, 3, device=device)
+    for row in (x[:, 1], x.t()[1:2], x.t()[None, 2:], torch.randn(1, 1, device=device).expand(1, K)):
+        for _ in range(2):
+            assert torch.equal(layer(row), layer.expected(row))
+    assert all(plan.fused is not None for plan in linear._plans.values())
+
+
+def test_programs_quantize_the_row_into_memory_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    buffers = []
+    empty = linear._empty
+
+    def kept(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        out = empty(shape, strides, dtype).fill_(-128)
+        if dtype == torch.int8:
+            buffers.append(out)
+        return out
+
+    monkeypatch.setattr(linear, "_empty", kept)
+    layer = Parameters(device, n=100, k=67)
+    x = torch.randn(1, 67, device=device)
+    layer(x)
+    q, scale = quantize_rows_reference(x)
+    parts = buffers[0].view(4, 128)  # one for each tile of 32 columns; 80 + 4 bytes fill a cache line
+    assert torch.equal(parts[:, :67], q.expand(4, 67))
+    assert torch.equal(parts[:, 80:84].contiguous().view(torch.float32), scale.expand(4, 1))
+    assert (parts[:, 67:80] == -128).all()
+    assert (parts[:, 84:] == -128).all()
+
+
+H200 = DeviceLimits(132, shared_memory=232_448, hopper=True, pdl=True)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "itemsize", "limits", "block_n"),
+    [
+        (4096, 4096, 2, H200, 32),
+        (6144, 4096, 2, H200, 64),
+        (14_336, 4096, 2, H200, None),  # more tiles than multiprocessors
+        (1024, linear.LONGEST_FUSED_ROW // 2, 2, H200, 32),
+        (1024, linear.LONGEST_FUSED_ROW // 2 + 1, 2, H200, None),
+        (1024, linear.LONGEST_FUSED_ROW // 2, 4, H200, None),
+        (1024, 0, 2, H200, None),
+        (1024, 1024, 2, DeviceLimits(132, shared_memory=101_376), None),
+    ],
+)
+def test_when_one_launch_is_made(n: int, k: int, itemsize: int, limits: DeviceLimits, block_n: int | None) -> None:
+    config = linear.fused_config(n, k, itemsize, limits)
+    assert (config and config.block_n) == block_n
+
+
+def test_several_rows_are_two_launches(device: torch.device) -> None:
+    layer = Parameters(device)
+    layer(torch.randn(2, K, device=device))
+    (plan,) = linear._plans.values()
+    assert plan.fused is None
+    assert plan.quantize_rows is not None
 
 
 SHAPES: list[tuple[str, Callable[[Tensor], Tensor]]] = [
@@ -100,11 +187,12 @@ def test_degenerate_sizes(n: int, k: int, device: torch.device) -> None:
         assert torch.equal(layer(x), layer.expected(x))
 
 
-def test_unaligned_pointers_after_aligned_ones(device: torch.device) -> None:
+@pytest.mark.parametrize("m", [1, 5])
+def test_unaligned_pointers_after_aligned_ones(m: int, device: torch.device) -> None:
     layer = Parameters(device)
-    memory = torch.randn(5 * K + 8, device=device)
+    memory = torch.randn(m * K + 8, device=device)
     for offset in (0, 1, 0, 2, 1, 4):  # 16 bytes are 4 values
-        x = memory[offset : offset + 5 * K].view(5, K)
+        x = memory[offset : offset + m * K].view(m, K)
         assert torch.equal(layer(x), layer.expected(x)), offset
     assert len(linear._plans) == 1, "the address of x is no part of a plan"
     layer.bias = torch.randn(N + 1, device=device)[1:]
@@ -115,9 +203,10 @@ def test_unaligned_pointers_after_aligned_ones(device: torch.device) -> None:
         assert torch.equal(layer(x), layer.expected(x)), offset
 
 
-def test_parameters_may_be_replaced(device: torch.device) -> None:
+@pytest.mark.parametrize("m", [1, 5])
+def test_parameters_may_be_replaced(m: int, device: torch.device) -> None:
     layer = Parameters(device)
-    x = torch.randn(5, K, device=device)
+    x = torch.randn(m, K, device=device)
     layer(x)
     for replace in (
         lambda: setattr(layer, "weight", torch.randint(-127, 128, (N, K), dtype=torch.int8, device=device)),
@@ -125,6 +214,8 @@ def test_parameters_may_be_replaced(device: torch.device) -> None:
         lambda: setattr(layer, "weight", layer.weight.t().contiguous().t()),
         lambda: setattr(layer, "weight_scale", torch.rand(2 * N, device=device)[::2]),
         lambda: setattr(layer, "weight_scale", torch.tensor(0.5, device=device)),
+        lambda: setattr(layer, "weight_scale", torch.tensor(0.25, device=device).expand(N)),
+        lambda: setattr(layer, "bias", torch.randn(2 * N, device=device)[::2]),
         lambda: setattr(layer, "bias", layer.bias.half()),
         lambda: setattr(layer, "bias", None),
         lambda: setattr(layer, "input_scale", torch.tensor(0.1, device=device)),
@@ -195,6 +286,22 @@ def test_a_workspace_is_given(monkeypatch: pytest.MonkeyPatch, device: torch.dev
 
 
 # On a GPU
+
+
+@needs_gpu
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_launch_is_the_driver_s(
+    bias: bool, static: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Parameters(device, 256, 256, static=static, bias=bias)
+    x = torch.randn(1, 256, device=device)
+    layer(x)
+    (plan,) = linear._plans.values()
+    assert plan.fused is not None
+    assert plan.fused._variants[0].by_driver is not None
+    monkeypatch.setattr(type(plan.fused), "__call__", lambda *_: pytest.fail("by way of Triton"))
+    assert torch.equal(layer(x), layer.expected(x))
 
 
 @needs_gpu
@@ -298,11 +405,14 @@ def test_threads(device: torch.device) -> None:
 
 
 @needs_gpu
-def test_a_profiler_s_hooks_are_called(device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("m", "kernels"), [(1, ["_quant_linear_kernel"]), (512, ["_quantize_rows_kernel", "_gemm_kernel"])]
+)
+def test_a_profiler_s_hooks_are_called(m: int, kernels: list[str], device: torch.device) -> None:
     import triton
 
     layer = Parameters(device, 256, 256)
-    x = torch.randn(512, 256, device=device)
+    x = torch.randn(m, 256, device=device)
     layer(x)
     names: list[str] = []
 
@@ -314,10 +424,10 @@ def test_a_profiler_s_hooks_are_called(device: torch.device) -> None:
         out = layer(x)
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(hook)
-    assert names == ["_quantize_rows_kernel", "_gemm_kernel"]
+    assert names == kernels
     assert torch.equal(out, layer.expected(x))
     layer(x)
-    assert len(names) == 2
+    assert len(names) == len(kernels)
 
 
 @needs_two_gpus
