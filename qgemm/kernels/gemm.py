@@ -174,8 +174,8 @@ def _has_hopper_kernel() -> bool:
         importlib.import_module("qgemm.kernels.hopper_kernels")
     except (ImportError, AttributeError) as error:
         warnings.warn(
-            f"triton {triton.__version__} has another Gluon than qgemm knows ({error}): int8 products on Hopper run with "
-            "the slower kernel for all devices; install triton 3.6 to 3.9 for the faster one",
+            f"triton {triton.__version__} has another Gluon than qgemm knows ({error}): int8 products on Hopper run "
+            "with the slower kernel for all devices; install triton 3.6 to 3.9 for the faster one",
             stacklevel=2,
         )
         return False
