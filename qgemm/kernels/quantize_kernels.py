@@ -159,10 +159,15 @@ def _quantize_rows_kernel(
     x_ptr, q_ptr, row_scale_ptr, scale_ptr,
     K, stride_xm, stride_xk,
     MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+    NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A row a program. ``q`` is contiguous ``[rows, K]``. ``PDL``: see ``Launch``; the rest: ``_quantize_row``."""
+    """A row a program. ``q`` is contiguous ``[rows, K]``. ``PDL``: see ``Launch``; the rest: ``_quantize_row``.
+
+    ``NEXT_EARLY``: let the next kernel start at once, instead of when this one ends.
+    """
     if PDL:
         gdc_wait()
+    if NEXT_EARLY:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     _quantize_row(

@@ -141,7 +141,7 @@ def quantize_arguments(dtype: torch.dtype, block: int, blocks: int, static: bool
         "MIN_SCALE": MIN_SCALE,
         "BLOCK": block,
         "BLOCKS": blocks,
-        "PDL": pdl,
+        **{"PDL": pdl, "NEXT_EARLY": pdl},
     }
 
 
