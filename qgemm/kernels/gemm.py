@@ -129,6 +129,7 @@ def _plan(
     hopper = (
         limits.hopper and _has_hopper_kernel() and dtype == torch.int8 and not raw and out_dtype.itemsize == 2 and K > 0
         and aligned and stride_ak == stride_bk == 1 and stride_am % 16 == stride_bn % 16 == N % 8 == 0
+        and min(stride_am, stride_bn) >= K
     )  # fmt: skip
     if config is None:
         config = select_config(M, N, K, dtype, device, hopper)
@@ -145,7 +146,7 @@ def _plan(
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     slots = limits.num_sms * programs_per_sm(config, dtype.itemsize, limits)
     if config.schedule == "specialized":
-        return Product(_hopper_launch(config, min(tiles, slots), M, N, K, strides, out_dtype), 0)
+        return Product(_hopper_launch(config, min(tiles, slots), slots, M, N, K, strides, out_dtype), 0)
 
     numbers = (M, N, K, *strides)
     constants: tuple[Any, ...] = (
@@ -183,7 +184,14 @@ def _has_hopper_kernel() -> bool:
 
 
 def _hopper_launch(
-    config: GemmConfig, grid: int, M: int, N: int, K: int, strides: tuple[int, ...], out_dtype: torch.dtype
+    config: GemmConfig,
+    grid: int,
+    slots: int,
+    M: int,
+    N: int,
+    K: int,
+    strides: tuple[int, ...],
+    out_dtype: torch.dtype,
 ) -> Launch:
     from qgemm.kernels.hopper_kernels import PANEL, _gemm_hopper_kernel, block_layout
 
@@ -196,7 +204,7 @@ def _hopper_launch(
         2: TensorMap((M, N), (stride_cm, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
     }
     numbers = (M, N, K, *epilogue_strides)
-    constants = (rows, cols, config.block_k, config.group_size_m, grid, config.num_stages, last_parts)
+    constants = (rows, cols, config.block_k, config.group_size_m, slots, config.num_stages, last_parts)
     return Launch(_gemm_hopper_kernel, grid, numbers, constants, config.num_warps, pdl=True, maps=maps)
 
 

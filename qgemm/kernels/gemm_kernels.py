@@ -6,9 +6,9 @@
   zeroed workspace with atomics; the last one to arrive at a tile applies the epilogue. Integer sums don't depend on
   their order, so the result is exact and the same bits every time.
 
-``hopper_kernels.py`` has the one for large int8 products on Hopper. The one here reads weights for up to 32 rows of A
-as fast: a tile a program, 4 to 8 % faster there than persistent tiles, with pipelines that fill shared memory, reads
-weights of 100 MB at 3.8 TB/s on an H200, and launched ahead of time (PDL) it gains another 0.5 us.
+``hopper_kernels.py`` has the one that most int8 products get on Hopper. Without it, few rows of A are a read of the
+weights: one tile a program, 4 to 8 % faster there than persistent tiles, with pipelines that fill shared memory, reads
+100 MB at 3.8 TB/s on an H200. Launched ahead of time (PDL) a kernel gains another 0.5 us.
 """
 
 import triton

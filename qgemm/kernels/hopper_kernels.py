@@ -10,10 +10,10 @@ beyond the edges with zeros and stores nothing there, so there is no mask. It wa
 multiples of 16 bytes.
 
 Measured on an H200 (CUDA graphs, weights from memory) against the loop of ``gemm_kernels.py`` at its best: 15 to 20 %
-faster from M = 64 on, and 1.4 to 1.5 * 10^15 operations a second at M >= 1024, where power is the limit. Scales loaded
-before the loop over K, not after it, gave 2 %; no loads beyond the rows that A has, up to 50 % at M = 32. What gave
-nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps,
-tiles of 128 x 256 and 256 x 128, weights loaded before the kernel ahead has ended.
+faster from M = 64 on, 3 to 6 % below. At M >= 1024 power is the limit: 1.5 * 10^15 operations a second for some
+milliseconds, 1.3 to 1.4 for as long as it runs. Scales loaded before the loop over K, not after it, gave 2 %; no loads
+beyond the rows that A has, up to 50 % at M = 32. What gave nothing: a second group of consumers that takes turns with
+the first (ping-pong), 8 consumer warps, tiles of 128 x 256 and 256 x 128, weights loaded before the kernel ahead ends.
 """
 
 import functools

@@ -168,6 +168,8 @@ STRIDES = (1024, 1, 1, 1024, 512, 1, 1, 1, 0)
         {"strides": (1032, *STRIDES[1:])},
         {"strides": (*STRIDES[:3], 1032, *STRIDES[4:])},
         {"strides": (1, 256, *STRIDES[2:])},  # K isn't contiguous
+        {"strides": (0, *STRIDES[1:])},  # one row, expanded
+        {"strides": (16, *STRIDES[1:])},  # rows that overlap
         {"strides": (*STRIDES[:2], 512, 1, *STRIDES[4:])},
         {"K": 0},
     ],
