@@ -7,8 +7,8 @@ cache's. A problem takes as many rounds as its tiles need, and no less than its 
 timed, so the answer is the same on every run. ``scaled_mm(..., config=...)`` and its siblings take any other
 ``GemmConfig``.
 
-The constants are cycles and bytes per cycle of one multiprocessor, fitted on an H200 to 3,100 timings of 305 products
-(14 sizes of weight, M from 1 to 4,096). On 157 products of 12 other sizes the choice takes 1.009 times as long as the
+The constants are cycles and bytes per cycle of one multiprocessor, fitted on an H200 to 3,200 timings of 294 products
+(14 sizes of weight, M from 1 to 4,096). On 168 products of 12 other sizes the choice takes 1.007 times as long as the
 best of all candidates (geometric mean) and 1.10 times at worst. Only ratios of constants matter, so other devices get a
 sensible, if less exact, answer.
 """
