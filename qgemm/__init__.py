@@ -3,15 +3,23 @@
 - ``quantize_model(model)`` swaps the linear layers of a model, in place; ``report(model)`` says what became of each.
 - ``QuantLinear`` is the layer.
 - ``save_quantized(model, folder)`` and ``load_quantized(folder)`` keep a quantized model in safetensors.
+- ``QGemmConfig(...)`` is the ``quantization_config`` of transformers' ``from_pretrained``.
 
 ``qgemm.kernels`` has the matrix products themselves, ``qgemm.kernels.stages`` the blocks to write more with.
 """
+
+import contextlib
+import sys
+from typing import TYPE_CHECKING, Any
 
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
 from qgemm.nn import QuantLinear
 from qgemm.quantize import quantize_model
 from qgemm.reporting import QuantReport, report
 from qgemm.scheme import SCHEMES, QuantScheme
+
+if TYPE_CHECKING:
+    from qgemm.integrations.transformers import QGemmConfig as QGemmConfig
 
 __version__ = "0.1.0"
 
@@ -27,3 +35,26 @@ __all__ = [
     "report",
     "save_quantized",
 ]
+
+if "transformers" in sys.modules:
+    # Then it can know the method "qgemm" at once. Too old a version is told so when QGemmConfig is asked for.
+    with contextlib.suppress(ImportError):
+        import qgemm.integrations.transformers  # noqa: F401
+
+
+def __getattr__(name: str) -> Any:
+    # QGemmConfig is a class of transformers, whose import takes seconds: only for those who ask for it. For that reason
+    # it isn't in __all__ either.
+    if name != "QGemmConfig":
+        raise AttributeError(f"module 'qgemm' has no attribute {name!r}")
+    try:
+        from qgemm.integrations.transformers import QGemmConfig
+    except ImportError as error:
+        raise ImportError(
+            f'QGemmConfig needs transformers 5.17 or later: pip install "qgemm[transformers]" ({error})'
+        ) from error
+    return QGemmConfig
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), "QGemmConfig"])

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias, TypeVar
 
@@ -60,6 +62,41 @@ def quantize_model(
     nothing to swap, the model is quantized already, a pattern matches no layer, a weight holds NaN or Inf,
     ``input_scales`` doesn't fit, or a layer carries what a swap would lose (accelerate's offloading, state-dict hooks).
     """
+    plan = plan_swaps(model, scheme, skip, input_scales)
+    _check_finite(model, plan.chosen)
+    records = {}
+    for layer in tqdm(plan.chosen, desc="quantize", unit="layer", disable=None if progress is None else not progress):
+        records[layer.name] = swap(model, layer, plan)
+    model._qgemm_report = make_report(plan, records)  # type: ignore[assignment]
+    _warn_of_experts(plan.layers)
+    if _holds_pretrained(model):
+        from qgemm.integrations.transformers import attach_quantizer
+
+        attach_quantizer(model)
+    return model
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """What is to become of every layer of a model. ``input_scales``: of the chosen layers, by name."""
+
+    scheme: QuantScheme
+    layers: list[Layer]
+    input_scales: dict[str, float | Tensor]
+
+    @property
+    def chosen(self) -> list[Layer]:
+        """The layers to be swapped."""
+        return [layer for layer in self.layers if not layer.reason]
+
+
+def plan_swaps(
+    model: nn.Module,
+    scheme: str | QuantScheme,
+    skip: Pattern | Iterable[Pattern] | None,
+    input_scales: Mapping[str, float | Tensor] | None,
+) -> SwapPlan:
+    """Looks at every layer and checks everything but the weights' values; raises as ``quantize_model`` does."""
     scheme = resolve_scheme(scheme)
     _check_not_quantized(model)
     layers = find_layers(model)
@@ -68,21 +105,19 @@ def quantize_model(
     if not chosen:
         raise ValueError(_nothing_to_swap(model, layers))
     _check_layers(model, chosen)
-    scales = _check_input_scales(scheme, chosen, layers, input_scales)
-    _check_finite(model, chosen)
-
-    records: dict[str, LayerRecord] = {}
-    for layer in tqdm(chosen, desc="quantize", unit="layer", disable=None if progress is None else not progress):
-        records[layer.name] = _swap(model, layer, scheme, scales.get(layer.name))
-    report = QuantReport(tuple(records.get(layer.name) or _kept_record(layer) for layer in layers))
-    model._qgemm_report = report  # type: ignore[assignment]
-    _warn_of_experts(layers)
-    return model
+    return SwapPlan(scheme, layers, _check_input_scales(scheme, chosen, layers, input_scales))
 
 
-def _swap(model: nn.Module, layer: Layer, scheme: QuantScheme, input_scale: float | Tensor | None) -> LayerRecord:
+def make_report(plan: SwapPlan, records: Mapping[str, LayerRecord]) -> QuantReport:
+    """The report of a model, from the records of the layers that were swapped."""
+    return QuantReport(tuple(records.get(layer.name) or _kept_record(layer) for layer in plan.layers))
+
+
+def swap(model: nn.Module, layer: Layer, plan: SwapPlan) -> LayerRecord:
+    """Puts a ``QuantLinear`` in the place of one layer of ``model``, under all its names."""
+    scheme = plan.scheme
     linear = model.get_submodule(layer.name)
-    quantized = QuantLinear.from_linear(linear, scheme, input_scale)
+    quantized = QuantLinear.from_linear(linear, scheme, plan.input_scales.get(layer.name))
     for hooks in _CARRIED_HOOKS:
         # The very dictionary: a handle that removes its hook looks there.
         vars(quantized)[hooks] = vars(linear)[hooks]
@@ -129,6 +164,11 @@ def _weight_error(weight: Tensor, quantized: QuantLinear) -> float | None:
 
 def _kept_record(layer: Layer) -> LayerRecord:
     return LayerRecord(layer.name, layer.kind, KEPT, layer.reason, layer.bytes, layer.bytes, None)
+
+
+def _holds_pretrained(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")  # where it isn't imported, no model can be one of its own
+    return transformers is not None and any(isinstance(m, transformers.PreTrainedModel) for m in model.modules())
 
 
 def _check_not_quantized(model: nn.Module) -> None:

@@ -52,6 +52,10 @@ def load_quantized(
             values[name] = value
             progress.update(value.nbytes)
     _put_in_place(found, values, device)
+    if is_pretrained(found.model):
+        from qgemm.integrations.transformers import attach_quantizer
+
+        attach_quantizer(found.model)
     return found.model.eval()
 
 

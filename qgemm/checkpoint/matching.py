@@ -23,7 +23,7 @@ def match(
 
     Raises ``CheckpointError`` unless the model with these layers has exactly the tensors in ``stored``, ties included.
     """
-    layers = _quantized_layers(model, manifest.layers, config_path)
+    layers = quantized_layers(model, manifest.layers, config_path)
     expected = {name: tensor for name, tensor in named_tensors(model).items() if split_name(name)[0] not in layers}
     fixed = set()
     for layer_name, layer in layers.items():
@@ -51,7 +51,8 @@ def match(
     return layers
 
 
-def _quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_path: Path) -> dict[str, QuantLinear]:
+def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_path: Path) -> dict[str, QuantLinear]:
+    """The layers that ``schemes`` names, on meta, shaped like the float layers of ``model`` in whose place they go."""
     made: dict[nn.Module, QuantLinear] = {}
     layers = {}
     for name, scheme in schemes.items():

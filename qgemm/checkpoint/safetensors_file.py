@@ -84,7 +84,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
     Raises ``CheckpointError`` if a file is missing or damaged, or if the files and the index don't agree.
     """
     if not (folder / INDEX_FILE).exists():
-        return _read_header(checkpoint_file(folder, WEIGHTS_FILE))
+        return read_header(checkpoint_file(folder, WEIGHTS_FILE))
     index_path = checkpoint_file(folder, INDEX_FILE)
     if (folder / WEIGHTS_FILE).exists():
         raise CheckpointError(
@@ -95,7 +95,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{index_path}: weight_map must be an object of tensor names and file names")
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
-        for name, tensor in _read_header(checkpoint_file(folder, shard)).items():
+        for name, tensor in read_header(checkpoint_file(folder, shard)).items():
             if name in found:
                 raise CheckpointError(f"tensor {name} is in two files, {found[name].path} and {tensor.path}")
             found[name] = tensor
@@ -127,7 +127,8 @@ def read_values(stored: dict[str, StoredTensor], device: torch.device) -> Iterat
             raise CheckpointError(f"{path} can't be read: {error}") from error
 
 
-def _read_header(path: Path) -> dict[str, StoredTensor]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """What one file holds, by name; raises ``CheckpointError`` if it is truncated or no safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)

@@ -1,0 +1,412 @@
+"""The quantizer of Hugging Face transformers: ``from_pretrained`` and ``save_pretrained`` know qgemm.
+
+- ``QGemmConfig(...)`` as ``quantization_config`` of ``from_pretrained`` quantizes a float checkpoint as it is read:
+  each weight becomes int8 when it arrives, so memory peaks at the int8 model and one float weight. The result is that
+  of ``quantize_model``, bit for bit.
+- A folder that ``save_pretrained`` or ``qgemm.save_quantized`` wrote holds a ``Manifest``; ``QuantLinear`` layers
+  are put into the model before the int8 values are read into them.
+- ``attach_quantizer`` is for a model that was quantized in place: ``save_pretrained`` then writes that manifest.
+
+Importing this module registers the method ``"qgemm"`` with transformers, once. Versions 5.17 to 5.23 are served: what
+they call differently (plans for tensor parallelism, conversions of names) is left to the base class.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import CONFIG_FILE
+from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
+from qgemm.checkpoint.matching import quantized_layers
+from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_values
+from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors, transient_names
+from qgemm.nn import QuantLinear
+from qgemm.quantize import Pattern, SwapPlan, make_report, plan_swaps, swap
+from qgemm.reporting import LayerRecord, QuantReport
+from qgemm.scheme import QuantScheme, resolve_scheme
+from qgemm.survey import Layer
+
+# Registering a name twice raises, and a notebook's autoreload runs this module again.
+AUTO_QUANTIZATION_CONFIG_MAPPING.pop(QUANT_METHOD, None)
+AUTO_QUANTIZER_MAPPING.pop(QUANT_METHOD, None)
+
+
+@register_quantization_config(QUANT_METHOD)
+class QGemmConfig(QuantizationConfigMixin):
+    """``quantization_config`` for ``from_pretrained``: how to quantize a float model as it is loaded.
+
+    ``scheme``, ``skip`` and ``input_scales`` are those of ``qgemm.quantize_model``. ``skip`` adds to what stays in
+    float by default. Once a model is quantized, its ``config.quantization_config`` has ``manifest`` instead, which says
+    what was done to every layer.
+    """
+
+    def __init__(
+        self,
+        scheme: str | QuantScheme = "int8",
+        *,
+        skip: Pattern | Iterable[Pattern] | None = None,
+        input_scales: Mapping[str, float | Tensor] | None = None,
+    ) -> None:
+        """Raises ``ValueError`` for an unknown scheme."""
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+        self.scheme = resolve_scheme(scheme)
+        self.skip = [] if skip is None else [skip] if isinstance(skip, str | re.Pattern) else list(skip)
+        self.input_scales = None if input_scales is None else dict(input_scales)
+        self.manifest: Manifest | None = None
+
+    @classmethod
+    def from_manifest(cls, manifest: Manifest) -> QGemmConfig:
+        """The config of a model that is quantized."""
+        config = cls()
+        config.manifest = manifest
+        return config
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """What ``to_dict`` gave, or ``config.json`` of a quantized model holds; raises ``CheckpointError``."""
+        if "format_version" in config_dict or "layers" in config_dict:
+            config = cls.from_manifest(Manifest.from_config({"quantization_config": config_dict}, Path(CONFIG_FILE)))
+        else:
+            config = cls(**{key: value for key, value in config_dict.items() if key != "quant_method"})
+        return (config, kwargs) if return_unused_kwargs else config
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        if self.manifest is not None:
+            return self.manifest.to_dict()
+        scales = None if self.input_scales is None else {k: float(v) for k, v in self.input_scales.items()}
+        patterns = [pattern if isinstance(pattern, str) else pattern.pattern for pattern in self.skip]
+        return {"quant_method": QUANT_METHOD, "scheme": self.scheme.name, "skip": patterns, "input_scales": scales}
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """``dict(config)`` is ``config.to_dict()``."""
+        return iter(self.to_dict().items())
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """``to_dict`` as text."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+
+class _QuantizeOnLoad(ConversionOps):
+    """Puts a ``QuantLinear`` in a float layer's place as soon as its weight has been read."""
+
+    def __init__(self, quantizer: QGemmQuantizer) -> None:
+        self.quantizer = quantizer
+
+    def convert(  # type: ignore[override]
+        self,
+        input_dict: dict[str, Any],
+        model: nn.Module | None = None,
+        missing_keys: set[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Quantizes the weights among ``input_dict``, tensors by full names, and hands on the rest."""
+        assert model is not None
+        rest = {}
+        for name, value in input_dict.items():
+            if name in self.quantizer.waiting:
+                tensor = value[0] if isinstance(value, list) else value
+                self.quantizer.quantize_weight(model, name, tensor)
+                if missing_keys is not None:
+                    missing_keys.discard(name)
+            else:
+                rest[name] = value
+        return rest
+
+
+@register_quantizer(QUANT_METHOD)
+class QGemmQuantizer(HfQuantizer):
+    """What ``from_pretrained`` and ``save_pretrained`` ask about a model with ``QuantLinear`` layers."""
+
+    serialized_names = {"weight": ["weight", "weight_scale"]}  # noqa: RUF012 (as the base class declares it)
+    quantization_config: QGemmConfig
+
+    def __init__(self, quantization_config: QGemmConfig, **kwargs: Any) -> None:
+        """``pre_quantized``, among ``kwargs``: whether the checkpoint is quantized already."""
+        super().__init__(quantization_config, **kwargs)
+        # While a float checkpoint is read: its layers by their weight's name, and what became of those that arrived.
+        self.waiting: dict[str, Layer] = {}
+        self._plan: SwapPlan | None = None
+        self._records: dict[str, LayerRecord] = {}
+        self._errors: list[str] = []
+        # While a quantized one is read: what its files hold, and where its config is.
+        self._stored: dict[str, StoredTensor] = {}
+        self._config_path = Path(CONFIG_FILE)
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether ``save_pretrained`` may be called."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters can train: gradients go through the layers to what lies before them."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``generate`` may compile the model by itself."""
+        return True
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raises ``ValueError`` if weights are to be quantized and then stay on disk, which transformers mixes up."""
+        if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError(
+                'device_map puts modules on "disk", where weights can\'t be quantized as they load: quantize and save '
+                "the model first, on a machine where it fits, and load that folder with this device_map"
+            )
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether this weight of a float checkpoint is to become int8."""
+        return param_name in self.waiting
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        """Bytes per value, by which ``device_map="auto"`` counts: a weight takes one when it has arrived."""
+        return 1 if param_name in self.waiting else param.element_size()
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """What is done with a weight for which ``param_needs_quantization``."""
+        return _QuantizeOnLoad(self)
+
+    def quantize_weight(self, model: nn.Module, name: str, value: Tensor) -> None:
+        """Quantizes the weight called ``name``, which is ``value``, and its layer with it."""
+        assert self._plan is not None
+        layer = self.waiting.pop(name)
+        linear = model.get_submodule(layer.name)
+        wanted = list(linear.weight.shape)  # type: ignore[union-attr,arg-type]
+        if list(value.shape) != wanted:
+            self._errors.append(f"{name} has shape {list(value.shape)} in the checkpoint; the model's is {wanted}")
+            return
+        linear.weight = nn.Parameter(value, requires_grad=False)
+        try:
+            self._records[layer.name] = swap(model, layer, self._plan)
+        except ValueError as error:
+            self._errors.append(f"{layer.name}: {error}")
+            return
+        _mark_as_loaded(model.get_submodule(layer.name))
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        if self.pre_quantized:
+            self._prepare_quantized(model, [Path(file) for file in checkpoint_files or ()])
+            return
+        config = self.quantization_config
+        with _as_it_will_be(model):
+            self._plan = plan_swaps(model, config.scheme, config.skip, config.input_scales)
+        self.waiting = {f"{name}.weight": layer for layer in self._plan.chosen for name in layer.names}
+
+    def _prepare_quantized(self, model: PreTrainedModel, files: list[Path]) -> None:
+        manifest = self.quantization_config.manifest
+        if manifest is None:
+            raise CheckpointError(
+                "quantization_config in the model's config doesn't say which layers are quantized: the checkpoint is "
+                "not one of qgemm. For a float model, pass QGemmConfig to from_pretrained instead"
+            )
+        self._config_path = (files[0].parent if files else Path()) / CONFIG_FILE
+        for file in files:
+            if file.suffix == ".safetensors":
+                self._stored.update(read_header(file))
+        layers = quantized_layers(model, manifest.layers, self._config_path)
+        for name, layer in layers.items():
+            parent, leaf = split_name(name)
+            setattr(model.get_submodule(parent), leaf, layer)
+        if self._stored:
+            _check_stored(self._stored, manifest, layers, self._config_path)
+        # Float buffers that state_dict leaves out are stored too; they are put into place afterwards.
+        known = {re.escape(name) for name in transient_names(model) if name in self._stored}
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *known}
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        if self.pre_quantized:
+            self._finish_quantized(model)
+        else:
+            self._finish_quantizing(model)
+        for module in model.modules():
+            if isinstance(module, QuantLinear):
+                module.requires_grad_(False)  # transformers makes every float parameter trainable, scales too
+        self.pre_quantized = True
+        _describe(model)
+        return model
+
+    def _finish_quantizing(self, model: PreTrainedModel) -> None:
+        assert self._plan is not None
+        for name in list(self.waiting):
+            # One checkpoint tensor that became several parameters is given to the first one's operation only.
+            if name in self.waiting and getattr(weight := model.get_parameter(name), "_is_hf_initialized", False):
+                self.quantize_weight(model, name, weight.detach())
+        missing = sorted({layer.name for layer in self.waiting.values()} - set(self._records))
+        errors = [*self._errors, *(f"{name}.weight is not in the checkpoint" for name in missing)]
+        if errors:
+            shown = "; ".join(errors[:5]) + (f"; and {len(errors) - 5} more" if len(errors) > 5 else "")
+            raise CheckpointError(
+                f"{model.name_or_path or type(model).__name__} can't be quantized as it loads: {shown}. "
+                "Mend the checkpoint, or pass these layers in QGemmConfig(skip=[...])"
+            )
+        model._qgemm_report = make_report(self._plan, self._records)  # type: ignore[assignment]
+        self.waiting, self._plan, self._records = {}, None, {}
+
+    def _finish_quantized(self, model: PreTrainedModel) -> None:
+        manifest = self.quantization_config.manifest
+        assert manifest is not None
+        for name in manifest.layers:
+            _check_loaded(name, model.get_submodule(name), self._config_path)
+        for alias, name in manifest.tied.items():
+            _set_tensor(model, alias, _tensor(model, name))  # also ties that the model's class doesn't know of
+        transient = {name: self._stored[name] for name in transient_names(model) if name in self._stored}
+        for name, value in read_values(transient, torch.device("cpu")):
+            _set_tensor(model, name, value.to(_tensor(model, name).device))
+        if manifest.report is not None:
+            try:
+                model._qgemm_report = QuantReport.from_dict(manifest.report)  # type: ignore[assignment]
+            except (KeyError, TypeError, ValueError) as error:
+                raise CheckpointError(f"{self._config_path}: report can't be read: {error}") from error
+        self._stored = {}
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """What ``save_pretrained`` is to store: the tensors that ``save_quantized`` does. The config describes them."""
+        _describe(model)
+        tensors = stored_tensors(model)
+        if any(tensor.device.type == "meta" for tensor in tensors.values()):
+            return None, {}  # offloaded: transformers fetches them one at a time
+        ties = find_ties(tensors)
+        return {name: tensor.detach() for name, tensor in tensors.items() if name not in ties}, {}
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        for name, module in list(model.named_modules(remove_duplicate=False)):
+            if isinstance(module, QuantLinear):
+                parent, leaf = split_name(name)
+                setattr(model.get_submodule(parent), leaf, module.dequantize(dtype))
+        return model
+
+
+def attach_quantizer(model: nn.Module) -> None:
+    """Makes ``save_pretrained`` of a model with ``QuantLinear`` layers write what ``from_pretrained`` can load.
+
+    ``model`` is a transformers model, or holds some. Its config is changed: ``quantization_config`` describes it.
+    """
+    for pretrained in _outermost(model):
+        _describe(pretrained)
+        quantizer = QGemmQuantizer(pretrained.config.quantization_config, pre_quantized=True)
+        pretrained.hf_quantizer = quantizer  # type: ignore[assignment]
+        pretrained.quantization_method = QUANT_METHOD  # type: ignore[assignment]
+        # Not is_quantized: nothing that saves or loads looks at it, and with it half() and float() refuse to run.
+        for module in pretrained.modules():
+            if isinstance(module, PreTrainedModel):
+                module.config._is_quantized = True  # then attention doesn't look for an nn.Linear to learn the dtype
+
+
+def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
+    if isinstance(module, PreTrainedModel):
+        if any(isinstance(part, QuantLinear) for part in module.modules()):
+            yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+def _describe(model: PreTrainedModel) -> None:
+    """Says in the config of ``model`` what is quantized in it now."""
+    layers = {n: m.scheme for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLinear)}
+    tensors = stored_tensors(model)
+    ties = find_ties(tensors)
+    ties.update(  # of tensors that are offloaded, which have no address
+        (alias, name)
+        for alias, name in model.all_tied_weights_keys.items()
+        if alias in tensors and name in tensors and tensors[alias].device.type == "meta"
+    )
+    report: QuantReport | None = getattr(model, "_qgemm_report", None)
+    config = QGemmConfig.from_manifest(Manifest(layers, ties, None if report is None else report.to_dict()))
+    model.config.quantization_config = config
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        quantizer.quantization_config = config
+    # Stored under the model's own names. Those of the original checkpoint may stand for parts of a fused weight, and
+    # nothing would take an int8 weight apart together with its scales.
+    model._weight_conversions = []  # type: ignore[assignment]
+
+
+@contextmanager
+def _as_it_will_be(model: PreTrainedModel) -> Iterator[None]:
+    """Parameters on meta as they will be once loaded, for a look at the model: tied, and float32 where they stay so."""
+    before = {name: model.get_parameter_or_buffer(name) for name in model.state_dict()}
+    plan = model._get_dtype_plan(model.dtype)
+    for name, parameter in before.items():
+        if isinstance(parameter, nn.Parameter) and any(re.search(rf"(^|\.){kept}(\.|$)", name) for kept in plan):
+            _set_tensor(model, name, nn.Parameter(parameter.to(torch.float32), parameter.requires_grad))
+    for alias, name in model.all_tied_weights_keys.items():
+        if alias in before and name in before:
+            _set_tensor(model, alias, _tensor(model, name))
+    try:
+        yield
+    finally:
+        for name, tensor in before.items():
+            _set_tensor(model, name, tensor)
+
+
+def _check_stored(
+    stored: dict[str, StoredTensor], manifest: Manifest, layers: dict[str, QuantLinear], config_path: Path
+) -> None:
+    """Raises ``CheckpointError`` unless the files hold an int8 weight and its scales for each of ``layers``."""
+    for name, layer in layers.items():
+        for leaf, parameter in layer.named_parameters():
+            full_name = manifest.tied.get(f"{name}.{leaf}", f"{name}.{leaf}")
+            tensor = stored.get(full_name)
+            if tensor is None:
+                raise CheckpointError(
+                    f"{config_path.parent} lacks tensor {full_name} of a quantized layer: the checkpoint is "
+                    "incomplete; save or download it again"
+                )
+            if tensor.shape != tuple(parameter.shape):
+                shapes = f"{list(tensor.shape)}; the model's is {list(parameter.shape)}"
+                raise CheckpointError(f"{tensor.path}: tensor {full_name} has shape {shapes}")
+            if leaf != "bias" and tensor.dtype != parameter.dtype:
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {full_name} is {tensor.dtype}; a quantized layer's is {parameter.dtype}"
+                )
+
+
+def _check_loaded(name: str, layer: nn.Module, config_path: Path) -> None:
+    for leaf, parameter in layer.named_parameters():
+        if parameter.device.type == "meta":
+            continue  # offloaded
+        # A parameter without the mark is uninitialised memory: no tensor went there.
+        if not getattr(parameter, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook"):
+            raise CheckpointError(f"{config_path.parent}: {name}.{leaf} was not loaded: the checkpoint is incomplete")
+        if leaf in ("weight_scale", "input_scale") and not bool((parameter.isfinite() & (parameter > 0)).all()):
+            raise CheckpointError(f"{config_path.parent}: scale {name}.{leaf} is not finite and above 0 everywhere")
+
+
+def _mark_as_loaded(layer: nn.Module) -> None:
+    # Else transformers would initialise them. The bias may still come, and is marked then.
+    for parameter in layer.parameters():
+        if parameter.device.type != "meta":
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def _tensor(model: nn.Module, name: str) -> Tensor:
+    owner, leaf = split_name(name)
+    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
+    return tensor
+
+
+def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, leaf = split_name(name)
+    setattr(model.get_submodule(owner), leaf, tensor)
