@@ -1,4 +1,4 @@
-"""``load_quantized``: reads what ``save_quantized`` wrote, without ever making the float weights.
+"""``load_quantized``: reads what ``save_quantized`` or another library wrote, without ever making the float weights.
 
 In this order, so that nothing is half loaded: read the config; read the headers of all files; build the model with its
 parameters on meta; compare every name, shape and dtype; read every tensor; and only then put them into the model.
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qgemm.checkpoint.contents import Conversion
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.formats import fit_to_model, read_contents
 from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, checkpoint_file, read_json
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.matching import match
 from qgemm.checkpoint.pretrained import build_pretrained, is_pretrained, parameters_on_meta, read_generation_config
-from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers, read_values
+from qgemm.checkpoint.safetensors_file import StoredTensor, read_values
 from qgemm.checkpoint.tensors import named_tensors, split_name
 from qgemm.nn import QuantLinear
 
@@ -31,11 +33,12 @@ def load_quantized(
     *,
     model: nn.Module | Callable[[], nn.Module] | None = None,
 ) -> nn.Module:
-    """The model that ``save_quantized`` wrote to ``folder``, on ``device``, in eval mode.
+    """The quantized model in ``folder``, on ``device``, in eval mode.
 
-    Its tensors are those of the saved model, bit for bit. A transformers model is built from its config. For any other,
-    ``model`` gives the float model: a module (it may be on meta), which is changed in place, or a function that builds
-    one, whose parameters then never take memory.
+    The format is recognised: that of ``save_quantized``, compressed-tensors' ``int-quantized`` (8 bits by 8), or
+    bitsandbytes' int8. The weights are those in the files, bit for bit, and the products are int8. A transformers model
+    is built from its config. For any other, ``model`` gives the float model: a module (it may be on meta), which is
+    changed in place, or a function that builds one, whose parameters then never take memory.
 
     Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or not of this model. Then
     nothing was loaded, and a module given as ``model`` is as it was.
@@ -45,12 +48,16 @@ def load_quantized(
     values: dict[str, Tensor] = {}
     total = sum(tensor.nbytes for tensor in found.stored.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=None) as progress:
-        for name, value in read_values(found.stored, device):
+        for name_in_file, stored in read_values(found.stored, device):
+            progress.update(stored.nbytes)
+            name, value = _converted(found, name_in_file, stored)
+            if name is None:
+                continue
             layer, leaf = split_name(name)
             if layer in found.layers and leaf in ("weight_scale", "input_scale") and not _is_scale(value):
-                raise CheckpointError(f"{found.stored[name].path}: scale {name} is not finite and above 0 everywhere")
+                path = found.stored[name_in_file].path
+                raise CheckpointError(f"{path}: scale {name_in_file} is not finite and above 0 everywhere")
             values[name] = value
-            progress.update(value.nbytes)
     _put_in_place(found, values, device)
     if is_pretrained(found.model):
         from qgemm.integrations.transformers import attach_quantizer
@@ -61,24 +68,33 @@ def load_quantized(
 
 @dataclass(frozen=True)
 class Matching:
-    """A float model and the checkpoint that fits it: ``layers`` go into it, and ``extras`` become its attributes."""
+    """A float model and the checkpoint that fits it: ``layers`` go into it, and ``extras`` become its attributes.
+
+    ``stored``: the tensors in the files, which ``conversions`` turn into the model's.
+    """
 
     model: nn.Module
     layers: dict[str, QuantLinear]
     stored: dict[str, StoredTensor]
     tied: dict[str, str]
     extras: dict[str, Any]
+    conversions: dict[str, Conversion]
 
 
 def find_matching(folder: Path, model: nn.Module | Callable[[], nn.Module] | None = None) -> Matching:
     """Everything about the checkpoint but its tensors' values: what ``load_quantized`` checks before it reads those."""
     config_path = checkpoint_file(folder, CONFIG_FILE)
     config = read_json(config_path)
-    manifest = Manifest.from_config(config, config_path)
-    stored = read_headers(folder)
+    contents = read_contents(folder, config, config_path)
+    manifest = contents.manifest
+    if contents.is_foreign:
+        config = {"dtype": config.get("torch_dtype"), **config}  # its name before transformers 5
     target = build_pretrained(config, config_path) if model is None else _given(model)
-    layers = match(target, manifest, stored, config_path)
-    return Matching(target, layers, stored, manifest.tied, _extra_attributes(folder, target, manifest, config_path))
+    if contents.is_foreign:
+        fit_to_model(contents, target, config_path)
+    layers = match(target, manifest, contents.headers, config_path)
+    extras = _extra_attributes(folder, target, manifest, config_path)
+    return Matching(target, layers, contents.stored, manifest.tied, extras, contents.conversions)
 
 
 def _given(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -103,6 +119,16 @@ def _extra_attributes(folder: Path, model: nn.Module, manifest: Manifest, config
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{config_path}: report can't be read: {error}") from error
     return extras
+
+
+def _converted(found: Matching, name: str, value: Tensor) -> tuple[str | None, Tensor]:
+    conversion = found.conversions.get(name)
+    if conversion is None:
+        return name, value
+    try:
+        return conversion.name, conversion.convert(value)
+    except ValueError as error:
+        raise CheckpointError(f"{found.stored[name].path}: {name}: {error}") from error
 
 
 def _is_scale(value: Tensor) -> bool:

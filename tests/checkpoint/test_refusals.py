@@ -138,7 +138,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     # What the config says of the quantization.
     "not quantized": (in_json(CONFIG, "quantization_config", value=...), r"config\.json has no quantization_config"),
-    "other method": (quantization("quant_method", value="gptq"), r"quant_method is 'gptq'; only 'qgemm'"),
+    "other method": (quantization("quant_method", value="gptq"), r"quant_method is 'gptq'; the formats supported"),
     "no method": (quantization("quant_method", value=...), r"quant_method is None"),
     "newer version": (quantization("format_version", value=2), r"format_version is 2; this qgemm reads version 1"),
     "version is text": (quantization("format_version", value="1"), r"format_version is '1'"),

@@ -1,0 +1,73 @@
+"""Checkpoints of bitsandbytes' int8 (``load_in_8bit``), as transformers saves them.
+
+``<layer>.weight`` int8 ``[N, K]``, also for transformers' ``Conv1D``, which holds its own weight as ``[K, N]``;
+``<layer>.SCB`` float32 ``[N]``, each row's largest absolute value, so that the scale is ``SCB / 127``;
+``<layer>.weight_format`` uint8, 0 for rows, the one order that its present versions write.
+
+bitsandbytes keeps activations over ``llm_int8_threshold`` out of int8, in float. qgemm doesn't: it runs all of them in
+int8, each row with its own scale.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.tensors import split_name
+from qgemm.scheme import SCHEMES
+
+QUANT_METHOD = "bitsandbytes"
+
+
+def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
+    """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
+
+    Raises ``CheckpointError``, naming the layer, for anything but int8.
+    """
+    four_bits = next((name for name in stored if ".quant_state.bitsandbytes__" in name), None)
+    if quantization.get("load_in_8bit") is not True or four_bits is not None:
+        layer = f" (layer {four_bits.split('.weight.')[0]})" if four_bits else ""
+        raise CheckpointError(
+            f"{config_path}: bitsandbytes in 4 bits{layer} is not supported; qgemm reads load_in_8bit"
+        )
+    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+    for name, tensor in stored.items():
+        layer, leaf = split_name(name)
+        if leaf == "SCB":
+            weight = stored.get(f"{layer}.weight")
+            if weight is None or weight.dtype != torch.int8 or len(weight.shape) != 2:
+                raise CheckpointError(f"{tensor.path}: {name} belongs to a weight that is missing or not int8, [N, K]")
+            if tensor.dtype != torch.float32 or tensor.shape != weight.shape[:1]:
+                raise CheckpointError(
+                    f"{tensor.path}: {name} is {tensor.dtype} {list(tensor.shape)}; it must be torch.float32, "
+                    f"[{weight.shape[0]}]"
+                )
+            contents.manifest.layers[layer] = SCHEMES["int8"]
+            contents.convert(f"{layer}.weight_scale", name, tensor.shape, _to_scale)
+        elif leaf == "weight_format" and f"{layer}.SCB" in stored:
+            if tensor.dtype != torch.uint8 or tensor.shape not in ((), (1,)):
+                raise CheckpointError(
+                    f"{tensor.path}: {name} is {tensor.dtype} {list(tensor.shape)}, not a uint8 number"
+                )
+            contents.look_at(name, _must_be_rows)
+    return contents
+
+
+def _to_scale(absmax: Tensor) -> Tensor:
+    # A row of zeros has 0; the smallest scale there is means the same.
+    return torch.where(absmax == 0, torch.finfo(torch.float32).tiny, absmax / 127)
+
+
+def _must_be_rows(value: Tensor) -> Tensor:
+    if bool((value != 0).any()):
+        raise ValueError(
+            "the weight is laid out for one kind of GPU, as old versions of bitsandbytes did; save it anew"
+        )
+    return value

@@ -1,0 +1,216 @@
+"""Checkpoints of the compressed-tensors library (LLM Compressor, vLLM): format ``int-quantized``, int8 by int8.
+
+Reading: ``<layer>.weight`` int8 ``[N, K]``; ``<layer>.weight_scale`` in any float dtype, ``[N, 1]`` per channel or
+``[1]`` per tensor; for static activations ``<layer>.input_scale`` ``[1]``. The files say which layers are quantized:
+those with a ``weight_scale``. The config's targets, which may be anyone's regular expressions, are not evaluated;
+instead every group must be something that ``QuantLinear`` computes.
+
+Writing: the same, per channel, with scales in the float dtype that the model has, as the library has them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
+from qgemm.scheme import SCHEMES, QuantScheme
+
+QUANT_METHOD = "compressed-tensors"
+FORMAT = "int-quantized"
+
+
+def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
+    """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
+
+    Raises ``CheckpointError``, naming group and layer, for what qgemm can't compute.
+    """
+    strategies, schemes = _check_groups(quantization, stored, config_path)
+    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+    for name, tensor in stored.items():
+        layer, leaf = split_name(name)
+        if leaf == "weight_scale":
+            scheme = "int8-static" if f"{layer}.input_scale" in stored else "int8"
+            if scheme not in schemes:
+                said = "static" if scheme == "int8" else "dynamic"
+                has = "no input_scale" if scheme == "int8" else "an input_scale"
+                raise CheckpointError(f"{config_path}: activations are {said}, but layer {layer} has {has}")
+            contents.manifest.layers[layer] = SCHEMES[scheme]
+            _note_weight_scale(contents, layer, tensor, strategies)
+        elif leaf == "input_scale":
+            if f"{layer}.weight_scale" not in stored:
+                raise CheckpointError(f"{tensor.path}: {layer} has an input_scale but no weight_scale")
+            _check_scale(name, tensor, {(), (1,)})
+            contents.convert(name, name, (), lambda value: value.float().reshape(()))
+        elif leaf in ("weight_zero_point", "input_zero_point"):
+            contents.look_at(name, _must_be_zero)  # older versions store them for symmetric schemes as well
+    return contents
+
+
+def _note_weight_scale(contents: Contents, layer: str, scale: StoredTensor, strategies: set[str]) -> None:
+    weight = contents.stored.get(f"{layer}.weight")
+    if weight is None or weight.dtype != torch.int8 or len(weight.shape) != 2:
+        found = "no weight" if weight is None else f"a weight of {weight.dtype} {list(weight.shape)}"
+        raise CheckpointError(f"{scale.path}: layer {layer} has a weight_scale but {found}; it must be int8, [N, K]")
+    n = weight.shape[0]
+    shapes: set[tuple[int, ...]] = set()
+    if "channel" in strategies:
+        shapes |= {(n, 1), (n,)}
+    if "tensor" in strategies:
+        shapes |= {(1,), ()}
+    _check_scale(f"{layer}.weight_scale", scale, shapes)
+    contents.convert(
+        f"{layer}.weight_scale", f"{layer}.weight_scale", (n,), lambda value: value.float().reshape(-1).repeat(n)[:n]
+    )
+
+
+def _check_scale(name: str, scale: StoredTensor, shapes: set[tuple[int, ...]]) -> None:
+    if scale.dtype not in FLOAT_DTYPES or scale.shape not in shapes:
+        allowed = " or ".join(str(list(shape)) for shape in sorted(shapes))
+        raise CheckpointError(
+            f"{scale.path}: {name} is {scale.dtype} {list(scale.shape)}; it must be of a float dtype and {allowed}"
+        )
+
+
+def _must_be_zero(value: Tensor) -> Tensor:
+    if bool((value != 0).any()):
+        raise ValueError("the zero point is not 0: the layer is quantized asymmetrically, which qgemm doesn't compute")
+    return value
+
+
+def _check_groups(
+    quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path
+) -> tuple[set[str], set[str]]:
+    """The weights' granularities and the schemes in use; raises ``CheckpointError`` if qgemm doesn't know one."""
+    status = quantization.get("quantization_status")
+    if status != "compressed":
+        raise CheckpointError(f"{config_path}: quantization_status is {status!r}; only 'compressed' files hold int8")
+    for feature in ("kv_cache_scheme", "transform_config"):
+        if quantization.get(feature):
+            raise CheckpointError(f"{config_path}: it has a {feature}, which qgemm doesn't compute")
+    sparsity = quantization.get("sparsity_config")
+    if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format") != "dense"):
+        raise CheckpointError(f"{config_path}: it has a sparsity_config, which qgemm doesn't read")
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise CheckpointError(f"{config_path}: config_groups must be an object of groups")
+    strategies, schemes = set(), set()
+    for name, group in groups.items():
+        if not isinstance(group, dict):
+            raise CheckpointError(f"{config_path}: config_groups.{name} must be an object")
+        try:
+            weights, activations = _arguments(group, "weights"), _arguments(group, "input_activations")
+            strategies.add(_weight_strategy(group, weights, quantization.get("format")))
+            schemes.add(_activation_scheme(group, activations))
+        except _Unsupported as problem:
+            layer = _layer_with(problem.leaves, group, len(groups) == 1, stored)
+            where = f"config_groups.{name}" + (f", such as layer {layer}," if layer else "")
+            raise CheckpointError(f"{config_path}: {where} {problem}; {_SUPPORTED}") from None
+    return strategies, schemes
+
+
+_SUPPORTED = (
+    f"qgemm runs {FORMAT} int8 weights, symmetric, per channel or tensor, with symmetric int8 activations, dynamic per "
+    "token or static per tensor"
+)
+
+
+class _Unsupported(Exception):
+    """Something that qgemm doesn't compute. ``leaves``: the tensors by which a layer of that kind is known."""
+
+    def __init__(self, text: str, *leaves: str) -> None:
+        super().__init__(text)
+        self.leaves = leaves
+
+
+def _arguments(group: dict[str, Any], part: str) -> dict[str, Any]:
+    values = group.get(part)
+    if values is None:
+        raise _Unsupported(f"leaves the {part} in float", "weight_packed")
+    if not isinstance(values, dict):
+        raise _Unsupported(f"has {part} that are no object")
+    kind, bits = values.get("type", "int"), values.get("num_bits", 8)
+    if kind != "int" or isinstance(bits, bool) or bits != 8:
+        raise _Unsupported(f"has {part} of {bits} bits, {kind!r}", "weight_packed")
+    if values.get("symmetric", True) is not True:
+        leaf = "weight_zero_point" if part == "weights" else "input_zero_point"
+        raise _Unsupported(f"has asymmetric {part}", leaf)
+    return values
+
+
+def _weight_strategy(group: dict[str, Any], weights: dict[str, Any], whole_format: object) -> str:
+    stored_as = group.get("format") or whole_format
+    if stored_as != FORMAT:
+        raise _Unsupported(f"is stored as {stored_as!r}", "weight_packed")
+    group_size = weights.get("group_size")
+    by_size = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
+    strategy = weights.get("strategy") or by_size
+    if strategy not in ("channel", "tensor"):
+        raise _Unsupported(f"has weights scaled per {strategy}")
+    if weights.get("dynamic", False) is not False:
+        raise _Unsupported("has dynamic weights")
+    return str(strategy)
+
+
+def _activation_scheme(group: dict[str, Any], activations: dict[str, Any]) -> str:
+    if group.get("output_activations") is not None:
+        raise _Unsupported("quantizes output_activations", "output_scale")
+    strategy, dynamic = activations.get("strategy") or "tensor", activations.get("dynamic", False)
+    if strategy == "token" and dynamic is True:
+        return "int8"
+    if strategy == "tensor" and dynamic is False:
+        return "int8-static"
+    raise _Unsupported(f"has activations that are {'dynamic' if dynamic else 'static'} per {strategy}")
+
+
+def _layer_with(
+    leaves: tuple[str, ...], group: dict[str, Any], is_only: bool, stored: dict[str, StoredTensor]
+) -> str | None:
+    """A layer that is quantized in this way, if the files or the group's targets show one."""
+    for name in stored:
+        layer, leaf = split_name(name)
+        if leaf in leaves or (is_only and leaf in ("weight_scale", "weight_packed")):
+            return layer
+    targets = group.get("targets")
+    for target in targets if isinstance(targets, list) else []:
+        if isinstance(target, str) and f"{target}.weight_scale" in stored:
+            return target
+    return None
+
+
+def quantization_config(layers: dict[str, QuantScheme], others: list[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of a model with these quantized ``layers``, and ``others`` that are left in float.
+
+    ``others`` must hold every layer that the library would take for an ``nn.Linear``.
+    """
+    used = {scheme.name: scheme for scheme in layers.values()}
+    groups = {}
+    for index, scheme in enumerate(used.values()):
+        names = [name for name, its_scheme in layers.items() if its_scheme == scheme]
+        assert scheme.activation is not None
+        groups[f"group_{index}"] = {
+            "format": FORMAT,
+            "targets": ["Linear"] if len(used) == 1 else names,
+            "weights": _to_arguments("channel", dynamic=False),
+            "input_activations": _to_arguments(scheme.activation.granularity, scheme.activation.dynamic),
+            "output_activations": None,
+        }
+    return {
+        "quant_method": QUANT_METHOD,
+        "format": FORMAT,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": others,
+        "kv_cache_scheme": None,
+    }
+
+
+def _to_arguments(strategy: str, dynamic: bool) -> dict[str, Any]:
+    return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": dynamic}

@@ -1,0 +1,81 @@
+"""Which format a checkpoint has, and its contents in qgemm's terms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from qgemm.checkpoint import bitsandbytes, compressed_tensors
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
+from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
+from qgemm.swap_rules import find_rule
+
+_READERS = {
+    compressed_tensors.QUANT_METHOD: compressed_tensors.read,
+    bitsandbytes.QUANT_METHOD: bitsandbytes.read,
+}
+SUPPORTED = "'qgemm', 'compressed-tensors' (int-quantized, 8 bits by 8), 'bitsandbytes' (int8)"
+
+
+def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Contents:
+    """What the checkpoint in ``folder`` holds, whose format ``config`` tells; reads headers, no values.
+
+    Raises ``CheckpointError`` for an unknown format, naming those supported, and for damaged files.
+    """
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    if not isinstance(quantization, dict) or method == QUANT_METHOD:
+        manifest = Manifest.from_config(config, config_path)
+        stored = read_headers(folder)
+        return Contents(manifest, stored, stored)
+    if method is None and ("load_in_8bit" in quantization or "load_in_4bit" in quantization):
+        method = bitsandbytes.QUANT_METHOD  # as its first versions saved it
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise CheckpointError(f"{config_path}: quant_method is {method!r}; the formats supported are {SUPPORTED}")
+    contents = reader(quantization, read_headers(folder), config_path)
+    if not contents.manifest.layers:
+        raise CheckpointError(f"{folder} says that it is {method}, but no file holds an int8 layer of that format")
+    return contents
+
+
+def fit_to_model(contents: Contents, model: nn.Module, config_path: Path) -> None:
+    """Checks that the layers of a foreign checkpoint are linear in ``model``, and notes which tensors are tied there.
+
+    Raises ``CheckpointError`` for a layer that ``QuantLinear`` can't stand for.
+    """
+    for layer in contents.manifest.layers:
+        try:
+            module = model.get_submodule(layer) if layer else None
+        except AttributeError:
+            module = None
+        if module is None:
+            raise CheckpointError(
+                f"{config_path.parent} holds a quantized layer {layer!r}, which the model doesn't have"
+            )
+        if type(module) is not nn.Linear and type(module).__name__ not in ("Conv1D", "FalconLinear"):
+            raise CheckpointError(
+                f"{config_path.parent} quantizes {layer}, a {type(module).__name__}, which qgemm can't compute"
+            )
+        parts = layer.split(".")
+        around = (
+            (type(model.get_submodule(".".join(parts[:depth]))), ".".join(parts[depth:]))
+            for depth in range(len(parts) - 1, -1, -1)
+        )
+        if (rule := find_rule(around)) is not None:
+            raise CheckpointError(
+                f"{config_path.parent} quantizes {layer}, which qgemm can't run in int8: {rule.reason}"
+            )
+    contents.manifest.tied.update(_ties(model, contents.headers))
+
+
+def _ties(model: nn.Module, headers: dict[str, StoredTensor]) -> dict[str, str]:
+    tied = getattr(model, "all_tied_weights_keys", None)
+    pairs = tied.items() if isinstance(tied, dict) else ()
+    # Either of the two may be the stored one; with both in the files, each keeps its own.
+    found = {alias: name for alias, name in pairs if alias not in headers and name in headers}
+    return found | {name: alias for alias, name in pairs if alias in headers and name not in headers}
