@@ -8,6 +8,7 @@ written by anyone, so a name in it is only followed to a file that lies directly
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+# The longest JSON file that is read. The largest models' index is a few MB; parsed, JSON takes several times its size.
+LARGEST_JSON = 100_000_000
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)(i?)B", re.IGNORECASE)
@@ -63,13 +67,14 @@ def checkpoint_file(folder: Path, name: str) -> Path:
     Raises ``CheckpointError`` if it isn't there, or if the name or a link leads out of the folder. Links into the
     ``blobs`` folder of a Hugging Face cache, which is how the hub's client stores a download, are followed.
     """
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is no folder; give the one that save_quantized wrote")
     # Both separators on every system, and Windows drives: what is refused shouldn't depend on where it is read.
     if name in ("", ".", "..") or any(c in name for c in "/\\:\0"):
         raise CheckpointError(f"{folder}: {name!r} is no plain file name; files must lie directly in the folder")
     path, real_folder = folder / name, folder.resolve()
-    if not path.is_file():
+    # Not Path.is_file, which before Python 3.14 raises OSError for a name that the file system finds too long.
+    if not os.path.isfile(path):
         raise CheckpointError(f"{folder} has no file {name}: the checkpoint is incomplete")
     real_path = path.resolve()
     hub_blobs = real_folder.parent.parent / "blobs" if real_folder.parent.name == "snapshots" else None
@@ -79,11 +84,31 @@ def checkpoint_file(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises ``CheckpointError`` for anything else."""
+    """The JSON object in a file; raises ``CheckpointError`` for anything else, a name that is there twice, and NaN."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        if path.stat().st_size > LARGEST_JSON:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes; JSON of up to {LARGEST_JSON} is read")
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique, parse_constant=_constant)
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds a JSON {type(values).__name__}; it must be an object")
+    return values
+
+
+def _constant(name: str) -> float:
+    # Not JSON, but older configs have infinities. NaN means nothing there, and passes every check of a range.
+    if name == "NaN":
+        raise ValueError("it holds NaN")
+    return float(name)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Which of two is meant can't be known, and readers differ.
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
     return values

@@ -89,7 +89,7 @@ def find_matching(folder: Path, model: nn.Module | Callable[[], nn.Module] | Non
     manifest = contents.manifest
     if contents.is_foreign:
         config = {"dtype": config.get("torch_dtype"), **config}  # its name before transformers 5
-    target = build_pretrained(config, config_path) if model is None else _given(model)
+    target = build_pretrained(config, config_path, contents.headers) if model is None else _given(model)
     if contents.is_foreign:
         fit_to_model(contents, target, config_path)
     layers = match(target, manifest, contents.headers, config_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from qgemm.checkpoint.errors import CheckpointError
@@ -36,19 +37,34 @@ def match(
     _check_names(expected, transient, manifest.tied, stored, config_path.parent)
     _check_attributes(model)
     for name, tensor in stored.items():
-        # A transient buffer is a cache: it may have grown since the model was built.
-        if name not in transient and tensor.shape != tuple(expected[name].shape):
-            wanted = list(expected[name].shape)
+        wanted = tuple(expected[name].shape)
+        if tensor.shape != wanted and not (name in transient and _has_grown(wanted, tensor.shape)):
             raise CheckpointError(
-                f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}; the model's is {wanted}"
+                f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}; the model's is {list(wanted)}"
             )
-        # The float part of a model may be of any float dtype, and keeps the one it was saved in.
-        any_float = name not in fixed and expected[name].dtype in FLOAT_DTYPES and tensor.dtype in FLOAT_DTYPES
-        if not any_float and tensor.dtype != expected[name].dtype:
+        if not _dtypes_fit(tensor.dtype, expected[name].dtype, name in fixed):
             raise CheckpointError(
                 f"{tensor.path}: tensor {name} is {tensor.dtype}; the model's is {expected[name].dtype}"
             )
+    for alias, name in manifest.tied.items():
+        if not _dtypes_fit(stored[name].dtype, expected[alias].dtype, alias in fixed):
+            raise CheckpointError(
+                f"{config_path}: tied says that {alias} is {name}, but that is {stored[name].dtype}; "
+                f"the model's is {expected[alias].dtype}"
+            )
     return layers
+
+
+def _has_grown(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    # A transient buffer is a cache, such as a table of positions: it may be longer than in a model just built. A vector
+    # (frequencies, say) is as long as the sizes of the model have it.
+    longer = [b > a for a, b in zip(old, new, strict=False) if a != b]
+    return len(old) == len(new) > 1 and longer == [True]
+
+
+def _dtypes_fit(stored: torch.dtype | None, wanted: torch.dtype, fixed: bool) -> bool:
+    # The float part of a model may be of any float dtype, and keeps the one it was saved in.
+    return stored == wanted or (not fixed and wanted in FLOAT_DTYPES and stored in FLOAT_DTYPES)
 
 
 def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_path: Path) -> dict[str, QuantLinear]:
@@ -67,6 +83,8 @@ def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_p
         if module not in made:
             out_features, in_features = linear_weight(module).shape
             made[module] = QuantLinear(in_features, out_features, module.bias is not None, "meta", scheme=scheme)
+        if made[module].scheme != scheme:
+            raise CheckpointError(f"{config_path}: layers gives two schemes to {name}, which has two names")
         layers[name] = made[module]
     return layers
 

@@ -6,9 +6,10 @@ Only classes that transformers itself exports are built. No code from a checkpoi
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import read_json
+from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.nn import QuantLinear
 
@@ -61,10 +63,12 @@ def read_generation_config(path: Path) -> Any:
         raise CheckpointError(f"{path} is no generation config: {error}") from error
 
 
-def build_pretrained(config: dict[str, Any], path: Path) -> nn.Module:
+def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, StoredTensor] | None = None) -> nn.Module:
     """The transformers model that ``config``, read from ``path``, describes: parameters on meta, buffers computed.
 
-    Raises ``CheckpointError`` if ``config`` names no class of transformers or if the class can't be built from it.
+    ``stored``: what the model's files hold, by name; a model that is far larger than that is given up while it is
+    built. Raises ``CheckpointError`` if ``config`` names no class of transformers or if the class can't be built from
+    it.
     """
     names = config.get("architectures")
     if "model_type" not in config or not isinstance(names, list) or not names or not isinstance(names[0], str):
@@ -92,35 +96,99 @@ def build_pretrained(config: dict[str, Any], path: Path) -> nn.Module:
     dtype = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}.get(str(config.get("dtype")))
     if dtype is None:
         raise CheckpointError(f"{path}: dtype is {config.get('dtype')!r}; it must be a float dtype such as 'bfloat16'")
+    if (field := _absurd_count(config)) is not None:
+        raise CheckpointError(f"{path}: {field} is above {_LARGEST_COUNT}")
+    limits = None if stored is None else BuildLimits(stored)
     try:
         # The class may build anything from these values; whatever goes wrong there, the file is at fault.
-        own_config = cls.config_class.from_json_file(path)  # which also undoes how transformers writes infinities
+        values = cls.config_class._dict_from_json_file(path)  # which also undoes how transformers writes infinities
+        _drop_controls(values)
+        own_config = cls.config_class(**values)
         vars(own_config).pop("quantization_config", None)  # so that the config is again the one that was saved
-        with parameters_on_meta(), _default_dtype(dtype):
+        with parameters_on_meta(limits), _default_dtype(dtype):
             model: nn.Module = cls(own_config)
     except Exception as error:
         raise CheckpointError(f"{path}: {names[0]} can't be built from it: {error}") from error
     return model
 
 
+# Numbers of layers, heads, labels and the like: transformers' configs make lists that long before there is a model.
+_COUNTS = re.compile("layer|block|depth|stage|head|expert|group|label|types")
+_LARGEST_COUNT = 100_000
+
+
+def _absurd_count(values: Any, name: str = "") -> str | None:
+    """The name of a number in ``values`` that is too large for what it counts, or None."""
+    if isinstance(values, dict):
+        found = (_absurd_count(value, f"{name}.{key}" if name else key) for key, value in values.items())
+    elif isinstance(values, list):
+        found = (_absurd_count(value, name) for value in values)
+    else:
+        is_absurd = isinstance(values, int) and values > _LARGEST_COUNT and _COUNTS.search(name.lower())
+        return name if is_absurd else None
+    return next((one for one in found if one is not None), None)
+
+
+def _drop_controls(values: dict[str, Any]) -> None:
+    """Removes what says how transformers works, not what the model is; no config that it saves has these.
+
+    An implementation named ``"owner/repository"`` would have it fetch a kernel from the hub and run that.
+    """
+    controls = ("attn_implementation", "experts_implementation", "attribute_map", "sub_configs")
+    for key in [key for key in values if key.lstrip("_") in controls]:
+        del values[key]
+    for value in values.values():
+        if isinstance(value, dict):
+            _drop_controls(value)
+
+
+class BuildLimits:
+    """How large a model may become while it is built for the tensors in ``stored``.
+
+    Models register some parameters twice, and have tensors that no file holds, such as masks; a config that was
+    tampered with asks for a thousand times more.
+    """
+
+    def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
+        """Twice as many parameters, and four times the bytes, both with something to spare."""
+        self._parameters_left = 1000 + 2 * len(stored)
+        self._bytes_left = (256 << 20) + 4 * sum(tensor.nbytes for tensor in stored.values())
+
+    def count_parameter(self) -> None:
+        """Raises ``CheckpointError`` if there are now too many."""
+        self._parameters_left -= 1
+        if self._parameters_left < 0:
+            raise CheckpointError("the model has far more parameters than the files hold")
+
+    def count_bytes(self, nbytes: int) -> None:
+        """Of a tensor that is about to be made. Raises ``CheckpointError`` if that is too much."""
+        self._bytes_left -= nbytes
+        if self._bytes_left < 0:
+            raise CheckpointError("the model's buffers are far larger than what the files hold")
+
+
 @contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta(limits: BuildLimits | None = None) -> Iterator[None]:
     """Modules built inside, by this thread, have their parameters on meta: shapes without memory.
 
     Buffers are computed as ever, since masks and positions are in no checkpoint. Should one end on meta all the same,
-    ``match`` finds it if the checkpoint doesn't hold it.
+    ``match`` finds it if the checkpoint doesn't hold it. ``limits`` are kept, if there are any.
     """
     thread = threading.get_ident()
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if threading.get_ident() != thread or parameter.device.type == "meta" or type(parameter) is not nn.Parameter:
+        if threading.get_ident() != thread:
+            return None
+        if limits is not None:
+            limits.count_parameter()
+        if parameter.device.type == "meta" or type(parameter) is not nn.Parameter:
             return None
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
 
     # PyTorch types the hook as returning None; a parameter that it returns is what gets registered.
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
-        with _WeightsOnMeta():
+        with _WeightsOnMeta(limits):
             yield
     finally:
         hook.remove()
@@ -130,21 +198,28 @@ class _WeightsOnMeta(TorchFunctionMode):
     """Tensors that are about to become weights take no memory before either: one layer's experts can be gigabytes.
 
     Weights start as ``torch.empty``, those of experts also filled. Filled vectors and matrices may be masks, so they
-    are made.
+    are made, within ``limits``.
     """
+
+    def __init__(self, limits: BuildLimits | None) -> None:
+        super().__init__()
+        self._limits = limits
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty or func in _FILLED:
+        if func is torch.empty or func in _FILLED or (self._limits is not None and func in _COUNTED):
             out = func(*args, **{**kwargs, "device": "meta"})
-            if func is torch.empty or (out.ndim > 2 and out.is_floating_point()):
+            if func is torch.empty or (func in _FILLED and out.ndim > 2 and out.is_floating_point()):
                 return out
+            if self._limits is not None:
+                self._limits.count_bytes(out.nbytes)
         return func(*args, **kwargs)
 
 
 _FILLED = (torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+_COUNTED = (torch.arange, torch.linspace, torch.eye)
 
 
 @contextmanager

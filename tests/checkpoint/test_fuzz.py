@@ -1,0 +1,196 @@
+"""Broken checkpoints are refused or load rightly; what the fuzzer once found has a test of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoint import fuzz
+from qgemm.checkpoint import CheckpointError, layout, load_quantized, save_quantized
+
+CASES = 3000
+"""A seed's first ones, which take about 10 s; ``python tests/checkpoint/fuzz.py --cases 10000`` runs more."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits address space, and reads /proc to know how much is used")
+def test_broken_checkpoints() -> None:
+    # A process of its own: the address space is limited, and a crash is a failure like others.
+    script = Path(fuzz.__file__)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, script, "--cases", str(CASES)], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    grown = counts.pop("peak_memory_grown")
+    assert sum(counts.values()) == CASES
+    assert grown < fuzz.MEMORY
+    # Were all refused, or all harmless, the cases would be poor ones.
+    assert min(counts["refused"], 10 * counts["equal"], 20 * counts["other values"]) > CASES / 2
+
+
+def test_the_fuzzer_sees_a_wrong_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader that gave two layers each other's weight would be caught."""
+
+    def load_wrongly(*args: Any, **kwargs: Any) -> Any:
+        model = load_quantized(*args, **kwargs)
+        model.layers[0], model.layers[2] = model.layers[2], model.layers[0]
+        return model
+
+    good = fuzz.make_good(tmp_path / "good")[0]
+    watch = fuzz.Watch()
+    (tmp_path / "outside").mkdir()
+    assert fuzz.run_case((good, good.files, []), tmp_path, watch) == "equal"
+    monkeypatch.setattr(fuzz, "load_quantized", load_wrongly)
+    with pytest.raises(AssertionError, match="is not what its file holds"):
+        fuzz.run_case((good, good.files, []), tmp_path, watch)
+
+
+def test_the_fuzzer_sees_a_file_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_and_peek(folder: Path, **kwargs: Any) -> Any:
+        (tmp_path / "outside" / "x").read_text()
+        return load_quantized(folder, **kwargs)
+
+    good = fuzz.make_good(tmp_path / "good")[0]
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "x").write_text("secret")
+    monkeypatch.setattr(fuzz, "load_quantized", load_and_peek)
+    with pytest.raises(AssertionError, match=r"opened .*outside/x"):
+        fuzz.run_case((good, good.files, []), tmp_path, fuzz.Watch())
+
+
+# What was found.
+
+
+@pytest.fixture
+def net_folder(tmp_path: Path) -> Path:
+    save_quantized(fuzz.quantized_fuzz_net(), tmp_path)
+    return tmp_path
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def set_quantization(folder: Path, field: str, name: str, value: Any) -> None:
+    edit(folder / fuzz.CONFIG, lambda config: config["quantization_config"][field].update({name: value}))
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "\ud800"])
+def test_a_file_name_that_no_file_system_takes(name: str, tmp_path: Path) -> None:
+    save_quantized(fuzz.quantized_fuzz_net(), tmp_path, max_shard_size=500)
+    edit(tmp_path / fuzz.INDEX, lambda index: index["weight_map"].update({"norm.weight": name}))
+    with pytest.raises(CheckpointError, match="has no file"):
+        load_quantized(tmp_path, model=fuzz.FuzzNet)
+
+
+@pytest.mark.parametrize("shape", [(0,), (4,), (9,), (0, 8), (8, 1)])
+def test_a_transient_vector_of_another_length(shape: tuple[int, ...], net_folder: Path) -> None:
+    rewrite(net_folder, lambda tensors: tensors.update(warp=torch.ones(shape)))
+    with pytest.raises(CheckpointError, match=r"warp has shape .*; the model's is \[8\]"):
+        load_quantized(net_folder, model=fuzz.FuzzNet)
+
+
+def test_a_float_weight_tied_to_an_int8_one(net_folder: Path) -> None:
+    set_quantization(net_folder, "tied", "head.weight", "layers.0.weight")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.weight, but that is torch\.int8; .* torch\.float32"):
+        load_quantized(net_folder, model=fuzz.FuzzNet)
+
+
+def test_two_schemes_for_one_layer(tmp_path: Path) -> None:
+    def build() -> fuzz.FuzzNet:
+        model = fuzz.FuzzNet()
+        model.again = model.layers[0]
+        return model
+
+    model = fuzz.quantized_fuzz_net()
+    model.again = model.layers[0]
+    save_quantized(model, tmp_path)
+    assert load_quantized(tmp_path, model=build)
+    set_quantization(tmp_path, "layers", "again", "int8-static")
+    with pytest.raises(CheckpointError, match="two schemes to again"):
+        load_quantized(tmp_path, model=build)
+
+
+def test_a_name_twice_in_json(net_folder: Path) -> None:
+    config = net_folder / fuzz.CONFIG
+    config.write_text(config.read_text().replace('"layers":', '"layers": {"head": "int8"}, "layers":'))
+    with pytest.raises(CheckpointError, match="'layers' is there twice"):
+        load_quantized(net_folder, model=fuzz.FuzzNet)
+
+
+def test_nan_in_a_config(net_folder: Path) -> None:
+    edit(net_folder / fuzz.CONFIG, lambda config: config.update(embed_dropout=float("nan")))
+    with pytest.raises(CheckpointError, match="it holds NaN"):
+        load_quantized(net_folder, model=fuzz.FuzzNet)
+
+
+def test_json_of_many_gigabytes_is_not_read(net_folder: Path) -> None:
+    os.truncate(net_folder / fuzz.CONFIG, 1 << 40)  # a hole: takes no room on the disk
+    with pytest.raises(CheckpointError, match=f"JSON of up to {layout.LARGEST_JSON} is read"):
+        load_quantized(net_folder, model=fuzz.FuzzNet)
+
+
+@pytest.fixture(scope="module")
+def transformers_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fuzz.Good]:
+    good = fuzz.make_good(tmp_path_factory.mktemp("good"))
+    return {json.loads(one.files[fuzz.CONFIG]).get("model_type"): one for one in good}
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value", "message"),
+    [
+        ("llama", "num_hidden_layers", 2**63, "num_hidden_layers is above"),
+        ("llama", "num_labels", 10**9, "num_labels is above"),
+        ("llama", "num_hidden_layers", 50_000, "far more parameters than the files hold"),
+        ("llama", "head_dim", 2**36, "far larger than what the files hold|head_dim is above"),
+        ("gpt_neo", "attention_types", [[["global"], 2**40]], "attention_types is above"),
+        ("gpt_neo", "max_position_embeddings", 50_000, "buffers are far larger"),
+    ],
+)
+def test_a_model_far_larger_than_its_files(
+    family: str, field: str, value: Any, message: str, transformers_models: dict[str, fuzz.Good], tmp_path: Path
+) -> None:
+    fuzz.write_files(transformers_models[family].files, tmp_path / "case", tmp_path)
+    edit(tmp_path / "case" / fuzz.CONFIG, lambda config: config.update({field: value}))
+    with pytest.raises(CheckpointError, match=message):
+        load_quantized(tmp_path / "case")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attn_implementation", "kernels-community/flash-attn"),
+        ("_attn_implementation", "owner/repository"),
+        ("experts_implementation", "owner/repository"),
+        ("attribute_map", {"num_hidden_layers": "x"}),
+    ],
+)
+def test_what_transformers_would_act_on(
+    field: str, value: Any, transformers_models: dict[str, fuzz.Good], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a kernel's name, which transformers fetches from the hub and runs."""
+    good = transformers_models["gpt_neo"]
+    fuzz.write_files(good.files, tmp_path / "case", tmp_path)
+    edit(tmp_path / "case" / fuzz.CONFIG, lambda config: config.update({field: value}))
+    model = load_quantized(tmp_path / "case")
+    assert "/" not in model.config._attn_implementation
+    assert torch.equal(fuzz.output_of(model), good.output)
