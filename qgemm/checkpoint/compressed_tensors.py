@@ -5,23 +5,28 @@ Reading: ``<layer>.weight`` int8 ``[N, K]``; ``<layer>.weight_scale`` in any flo
 those with a ``weight_scale``. The config's targets, which may be anyone's regular expressions, are not evaluated;
 instead every group must be something that ``QuantLinear`` computes.
 
-Writing: the same, per channel, with scales in the float dtype that the model has, as the library has them.
+Writing: the same, per channel, with scales in float32, so that none is rounded. transformers reads them in the model's
+dtype, as if they had been stored in it; vLLM's are float32.
 """
 
 from __future__ import annotations
 
+import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.pretrained import is_pretrained, parameters_on_meta
 from qgemm.checkpoint.safetensors_file import StoredTensor
-from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
-from qgemm.scheme import SCHEMES, QuantScheme
+from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name, transient_names
+from qgemm.nn import QuantLinear
+from qgemm.scheme import SCHEMES
 
 QUANT_METHOD = "compressed-tensors"
 FORMAT = "int-quantized"
@@ -185,15 +190,47 @@ def _layer_with(
     return None
 
 
-def quantization_config(layers: dict[str, QuantScheme], others: list[str]) -> dict[str, Any]:
-    """The ``quantization_config`` of a model with these quantized ``layers``, and ``others`` that are left in float.
+def tensors_to_write(
+    model: nn.Module, layers: dict[str, QuantLinear], tensors: dict[str, Tensor], ties: dict[str, str]
+) -> dict[str, Tensor]:
+    """The tensors of ``model`` as the library's files hold them.
 
-    ``others`` must hold every layer that the library would take for an ``nn.Linear``.
+    Of two that are ``ties`` only those that transformers ties by itself are left out, and buffers that ``state_dict``
+    leaves out. Raises ``ValueError`` for layers that transformers builds as ``Conv1D``, which the library doesn't know.
     """
-    used = {scheme.name: scheme for scheme in layers.values()}
+    if transposed := _conv1d_names(model, layers):
+        raise ValueError(
+            f"{transposed[0]} is a Conv1D in {type(model).__name__}, and compressed-tensors knows only nn.Linear: "
+            'save it with format="qgemm"'
+        )
+    known_ties = getattr(model, "all_tied_weights_keys", None)
+    known = dict(known_ties) if isinstance(known_ties, dict) else {}
+    left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name}
+    written = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    for name, layer in layers.items():
+        written[f"{name}.weight_scale"] = layer.weight_scale.detach()[:, None]
+        if layer.input_scale is not None:
+            written[f"{name}.input_scale"] = layer.input_scale.detach().reshape(1)
+    return written
+
+
+def _conv1d_names(model: nn.Module, layers: dict[str, QuantLinear]) -> list[str]:
+    if not is_pretrained(model):
+        return []
+    try:
+        with parameters_on_meta():
+            plain = type(model)(deepcopy(model.config))
+        return [name for name in layers if type(plain.get_submodule(name)).__name__ == "Conv1D"]
+    except Exception:  # a class of one's own, built in another way: save_quantized warns of those
+        return []
+
+
+def quantization_config(model: nn.Module, layers: dict[str, QuantLinear]) -> dict[str, Any]:
+    """The ``quantization_config`` of ``model``, whose quantized layers are ``layers``."""
+    used = {layer.scheme.name: layer.scheme for layer in layers.values()}
     groups = {}
     for index, scheme in enumerate(used.values()):
-        names = [name for name, its_scheme in layers.items() if its_scheme == scheme]
+        names = [name for name, layer in layers.items() if layer.scheme == scheme]
         assert scheme.activation is not None
         groups[f"group_{index}"] = {
             "format": FORMAT,
@@ -202,14 +239,23 @@ def quantization_config(layers: dict[str, QuantScheme], others: list[str]) -> di
             "input_activations": _to_arguments(scheme.activation.granularity, scheme.activation.dynamic),
             "output_activations": None,
         }
+    modules = model.named_modules(remove_duplicate=False)
     return {
         "quant_method": QUANT_METHOD,
         "format": FORMAT,
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": others,
+        "ignore": [name for name, module in modules if name and _is_target(module)],
         "kv_cache_scheme": None,
     }
+
+
+def _is_target(module: nn.Module) -> bool:
+    """Whether the library or vLLM would take a float module for a target ``Linear``, which vLLM does with routers."""
+    if isinstance(module, QuantLinear):
+        return False
+    is_router = re.search(r"Router|Gating|Gate(?![a-z])", type(module).__name__) is not None
+    return is_router or any(cls.__name__ in ("Linear", "LinearBase") for cls in type(module).__mro__)
 
 
 def _to_arguments(strategy: str, dynamic: bool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qgemm.checkpoint import compressed_tensors
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
@@ -22,7 +23,7 @@ from qgemm.checkpoint.layout import (
     split_into_shards,
 )
 from qgemm.checkpoint.load import find_matching
-from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.pretrained import generation_config, is_pretrained, model_config
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, write_safetensors
 from qgemm.checkpoint.staging import StagedFiles
@@ -31,24 +32,33 @@ from qgemm.nn import QuantLinear
 
 
 def save_quantized(
-    model: nn.Module, folder: str | Path, *, max_shard_size: int | str = "5GB", overwrite: bool = False
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    overwrite: bool = False,
+    format: str = "qgemm",
 ) -> None:
     """Writes ``model``, which holds ``QuantLinear`` layers, to ``folder``, for ``load_quantized``.
 
     Every tensor keeps its dtype; tensors that are one in memory are stored once. The files are named as transformers
     names them, so a tokenizer can be saved beside them. ``max_shard_size``: how large a file may be, in bytes or as
     text like ``"5GB"``. ``overwrite``: replace a checkpoint that the folder already holds; without it, that raises
-    ``FileExistsError``.
+    ``FileExistsError``. ``format``: ``"qgemm"``, or ``"compressed-tensors"``, which transformers and vLLM read too; it
+    holds what ``state_dict`` does, and no report.
 
     All files are written under temporary names first and moved into place at the end, so an interrupted save never
     leaves a folder that loads but is wrong. One tensor at a time is copied to CPU memory.
 
-    Raises ``ValueError`` for a model that can't be stored: with no quantized layer, with tensors on meta, with a scale
-    that isn't finite and above 0, or with state that isn't a plain tensor. Warns of a transformers model that
-    ``load_quantized`` can't build from its config, such as one of a class of your own.
+    Raises ``ValueError`` for an unknown format and for a model that can't be stored: with no quantized layer, with
+    tensors on meta, with a scale that isn't finite and above 0, or with state that isn't a plain tensor. Warns of a
+    transformers model that ``load_quantized`` can't build from its config, such as one of a class of your own.
     """
+    if format not in (QUANT_METHOD, compressed_tensors.QUANT_METHOD):
+        raise ValueError(f'format is {format!r}; it must be "{QUANT_METHOD}" or "{compressed_tensors.QUANT_METHOD}"')
     model = getattr(model, "_orig_mod", model)  # the model inside of what torch.compile returned
-    layers = {name: module for name, module in model.named_modules(remove_duplicate=False) if _is_quantized(module)}
+    modules = model.named_modules(remove_duplicate=False)
+    layers = {name: module for name, module in modules if isinstance(module, QuantLinear)}
     if not layers:
         raise ValueError("model has no QuantLinear: quantize it with qgemm.quantize_model first")
     if "" in layers:
@@ -57,13 +67,16 @@ def save_quantized(
     _check_can_be_stored(model, tensors)
     _check_scales(layers)
     ties = find_ties(tensors)
-    tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
+    if format == QUANT_METHOD:
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
+        report = getattr(model, "_qgemm_report", None)
+        schemes = {name: layer.scheme for name, layer in layers.items()}
+        quantization = Manifest(schemes, ties, None if report is None else report.to_dict()).to_dict()
+    else:
+        tensors = compressed_tensors.tensors_to_write(model, layers, tensors, ties)
+        quantization = compressed_tensors.quantization_config(model, layers)
     shards = split_into_shards({name: t.nbytes for name, t in tensors.items()}, parse_size(max_shard_size))
-    report = getattr(model, "_qgemm_report", None)
-    manifest = Manifest(
-        {name: layer.scheme for name, layer in layers.items()}, ties, None if report is None else report.to_dict()
-    )
-    texts = {CONFIG_FILE: _json({**model_config(model), "quantization_config": manifest.to_dict()})}
+    texts = {CONFIG_FILE: _json({**model_config(model), "quantization_config": quantization})}
     if (generation := generation_config(model)) is not None:
         texts[GENERATION_CONFIG_FILE] = _json(generation)
     if len(shards) > 1:
@@ -89,10 +102,6 @@ def save_quantized(
         staged.discard()
     if is_pretrained(model):
         _warn_unless_it_loads(model, folder)
-
-
-def _is_quantized(module: nn.Module) -> bool:
-    return isinstance(module, QuantLinear)
 
 
 def _check_can_be_stored(model: nn.Module, tensors: dict[str, Tensor]) -> None:

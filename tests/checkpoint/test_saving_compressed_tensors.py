@@ -1,0 +1,145 @@
+"""What qgemm writes for compressed-tensors: loaded by that library through transformers, and by qgemm again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import qgemm
+from checkpoint.foreign import edit_quantization, logits, relative, same_tensors
+from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
+from qgemm import QuantLinear
+
+transformers = pytest.importorskip("transformers")
+
+LAYER = "model.layers.0.self_attn.q_proj"
+
+# The library quantizes activations as well. With the same static scale it gets the same numbers; a scale per token it
+# takes as max / 127.5, qgemm as max / 127. In bfloat16 it divides and rounds in bfloat16, which moves values to the
+# next of the 256 steps; steps are coarse here with one scale for all layers (quantizing alone is 7 %).
+LIMITS = {
+    (torch.float32, "int8"): 0.006,
+    (torch.float32, "int8-static"): 1e-5,
+    (torch.bfloat16, "int8"): 0.012,
+    (torch.bfloat16, "int8-static"): 0.06,
+}
+
+
+def quantized_llama(scheme: str = "int8", dtype: torch.dtype = torch.float32, tied: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    model = tiny_llama(tied).to(dtype).eval()
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    scales = dict.fromkeys(names, 0.03) if scheme == "int8-static" else None
+    return qgemm.quantize_model(model, scheme, skip=["model.layers.1.mlp.up_proj"], input_scales=scales)
+
+
+def test_the_files(tmp_path: Path) -> None:
+    model = quantized_llama("int8-static", torch.bfloat16)
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    tensors = load_file(tmp_path / "model.safetensors")
+    weight, scale = tensors[f"{LAYER}.weight"], tensors[f"{LAYER}.weight_scale"]
+    assert (weight.dtype, list(weight.shape)) == (torch.int8, [32, 32])
+    assert (scale.dtype, list(scale.shape)) == (torch.float32, [32, 1])
+    assert list(tensors[f"{LAYER}.input_scale"].shape) == [1]
+    assert not any("rotary" in name for name in tensors)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    quantization = config["quantization_config"]
+    assert quantization["quant_method"] == "compressed-tensors"
+    assert quantization["format"] == "int-quantized"
+    assert quantization["quantization_status"] == "compressed"
+    assert quantization["ignore"] == ["model.layers.1.mlp.up_proj", "lm_head"]
+    (group,) = quantization["config_groups"].values()
+    assert group["targets"] == ["Linear"]
+    assert group["weights"]["strategy"] == "channel"
+    assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("tensor", False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scheme", ["int8", "int8-static"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_library_loads_it(scheme: str, dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = quantized_llama(scheme, dtype, tied)
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    layer, ours = theirs.get_submodule(LAYER), model.get_submodule(LAYER)
+    assert torch.equal(layer.weight, ours.weight)
+    assert torch.equal(layer.weight_scale[:, 0], ours.weight_scale.to(dtype))
+    assert not hasattr(theirs.lm_head, "quantization_scheme")
+    assert not hasattr(theirs.model.layers[1].mlp.up_proj, "quantization_scheme")
+    assert relative(logits(theirs), logits(model)) < LIMITS[dtype, scheme]
+    dequantized = theirs.get_submodule(LAYER)
+    torch.testing.assert_close(dequantized.weight, ours.dequantize(dtype).weight, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-static"])
+def test_qgemm_loads_it_bit_for_bit(scheme: str, tmp_path: Path) -> None:
+    model = quantized_llama(scheme, tied=True)
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors", max_shard_size="10KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) >= 3
+    loaded = qgemm.load_quantized(tmp_path)
+    assert same_tensors(loaded, model)
+    assert torch.equal(logits(loaded), logits(model))
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_two_schemes_in_one_model(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = quantized_llama()
+    static = QuantLinear.from_linear(model.get_submodule(LAYER).dequantize(), "int8-static", 0.03)
+    model.model.layers[0].self_attn.q_proj = static
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    loaded = qgemm.load_quantized(tmp_path)
+    assert loaded.get_submodule(LAYER).scheme.name == "int8-static"
+    assert torch.equal(logits(loaded), logits(model))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert theirs.get_submodule(LAYER).quantization_scheme.input_activations.dynamic is False
+    assert relative(logits(theirs), logits(model)) < 0.03
+
+
+def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
+    model = quantized_net()
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    loaded = qgemm.load_quantized(tmp_path, model=Net)
+    # The library has no way to say that two tensors are one: each is in the files.
+    ours, theirs = model.state_dict(), loaded.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert isinstance(loaded.block[0], QuantLinear)
+
+
+def test_a_loaded_foreign_checkpoint_is_saved_as_qgemm(tmp_path: Path) -> None:
+    model = quantized_llama()
+    qgemm.save_quantized(model, tmp_path / "theirs", format="compressed-tensors")
+    loaded = qgemm.load_quantized(tmp_path / "theirs")
+    qgemm.save_quantized(loaded, tmp_path / "ours")
+    again = qgemm.load_quantized(tmp_path / "ours")
+    assert same_tensors(again, model)
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "qgemm"
+
+
+def test_conv1d_is_refused(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4, n_positions=64)
+    model = swap_linears(transformers.GPT2LMHeadModel(config))
+    with pytest.raises(ValueError, match=r"transformer.h.0.attn.c_attn is a Conv1D in GPT2LMHeadModel"):
+        qgemm.save_quantized(model, tmp_path / "new", format="compressed-tensors")
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_unknown_format(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"format is 'gguf'; it must be \"qgemm\" or \"compressed-tensors\""):
+        qgemm.save_quantized(quantized_llama(), tmp_path, format="gguf")
+
+
+def test_what_is_written_is_checked_when_it_is_read(tmp_path: Path) -> None:
+    qgemm.save_quantized(quantized_llama(), tmp_path, format="compressed-tensors")
+    edit_quantization(tmp_path, lambda q: q["config_groups"]["group_0"]["weights"].update(symmetric=False))
+    with pytest.raises(qgemm.CheckpointError, match=r"such as layer model.layers.0.\S+, has asymmetric weights"):
+        qgemm.load_quantized(tmp_path)
