@@ -13,6 +13,7 @@ they call differently (plans for tensor parallelism, conversions of names) is le
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -301,9 +302,11 @@ class QGemmQuantizer(HfQuantizer):
 def attach_quantizer(model: nn.Module) -> None:
     """Makes ``save_pretrained`` of a model with ``QuantLinear`` layers write what ``from_pretrained`` can load.
 
-    ``model`` is a transformers model, or holds some. Its config is changed: ``quantization_config`` describes it.
+    ``model`` is a transformers model, or holds some. It gets a config of its own, whose ``quantization_config``
+    describes it.
     """
     for pretrained in _outermost(model):
+        _copy_config(pretrained)
         _describe(pretrained)
         quantizer = QGemmQuantizer(pretrained.config.quantization_config, pre_quantized=True)
         pretrained.hf_quantizer = quantizer  # type: ignore[assignment]
@@ -321,6 +324,16 @@ def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
         return
     for child in module.children():
         yield from _outermost(child)
+
+
+def _copy_config(model: PreTrainedModel) -> None:
+    # As from_pretrained does: a float model may yet be built from the config that this one was built from.
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):
+                vars(module)[key] = copies.get(id(value), value)
 
 
 def _describe(model: PreTrainedModel) -> None:

@@ -349,6 +349,16 @@ def test_what_transformers_looks_for_after_an_in_place_swap(llama_folder: Path) 
     model.half()  # stays possible
 
 
+def test_a_float_model_from_the_same_config(tmp_path: Path) -> None:
+    model = FAMILIES["llama"]().model
+    config = model.config
+    qgemm.quantize_model(model)
+    parts = {id(module.config) for module in model.modules() if hasattr(module, "config")}
+    assert parts == {id(model.config)}
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert not quantized_names(load(tmp_path))
+
+
 def run_python(code: str, *arguments: object) -> str:
     result = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
