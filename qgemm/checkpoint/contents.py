@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
 
@@ -46,7 +47,14 @@ class Contents:
     def convert(
         self, name: str, name_in_file: str, shape: tuple[int, ...], convert: Callable[[Tensor], Tensor]
     ) -> None:
-        """Notes that the tensor ``name_in_file`` becomes the float32 tensor ``name`` of ``shape``."""
+        """Notes that the tensor ``name_in_file`` becomes the float32 tensor ``name`` of ``shape``.
+
+        Raises ``CheckpointError`` if the files hold a tensor ``name`` as well.
+        """
+        if name != name_in_file and name in self.stored:
+            raise CheckpointError(
+                f"{self.stored[name].path} holds both {name_in_file} and {name}; only one can be meant"
+            )
         tensor = self.headers.pop(name_in_file)
         self.headers[name] = StoredTensor(tensor.path, shape, torch.float32)
         self.conversions[name_in_file] = Conversion(name, convert)

@@ -125,6 +125,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
     "float": (put("weight", Tensor.float), rf"{LAYER}.SCB belongs to a weight that is missing or not int8"),
     "transposed": (put("weight", Tensor.t), rf"{LAYER}.SCB is torch.float32 \[128\]; it must be torch.float32, \[32\]"),
     "narrow": (put("weight", lambda w: w[:, :16]), rf"{LAYER}.weight has shape \[128, 16\]"),
+    "two scales": (
+        lambda t: t.update({f"{LAYER}.weight_scale": torch.ones(128)}),
+        rf"holds both {LAYER}.SCB and {LAYER}.weight_scale",
+    ),
     "tiled": (put("weight_format", lambda f: f + 2), rf"{LAYER}.weight_format: .* laid out for one kind of GPU"),
     "odd format": (put("weight_format", lambda f: f.repeat(3)), r"weight_format is torch.uint8 \[3\]"),
     "4 bits": (
