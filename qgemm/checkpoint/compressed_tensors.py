@@ -72,7 +72,10 @@ def _note_weight_scale(contents: Contents, layer: str, scale: StoredTensor, stra
         shapes |= {(1,), ()}
     _check_scale(f"{layer}.weight_scale", scale, shapes)
     contents.convert(
-        f"{layer}.weight_scale", f"{layer}.weight_scale", (n,), lambda value: value.float().reshape(-1).repeat(n)[:n]
+        f"{layer}.weight_scale",
+        f"{layer}.weight_scale",
+        (n,),
+        lambda value: value.float().reshape(-1).expand(n).clone(),
     )
 
 

@@ -112,6 +112,19 @@ def test_the_weights_in_float32_give_the_same_within_int8_activations(folder: Pa
     assert 1e-5 < relative(logits(loaded), logits(dequantized)) < 0.01
 
 
+def test_scales_of_a_wide_layer_take_no_more_memory_than_they_have_values(folder: Path) -> None:
+    n = 300_000  # n * n floats are 360 GB
+
+    def replace(tensors: dict[str, Tensor]) -> None:
+        tensors.clear()
+        tensors["0.weight"] = torch.ones(n, 1, dtype=torch.int8)
+        tensors["0.weight_scale"] = torch.ones(n, 1)
+
+    edit_tensors(folder, replace)
+    loaded = qgemm.load_quantized(folder, model=lambda: nn.Sequential(nn.Linear(1, n, bias=False)))
+    assert loaded[0].weight_scale.untyped_storage().nbytes() == 4 * n
+
+
 def test_older_configs(folder: Path) -> None:
     import json
 
