@@ -149,8 +149,9 @@ class QGemmQuantizer(HfQuantizer):
         self._plan: SwapPlan | None = None
         self._records: dict[str, LayerRecord] = {}
         self._errors: list[str] = []
-        # While a quantized one is read: what its files hold, and where its config is.
+        # While a quantized one is read: what its files hold, by the model's names; theirs, by the model's; its config.
         self._stored: dict[str, StoredTensor] = {}
+        self._names_in_files: dict[str, str] = {}
         self._config_path = Path(CONFIG_FILE)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -223,17 +224,23 @@ class QGemmQuantizer(HfQuantizer):
                 "not one of qgemm. For a float model, pass QGemmConfig to from_pretrained instead"
             )
         self._config_path = (files[0].parent if files else Path()) / CONFIG_FILE
+        in_files: dict[str, StoredTensor] = {}
         for file in files:
             if file.suffix == ".safetensors":
-                self._stored.update(read_header(file))
+                in_files.update(read_header(file))
+        same_class = type(model).__name__ in (model.config.architectures or ())
+        if not same_class:
+            manifest = self.quantization_config.manifest = _manifest_for(model, manifest, self._config_path)
         layers = quantized_layers(model, manifest.layers, self._config_path)
         for name, layer in layers.items():
             parent, leaf = split_name(name)
             setattr(model.get_submodule(parent), leaf, layer)
+        self._names_in_files = {name if same_class else _name_in(model, name) or name: name for name in in_files}
+        self._stored = {name: in_files[name_in_file] for name, name_in_file in self._names_in_files.items()}
         if self._stored:
             _check_stored(self._stored, manifest, layers, self._config_path)
         # Float buffers that state_dict leaves out are stored too; they are put into place afterwards.
-        known = {re.escape(name) for name in transient_names(model) if name in self._stored}
+        known = {re.escape(self._names_in_files[name]) for name in transient_names(model) if name in self._stored}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *known}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -272,15 +279,17 @@ class QGemmQuantizer(HfQuantizer):
             _check_loaded(name, model.get_submodule(name), self._config_path)
         for alias, name in manifest.tied.items():
             _set_tensor(model, alias, _tensor(model, name))  # also ties that the model's class doesn't know of
-        transient = {name: self._stored[name] for name in transient_names(model) if name in self._stored}
-        for name, value in read_values(transient, torch.device("cpu")):
+        transient = {self._names_in_files[name]: name for name in transient_names(model) if name in self._stored}
+        stored = {name_in_file: self._stored[name] for name_in_file, name in transient.items()}
+        for name_in_file, value in read_values(stored, torch.device("cpu")):
+            name = transient[name_in_file]
             _set_tensor(model, name, value.to(_tensor(model, name).device))
         if manifest.report is not None:
             try:
                 model._qgemm_report = QuantReport.from_dict(manifest.report)  # type: ignore[assignment]
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{self._config_path}: report can't be read: {error}") from error
-        self._stored = {}
+        self._stored, self._names_in_files = {}, {}
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What ``save_pretrained`` is to store: the tensors that ``save_quantized`` does. The config describes them."""
@@ -372,6 +381,30 @@ def _as_it_will_be(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for name, tensor in before.items():
             _set_tensor(model, name, tensor)
+
+
+def _name_in(model: PreTrainedModel, name: str) -> str | None:
+    """What ``model`` calls a part of the model that was saved: one may be the base model of the other."""
+    prefix = f"{model.base_model_prefix}."
+    for candidate in (name, name.removeprefix(prefix), prefix + name):
+        try:
+            if _tensor(model, candidate) is not None:
+                return candidate
+        except AttributeError:
+            continue
+    return None
+
+
+def _manifest_for(model: PreTrainedModel, manifest: Manifest, config_path: Path) -> Manifest:
+    """What of ``manifest`` is about ``model``, which is of another class than the model that was saved."""
+    layers = {_name_in(model, name): scheme for name, scheme in manifest.layers.items()}
+    ties = {_name_in(model, alias): _name_in(model, name) for alias, name in manifest.tied.items()}
+    own_layers = {name: scheme for name, scheme in layers.items() if name is not None}
+    if not own_layers:
+        raise CheckpointError(
+            f"{config_path}: {type(model).__name__} has none of the quantized layers of this checkpoint"
+        )
+    return Manifest(own_layers, {alias: name for alias, name in ties.items() if alias is not None and name is not None})
 
 
 def _check_stored(

@@ -21,7 +21,15 @@ import torch
 from models import FAMILIES, Example
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import qgemm
 from qgemm import QuantLinear
@@ -97,6 +105,38 @@ def test_families(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
         loaded = qgemm.load_quantized(tmp_path / "ours")
         loaded.save_pretrained(tmp_path / "again")
         assert_same(cls.from_pretrained(tmp_path / "again"), on_load)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
+def test_base_model_of_a_quantized_folder(family: str, tmp_path: Path) -> None:
+    model = qgemm.quantize_model(FAMILIES[family]().model).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "int8")
+    base = AutoModel.from_pretrained(tmp_path / "int8")
+    names = quantized_names(base)
+    assert names
+    body = model if family == "t5" else model.base_model
+    shared = tensors(base).keys() & tensors(body).keys()  # all but BERT's pooler, which is new
+    assert {f"{name}.weight" for name in names} <= shared
+    for name in shared:
+        assert torch.equal(tensors(base)[name], tensors(body)[name]), name
+    base.save_pretrained(tmp_path / "base")
+    assert_same(AutoModel.from_pretrained(tmp_path / "base"), base)
+    assert_same(qgemm.load_quantized(tmp_path / "base"), base)
+    # And back: the head is new, the rest is as it was.
+    whole = type(model).from_pretrained(tmp_path / "base")
+    body = whole if family == "t5" else whole.base_model
+    assert quantized_names(body) == names
+
+
+def test_folder_of_another_model(llama_folder: Path, tmp_path: Path) -> None:
+    load_int8(llama_folder).save_pretrained(tmp_path / "int8")
+    with pytest.raises(qgemm.CheckpointError, match="GPT2Model has none of the quantized layers"):
+        GPT2Model.from_pretrained(tmp_path / "int8", config=with_quantization(tmp_path / "int8"))
+
+
+def with_quantization(folder: Path) -> GPT2Config:
+    values = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return GPT2Config(n_layer=1, n_embd=16, n_head=2, quantization_config=values)
 
 
 def test_both_writers_store_the_same(llama_folder: Path, tmp_path: Path) -> None:
