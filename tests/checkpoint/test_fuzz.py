@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint import fuzz
+from checkpoint.fuzz_models import CONFIG, INDEX, FuzzNet, Good, make_good, output_of, quantized_fuzz_net
 from qgemm.checkpoint import CheckpointError, layout, load_quantized, save_quantized
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES, checksum
 
@@ -48,7 +49,7 @@ def test_the_fuzzer_sees_a_wrong_tensor(tmp_path: Path, monkeypatch: pytest.Monk
         model.layers[0], model.layers[2] = model.layers[2], model.layers[0]
         return model
 
-    good = fuzz.make_good(tmp_path / "good")[0]
+    good = make_good(tmp_path / "good")[0]
     watch = fuzz.Watch()
     (tmp_path / "outside").mkdir()
     assert fuzz.run_case((good, good.files, []), tmp_path, watch) == "equal"
@@ -62,7 +63,7 @@ def test_the_fuzzer_sees_a_file_outside(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / "outside" / "x").read_text()
         return load_quantized(folder, **kwargs)
 
-    good = fuzz.make_good(tmp_path / "good")[0]
+    good = make_good(tmp_path / "good")[0]
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "x").write_text("secret")
     monkeypatch.setattr(fuzz, "load_quantized", load_and_peek)
@@ -75,7 +76,7 @@ def test_the_fuzzer_sees_a_file_outside(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def net_folder(tmp_path: Path) -> Path:
-    save_quantized(fuzz.quantized_fuzz_net(), tmp_path)
+    save_quantized(quantized_fuzz_net(), tmp_path)
     return tmp_path
 
 
@@ -92,37 +93,37 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None
 
 
 def set_quantization(folder: Path, field: str, name: str, value: Any) -> None:
-    edit(folder / fuzz.CONFIG, lambda config: config["quantization_config"][field].update({name: value}))
+    edit(folder / CONFIG, lambda config: config["quantization_config"][field].update({name: value}))
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "\ud800"])
 def test_a_file_name_that_no_file_system_takes(name: str, tmp_path: Path) -> None:
-    save_quantized(fuzz.quantized_fuzz_net(), tmp_path, max_shard_size=500)
-    edit(tmp_path / fuzz.INDEX, lambda index: index["weight_map"].update({"norm.weight": name}))
+    save_quantized(quantized_fuzz_net(), tmp_path, max_shard_size=500)
+    edit(tmp_path / INDEX, lambda index: index["weight_map"].update({"norm.weight": name}))
     with pytest.raises(CheckpointError, match="has no file"):
-        load_quantized(tmp_path, model=fuzz.FuzzNet)
+        load_quantized(tmp_path, model=FuzzNet)
 
 
 @pytest.mark.parametrize("shape", [(0,), (4,), (9,), (0, 8), (8, 1)])
 def test_a_transient_vector_of_another_length(shape: tuple[int, ...], net_folder: Path) -> None:
     rewrite(net_folder, lambda tensors: tensors.update(warp=torch.ones(shape)))
     with pytest.raises(CheckpointError, match=r"warp has shape .*; the model's is \[8\]"):
-        load_quantized(net_folder, model=fuzz.FuzzNet)
+        load_quantized(net_folder, model=FuzzNet)
 
 
 def test_a_float_weight_tied_to_an_int8_one(net_folder: Path) -> None:
     set_quantization(net_folder, "tied", "head.weight", "layers.0.weight")
     with pytest.raises(CheckpointError, match=r"layers\.0\.weight, but that is torch\.int8; .* torch\.float32"):
-        load_quantized(net_folder, model=fuzz.FuzzNet)
+        load_quantized(net_folder, model=FuzzNet)
 
 
 def test_two_schemes_for_one_layer(tmp_path: Path) -> None:
-    def build() -> fuzz.FuzzNet:
-        model = fuzz.FuzzNet()
+    def build() -> FuzzNet:
+        model = FuzzNet()
         model.again = model.layers[0]
         return model
 
-    model = fuzz.quantized_fuzz_net()
+    model = quantized_fuzz_net()
     model.again = model.layers[0]
     save_quantized(model, tmp_path)
     assert load_quantized(tmp_path, model=build)
@@ -132,10 +133,10 @@ def test_two_schemes_for_one_layer(tmp_path: Path) -> None:
 
 
 def test_a_name_twice_in_json(net_folder: Path) -> None:
-    config = net_folder / fuzz.CONFIG
+    config = net_folder / CONFIG
     config.write_text(config.read_text().replace('"layers":', '"layers": {"head": "int8"}, "layers":'))
     with pytest.raises(CheckpointError, match="'layers' is there twice"):
-        load_quantized(net_folder, model=fuzz.FuzzNet)
+        load_quantized(net_folder, model=FuzzNet)
 
 
 def test_a_flipped_bit_in_any_value(net_folder: Path) -> None:
@@ -145,13 +146,13 @@ def test_a_flipped_bit_in_any_value(net_folder: Path) -> None:
     for place in range(end, len(content), 7):
         path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
         with pytest.raises(CheckpointError, match=r"doesn't have the checksum|not finite and above 0"):
-            load_quantized(net_folder, model=fuzz.FuzzNet)
+            load_quantized(net_folder, model=FuzzNet)
 
 
 def test_files_without_checksums_load(net_folder: Path) -> None:
-    before = fuzz.output_of(load_quantized(net_folder, model=fuzz.FuzzNet))
+    before = output_of(load_quantized(net_folder, model=FuzzNet))
     rewrite(net_folder, lambda tensors: None)
-    assert torch.equal(fuzz.output_of(load_quantized(net_folder, model=fuzz.FuzzNet)), before)
+    assert torch.equal(output_of(load_quantized(net_folder, model=FuzzNet)), before)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"norm.weight": 3}'])
@@ -159,7 +160,7 @@ def test_checksums_that_are_none(text: str, net_folder: Path) -> None:
     tensors = load_file(net_folder / "model.safetensors")
     save_file(tensors, net_folder / "model.safetensors", metadata={CHECKSUMS: text})
     with pytest.raises(CheckpointError, match=r"qgemm_checksums must be an object|doesn't have the checksum"):
-        load_quantized(net_folder, model=fuzz.FuzzNet)
+        load_quantized(net_folder, model=FuzzNet)
 
 
 @pytest.mark.parametrize("dtype", DTYPE_CODES)
@@ -175,21 +176,21 @@ def test_checksum_is_the_sum_of_words(dtype: torch.dtype, count: int) -> None:
 
 
 def test_nan_in_a_config(net_folder: Path) -> None:
-    edit(net_folder / fuzz.CONFIG, lambda config: config.update(embed_dropout=float("nan")))
+    edit(net_folder / CONFIG, lambda config: config.update(embed_dropout=float("nan")))
     with pytest.raises(CheckpointError, match="it holds NaN"):
-        load_quantized(net_folder, model=fuzz.FuzzNet)
+        load_quantized(net_folder, model=FuzzNet)
 
 
 def test_json_of_many_gigabytes_is_not_read(net_folder: Path) -> None:
-    os.truncate(net_folder / fuzz.CONFIG, 1 << 40)  # a hole: takes no room on the disk
+    os.truncate(net_folder / CONFIG, 1 << 40)  # a hole: takes no room on the disk
     with pytest.raises(CheckpointError, match=f"JSON of up to {layout.LARGEST_JSON} is read"):
-        load_quantized(net_folder, model=fuzz.FuzzNet)
+        load_quantized(net_folder, model=FuzzNet)
 
 
 @pytest.fixture(scope="module")
-def transformers_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, fuzz.Good]:
-    good = fuzz.make_good(tmp_path_factory.mktemp("good"))
-    return {json.loads(one.files[fuzz.CONFIG]).get("model_type"): one for one in good}
+def transformers_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Good]:
+    good = make_good(tmp_path_factory.mktemp("good"))
+    return {json.loads(one.files[CONFIG]).get("model_type"): one for one in good}
 
 
 @pytest.mark.parametrize(
@@ -204,10 +205,10 @@ def transformers_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, f
     ],
 )
 def test_a_model_far_larger_than_its_files(
-    family: str, field: str, value: Any, message: str, transformers_models: dict[str, fuzz.Good], tmp_path: Path
+    family: str, field: str, value: Any, message: str, transformers_models: dict[str, Good], tmp_path: Path
 ) -> None:
     fuzz.write_files(transformers_models[family].files, tmp_path / "case", tmp_path)
-    edit(tmp_path / "case" / fuzz.CONFIG, lambda config: config.update({field: value}))
+    edit(tmp_path / "case" / CONFIG, lambda config: config.update({field: value}))
     with pytest.raises(CheckpointError, match=message):
         load_quantized(tmp_path / "case")
 
@@ -222,12 +223,12 @@ def test_a_model_far_larger_than_its_files(
     ],
 )
 def test_what_transformers_would_act_on(
-    field: str, value: Any, transformers_models: dict[str, fuzz.Good], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    field: str, value: Any, transformers_models: dict[str, Good], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such as a kernel's name, which transformers fetches from the hub and runs."""
     good = transformers_models["gpt_neo"]
     fuzz.write_files(good.files, tmp_path / "case", tmp_path)
-    edit(tmp_path / "case" / fuzz.CONFIG, lambda config: config.update({field: value}))
+    edit(tmp_path / "case" / CONFIG, lambda config: config.update({field: value}))
     model = load_quantized(tmp_path / "case")
     assert "/" not in model.config._attn_implementation
-    assert torch.equal(fuzz.output_of(model), good.output)
+    assert torch.equal(output_of(model), good.output)

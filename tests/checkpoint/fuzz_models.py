@@ -1,0 +1,112 @@
+"""Good checkpoints for the fuzzer to break: small, in several files or one, of transformers or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from qgemm import QuantLinear
+from qgemm.checkpoint import load_quantized, save_quantized
+
+CONFIG, INDEX, GENERATION = "config.json", "model.safetensors.index.json", "generation_config.json"
+
+
+class FuzzNet(nn.Module):
+    """Four linear layers of 8 x 8, one of them static, a tied head, buffers of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=i % 2 == 0) for i in range(4))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("offset", torch.linspace(-1, 1, 8))
+        self.register_buffer("warp", torch.linspace(1, 2, 8), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * self.warp + self.offset
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x))
+
+
+def quantized_fuzz_net() -> FuzzNet:
+    torch.manual_seed(0)
+    model = FuzzNet()
+    for i in range(3):
+        static = i == 1
+        layer = QuantLinear.from_linear(model.layers[i], "int8-static" if static else "int8", 0.05 if static else None)
+        model.layers[i] = layer
+    return model.eval()
+
+
+def quantized_gpt_neo() -> nn.Module:
+    """Has a mask as large as its config says, made in every layer."""
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 2, "num_heads": 2, "window_size": 4}
+    kinds = [[["global", "local"], 1]]
+    config = GPTNeoConfig(vocab_size=8, max_position_embeddings=16, attention_types=kinds, **sizes)
+    model = GPTNeoForCausalLM(config)
+    for layer in model.transformer.h:
+        layer.mlp.c_fc = QuantLinear.from_linear(layer.mlp.c_fc)
+    return model.eval()
+
+
+def quantized_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, max_position_embeddings=16, tie_word_embeddings=True, **sizes))
+    for layer in model.model.layers:
+        layer.mlp.up_proj = QuantLinear.from_linear(layer.mlp.up_proj)
+        layer.self_attn.q_proj = QuantLinear.from_linear(layer.self_attn.q_proj)
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Link:
+    """A symbolic link, in place of a file's bytes. ``{outside}`` in the target is the folder of forbidden files."""
+
+    target: str
+
+
+Files = dict[str, "bytes | Link"]
+
+
+@dataclass(frozen=True)
+class Good:
+    """A whole checkpoint: its files, how to load it, its output."""
+
+    files: Files
+    build: Callable[[], nn.Module] | None
+    output: Tensor
+
+
+def output_of(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        out = model(torch.arange(8)[None])
+    return out if isinstance(out, Tensor) else out.logits
+
+
+def make_good(folder: Path) -> list[Good]:
+    """The good checkpoints: several shards, one file, two transformers models; written into ``folder`` on the way."""
+    made = []
+    plain = quantized_fuzz_net()
+    for name, model, build, shard_size in (
+        ("shards", plain, FuzzNet, 500),
+        ("single", plain, FuzzNet, "5GB"),
+        ("llama", quantized_llama(), None, 1500),
+        ("gpt_neo", quantized_gpt_neo(), None, 5000),
+    ):
+        save_quantized(model, folder / name, max_shard_size=shard_size)
+        files: Files = {path.name: path.read_bytes() for path in sorted((folder / name).iterdir())}
+        made.append(Good(files, build, output_of(load_quantized(folder / name, model=build))))
+    return made
