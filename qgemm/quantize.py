@@ -58,6 +58,7 @@ def quantize_model(
     - ``input_scales``: for a static scheme, the activation's scale of every layer to be swapped, by name.
     - ``progress``: whether to show a progress bar; None shows one on a terminal only.
 
+    A transformers model is told of it, so that ``save_pretrained`` works; it gets a copy of its config.
     A model on the meta device gets the structure alone. Raises ``ValueError``, with the model unchanged, if there is
     nothing to swap, the model is quantized already, a pattern matches no layer, a weight holds NaN or Inf,
     ``input_scales`` doesn't fit, or a layer carries what a swap would lose (accelerate's offloading, state-dict hooks).

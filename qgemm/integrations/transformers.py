@@ -40,6 +40,14 @@ from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.matching import quantized_layers
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_values
 from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors, transient_names
+from qgemm.integrations.transformers_checkpoint import (
+    check_loaded,
+    check_stored,
+    get_tensor,
+    manifest_for,
+    name_in,
+    set_tensor,
+)
 from qgemm.nn import QuantLinear
 from qgemm.quantize import Pattern, SwapPlan, make_report, plan_swaps, swap
 from qgemm.reporting import LayerRecord, QuantReport
@@ -230,15 +238,15 @@ class QGemmQuantizer(HfQuantizer):
                 in_files.update(read_header(file))
         same_class = type(model).__name__ in (model.config.architectures or ())
         if not same_class:
-            manifest = self.quantization_config.manifest = _manifest_for(model, manifest, self._config_path)
+            manifest = self.quantization_config.manifest = manifest_for(model, manifest, self._config_path)
         layers = quantized_layers(model, manifest.layers, self._config_path)
         for name, layer in layers.items():
             parent, leaf = split_name(name)
             setattr(model.get_submodule(parent), leaf, layer)
-        self._names_in_files = {name if same_class else _name_in(model, name) or name: name for name in in_files}
+        self._names_in_files = {name if same_class else name_in(model, name) or name: name for name in in_files}
         self._stored = {name: in_files[name_in_file] for name, name_in_file in self._names_in_files.items()}
         if self._stored:
-            _check_stored(self._stored, manifest, layers, self._config_path)
+            check_stored(self._stored, manifest, layers, self._config_path)
         # Float buffers that state_dict leaves out are stored too; they are put into place afterwards.
         known = {re.escape(self._names_in_files[name]) for name in transient_names(model) if name in self._stored}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *known}
@@ -276,14 +284,14 @@ class QGemmQuantizer(HfQuantizer):
         manifest = self.quantization_config.manifest
         assert manifest is not None
         for name in manifest.layers:
-            _check_loaded(name, model.get_submodule(name), self._config_path)
+            check_loaded(name, model.get_submodule(name), self._config_path)
         for alias, name in manifest.tied.items():
-            _set_tensor(model, alias, _tensor(model, name))  # also ties that the model's class doesn't know of
+            set_tensor(model, alias, get_tensor(model, name))  # also ties that the model's class doesn't know of
         transient = {self._names_in_files[name]: name for name in transient_names(model) if name in self._stored}
         stored = {name_in_file: self._stored[name] for name_in_file, name in transient.items()}
         for name_in_file, value in read_values(stored, torch.device("cpu")):
             name = transient[name_in_file]
-            _set_tensor(model, name, value.to(_tensor(model, name).device))
+            set_tensor(model, name, value.to(get_tensor(model, name).device))
         if manifest.report is not None:
             try:
                 model._qgemm_report = QuantReport.from_dict(manifest.report)  # type: ignore[assignment]
@@ -372,72 +380,15 @@ def _as_it_will_be(model: PreTrainedModel) -> Iterator[None]:
     plan = model._get_dtype_plan(model.dtype)
     for name, parameter in before.items():
         if isinstance(parameter, nn.Parameter) and any(re.search(rf"(^|\.){kept}(\.|$)", name) for kept in plan):
-            _set_tensor(model, name, nn.Parameter(parameter.to(torch.float32), parameter.requires_grad))
+            set_tensor(model, name, nn.Parameter(parameter.to(torch.float32), parameter.requires_grad))
     for alias, name in model.all_tied_weights_keys.items():
         if alias in before and name in before:
-            _set_tensor(model, alias, _tensor(model, name))
+            set_tensor(model, alias, get_tensor(model, name))
     try:
         yield
     finally:
         for name, tensor in before.items():
-            _set_tensor(model, name, tensor)
-
-
-def _name_in(model: PreTrainedModel, name: str) -> str | None:
-    """What ``model`` calls a part of the model that was saved: one may be the base model of the other."""
-    prefix = f"{model.base_model_prefix}."
-    for candidate in (name, name.removeprefix(prefix), prefix + name):
-        try:
-            if _tensor(model, candidate) is not None:
-                return candidate
-        except AttributeError:
-            continue
-    return None
-
-
-def _manifest_for(model: PreTrainedModel, manifest: Manifest, config_path: Path) -> Manifest:
-    """What of ``manifest`` is about ``model``, which is of another class than the model that was saved."""
-    layers = {_name_in(model, name): scheme for name, scheme in manifest.layers.items()}
-    ties = {_name_in(model, alias): _name_in(model, name) for alias, name in manifest.tied.items()}
-    own_layers = {name: scheme for name, scheme in layers.items() if name is not None}
-    if not own_layers:
-        raise CheckpointError(
-            f"{config_path}: {type(model).__name__} has none of the quantized layers of this checkpoint"
-        )
-    return Manifest(own_layers, {alias: name for alias, name in ties.items() if alias is not None and name is not None})
-
-
-def _check_stored(
-    stored: dict[str, StoredTensor], manifest: Manifest, layers: dict[str, QuantLinear], config_path: Path
-) -> None:
-    """Raises ``CheckpointError`` unless the files hold an int8 weight and its scales for each of ``layers``."""
-    for name, layer in layers.items():
-        for leaf, parameter in layer.named_parameters():
-            full_name = manifest.tied.get(f"{name}.{leaf}", f"{name}.{leaf}")
-            tensor = stored.get(full_name)
-            if tensor is None:
-                raise CheckpointError(
-                    f"{config_path.parent} lacks tensor {full_name} of a quantized layer: the checkpoint is "
-                    "incomplete; save or download it again"
-                )
-            if tensor.shape != tuple(parameter.shape):
-                shapes = f"{list(tensor.shape)}; the model's is {list(parameter.shape)}"
-                raise CheckpointError(f"{tensor.path}: tensor {full_name} has shape {shapes}")
-            if leaf != "bias" and tensor.dtype != parameter.dtype:
-                raise CheckpointError(
-                    f"{tensor.path}: tensor {full_name} is {tensor.dtype}; a quantized layer's is {parameter.dtype}"
-                )
-
-
-def _check_loaded(name: str, layer: nn.Module, config_path: Path) -> None:
-    for leaf, parameter in layer.named_parameters():
-        if parameter.device.type == "meta":
-            continue  # offloaded
-        # A parameter without the mark is uninitialised memory: no tensor went there.
-        if not getattr(parameter, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook"):
-            raise CheckpointError(f"{config_path.parent}: {name}.{leaf} was not loaded: the checkpoint is incomplete")
-        if leaf in ("weight_scale", "input_scale") and not bool((parameter.isfinite() & (parameter > 0)).all()):
-            raise CheckpointError(f"{config_path.parent}: scale {name}.{leaf} is not finite and above 0 everywhere")
+            set_tensor(model, name, tensor)
 
 
 def _mark_as_loaded(layer: nn.Module) -> None:
@@ -445,14 +396,3 @@ def _mark_as_loaded(layer: nn.Module) -> None:
     for parameter in layer.parameters():
         if parameter.device.type != "meta":
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-
-
-def _tensor(model: nn.Module, name: str) -> Tensor:
-    owner, leaf = split_name(name)
-    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
-    return tensor
-
-
-def _set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    owner, leaf = split_name(name)
-    setattr(model.get_submodule(owner), leaf, tensor)

@@ -1,0 +1,89 @@
+"""A quantized checkpoint beside the model that ``from_pretrained`` builds for it: names, ties, what came of it.
+
+transformers checks little of a quantized model: shapes not at all in some versions, and a tensor that is missing leaves
+uninitialised memory, with a warning. The model may also be of another class than the one that was saved.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.tensors import split_name
+from qgemm.nn import QuantLinear
+
+
+def name_in(model: PreTrainedModel, name: str) -> str | None:
+    """What ``model`` calls a part of the model that was saved: one may be the base model of the other."""
+    prefix = f"{model.base_model_prefix}."
+    for candidate in (name, name.removeprefix(prefix), prefix + name):
+        try:
+            if get_tensor(model, candidate) is not None:
+                return candidate
+        except AttributeError:
+            continue
+    return None
+
+
+def manifest_for(model: PreTrainedModel, manifest: Manifest, config_path: Path) -> Manifest:
+    """What of ``manifest`` is about ``model``, which is of another class than the model that was saved."""
+    layers = {name_in(model, name): scheme for name, scheme in manifest.layers.items()}
+    ties = {name_in(model, alias): name_in(model, name) for alias, name in manifest.tied.items()}
+    own_layers = {name: scheme for name, scheme in layers.items() if name is not None}
+    if not own_layers:
+        raise CheckpointError(
+            f"{config_path}: {type(model).__name__} has none of the quantized layers of this checkpoint"
+        )
+    return Manifest(own_layers, {alias: name for alias, name in ties.items() if alias is not None and name is not None})
+
+
+def check_stored(
+    stored: dict[str, StoredTensor], manifest: Manifest, layers: dict[str, QuantLinear], config_path: Path
+) -> None:
+    """Raises ``CheckpointError`` unless the files hold an int8 weight and its scales for each of ``layers``."""
+    for name, layer in layers.items():
+        for leaf, parameter in layer.named_parameters():
+            full_name = manifest.tied.get(f"{name}.{leaf}", f"{name}.{leaf}")
+            tensor = stored.get(full_name)
+            if tensor is None:
+                raise CheckpointError(
+                    f"{config_path.parent} lacks tensor {full_name} of a quantized layer: the checkpoint is "
+                    "incomplete; save or download it again"
+                )
+            if tensor.shape != tuple(parameter.shape):
+                shapes = f"{list(tensor.shape)}; the model's is {list(parameter.shape)}"
+                raise CheckpointError(f"{tensor.path}: tensor {full_name} has shape {shapes}")
+            if leaf != "bias" and tensor.dtype != parameter.dtype:
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {full_name} is {tensor.dtype}; a quantized layer's is {parameter.dtype}"
+                )
+
+
+def check_loaded(name: str, layer: nn.Module, config_path: Path) -> None:
+    """Raises ``CheckpointError`` unless every parameter of the layer ``name`` was loaded, with scales above 0."""
+    for leaf, parameter in layer.named_parameters():
+        if parameter.device.type == "meta":
+            continue  # offloaded
+        # A parameter without the mark is uninitialised memory: no tensor went there.
+        if not getattr(parameter, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook"):
+            raise CheckpointError(f"{config_path.parent}: {name}.{leaf} was not loaded: the checkpoint is incomplete")
+        if leaf in ("weight_scale", "input_scale") and not bool((parameter.isfinite() & (parameter > 0)).all()):
+            raise CheckpointError(f"{config_path.parent}: scale {name}.{leaf} is not finite and above 0 everywhere")
+
+
+def get_tensor(model: nn.Module, name: str) -> Tensor:
+    """The parameter, buffer or module called ``name``; raises ``AttributeError`` if there is none."""
+    owner, leaf = split_name(name)
+    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
+    return tensor
+
+
+def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts ``tensor`` where ``model`` has one called ``name``."""
+    owner, leaf = split_name(name)
+    setattr(model.get_submodule(owner), leaf, tensor)
