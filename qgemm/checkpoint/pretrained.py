@@ -96,8 +96,8 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
     dtype = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}.get(str(config.get("dtype")))
     if dtype is None:
         raise CheckpointError(f"{path}: dtype is {config.get('dtype')!r}; it must be a float dtype such as 'bfloat16'")
-    if (field := _absurd_count(config)) is not None:
-        raise CheckpointError(f"{path}: {field} is above {_LARGEST_COUNT}")
+    if (absurd := _absurd_count(config)) is not None:
+        raise CheckpointError(f"{path}: {absurd}")
     limits = None if stored is None else BuildLimits(stored)
     try:
         # The class may build anything from these values; whatever goes wrong there, the file is at fault.
@@ -115,17 +115,22 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
 # Numbers of layers, heads, labels and the like: transformers' configs make lists that long before there is a model.
 _COUNTS = re.compile("layer|block|depth|stage|head|expert|group|label|types")
 _LARGEST_COUNT = 100_000
+# Not every name from above: -2 is the last layer but one.
+_NEVER_NEGATIVE = re.compile(r"\b(num|n)_(\w+_)?(layers?|heads?|experts?|blocks?)$")
 
 
 def _absurd_count(values: Any, name: str = "") -> str | None:
-    """The name of a number in ``values`` that is too large for what it counts, or None."""
+    """Which number in ``values`` is too large for what it counts, or negative; None if there is none."""
     if isinstance(values, dict):
         found = (_absurd_count(value, f"{name}.{key}" if name else key) for key, value in values.items())
     elif isinstance(values, list):
         found = (_absurd_count(value, name) for value in values)
     else:
-        is_absurd = isinstance(values, int) and values > _LARGEST_COUNT and _COUNTS.search(name.lower())
-        return name if is_absurd else None
+        if isinstance(values, int) and values > _LARGEST_COUNT and _COUNTS.search(name.lower()):
+            return f"{name} is above {_LARGEST_COUNT}"
+        if isinstance(values, int) and values < 0 and _NEVER_NEGATIVE.search(name):
+            return f"{name} is negative"
+        return None
     return next((one for one in found if one is not None), None)
 
 

@@ -202,9 +202,10 @@ def transformers_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, G
         ("llama", "head_dim", 2**36, "far larger than what the files hold|head_dim is above"),
         ("gpt_neo", "attention_types", [[["global"], 2**40]], "attention_types is above"),
         ("gpt_neo", "max_position_embeddings", 50_000, "buffers are far larger"),
+        ("gpt_neo", "num_heads", -1, "num_heads is negative"),
     ],
 )
-def test_a_model_far_larger_than_its_files(
+def test_a_config_of_another_size(
     family: str, field: str, value: Any, message: str, transformers_models: dict[str, Good], tmp_path: Path
 ) -> None:
     fuzz.write_files(transformers_models[family].files, tmp_path / "case", tmp_path)
