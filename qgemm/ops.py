@@ -49,7 +49,7 @@ def quant_linear(
 ) -> Tensor:
     """``torch.ops.qgemm.quant_linear``, for less host time where it can be.
 
-    On the way through the dispatcher to a function in Python and back a call spends 14 us. Where nobody on that way
+    The way through the dispatcher to a function in Python and back takes about 7 us of a call. Where nobody on that way
     would see it, the function is called directly.
     """
     if torch.compiler.is_compiling() or _seen_by_others(x, weight, weight_scale, bias, input_scale):

@@ -302,7 +302,6 @@ def test_a_part_of_a_saved_run(tmp_path: Path) -> None:
 
 
 def test_plots_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     entries = [
         measured(name, M, us * M, level=level, N=N, tops=1.0 / us, share=0.5)
         for level in ("gemm", "layer")

@@ -9,11 +9,12 @@ Programs are persistent. Operands are ``[M, K]`` and ``[N, K]`` with K contiguou
 beyond the edges with zeros and stores nothing there, so there is no mask. It wants addresses and row strides that are
 multiples of 16 bytes.
 
-Measured on an H200 (CUDA graphs, weights from memory) against the loop of ``gemm_kernels.py`` at its best: 15 to 20 %
-faster from M = 64 on, 3 to 6 % below. At M >= 1024 power is the limit: 1.5 * 10^15 operations a second for some
-milliseconds, 1.3 to 1.4 for as long as it runs. Scales loaded before the loop over K, not after it, gave 2 %; no loads
-beyond the rows that A has, up to 50 % at M = 32. What gave nothing: a second group of consumers that takes turns with
-the first (ping-pong), 8 consumer warps, tiles of 128 x 256 and 256 x 128, weights loaded before the kernel ahead ends.
+Measured on an H200 (CUDA graphs, weights from memory) against the loop of ``gemm_kernels.py``: 3 to 40 % faster from
+M = 64 on, between 10 % slower and 12 % faster below. At M >= 1024 power is the limit: 1.5 * 10^15 operations a second
+for some milliseconds, 1.3 to 1.4 for as long as it runs. Scales loaded before the loop over K, not after it, gave 2 %;
+no loads beyond the rows that A has, up to 50 % at M = 32. What gave nothing: a second group of consumers that takes
+turns with the first (ping-pong), 8 consumer warps, tiles of 128 x 256 and 256 x 128, weights loaded before the kernel
+ahead ends.
 """
 
 import functools

@@ -12,7 +12,7 @@ from qgemm.kernels.reference import MIN_SCALE
 
 LONGEST_WHOLE_ROW = 131_072  # bytes of a row that a program keeps in registers
 PART_OF_A_ROW = 8192  # values at a time of a longer one
-# Up to so many rows, the product that follows may start while rows are quantized: 0.5 to 1.3 us less for both on an
+# Up to so many rows, the product that follows may start while rows are quantized: 0.5 to 1.2 us less for both on an
 # H200. With more, it then took up to 1.35 times as long (1024 x 57344 x 8192: 815 us instead of 597), all through its
 # run and whatever the buffers. Why isn't known; its programs then get to the multiprocessors in another order.
 MOST_ROWS_TO_OVERLAP = 64

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -17,6 +19,11 @@ IDS = torch.arange(48).reshape(3, 16)
 @torch.no_grad()
 def logits(model: nn.Module) -> Tensor:
     return model(IDS).logits.float()
+
+
+needs_the_library = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="compressed-tensors takes Python 3.11 or newer"
+)
 
 
 def relative(got: Tensor, wanted: Tensor) -> float:

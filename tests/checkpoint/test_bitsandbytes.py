@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -19,8 +20,6 @@ from checkpoint.models import tiny_llama
 from qgemm import QuantLinear
 from qgemm.checkpoint import CheckpointError
 from qgemm.nn.linear import linear_weight
-
-transformers = pytest.importorskip("transformers")
 
 LAYER = "transformer.h.0.mlp.c_fc"
 NAMES = {"llama": "model.layers.0.mlp.up_proj", "gpt2": LAYER}
@@ -83,7 +82,6 @@ def test_by_the_documented_layout(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_by_the_library(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
     float_model(name).save_pretrained(tmp_path / "float")
     config = transformers.BitsAndBytesConfig(load_in_8bit=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=config)

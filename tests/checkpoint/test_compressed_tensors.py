@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import qgemm
-from checkpoint.foreign import edit_quantization, edit_tensors, logits, relative
+from checkpoint.foreign import edit_quantization, edit_tensors, logits, needs_the_library, relative
 from checkpoint.models import tiny_llama
 from qgemm import QuantLinear
 from qgemm.checkpoint import CheckpointError
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("compressed_tensors")
+pytestmark = needs_the_library  # it writes every checkpoint here
 
 LAYER = "model.layers.0.self_attn.q_proj"
 

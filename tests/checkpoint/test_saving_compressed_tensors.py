@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import nn
 
 import qgemm
-from checkpoint.foreign import edit_quantization, logits, relative, same_tensors
+from checkpoint.foreign import edit_quantization, logits, needs_the_library, relative, same_tensors
 from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
 from qgemm import QuantLinear
-
-transformers = pytest.importorskip("transformers")
 
 LAYER = "model.layers.0.self_attn.q_proj"
 
@@ -60,11 +59,11 @@ def test_the_files(tmp_path: Path) -> None:
     assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("tensor", False)
 
 
+@needs_the_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["int8", "int8-static"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_library_loads_it(scheme: str, dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
     model = quantized_llama(scheme, dtype, tied)
     qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -90,8 +89,8 @@ def test_qgemm_loads_it_bit_for_bit(scheme: str, tmp_path: Path) -> None:
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
 
 
+@needs_the_library
 def test_two_schemes_in_one_model(tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
     model = quantized_llama()
     static = QuantLinear.from_linear(model.get_submodule(LAYER).dequantize(), "int8-static", 0.03)
     model.model.layers[0].self_attn.q_proj = static

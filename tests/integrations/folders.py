@@ -1,0 +1,65 @@
+"""Float and int8 Llamas in folders: loaded, compared, damaged, and read by processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaForCausalLM
+
+import qgemm
+from qgemm import QuantLinear
+
+IDS = torch.tensor([[1, 2, 3, 4]])
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**model.state_dict(), **dict(model.named_buffers())}
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    ours, theirs = tensors(model), tensors(other)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert torch.equal(tensor, theirs[name]), name
+    assert [type(module) for module in model.modules()] == [type(module) for module in other.modules()]
+
+
+def quantized_names(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+
+
+def load(folder: Path, **kwargs: Any) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(folder, **kwargs)
+
+
+def load_int8(folder: Path, **kwargs: Any) -> LlamaForCausalLM:
+    return load(folder, quantization_config=qgemm.QGemmConfig(), **kwargs)
+
+
+def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Replaces tensors of a checkpoint in one file, or removes them. Dots in names are written as two underscores."""
+    path = folder / "model.safetensors"
+    stored = load_file(path)
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        assert name in stored, name
+        if value is None:
+            del stored[name]
+        else:
+            stored[name] = value
+    save_file(stored, path, metadata={"format": "pt"})
+
+
+def run_python(code: str, *arguments: object) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout + result.stderr

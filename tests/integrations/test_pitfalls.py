@@ -1,0 +1,245 @@
+"""What goes wrong with quantizers of transformers, one test each: dtypes, shapes, scales, skips, processes, disks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from models import FAMILIES
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+import qgemm
+from integrations.folders import IDS, assert_same, edit_weights, load, load_int8, quantized_names, run_python
+from qgemm import QuantLinear
+from qgemm.integrations.transformers import QGemmQuantizer
+
+
+def test_weights_arrive_as_floats(llama_folder: Path) -> None:
+    # A loader that casts to an int8 weight's dtype before it is quantized would give zeros.
+    for name, module in load_int8(llama_folder).named_modules():
+        if isinstance(module, QuantLinear):
+            assert module.weight.abs().amax(dim=1).eq(127).all(), name
+
+
+@pytest.mark.parametrize(
+    ("shape", "leaf"), [((64, 32), "weight"), ((64, 64, 1), "weight"), ((32,), "weight_scale"), ((), "weight_scale")]
+)
+def test_wrong_shapes_are_refused(shape: tuple[int, ...], leaf: str, llama_folder: Path, tmp_path: Path) -> None:
+    load_int8(llama_folder).save_pretrained(tmp_path / "int8")
+    dtype = torch.int8 if leaf == "weight" else torch.float32
+    edit_weights(tmp_path / "int8", **{f"model__layers__1__self_attn__q_proj__{leaf}": torch.ones(shape, dtype=dtype)})
+    with pytest.raises(
+        qgemm.CheckpointError, match=rf"model.safetensors: .*layers.1.self_attn.q_proj.{leaf} has shape"
+    ):
+        load(tmp_path / "int8")
+
+
+def test_wrong_shape_of_a_float_weight(llama_folder: Path) -> None:
+    edit_weights(llama_folder, model__layers__1__self_attn__q_proj__weight=torch.ones(64, 32))
+    with pytest.raises(
+        qgemm.CheckpointError, match=r"layers.1.self_attn.q_proj.weight has shape \[64, 32\] .*\[64, 64\]"
+    ):
+        load_int8(llama_folder)
+
+
+@pytest.mark.parametrize("leaf", ["weight", "weight_scale"])
+def test_missing_tensors_are_refused(leaf: str, llama_folder: Path, tmp_path: Path) -> None:
+    load_int8(llama_folder).save_pretrained(tmp_path / "int8")
+    edit_weights(tmp_path / "int8", **{f"model__layers__0__mlp__up_proj__{leaf}": None})
+    with pytest.raises(qgemm.CheckpointError, match=rf"lacks tensor model.layers.0.mlp.up_proj.{leaf}"):
+        load(tmp_path / "int8")
+    edit_weights(llama_folder, model__layers__0__mlp__up_proj__weight=None)
+    with pytest.raises(qgemm.CheckpointError, match=r"layers.0.mlp.up_proj.weight is not in the checkpoint.*skip="):
+        load_int8(llama_folder)
+
+
+def test_missing_scale_in_a_state_dict_is_refused(llama_folder: Path) -> None:
+    # Without files to look into beforehand, a scale that never came is uninitialised memory.
+    model = load_int8(llama_folder)
+    state = {name: tensor for name, tensor in model.state_dict().items() if "0.mlp.up_proj.weight_scale" not in name}
+    with pytest.raises(qgemm.CheckpointError, match=r"model.layers.0.mlp.up_proj.weight_scale was not loaded"):
+        LlamaForCausalLM.from_pretrained(None, config=LlamaConfig.from_dict(model.config.to_dict()), state_dict=state)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, -1.0])
+def test_bad_scales_are_refused(bad: float, llama_folder: Path, tmp_path: Path) -> None:
+    load_int8(llama_folder).save_pretrained(tmp_path / "int8")
+    edit_weights(tmp_path / "int8", model__layers__0__mlp__up_proj__weight_scale=torch.full((96,), bad))
+    with pytest.raises(qgemm.CheckpointError, match=r"scale model.layers.0.mlp.up_proj.weight_scale is not finite"):
+        load(tmp_path / "int8")
+
+
+def test_float_weight_where_int8_is_wanted(llama_folder: Path, tmp_path: Path) -> None:
+    load_int8(llama_folder).save_pretrained(tmp_path / "int8")
+    edit_weights(tmp_path / "int8", model__layers__0__mlp__up_proj__weight=torch.rand(96, 64))
+    with pytest.raises(
+        qgemm.CheckpointError, match=r"up_proj.weight is torch.float32; a quantized layer's is torch.int8"
+    ):
+        load(tmp_path / "int8")
+
+
+def test_nan_weight_is_refused(llama_folder: Path) -> None:
+    edit_weights(llama_folder, model__layers__0__mlp__up_proj__weight=torch.full((96, 64), torch.nan))
+    with pytest.raises(qgemm.CheckpointError, match=r"model.layers.0.mlp.up_proj: weight holds NaN or Inf"):
+        load_int8(llama_folder)
+    config = qgemm.QGemmConfig(skip="model.layers.0.mlp.up_proj")
+    assert len(quantized_names(load(llama_folder, quantization_config=config))) == 13
+
+
+def test_truncated_shard_is_refused(llama_folder: Path, tmp_path: Path) -> None:
+    load_int8(llama_folder).save_pretrained(tmp_path / "int8", max_shard_size="50KB")
+    shard = sorted((tmp_path / "int8").glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(qgemm.CheckpointError, match=re.escape(str(shard))):
+        load(tmp_path / "int8")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_nothing_of_a_layer_requires_a_gradient(family: str, tmp_path: Path) -> None:
+    model = FAMILIES[family]().model
+    model.save_pretrained(tmp_path / "float")
+    model = type(model).from_pretrained(tmp_path / "float", quantization_config=qgemm.QGemmConfig())
+    model.save_pretrained(tmp_path / "int8")
+    for loaded in (model, type(model).from_pretrained(tmp_path / "int8")):
+        frozen = [p for m in loaded.modules() if isinstance(m, QuantLinear) for p in m.parameters()]
+        assert frozen
+        assert not any(parameter.requires_grad for parameter in frozen)
+
+
+def test_casts_leave_scales_alone(llama_folder: Path) -> None:
+    model = load_int8(llama_folder)
+    layer = model.model.layers[0].mlp.up_proj
+    weight, scale = layer.weight.clone(), layer.weight_scale.clone()
+    model.to(torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(layer.weight, weight)
+    assert torch.equal(layer.weight_scale, scale)
+
+
+def test_skip_adds_to_the_defaults(tmp_path: Path) -> None:
+    # Heads with a bias too, which a list of default names misses.
+    model = FAMILIES["bert_classifier"]().model
+    model.save_pretrained(tmp_path)
+    config = qgemm.QGemmConfig(skip=["bert.encoder.layer.0", re.compile("pooler")])
+    names = quantized_names(type(model).from_pretrained(tmp_path, quantization_config=config))
+    assert names
+    assert all(name.startswith("bert.encoder.layer.1.") for name in names)
+
+
+def test_heads_with_a_bias_stay_in_float(tmp_path: Path) -> None:
+    model = FAMILIES["bert_classifier"]().model
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, quantization_config=qgemm.QGemmConfig())
+    assert type(loaded.classifier) is nn.Linear
+    assert torch.equal(loaded.classifier.weight, model.classifier.weight)
+
+
+def test_skipping_one_layer_is_not_skipping_eleven(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=16, num_hidden_layers=12, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "float")
+    model = load(tmp_path / "float", quantization_config=qgemm.QGemmConfig(skip="model.layers.1"))
+    model.save_pretrained(tmp_path / "int8")
+    for names in (quantized_names(model), quantized_names(load(tmp_path / "int8"))):
+        assert {int(name.split(".")[2]) for name in names} == set(range(12)) - {1}
+
+
+def test_a_pattern_that_matches_nothing(llama_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"'model.layers.9' matches no linear layer"):
+        load(llama_folder, quantization_config=qgemm.QGemmConfig(skip="model.layers.9"))
+
+
+def test_the_folder_says_how_it_is_quantized(llama_folder: Path, tmp_path: Path) -> None:
+    model = load(llama_folder, quantization_config=qgemm.QGemmConfig(skip="*.o_proj"))
+    model.save_pretrained(tmp_path / "int8")
+    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+        assert_same(load_int8(tmp_path / "int8"), model)
+
+
+def test_what_transformers_looks_for_after_an_in_place_swap(llama_folder: Path) -> None:
+    model = qgemm.quantize_model(load(llama_folder))
+    assert isinstance(model.hf_quantizer, QGemmQuantizer)
+    assert model.hf_quantizer.pre_quantized
+    assert model.hf_quantizer.is_serializable()
+    assert model.hf_quantizer.is_compileable
+    assert model.quantization_method == "qgemm"
+    assert model.config.quantization_config.to_dict()["layers"].keys() == quantized_names(model)
+    model.half()  # stays possible
+
+
+def test_a_float_model_from_the_same_config(tmp_path: Path) -> None:
+    model = FAMILIES["llama"]().model
+    config = model.config
+    qgemm.quantize_model(model)
+    parts = {id(module.config) for module in model.modules() if hasattr(module, "config")}
+    assert parts == {id(model.config)}
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    assert not quantized_names(load(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import transformers, qgemm",
+        "import qgemm, transformers; qgemm.QGemmConfig",
+        "import qgemm.integrations.transformers",
+    ],
+)
+def test_a_process_that_only_loads(imports: str, llama_folder: Path, tmp_path: Path) -> None:
+    load_int8(llama_folder).save_pretrained(tmp_path / "int8")
+    code = f"""
+import sys
+{imports}
+import qgemm
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert sum(isinstance(m, qgemm.QuantLinear) for m in model.modules()) == 14
+"""
+    run_python(code, tmp_path / "int8")
+
+
+def test_a_process_without_qgemm_is_warned(llama_folder: Path, tmp_path: Path) -> None:
+    # transformers has no way for a package to announce itself; the guide says what to import.
+    load_int8(llama_folder).save_pretrained(tmp_path / "int8")
+    code = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    assert "Unknown quantization type, got qgemm" in run_python(code, tmp_path / "int8")
+
+
+def test_registering_again() -> None:
+    # As a notebook's autoreload does. In a process of its own, where nothing else holds the old classes.
+    code = """
+import importlib, sys
+import qgemm
+import qgemm.integrations.transformers as module
+old = module.QGemmConfig
+importlib.reload(module)
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+assert qgemm.QGemmConfig is not old
+assert AUTO_QUANTIZATION_CONFIG_MAPPING["qgemm"] is qgemm.QGemmConfig
+assert AUTO_QUANTIZER_MAPPING["qgemm"] is module.QGemmQuantizer
+"""
+    run_python(code)
+
+
+def test_disk_is_refused_where_weights_are_quantized(llama_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r'"disk".*quantize and save the model first'):
+        load_int8(llama_folder, device_map={"model": "cpu", "lm_head": "disk"}, offload_folder="unused")
+
+
+def test_quantized_folder_from_disk(llama_folder: Path, tmp_path: Path) -> None:
+    model = load_int8(llama_folder)
+    model.save_pretrained(tmp_path / "int8")
+    device_map = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    device_map |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    offloaded = load(tmp_path / "int8", device_map=device_map, offload_folder=tmp_path / "offload")
+    with torch.no_grad():
+        assert torch.equal(offloaded(IDS).logits, model(IDS).logits)
+    offloaded.save_pretrained(tmp_path / "again")
+    assert_same(load(tmp_path / "again"), model)
