@@ -1,4 +1,4 @@
-"""bitsandbytes' int8: made by its documented layout, and by the library itself where it is installed."""
+"""bitsandbytes' int8: made by its documented layout, and by the library itself."""
 
 from __future__ import annotations
 
