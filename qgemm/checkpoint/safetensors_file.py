@@ -150,6 +150,15 @@ def read_values(stored: dict[str, StoredTensor], device: torch.device) -> Iterat
 
     Raises ``CheckpointError`` if one differs from its checksum, in a file that has any.
     """
+    for name, value, is_sound in read_and_check(stored, device):
+        if is_sound is False:
+            path = stored[name].path
+            raise CheckpointError(f"{path}: tensor {name} doesn't have the checksum that it was saved with")
+        yield name, value
+
+
+def read_and_check(stored: dict[str, StoredTensor], device: torch.device) -> Iterator[tuple[str, Tensor, bool | None]]:
+    """As ``read_values``, with whether a tensor has its checksum instead of an error; None in a file without any."""
     by_path: dict[Path, list[str]] = {}
     for name, tensor in stored.items():
         by_path.setdefault(tensor.path, []).append(name)
@@ -163,11 +172,21 @@ def read_values(stored: dict[str, StoredTensor], device: torch.device) -> Iterat
                         raise CheckpointError(f"{path} was changed while it was read: tensor {name} is another one now")
                     # A copy also on the CPU: the tensor may be a view of the file, which can change under it.
                     value = value.to(device, copy=True)
-                    if checksums is not None and checksums.get(name) != _format_checksum(checksum(value)):
-                        raise CheckpointError(f"{path}: tensor {name} doesn't have the checksum that it was saved with")
-                    yield name, value
+                    is_sound = None
+                    if checksums is not None:
+                        is_sound = checksums.get(name) == _format_checksum(checksum(value))
+                    yield name, value, is_sound
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} can't be read: {error}") from error
+
+
+def has_checksums(path: Path) -> bool:
+    """Whether the file at ``path`` says what the checksums of its tensors are; raises as ``read_values`` does."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return _read_checksums(path, file.metadata()) is not None
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
 
 
 def _read_checksums(path: Path, metadata: dict[str, str] | None) -> dict[str, object] | None:
