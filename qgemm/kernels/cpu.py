@@ -6,10 +6,12 @@ made of float32 products short enough to be exact.
 """
 
 import functools
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from qgemm.kernels.gated_activation import GatedActivation
 from qgemm.kernels.reference import ACTIVATIONS, MIN_SCALE, QMAX
 
 # 2^24 / (128 * 128): float32 holds a sum of this many int8 products exactly.
@@ -95,6 +97,68 @@ def matmul(
     if activation is not None:
         out = ACTIVATIONS[activation](out)
     return out.to(out_dtype or a.dtype)
+
+
+@torch.no_grad()
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """``dispatch.grouped_mm`` on the CPU."""
+    out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    start = 0
+    for group, end in enumerate(offsets.tolist()):
+        end = min(max(start, end), a.shape[0])
+        if end > start:
+            rows = slice(start, end)
+            group_bias = None if bias is None else bias[group]
+            out[rows] = scaled_mm(a[rows], b[group].t(), a_scale[rows], b_scale[group], group_bias, out_dtype)
+        start = end
+    out[start:] = 0
+    return out
+
+
+@torch.no_grad()
+def experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_bias: Tensor | None,
+    activation: GatedActivation,
+) -> Tensor:
+    """``dispatch.experts`` on the CPU: an expert at a time, so that what lies between its products stays small."""
+    T, k = top_k_index.shape
+    q, q_scale = quantize_rows(x)
+    ids = top_k_index.flatten()
+    pairs = ids.argsort(stable=True)
+    ends = torch.searchsorted(ids[pairs], torch.arange(down.shape[0] + 1, device=ids.device)).tolist()
+    y = x.new_zeros((T * k, down.shape[1]))
+    for expert, (start, end) in enumerate(pairwise(ends)):
+        if start == end:
+            continue
+        own = pairs[start:end]
+        biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
+        rows = own // k
+        h = scaled_mm(q[rows], gate_up[expert].t(), q_scale[rows], gate_up_scale[expert], biases[0], x.dtype)
+        h_q, h_scale = quantize_rows(activation(h).to(x.dtype))
+        y[own] = scaled_mm(h_q, down[expert].t(), h_scale, down_scale[expert], biases[1], x.dtype)
+    out = x.new_zeros((T, down.shape[1]), dtype=torch.float32)
+    inside = (top_k_index >= 0) & (top_k_index < down.shape[0])
+    for slot in range(k):
+        # Not a product with 0: a weight may be anything where there is no expert.
+        weight = top_k_weights[:, slot].float().masked_fill(~inside[:, slot], 0.0)
+        out.add_(y[slot::k].float().mul_(weight[:, None]))
+    return out.to(x.dtype)
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qgemm.kernels import cpu
 from qgemm.kernels.config import GemmConfig
+from qgemm.kernels.gated_activation import GatedActivation
 from qgemm.kernels.reference import ACTIVATIONS, MAX_K
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -106,6 +107,62 @@ def quant_linear(
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    config: GemmConfig | None = None,
+) -> Tensor:
+    """A product for every group of rows of ``a``, in one launch for all: ``out_dtype [T, N]``.
+
+    In group ``g``: ``(a @ b[g].T) * a_scale[:, None] * b_scale[g] + bias[g]``, with the rounding of ``scaled_mm``.
+    ``a``: int8 ``[T, K]``, rows sorted by group. ``b``: int8 ``[G, N, K]``, contiguous. ``offsets``: int32 ``[G]``,
+    where each group ends, ascending; it stays on the device. ``a_scale``: float32 ``[T]``; ``b_scale``: float32 ``[G, N]``;
+    ``bias``: float ``[G, N]``. Rows beyond the last group are zeros.
+    """
+    check_grouped_mm(a, b, offsets, a_scale, b_scale, bias, out_dtype)
+    backend = _backend(a, config)
+    out: Tensor = backend.grouped_mm(a, b, offsets, a_scale, b_scale, bias, out_dtype, **_options(config))
+    return out
+
+
+def experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_bias: Tensor | None,
+    activation: GatedActivation,
+) -> Tensor:
+    """A mixture of experts in int8: ``[T, H]`` in the dtype of ``x``.
+
+    ``out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``, where an expert is
+    ``activation(x @ gate_up[e].T + gate_up_bias[e]) @ down[e].T + down_bias[e]``, rows quantized before each product.
+
+    ``x``: float ``[T, H]``. ``top_k_index``: int64 ``[T, k]``; an id outside ``[0, E)`` contributes nothing, as experts
+    on another device do. ``top_k_weights``: float ``[T, k]``. ``gate_up``: int8 ``[E, 2I, H]``, all rows of the gate
+    before those of up, or ``[E, I, H]`` for an activation that isn't gated; ``down``: int8 ``[E, H, I]``; both
+    contiguous. Scales: float32, one per row of the weight (``[E, 2I]``, ``[E, H]``). Biases: float, as the scales, or
+    None. The same bits every time.
+    """
+    check_experts(
+        x, top_k_index, top_k_weights, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation
+    )
+    out: Tensor = _backend(x).experts(
+        x, top_k_index, top_k_weights, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation
+    )
+    return out
+
+
 def check_quantize_rows(x: Tensor, scale: Tensor | None) -> None:
     """Raises if ``quantize_rows`` can't take these."""
     if x.dtype not in FLOAT_DTYPES:
@@ -179,6 +236,98 @@ def check_quant_linear(
     _check_scale("weight_scale", weight_scale, N)
     _check_bias(bias, N)
     _same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
+
+
+def check_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    """Raises if ``grouped_mm`` can't take these."""
+    if a.dtype != torch.int8:
+        raise TypeError(f"a is {a.dtype}; it must be torch.int8 (quantize_rows makes it)")
+    _check_strided("a", a)
+    if a.ndim != 2:
+        raise ValueError(f"a has shape {list(a.shape)}; it must be [T, K]: reshape it")
+    _check_grouped_weight("b", b, b_scale, bias, "[G, N, K]")
+    if a.shape[1] != b.shape[2]:
+        raise ValueError(f"a is {list(a.shape)} and b is {list(b.shape)}: a's columns must equal b's last dimension")
+    _check_length(a.shape[1])
+    if offsets.dtype != torch.int32 or offsets.shape != b.shape[:1]:
+        raise ValueError(
+            f"offsets is {offsets.dtype} {list(offsets.shape)}; it must be torch.int32 [{b.shape[0]}], where each group "
+            "ends"
+        )
+    if a_scale.dtype != torch.float32 or a_scale.shape != a.shape[:1]:
+        raise ValueError(f"a_scale is {a_scale.dtype} {list(a_scale.shape)}; it must be torch.float32 [{a.shape[0]}]")
+    _same_device(a=a, b=b, offsets=offsets, a_scale=a_scale, b_scale=b_scale, bias=bias)
+    if out_dtype not in FLOAT_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; grouped_mm gives {_names(FLOAT_DTYPES)}")
+
+
+def check_experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_bias: Tensor | None,
+    activation: GatedActivation,
+) -> None:
+    """Raises if ``experts`` can't take these."""
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"x is {x.dtype}; experts take {_names(FLOAT_DTYPES)}: convert it first")
+    _check_strided("x", x)
+    _check_grouped_weight(
+        "gate_up", gate_up, gate_up_scale, gate_up_bias, "[E, 2I, H]" if activation.gated else "[E, I, H]"
+    )
+    _check_grouped_weight("down", down, down_scale, down_bias, "[E, H, I]")
+    E, H, intermediate = down.shape
+    if gate_up.shape != (E, activation.columns(intermediate), H):
+        wanted = [E, activation.columns(intermediate), H]
+        raise ValueError(
+            f"gate_up is {list(gate_up.shape)}; with down {list(down.shape)} and gated={activation.gated} it must be "
+            f"{wanted}"
+        )
+    if not intermediate:
+        raise ValueError(f"down is {list(down.shape)}; its last dimension must be at least 1")
+    if x.ndim != 2 or x.shape[1] != H:
+        raise ValueError(f"x is {list(x.shape)}; it must be [T, {H}]: reshape it")
+    _check_length(max(H, intermediate))
+    if top_k_index.dtype != torch.int64 or top_k_index.ndim != 2 or top_k_index.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"top_k_index is {top_k_index.dtype} {list(top_k_index.shape)}; it must be torch.int64 [{x.shape[0]}, k]"
+        )
+    if top_k_weights.dtype not in FLOAT_DTYPES or top_k_weights.shape != top_k_index.shape:
+        raise ValueError(
+            f"top_k_weights is {top_k_weights.dtype} {list(top_k_weights.shape)}; it must be one of "
+            f"{_names(FLOAT_DTYPES)} {list(top_k_index.shape)}, as top_k_index"
+        )
+    _same_device(x=x, top_k_index=top_k_index, top_k_weights=top_k_weights, gate_up=gate_up, down=down)
+
+
+def _check_grouped_weight(name: str, weight: Tensor, scale: Tensor, bias: Tensor | None, shape: str) -> None:
+    if weight.dtype != torch.int8:
+        raise TypeError(f"{name} is {weight.dtype}; it must be torch.int8 (quantize_rows makes it)")
+    if weight.ndim != 3 or not weight.is_contiguous():
+        raise ValueError(
+            f"{name} is {list(weight.shape)} with strides {weight.stride()}; it must be {shape}, contiguous"
+        )
+    _check_tensor(f"{name}'s scale", scale)
+    if scale.dtype != torch.float32 or scale.shape != weight.shape[:2]:
+        wanted = list(weight.shape[:2])
+        raise ValueError(f"{name}'s scale is {scale.dtype} {list(scale.shape)}; it must be torch.float32 {wanted}")
+    if bias is not None and (bias.dtype not in FLOAT_DTYPES or bias.shape != weight.shape[:2]):
+        wanted = list(weight.shape[:2])
+        raise ValueError(f"{name}'s bias is {bias.dtype} {list(bias.shape)}; it must be a float {wanted}")
+    _same_device(**{name: weight, f"{name}'s scale": scale, f"{name}'s bias": bias})
 
 
 def _check_length(K: int) -> None:

@@ -9,6 +9,9 @@ Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
 - A product is accumulated exactly in int32, then scaled in float32 as ``acc * a_scale[m] * b_scale[n] + bias[n]`` and
   cast once.
 - ``MAX_K``: the longest sum of int8 products that int32 holds, -128 * -128 included.
+- Experts round to the dtype of their input where a float module does: after each product, with its bias, and after the
+  activation, which is computed in float32. The weighted sum over a token's experts is float32, slot by slot, and cast
+  once.
 """
 
 from collections.abc import Callable
@@ -16,6 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from qgemm.kernels.gated_activation import GatedActivation
 
 QMAX = 127
 MIN_SCALE = torch.finfo(torch.float32).tiny
@@ -79,3 +84,57 @@ def matmul_reference(
     if activation is not None:
         out = ACTIVATIONS[activation](out)
     return out.to(out_dtype or a.dtype)
+
+
+def grouped_mm_reference(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """For every group ``g`` of rows of ``a [T, K]``: ``(a @ b[g].T) * a_scale[:, None] * b_scale[g] + bias[g]``.
+
+    ``b``: ``[G, N, K]``. ``offsets [G]``: where each group ends; it begins where the one before ends. Rows beyond the
+    last group are zeros.
+    """
+    out = a.new_zeros((a.shape[0], b.shape[1]), dtype=out_dtype)
+    start = 0
+    for group, end in enumerate(offsets.tolist()):
+        rows = slice(start, end)
+        group_bias = None if bias is None else bias[group]
+        out[rows] = scaled_mm_reference(a[rows], b[group].t(), a_scale[rows], b_scale[group], group_bias, out_dtype)
+        start = end
+    return out
+
+
+def experts_reference(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_bias: Tensor | None,
+    activation: GatedActivation,
+) -> Tensor:
+    """``out[t] = sum over j of top_k_weights[t, j] * expert[top_k_index[t, j]](x[t])``; see ``dispatch.experts``."""
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for slot in range(top_k_index.shape[1]):
+        for expert in range(down.shape[0]):
+            chosen = top_k_index[:, slot] == expert
+            h = x[chosen]
+            for weight, scale, bias, function in (
+                (gate_up, gate_up_scale, gate_up_bias, activation),
+                (down, down_scale, down_bias, None),
+            ):
+                q, row_scale = quantize_rows_reference(h)
+                own_bias = None if bias is None else bias[expert]
+                h = scaled_mm_reference(q, weight[expert].t(), row_scale, scale[expert], own_bias, x.dtype)
+                h = h if function is None else function(h).to(x.dtype)
+            out[chosen] += h.float() * top_k_weights[chosen, slot, None].float()
+    return out.to(x.dtype)

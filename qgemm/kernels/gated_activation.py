@@ -1,0 +1,66 @@
+"""``GatedActivation``: what lies between the two products of an expert.
+
+``act(gate) * up`` of the first product's two halves, or ``act(gate)`` where there is one only. It is computed in
+float32. The form of GPT-OSS, which clamps both halves, is ``GPT_OSS``.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+GATE_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+"""What a gate goes through, by name. ``"gelu"`` is the exact one (erf), ``"relu2"`` is ``relu(x) ** 2``."""
+
+
+@dataclass(frozen=True)
+class GatedActivation:
+    """``act(gate) * (up + up_offset)``; without ``gated``, ``act(gate)`` of all columns.
+
+    ``name``: one of ``GATE_FUNCTIONS``. ``alpha``, of ``"silu"`` alone: ``gate * sigmoid(alpha * gate)``. ``limit``:
+    before all else the gate is clamped to at most this, ``up`` to at most this in magnitude. Raises ``ValueError`` for
+    values that mean nothing.
+    """
+
+    name: str = "silu"
+    gated: bool = True
+    limit: float | None = None
+    alpha: float = 1.0
+    up_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        if self.name not in GATE_FUNCTIONS:
+            raise ValueError(f"name is {self.name!r}; it must be one of {sorted(GATE_FUNCTIONS)}")
+        if self.limit is not None and not 0 < self.limit < math.inf:
+            raise ValueError(f"limit is {self.limit}; it must be a positive number, or None for no limit")
+        if not math.isfinite(self.alpha) or (self.alpha != 1.0 and self.name != "silu"):
+            raise ValueError(f"alpha is {self.alpha} for {self.name!r}; other than 1 it belongs to 'silu'")
+        if not math.isfinite(self.up_offset) or (self.up_offset != 0.0 and not self.gated):
+            raise ValueError(f"up_offset is {self.up_offset} with gated={self.gated}; it is added to what a gate opens")
+
+    def columns(self, intermediate: int) -> int:
+        """How many columns the first product has for ``intermediate`` columns after the activation."""
+        return 2 * intermediate if self.gated else intermediate
+
+    def __call__(self, g: Tensor) -> Tensor:
+        """The activation of ``g [..., columns(I)]``, gates before ups, as float32 ``[..., I]``."""
+        gate, up = g.float().chunk(2, dim=-1) if self.gated else (g.float(), None)
+        if self.limit is not None:
+            gate = gate.clamp(max=self.limit)
+            up = up if up is None else up.clamp(-self.limit, self.limit)
+        out = gate * torch.sigmoid(self.alpha * gate) if self.alpha != 1.0 else GATE_FUNCTIONS[self.name](gate)
+        return out if up is None else out * (up + self.up_offset)
+
+
+GPT_OSS = GatedActivation("silu", limit=7.0, alpha=1.702, up_offset=1.0)
+"""GPT-OSS's: ``(up + 1) * gate * sigmoid(1.702 * gate)``, clamped to 7."""
