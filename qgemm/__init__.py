@@ -3,6 +3,7 @@
 - ``quantize_model(model)`` swaps the linear layers of a model, in place; ``report(model)`` says what became of each.
 - ``QuantLinear`` is the layer.
 - ``save_quantized(model, folder)`` and ``load_quantized(folder)`` keep a quantized model in safetensors.
+- ``quantize_checkpoint(source, destination)`` quantizes from files to files, for models larger than memory.
 - ``QGemmConfig(...)`` is the ``quantization_config`` of transformers' ``from_pretrained``.
 
 ``qgemm.kernels`` has the matrix products themselves, ``qgemm.kernels.stages`` the blocks to write more with.
@@ -17,6 +18,7 @@ from qgemm.nn import QuantLinear
 from qgemm.quantize import quantize_model
 from qgemm.reporting import QuantReport, report
 from qgemm.scheme import SCHEMES, QuantScheme
+from qgemm.streaming import quantize_checkpoint
 
 if TYPE_CHECKING:
     from qgemm.integrations.transformers import QGemmConfig as QGemmConfig
@@ -31,6 +33,7 @@ __all__ = [
     "QuantScheme",
     "__version__",
     "load_quantized",
+    "quantize_checkpoint",
     "quantize_model",
     "report",
     "save_quantized",

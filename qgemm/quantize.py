@@ -17,7 +17,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias, TypeVar
@@ -147,20 +147,46 @@ _LOST_HOOKS = (
 )
 
 
-@torch.no_grad()
+class WeightError:
+    """``norm(dequantized - weight) / norm(weight)`` (Frobenius) of a weight ``[N, K]`` that comes a few rows at a time.
+
+    It is summed in float64. Different pieces may give a different last digit: take ``rows_at_a_time``.
+    """
+
+    def __init__(self) -> None:
+        """Nothing was added yet."""
+        self._squares = torch.zeros(2, dtype=torch.float64)
+
+    @staticmethod
+    def rows_at_a_time(shape: Sequence[int]) -> int:
+        """How many rows of a weight of ``shape`` make a piece."""
+        # Three copies of a thirty-second in float64 take 3/8 of the memory of a bfloat16 weight.
+        return max(shape[0] // 32, 2**16 // shape[1], 1)
+
+    @torch.no_grad()
+    def add(self, weight: Tensor, q: Tensor, scale: Tensor) -> None:
+        """Takes in some rows: float ``[n, K]``, int8 ``[n, K]``, float32 ``[n]``."""
+        wanted = weight.double()
+        error = q.double().mul_(scale[:, None]).sub_(wanted)
+        self._squares = self._squares.to(weight.device)
+        self._squares += torch.stack((error.square_().sum(), wanted.square_().sum()))
+
+    @property
+    def value(self) -> float:
+        """The error; 0 for a weight of zeros."""
+        difference, norm = self._squares.sqrt().tolist()
+        return difference / norm if norm else 0.0
+
+
 def _weight_error(weight: Tensor, quantized: QuantLinear) -> float | None:
     if weight.device.type == "meta":
         return None
-    # In float64, a little at a time: three copies of a thirty-second take 3/8 of the memory of a bfloat16 weight.
-    rows = max(weight.shape[0] // 32, 2**16 // weight.shape[1], 1)
-    squares = torch.zeros(2, dtype=torch.float64, device=weight.device)
+    error = WeightError()
+    rows = error.rows_at_a_time(weight.shape)
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
-        wanted = weight[part].double()
-        error = quantized.weight[part].double().mul_(quantized.weight_scale[part, None]).sub_(wanted)
-        squares += torch.stack((error.square_().sum(), wanted.square_().sum()))
-    difference, norm = squares.sqrt().tolist()
-    return difference / norm if norm else 0.0
+        error.add(weight[part], quantized.weight[part], quantized.weight_scale[part])
+    return error.value
 
 
 def _kept_record(layer: Layer) -> LayerRecord:

@@ -35,8 +35,17 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.nn",
         "qgemm.scheme",
     },
+    "qgemm.streaming": {
+        "qgemm.quantize",
+        "qgemm.checkpoint",
+        "qgemm.reporting",
+        "qgemm.nn",
+        "qgemm.kernels",
+        "qgemm.scheme",
+    },
     "qgemm": {
         "qgemm.integrations",
+        "qgemm.streaming",
         "qgemm.checkpoint",
         "qgemm.quantize",
         "qgemm.reporting",

@@ -76,12 +76,7 @@ def save_quantized(
         tensors = compressed_tensors.tensors_to_write(model, layers, tensors, ties)
         quantization = compressed_tensors.quantization_config(model, layers)
     shards = split_into_shards({name: t.nbytes for name, t in tensors.items()}, parse_size(max_shard_size))
-    texts = {CONFIG_FILE: _json({**model_config(model), "quantization_config": quantization})}
-    if (generation := generation_config(model)) is not None:
-        texts[GENERATION_CONFIG_FILE] = _json(generation)
-    if len(shards) > 1:
-        texts[INDEX_FILE] = _json(_index(tensors, shards))
-
+    texts = text_files(model, quantization, tensors, shards)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     old_files = checkpoint_files(folder)
@@ -102,6 +97,21 @@ def save_quantized(
         staged.discard()
     if is_pretrained(model):
         _warn_unless_it_loads(model, folder)
+
+
+def text_files(
+    model: nn.Module, quantization: dict[str, Any], tensors: dict[str, Tensor], shards: dict[str, list[str]]
+) -> dict[str, bytes]:
+    """The JSON files of a checkpoint of ``model``, by name: its config, and the others where there is need of them.
+
+    ``quantization``: the ``quantization_config``. Of ``tensors``, which ``shards`` puts into files, only sizes count.
+    """
+    texts = {CONFIG_FILE: _json({**model_config(model), "quantization_config": quantization})}
+    if (generation := generation_config(model)) is not None:
+        texts[GENERATION_CONFIG_FILE] = _json(generation)
+    if len(shards) > 1:
+        texts[INDEX_FILE] = _json(_index(tensors, shards))
+    return texts
 
 
 def _check_can_be_stored(model: nn.Module, tensors: dict[str, Tensor]) -> None:

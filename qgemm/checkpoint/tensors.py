@@ -37,15 +37,20 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 def find_ties(tensors: dict[str, Tensor]) -> dict[str, str]:
     """Names that stand for the same memory as an earlier name, and that name.
 
-    The same memory means the same storage seen the same way: tensors that only overlap are stored apart.
+    The same memory means the same storage seen the same way: tensors that only overlap are stored apart. On meta, where
+    there is none, it means the same tensor object.
     """
     first: dict[tuple[object, ...], str] = {}
     ties = {}
     for name, tensor in tensors.items():
-        if tensor.numel() == 0 or tensor.device.type == "meta":
-            continue  # neither has an address that tells it from others
-        storage = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
-        known = first.setdefault((tensor.device, tensor.dtype, *storage, tensor.shape, tensor.stride()), name)
+        if tensor.numel() == 0:
+            continue  # it has no address that tells it from others
+        if tensor.device.type == "meta":
+            place: tuple[object, ...] = (id(tensor),)
+        else:
+            storage = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+            place = (tensor.device, tensor.dtype, *storage, tensor.shape, tensor.stride())
+        known = first.setdefault(place, name)
         if known != name:
             ties[name] = known
     return ties

@@ -1,0 +1,303 @@
+"""What transformers would load: the float model on meta, and how each of its tensors comes from the files.
+
+Names in files may differ from those in the model, and some tensors are made of others (the experts of a layer are one
+tensor in memory, many in files). transformers describes that as a list of renamings and conversions for each model.
+Here they are applied as ``from_pretrained`` of transformers 5.17 to 5.23 does, but to names and shapes; values are read
+when their turn comes. What it would pass over with a warning (a tensor that is missing and made up, or one that the
+model has no place for) is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from copy import deepcopy
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, checkpoint_file, read_json
+from qgemm.checkpoint.pretrained import build_pretrained, read_generation_config
+from qgemm.checkpoint.tensors import split_name, transient_names
+from qgemm.streaming.float_tensors import (
+    BuiltFloat,
+    Conversion,
+    ConversionTurn,
+    ConvertedFloat,
+    FloatTensor,
+    StoredFloat,
+)
+from qgemm.streaming.source import Source
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class FloatModel:
+    """``model``: a transformers model on meta, as it would be once loaded, and its ``tensors`` by name.
+
+    ``left_out``: the tensors of the files that the model doesn't have.
+    """
+
+    model: nn.Module
+    tensors: dict[str, FloatTensor]
+    left_out: list[str]
+
+
+def plan_loading(source: Source, drop: Iterable[str]) -> FloatModel:
+    """The model in ``source``, and where its tensors come from; reads no values, but of tensors that may be tied.
+
+    ``drop``: globs of tensors that may be left out. Raises ``CheckpointError``, naming the tensors, if transformers
+    would make some up, or have no place for others, or if shapes differ.
+    """
+    model = _build(source)
+    tensors, unplaced = _find_tensors(model, source)
+    _check_unplaced(model, unplaced, drop, source.folder)
+    _tie(model, tensors, source.folder)
+    _add_built(model, tensors)
+    return FloatModel(model, tensors, unplaced)
+
+
+def _build(source: Source) -> Any:
+    path = checkpoint_file(source.folder, CONFIG_FILE)
+    config = read_json(path)
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key):
+            raise CheckpointError(
+                f"{path} has a {key}: this checkpoint is quantized already. Start from the float checkpoint"
+            )
+    dtype = config.get("dtype") or config.get("torch_dtype") or _stored_dtype(source)
+    model: Any = build_pretrained({**config, "dtype": dtype}, path, source.tensors)
+    _set_dtype(model, dtype)
+    if (source.folder / GENERATION_CONFIG_FILE).exists() and model.can_generate():
+        model.generation_config = read_generation_config(checkpoint_file(source.folder, GENERATION_CONFIG_FILE))
+    return model.eval()
+
+
+def _stored_dtype(source: Source) -> str:
+    # The rule of from_pretrained for a config that says nothing.
+    index = source.folder / INDEX_FILE
+    metadata = read_json(index).get("metadata") if index.exists() else None
+    if isinstance(metadata, dict) and isinstance(metadata.get("dtype"), str):
+        return str(metadata["dtype"])
+    first = min(tensor.path for tensor in source.tensors.values())
+    in_first = sorted(name for name, tensor in source.tensors.items() if tensor.path == first)
+    for name in in_first:
+        dtype = source.tensors[name].dtype
+        if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
+            return str(dtype).removeprefix("torch.")
+    return "float32"
+
+
+def _set_dtype(model: Any, dtype: str) -> None:
+    value = getattr(torch, dtype)
+    model.config.dtype = value
+    for key in model.config.sub_configs:
+        if (part := getattr(model.config, key)) is not None:
+            part.dtype = value
+
+
+def _find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], list[str]]:
+    """How each tensor comes from the files, and the names of those in the files that none comes from."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    wanted = model.state_dict()
+    prefix = model.base_model_prefix
+    dtype_of = _dtype_rule(model, wanted)
+    found: dict[str, FloatTensor] = {}
+    conversions: dict[str, tuple[Any, list[tuple[str, str, torch.dtype]]]] = {}
+    unplaced = []
+    for name in sorted(source.tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = rename_source_key(name, [], [], prefix, wanted)
+        if target not in wanted:
+            unplaced.append(name)
+        elif pattern is None:
+            found[target] = _stored(source, name, wanted[target], dtype_of(target), target)
+        else:
+            _, inputs = conversions.setdefault(target, (by_pattern[pattern], []))
+            inputs.append((pattern, name, dtype_of(target)))
+    turn = ConversionTurn()
+    for target, (converter, inputs) in conversions.items():
+        run = partial(_convert, model, converter, target, inputs)
+        shapes = _try(run, source, target, inputs)
+        conversion = Conversion(partial(run, partial(_read, source)), turn)
+        for name, value in shapes.items():
+            _check_shape(name, tuple(value.shape), wanted.get(name), inputs[0][1], source)
+            found[name] = ConvertedFloat(tuple(value.shape), value.dtype, name, conversion)
+    return found, unplaced
+
+
+def _dtype_rule(model: Any, wanted: dict[str, Tensor]) -> Callable[[str], torch.dtype]:
+    """What dtype a tensor of the model gets: that in which the class builds it, or float32 where that says so."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(model.config.dtype)
+    if not plan:
+        return lambda name: wanted[name].dtype
+    pattern, glob_of, _ = build_glob_alternation(list(plan))
+
+    def dtype_of(name: str) -> torch.dtype:
+        match = pattern.search(name)
+        dtype: torch.dtype = plan[glob_of[str(match.lastgroup)]] if match else wanted[name].dtype
+        return dtype
+
+    return dtype_of
+
+
+def _stored(source: Source, name: str, wanted: Tensor, dtype: torch.dtype, target: str) -> FloatTensor:
+    tensor = source.tensors[name]
+    if tensor.dtype is None:
+        raise CheckpointError(f"{tensor.path}: tensor {name} is of a dtype that qgemm doesn't read")
+    _check_shape(target, tensor.shape, wanted, name, source)
+    return StoredFloat(source, name, dtype)
+
+
+def _check_shape(target: str, shape: tuple[int, ...], wanted: Tensor | None, name: str, source: Source) -> None:
+    path = source.tensors[name].path
+    if wanted is None:
+        raise CheckpointError(f"{path}: tensor {name} would become {target}, which the model doesn't have")
+    if shape != tuple(wanted.shape):
+        raise CheckpointError(f"{path}: {target} has shape {list(shape)}; the model's is {list(wanted.shape)}")
+
+
+def _convert(
+    model: Any,
+    converter: Any,
+    target: str,
+    inputs: list[tuple[str, str, torch.dtype]],
+    read: Callable[[str, torch.dtype], Tensor],
+) -> dict[str, Tensor]:
+    """Runs one of transformers' conversions."""
+    own = deepcopy(converter)
+    for pattern, name, dtype in inputs:
+        own.add_tensor(target, name, pattern, partial(read, name, dtype))
+    made = own.convert(target, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _read(source: Source, name: str, dtype: torch.dtype) -> Tensor:
+    tensor = source.tensors[name]
+    return source.read_rows(name, 0, tensor.shape[0] if tensor.shape else 1).to(dtype)
+
+
+def _try(
+    run: Callable[..., dict[str, Tensor]], source: Source, target: str, inputs: list[tuple[str, str, torch.dtype]]
+) -> dict[str, Tensor]:
+    """What a conversion makes, on meta."""
+
+    def read(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.empty(source.tensors[name].shape, dtype=dtype, device="meta")
+
+    try:
+        return run(read)
+    except Exception as error:  # whatever transformers' code makes of shapes that it didn't expect
+        names = [name for _, name, _ in inputs]
+        raise CheckpointError(f"{source.folder}: {_some(names)} can't be made into {target}: {error}") from error
+
+
+def _check_unplaced(model: Any, unplaced: list[str], drop: Iterable[str], folder: Path) -> None:
+    # As transformers has it: buffers that used to be stored.
+    ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
+    globs = list(drop)
+    left = [
+        name
+        for name in unplaced
+        if not any(re.search(pattern, name) for pattern in ignored)
+        and not any(fnmatchcase(name, glob) for glob in globs)
+    ]
+    if left:
+        raise CheckpointError(
+            f"{folder} holds tensors that {type(model).__name__} has no place for: {_some(left)}. If the model is to "
+            "go without them, pass their names, or globs, in drop"
+        )
+
+
+def _tie(model: Any, tensors: dict[str, FloatTensor], folder: Path) -> None:
+    """Ties what is tied once loaded; of two that are both in the files, only if they are the same."""
+    for alias, name in list(model.all_tied_weights_keys.items()):
+        _untie(model, alias)
+        if alias in tensors and name in tensors:
+            if _are_equal(tensors[alias], tensors[name]):
+                del tensors[alias]
+            else:
+                del model.all_tied_weights_keys[alias]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in tensors:
+            dtype = tensors[name].dtype
+            value = torch.empty(tensor.shape, dtype=dtype, device="meta")
+            _set(
+                model,
+                name,
+                nn.Parameter(value, value.is_floating_point()) if isinstance(tensor, nn.Parameter) else value,
+            )
+    missing = set(model.state_dict()) - set(tensors)
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    by_identity = {id(_get(model, name)) for name in tensors}
+    absent = [
+        name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) not in by_identity
+    ]
+    if absent:
+        raise CheckpointError(
+            f"{folder} lacks tensors of {type(model).__name__}, which transformers would fill with random numbers: "
+            f"{_some(absent)}"
+        )
+
+
+def _untie(model: Any, name: str) -> None:
+    parameter = _get(model, name)
+    _set(model, name, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
+
+
+def _are_equal(one: FloatTensor, other: FloatTensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return all(
+        torch.equal(one.rows(start, stop), other.rows(start, stop))
+        for start, stop in one.spans(max(1, one.row_count // 32))
+    )
+
+
+def _add_built(model: Any, tensors: dict[str, FloatTensor]) -> None:
+    """Computes the buffers that no file holds, as ``from_pretrained`` does once all else is loaded."""
+    names = transient_names(model) | {name for name, _ in model.named_buffers() if name not in tensors}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if name not in names:
+            value._is_hf_initialized = True
+    for name in names:
+        if (buffer := _get(model, name)) is not None:
+            _set(model, name, buffer.clone())
+    for module in model.modules():
+        module._is_hf_initialized = False
+    model.initialize_weights()
+    for name in names:
+        if (buffer := _get(model, name)) is not None:
+            tensors[name] = BuiltFloat(buffer)
+
+
+def _get(model: nn.Module, name: str) -> Tensor:
+    owner, leaf = split_name(name)
+    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
+    return tensor
+
+
+def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, leaf = split_name(name)
+    setattr(model.get_submodule(owner), leaf, tensor)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
