@@ -43,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels",
         "qgemm.scheme",
     },
+    "qgemm.__main__": set(),
     "qgemm": {
         "qgemm.integrations",
         "qgemm.streaming",
@@ -55,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # A quantized model is announced to the library that it is of: inside a function, for a model of such a library only.
 ANNOUNCED_TO = {"qgemm.quantize": {"qgemm.integrations"}, "qgemm.checkpoint": {"qgemm.integrations"}}
-OPTIONAL = {"transformers", "accelerate", "compressed_tensors", "huggingface_hub"}
+OPTIONAL = {"transformers", "accelerate", "compressed_tensors", "huggingface_hub", "peft"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -123,7 +124,7 @@ import torch, tqdm, safetensors.torch
 before = set(sys.modules)
 import qgemm
 new = {name.split(".")[0] for name in set(sys.modules) - before}
-heavy = new & {"transformers", "accelerate", "compressed_tensors", "huggingface_hub", "triton"}
+heavy = new & {"transformers", "accelerate", "compressed_tensors", "huggingface_hub", "peft", "triton"}
 assert not heavy, f"import qgemm imports {sorted(heavy)}"
 assert not torch.cuda.is_initialized(), "import qgemm initialises CUDA"
 """

@@ -1,0 +1,20 @@
+"""The command ``qgemm``: ``main`` runs it.
+
+A package beside ``qgemm``, because importing anything below ``qgemm`` imports PyTorch, which takes seconds: ``qgemm
+--help``, a mistyped option and ``qgemm --version`` don't wait for that. ``app.py`` has the options and the help of
+every command and imports no PyTorch; ``commands/`` has what each of them does, imported when it runs.
+"""
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line in ``sys.argv`` and exits: 0 fine, 1 problems found, 2 it couldn't, 130 interrupted."""
+    try:
+        from qgemm_cli.app import app
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in ("typer", "rich", "click"):
+            raise
+        print(f'The qgemm command needs {error.name}: pip install "qgemm[cli]"', file=sys.stderr)
+        sys.exit(2)
+    app(prog_name="qgemm")

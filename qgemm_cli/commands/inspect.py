@@ -1,0 +1,138 @@
+"""``qgemm inspect``: what a checkpoint is, its layers, sizes and coverage, and what is wrong with it.
+
+Only headers are read, and of the values those that can be checked: scales, and whatever a file has checksums of.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from qgemm_cli.layers import StoredLayer, coverage, dtype_name, find_layers
+from qgemm_cli.output import print_lines, print_table, printable, progress_bar, size
+from qgemm_cli.patterns import collapse, natural_order, pattern_of
+from qgemm_cli.reading import Checkpoint, open_checkpoint
+from qgemm_cli.soundness import damaged_values, find_problems, scale_names, values_to_check
+
+MOST_ROWS = 200
+MOST_PROBLEMS = 50
+MOST_TIES = 5
+
+
+def examine(path: Path, verify: bool) -> dict[str, Any]:
+    """What is at ``path``, as the document that ``--json`` prints.
+
+    ``verify``: read the values that can be checked, too.
+    """
+    checkpoint = open_checkpoint(path)
+    layers = sorted(find_layers(checkpoint.stored, checkpoint.bits), key=lambda layer: natural_order(layer.name))
+    problems = [*checkpoint.problems, *find_problems(checkpoint, layers)]
+    scales = scale_names(layers)
+    wanted = values_to_check(checkpoint, scales) if verify else {}
+    total = sum(tensor.nbytes for tensor in wanted.values())
+    with progress_bar("verify", total, shown=total > 0) as advance:
+        problems += damaged_values(wanted, scales, advance)
+    contents = checkpoint.contents
+    return {
+        "path": str(path),
+        "format": checkpoint.format,
+        "variant": checkpoint.variant,
+        "architecture": _architecture(checkpoint),
+        "loads": contents is not None,
+        "refusal": checkpoint.refusal or None,
+        "files": [{"name": file.name, "bytes": file.stat().st_size} for file in checkpoint.files],
+        "bytes": {
+            "disk": sum(file.stat().st_size for file in checkpoint.files),
+            "tensors": sum(tensor.nbytes for tensor in checkpoint.stored.values()),
+            "memory": None if contents is None else sum(tensor.nbytes for tensor in contents.headers.values()),
+        },
+        "dtypes": _dtypes(checkpoint),
+        "weights": sum(layer.weights for layer in layers if layer.kind != "other"),
+        "coverage": coverage(layers),
+        "tied": {} if contents is None else contents.manifest.tied,
+        "layers": [_describe(layer, checkpoint) for layer in layers],
+        "verified": {"tensors": len(wanted), "bytes": total} if verify else None,
+        "problems": problems,
+    }
+
+
+def _architecture(checkpoint: Checkpoint) -> str | None:
+    names = checkpoint.config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
+def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for tensor in checkpoint.stored.values():
+        counts[dtype_name(tensor.dtype)] += tensor.nbytes
+    return dict(counts.most_common())
+
+
+def _describe(layer: StoredLayer, checkpoint: Checkpoint) -> dict[str, Any]:
+    scheme = None if checkpoint.contents is None else checkpoint.contents.manifest.layers.get(layer.name)
+    return {
+        "name": layer.name,
+        "kind": layer.kind,
+        "storage": layer.storage,
+        "quantized": layer.is_quantized,
+        "scheme": None if scheme is None else scheme.name,
+        "shape": list(layer.shape),
+        "bytes": layer.nbytes,
+    }
+
+
+def show(document: dict[str, Any], every_layer: bool) -> None:
+    """Prints the document for people: a row for each kind of layer, or for ``every_layer``."""
+    print_lines(_summary(document))
+    layers = document["layers"]
+    rows = list(_rows(layers, every_layer))
+    shown = rows if every_layer else rows[:MOST_ROWS]
+    print_table(("layer", "count", "kind", "stored as", "shape", "bytes"), shown, right=(1, 5))
+    if len(shown) < len(rows):
+        print_lines([f"and {len(rows) - len(shown)} rows more: --all shows every layer"])
+    problems = document["problems"]
+    print_lines(f"problem: {printable(problem, 1000)}" for problem in problems[:MOST_PROBLEMS])
+    if len(problems) > MOST_PROBLEMS:
+        print_lines([f"and {len(problems) - MOST_PROBLEMS} problems more: --json has all of them"])
+    if not problems:
+        print_lines(["no problems found"])
+
+
+def _summary(document: dict[str, Any]) -> Iterable[str]:
+    variant = f" ({document['variant']})" if document["variant"] else ""
+    architecture = f", {document['architecture']}" if document["architecture"] else ""
+    yield printable(f"{document['format']}{variant}{architecture}", 200)
+    files, nbytes = len(document["files"]), document["bytes"]
+    memory = "" if nbytes["memory"] is None else f", {size(nbytes['memory'])} in memory as qgemm loads it"
+    yield f"{size(nbytes['disk'])} in {files} file{'s' * (files != 1)}{memory}; {document['weights']:,} weights"
+    yield "dtypes: " + ", ".join(f"{name} {size(count)}" for name, count in document["dtypes"].items())
+    share = document["coverage"]
+    if share is not None:
+        yield f"quantized: {share:.1%} of the weights of linear layers and experts"
+    refusal = printable(document["refusal"] or "see the problems", 500)
+    yield "qgemm loads it" if document["loads"] else f"qgemm doesn't load it: {refusal}"
+    for alias, name in list(document["tied"].items())[:MOST_TIES]:
+        yield f"tied: {printable(alias)} is {printable(name)}"
+    if document["verified"] is not None:
+        tensors = document["verified"]["tensors"]
+        yield f"values checked: {tensors} tensors, {size(document['verified']['bytes'])}"
+
+
+def _rows(layers: list[dict[str, Any]], every_layer: bool) -> Iterable[tuple[str, ...]]:
+    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for layer in layers:
+        name = layer["name"] if every_layer else pattern_of(layer["name"])
+        key = (name, layer["kind"], layer["storage"], layer["scheme"], tuple(layer["shape"]))
+        groups.setdefault(key, []).append(layer)
+    for (name, kind, storage, scheme, shape), members in groups.items():
+        shown = str(name) if every_layer else collapse(layer["name"] for layer in members)
+        yield (
+            printable(shown) or "(the model itself)",
+            str(len(members)),
+            str(kind),
+            str(scheme or storage),
+            " x ".join(map(str, shape)) if isinstance(shape, tuple) else "",
+            size(sum(layer["bytes"] for layer in members)),
+        )

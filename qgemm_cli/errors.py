@@ -1,0 +1,54 @@
+"""Exit codes, and how a command fails: one sentence on standard error, no traceback."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from qgemm_cli.output import printable
+
+PROBLEMS = 1
+FAILED = 2
+INTERRUPTED = 130
+
+
+@contextmanager
+def running(debug: bool) -> Iterator[None]:
+    """Around the work of a command: errors end it with exit code 2 and one sentence, Ctrl-C with 130.
+
+    ``debug`` shows where an error came from. Warnings are shown in a line each.
+    """
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning  # type: ignore[assignment]  # put back by catch_warnings
+        try:
+            yield
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+        except (typer.Exit, BrokenPipeError):
+            raise
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            else:
+                print(f"qgemm: {describe(error)}", file=sys.stderr)
+            raise typer.Exit(FAILED) from None
+
+
+def describe(error: Exception) -> str:
+    """An error in one line. One that isn't meant for users is called by its kind, and by how to see where it was."""
+    text = printable(" ".join(str(error).split()), limit=2000)
+    if isinstance(error, (ValueError, OSError, ImportError)) and text:
+        return text
+    return f"{type(error).__name__}: {text or 'no more is known'} (--debug shows where)"
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
+    # Deprecations inside of libraries are nothing that somebody at a prompt can mend.
+    if not issubclass(category, (DeprecationWarning, PendingDeprecationWarning, FutureWarning)):
+        print(f"warning: {printable(' '.join(str(message).split()), limit=2000)}", file=sys.stderr)

@@ -1,0 +1,170 @@
+"""What layers the tensors of a checkpoint are, told by their names, shapes and dtypes alone: no model is built.
+
+| format | a layer ``[N, K]`` in the files |
+|---|---|
+| qgemm, compressed-tensors | ``weight`` int8 with ``weight_scale`` ``[N]``, ``[N, 1]`` or ``[1]`` |
+| bitsandbytes | ``weight`` int8 with ``SCB`` ``[N]``; in 4 bits ``weight`` uint8 with ``weight.quant_state...`` |
+| fp8 | ``weight`` float8 with ``weight_scale`` or, in blocks, ``weight_scale_inv`` |
+| compressed-tensors, packed | ``weight_packed`` int32 ``[N, K * bits / 32]`` with ``weight_scale`` ``[N, groups]`` |
+| GPTQ | ``qweight`` int32 ``[K * bits / 32, N]`` with ``scales`` ``[groups, N]`` and ``qzeros`` |
+| AWQ | ``qweight`` int32 ``[K, N * bits / 32]`` with the same |
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.tensors import FLOAT_DTYPES
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+MATRICES = ("linear", "experts")
+"""The kinds of layers that take part in matrix products, and so can be quantized."""
+
+_FOUR_BIT_STATE = re.compile(r"(.*)\.(weight\.(?:(?:nested_)?absmax|(?:nested_)?quant_map|quant_state\..*))")
+_COMPANIONS = re.compile(r"(.*?)_(scale|scales|scale_inv|bias|blocks|zero_point)")
+# "embed_out" is an output head.
+_EMBEDDING = re.compile(r"embed(?!_out)|^wte$|^wpe$|^shared$|relative_attention_bias")
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """A layer, or what else one module holds.
+
+    - ``kind``: ``"linear"``, ``"experts"`` (the weights of all experts in one tensor), ``"embedding"`` or ``"other"``.
+    - ``storage``: what its weight is stored as: ``"int8"``, ``"fp8"``, ``"int4"``, or a float dtype's name.
+    - ``shape``: of the weight as it is multiplied, ``[N, K]``, whatever it is packed into.
+    - ``tensors``: by what follows the layer's name.
+    """
+
+    name: str
+    kind: str
+    storage: str
+    shape: tuple[int, ...]
+    tensors: dict[str, StoredTensor]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its weight is stored in less than 16 bits."""
+        return self.storage.startswith(("int", "uint", "fp8", "nf4", "fp4")) and self.kind in MATRICES
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors, as they are stored."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def weights(self) -> int:
+        """How many numbers the weight has."""
+        return math.prod(self.shape)
+
+    @property
+    def scales(self) -> dict[str, StoredTensor]:
+        """The tensors that its weight is multiplied by, by their full names."""
+        return {self.full_name(leaf): tensor for leaf, tensor in self.tensors.items() if is_scale(leaf)}
+
+    def full_name(self, leaf: str) -> str:
+        """The name of one of ``tensors`` in the files."""
+        if self.kind == "experts":
+            return self.name + leaf
+        return f"{self.name}.{leaf}" if self.name else leaf
+
+
+def is_scale(leaf: str) -> bool:
+    """Whether a tensor of this name, without its layer's, scales values."""
+    return leaf == "SCB" or leaf.endswith(("scale", "scales", "scale_inv", "absmax"))
+
+
+def find_layers(stored: dict[str, StoredTensor], bits: int | None = None) -> list[StoredLayer]:
+    """The layers that ``stored`` holds, in its order. ``bits``: of packed weights, by the config; 4 if None."""
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, tensor in stored.items():
+        if match := _FOUR_BIT_STATE.fullmatch(name):
+            module, leaf = match.groups()
+        else:
+            module, _, leaf = name.rpartition(".")
+        modules.setdefault(module, {})[leaf] = tensor
+    return [layer for name, tensors in modules.items() for layer in _layers_of(name, tensors, bits or 4)]
+
+
+def _layers_of(module: str, tensors: dict[str, StoredTensor], bits: int) -> Iterable[StoredLayer]:
+    tensors = dict(tensors)
+    if "expert" in module:
+        for leaf in [leaf for leaf, tensor in tensors.items() if _is_experts(leaf, tensor)]:
+            base = leaf.removesuffix("_blocks")
+            own = [one for one in tensors if one == leaf or ((m := _COMPANIONS.fullmatch(one)) and m[1] == base)]
+            storage, shape = _experts_storage(leaf, tensors[leaf])
+            name = f"{module}.{base}" if module else base
+            yield StoredLayer(name, "experts", storage, shape, {one[len(base) :]: tensors.pop(one) for one in own})
+    if not tensors:
+        return
+    if (linear := _packed(tensors, bits) or _plain(module, tensors)) is not None:
+        kind, storage, shape = linear
+        yield StoredLayer(module, kind, storage, shape, tensors)
+    else:
+        largest = max(tensors.values(), key=lambda tensor: math.prod(tensor.shape))
+        yield StoredLayer(module, "other", dtype_name(largest.dtype), largest.shape, tensors)
+
+
+def _is_experts(leaf: str, tensor: StoredTensor) -> bool:
+    if leaf.endswith("_blocks"):
+        return tensor.dtype == torch.uint8 and len(tensor.shape) == 4
+    return len(tensor.shape) == 3 and not is_scale(leaf) and not leaf.endswith(("_bias", "_zero_point"))
+
+
+def _experts_storage(leaf: str, tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:
+    if leaf.endswith("_blocks"):  # gpt-oss: two values of 4 bits in a byte
+        experts, n, groups, half = tensor.shape
+        return "fp4", (experts, n, 2 * groups * half)
+    return _value_name(tensor.dtype), tensor.shape
+
+
+def _packed(tensors: dict[str, StoredTensor], bits: int) -> tuple[str, str, tuple[int, ...]] | None:
+    per_word = 32 / bits
+    if (packed := tensors.get("weight_packed")) is not None and len(packed.shape) == 2:
+        return "linear", f"int{bits}", (packed.shape[0], int(packed.shape[1] * per_word))
+    qweight, scales = tensors.get("qweight"), tensors.get("scales")
+    if qweight is None or len(qweight.shape) != 2:
+        return None
+    rows, columns = qweight.shape
+    if scales is not None and scales.shape[-1:] == (columns,):  # GPTQ; AWQ packs along N
+        return "linear", f"int{bits}", (columns, int(rows * per_word))
+    return "linear", f"int{bits}", (int(columns * per_word), rows)
+
+
+def _plain(module: str, tensors: dict[str, StoredTensor]) -> tuple[str, str, tuple[int, ...]] | None:
+    weight = tensors.get("weight")
+    if weight is None:
+        return None
+    for leaf in tensors:
+        if leaf.startswith("weight.quant_state.bitsandbytes__"):
+            return "linear", leaf.removeprefix("weight.quant_state.bitsandbytes__"), (2 * math.prod(weight.shape),)
+    if len(weight.shape) != 2:
+        return None
+    is_embedding = _EMBEDDING.search(module.rpartition(".")[2]) is not None
+    if weight.dtype in (torch.int8, *FP8_DTYPES):
+        return "linear", _value_name(weight.dtype), weight.shape
+    if weight.dtype in FLOAT_DTYPES:
+        return "embedding" if is_embedding else "linear", dtype_name(weight.dtype), weight.shape
+    return None
+
+
+def _value_name(dtype: torch.dtype | None) -> str:
+    return "fp8" if dtype in FP8_DTYPES else dtype_name(dtype)
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return "unknown" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def coverage(layers: Iterable[StoredLayer]) -> float | None:
+    """The share of the weights of linear layers and experts that is quantized, 0 to 1; None if there are none."""
+    matrices = [layer for layer in layers if layer.kind in MATRICES]
+    total = sum(layer.weights for layer in matrices)
+    return sum(layer.weights for layer in matrices if layer.is_quantized) / total if total else None

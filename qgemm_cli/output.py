@@ -1,0 +1,96 @@
+"""What a command prints: tables for people, one JSON document for programs, sizes and names that are safe to show."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+_WIDTH_OF_A_PIPE = 1000  # a file or another program has no width: nothing is cut there
+
+
+def printable(text: str, limit: int = 120) -> str:
+    """``text`` with what a terminal would act on, such as escape sequences, spelled out; cut in its middle if long."""
+    if len(text) > limit:
+        half = limit // 2
+        text = f"{text[:half]}...{text[-half:]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def size(count: float) -> str:
+    """Bytes for people: ``"1.5 GB"`` is 1.5 * 10^9."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5 or unit == "GB":
+            break
+        count /= 1000
+    return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}" if count < 999.5 else f"{count:,.0f} {unit}"
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """One JSON document on standard output; NaN and infinities, which JSON lacks, become null."""
+    sys.stdout.write(json.dumps(_finite(document), indent=2, allow_nan=False) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Plain lines on standard output, wrapped where a terminal ends."""
+    console = _console()
+    for line in lines:
+        console.print(Text(line))
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", right: Iterable[int] = ()
+) -> None:
+    """A table on standard output; ``right`` has the columns that are aligned to the right."""
+    table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
+    numeric = set(right)
+    for index, column in enumerate(columns):
+        justify = "right" if index in numeric else "left"
+        table.add_column(column, justify=justify, no_wrap=index in numeric, overflow="fold")  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(*map(Text, row))  # Text: a name in brackets is no markup
+    _console().print(table)
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_OF_A_PIPE)
+
+
+class Advance(Protocol):
+    """How a loop tells of its progress."""
+
+    def __call__(self, amount: float) -> None:
+        """``amount`` more is done."""
+
+
+@contextmanager
+def progress_bar(title: str, total: float, shown: bool) -> Iterator[Advance]:
+    """A bar on standard error while the block runs, if ``shown`` and if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda amount: progress.update(task, advance=amount)

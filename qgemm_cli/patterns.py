@@ -1,0 +1,48 @@
+"""Names of the same shape in one line: ``model.layers.{0..31}.mlp.up_proj``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+# Longer numbers are no positions in a list, and Python refuses to read those of thousands of digits.
+_NUMBER = re.compile(r"(?<![^.])\d{1,6}(?![^.])")
+
+
+def pattern_of(name: str) -> str:
+    """``name`` with ``{}`` for each part that is a number."""
+    return _NUMBER.sub("{}", name.replace("{", "(").replace("}", ")"))
+
+
+def collapse(names: Iterable[str]) -> str:
+    """Names that have one pattern, as one: each place shows the numbers that are there in some name."""
+    numbers: list[set[int]] = []
+    pattern = ""
+    for name in names:
+        pattern = pattern_of(name)
+        found = [int(number) for number in _NUMBER.findall(name)]
+        if not numbers:
+            numbers = [set() for _ in found]
+        for known, number in zip(numbers, found, strict=True):
+            known.add(number)
+    parts = pattern.split("{}")
+    shown = [ranges(known) for known in numbers]
+    return parts[0] + "".join(number + part for number, part in zip(shown, parts[1:], strict=True))
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """``"{0..3,7}"`` for 0, 1, 2, 3 and 7; a single number as it is."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    if len(runs) == 1 and len(runs[0]) == 1:
+        return str(runs[0][0])
+    return "{" + ",".join("..".join(map(str, run)) for run in runs) + "}"
+
+
+def natural_order(name: str) -> tuple[tuple[int, int, str], ...]:
+    """A key that sorts ``layers.2`` before ``layers.10``."""
+    return tuple((0, int(part), "") if _NUMBER.fullmatch(part) else (1, 0, part) for part in name.split("."))

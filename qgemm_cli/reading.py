@@ -1,0 +1,179 @@
+"""Opens a checkpoint of any format by its headers: what it is, what it holds, and what is wrong with it.
+
+Nothing is built and no values are read. Files come from anywhere: names are only followed to files in the folder, and
+a damaged file is a problem to report, so that the rest is still shown.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.formats import read_contents
+from qgemm.checkpoint.layout import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, checkpoint_file, checkpoint_files, read_json
+from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_headers
+from qgemm_cli.layers import FP8_DTYPES
+
+FLOAT = "float"
+UNKNOWN = "unknown"
+
+
+@dataclass
+class Checkpoint:
+    """A checkpoint, read as far as it can be.
+
+    - ``folder``: None for a single file, whose ``config`` is empty.
+    - ``format``: ``"qgemm"``, ``"compressed-tensors"``, ``"bitsandbytes"``, ``"gptq"``, ``"awq"``, ``"fp8"``,
+      ``"float"``, ``"unknown"``, or another ``quant_method`` that the config names.
+    - ``variant``: more of it in words, such as ``"int-quantized"`` or ``"4 bits"``; ``bits`` of packed weights.
+    - ``contents``: as ``load_quantized`` sees it, or None with the ``refusal`` that it would raise.
+    - ``problems``: what is wrong with the files.
+    """
+
+    path: Path
+    folder: Path | None
+    stored: dict[str, StoredTensor]
+    config: dict[str, Any] = field(default_factory=dict)
+    format: str = UNKNOWN
+    variant: str = ""
+    bits: int | None = None
+    contents: Contents | None = None
+    refusal: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def files(self) -> list[Path]:
+        """Those that hold tensors."""
+        return sorted({tensor.path for tensor in self.stored.values()})
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at ``path``: a folder, its index, or a single safetensors file.
+
+    Raises ``CheckpointError`` if there is none, or nothing of it can be read.
+    """
+    if path.name == INDEX_FILE and not path.is_dir():
+        path = path.parent
+    if os.path.isdir(path):
+        checkpoint = _open_folder(path)
+    elif not os.path.isfile(path):
+        raise CheckpointError(f"{path} is no folder and no file")
+    elif path.suffix != ".safetensors":
+        raise CheckpointError(f"{path} is no safetensors file; qgemm opens a folder, {INDEX_FILE} or FILE.safetensors")
+    else:
+        checkpoint = Checkpoint(path, None, read_header(path))
+    _identify(checkpoint)
+    if checkpoint.folder is not None and not checkpoint.problems:
+        _read_as_qgemm_does(checkpoint, checkpoint.folder)
+    return checkpoint
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    checkpoint = Checkpoint(folder, folder, {})
+    if (folder / CONFIG_FILE).exists():
+        try:
+            checkpoint.config = read_json(checkpoint_file(folder, CONFIG_FILE))
+        except CheckpointError as error:
+            checkpoint.problems.append(str(error))
+    try:
+        checkpoint.stored = read_headers(folder)
+    except CheckpointError as error:
+        checkpoint.stored, damages = _salvage(folder)
+        if not checkpoint.stored:
+            raise CheckpointError(_nothing_to_read(folder, error)) from error
+        if (folder / INDEX_FILE).exists() or (folder / WEIGHTS_FILE).exists():
+            checkpoint.problems += [str(error), *(damage for damage in damages if damage != str(error))]
+    return checkpoint
+
+
+def _salvage(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
+    """The tensors of all files that can be read, and what is wrong with the others."""
+    stored: dict[str, StoredTensor] = {}
+    problems = []
+    names = [name for name in checkpoint_files(folder) if name.endswith(".safetensors")]
+    if not names:  # a file of another name, if there is one
+        others = sorted(path.name for path in folder.glob("*.safetensors"))
+        names = others if len(others) == 1 else []
+    for name in names:
+        try:
+            for tensor_name, tensor in read_header(checkpoint_file(folder, name)).items():
+                stored.setdefault(tensor_name, tensor)
+        except CheckpointError as error:
+            problems.append(str(error))
+    return stored, problems
+
+
+def _nothing_to_read(folder: Path, error: CheckpointError) -> str:
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+    if pickles and not (folder / INDEX_FILE).exists() and not (folder / WEIGHTS_FILE).exists():
+        return f"{folder} has no safetensors but {pickles[0]}, a pickle, which can run code: qgemm opens none"
+    return str(error)
+
+
+def _identify(checkpoint: Checkpoint) -> None:
+    quantization = checkpoint.config.get("quantization_config", checkpoint.config.get("compression_config"))
+    if not isinstance(quantization, dict):
+        checkpoint.format, checkpoint.variant = _format_of_tensors(checkpoint.stored)
+        return
+    method = quantization.get("quant_method")
+    if method is None and ("load_in_8bit" in quantization or "load_in_4bit" in quantization):
+        method = "bitsandbytes"
+    checkpoint.format = method if isinstance(method, str) and method else UNKNOWN
+    checkpoint.bits = _bits(quantization)
+    if method == "compressed-tensors":
+        checkpoint.variant = str(quantization.get("format") or "")
+    elif method == "bitsandbytes":
+        checkpoint.variant = "int8" if quantization.get("load_in_8bit") is True else "4 bits"
+    elif checkpoint.bits is not None:
+        group = quantization.get("group_size", quantization.get("q_group_size"))
+        groups = f", groups of {group}" if isinstance(group, int) and group > 0 else ""
+        checkpoint.variant = f"{checkpoint.bits} bits{groups}"
+
+
+def _bits(quantization: dict[str, Any]) -> int | None:
+    """Of packed weights, by the config; None if it doesn't say, or says what can't be."""
+    groups = quantization.get("config_groups")
+    found = [quantization.get("bits"), quantization.get("w_bit")]
+    for group in groups.values() if isinstance(groups, dict) else ():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        found.append(weights.get("num_bits") if isinstance(weights, dict) else None)
+    return next((bits for bits in found if type(bits) is int and 1 <= bits <= 16), None)
+
+
+def _format_of_tensors(stored: dict[str, StoredTensor]) -> tuple[str, str]:
+    leaves = {name.rpartition(".")[2] for name in stored}
+    if "qweight" in leaves:
+        return ("gptq", "") if "g_idx" in leaves else ("gptq or awq", "")
+    if "weight_packed" in leaves:
+        return "compressed-tensors", "packed"
+    if "SCB" in leaves:
+        return "bitsandbytes", "int8"
+    if any(".quant_state.bitsandbytes__" in name for name in stored):
+        return "bitsandbytes", "4 bits"
+    dtypes = {tensor.dtype for tensor in stored.values()}
+    if dtypes & set(FP8_DTYPES):
+        return "fp8", ""
+    if torch.int8 in dtypes and "weight_scale" in leaves:
+        is_flat = all(len(tensor.shape) < 2 for name, tensor in stored.items() if name.endswith(".weight_scale"))
+        return ("qgemm", "") if is_flat else ("compressed-tensors", "int-quantized")
+    is_float = all(dtype is not None and (dtype.is_floating_point or dtype.itemsize > 1) for dtype in dtypes)
+    return (FLOAT, "") if is_float else (UNKNOWN, "")
+
+
+def _read_as_qgemm_does(checkpoint: Checkpoint, folder: Path) -> None:
+    if checkpoint.format == FLOAT:
+        checkpoint.refusal = "it is not quantized: qgemm quantize makes a checkpoint that is"
+        return
+    try:
+        config_path = checkpoint_file(folder, CONFIG_FILE)
+        checkpoint.contents = read_contents(folder, checkpoint.config, config_path)
+    except CheckpointError as error:
+        checkpoint.refusal = str(error)
+        if checkpoint.format == "qgemm":
+            checkpoint.problems.append(str(error))

@@ -1,0 +1,157 @@
+"""What is wrong with a checkpoint: tensors that are missing, don't fit each other, or hold what no value can be."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.safetensors_file import StoredTensor, has_checksums, read_and_check
+from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm_cli.layers import StoredLayer
+from qgemm_cli.patterns import ranges
+from qgemm_cli.reading import Checkpoint
+
+_BLOCK = re.compile(r"(.*?(?:^|\.)(?:layers|layer|blocks|block|h))\.(\d{1,6})\.[^.]+\.")
+
+
+def find_problems(checkpoint: Checkpoint, layers: list[StoredLayer]) -> Iterator[str]:
+    """What names, shapes and dtypes show."""
+    for layer in layers:
+        yield from _problems_of_layer(layer)
+    if checkpoint.contents is not None and not checkpoint.contents.is_foreign:
+        yield from _problems_of_manifest(checkpoint, layers)
+    yield from _missing_blocks(checkpoint)
+
+
+def _problems_of_layer(layer: StoredLayer) -> Iterator[str]:
+    tensors = layer.tensors
+    if layer.kind == "other":
+        for leaf in tensors:
+            if leaf in ("weight_scale", "weight_scale_inv", "SCB", "qzeros"):
+                yield f"{layer.full_name(leaf)} belongs to a weight that is missing or not quantized"
+        return
+    if layer.kind == "linear" and layer.storage in ("int8", "fp8") and "weight" in tensors:
+        found = [leaf for leaf in ("weight_scale", "weight_scale_inv", "SCB") if leaf in tensors]
+        if not found and layer.storage == "int8":
+            yield f"{layer.full_name('weight')} is int8 but has no scale"
+        for leaf in found:
+            if not _scale_fits(layer, leaf):
+                yield (
+                    f"{layer.full_name(leaf)} has shape {list(tensors[leaf].shape)}, which doesn't fit a weight of "
+                    f"{list(layer.shape)}"
+                )
+    elif layer.kind == "linear" and not layer.is_quantized:
+        for leaf in ("weight_scale", "weight_scale_inv", "SCB"):
+            if leaf in tensors:
+                yield f"{layer.full_name(leaf)} belongs to a weight that is {layer.storage}, not quantized"
+    if "qweight" in tensors:
+        for leaf in ("scales", "qzeros"):
+            if leaf not in tensors:
+                yield f"{layer.name} has a qweight but no {leaf}"
+    if "weight_packed" in tensors and "weight_scale" not in tensors:
+        yield f"{layer.name} has a weight_packed but no weight_scale"
+    bias = tensors.get("bias")
+    if layer.kind == "linear" and bias is not None and len(layer.shape) == 2:
+        # transformers' Conv1D holds its float weight transposed.
+        outputs = layer.shape[:1] if layer.is_quantized else layer.shape
+        if len(bias.shape) != 1 or bias.shape[0] not in outputs:
+            yield (
+                f"{layer.full_name('bias')} has shape {list(bias.shape)}, which doesn't fit a weight of "
+                f"{list(layer.shape)}"
+            )
+
+
+def _scale_fits(layer: StoredLayer, leaf: str) -> bool:
+    n, k = layer.shape
+    shape = layer.tensors[leaf].shape
+    if leaf == "SCB":
+        return shape == (n,)
+    is_blocks = layer.storage == "fp8" and len(shape) == 2 and 1 <= shape[0] <= n and 1 <= shape[1] <= k
+    return shape in ((), (1,), (n,), (n, 1)) or is_blocks
+
+
+def _problems_of_manifest(checkpoint: Checkpoint, layers: list[StoredLayer]) -> Iterator[str]:
+    assert checkpoint.contents is not None
+    manifest, stored = checkpoint.contents.manifest, checkpoint.stored
+    quantized = {layer.name for layer in layers if layer.is_quantized}
+    for name in manifest.layers:
+        if name not in quantized and name not in manifest.tied:
+            alias = manifest.tied.get(f"{name}.weight", "").removesuffix(".weight")
+            if alias not in quantized:
+                yield f"config.json says that {name} is quantized, but the files hold no such layer"
+    for name in sorted(quantized - manifest.layers.keys()):
+        yield f"{name} is quantized, but config.json doesn't list it"
+    for alias, name in manifest.tied.items():
+        if name not in stored:
+            yield f"config.json ties {alias} to {name}, which no file holds"
+        elif alias in stored:
+            yield f"config.json ties {alias} to {name}, but the files hold both"
+
+
+def _missing_blocks(checkpoint: Checkpoint) -> Iterator[str]:
+    """Whole blocks of a model that no file has a tensor of."""
+    numbers: dict[str, set[int]] = defaultdict(set)
+    for name in checkpoint.stored:
+        if match := _BLOCK.match(name):
+            numbers[match[1]].add(int(match[2]))
+    counted = checkpoint.config.get("num_hidden_layers", checkpoint.config.get("n_layer"))
+    for prefix, present in numbers.items():
+        wanted = max(present) + 1
+        if len(numbers) == 1 and type(counted) is int and wanted < counted <= 100_000:
+            wanted = counted
+        if missing := [number for number in range(wanted) if number not in present]:
+            if wanted <= 100_000:
+                yield f"{prefix} has {len(present)} of {wanted} blocks: {ranges(missing)} is missing"
+
+
+def values_to_check(checkpoint: Checkpoint, scales: Container[str]) -> dict[str, StoredTensor]:
+    """The tensors that ``damaged_values`` is to read: ``scales``, and all of a file that has checksums."""
+    checked = {path for path in checkpoint.files if has_checksums(path)}
+    return {
+        name: tensor
+        for name, tensor in checkpoint.stored.items()
+        if tensor.dtype is not None and (tensor.path in checked or name in scales)
+    }
+
+
+def scale_names(layers: Iterable[StoredLayer]) -> set[str]:
+    """The scales of quantized layers, but for those that are quantized themselves."""
+    return {
+        name
+        for layer in layers
+        if layer.is_quantized
+        for name, tensor in layer.scales.items()
+        if tensor.dtype in FLOAT_DTYPES
+    }
+
+
+def damaged_values(
+    stored: dict[str, StoredTensor], scales: Container[str], advance: Callable[[float], object]
+) -> Iterator[str]:
+    """Reads ``stored``, one tensor at a time, and says which differ from their checksum or can't be ``scales``."""
+    by_path: dict[object, dict[str, StoredTensor]] = defaultdict(dict)
+    for name, tensor in stored.items():
+        by_path[tensor.path][name] = tensor
+    for tensors in by_path.values():
+        try:
+            for name, value, is_sound in read_and_check(tensors, torch.device("cpu")):
+                advance(tensors[name].nbytes)
+                if is_sound is False:
+                    yield f"{tensors[name].path}: {name} doesn't have the checksum that it was saved with"
+                elif name in scales:
+                    if bad := _bad_scales(name, value):
+                        yield f"{tensors[name].path}: {name} holds {bad} of {value.numel()} scales that can't be"
+        except CheckpointError as error:
+            yield str(error)
+
+
+def _bad_scales(name: str, value: Tensor) -> int:
+    """How many are NaN, infinite, negative, or 0 where that makes a weight of zeros by mistake."""
+    may_be_zero = name.endswith(("SCB", "absmax", ".scales"))  # a row or group of zeros
+    is_fine = value.isfinite() & ((value >= 0) if may_be_zero else (value > 0))
+    return int((~is_fine).sum())

@@ -1,0 +1,113 @@
+"""The command as such: help, version, errors, exit codes, and what it imports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qgemm
+from cli.command import run, run_failing
+from qgemm_cli.app import app
+from qgemm_cli.output import printable, size
+
+ROOT = Path(__file__).parent.parent.parent
+COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+
+
+def run_python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+IMPORTED = """
+import atexit, sys
+atexit.register(lambda: print("imported:", sorted({"torch", "transformers", "qgemm"} & set(sys.modules))))
+from qgemm_cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS), ["inspekt"]])
+def test_help_and_typing_mistakes_wait_for_no_import(arguments: list[str]) -> None:
+    result = run_python(IMPORTED, *arguments)
+    assert "imported: []" in result.stdout
+    assert "Usage" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_has_examples(command: str) -> None:
+    assert f"qgemm {command} " in run(command, "--help").stdout.split("Examples")[1]
+
+
+def test_python_m_and_version() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "qgemm", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (result.stdout.strip(), result.returncode) == (qgemm.__version__, 0)
+
+
+def test_without_typer_it_says_what_to_install() -> None:
+    result = run_python("import sys; sys.modules['typer'] = None\nfrom qgemm_cli import main; main()")
+    assert result.returncode == 2
+    assert result.stderr == 'The qgemm command needs typer: pip install "qgemm[cli]"\n'
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def examine(*_: Any) -> None:
+        warnings.warn("look\nout", stacklevel=1)
+        print("a library prints")
+        raise error
+
+    monkeypatch.setattr("qgemm_cli.commands.inspect.examine", examine)
+
+
+def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fail_with(monkeypatch, KeyboardInterrupt())
+    result = run("inspect", tmp_path, exit_code=130)
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == ["warning: look out", "a library prints", "interrupted"]
+
+
+def test_an_error_is_one_line_and_debug_shows_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fail_with(monkeypatch, RuntimeError("CUDA error\nlong \x1b[2J story"))
+    result = run("inspect", tmp_path, exit_code=2)
+    last = result.stderr.splitlines()[-1]
+    assert last == r"qgemm: RuntimeError: CUDA error long \x1b[2J story (--debug shows where)"
+    assert "Traceback" in run("inspect", tmp_path, "--debug", exit_code=2).stderr
+
+
+def test_a_mistaken_option_is_exit_code_2(tmp_path: Path) -> None:
+    assert "No such option" in run("inspect", tmp_path, "--nonsense", exit_code=2).stderr
+    assert "no folder" in run_failing("inspect", tmp_path / "nowhere", "--json")
+
+
+def test_colours_and_width_of_a_terminal(int8_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = run("inspect", int8_folder).stdout
+    assert "\x1b[1m" in narrow
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("FORCE_COLOR")
+    plain = run("inspect", int8_folder).stdout
+    assert "\x1b" not in plain
+    assert "model.layers.{0..1}.post_attention_layernorm" in plain  # not cut: a pipe has no width
+
+
+def test_sizes_and_names() -> None:
+    assert [size(count) for count in (0, 999, 1000, 1.5e6, 2.35e9, 1.5e12)] == [
+        "0 B", "999 B", "1 kB", "1.5 MB", "2.35 GB", "1,500 GB",
+    ]  # fmt: skip
+    assert printable("a\x00b\u202ec") == r"a\x00b\u202ec"
+    assert printable("a" * 10 + "b" * 10, limit=6) == "aaa...bbb"

@@ -1,0 +1,317 @@
+"""``qgemm inspect``: every format by its headers, every kind of damage, files that mean harm."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import qgemm
+from cli.command import run, run_failing, run_json, write_checkpoint, zeros
+
+UP = "model.layers.0.mlp.up_proj"
+INDEX = "model.safetensors.index.json"
+I8, I32, U8, F8 = torch.int8, torch.int32, torch.uint8, torch.float8_e4m3fn
+BF16, F32, F16, I64 = torch.bfloat16, torch.float32, torch.float16, torch.int64
+
+# Format, config, tensors of the one quantized layer, and what they stand for: a weight of 64 x 32, 128 x 256 in blocks.
+FOREIGN: dict[str, tuple[dict[str, Any], dict[str, Tensor], str, list[int]]] = {
+    "compressed-tensors": (
+        {"quant_method": "compressed-tensors", "format": "int-quantized"},
+        {"weight": zeros(I8, 64, 32), "weight_scale": torch.ones(64, 1, dtype=BF16)},
+        "int8",
+        [64, 32],
+    ),
+    "compressed-tensors, packed": (
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
+        {"weight_packed": zeros(I32, 64, 8), "weight_scale": torch.ones(64, 1), "weight_shape": zeros(I64, 2)},
+        "int8",
+        [64, 32],
+    ),
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        {"weight": zeros(I8, 64, 32), "SCB": torch.zeros(64), "weight_format": zeros(U8)},  # a row of zeros has SCB 0
+        "int8",
+        [64, 32],
+    ),
+    "bitsandbytes, 4 bits": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {
+            "weight": zeros(U8, 1024, 1),
+            "weight.absmax": torch.ones(32),
+            "weight.quant_map": torch.ones(16),
+            "weight.quant_state.bitsandbytes__nf4": zeros(U8, 80),
+        },
+        "nf4",
+        [2048],
+    ),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 16},
+        {
+            "qweight": zeros(I32, 4, 64),
+            "qzeros": zeros(I32, 2, 8),
+            "scales": torch.ones(2, 64),
+            "g_idx": zeros(I32, 32),
+        },
+        "int4",
+        [64, 32],
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 16},
+        {"qweight": zeros(I32, 32, 8), "qzeros": zeros(I32, 2, 8), "scales": torch.ones(2, 64)},
+        "int4",
+        [64, 32],
+    ),
+    "fp8": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        {"weight": zeros(F32, 128, 256).to(F8), "weight_scale_inv": torch.ones(1, 2)},
+        "fp8",
+        [128, 256],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_formats_of_other_libraries(name: str, tmp_path: Path) -> None:
+    quantization, layer, storage, shape = FOREIGN[name]
+    tensors = {f"{UP}.{leaf}": tensor for leaf, tensor in layer.items()}
+    weights = torch.Size(shape).numel()
+    tensors["lm_head.weight"] = zeros(BF16, weights // 32, 32)
+    tensors["model.embed_tokens.weight"] = zeros(BF16, 10, 32)
+    tensors["model.norm.weight"] = zeros(BF16, 32)
+    found = run_json("inspect", write_checkpoint(tmp_path / "it", tensors, quantization))
+    assert found["format"] == quantization["quant_method"]
+    layers = {layer["name"]: layer for layer in found["layers"]}
+    assert (layers[UP]["storage"], layers[UP]["shape"], layers[UP]["kind"]) == (storage, shape, "linear")
+    assert layers[UP]["bytes"] == sum(tensor.nbytes for tensor in layer.values())
+    assert found["coverage"] == 0.5  # the head is as large, the embedding doesn't count
+    assert found["weights"] == 2 * weights + 320
+    assert {name: layer["kind"] for name, layer in layers.items()} == {
+        "lm_head": "linear",
+        "model.embed_tokens": "embedding",
+        UP: "linear",
+        "model.norm": "other",
+    }
+    assert found["problems"] == []
+
+
+def test_experts_in_one_tensor_count(tmp_path: Path) -> None:
+    experts = "model.layers.0.mlp.experts"
+    tensors = {
+        f"{experts}.gate_up_proj": zeros(I8, 4, 16, 8),
+        f"{experts}.gate_up_proj_scale": torch.ones(4, 16),
+        f"{experts}.down_proj": zeros(BF16, 4, 8, 8),
+        f"{experts}.down_proj_bias": zeros(BF16, 4, 8),
+    }
+    found = run_json("inspect", write_checkpoint(tmp_path, tensors))
+    layers = {layer["name"]: layer for layer in found["layers"]}
+    assert layers[f"{experts}.gate_up_proj"]["bytes"] == 4 * 16 * 8 + 4 * 16 * 4
+    assert layers[f"{experts}.down_proj"]["bytes"] == 2 * 4 * 8 * 9
+    assert found["coverage"] == pytest.approx(512 / (512 + 256))
+
+
+def test_a_checkpoint_of_qgemm(int8_folder: Path) -> None:
+    found = run_json("inspect", int8_folder)
+    model = qgemm.load_quantized(int8_folder)
+    assert (found["format"], found["architecture"], found["loads"]) == ("qgemm", "LlamaForCausalLM", True)
+    assert found["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    quantized = [layer["name"] for layer in found["layers"] if layer["scheme"] == "int8"]
+    assert set(quantized) == {name for name, m in model.named_modules() if isinstance(m, qgemm.QuantLinear)}
+    assert found["coverage"] == 1.0
+    files = list(int8_folder.glob("*.safetensors"))
+    assert len(files) == 3
+    assert found["bytes"]["disk"] == sum(file.stat().st_size for file in files)
+    held = {*model.parameters(), *model.buffers()}
+    assert found["bytes"]["memory"] == sum(tensor.nbytes for tensor in held)
+    assert found["verified"]["bytes"] == found["bytes"]["tensors"]
+
+
+def test_a_float_checkpoint(float_folder: Path) -> None:
+    found = run_json("inspect", float_folder)
+    assert (found["format"], found["loads"], found["coverage"]) == ("float", False, 0.0)
+
+
+def test_the_table_has_a_row_for_a_kind_of_layer(int8_folder: Path) -> None:
+    short = run("inspect", int8_folder).stdout
+    assert "model.layers.{0..1}.mlp.up_proj" in short
+    assert "no problems found" in short
+    full = run("inspect", int8_folder, "--all").stdout
+    assert "{0..1}" not in full
+    assert "model.layers.1.mlp.up_proj" in full
+
+
+def test_a_folder_its_index_and_one_file(int8_folder: Path) -> None:
+    whole = run_json("inspect", int8_folder / INDEX)
+    assert whole["layers"] == run_json("inspect", int8_folder)["layers"]
+    part = run_json("inspect", sorted(int8_folder.glob("*.safetensors"))[0])
+    assert len(part["files"]) == 1
+    assert part["format"] in ("qgemm", "float")
+    assert len(part["layers"]) < len(whole["layers"])
+
+
+def edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> None:
+    values = json.loads((folder / INDEX).read_text())
+    edit(values["weight_map"])
+    (folder / INDEX).write_text(json.dumps(values))
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    values = json.loads((folder / "config.json").read_text())
+    edit(values)
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def edit_tensor(folder: Path, name: str, edit: Callable[[Tensor], Tensor | None]) -> None:
+    """As a program that knows no checksums would: they are gone."""
+    path = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+    tensors = load_file(path)
+    value = edit(tensors.pop(name))
+    if value is not None:
+        tensors[name] = value
+    else:
+        edit_index(folder, lambda names: names.pop(name))
+    save_file(tensors, path, {"format": "pt"})
+
+
+def flip_last_byte(folder: Path) -> None:
+    path = sorted(folder.glob("*.safetensors"))[0]
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit": (flip_last_byte, "doesn't have the checksum"),
+    "a scale of NaN": (
+        lambda folder: edit_tensor(folder, f"{UP}.weight_scale", lambda t: t.fill_(torch.nan)),
+        f"{UP}.weight_scale holds 48 of 48 scales that can't be",
+    ),
+    "a scale of 0": (
+        lambda folder: edit_tensor(folder, f"{UP}.weight_scale", lambda t: t.index_fill(0, torch.tensor([3]), 0)),
+        "holds 1 of 48 scales",
+    ),
+    "no scale": (
+        lambda folder: edit_tensor(folder, f"{UP}.weight_scale", lambda t: None),
+        f"{UP}.weight is int8 but has no scale",
+    ),
+    "no weight": (
+        lambda folder: edit_tensor(folder, f"{UP}.weight", lambda t: None),
+        f"{UP}.weight_scale belongs to a weight that is missing",
+    ),
+    "a scale of another shape": (
+        lambda folder: edit_tensor(folder, f"{UP}.weight_scale", lambda t: t[:-1].clone()),
+        f"{UP}.weight_scale has shape [47], which doesn't fit a weight of [48, 32]",
+    ),
+    "a layer that isn't listed": (
+        lambda folder: edit_config(folder, lambda config: config["quantization_config"]["layers"].pop(UP)),
+        f"{UP} is quantized, but config.json doesn't list it",
+    ),
+    "a layer that isn't there": (
+        lambda folder: edit_config(
+            folder, lambda config: config["quantization_config"]["layers"].update({"model.layers.9.mlp": "int8"})
+        ),
+        "config.json says that model.layers.9.mlp is quantized",
+    ),
+    "a tie to nothing": (
+        lambda folder: edit_config(folder, lambda config: config["quantization_config"]["tied"].update(a="b")),
+        "config.json ties a to b, which no file holds",
+    ),
+    "a block too few": (
+        lambda folder: edit_config(folder, lambda config: config.update(num_hidden_layers=4)),
+        "model.layers has 2 of 4 blocks: {2..3} is missing",
+    ),
+    "an index that leads out": (
+        lambda folder: edit_index(folder, lambda names: names.update({f"{UP}.weight": "../float/model.safetensors"})),
+        "'../float/model.safetensors' is no plain file name",
+    ),
+    "an index with another file": (
+        lambda folder: edit_index(
+            folder, lambda names: names.update({f"{UP}.weight": "model-00009-of-00009.safetensors"})
+        ),
+        "has no file model-00009-of-00009.safetensors",
+    ),
+    "a shard cut off": (
+        lambda folder: os.truncate(sorted(folder.glob("*.safetensors"))[1], 3000),
+        "is truncated or no safetensors file",
+    ),
+    "a config that is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_found(name: str, int8_folder: Path, float_folder: Path) -> None:
+    damage, message = DAMAGES[name]
+    damage(int8_folder)
+    found = run_json("inspect", int8_folder, exit_code=1)
+    assert any(message in problem for problem in found["problems"]), found["problems"]
+    assert found["layers"]
+    shown = run("inspect", int8_folder, exit_code=1).stdout
+    assert "problem: " in shown
+
+
+def test_values_are_not_read_where_that_is_not_wanted(int8_folder: Path) -> None:
+    flip_last_byte(int8_folder)
+    assert run_json("inspect", int8_folder, "--no-verify")["verified"] is None
+
+
+def test_every_damaged_tensor_is_named(int8_folder: Path) -> None:
+    for name in ("k_proj", "q_proj"):
+        edit_tensor(int8_folder, f"model.layers.0.self_attn.{name}.weight_scale", lambda t: -t)
+    found = run_json("inspect", int8_folder, exit_code=1)
+    assert len([problem for problem in found["problems"] if "scales that can't be" in problem]) == 2
+
+
+def test_a_block_in_the_middle_is_missed(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{i}.mlp.up_proj.weight": zeros(F32, 4, 4) for i in (0, 1, 3)}
+    found = run_json("inspect", write_checkpoint(tmp_path, tensors), exit_code=1)
+    assert found["problems"] == ["model.layers has 3 of 4 blocks: 2 is missing"]
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    assert "is no folder and no file" in run_failing("inspect", tmp_path / "nowhere")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "has no file model.safetensors" in run_failing("inspect", empty)
+    (empty / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    assert "a pickle, which can run code" in run_failing("inspect", empty)
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(b"\xff" * 20)
+    assert "is truncated or no safetensors file" in run_failing("inspect", cut)
+    assert "is no safetensors file" in run_failing("inspect", empty / "pytorch_model.bin")
+    os.mkfifo(tmp_path / "model.safetensors")  # opening it would wait for ever
+    assert "has no file model.safetensors" in run_failing("inspect", tmp_path)
+    assert "is no folder and no file" in run_failing("inspect", tmp_path / "model.safetensors")
+
+
+def test_names_are_shown_without_what_a_terminal_acts_on(tmp_path: Path) -> None:
+    evil = "a\x1b]0;owned\x07\x1b[2J[red]b\r"
+    folder = write_checkpoint(tmp_path, {f"{evil}.weight_scale": zeros(F32, 4), "x" * 5000: zeros(F32, 1)})
+    shown = run("inspect", folder, exit_code=1).stdout
+    assert "\x1b" not in shown
+    assert "\r" not in shown
+    assert "\x07" not in shown
+    assert "[red]b" in shown  # no markup either
+    assert "x" * 1000 not in shown
+    assert "\x1b" not in run("inspect", folder, "--json", exit_code=1).stdout
+
+
+def test_many_layers_fit_a_screen(tmp_path: Path) -> None:
+    tensors = {f"layer{i}x.weight": zeros(F32, 1, 1) for i in range(300)}
+    shown = run("inspect", write_checkpoint(tmp_path, tensors)).stdout
+    assert "and 100 rows more: --all shows every layer" in shown
+    assert "layer299x" in run("inspect", tmp_path, "--all").stdout
+
+
+@pytest.mark.parametrize("bits", [0, -4, "4", True, 10**9])
+def test_a_config_with_bits_that_cannot_be(bits: Any, tmp_path: Path) -> None:
+    tensors = {"a.qweight": zeros(I32, 4, 64), "a.scales": torch.ones(2, 64), "a.qzeros": zeros(I32, 2, 8)}
+    folder = write_checkpoint(tmp_path, tensors, {"quant_method": "gptq", "bits": bits, "group_size": "\x1b[2J"})
+    assert run_json("inspect", folder)["layers"][0]["shape"] == [64, 32]
+    assert "\x1b" not in run("inspect", folder).stdout
