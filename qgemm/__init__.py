@@ -9,11 +9,11 @@
 ``qgemm.kernels`` has the matrix products themselves, ``qgemm.kernels.stages`` the blocks to write more with.
 """
 
-import contextlib
-import sys
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
+from qgemm.integrations.on_import import when_imported
 from qgemm.nn import QuantLinear
 from qgemm.quantize import quantize_model
 from qgemm.reporting import QuantReport, report
@@ -39,10 +39,10 @@ __all__ = [
     "save_quantized",
 ]
 
-if "transformers" in sys.modules:
-    # Then it can know the method "qgemm" at once. Too old a version is told so when QGemmConfig is asked for.
-    with contextlib.suppress(ImportError):
-        import qgemm.integrations.transformers  # noqa: F401
+# So that from_pretrained knows the method "qgemm" and LoRA knows QuantLinear, in whatever order things are imported.
+# Too old a version is told so when QGemmConfig is asked for.
+when_imported("transformers.modeling_utils", lambda: importlib.import_module("qgemm.integrations.transformers"))
+when_imported("peft", lambda: importlib.import_module("qgemm.integrations.peft"))
 
 
 def __getattr__(name: str) -> Any:

@@ -72,6 +72,9 @@ SWAP_RULES = (
     SwapRule("*M[oO][eE]*", ("gate", "router", "shared_expert_gate"), _ROUTER),
     # Adapters (LoRA) are small, still train, and their dtype is what the input is cast to.
     SwapRule("*", ("*lora_[AB].*",), "it is an adapter"),
+    # PEFT merges an adapter by adding it to the weight in place. The other wrapper holds what it trains as a whole.
+    SwapRule("BaseTunerLayer", ("base_layer",), "it has an adapter: quantize first, then attach the adapter"),
+    SwapRule("AuxiliaryTrainingWrapper", ("*",), "it trains beside an adapter"),
 )
 
 

@@ -172,6 +172,19 @@ def test_an_adapter_on_a_frozen_layer_learns(device: torch.device) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 5, 16)], ids=str)
+def test_an_output_can_be_changed_in_place(shape: tuple[int, ...], device: torch.device) -> None:
+    # As residual connections, nn.ReLU(inplace=True) and PEFT's mixed batches do.
+    weight, scale = int8(8, 16, device=device), torch.full((8,), 0.005, device=device)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    expected = ops.quant_linear(x, weight, scale, None, None) * 2
+    (wanted,) = torch.autograd.grad(expected.sum(), x)
+    out = ops.quant_linear(x, weight, scale, None, None)
+    out *= 2
+    assert torch.equal(out, expected)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], wanted)
+
+
 # Tracing
 
 

@@ -104,7 +104,8 @@ def quant_linear(
     backend = _backend(x)
     q, row_scale = backend.quantize_rows(x.reshape(math.prod(x.shape[:-1]), weight.shape[1]), input_scale)
     out: Tensor = backend.scaled_mm(q, weight.t(), row_scale, weight_scale, bias, x.dtype)
-    return out.view(*x.shape[:-1], weight.shape[0])
+    # Not a view for autograd, which would forbid to change it in place: nothing else holds this memory.
+    return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
 
 
 def grouped_mm(
@@ -122,8 +123,8 @@ def grouped_mm(
 
     In group ``g``: ``(a @ b[g].T) * a_scale[:, None] * b_scale[g] + bias[g]``, with the rounding of ``scaled_mm``.
     ``a``: int8 ``[T, K]``, rows sorted by group. ``b``: int8 ``[G, N, K]``, contiguous. ``offsets``: int32 ``[G]``,
-    where each group ends, ascending; it stays on the device. ``a_scale``: float32 ``[T]``; ``b_scale``: float32 ``[G, N]``;
-    ``bias``: float ``[G, N]``. Rows beyond the last group are zeros.
+    where each group ends, ascending; it stays on the device. ``a_scale``: float32 ``[T]``; ``b_scale``: float32
+    ``[G, N]``; ``bias``: float ``[G, N]``. Rows beyond the last group are zeros.
     """
     check_grouped_mm(a, b, offsets, a_scale, b_scale, bias, out_dtype)
     backend = _backend(a, config)
@@ -259,8 +260,8 @@ def check_grouped_mm(
     _check_length(a.shape[1])
     if offsets.dtype != torch.int32 or offsets.shape != b.shape[:1]:
         raise ValueError(
-            f"offsets is {offsets.dtype} {list(offsets.shape)}; it must be torch.int32 [{b.shape[0]}], where each group "
-            "ends"
+            f"offsets is {offsets.dtype} {list(offsets.shape)}; it must be torch.int32 [{b.shape[0]}], where each "
+            "group ends"
         )
     if a_scale.dtype != torch.float32 or a_scale.shape != a.shape[:1]:
         raise ValueError(f"a_scale is {a_scale.dtype} {list(a_scale.shape)}; it must be torch.float32 [{a.shape[0]}]")

@@ -187,9 +187,8 @@ def test_a_float_model_from_the_same_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import transformers, qgemm",
-        "import qgemm, transformers; qgemm.QGemmConfig",
-        "import qgemm.integrations.transformers",
+        "import qgemm, transformers",
+        "import transformers.modeling_utils, qgemm",
     ],
 )
 def test_a_process_that_only_loads(imports: str, llama_folder: Path, tmp_path: Path) -> None:
