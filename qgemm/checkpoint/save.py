@@ -25,7 +25,8 @@ from qgemm.checkpoint.layout import (
 from qgemm.checkpoint.load import find_matching
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.pretrained import generation_config, is_pretrained, model_config
-from qgemm.checkpoint.safetensors_file import DTYPE_CODES, write_safetensors
+from qgemm.checkpoint.safetensors_file import DTYPE_CODES
+from qgemm.checkpoint.safetensors_writer import write_safetensors
 from qgemm.checkpoint.staging import StagedFiles
 from qgemm.checkpoint.tensors import find_ties, stored_tensors
 from qgemm.nn import QuantLinear

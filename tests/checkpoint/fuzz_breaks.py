@@ -30,7 +30,7 @@ from checkpoint.fuzz_json import (
     split_shard,
 )
 from checkpoint.fuzz_models import CONFIG, GENERATION, INDEX, Files, Good, Link
-from qgemm.checkpoint.safetensors_file import write_safetensors
+from qgemm.checkpoint.safetensors_writer import write_safetensors
 
 Break = Callable[[random.Random, Files], None]
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from checkpoint import fuzz
 from checkpoint.fuzz_models import CONFIG, INDEX, FuzzNet, Good, make_good, output_of, quantized_fuzz_net
 from qgemm.checkpoint import CheckpointError, layout, load_quantized, save_quantized
-from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES, checksum
+from qgemm.checkpoint.checksum import checksum
+from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES
 
 CASES = 3000
 """A seed's first ones, which take about 10 s; ``python tests/checkpoint/fuzz.py --cases 10000`` runs more."""

@@ -19,7 +19,8 @@ from checkpoint.models import quantized_net, swap_linears, tiny_llama
 from qgemm import QuantLinear
 from qgemm.checkpoint import CheckpointError, load_quantized, save, save_quantized
 from qgemm.checkpoint.layout import parse_size, split_into_shards
-from qgemm.checkpoint.safetensors_file import DTYPE_CODES, write_safetensors
+from qgemm.checkpoint.safetensors_file import DTYPE_CODES
+from qgemm.checkpoint.safetensors_writer import write_safetensors
 from qgemm.checkpoint.tensors import find_ties
 
 UP = "model.layers.0.mlp.up_proj"
