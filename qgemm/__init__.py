@@ -19,11 +19,10 @@ from qgemm.quantize import quantize_model
 from qgemm.reporting import QuantReport, report
 from qgemm.scheme import SCHEMES, QuantScheme
 from qgemm.streaming import quantize_checkpoint
+from qgemm.version import __version__
 
 if TYPE_CHECKING:
     from qgemm.integrations.transformers import QGemmConfig as QGemmConfig
-
-__version__ = "0.1.0"
 
 __all__ = [
     "SCHEMES",

@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.kernels.config": set(),
     "qgemm.kernels": {"qgemm.kernels.stages", "qgemm.kernels.config"},
     "qgemm.scheme": set(),
+    "qgemm.version": set(),
     "qgemm.ops": {"qgemm.kernels"},
     "qgemm.nn": {"qgemm.ops", "qgemm.kernels", "qgemm.scheme"},
     "qgemm.reporting": {"qgemm.nn"},
@@ -42,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.nn",
         "qgemm.kernels",
         "qgemm.scheme",
+        "qgemm.version",
     },
     "qgemm.__main__": set(),
     "qgemm": {
@@ -52,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.reporting",
         "qgemm.nn",
         "qgemm.scheme",
+        "qgemm.version",
     },
 }
 # A quantized model is announced to the library that it is of: inside a function, for a model of such a library only.

@@ -77,10 +77,15 @@ def checkpoint_file(folder: Path, name: str) -> Path:
     if not os.path.isfile(path):
         raise CheckpointError(f"{folder} has no file {name}: the checkpoint is incomplete")
     real_path = path.resolve()
-    hub_blobs = real_folder.parent.parent / "blobs" if real_folder.parent.name == "snapshots" else None
-    if real_path.parent not in (real_folder, hub_blobs):
+    if real_path.parent not in (real_folder, *_hub_blobs(real_folder)):
         raise CheckpointError(f"{path} is a link to {real_path}, outside of the folder")
     return path
+
+
+def _hub_blobs(folder: Path) -> list[Path]:
+    """Where the hub's cache has what the links in ``folder``, a snapshot or a folder in one, lead to."""
+    snapshots = (ancestor.parent for ancestor in (folder, folder.parent))
+    return [snapshot.parent / "blobs" for snapshot in snapshots if snapshot.name == "snapshots"]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,11 +10,12 @@ import ctypes
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -57,7 +58,11 @@ class Source:
             target = memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
             file = self._open(tensor.path)
             file.seek(tensor.offset + start * row_bytes)
-            if file.readinto(target) != values.nbytes:  # type: ignore[attr-defined]
+            try:
+                count = file.readinto(target)  # type: ignore[attr-defined]
+            except OSError as error:
+                raise CheckpointError(f"{tensor.path} can't be read: {error}") from error
+            if count != values.nbytes:
                 raise CheckpointError(f"{tensor.path} became shorter while it was read")
         return values.view(tensor.dtype).reshape(shape)
 
@@ -92,13 +97,16 @@ def open_source(folder: Path) -> Iterator[Source]:
                 "so qgemm doesn't: convert it to safetensors first (load it with transformers, then save_pretrained)"
             )
     stored = read_headers(folder)
-    offsets: dict[str, int] = {}
-    fingerprints = {}
-    for path in sorted({tensor.path for tensor in stored.values()}):
-        fingerprints[path.name] = _read_offsets(path, offsets)
-    tensors = {
-        name: SourceTensor(tensor.path, tensor.shape, tensor.dtype, offsets[name]) for name, tensor in stored.items()
-    }
+    layouts = {path: read_layout(path) for path in sorted({tensor.path for tensor in stored.values()})}
+    tensors = {}
+    for name, tensor in stored.items():
+        layout = layouts[tensor.path]
+        try:
+            offset = layout.begin + layout.header[name]["data_offsets"][0]
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{tensor.path} was changed while it was read") from error
+        tensors[name] = SourceTensor(tensor.path, tensor.shape, tensor.dtype, offset)
+    fingerprints = {path.name: f"{file.size} {file.mtime_ns} {file.digest}" for path, file in layouts.items()}
     source = Source(folder, tensors, fingerprints)
     try:
         yield source
@@ -106,17 +114,31 @@ def open_source(folder: Path) -> Iterator[Source]:
         source.close()
 
 
-def _read_offsets(path: Path, offsets: dict[str, int]) -> str:
-    """Notes where the tensors of a file lie, whose header was found sound, and returns the file's fingerprint."""
+@dataclass(frozen=True)
+class FileLayout:
+    """Where things lie in a safetensors file.
+
+    ``header``: as parsed. ``begin``: of the values, from the start of the file. ``digest``: of the header's text.
+    """
+
+    header: dict[str, Any]
+    begin: int
+    digest: str
+    size: int
+    mtime_ns: int
+
+
+def read_layout(path: Path) -> FileLayout:
+    """The layout of a file; raises ``CheckpointError`` if it has none. It isn't checked further."""
     try:
         with path.open("rb") as file:
+            status = os.fstat(file.fileno())
             prefix = file.read(8)
             text = file.read(min(int.from_bytes(prefix, "little"), LARGEST_JSON))
-        status = path.stat()
         header = json.loads(text)
-        for name, values in header.items():
-            if name != "__metadata__":
-                offsets[name] = 8 + len(text) + values["data_offsets"][0]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} was changed while it was read: {error}") from error
-    return f"{status.st_size} {status.st_mtime_ns} {hashlib.sha256(prefix + text).hexdigest()}"
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} is no safetensors file")
+    digest = hashlib.sha256(prefix + text).hexdigest()
+    return FileLayout(header, 8 + len(text), digest, status.st_size, status.st_mtime_ns)

@@ -1,0 +1,45 @@
+"""What lies beside the weights, such as the tokenizer: which files go along with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, checkpoint_file
+
+CHAT_TEMPLATES = "additional_chat_templates"
+"""The one folder that transformers' tokenizers and processors write beside their files."""
+
+# Weights, of whatever library, and what says where they lie.
+_WEIGHTS = (
+    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".ot")
+    + (".onnx_data", ".tflite", ".npz", ".npy", ".index.json")
+)  # fmt: skip
+_CODE = (".py", ".pyc", ".so", ".dll")
+_WRITTEN = {CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE}
+
+
+def find_companions(folder: Path) -> tuple[list[Path], list[str]]:
+    """The files of ``folder`` to copy, by their paths in it, and the code in it, which isn't copied.
+
+    Those are all files but weights, code, hidden files, the JSON files that are written anew, and folders other than
+    ``CHAT_TEMPLATES``. Raises ``CheckpointError`` for a link that leads out of the folder.
+    """
+    copied, code = [], []
+    for path in sorted(folder.iterdir()):
+        name = path.name
+        if name == CHAT_TEMPLATES and path.is_dir():
+            copied += _chat_templates(path)
+        elif path.is_dir() or name.startswith(".") or name in _WRITTEN or name.lower().endswith(_WEIGHTS):
+            continue
+        elif name.lower().endswith(_CODE):
+            code.append(name)
+        else:
+            copied.append(checkpoint_file(folder, name).relative_to(folder))
+    return copied, code
+
+
+def _chat_templates(folder: Path) -> list[Path]:
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder} is a link; it must be a folder")
+    return [checkpoint_file(folder, path.name).relative_to(folder.parent) for path in sorted(folder.glob("*.jinja"))]
