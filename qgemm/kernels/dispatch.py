@@ -155,12 +155,15 @@ def experts(
     contiguous. Scales: float32, one per row of the weight (``[E, 2I]``, ``[E, H]``). Biases: float, as the scales, or
     None. The same bits every time.
     """
-    check_experts(
+    if x.is_neg():
+        x = x.resolve_neg()
+    arguments = (
         x, top_k_index, top_k_weights, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation
-    )
-    out: Tensor = _backend(x).experts(
-        x, top_k_index, top_k_weights, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation
-    )
+    )  # fmt: skip
+    # On a GPU, once for every kind of call.
+    if not x.is_cuda:
+        check_experts(*arguments)
+    out: Tensor = _backend(x).experts(*arguments)
     return out
 
 
@@ -311,6 +314,8 @@ def check_experts(
             f"top_k_weights is {top_k_weights.dtype} {list(top_k_weights.shape)}; it must be one of "
             f"{_names(FLOAT_DTYPES)} {list(top_k_index.shape)}, as top_k_index"
         )
+    _check_strided("top_k_index", top_k_index)
+    _check_strided("top_k_weights", top_k_weights)
     _same_device(x=x, top_k_index=top_k_index, top_k_weights=top_k_weights, gate_up=gate_up, down=down)
 
 

@@ -1,7 +1,9 @@
 """The kernels' functions on a GPU, in Triton; importing this imports Triton."""
 
+from qgemm.kernels.experts_launch import experts
 from qgemm.kernels.gemm import int_mm, matmul, scaled_mm
+from qgemm.kernels.grouped import grouped_mm
 from qgemm.kernels.linear import quant_linear
 from qgemm.kernels.quantize import quantize_rows
 
-__all__ = ["int_mm", "matmul", "quant_linear", "quantize_rows", "scaled_mm"]
+__all__ = ["experts", "grouped_mm", "int_mm", "matmul", "quant_linear", "quantize_rows", "scaled_mm"]

@@ -1,0 +1,273 @@
+"""Launcher of ``experts`` on GPU tensors, CPU tensors in Triton's interpreter: five launches for few tokens, seven
+for many.
+
+All about a call but its addresses follows from the sizes, dtypes and devices of its tensors: how many rows each expert
+gets stays on the device. So the first call of a kind is checked and leaves a plan behind. Those like it allocate the
+output and one buffer for all that lies between, and launch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels import grouped, quantize
+from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits, select_expert_configs
+from qgemm.kernels.dispatch import check_experts
+from qgemm.kernels.experts_kernels import (
+    GATE_FUNCTIONS,
+    _activate_kernel,
+    _combine_kernel,
+    _count_pairs_kernel,
+    _place_pairs_kernel,
+    _quantize_pairs_kernel,
+)
+from qgemm.kernels.gated_activation import GatedActivation
+from qgemm.kernels.launch import ALIGNMENT, Launch, hooked
+from qgemm.kernels.linear import _empty
+from qgemm.kernels.reference import MIN_SCALE
+
+MOST_PLANS = 4096
+MOST_PAIRS_TO_COUNT = 1024  # for every pair
+CHUNK = 256  # pairs
+MOST_TOKENS_TO_OVERLAP = 64  # see quantize.MOST_ROWS_TO_OVERLAP
+CACHE_LINE = 128  # bytes
+PART_OF_A_ROW = 4096  # values at a time of a row that is too long for registers, after the activation
+
+Tensors = tuple[Tensor | None, ...]
+ARGUMENTS = (
+    "x", "top_k_index", "top_k_weights", "gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias",
+    "out",
+)  # fmt: skip
+
+
+def experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_bias: Tensor | None,
+    activation: GatedActivation,
+) -> Tensor:
+    """``dispatch.experts`` on a GPU, which checks its arguments itself."""
+    tensors: Tensors = (
+        x, top_k_index, top_k_weights, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias
+    )  # fmt: skip
+    aligned = (gate_up.data_ptr() | down.data_ptr()) % ALIGNMENT == 0
+    kind = (*[t is None or (t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors], activation, aligned)
+    plan = _plans.get(kind)
+    if plan is None:
+        check_experts(
+            x, top_k_index, top_k_weights, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation
+        )
+        plan = _make_plan(x, top_k_index, gate_up, gate_up_bias, down_bias, activation, aligned)
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        _plans[kind] = plan
+    return _run(plan, tensors)
+
+
+def _run(plan: _Plan, tensors: Tensors) -> Tensor:
+    x = tensors[0]
+    assert x is not None
+    if not plan.steps:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    if x.is_cuda and plan.device != torch._C._cuda_getDevice():
+        with torch.cuda.device(plan.device):
+            return _run(plan, tensors)
+    # Weights always are; the others are small.
+    tensors = tuple(t if t is None or t.is_contiguous() else t.contiguous() for t in tensors)
+    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    # What the driver's launches of a plan aren't made for.
+    unusual = not x.is_cuda or hooked() or any(address % ALIGNMENT for address in addresses)
+    launches = [step.launch.aligned for step in plan.steps]
+    if unusual or None in launches:
+        return _run_with_tensors(plan, tensors)
+
+    out = _empty(x.shape, (x.shape[1], 1), x.dtype)
+    base = _empty((plan.buffer,), (1,), torch.int8).data_ptr()
+    addresses.append(out.data_ptr())
+    addresses += [base + part.offset for part in plan.parts]
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    for launch, step in zip(launches, plan.steps, strict=True):
+        launch(stream, step.pick(addresses))  # type: ignore[misc]
+    return out
+
+
+def _run_with_tensors(plan: _Plan, tensors: Tensors) -> Tensor:
+    x = tensors[0]
+    assert x is not None
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    buffer = x.new_empty(plan.buffer, dtype=torch.int8)
+    every = (*tensors, out, *[part.of(buffer) for part in plan.parts])
+    for step in plan.steps:
+        step.launch(*[None if index is None else every[index] for index in step.tensors])
+    return out
+
+
+class _Part(NamedTuple):
+    """A tensor in the buffer."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, buffer: Tensor) -> Tensor:
+        size = torch.Size(self.shape).numel() * self.dtype.itemsize
+        return buffer[self.offset : self.offset + size].view(self.dtype).view(self.shape)
+
+
+class _Step(NamedTuple):
+    """A launch, with the tensors among ``ARGUMENTS`` and the parts that it takes; None for one that isn't there."""
+
+    launch: Launch
+    tensors: tuple[int | None, ...]
+    pick: Callable[[Sequence[int]], tuple[int, ...]]
+
+
+class _Plan(NamedTuple):
+    """What calls of a kind have in common."""
+
+    device: int | None
+    buffer: int
+    """Bytes."""
+    parts: tuple[_Part, ...]
+    steps: tuple[_Step, ...]
+
+
+_plans: dict[tuple[object, ...], _Plan] = {}
+
+
+class _Buffer:
+    """Lays out the parts of the buffer; those with one ``place`` share its memory."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
+
+    def add(self, name: str, place: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.parts[name] = (place, shape, dtype)
+
+    def layout(self) -> tuple[int, dict[str, _Part]]:
+        sizes: dict[str, int] = {}
+        for place, shape, dtype in self.parts.values():
+            size = torch.Size(shape).numel() * dtype.itemsize
+            sizes[place] = max(sizes.get(place, 0), -(-size // CACHE_LINE) * CACHE_LINE)
+        starts, end = {}, 0
+        for place, size in sizes.items():
+            starts[place] = end
+            end += size
+        return end, {name: _Part(starts[place], shape, dtype) for name, (place, shape, dtype) in self.parts.items()}
+
+
+def _make_plan(
+    x: Tensor,
+    top_k_index: Tensor,
+    gate_up: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: GatedActivation,
+    aligned: bool,
+) -> _Plan:
+    (T, top_k), (E, N, H) = top_k_index.shape, gate_up.shape
+    P, intermediate = T * top_k, N // 2 if activation.gated else N
+    if not (P and E and H):
+        return _Plan(x.device.index, 0, (), ())
+    limits = device_limits(x.device)
+    hopper = aligned and all(
+        grouped.takes_hopper_kernel(n, k, x.dtype, x.device) for n, k in ((N, H), (H, intermediate))
+    )
+    configs = select_expert_configs(P, E, N, H, intermediate, x.device, hopper)
+    block_m = configs[0].block_m
+
+    groups = grouped.next_power_of_2(E)
+    buffer = _Buffer()
+    buffer.add("q", "int8 rows", (P, H), torch.int8)
+    buffer.add("q_scale", "row scales", (P,), torch.float32)
+    buffer.add("tiles", "tiles", (grouped.table_size(P, E, block_m),), torch.int32)
+    buffer.add("position", "position", (P,), torch.int32)
+    buffer.add("counts", "counts", (-(-P // CHUNK), groups), torch.int32)
+    buffer.add("g", "float rows", (P, N), x.dtype)
+    buffer.add("h", "int8 rows", (P, intermediate), torch.int8)
+    buffer.add("h_scale", "row scales", (P,), torch.float32)
+    buffer.add("y", "float rows", (P, H), x.dtype)
+    size, parts = buffer.layout()
+
+    names = (*ARGUMENTS, *parts)
+    absent = {name for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)) if bias is None}
+    steps: list[_Step] = []
+
+    def add(launch: Launch, *arguments: str) -> None:
+        indices = [None if name in absent else names.index(name) for name in arguments]
+        steps.append(_Step(launch, tuple(indices), operator.itemgetter(*[i for i in indices if i is not None])))
+
+    def add_product(config: GemmConfig, n: int, k: int, bias: Tensor | None, a: str, weight: str, out: str) -> None:
+        dtype = None if bias is None else bias.dtype
+        launch = grouped.product_plan(P, E, n, k, x.dtype, dtype, x.device, config)
+        outs = (out, out) if config.schedule == "specialized" else (out,)
+        add(launch, a, weight, *outs, f"{a}_scale", f"{weight}_scale", f"{weight}_bias", "tiles")
+
+    early = limits.pdl and T <= MOST_TOKENS_TO_OVERLAP
+    for launch, arguments in _route(x, P, top_k, E, groups, block_m, early, limits):
+        add(launch, *arguments)
+    add_product(configs[0], N, H, gate_up_bias, "q", "gate_up", "g")
+    add(_activate(P, intermediate, x.dtype, activation, early, limits), "g", "h", "h_scale", "tiles")
+    add_product(configs[1], H, intermediate, down_bias, "h", "down", "y")
+    add(_combine(T, top_k, H, early, limits), "y", "position", "top_k_weights", "out")
+    return _Plan(x.device.index, size, tuple(parts.values()), tuple(steps))
+
+
+def _route(
+    x: Tensor, P: int, top_k: int, E: int, groups: int, block_m: int, early: bool, limits: DeviceLimits
+) -> list[tuple[Launch, tuple[str, ...]]]:
+    """The launches that sort the pairs by expert and quantize their tokens, with their tensors."""
+    K = x.shape[1]
+    block, blocks, threads = quantize.row_blocks(
+        K, x.dtype.itemsize, quantize.LONGEST_WHOLE_ROW, quantize.PART_OF_A_ROW
+    )
+    warps = max(1, threads // limits.warp_size)
+    at_once = P <= MOST_PAIRS_TO_COUNT
+    launches: list[tuple[Launch, tuple[str, ...]]] = []
+    if not at_once:
+        chunks = -(-P // CHUNK)
+        counting = (CHUNK, groups, limits.pdl, early)
+        launch = Launch(_count_pairs_kernel, chunks, (P, E), counting, num_warps=4, pdl=limits.pdl)
+        launches.append((launch, ("top_k_index", "counts")))
+        placing = (CHUNK, groups, block_m, limits.pdl, early)
+        launch = Launch(_place_pairs_kernel, chunks, (P, E), placing, num_warps=8, pdl=limits.pdl)
+        launches.append((launch, ("top_k_index", "counts", "position", "tiles")))
+    route = (True, grouped.next_power_of_2(P), groups, block_m) if at_once else (False, 1, 1, block_m)
+    launch = Launch(
+        _quantize_pairs_kernel, P + at_once, (P, E, K, *x.contiguous().stride()),
+        (top_k, MIN_SCALE, block, blocks, *route, limits.pdl, early),
+        num_warps=max(warps, 4) if at_once else warps, pdl=limits.pdl,
+    )  # fmt: skip
+    launches.append((launch, ("x", "top_k_index", "q", "q_scale", "position", "tiles")))
+    return launches
+
+
+def _activate(
+    P: int, K: int, dtype: torch.dtype, activation: GatedActivation, early: bool, limits: DeviceLimits
+) -> Launch:
+    block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, quantize.LONGEST_WHOLE_ROW, PART_OF_A_ROW)
+    function = (
+        GATE_FUNCTIONS[activation.name], activation.gated, activation.limit, activation.alpha, activation.up_offset
+    )  # fmt: skip
+    constants: tuple[Any, ...] = (*function, MIN_SCALE, block, blocks, limits.pdl, early)
+    warps = max(1, threads // limits.warp_size)
+    return Launch(_activate_kernel, P, (K,), constants, num_warps=warps, pdl=limits.pdl)
+
+
+def _combine(T: int, top_k: int, H: int, early: bool, limits: DeviceLimits) -> Launch:
+    # 8 values a thread; few tokens want more programs.
+    block = min(256 if T * H < 2**18 else 1024, max(32, grouped.next_power_of_2(H)))
+    constants = (top_k, block, limits.pdl, early)
+    warps = max(1, block // 8 // limits.warp_size)
+    return Launch(_combine_kernel, T * -(-H // block), (H,), constants, num_warps=warps, pdl=limits.pdl)

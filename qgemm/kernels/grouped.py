@@ -1,0 +1,135 @@
+"""Launcher of ``grouped_mm`` on GPU tensors, CPU tensors in Triton's interpreter; its plans are
+``experts_launch.py``'s too.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels.config import (
+    DeviceLimits,
+    GemmConfig,
+    device_limits,
+    is_valid,
+    programs_per_sm,
+    select_grouped_config,
+)
+from qgemm.kernels.gemm import _has_hopper_kernel
+from qgemm.kernels.grouped_kernels import ENTRY, _group_tiles_kernel, _grouped_gemm_kernel
+from qgemm.kernels.launch import ALIGNMENT, Launch
+from qgemm.kernels.tensor_map import TensorMap
+
+ROWS_AT_A_TIME = 32  # that Hopper's copy engine loads of A
+
+
+def grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    config: GemmConfig | None = None,
+) -> Tensor:
+    """``dispatch.grouped_mm`` on a GPU."""
+    (T, K), (G, N, _) = a.shape, b.shape
+    # Rows beyond the last group.
+    c = a.new_zeros((T, N), dtype=out_dtype)
+    if not (c.numel() and G):
+        return c
+    a, offsets, a_scale, b_scale = (each.contiguous() for each in (a, offsets, a_scale, b_scale))
+    bias = None if bias is None else bias.contiguous()
+    hopper = takes_hopper_kernel(N, K, out_dtype, a.device) and (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0
+    if config is None:
+        config = select_grouped_config(T, G, N, K, a.device, hopper)
+    elif not is_grouped(config, device_limits(a.device)):
+        raise ValueError(f"config {config} can't run grouped products on {a.device}; omit it to have one chosen")
+    elif config.schedule == "specialized" and not hopper:
+        raise ValueError(
+            f"config {config} takes addresses that are multiples of 16 bytes, K a multiple of 16, N of 8, and gives "
+            "float16 or bfloat16; omit it to have one chosen"
+        )
+    tiles = a.new_empty(table_size(T, G, config.block_m), dtype=torch.int32)
+    _tiles_plan(T, G, config.block_m, a.device)(offsets, tiles)
+    launch = product_plan(T, G, N, K, out_dtype, None if bias is None else bias.dtype, a.device, config)
+    outputs = (c, c) if config.schedule == "specialized" else (c,)
+    launch(a, b, *outputs, a_scale, b_scale, bias, tiles)
+    return c
+
+
+def takes_hopper_kernel(N: int, K: int, out_dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether Hopper's kernel can compute grouped products like these, if their operands are aligned."""
+    limits = device_limits(device)
+    return limits.hopper and out_dtype.itemsize == 2 and K % 16 == 0 and N % 8 == 0 and K > 0 and _has_hopper_kernel()
+
+
+def is_grouped(config: GemmConfig, limits: DeviceLimits) -> bool:
+    """Whether ``config`` can run grouped products."""
+    return is_valid(config, 1, limits) and config.schedule != "streamk"
+
+
+def most_tiles(rows: int, groups: int, block_m: int) -> int:
+    """How many tiles of ``block_m`` rows there can be, whatever the sizes of the groups."""
+    filled = min(rows, groups)
+    return filled + (rows - filled) // block_m
+
+
+def table_size(rows: int, groups: int, block_m: int) -> int:
+    """How many int32 values ``GroupTiles`` takes."""
+    entry: int = ENTRY.value
+    return entry * (1 + most_tiles(rows, groups, block_m))
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles_plan(T: int, G: int, block_m: int, device: torch.device) -> Launch:
+    pdl = device_limits(device).pdl
+    return Launch(_group_tiles_kernel, 1, (T, G), (next_power_of_2(G), block_m, pdl), num_warps=4, pdl=pdl)
+
+
+@functools.lru_cache(maxsize=4096)
+def product_plan(
+    T: int,
+    G: int,
+    N: int,
+    K: int,
+    out_dtype: torch.dtype,
+    bias_dtype: torch.dtype | None,
+    device: torch.device,
+    config: GemmConfig,
+) -> Launch:
+    """The product of ``[T, K]`` and ``[G, N, K]``; the dtypes are here to tell one ``Launch`` from another.
+
+    To be called with a, b, the output, ``a_scale``, ``b_scale``, the bias, and the tiles; with the output twice if the
+    schedule is ``"specialized"``.
+    """
+    limits = device_limits(device)
+    tiles = most_tiles(T, G, config.block_m) * -(-N // config.block_n)
+    slots = limits.num_sms * programs_per_sm(config, 1, limits)
+    blocks = (config.block_m, config.block_n, config.block_k, config.group_size_m)
+    if config.schedule == "specialized":
+        return _hopper_launch(T, G, N, K, out_dtype, config, min(tiles, slots))
+    persistent = config.schedule == "persistent"
+    constants = (*blocks, K % config.block_k == 0, persistent, limits.pdl)
+    grid = min(tiles, slots) if persistent else tiles
+    return Launch(_grouped_gemm_kernel, grid, (N, K), constants, config.num_warps, config.num_stages, limits.pdl)
+
+
+def _hopper_launch(T: int, G: int, N: int, K: int, out_dtype: torch.dtype, config: GemmConfig, grid: int) -> Launch:
+    from qgemm.kernels.grouped_hopper_kernels import _grouped_hopper_kernel
+    from qgemm.kernels.hopper_kernels import PANEL, block_layout
+
+    rows, cols, part, panel = config.block_m, config.block_n, ROWS_AT_A_TIME, PANEL.value
+    maps = {
+        0: TensorMap((T, K), (K, 1), (part, panel), block_layout(part, panel, torch.int8)),
+        1: TensorMap((G * N, K), (K, 1), (cols, panel), block_layout(cols, panel, torch.int8)),
+        2: TensorMap((T, N), (N, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
+    }
+    constants = (rows, cols, config.block_k, config.group_size_m, grid, config.num_stages)
+    return Launch(_grouped_hopper_kernel, grid, (N, K), constants, config.num_warps, pdl=True, maps=maps)
+
+
+def next_power_of_2(count: int) -> int:
+    """The least power of 2 that is at least ``count``."""
+    return 1 << max(count - 1, 0).bit_length()

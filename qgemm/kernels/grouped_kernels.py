@@ -1,0 +1,138 @@
+"""A product for each of several groups of rows in one launch: device code of ``grouped_mm`` and ``experts``.
+
+``C[m] = sum over k of A[m, k] * B[g, n, k]``, scaled, for the group ``g`` that row ``m`` is in. Groups are of any size,
+none included, and only the device knows them. So the rows are cut into tiles there (``write_tiles``), none of which
+holds rows of two groups, and the products take their tiles from that table (``GroupTiles``). The host knows no more
+than how many there can be.
+
+``_grouped_gemm_kernel`` is made of the same stages as ``_gemm_kernel``: views of one group's operands, then one tile of
+them. ``grouped_hopper_kernels.py`` has the one for many rows on Hopper.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from qgemm.kernels.stages import (
+    GemmContext,
+    ScheduleContext,
+    make_bias_view,
+    make_output_view,
+    make_scale_view,
+    make_tensor_view,
+)
+from qgemm.kernels.stages.aggregate import aggregate
+from qgemm.kernels.stages.tile import Tile
+
+# int32 values of an entry, and before the first: how many tiles there are, and how many rows.
+ENTRY = tl.constexpr(4)
+
+
+@aggregate
+class GroupTiles:
+    """The table of tiles of rows that ``write_tiles`` has left at ``ptr``."""
+
+    ptr: tl.tensor
+
+    @triton.jit
+    def count(self):
+        """How many tiles there are."""
+        return tl.load(self.ptr)
+
+    @triton.jit
+    def num_rows(self):
+        """How many rows the groups have together."""
+        return tl.load(self.ptr + 1)
+
+    @triton.jit
+    def get(self, index):
+        """``(group, first, end)`` of a tile: rows ``[first, end)`` of A, all of one group."""
+        entry = self.ptr + ENTRY * (1 + index)
+        return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+
+
+@triton.jit
+def write_tiles(ptr, starts, sizes, groups, BLOCK_M: tl.constexpr):
+    """Writes the table for groups of ``sizes [G]`` rows that begin at ``starts``; ``groups``: their numbers."""
+    counts = (sizes + BLOCK_M - 1) // BLOCK_M
+    before = tl.cumsum(counts, axis=0) - counts
+    tl.store(ptr, tl.sum(counts, axis=0))
+    tl.store(ptr + 1, tl.sum(sizes, axis=0))
+    for i in range(tl.max(counts, axis=0)):
+        entry = ptr + ENTRY * (1 + before + i)
+        first = starts + i * BLOCK_M
+        tl.store(entry, groups, mask=i < counts)
+        tl.store(entry + 1, first, mask=i < counts)
+        tl.store(entry + 2, tl.minimum(first + BLOCK_M, starts + sizes), mask=i < counts)
+
+
+@triton.jit
+def _largest(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _group_tiles_kernel(
+    offsets, tiles, T, G,
+    GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: the table for groups that end at ``offsets [G]``. ``GROUPS``: a power of 2, at least ``G``.
+
+    Offsets that aren't ascending, or beyond ``T``, give wrong groups but no row outside ``[0, T)``, and no more tiles
+    than right ones can.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    groups = tl.arange(0, GROUPS)
+    ends = tl.load(offsets + groups, mask=groups < G, other=0)
+    ends = tl.associative_scan(tl.minimum(tl.maximum(ends, 0), T), 0, _largest)
+    starts = tl.load(offsets + groups - 1, mask=(groups > 0) & (groups < G), other=0)
+    starts = tl.associative_scan(tl.minimum(tl.maximum(starts, 0), T), 0, _largest)
+    write_tiles(tiles, starts, tl.where(groups < G, ends - starts, 0), groups, BLOCK_M)
+
+
+@triton.jit
+def _grouped_gemm_kernel(
+    A, B, C, A_scale, B_scale, bias, tiles,
+    N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
+    EVEN_K: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``A [T, K]``, ``B [G, N, K]``, ``C [T, N]``, ``A_scale [T]``, ``B_scale [G, N]``, ``bias [G, N]`` or None.
+
+    All are contiguous. ``tiles``: what ``write_tiles`` wrote for ``BLOCK_M``. ``PERSISTENT``: programs take tiles in
+    turn; else there is at least one for each. ``PDL``: see ``Launch``.
+    """
+    ctx = GemmContext(BLOCK_M, BLOCK_N, BLOCK_K, num_sms=1, group_size_m=GROUP_SIZE_M, even_k=EVEN_K, quantized=True)
+    if PDL:
+        gdc_wait()
+    table = GroupTiles(tiles)
+    sched = ScheduleContext(table.count() * BLOCK_M, N, K, ctx)
+    total = table.count() * tl.cdiv(N, BLOCK_N)
+    if PERSISTENT:
+        for tile_id in range(tl.program_id(0), total, tl.num_programs(0)):
+            _grouped_tile(A, B, C, A_scale, B_scale, bias, N, K, table, sched, tile_id, False)
+    else:
+        if tl.program_id(0) < total:
+            _grouped_tile(A, B, C, A_scale, B_scale, bias, N, K, table, sched, tl.program_id(0), PDL)
+
+
+@triton.jit
+def _grouped_tile(A, B, C, A_scale, B_scale, bias, N, K, table, sched, tile_id, LAST: tl.constexpr):
+    """One tile of the output. ``LAST``: of this program, so the next kernel may start."""
+    pid_m, pid_n = sched.get_tile(tile_id)
+    group, first, end = table.get(pid_m)
+    group = group.to(tl.int64)
+    row = first.to(tl.int64)
+    rows = end - first
+    tensorA = make_tensor_view(A + row * K, rows, K, K, 1)
+    tensorB = make_tensor_view(B + group * N * K, K, N, 1, K)
+    tensorC = make_output_view(C + row * N, rows, N, N, 1)
+    scale_view = make_scale_view(A_scale + row, B_scale + group * N, rows, N)
+    bias_view = make_bias_view(bias + group * N, N) if bias is not None else None
+    out_tile = Tile(0, pid_n, sched.ctx.block_m, sched.ctx.block_n)
+    acc = sched.ctx.reduce_axis(tensorA, tensorB, out_tile)
+    if LAST:
+        gdc_launch_dependents()
+    tensorC.store(acc, out_tile, scale=scale_view, bias=bias_view)
