@@ -23,7 +23,7 @@ from benchmarks.shapes import (
     default_sizes,
     parse_shape,
 )
-from benchmarks.timing import QUICK, Effort, copy_bandwidth
+from qgemm_cli.timing import QUICK, Effort, copy_bandwidth
 
 LEVELS = ("gemm", "layer", "host")
 

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.check import largest_errors
 from benchmarks.peers import first_line
 from benchmarks.providers import Provider
 from benchmarks.results import Measurement
 from benchmarks.roofline import KINDS, Roofline, bytes_moved, operations
 from benchmarks.shapes import WeightShape
-from benchmarks.timing import Effort, Pass, copy_count, host_seconds, median_seconds
+from qgemm_cli.check import largest_errors
+from qgemm_cli.timing import Effort, Pass, copy_count, host_seconds, median_seconds
 
 HOST_SHAPE = WeightShape("host", 1024, 1024)
 

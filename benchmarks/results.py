@@ -21,7 +21,7 @@ PACKAGES = ("torch", "triton", "qgemm", "torchao", "gemlite", "bitsandbytes")
 class Measurement:
     """One provider on ``[M, K] @ [K, N]`` at one level; ``us`` is None where it wasn't timed, and ``reason`` says why.
 
-    ``us``: microseconds of a call. ``error``: the largest relative error of a row (``check.py``). ``tops``:
+    ``us``: microseconds of a call. ``error``: the largest relative error of a row (``qgemm_cli/check.py``). ``tops``:
     tera-operations a second. ``tb_per_s``: terabytes a second, of the fewest bytes that must move. ``share``: of the
     roofline's limit, 1 at the limit.
     """

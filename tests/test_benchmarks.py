@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from benchmarks import configs, peers, plots, tables
 from benchmarks.__main__ import main
-from benchmarks.check import largest_errors
 from benchmarks.measure import measure_shape
 from benchmarks.providers import Provider, cpu_providers, float_provider, quantize_fp8
 from benchmarks.results import ConfigCheck, Measurement, Run, speedups
 from benchmarks.roofline import Roofline, bytes_moved, geometric_mean, known_peaks, operations
 from benchmarks.shapes import HELD_OUT_SHAPES, ROWS, SHAPES, WeightShape, parse_shape
-from benchmarks.timing import MAX_CALLS, QUICK, Effort, Pass, copy_bandwidth, copy_count, median_seconds
+from qgemm_cli.check import largest_errors
+from qgemm_cli.timing import MAX_CALLS, QUICK, Effort, Pass, copy_bandwidth, copy_count, median_seconds
 
 CPU = torch.device("cpu")
 GPU_NAME = "NVIDIA H200"
@@ -127,7 +127,7 @@ def test_a_time_is_the_median_over_rounds_of_one_call(monkeypatch: pytest.Monkey
     order: list[str] = []
     # By its name, the seconds that each call of a pass takes: first when it is made, once more for a first look.
     durations = {"a": iter([9.0] * 3 + [1.0] * 2 + [7.0] * 2 + [2.0] * 2), "b": iter([1.0] * 9)}
-    monkeypatch.setattr("benchmarks.timing.time.perf_counter", lambda: clock)
+    monkeypatch.setattr("qgemm_cli.timing.time.perf_counter", lambda: clock)
 
     def run(name: str) -> Tensor:
         nonlocal clock
@@ -144,7 +144,7 @@ def test_a_time_is_the_median_over_rounds_of_one_call(monkeypatch: pytest.Monkey
 
 def test_copy_bandwidth_counts_what_is_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))
-    monkeypatch.setattr("benchmarks.timing.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("qgemm_cli.timing.time.perf_counter", lambda: next(clock))
     assert copy_bandwidth(CPU) == 2 * (64 << 20)  # each copy of 64 MiB takes one second of this clock
 
 
