@@ -29,20 +29,21 @@ class RunningChecksum:
     def __init__(self) -> None:
         """Of no values yet."""
         self._sum = 0
-        self._rest = torch.empty(0, dtype=torch.uint8)  # up to 7 bytes, which make no whole word yet
+        self._rest = b""  # up to 7 bytes, which make no whole word yet
 
     def add(self, values: Tensor) -> None:
         """Takes in the next values, a contiguous tensor."""
         content = values.reshape(-1).view(torch.uint8)
-        if self._rest.numel():
-            content = torch.cat((self._rest, content))
+        if self._rest:
+            rest = torch.tensor(list(self._rest), dtype=torch.uint8, device=content.device)
+            content = torch.cat((rest, content))
         elif content.storage_offset() % 8:  # a piece of a larger tensor
             content = content.clone()
         whole = content.numel() // 8 * 8
         self._sum += int(content[:whole].view(torch.int64).sum())
-        self._rest = content[whole:].clone()
+        self._rest = bytes(content[whole:].tolist())
 
     @property
     def value(self) -> int:
         """The checksum of all that was added."""
-        return (self._sum + int.from_bytes(bytes(self._rest.tolist()), "little")) % 2**64
+        return (self._sum + int.from_bytes(self._rest, "little")) % 2**64

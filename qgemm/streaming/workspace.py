@@ -1,8 +1,8 @@
 """The folder beside the destination in which a run does its work, and from which a later run goes on.
 
-``<destination>.partial`` holds ``content``, the files that are done, and ``journal.json``, which says which they are and
-what is being made. The journal is replaced as a whole after each file, so a process may be killed at any moment. When
-all is there, ``content`` is renamed to the destination, which so appears whole, and the rest is removed.
+``<destination>.partial`` holds ``content``, the files that are done, and ``journal.json``, which says which those are
+and what is being made. The journal is replaced as a whole after each file, so a process may be killed at any moment.
+When all is there, ``content`` is renamed to the destination, which so appears whole, and the rest is removed.
 """
 
 from __future__ import annotations

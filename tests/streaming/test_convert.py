@@ -1,4 +1,4 @@
-"""``quantize_checkpoint`` writes, bit for bit, the files of ``from_pretrained``, ``quantize_model``, ``save_quantized``."""
+"""``quantize_checkpoint`` writes what ``from_pretrained``, ``quantize_model``, ``save_quantized`` would, to the bit."""
 
 from __future__ import annotations
 
