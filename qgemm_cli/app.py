@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
+from enum import Enum
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ from typing import Annotated
 import typer
 
 from qgemm_cli.errors import PROBLEMS, running
-from qgemm_cli.output import print_json
+from qgemm_cli.output import print_json, printable
 
 app = typer.Typer(
     name="qgemm",
@@ -20,7 +21,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -28,6 +29,9 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document to standard output, and nothing else there.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came from.")]
+
+
+ShardSize = Annotated[str, typer.Option(help='How large a file may be: a number of bytes, or text like "5GB".')]
 
 
 def _print_version(wanted: bool) -> None:
@@ -79,4 +83,183 @@ def inspect(
             document = examine(path, verify)
         print_json(document) if json else show(document, every_layer)
     if document["problems"]:
+        raise typer.Exit(PROBLEMS)
+
+
+@app.command(
+    epilog="""Examples:
+
+    qgemm quantize llama llama-int8
+
+    qgemm quantize llama llama-int8 --skip "*.o_proj" --skip "re:layers.[01].mlp" --device cuda
+
+    qgemm quantize llama llama-static --scheme int8-static --input-scales scales.json"""
+)
+def quantize(
+    source: Annotated[Path, typer.Argument(help="The folder of a float model, as transformers saves it.")],
+    destination: Annotated[Path, typer.Argument(help="A folder for the quantized model.")],
+    scheme: Annotated[str, typer.Option(help="int8, or int8-static, which wants --input-scales.")] = "int8",
+    skip: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave this in float: a name, a glob, or re: and a regular expression. May be repeated."),
+    ] = None,
+    drop: Annotated[
+        list[str] | None,
+        typer.Option(help="Go without tensors of this name or glob, which the model has no place for."),
+    ] = None,
+    input_scales: Annotated[
+        Path | None, typer.Option(help="A JSON file: the activation's scale of each layer, by name.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    max_shard_size: ShardSize = "5GB",
+    resume: Annotated[
+        bool, typer.Option(help="Go on where an earlier run of the same command ended; or else start afresh.")
+    ] = True,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar, on a terminal.")] = True,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Quantize a float checkpoint into a new folder, in little memory: the model is never held whole.
+
+    The tokenizer and its like are copied along. The result is what qgemm.load_quantized and, with qgemm imported,
+    transformers' from_pretrained load; qgemm convert makes a compressed-tensors checkpoint of it.
+    """
+    with running(debug):
+        from qgemm_cli.commands.quantize import quantize as run
+        from qgemm_cli.commands.quantize import show
+
+        with redirect_stdout(sys.stderr):
+            document = run(
+                source,
+                destination,
+                scheme,
+                skip or [],
+                drop or [],
+                input_scales,
+                device,
+                max_shard_size,
+                resume,
+                progress,
+            )
+        print_json(document) if json else show(document)
+
+
+class Format(str, Enum):
+    """What ``convert`` writes."""
+
+    QGEMM = "qgemm"
+    COMPRESSED_TENSORS = "compressed-tensors"
+
+
+@app.command(
+    epilog="""Examples:
+
+    qgemm convert llama-int8 llama-w8a8 --to compressed-tensors
+
+    qgemm convert llama-bitsandbytes llama-int8 --to qgemm"""
+)
+def convert(
+    source: Annotated[Path, typer.Argument(help="The folder of a quantized model, in any format that qgemm loads.")],
+    destination: Annotated[Path, typer.Argument(help="A folder for the converted model.")],
+    to: Annotated[Format, typer.Option(help="The format to write. vLLM and transformers load compressed-tensors.")],
+    max_shard_size: ShardSize = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint in that folder.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Write a quantized checkpoint in another format, with the same int8 values.
+
+    Reads qgemm, compressed-tensors (int-quantized, 8 bits) and bitsandbytes (int8). Holds the quantized model in
+    memory, and reads what it wrote once more to check it.
+    """
+    with running(debug):
+        from qgemm_cli.commands.convert import convert as run
+        from qgemm_cli.commands.convert import show
+
+        with redirect_stdout(sys.stderr):
+            document = run(source, destination, to.value, max_shard_size, overwrite)
+        print_json(document) if json else show(document)
+
+
+@app.command(
+    epilog="""Examples:
+
+    qgemm compare llama llama-int8
+
+    qgemm compare llama llama-int8 --text book.txt --max-tokens 20000 --device cuda
+
+    qgemm compare llama-int8 llama-w8a8 --tolerance 0 --json"""
+)
+def compare(
+    a: Annotated[Path, typer.Argument(help="The folder to measure against, float or quantized.")],
+    b: Annotated[Path, typer.Argument(help="The folder to measure, float or quantized.")],
+    text: Annotated[Path | None, typer.Option(help="Run both models over this text file and compare logits.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The folder of the tokenizer, if neither A nor B has it.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda, cuda:1, ...")] = "cpu",
+    window: Annotated[int, typer.Option(min=2, help="How many tokens a model sees at a time.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the text to take.")] = 4096,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="Exit with 1 if the relative error of a tensor is above this.")
+    ] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(min=0, help="Exit with 1 if the mean divergence over the text is above this.")
+    ] = None,
+    every_layer: Annotated[bool, typer.Option("--all", help="A row for every layer, not for every kind.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compare two checkpoints: the error of each weight and, over a text, what it does to a language model.
+
+    Weights are read a few rows at a time. With --text both models are in memory at once. Exit code 1: shapes differ,
+    or something is above --tolerance or --max-kl.
+    """
+    with running(debug):
+        from qgemm_cli.commands.compare import compare as run
+        from qgemm_cli.commands.compare import find_differences, show
+
+        with redirect_stdout(sys.stderr):
+            document = run(a, b, text, tokenizer, device, window, max_tokens)
+        document["differences"] = find_differences(document, tolerance, max_kl)
+        print_json(document) if json else show(document, every_layer)
+        for difference in document["differences"]:
+            print(f"qgemm: {printable(difference, 500)}", file=sys.stderr)
+    if document["differences"]:
+        raise typer.Exit(PROBLEMS)
+
+
+@app.command(
+    epilog="""Examples:
+
+    qgemm bench llama
+
+    qgemm bench llama-int8 --m 1,64,4096 --json
+
+    qgemm bench --shape 4096x14336 --device cpu --quick"""
+)
+def bench(
+    path: Annotated[
+        Path | None, typer.Argument(help="A checkpoint, float or quantized, whose linear layers are timed.")
+    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="Time this weight, NxK. May be repeated.")] = None,
+    m: Annotated[str, typer.Option("--m", help="Rows of activations, separated by commas.")] = "1,16,256",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... [the GPU, if there is one]")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Time int8 layers beside float ones on this machine, in the sizes of a model.
+
+    Weights and activations are random; every output is checked before it is timed. Exit code 1: one was wrong. Without
+    a path or a shape, the sizes are those of Llama 3 8B on a GPU, and two smaller ones on a CPU.
+    """
+    with running(debug):
+        from qgemm_cli.commands.bench import bench as run
+        from qgemm_cli.commands.bench import parse_rows, show
+
+        with redirect_stdout(sys.stderr):
+            document = run(path, shape or [], parse_rows(m), device, quick)
+        print_json(document) if json else show(document)
+    if any(result["wrong"] for result in document["results"]):
         raise typer.Exit(PROBLEMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 import warnings
@@ -42,7 +43,8 @@ def running(debug: bool) -> Iterator[None]:
 
 def describe(error: Exception) -> str:
     """An error in one line. One that isn't meant for users is called by its kind, and by how to see where it was."""
-    text = printable(" ".join(str(error).split()), limit=2000)
+    said = re.sub(r"^\[Errno \d+\] ", "", str(error)) if isinstance(error, OSError) else str(error)
+    text = printable(" ".join(said.split()), limit=2000)
     if isinstance(error, (ValueError, OSError, ImportError)) and text:
         return text
     return f"{type(error).__name__}: {text or 'no more is known'} (--debug shows where)"

@@ -150,7 +150,10 @@ def _plain(module: str, tensors: dict[str, StoredTensor]) -> tuple[str, str, tup
     if weight.dtype in (torch.int8, *FP8_DTYPES):
         return "linear", _value_name(weight.dtype), weight.shape
     if weight.dtype in FLOAT_DTYPES:
-        return "embedding" if is_embedding else "linear", dtype_name(weight.dtype), weight.shape
+        (n, k), bias = weight.shape, tensors.get("bias")
+        if bias is not None and bias.shape == (k,) != (n,):
+            n, k = k, n  # transformers' Conv1D holds its float weight as [K, N]
+        return "embedding" if is_embedding else "linear", dtype_name(weight.dtype), (n, k)
     return None
 
 

@@ -57,9 +57,7 @@ def _problems_of_layer(layer: StoredLayer) -> Iterator[str]:
         yield f"{layer.name} has a weight_packed but no weight_scale"
     bias = tensors.get("bias")
     if layer.kind == "linear" and bias is not None and len(layer.shape) == 2:
-        # transformers' Conv1D holds its float weight transposed.
-        outputs = layer.shape[:1] if layer.is_quantized else layer.shape
-        if len(bias.shape) != 1 or bias.shape[0] not in outputs:
+        if bias.shape != layer.shape[:1]:
             yield (
                 f"{layer.full_name('bias')} has shape {list(bias.shape)}, which doesn't fit a weight of "
                 f"{list(layer.shape)}"

@@ -1,0 +1,215 @@
+"""``qgemm compare``: how far two checkpoints are apart, weight by weight, and over a text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.streaming.float_tensors import FloatTensor
+from qgemm.streaming.source import open_source
+from qgemm_cli.layers import StoredLayer, find_layers
+from qgemm_cli.output import print_lines, print_table, printable, progress_bar
+from qgemm_cli.patterns import collapse, natural_order, pattern_of
+from qgemm_cli.reading import Checkpoint, open_checkpoint
+from qgemm_cli.weights import find_weights, match_names
+
+_VALUES = 1 << 24  # that are compared at a time: 64 MB in float32
+MOST_NAMES = 5
+
+
+def compare(
+    path_a: Path, path_b: Path, text: Path | None, tokenizer: Path | None, device: str, window: int, most_tokens: int
+) -> dict[str, Any]:
+    """Compares; returns the document that ``--json`` prints. ``a`` is what ``b`` is measured against."""
+    a, b = open_checkpoint(path_a), open_checkpoint(path_b)
+    for checkpoint in (a, b):
+        if checkpoint.problems:
+            raise CheckpointError(f"{checkpoint.path} isn't sound, see qgemm inspect: {checkpoint.problems[0]}")
+    document: dict[str, Any] = {
+        "a": {"path": str(path_a), "format": a.format, "variant": a.variant},
+        "b": {"path": str(path_b), "format": b.format, "variant": b.variant},
+        **_compare_weights(a, b),
+        "text": None,
+    }
+    if text is not None:
+        document["text"] = _compare_over_text(a, b, text, tokenizer, device, window, most_tokens)
+    return document
+
+
+def _compare_weights(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
+    stored = [_main_tensors(checkpoint) for checkpoint in (a, b)]
+    with ExitStack() as stack:
+        weights = []
+        for checkpoint in (a, b):
+            if checkpoint.folder is None:
+                raise CheckpointError(f"{checkpoint.path} is a single file: compare takes two folders")
+            weights.append(find_weights(checkpoint, stack.enter_context(open_source(checkpoint.folder))))
+        names_in_a = match_names(weights[1], weights[0])
+        for alias, name in b.contents.manifest.tied.items() if b.contents is not None else ():
+            if alias in weights[0] and name in weights[1]:
+                weights[1][alias] = weights[1][name]
+                names_in_a[alias] = alias
+        if not names_in_a:
+            raise CheckpointError(f"{a.path} and {b.path} have no tensor in common: they aren't of one model")
+        layers, other_shapes = [], []
+        total = sum(math.prod(weights[1][name].shape) for name in names_in_a)
+        with progress_bar("compare", total, shown=True) as advance:
+            for name, name_in_a in sorted(names_in_a.items(), key=lambda names: natural_order(names[0])):
+                tensors = weights[0][name_in_a], weights[1][name]
+                layer_a, layer_b = stored[0].get(name_in_a), stored[1].get(name)
+                entry: dict[str, Any] = {
+                    "name": name,
+                    "name_in_a": name_in_a,
+                    "kind": layer_b.kind if layer_b is not None else "other",
+                    "shape": list(tensors[1].shape),
+                    "stored_as_a": _storage(layer_a, tensors[0]),
+                    "stored_as_b": _storage(layer_b, tensors[1]),
+                    "quantized": any(layer is not None and layer.is_quantized for layer in (layer_a, layer_b)),
+                }
+                if tensors[0].shape not in (tensors[1].shape, _transposed(tensors[1].shape)):
+                    other_shapes.append({**entry, "shape_in_a": list(tensors[0].shape)})
+                else:
+                    layers.append({**entry, **_difference(*tensors)})
+                advance(math.prod(tensors[1].shape))
+    errors = [layer["relative_error"] for layer in layers if layer["quantized"]]
+    missing_in_a = sorted(weights[1].keys() - names_in_a.keys(), key=natural_order)
+    return {
+        "layers": layers,
+        "same": sum(layer["relative_error"] == 0 for layer in layers),
+        "largest_error": max(errors, key=_nan_last, default=None),
+        "mean_error": sum(errors) / len(errors) if errors else None,
+        "other_shapes": other_shapes,
+        "only_in_a": sorted(weights[0].keys() - set(names_in_a.values()), key=natural_order),
+        "only_in_b": missing_in_a,
+    }
+
+
+def _transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape[::-1] if len(shape) == 2 else shape
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _main_tensors(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
+    """The layers by the names of their weights."""
+    layers = find_layers(checkpoint.stored, checkpoint.bits)
+    return {layer.full_name("" if layer.kind == "experts" else "weight"): layer for layer in layers}
+
+
+def _storage(layer: StoredLayer | None, tensor: FloatTensor) -> str:
+    return layer.storage if layer is not None else str(tensor.dtype).removeprefix("torch.")
+
+
+def _difference(a: FloatTensor, b: FloatTensor) -> dict[str, Any]:
+    """``||b - a|| / ||a||`` (Frobenius) and the largest difference of two values; ``a`` may be stored transposed.
+
+    transformers' Conv1D holds its float weight as ``[K, N]``. Nothing tells so where K is N: of a weight that is far
+    off, the transposed one is tried as well.
+    """
+    direct = None if a.shape != b.shape else _measure(_pairs(a, b))
+    if direct is not None and (len(b.shape) != 2 or b.shape[0] != b.shape[1] or direct["relative_error"] < 0.5):
+        return {**direct, "transposed": False}
+    turned = _measure(iter([(a.rows(0, a.row_count).float().t(), b.rows(0, b.row_count).float())]))
+    if direct is None or turned["relative_error"] < direct["relative_error"]:
+        return {**turned, "transposed": True}
+    return {**direct, "transposed": False}
+
+
+def _pairs(a: FloatTensor, b: FloatTensor) -> Iterator[tuple[Tensor, Tensor]]:
+    step = max(1, _VALUES // max(1, math.prod(b.shape[1:])))
+    for start, stop in b.spans(step):
+        yield a.rows(start, stop).float(), b.rows(start, stop).float()
+
+
+def _measure(pairs: Iterator[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    squares = torch.zeros(2, dtype=torch.float64)
+    largest = 0.0
+    for wanted, got in pairs:
+        difference = got - wanted
+        squares += torch.stack([part.square().sum(dtype=torch.float64) for part in (difference, wanted)])
+        if difference.numel():
+            largest = max(largest, float(difference.abs().max()))
+    error, norm = squares.sqrt().tolist()
+    return {"relative_error": error / norm if norm else (math.inf if error else 0.0), "largest_difference": largest}
+
+
+def _compare_over_text(
+    a: Checkpoint, b: Checkpoint, text: Path, tokenizer: Path | None, device: str, window: int, most_tokens: int
+) -> dict[str, Any]:
+    from qgemm_cli.logits import compare_logits, load_model, read_tokens
+
+    folders = [folder for folder in (tokenizer, a.folder, b.folder) if folder is not None]
+    tokens = read_tokens(text, folders[:1] if tokenizer is not None else folders, most_tokens)
+    models = [load_model(checkpoint, device) for checkpoint in (a, b)]
+    with progress_bar("run", tokens.numel(), shown=True) as advance:
+        return {"file": str(text), **compare_logits(models[0], models[1], tokens, window, advance)}
+
+
+def find_differences(document: dict[str, Any], tolerance: float | None, most_kl: float | None) -> list[str]:
+    """What makes the exit code 1: shapes, layers without a counterpart, and errors above what was allowed."""
+    found = [f"{one['name']} has shape {one['shape']}, in A {one['shape_in_a']}" for one in document["other_shapes"]]
+    for layer in document["layers"] if tolerance is not None else ():
+        if not layer["relative_error"] <= tolerance:
+            found.append(f"{layer['name']}: relative error {layer['relative_error']:.4g}, above {tolerance:g}")
+    text = document["text"]
+    if text is not None and most_kl is not None and not text["mean_kl"] <= most_kl:
+        found.append(f"mean divergence {text['mean_kl']:.4g}, above {most_kl:g}")
+    return found
+
+
+def show(document: dict[str, Any], every_layer: bool) -> None:
+    """Prints the document for people: a row for each kind of layer that differs, or for ``every_layer``."""
+    rows = list(_rows(document["layers"], every_layer))
+    print_lines(f"{key.upper()}: {printable(document[key]['path'])}, {document[key]['format']}" for key in ("a", "b"))
+    columns = ("layer", "count", "A", "B", "mean error", "largest error", "largest difference")
+    print_table(columns, rows, right=(1, 4, 5, 6))
+    print_lines(_summary(document))
+
+
+def _rows(layers: list[dict[str, Any]], every_layer: bool) -> Iterator[tuple[str, ...]]:
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for layer in layers:
+        if every_layer or layer["relative_error"] != 0:
+            name = layer["name"] if every_layer else pattern_of(layer["name"])
+            groups.setdefault((name, layer["stored_as_a"], layer["stored_as_b"]), []).append(layer)
+    for (name, stored_a, stored_b), members in groups.items():
+        errors = [layer["relative_error"] for layer in members]
+        yield (
+            printable(name if every_layer else collapse(layer["name"] for layer in members)),
+            str(len(members)),
+            stored_a,
+            stored_b,
+            f"{sum(errors) / len(errors):.5f}",
+            f"{max(errors, key=_nan_last):.5f}",
+            f"{max(layer['largest_difference'] for layer in members):.3g}",
+        )
+
+
+def _summary(document: dict[str, Any]) -> Iterator[str]:
+    compared = len(document["layers"])
+    yield f"{compared} tensors compared, {document['same']} of them the same"
+    if document["largest_error"] is not None:
+        yield (
+            f"relative error of the quantized weights: mean {document['mean_error']:.5f}, "
+            f"largest {document['largest_error']:.5f}"
+        )
+    for key in ("only_in_a", "only_in_b"):
+        if names := document[key]:
+            shown = ", ".join(printable(name) for name in names[:MOST_NAMES])
+            more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+            yield f"only in {key[-1].upper()}: {shown}{more}"
+    if (text := document["text"]) is not None:
+        yield f"over {text['tokens']} tokens of {printable(text['file'])}, {text['window']} at a time:"
+        yield f"  divergence (KL, nats): mean {text['mean_kl']:.3g}, largest {text['max_kl']:.3g}"
+        yield f"  same most likely token: {text['top1_agreement']:.2%}"
+        if text["perplexity_a"] is not None:
+            yield f"  perplexity: A {text['perplexity_a']:.4f}, B {text['perplexity_b']:.4f}"

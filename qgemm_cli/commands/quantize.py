@@ -1,0 +1,91 @@
+"""``qgemm quantize``: ``qgemm.quantize_checkpoint``, from a folder to a folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import qgemm
+from qgemm.checkpoint.layout import read_json
+from qgemm_cli.output import print_lines, print_table, printable, size
+from qgemm_cli.patterns import collapse, pattern_of
+
+
+def quantize(
+    source: Path,
+    destination: Path,
+    scheme: str,
+    skip: Sequence[str],
+    drop: Sequence[str],
+    input_scales: Path | None,
+    device: str,
+    max_shard_size: str,
+    resume: bool,
+    progress: bool,
+) -> dict[str, Any]:
+    """Writes the checkpoint; returns the document that ``--json`` prints."""
+    report = qgemm.quantize_checkpoint(
+        source,
+        destination,
+        scheme,
+        skip=[parse_pattern(pattern) for pattern in skip] or None,
+        drop=drop,
+        input_scales=None if input_scales is None else read_json(input_scales),
+        device=device,
+        max_shard_size=max_shard_size,
+        resume=resume,
+        progress=None if progress else False,
+    )
+    return {
+        "source": str(source),
+        "destination": str(destination),
+        "scheme": scheme,
+        "quantized": len(report.quantized),
+        "kept": len(report.kept),
+        "coverage": report.coverage,
+        "bytes_before": report.bytes_before,
+        "bytes_after": report.bytes_after,
+        "largest_error": report.largest_error,
+        "layers": report.to_dict()["records"],
+    }
+
+
+def parse_pattern(text: str) -> str | re.Pattern[str]:
+    """What ``--skip`` takes: a name, a glob, or after ``re:`` a regular expression."""
+    if not text.startswith("re:"):
+        return text
+    try:
+        return re.compile(text[3:])
+    except re.error as error:
+        raise ValueError(f"--skip {text}: {error}") from error
+
+
+def show(document: dict[str, Any]) -> None:
+    """Prints the document for people: a row for each kind of layer."""
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for layer in document["layers"]:
+        groups.setdefault((pattern_of(layer["name"]), layer["action"], layer["reason"]), []).append(layer)
+    rows = []
+    for (_, action, reason), members in groups.items():
+        errors = [layer["weight_error"] for layer in members if layer["weight_error"] is not None]
+        rows.append(
+            (
+                printable(collapse(layer["name"] for layer in members)),
+                str(len(members)),
+                f"{action}: {reason}" if reason else action,
+                size(sum(layer["bytes_before"] for layer in members)),
+                size(sum(layer["bytes_after"] for layer in members)),
+                f"{max(errors):.4f}" if errors else "",
+            )
+        )
+    print_table(("layer", "count", "action", "before", "after", "largest error"), rows, right=(1, 3, 4, 5))
+    total = document["quantized"] + document["kept"]
+    print_lines(
+        [
+            f"{document['quantized']} of {total} layers quantized, {document['coverage']:.1%} of their bytes: "
+            f"{size(document['bytes_before'])} before, {size(document['bytes_after'])} after",
+            f"wrote {printable(document['destination'])}",
+        ]
+    )

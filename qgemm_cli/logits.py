@@ -1,0 +1,109 @@
+"""How far the outputs of two language models are apart, over a text: divergence, agreement, perplexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import qgemm
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.streaming.loading import plan_loading
+from qgemm.streaming.source import open_source
+from qgemm_cli.reading import FLOAT, Checkpoint
+
+_ROWS = 16  # of logits, in float64 at a time: a vocabulary of 150,000 takes 20 MB
+
+
+def load_model(checkpoint: Checkpoint, device: str) -> nn.Module:
+    """The model in ``checkpoint``, in eval mode: quantized as qgemm loads it, float as transformers does.
+
+    Raises ``CheckpointError`` for a checkpoint that neither loads.
+    """
+    if checkpoint.folder is None:
+        raise CheckpointError(f"{checkpoint.path} is a single file: to run a model, give its folder")
+    if checkpoint.contents is not None:
+        return qgemm.load_quantized(checkpoint.folder, device)
+    if checkpoint.format != FLOAT:
+        raise CheckpointError(checkpoint.refusal or checkpoint.problems[0])
+    # The model on meta has been built from a config that was checked: its class, and what of its config is safe.
+    with open_source(checkpoint.folder) as source:
+        built: Any = plan_loading(source, drop=["*"]).model
+    model = type(built).from_pretrained(
+        checkpoint.folder, config=built.config, dtype=built.config.dtype, local_files_only=True, use_safetensors=True
+    )
+    loaded: nn.Module = model.to(device).eval()
+    return loaded
+
+
+def read_tokens(text: Path, folders: list[Path], most: int) -> Tensor:
+    """The first ``most`` tokens of a text file, int64 ``[T]``, by the first tokenizer in ``folders``.
+
+    Raises ``ValueError`` if there is none, or if the text is too short to predict anything.
+    """
+    from transformers import AutoTokenizer
+
+    with_one = [folder for folder in folders if any((folder / name).is_file() for name in _TOKENIZER_FILES)]
+    if not with_one:
+        raise ValueError(f"{folders[0]} has no tokenizer: pass --tokenizer FOLDER")
+    tokenizer = AutoTokenizer.from_pretrained(with_one[0], local_files_only=True, trust_remote_code=False)
+    # A token has one character at the least on average; a huge file is not read whole.
+    with text.open(encoding="utf-8") as file:
+        content = file.read(_CHARACTERS_A_TOKEN * most)
+    tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"][:most], dtype=torch.int64)
+    if tokens.numel() < 2:
+        raise ValueError(f"{text} has {tokens.numel()} tokens; it must have 2 at the least")
+    return tokens
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_CHARACTERS_A_TOKEN = 16
+
+
+@torch.inference_mode()
+def compare_logits(
+    a: nn.Module, b: nn.Module, tokens: Tensor, window: int, advance: Callable[[float], object]
+) -> dict[str, Any]:
+    """Runs both models over ``tokens`` ``[T]``, in windows that don't see each other.
+
+    The divergence is ``sum(p_a * (log p_a - log p_b))`` over the vocabulary, in nats, at each token.
+    """
+    limits = (getattr(model.config, "max_position_embeddings", None) for model in (a, b))
+    window = min([window, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
+    is_causal = all(type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")) for model in (a, b))
+    divergences, agreements = [], []
+    losses: dict[str, list[Tensor]] = {"a": [], "b": []}
+    for ids in tokens.split(window):
+        parts = (_logits(a, ids).split(_ROWS), _logits(b, ids).split(_ROWS), ids.roll(-1).split(_ROWS))
+        for logits_a, logits_b, following in zip(*parts, strict=True):
+            log_a, log_b = (logits.double().log_softmax(-1) for logits in (logits_a, logits_b))
+            divergences.append((log_a.exp() * (log_a - log_b)).sum(-1).cpu())
+            agreements.append((log_a.argmax(-1) == log_b.argmax(-1)).cpu())
+            for name, log in (("a", log_a), ("b", log_b)):
+                losses[name].append(-log.cpu().gather(1, following[:, None])[:, 0])
+        for parts_of_one in losses.values():
+            parts_of_one[-1] = parts_of_one[-1][:-1]  # what follows the last token of a window isn't known
+        advance(ids.numel())
+    divergence, agreement = torch.cat(divergences), torch.cat(agreements)
+    perplexities = {name: math.exp(float(torch.cat(parts).mean())) for name, parts in losses.items()}
+    return {
+        "tokens": tokens.numel(),
+        "window": window,
+        "mean_kl": float(divergence.mean()),
+        "max_kl": float(divergence.max()),
+        "top1_agreement": float(agreement.double().mean()),
+        "perplexity_a": perplexities["a"] if is_causal else None,
+        "perplexity_b": perplexities["b"] if is_causal else None,
+    }
+
+
+def _logits(model: nn.Module, ids: Tensor) -> Tensor:
+    device = next(model.parameters()).device
+    logits = getattr(model(input_ids=ids[None].to(device)), "logits", None)
+    if not isinstance(logits, Tensor) or logits.shape[:2] != (1, ids.numel()):
+        raise ValueError(f"{type(model).__name__} gives no logits for each token: --text is for language models")
+    return logits[0]

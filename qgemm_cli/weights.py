@@ -1,0 +1,125 @@
+"""The weights of a checkpoint in float, whatever they are stored as, some rows at a time.
+
+A float checkpoint's tensors have the names that the model gives them, also where the files use others; of every other
+checkpoint those in the files count, which are the same for what qgemm, compressed-tensors and bitsandbytes write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm.streaming.float_tensors import FloatTensor, StoredFloat
+from qgemm.streaming.loading import plan_loading
+from qgemm.streaming.source import Source
+from qgemm_cli.layers import FP8_DTYPES, StoredLayer, find_layers
+from qgemm_cli.reading import FLOAT, Checkpoint
+
+
+class Dequantized(FloatTensor):
+    """An int8 or float8 weight, multiplied by its scales: one for all, one a row, or one a block."""
+
+    def __init__(self, source: Source, layer: StoredLayer, weight: StoredTensor, scale_name: str) -> None:
+        """``weight``: ``[..., N, K]``; ``scale_name``: the tensor in ``source`` that scales it."""
+        super().__init__(weight.shape, torch.float32)
+        self._source = source
+        self._name = layer.full_name("" if layer.kind == "experts" else "weight")
+        self._scale_name = scale_name
+        self._scale: Tensor | None = None
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Reads them; the scales the first time."""
+        if self._scale is None:
+            self._scale = self._read_scale()
+        scale = self._scale if self._scale.shape[0] == 1 else self._scale[start:stop]
+        return self._source.read_rows(self._name, start, stop).float() * scale
+
+    def _read_scale(self) -> Tensor:
+        stored = self._source.tensors[self._scale_name]
+        scale = self._source.read_rows(self._scale_name, 0, stored.shape[0] if stored.shape else 1).float()
+        if self._scale_name.endswith(".SCB"):
+            scale = scale / 127
+        if scale.numel() == 1:
+            return scale.reshape([1] * len(self.shape))
+        if scale.shape == self.shape[:-1]:
+            return scale[..., None]
+        if scale.ndim == len(self.shape):  # one for each row, or for each block of rows and columns
+            for dim, (blocks, whole) in enumerate(zip(scale.shape, self.shape, strict=True)):
+                if blocks not in (1, whole):
+                    scale = scale.repeat_interleave(_block_size(whole, blocks), dim).narrow(dim, 0, whole)
+            return scale
+        raise CheckpointError(
+            f"{stored.path}: {self._scale_name} has shape {list(scale.shape)}, which doesn't fit a weight of "
+            f"{list(self.shape)}"
+        )
+
+
+def _block_size(whole: int, blocks: int) -> int:
+    """Of how many values ``blocks`` blocks are, the last of which may be shorter: 128, if that fits."""
+    return next(
+        (size for size in (128, 64, 256, 32, 16) if math.ceil(whole / size) == blocks), math.ceil(whole / blocks)
+    )
+
+
+def find_weights(checkpoint: Checkpoint, source: Source) -> dict[str, FloatTensor]:
+    """The tensors of ``checkpoint``, whose files are ``source``, by name; integers that aren't quantized are left out.
+
+    Raises ``CheckpointError`` for weights in a format that isn't dequantized here.
+    """
+    if checkpoint.format == FLOAT and checkpoint.config:
+        try:
+            return plan_loading(source, drop=["*"]).tensors
+        except (CheckpointError, ImportError):  # not of transformers: then the names in the files have to do
+            pass
+    found: dict[str, FloatTensor] = {}
+    for layer in find_layers(checkpoint.stored, checkpoint.bits):
+        found.update(_of_layer(layer, source))
+    return found
+
+
+def _of_layer(layer: StoredLayer, source: Source) -> Iterable[tuple[str, FloatTensor]]:
+    main = "" if layer.kind == "experts" else "weight"
+    weight = layer.tensors.get(main)
+    if layer.is_quantized:
+        leaf = next(
+            (leaf for leaf in ("weight_scale", "weight_scale_inv", "SCB", "_scale") if leaf in layer.tensors), ""
+        )
+        if weight is None or weight.dtype not in (torch.int8, *FP8_DTYPES) or not leaf:
+            raise CheckpointError(
+                f"{layer.name} is stored as {layer.storage}: qgemm compares float, int8 and fp8 weights"
+            )
+        yield layer.full_name(main), Dequantized(source, layer, weight, layer.full_name(leaf))
+    for leaf, tensor in layer.tensors.items():
+        is_scale = layer.is_quantized and layer.full_name(leaf) in layer.scales
+        if tensor.dtype in FLOAT_DTYPES and not is_scale:
+            yield layer.full_name(leaf), StoredFloat(source, layer.full_name(leaf), torch.float32)
+
+
+def match_names(names: Iterable[str], others: Iterable[str]) -> dict[str, str]:
+    """For each of ``names`` that is also in ``others``, the name there.
+
+    One of the two may have a prefix on all of them, as a model inside of another has (``model.layers...``).
+    """
+    names, known = list(names), set(others)
+    best: dict[str, str] = {}
+    for prefix in ["", *_prefixes(names, known)]:
+        found = {name: prefix + name for name in names if prefix + name in known}
+        if len(found) > len(best):
+            best = found
+    for prefix in _prefixes(list(known), set(names)):
+        found = {name: name.removeprefix(prefix) for name in names if name.removeprefix(prefix) in known}
+        if len(found) > len(best):
+            best = found
+    return best
+
+
+def _prefixes(names: list[str], others: set[str]) -> list[str]:
+    """What ``others`` might have before ``names``."""
+    longest = max(names, key=len, default="")
+    return sorted({other.removesuffix(longest) for other in others if other.endswith(f".{longest}")})

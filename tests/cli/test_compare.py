@@ -1,0 +1,189 @@
+"""``qgemm compare``: errors as PyTorch computes them, whatever the formats and names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from checkpoint.test_bitsandbytes import float_model, write_by_layout
+from safetensors.torch import load_file, save_file
+
+import qgemm
+from cli.command import run, run_failing, run_json, write_checkpoint
+from qgemm_cli.weights import match_names
+
+UP = "model.layers.0.mlp.up_proj"
+TEXT = " ".join("abcdefghijklmnop"[i * 7 % 16] for i in range(150))
+
+
+def write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {chr(ord("a") + i): i for i in range(26)} | {"<unk>": 26}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+
+
+@torch.no_grad()
+def relative_errors(float_folder: Path, model: torch.nn.Module) -> dict[str, float]:
+    tensors = load_file(float_folder / "model.safetensors")
+    errors = {}
+    for name, module in model.named_modules():
+        if isinstance(module, qgemm.QuantLinear):
+            wanted, got = tensors[f"{name}.weight"].double(), module.dequantize().weight.double()
+            wanted = wanted if wanted.shape == got.shape and "c_" not in name else wanted.t()
+            errors[f"{name}.weight"] = float((got - wanted).norm() / wanted.norm())
+    return errors
+
+
+def test_a_float_and_a_quantized_one(float_folder: Path, int8_folder: Path) -> None:
+    found = run_json("compare", float_folder, int8_folder)
+    wanted = relative_errors(float_folder, qgemm.load_quantized(int8_folder))
+    quantized = {layer["name"]: layer for layer in found["layers"] if layer["quantized"]}
+    assert quantized.keys() == wanted.keys()
+    for name, layer in quantized.items():
+        assert layer["relative_error"] == pytest.approx(wanted[name], rel=1e-5)
+        assert (layer["stored_as_a"], layer["stored_as_b"]) == ("float32", "int8")
+    assert found["largest_error"] == pytest.approx(max(wanted.values()), rel=1e-5)
+    assert found["same"] == len(found["layers"]) - len(wanted)
+    assert found["only_in_a"] == found["only_in_b"] == found["differences"] == []
+
+
+def test_conv1d_is_compared_the_right_way_round(tmp_path: Path) -> None:
+    model = float_model("gpt2")  # attn.c_proj is 32 x 32: its shape doesn't tell
+    model.save_pretrained(tmp_path / "float")
+    (tmp_path / "int8").mkdir()
+    write_by_layout(model, tmp_path / "int8")
+    found = run_json("compare", tmp_path / "float", tmp_path / "int8")
+    wanted = relative_errors(tmp_path / "float", qgemm.load_quantized(tmp_path / "int8"))
+    layers = {layer["name"]: layer for layer in found["layers"] if layer["quantized"]}
+    assert {layer["transposed"] for layer in layers.values()} == {True}
+    assert layers["transformer.h.0.attn.c_proj.weight"]["relative_error"] < 0.02
+    for name, error in wanted.items():
+        assert layers[name]["relative_error"] == pytest.approx(error, rel=1e-4)
+
+
+def test_experts_that_the_files_hold_one_by_one(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.Qwen3MoeConfig(vocab_size=97, head_dim=8, **sizes, **heads)
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "float")
+    assert any(".experts.3.up_proj.weight" in name for name in load_file(tmp_path / "float" / "model.safetensors"))
+    run("quantize", tmp_path / "float", tmp_path / "int8")
+    found = run_json("compare", tmp_path / "float", tmp_path / "int8", "--tolerance", 0.02)
+    experts = {layer["name"]: layer for layer in found["layers"] if "experts" in layer["name"]}
+    assert experts["model.layers.0.mlp.experts.gate_up_proj"]["shape"] == [4, 32, 32]
+    assert found["only_in_a"] == found["only_in_b"] == []
+
+
+def test_scales_per_row_tensor_and_block(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(200, 300)
+    blocks = torch.rand(2, 3) + 0.5
+    expanded = blocks.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :300]
+    fp8 = (weight / expanded).to(torch.float8_e4m3fn)
+    a = write_checkpoint(tmp_path / "a", {"x.layers.0.up.weight": weight})
+    b = write_checkpoint(tmp_path / "b", {"x.layers.0.up.weight": fp8, "x.layers.0.up.weight_scale_inv": blocks})
+    wanted = float((fp8.float() * expanded - weight).norm() / weight.norm())
+    assert run_json("compare", a, b)["largest_error"] == pytest.approx(wanted, rel=1e-5)
+    int8 = (weight * 20).round().to(torch.int8)
+    c = write_checkpoint(
+        tmp_path / "c", {"x.layers.0.up.weight": int8, "x.layers.0.up.weight_scale": torch.tensor([0.05])}
+    )
+    wanted = float((int8 * 0.05 - weight).norm() / weight.norm())
+    assert run_json("compare", a, c)["largest_error"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_prefix_on_all_names_is_seen_through() -> None:
+    names = [f"layers.{i}.{leaf}.weight" for i in range(3) for leaf in ("up", "down")]
+    inside = [f"model.{name}" for name in names]
+    assert match_names(names, [*inside, "lm_head.weight"]) == dict(zip(names, inside, strict=True))
+    assert match_names([*inside, "lm_head.weight"], names) == dict(zip(inside, names, strict=True))
+    assert match_names(names, names) == {name: name for name in names}
+    assert match_names(["a"], ["b"]) == {}
+
+
+def test_tolerance_and_shapes_make_the_exit_code(float_folder: Path, int8_folder: Path) -> None:
+    found = run_json("compare", float_folder, int8_folder, "--tolerance", 0.001, exit_code=1)
+    assert len(found["differences"]) == 14
+    result = run("compare", float_folder, int8_folder, "--tolerance", 0.001, exit_code=1)
+    assert f"{UP}.weight: relative error" in result.stderr
+    run("compare", float_folder, int8_folder, "--tolerance", 0.1)
+    path = float_folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:5].clone()
+    del tensors[f"{UP}.weight"]
+    save_file(tensors, path, {"format": "pt"})
+    found = run_json("compare", float_folder, int8_folder, exit_code=1)
+    assert "model.norm.weight has shape [32], in A [5]" in found["differences"][0]
+    assert f"{UP}.weight" in found["only_in_b"]
+
+
+def test_a_weight_with_nan_is_above_every_tolerance(float_folder: Path, int8_folder: Path) -> None:
+    path = float_folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{UP}.weight"][3, 4] = torch.nan
+    save_file(tensors, path, {"format": "pt"})
+    found = run_json("compare", int8_folder, float_folder, "--tolerance", 100, exit_code=1)
+    assert len(found["differences"]) == 1
+    assert found["largest_error"] is None  # JSON has no NaN
+
+
+def test_the_table_has_a_row_for_a_kind_of_layer(float_folder: Path, int8_folder: Path) -> None:
+    shown = run("compare", float_folder, int8_folder).stdout
+    assert "model.layers.{0..1}.mlp.up_proj.weight" in shown
+    assert "model.norm.weight" not in shown  # the same
+    assert "model.norm.weight" in run("compare", float_folder, int8_folder, "--all").stdout
+
+
+@torch.no_grad()
+def test_logits_over_a_text(float_folder: Path, int8_folder: Path, tmp_path: Path) -> None:
+    write_tokenizer(int8_folder)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    arguments = ("--text", text, "--window", 40, "--max-tokens", 100)
+    found = run_json("compare", float_folder, int8_folder, *arguments)["text"]
+    ids = torch.tensor([ord(word) - ord("a") for word in TEXT.split()][:100])
+    models = (transformers.LlamaForCausalLM.from_pretrained(float_folder), qgemm.load_quantized(int8_folder))
+    logs, losses = [], []
+    for model in models:
+        windows = [(model(part[None]).logits[0].double(), part) for part in ids.split(40)]
+        logs.append(torch.cat([logits.log_softmax(-1) for logits, _ in windows]))
+        entropies = [torch.nn.functional.cross_entropy(x[:-1], part[1:], reduction="none") for x, part in windows]
+        losses.append(float(torch.cat(entropies).mean().exp()))
+    divergence = torch.nn.functional.kl_div(logs[1], logs[0], log_target=True, reduction="none").sum(-1)
+    assert found["tokens"] == 100
+    assert found["window"] == 40
+    assert found["mean_kl"] == pytest.approx(float(divergence.mean()), rel=1e-3)
+    assert found["max_kl"] == pytest.approx(float(divergence.max()), rel=1e-3)
+    assert found["top1_agreement"] == float((logs[0].argmax(-1) == logs[1].argmax(-1)).double().mean())
+    assert (found["perplexity_a"], found["perplexity_b"]) == pytest.approx(losses, rel=1e-6)
+    assert "perplexity: A" in run("compare", float_folder, int8_folder, *arguments).stdout
+    same = run_json("compare", int8_folder, int8_folder, *arguments, "--max-kl", 0)["text"]
+    assert (same["max_kl"], same["top1_agreement"]) == (0, 1)
+    run("compare", float_folder, int8_folder, *arguments, "--max-kl", 1e-12, exit_code=1)
+
+
+def test_what_cannot_be_compared(float_folder: Path, int8_folder: Path, tmp_path: Path) -> None:
+    other = write_checkpoint(tmp_path / "other", {"something.else": torch.ones(3)})
+    assert "have no tensor in common" in run_failing("compare", float_folder, other)
+    (tmp_path / "text.txt").write_text("a b c")
+    text = ("--text", tmp_path / "text.txt")
+    assert "has no tokenizer: pass --tokenizer" in run_failing("compare", float_folder, int8_folder, *text)
+    write_tokenizer(float_folder)
+    (tmp_path / "text.txt").write_text("a")
+    assert "has 1 tokens" in run_failing("compare", float_folder, int8_folder, *text)
+    (tmp_path / "text.txt").write_bytes(b"\xff\xfe\xff")
+    assert "codec can't decode" in run_failing("compare", float_folder, int8_folder, *text)
+    packed = {f"{UP}.qweight": torch.zeros(4, 48, dtype=torch.int32), f"{UP}.scales": torch.ones(1, 48)}
+    packed[f"{UP}.qzeros"] = torch.zeros(1, 6, dtype=torch.int32)
+    gptq = write_checkpoint(tmp_path / "gptq", packed, {"quant_method": "gptq", "bits": 4})
+    assert "is stored as int4" in run_failing("compare", float_folder, gptq)
+    config = json.loads((int8_folder / "config.json").read_text())
+    config["quantization_config"]["layers"].pop(UP)
+    (int8_folder / "config.json").write_text(json.dumps(config))
+    assert "single file" in run_failing("compare", float_folder, next(int8_folder.glob("*.safetensors")))

@@ -1,0 +1,71 @@
+"""``qgemm convert``: the same int8 values in another format."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint.foreign import logits, same_tensors
+from checkpoint.test_bitsandbytes import float_model, write_by_layout
+
+import qgemm
+from cli.command import run, run_failing, run_json
+
+
+def test_to_compressed_tensors_and_back(int8_folder: Path, tmp_path: Path) -> None:
+    (int8_folder / "tokenizer.json").write_text("{}")
+    there, back = tmp_path / "there", tmp_path / "back"
+    found = run_json("convert", int8_folder, there, "--to", "compressed-tensors")
+    assert (found["from"], found["to"], found["layers"]) == ("qgemm", "compressed-tensors", 14)
+    assert found["bytes_after"] == sum(path.stat().st_size for path in there.glob("*.safetensors"))
+    assert run_json("inspect", there)["format"] == "compressed-tensors"
+    run("convert", there, back, "--to", "qgemm")
+    original, again = qgemm.load_quantized(int8_folder), qgemm.load_quantized(back)
+    assert same_tensors(original, again)
+    assert torch.equal(logits(original), logits(again))
+    assert (back / "tokenizer.json").read_text() == "{}"
+    # And as the command itself sees it.
+    compared = run_json("compare", int8_folder, back, "--tolerance", 0)
+    assert compared["same"] == len(compared["layers"])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_from_bitsandbytes(name: str, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    write_by_layout(float_model(name), source)
+    run("convert", source, tmp_path / "out", "--to", "qgemm")
+    assert torch.equal(logits(qgemm.load_quantized(tmp_path / "out")), logits(qgemm.load_quantized(source)))
+
+
+def test_a_folder_is_replaced_only_when_asked(int8_folder: Path, tmp_path: Path) -> None:
+    target = Path(shutil.copytree(int8_folder, tmp_path / "target"))
+    (target / "tokenizer.json").write_text("old")
+    (int8_folder / "tokenizer.json").write_text("new")
+    assert "pass --overwrite" in run_failing("convert", int8_folder, target, "--to", "qgemm")
+    assert len(list(target.glob("*.safetensors"))) == 3
+    run("convert", int8_folder, target, "--to", "qgemm", "--overwrite")
+    assert [path.name for path in target.glob("*.safetensors")] == ["model.safetensors"]
+    assert (target / "tokenizer.json").read_text() == "new"
+    assert not list(target.glob(".*"))
+
+
+def test_what_cannot_be_converted(int8_folder: Path, float_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert "qgemm quantize makes" in run_failing("convert", float_folder, out, "--to", "qgemm")
+    assert "write to another one" in run_failing("convert", int8_folder, int8_folder, "--to", "qgemm", "--overwrite")
+    single = next(int8_folder.glob("*.safetensors"))
+    assert "is a single file" in run_failing("convert", single, out, "--to", "qgemm")
+    (int8_folder / "tokenizer.json").symlink_to("/etc/hostname")
+    assert "outside of the folder" in run_failing("convert", int8_folder, out, "--to", "qgemm")
+    assert "Invalid value" in run("convert", int8_folder, out, "--to", "gguf", exit_code=2).stderr
+
+
+def test_a_model_that_the_format_cannot_hold(tmp_path: Path) -> None:
+    model = qgemm.quantize_model(float_model("gpt2"))
+    qgemm.save_quantized(model, tmp_path / "gpt2")
+    message = run_failing("convert", tmp_path / "gpt2", tmp_path / "out", "--to", "compressed-tensors")
+    assert "is a Conv1D" in message
+    assert not (tmp_path / "out").exists()

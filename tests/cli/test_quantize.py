@@ -1,0 +1,78 @@
+"""``qgemm quantize``: the options reach ``quantize_checkpoint``, the report comes back."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import qgemm
+from cli.command import run, run_failing, run_json
+from qgemm_cli.commands.quantize import parse_pattern
+
+
+def test_the_checkpoint_loads_and_the_report_is_right(float_folder: Path, tmp_path: Path) -> None:
+    (float_folder / "tokenizer.json").write_text("{}")
+    found = run_json("quantize", float_folder, tmp_path / "out", "--max-shard-size", "12KB")
+    model = qgemm.load_quantized(tmp_path / "out")
+    report = qgemm.report(model)
+    assert found["layers"] == report.to_dict()["records"]
+    assert (found["quantized"], found["kept"]) == (len(report.quantized), len(report.kept)) == (14, 1)
+    assert found["coverage"] == report.coverage
+    assert found["largest_error"] == report.largest_error
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 3
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    assert run_json("inspect", tmp_path / "out")["problems"] == []
+
+
+def test_skip_takes_names_globs_and_regular_expressions(float_folder: Path, tmp_path: Path) -> None:
+    skips = ["--skip", "model.layers.0.mlp.up_proj", "--skip", "*.o_proj", "--skip", r"re:layers\.1\.self_attn\.[qk]"]
+    run("quantize", float_folder, tmp_path / "out", *skips)
+    kept = {record.name for record in qgemm.report(qgemm.load_quantized(tmp_path / "out")).kept}
+    assert kept == {
+        "model.layers.0.mlp.up_proj",
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.1.self_attn.o_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.self_attn.k_proj",
+        "lm_head",
+    }
+
+
+def test_static_scales_come_from_a_file(float_folder: Path, tmp_path: Path) -> None:
+    names = [layer["name"] for layer in run_json("inspect", float_folder)["layers"] if layer["kind"] == "linear"]
+    scales = {name: 0.01 * (index + 1) for index, name in enumerate(names)}
+    (tmp_path / "scales.json").write_text(json.dumps(scales))
+    arguments = ("--scheme", "int8-static", "--input-scales", tmp_path / "scales.json")
+    run("quantize", float_folder, tmp_path / "out", *arguments)
+    model = qgemm.load_quantized(tmp_path / "out")
+    found = {name: m.input_scale for name, m in model.named_modules() if isinstance(m, qgemm.QuantLinear)}
+    assert found == {name: torch.tensor(scale) for name, scale in scales.items()}
+
+
+def test_the_table_has_a_row_for_a_kind_of_layer(float_folder: Path, tmp_path: Path) -> None:
+    shown = run("quantize", float_folder, tmp_path / "out", "--no-progress").stdout
+    assert "model.layers.{0..1}.mlp.up_proj" in shown
+    assert "float: output head" in shown
+    assert "14 of 15 layers quantized" in shown
+
+
+def test_what_cannot_be_done_is_one_sentence(float_folder: Path, int8_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert "scheme is 'int3'" in run_failing("quantize", float_folder, out, "--scheme", "int3")
+    assert "did you mean" in run_failing("quantize", float_folder, out, "--skip", "model.layers.0.mlp.up_prj")
+    assert "--skip re:(" in run_failing("quantize", float_folder, out, "--skip", "re:(")
+    assert "max_shard_size" in run_failing("quantize", float_folder, out, "--max-shard-size", "big")
+    assert "is quantized already" in run_failing("quantize", int8_folder, out)
+    assert "is no folder" in run_failing("quantize", tmp_path / "nowhere", out)
+    assert not out.exists()
+
+
+def test_patterns() -> None:
+    assert parse_pattern("a.*") == "a.*"
+    assert parse_pattern("re:a.*") == re.compile("a.*")
+    with pytest.raises(ValueError, match=r"--skip re:\["):
+        parse_pattern("re:[")
