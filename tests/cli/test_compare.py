@@ -91,9 +91,8 @@ def test_scales_per_row_tensor_and_block(tmp_path: Path) -> None:
     wanted = float((fp8.float() * expanded - weight).norm() / weight.norm())
     assert run_json("compare", a, b)["largest_error"] == pytest.approx(wanted, rel=1e-5)
     int8 = (weight * 20).round().to(torch.int8)
-    c = write_checkpoint(
-        tmp_path / "c", {"x.layers.0.up.weight": int8, "x.layers.0.up.weight_scale": torch.tensor([0.05])}
-    )
+    tensors = {"x.layers.0.up.weight": int8, "x.layers.0.up.weight_scale": torch.tensor([0.05])}
+    c = write_checkpoint(tmp_path / "c", tensors, {"quant_method": "compressed-tensors"})
     wanted = float((int8 * 0.05 - weight).norm() / weight.norm())
     assert run_json("compare", a, c)["largest_error"] == pytest.approx(wanted, rel=1e-5)
 
