@@ -7,6 +7,7 @@
 | ``scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)`` | ``(a @ b) * a_scale * b_scale + bias`` |
 | ``matmul(a, b, bias, activation, out_dtype)`` | ``activation(a @ b + bias)`` of floats |
 | ``quant_linear(x, weight, weight_scale, bias, input_scale)`` | an int8 linear layer, activations quantized within |
+| ``quant_experts(x, top_k_index, ...)`` | a mixture of experts in int8: ``expert_ops.py`` |
 
 Each runs on CPU and CUDA (ROCm included), traces under ``torch.compile`` and ``torch.export`` through a fake
 implementation that makes the same checks, and has a gradient. ``dispatch.py`` documents arguments and numbers.
@@ -52,7 +53,7 @@ def quant_linear(
     The way through the dispatcher to a function in Python and back takes about 7 us of a call. Where nobody on that way
     would see it, the function is called directly.
     """
-    if torch.compiler.is_compiling() or _seen_by_others(x, weight, weight_scale, bias, input_scale):
+    if torch.compiler.is_compiling() or seen_by_others(x, weight, weight_scale, bias, input_scale):
         out: Tensor = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale)
         return out
     return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale)
@@ -61,10 +62,10 @@ def quant_linear(
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
-def _seen_by_others(
+def seen_by_others(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
 ) -> bool:
-    """Whether a call concerns more than the operator's CPU or CUDA implementation.
+    """Whether a call concerns more than the operator's CPU or CUDA implementation; for ``expert_ops`` too.
 
     That is: gradients, subclasses of Tensor, modes, transforms of ``torch.func``, tracing, a running profiler.
     """

@@ -1,5 +1,7 @@
 """Quantized modules."""
 
+from qgemm.nn.experts import QuantExperts
 from qgemm.nn.linear import QuantLinear
+from qgemm.nn.quant_layer import QuantLayer
 
-__all__ = ["QuantLinear"]
+__all__ = ["QuantExperts", "QuantLayer", "QuantLinear"]

@@ -2,25 +2,22 @@
 
 ``y = x @ (weight * weight_scale[:, None]).T + bias``, with ``x`` quantized to int8 on the way in, int32 sums, and ``y``
 in the dtype of ``x``. The weight takes a quarter of float32's memory, half of bfloat16's.
-
-All state is plain ``nn.Parameter``s: it survives ``state_dict``, safetensors, ``deepcopy`` and offloading as it is.
-``weight`` stays int8 and the scales float32 whatever dtype the module is moved to; only ``bias`` follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qgemm.kernels import quantize_rows
+from qgemm.nn.quant_layer import QuantLayer, frozen
 from qgemm.ops import quant_linear
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(QuantLayer):
     """A quantized ``nn.Linear``: float ``[..., in_features]`` to ``[..., out_features]``.
 
     Parameters, none of which require a gradient:
@@ -34,9 +31,11 @@ class QuantLinear(nn.Module):
     answers NaN. ``from_linear`` makes one from a float layer.
     """
 
+    weight_names = ("weight",)
+    scale_names = ("weight_scale", "input_scale")
+    made_by = "from_linear"
     in_features: int
     out_features: int
-    scheme: QuantScheme
     weight: nn.Parameter
     weight_scale: nn.Parameter
     bias: nn.Parameter | None
@@ -56,17 +55,13 @@ class QuantLinear(nn.Module):
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = resolve_scheme(scheme)
-        self.weight = _frozen(torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
-        self.weight_scale = _frozen(torch.ones(out_features, dtype=torch.float32, device=device))
-        self.bias = _frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        self.weight = frozen(torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
+        # Before the scale: a transformers model takes its first float parameter's dtype for its own.
+        self.bias = frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        self.weight_scale = frozen(torch.ones(out_features, dtype=torch.float32, device=device))
         self.input_scale = (
-            _frozen(torch.full((), torch.nan, dtype=torch.float32, device=device)) if self.is_static else None
+            frozen(torch.full((), torch.nan, dtype=torch.float32, device=device)) if self.is_static else None
         )
-
-    @property
-    def is_static(self) -> bool:
-        """Whether activations are quantized with ``input_scale`` instead of a scale found at run time."""
-        return self.scheme.activation is not None and not self.scheme.activation.dynamic
 
     @classmethod
     def from_linear(
@@ -95,10 +90,10 @@ class QuantLinear(nn.Module):
                 raise ValueError(
                     "weight holds NaN or Inf, which can't be quantized: mend the checkpoint or skip the layer"
                 )
-            layer.weight = _frozen(q)
-            layer.weight_scale = _frozen(scale)
+            layer.weight = frozen(q)
+            layer.weight_scale = frozen(scale)
         if bias is not None:
-            layer.bias = _frozen(bias.detach().float() if bias.dtype == torch.float64 else bias.detach())
+            layer.bias = frozen(bias.detach().float() if bias.dtype == torch.float64 else bias.detach())
         if input_scale is not None:
             value = torch.as_tensor(input_scale, dtype=torch.float32, device=weight.device).detach()
             if value.numel() != 1:
@@ -106,7 +101,7 @@ class QuantLinear(nn.Module):
             value = value.reshape(())
             if value.device.type != "meta" and not (value > 0 and value.isfinite()):
                 raise ValueError(f"input_scale is {value.item()}; it must be finite and greater than 0")
-            layer.input_scale = _frozen(value)
+            layer.input_scale = frozen(value)
         return layer.train(linear.training)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> nn.Linear:
@@ -134,42 +129,8 @@ class QuantLinear(nn.Module):
             f"scheme={self.scheme.name!r}"
         )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        # .to(dtype), .half() and .type() would cast values whose dtype is their meaning; only the device may change.
-        fixed = (self.weight, self.weight_scale, self.input_scale)
-
-        def keep_dtype(tensor: Tensor) -> Tensor:
-            applied = fn(tensor)
-            if applied.dtype != tensor.dtype and any(tensor is parameter for parameter in fixed):
-                return tensor.detach().to(applied.device)
-            return applied
-
-        super()._apply(keep_dtype, recurse)
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Copying floats into int8 would truncate them without a word; a scale in another dtype is only widened.
-        weight = state_dict.get(prefix + "weight")
-        error_messages: list[str] = args[-1]
-        if weight is not None and weight.dtype != torch.int8:
-            error_messages.append(
-                f"{prefix}weight is {weight.dtype} but QuantLinear holds torch.int8: "
-                "load the float layer and convert it with QuantLinear.from_linear"
-            )
-            return
-        scales = {
-            prefix + name: state_dict[prefix + name].to(torch.float32)
-            for name in ("weight_scale", "input_scale")
-            if prefix + name in state_dict and state_dict[prefix + name].dtype != torch.float32
-        }
-        super()._load_from_state_dict({**state_dict, **scales} if scales else state_dict, prefix, *args)
-
 
 def linear_weight(linear: nn.Module) -> Tensor:
     """The weight ``[out_features, in_features]`` of a linear layer; transformers' ``Conv1D`` stores its transpose."""
     weight: Tensor = linear.weight  # type: ignore[assignment]
     return weight.t() if type(linear).__name__ == "Conv1D" else weight
-
-
-def _frozen(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)

@@ -1,0 +1,168 @@
+"""``torch.ops.qgemm.quant_experts``: a mixture of experts in int8, as a PyTorch operator.
+
+``out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``; ``dispatch.experts`` documents
+arguments and numbers. The activation goes in as its fields, since an operator takes tensors and plain values only.
+
+It runs on CPU and CUDA, traces through a fake implementation that makes the same checks, and has gradients for ``x``
+and ``top_k_weights``, with which routers and adapters train on frozen experts. They go through the dequantized weights
+(rounding counts as the identity), one expert at a time, in an operator of its own: how many rows an expert has is known
+at run time only, which a compiler couldn't follow.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qgemm.kernels import dispatch
+from qgemm.kernels.gated_activation import GatedActivation
+from qgemm.ops import seen_by_others
+
+_OPERANDS = (
+    "Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up, Tensor gate_up_scale, Tensor? gate_up_bias, "
+    "Tensor down, Tensor down_scale, Tensor? down_bias, "
+    "str activation, bool gated, float? limit, float alpha, float up_offset"
+)
+torch.library.define("qgemm::quant_experts", f"({_OPERANDS}) -> Tensor")
+torch.library.define("qgemm::quant_experts_backward", f"(Tensor grad, {_OPERANDS}) -> (Tensor, Tensor)")
+
+
+def quant_experts(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up: Tensor,
+    gate_up_scale: Tensor,
+    gate_up_bias: Tensor | None,
+    down: Tensor,
+    down_scale: Tensor,
+    down_bias: Tensor | None,
+    activation: GatedActivation,
+) -> Tensor:
+    """``torch.ops.qgemm.quant_experts``, past the dispatcher where nobody on that way would see the call."""
+    tensors = (x, top_k_index, top_k_weights, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
+    if (
+        torch.compiler.is_compiling()
+        or seen_by_others(x, gate_up, gate_up_scale, gate_up_bias, top_k_weights)
+        or seen_by_others(x, down, down_scale, down_bias, top_k_index)
+    ):
+        a = activation
+        out: Tensor = torch.ops.qgemm.quant_experts(*tensors, a.name, a.gated, a.limit, a.alpha, a.up_offset)
+        return out
+    return dispatch.experts(*tensors, activation)
+
+
+@torch.library.impl("qgemm::quant_experts", ("cpu", "cuda"))
+def _(*arguments: Any) -> Tensor:
+    return dispatch.experts(*_with_activation(arguments))
+
+
+@torch.library.register_fake("qgemm::quant_experts")
+def _(*arguments: Any) -> Tensor:
+    dispatch.check_experts(*_with_activation(arguments))
+    x: Tensor = arguments[0]
+    return x.new_empty(x.shape)
+
+
+@torch.library.impl("qgemm::quant_experts_backward", ("cpu", "cuda"))
+def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    x, top_k_index, top_k_weights, gate_up, gate_up_scale, gate_up_bias, *others = _with_activation(arguments)
+    down, down_scale, down_bias, activation = others
+    k = top_k_index.shape[1]
+    ids = top_k_index.flatten()
+    pairs = ids.argsort(stable=True)
+    ends = torch.searchsorted(ids[pairs], torch.arange(down.shape[0] + 1, device=ids.device)).tolist()
+    weights = top_k_weights.flatten().float()
+    # Of each pair of a token and an expert; summed at the end, in an order that doesn't depend on the device's mood.
+    grad_pairs = x.new_zeros((ids.shape[0], x.shape[1]), dtype=torch.float32)
+    grad_weights = torch.zeros_like(weights)
+    for expert, (start, end) in enumerate(pairwise(ends)):
+        if start == end:
+            continue
+        own = pairs[start:end]
+        rows = own // k
+        first = _dequantized(gate_up, gate_up_scale, expert, x.dtype)
+        second = _dequantized(down, down_scale, expert, x.dtype)
+        h = F.linear(x[rows], first, _bias_of(gate_up_bias, expert, x.dtype))
+        y = F.linear(activation(h).to(x.dtype), second, _bias_of(down_bias, expert, x.dtype))
+        grad_y = grad[rows].float()
+        grad_weights[own] = (grad_y * y.float()).sum(-1)
+        grad_inner = (grad_y * weights[own, None]).to(x.dtype) @ second
+        grad_pairs[own] = (_activation_backward(activation, h.float(), grad_inner.float()).to(x.dtype) @ first).float()
+    grad_x = grad_pairs.view(*top_k_index.shape, -1).sum(1)
+    return grad_x.to(x.dtype), grad_weights.view(top_k_index.shape).to(top_k_weights.dtype)
+
+
+@torch.library.register_fake("qgemm::quant_experts_backward")
+def _(grad: Tensor, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), top_k_weights.new_empty(top_k_weights.shape)
+
+
+def _with_activation(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operator's arguments as ``dispatch.experts`` takes them."""
+    return (*arguments[:9], GatedActivation(*arguments[9:]))
+
+
+def _dequantized(weight: Tensor, scale: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
+    return (weight[expert] * scale[expert][:, None]).to(dtype)
+
+
+def _bias_of(bias: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else bias[expert].to(dtype)
+
+
+def _activation_backward(activation: GatedActivation, h: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of ``activation(h)`` for ``h``, both float32, where ``grad`` is that of its result."""
+    gate, up = h.chunk(2, dim=-1) if activation.gated else (h, None)
+    clamped = gate if activation.limit is None else gate.clamp(max=activation.limit)
+    if up is None:
+        opened = grad
+    else:
+        clamped_up = up if activation.limit is None else up.clamp(-activation.limit, activation.limit)
+        opened = grad * (clamped_up + activation.up_offset)
+    grad_gate = _gate_backward(activation, clamped, opened)
+    if activation.limit is not None:
+        grad_gate = grad_gate.masked_fill(gate > activation.limit, 0.0)
+    if up is None:
+        return grad_gate
+    grad_up = grad * _gate(activation, clamped)
+    if activation.limit is not None:
+        grad_up = grad_up.masked_fill(up.abs() > activation.limit, 0.0)
+    return torch.cat((grad_gate, grad_up), dim=-1)
+
+
+def _gate(activation: GatedActivation, gate: Tensor) -> Tensor:
+    return GatedActivation(activation.name, gated=False, alpha=activation.alpha)(gate)
+
+
+def _gate_backward(activation: GatedActivation, gate: Tensor, grad: Tensor) -> Tensor:
+    out: Tensor
+    if activation.name == "silu":
+        sigmoid = torch.sigmoid(activation.alpha * gate)
+        out = grad * sigmoid * (1 + activation.alpha * gate * (1 - sigmoid))
+    elif activation.name == "relu":
+        out = torch.ops.aten.threshold_backward(grad, gate, 0)
+    elif activation.name == "relu2":
+        out = grad * 2 * gate.clamp(min=0)
+    else:
+        approximate = {"gelu": "none", "gelu_tanh": "tanh"}[activation.name]
+        out = torch.ops.aten.gelu_backward(grad, gate, approximate=approximate)
+    return out
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:9])
+    ctx.activation = inputs[9:]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    wants_x, _, wants_weights, *others = ctx.needs_input_grad
+    if any(others):
+        raise RuntimeError("quant_experts has gradients for x and top_k_weights only; freeze the others")
+    grad_x, grad_weights = torch.ops.qgemm.quant_experts_backward(grad, *ctx.saved_tensors, *ctx.activation)
+    return (grad_x if wants_x else None, None, grad_weights if wants_weights else None, *(None,) * len(others))
+
+
+torch.library.register_autograd("qgemm::quant_experts", _backward, setup_context=_setup)

@@ -1,0 +1,196 @@
+"""``QuantExperts``: the experts of a mixture, with int8 weights, in one module.
+
+``out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``, where an expert is
+``activation(x @ gate_up.T + bias) @ down.T + bias``; rows are quantized to int8 before either product, sums are int32,
+and the result has the dtype of ``x``.
+
+Whatever order the float weights were in, these are ``[E, N, K]`` with all gates before all ups: K contiguous is what
+int8 products are fast with, and one kernel then serves every model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.expert_ops import quant_experts
+from qgemm.kernels import GatedActivation, quantize_rows
+from qgemm.nn.float_experts import FloatExperts, describe_experts
+from qgemm.nn.quant_layer import QuantLayer, frozen
+from qgemm.scheme import QuantScheme, resolve_scheme
+
+
+class QuantExperts(QuantLayer):
+    """Quantized experts: float ``[T, hidden_size]`` and a routing to ``[T, hidden_size]``.
+
+    Parameters, none of which require a gradient, for ``E`` experts and ``N = 2 * intermediate_size`` (gates, then ups),
+    or ``N = intermediate_size`` for an activation that isn't gated:
+
+    - ``gate_up_proj``: int8 ``[E, N, hidden_size]``; ``gate_up_proj_scale``: float32 ``[E, N]``.
+    - ``down_proj``: int8 ``[E, hidden_size, intermediate_size]``; ``down_proj_scale``: float32 ``[E, hidden_size]``.
+    - ``gate_up_proj_bias``, ``down_proj_bias``: as the scales, in ``dtype``, or None.
+
+    A new module holds zeros, waiting for a ``state_dict``. ``from_experts`` makes one from float experts.
+    """
+
+    weight_names = ("gate_up_proj", "down_proj")
+    scale_names = ("gate_up_proj_scale", "down_proj_scale")
+    made_by = "from_experts"
+    gate_up_proj: nn.Parameter
+    gate_up_proj_scale: nn.Parameter
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj: nn.Parameter
+    down_proj_scale: nn.Parameter
+    down_proj_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: GatedActivation | None = None,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        scheme: str | QuantScheme = "int8",
+    ) -> None:
+        """``activation``: ``silu(gate) * up`` if None. ``dtype``: of the biases, PyTorch's default dtype if None.
+
+        ``scheme``: a name from ``SCHEMES``, or a scheme; raises ``ValueError`` for a static one.
+        """
+        super().__init__()
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.activation = activation or GatedActivation()
+        self.scheme = resolve_scheme(scheme)
+        if self.is_static:
+            raise ValueError(
+                f"scheme {self.scheme.name!r} has a given scale for activations; experts find theirs as they run: "
+                'use "int8"'
+            )
+        N = self.activation.columns(intermediate_size)
+        for name, shape in (("gate_up_proj", (N, hidden_size)), ("down_proj", (hidden_size, intermediate_size))):
+            weight = torch.zeros(num_experts, *shape, dtype=torch.int8, device=device)
+            scale = torch.ones(num_experts, shape[0], dtype=torch.float32, device=device)
+            setattr(self, name, frozen(weight))
+            # Before the scale: a transformers model takes its first float parameter's dtype for its own.
+            zeros = torch.zeros(num_experts, shape[0], dtype=dtype, device=device) if bias else None
+            self.register_parameter(f"{name}_bias", None if zeros is None else frozen(zeros))
+            setattr(self, f"{name}_scale", frozen(scale))
+
+    @classmethod
+    def from_experts(cls, experts: nn.Module, scheme: str | QuantScheme = "int8") -> QuantExperts:
+        """Quantized from ``experts``, on their device: a module of transformers that holds fused experts.
+
+        One expert at a time is worked on. Raises ``UnknownExperts`` (a ``TypeError``), saying why, for a module whose
+        layout or activation isn't known; ``ValueError`` if a weight holds NaN or Inf, or for a static ``scheme``.
+        ``experts`` is left as it is; biases are shared unless their order changes.
+        """
+        source = describe_experts(experts)
+        layer = cls.like(experts, source, scheme)
+        for name, theirs in source.parameters.items():
+            layer.fill(name, experts.get_parameter(theirs), source)
+        return layer
+
+    @staticmethod
+    def like(experts: nn.Module, source: FloatExperts, scheme: str | QuantScheme = "int8") -> QuantExperts:
+        """A module on meta that has the place of ``experts``, described by ``source``, but none of its values."""
+        kind = QuantSortedExperts if source.takes_sorted_rows else QuantExperts
+        layer = kind(
+            source.num_experts,
+            source.hidden_size,
+            source.intermediate_size,
+            source.activation,
+            source.has_bias,
+            "meta",
+            experts.get_parameter(source.parameters["down_proj"]).dtype,
+            scheme,
+        )
+        if hasattr(experts, "config"):
+            layer.config = experts.config  # code around experts may look there
+        return layer.train(experts.training)
+
+    def fill(self, name: str, value: Tensor, source: FloatExperts) -> None:
+        """Takes over ``value``, a float weight or bias of the module that ``source`` describes, as ``name`` here.
+
+        A weight is quantized an expert at a time. Raises ``ValueError`` if it holds NaN or Inf.
+        """
+        value = value.detach()
+        if value.device.type == "meta":
+            return
+        if name.endswith("_bias"):
+            bias = source.bias_of(name, value)
+            setattr(self, name, frozen(bias.float() if bias.dtype == torch.float64 else bias))
+            return
+        shape = getattr(self, name).shape
+        weight = torch.empty(shape, dtype=torch.int8, device=value.device)
+        scale = torch.empty(shape[:2], dtype=torch.float32, device=value.device)
+        for expert in range(self.num_experts):
+            rows = source.rows_of(name, value, expert)
+            weight[expert], scale[expert] = quantize_rows(rows.float() if rows.dtype == torch.float64 else rows)
+        if not scale.isfinite().all():
+            expert = int((~scale.isfinite()).any(1).nonzero()[0])
+            raise ValueError(
+                f"{source.parameters[name]} of expert {expert} holds NaN or Inf, which can't be quantized: mend the "
+                "checkpoint or skip the layer"
+            )
+        setattr(self, name, frozen(weight))
+        setattr(self, f"{name}_scale", frozen(scale))
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The float weights that this module stands for, and its biases: names, shapes and order as its parameters.
+
+        ``dtype``: by default the biases', or float32.
+        """
+        dtype = dtype or (torch.float32 if self.down_proj_bias is None else self.down_proj_bias.dtype)
+        tensors = {}
+        for name in self.weight_names:
+            tensors[name] = (getattr(self, name) * getattr(self, f"{name}_scale")[..., None]).to(dtype)
+            if (bias := getattr(self, f"{name}_bias")) is not None:
+                tensors[f"{name}_bias"] = bias.detach().to(dtype)
+        return tensors
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """``[T, hidden_size]`` in float16, bfloat16 or float32 to the same.
+
+        ``top_k_index``: integers ``[T, k]``; one outside of 0 to E - 1 contributes nothing, as an expert on another
+        device does. ``top_k_weights``: float ``[T, k]``.
+        """
+        return quant_experts(
+            hidden_states,
+            top_k_index.to(torch.int64),
+            top_k_weights,
+            self.gate_up_proj,
+            self.gate_up_proj_scale,
+            self.gate_up_proj_bias,
+            self.down_proj,
+            self.down_proj_scale,
+            self.down_proj_bias,
+            self.activation,
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes, activation and scheme, for ``print``."""
+        return (
+            f"num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size}, activation={self.activation}, "
+            f"bias={self.down_proj_bias is not None}, scheme={self.scheme.name!r}"
+        )
+
+
+class QuantSortedExperts(QuantExperts):
+    """Quantized experts that are called as those of Llama 4: with as many rows for each expert, in their order.
+
+    The rows come multiplied by their routing weight, so that a row of zeros is one that isn't for this expert. As its
+    result is zeros too, it isn't computed.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """``[E * T, hidden_size]``, the first ``T`` rows for the first expert, to the same."""
+        rows, E = hidden_states.shape[0], self.num_experts
+        if rows % E:
+            raise ValueError(f"hidden_states has {rows} rows; it must have as many for each of the {E} experts")
+        experts = torch.arange(E, device=hidden_states.device)[:, None].expand(E, rows // E).reshape(rows)
+        index = torch.where((hidden_states != 0).any(-1), experts, E)
+        return super().forward(hidden_states, index[:, None], hidden_states.new_ones((rows, 1)))

@@ -1,0 +1,150 @@
+"""``torch.ops.qgemm.quant_experts``: registered properly, traced, and with the gradients of the float experts."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from experts_families import ALL, E, inputs
+from torch import Tensor
+from torch.nn import functional as F
+
+import qgemm
+from qgemm.expert_ops import quant_experts
+from qgemm.kernels import GPT_OSS, GatedActivation
+from qgemm.kernels.gated_activation import GATE_FUNCTIONS
+from qgemm.nn import QuantExperts
+
+ACTIVATIONS = [
+    *(GatedActivation(name) for name in GATE_FUNCTIONS),
+    GatedActivation("relu2", gated=False),
+    GatedActivation("gelu_tanh", gated=False, limit=0.5),
+    GatedActivation("silu", limit=0.5),
+    dataclasses.replace(GPT_OSS, limit=0.7),
+]
+activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+
+
+def operands(activation: GatedActivation, bias: bool, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """Arguments of ``quant_experts`` before the activation, for 9 tokens, one of which meets no expert."""
+    layer = QuantExperts(E, 16, 12, activation, bias=bias, device=device, dtype=dtype)
+    for name, parameter in layer.named_parameters():
+        if parameter.dtype == torch.int8:
+            parameter.data = torch.randint(-127, 128, parameter.shape, dtype=torch.int8, device=device)
+        else:
+            parameter.data.uniform_(0.003, 0.006) if name.endswith("scale") else parameter.data.normal_()
+    x = torch.randn(9, 16, device=device).to(dtype)
+    index = torch.randint(0, E, (9, 2), device=device)
+    index[0] = E
+    index[1, 1] = -1
+    first = (layer.gate_up_proj, layer.gate_up_proj_scale, layer.gate_up_proj_bias)
+    return (
+        x,
+        index,
+        torch.rand(9, 2, device=device),
+        *first,
+        layer.down_proj,
+        layer.down_proj_scale,
+        layer.down_proj_bias,
+    )
+
+
+def fields(activation: GatedActivation) -> tuple[Any, ...]:
+    return tuple(getattr(activation, field.name) for field in dataclasses.fields(activation))
+
+
+def float_experts(activation: GatedActivation, *arguments: Any) -> Tensor:
+    """The same function with dequantized weights, by plain PyTorch."""
+    x, index, weights, first, first_scale, first_bias, second, second_scale, second_bias = arguments
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in range(E):
+        biases = [None if bias is None else bias[expert].float() for bias in (first_bias, second_bias)]
+        h = F.linear(x.float(), first[expert] * first_scale[expert][:, None], biases[0])
+        y = F.linear(activation(h), second[expert] * second_scale[expert][:, None], biases[1])
+        out = out + y * (weights.float() * (index == expert)).sum(1, keepdim=True)
+    return out.to(x.dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_opcheck(bias: bool, device: torch.device) -> None:
+    x, index, weights, *rest = operands(GPT_OSS, bias, device)
+    x.requires_grad_()
+    weights.requires_grad_()
+    torch.library.opcheck(torch.ops.qgemm.quant_experts.default, (x, index, weights, *rest, *fields(GPT_OSS)))
+    arguments = (torch.randn_like(x), x.detach(), index, weights.detach(), *rest, *fields(GPT_OSS))
+    torch.library.opcheck(torch.ops.qgemm.quant_experts_backward.default, arguments)
+
+
+@activations
+def test_gradients_are_those_of_the_dequantized_experts(activation: GatedActivation, device: torch.device) -> None:
+    x, index, weights, *rest = operands(activation, True, device)
+    x.requires_grad_()
+    weights.requires_grad_()
+    grad = torch.randn_like(x)
+    wanted = torch.autograd.grad(float_experts(activation, x, index, weights, *rest), (x, weights), grad)
+    found = torch.autograd.grad(quant_experts(x, index, weights, *rest, activation), (x, weights), grad)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_half_precision(dtype: torch.dtype, device: torch.device) -> None:
+    x, index, weights, *rest = operands(GPT_OSS, True, device, dtype)
+    x.requires_grad_()
+    weights = weights.to(dtype).requires_grad_()
+    wanted = torch.autograd.grad(float_experts(GPT_OSS, x, index, weights, *rest).sum(), (x, weights))
+    found = torch.autograd.grad(quant_experts(x, index, weights, *rest, GPT_OSS).sum(), (x, weights))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype == dtype
+        assert (ours - theirs).norm() / theirs.norm() < 8 * torch.finfo(dtype).eps
+
+
+def test_gradients_of_one_of_the_two(device: torch.device) -> None:
+    x, index, weights, *rest = operands(GPT_OSS, False, device)
+    quant_experts(x.requires_grad_(), index, weights, *rest, GPT_OSS).sum().backward()
+    assert x.grad is not None
+    quant_experts(x.detach(), index, weights.requires_grad_(), *rest, GPT_OSS).sum().backward()
+    assert weights.grad is not None
+    # An expert that isn't here gives its weight no gradient.
+    assert not weights.grad[0].any()
+    assert weights.grad[1, 1] == 0
+
+
+def test_other_gradients_are_refused(device: torch.device) -> None:
+    x, index, weights, gate_up, scale, *rest = operands(GPT_OSS, False, device)
+    out = quant_experts(x, index, weights, gate_up, scale.requires_grad_(), *rest, GPT_OSS)
+    with pytest.raises(RuntimeError, match="gradients for x and top_k_weights only"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_compiled_in_one_graph(family: str, device: torch.device) -> None:
+    layer = QuantExperts.from_experts(ALL[family]()).to(device)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (5, 9):
+        x, *routing = (t.to(device) for t in inputs(layer, tokens))
+        eager_x, compiled_x = x.clone().requires_grad_(), x.clone().requires_grad_()
+        wanted, out = layer(eager_x, *routing), compiled(compiled_x, *routing)
+        assert torch.equal(out, wanted)
+        out.sum().backward()
+        wanted.sum().backward()
+        assert torch.equal(compiled_x.grad, eager_x.grad)
+
+
+def test_exported_with_a_dynamic_number_of_tokens(device: torch.device) -> None:
+    layer = QuantExperts.from_experts(ALL["mixtral"]()).to(device)
+    tokens = torch.export.Dim("tokens", min=2)
+    example = tuple(t.to(device) for t in inputs(layer, 5))
+    program = torch.export.export(layer, example, dynamic_shapes=tuple({0: tokens} for _ in example))
+    assert "qgemm.quant_experts" in str(program.graph)
+    other = tuple(t.to(device) for t in inputs(layer, 8))
+    assert torch.equal(program.module()(*other), layer(*other))
+
+
+def test_errors_are_the_same_while_tracing() -> None:
+    layer = qgemm.nn.QuantExperts(E, 16, 12, device="meta")
+    x, index = torch.randn(3, 17, device="meta"), torch.zeros(3, 2, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=r"x is \[3, 17\]; it must be \[T, 16\]: reshape it"):
+        layer(x, index, torch.ones(3, 2, device="meta"))
