@@ -371,6 +371,8 @@ def _describe(model: PreTrainedModel) -> None:
     # Stored under the model's own names. Those of the original checkpoint may stand for parts of a fused weight, and
     # nothing would take an int8 weight apart together with its scales.
     model._weight_conversions = []  # type: ignore[assignment]
+    # All of them: load_quantized builds a model without values, so that those that building makes aren't there.
+    model._keys_to_ignore_on_save = None  # type: ignore[assignment]
 
 
 @contextmanager

@@ -25,6 +25,8 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     GPT2Model,
+    MarianConfig,
+    MarianMTModel,
 )
 
 import qgemm
@@ -81,6 +83,19 @@ def test_base_model_of_a_quantized_folder(family: str, tmp_path: Path) -> None:
     whole = type(model).from_pretrained(tmp_path / "base")
     body = whole if family == "t5" else whole.base_model
     assert quantized_names(body) == names
+
+
+def test_parameters_that_transformers_does_not_save(tmp_path: Path) -> None:
+    # Marian's positions: building the model makes them, but load_quantized builds it without values.
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = MarianConfig(vocab_size=97, d_model=32, pad_token_id=0, decoder_start_token_id=0, **sizes)
+    MarianMTModel(config).save_pretrained(tmp_path / "float")
+    model = MarianMTModel.from_pretrained(
+        tmp_path / "float", dtype=torch.bfloat16, quantization_config=qgemm.QGemmConfig()
+    )
+    model.save_pretrained(tmp_path / "int8")
+    assert_same(MarianMTModel.from_pretrained(tmp_path / "int8"), model)
+    assert_same(qgemm.load_quantized(tmp_path / "int8"), model)
 
 
 def test_folder_of_another_model(llama_folder: Path, tmp_path: Path) -> None:

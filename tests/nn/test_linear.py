@@ -321,7 +321,7 @@ def test_copies(how: str, static: bool, layer: QuantLinear, static_layer: QuantL
 def test_state_dict(assign: bool, static: bool, layer: QuantLinear, static_layer: QuantLinear, tmp_path: Path) -> None:
     layer = static_layer if static else layer
     state = layer.state_dict()
-    assert list(state) == ["weight", "weight_scale", "bias", *(["input_scale"] if static else [])]
+    assert list(state) == ["weight", "bias", "weight_scale", *(["input_scale"] if static else [])]
     torch.save(state, tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     start = "meta" if assign else layer.weight.device
@@ -373,7 +373,7 @@ def test_meta_and_to_empty(layer: QuantLinear) -> None:
     assert {p.dtype for p in meta.half().parameters()} == {torch.int8, torch.float32, torch.float16}
     assert meta(torch.empty(2, 3, 70, device="meta")).shape == (2, 3, 40)
     real = meta.to_empty(device=layer.weight.device)
-    assert [p.dtype for p in real.parameters()] == [torch.int8, torch.float32, torch.float16]
+    assert [p.dtype for p in real.parameters()] == [torch.int8, torch.float16, torch.float32]
     real.load_state_dict(layer.state_dict())
     assert_same_values(layer, real)
 

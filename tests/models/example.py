@@ -1,0 +1,47 @@
+"""A model with inputs, and how such are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+VOCABULARY = 97
+TOKENS = 7
+DEPTH = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@dataclass
+class Example:
+    """A model in eval mode, and keyword arguments for its forward."""
+
+    model: nn.Module
+    inputs: dict[str, Tensor]
+
+    def output(self) -> Tensor:
+        """The logits of one forward, or the last hidden state of a model without a head."""
+        with torch.no_grad():
+            out = self.model(**self.inputs)
+        names = ("logits", "logits_per_image", "last_hidden_state")
+        result: Tensor = out[next(name for name in names if name in out)]
+        return result
+
+
+def example(model_class: Any, config: Any, **inputs: Tensor) -> Example:
+    torch.manual_seed(0)
+    model = model_class(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    return Example(model, inputs)
+
+
+def tokens(length: int = TOKENS) -> Tensor:
+    return torch.arange(2 * length).reshape(2, length) * 5 % (VOCABULARY - 5) + 5
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
