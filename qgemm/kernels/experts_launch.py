@@ -36,7 +36,8 @@ MOST_PAIRS_TO_COUNT = 1024  # for every pair
 CHUNK = 256  # pairs
 MOST_TOKENS_TO_OVERLAP = 64  # see quantize.MOST_ROWS_TO_OVERLAP
 CACHE_LINE = 128  # bytes
-PART_OF_A_ROW = 4096  # values at a time of a row that is too long for registers, after the activation
+LONGEST_WHOLE_ROW = 65_536  # bytes of a row that a program keeps in registers, after the activation
+PART_OF_A_ROW = 4096  # values at a time of a longer one
 
 Tensors = tuple[Tensor | None, ...]
 ARGUMENTS = (
@@ -256,7 +257,7 @@ def _route(
 def _activate(
     P: int, K: int, dtype: torch.dtype, activation: GatedActivation, early: bool, limits: DeviceLimits
 ) -> Launch:
-    block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, quantize.LONGEST_WHOLE_ROW, PART_OF_A_ROW)
+    block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, LONGEST_WHOLE_ROW, PART_OF_A_ROW)
     function = (
         GATE_FUNCTIONS[activation.name], activation.gated, activation.limit, activation.alpha, activation.up_offset
     )  # fmt: skip

@@ -15,8 +15,7 @@ from qgemm.kernels.experts_kernels import (
     _place_pairs_kernel,
     _quantize_pairs_kernel,
 )
-from qgemm.kernels.experts_launch import PART_OF_A_ROW
-from qgemm.kernels.gated_activation import GATE_FUNCTIONS as GATES
+from qgemm.kernels.experts_launch import LONGEST_WHOLE_ROW, PART_OF_A_ROW
 from qgemm.kernels.grouped_hopper_kernels import _grouped_hopper_kernel
 from qgemm.kernels.grouped_kernels import _group_tiles_kernel, _grouped_gemm_kernel
 from qgemm.kernels.hopper_kernels import block_layout
@@ -40,32 +39,37 @@ def expert_kernels(limits: DeviceLimits) -> Iterator[Kernel]:
     yield "experts count pairs", _count_pairs_kernel, chunks, 4
     places = {**chunks, "position": "*i32", "tiles": "*i32", "BLOCK_M": 64}
     yield "experts place pairs", _place_pairs_kernel, places, 8
-    for dtype in POINTERS:
-        name = str(dtype).removeprefix("torch.")
-        for route in (False, True):
-            for K in (2048, LONGEST // dtype.itemsize + 1):  # kept in registers; read twice
-                arguments, warps = pairs_arguments(dtype, K, route, limits)
-                yield f"experts quantize {name} {K} {route}", _quantize_pairs_kernel, {**arguments, **early}, warps
-        for activation in (GPT_OSS, *map(GatedActivation, GATES), GatedActivation("relu2", gated=False)):
-            for K in (768, 14336, LONGEST // dtype.itemsize + 1):
-                arguments, warps = activate_arguments(dtype, K, activation, limits)
-                label = f"experts {activation.name} {activation.alpha} {activation.gated} {name} {K}"
-                yield label, _activate_kernel, {**arguments, **early}, warps
-        pointer = POINTERS[dtype]
-        vectors = {"y": pointer, "out": pointer, "position": "*i32", "weights": "*fp32"}
-        yield f"experts combine {name}", _combine_kernel, {**vectors, "N": "i32", "TOP_K": 8, "BLOCK": 1024, **early}, 4
+    vectors = {"y": "*bf16", "out": "*bf16", "position": "*i32", "weights": "*fp32"}
+    yield "experts combine", _combine_kernel, {**vectors, "N": "i32", "TOP_K": 8, "BLOCK": 1024, **early}, 4
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for dtype, K, route in ((bf16, 2048, True), (bf16, 7168, False), (fp32, LONGEST // 4 + 1, True)):
+        arguments, warps = pairs_arguments(dtype, K, route, limits)
+        yield f"experts quantize {dtype} {K}", _quantize_pairs_kernel, {**arguments, **early}, warps
+    for dtype, K, activation in (
+        (bf16, 768, GatedActivation()),
+        (bf16, 14_336, GPT_OSS),
+        (torch.float16, LONGEST_WHOLE_ROW // 2, GatedActivation("gelu")),  # the longest that is kept in registers
+        (fp32, LONGEST_WHOLE_ROW // 4 + 1, GatedActivation("gelu_tanh")),  # computed twice
+        (bf16, 4096, GatedActivation("relu2", gated=False)),
+    ):
+        arguments, warps = activate_arguments(dtype, K, activation, limits)
+        yield f"experts {activation.name} {dtype} {K}", _activate_kernel, {**arguments, **early}, warps
 
 
 def products(limits: DeviceLimits) -> Iterator[Kernel]:
-    """The grouped products of every config."""
+    """The grouped products: every config of Hopper's kernel, some of the one that ``_gemm_kernel`` is like."""
     for config in CANDIDATES:
-        if not is_valid(config, 1, limits) or config.schedule == "streamk":
-            continue
-        label = f"{config.schedule} {config.block_m}x{config.block_n}x{config.block_k}"
-        if config.schedule == "specialized":
-            yield f"grouped hopper {label}", _grouped_hopper_kernel, hopper_arguments(config, "*bf16"), config
-            yield f"grouped hopper {label} plain", _grouped_hopper_kernel, hopper_arguments(config, None), config
-        else:
+        label = f"{config.block_m}x{config.block_n}x{config.block_k}"
+        if config.schedule == "specialized" and is_valid(config, 1, limits):
+            yield f"grouped hopper {label}", _grouped_hopper_kernel, hopper_arguments(config), config
+    for config in (
+        GemmConfig(128, 128, 128, num_warps=4, num_stages=3),
+        GemmConfig(64, 64, 128, num_warps=4, num_stages=5),
+        GemmConfig(16, 32, 512, num_warps=4, num_stages=6, schedule="tiles"),
+        GemmConfig(16, 32, 64, num_warps=2, num_stages=2, schedule="tiles"),
+    ):
+        if is_valid(config, 1, limits):
+            label = f"{config.schedule} {config.block_m}x{config.block_n}x{config.block_k}"
             yield f"grouped {label}", _grouped_gemm_kernel, grouped_arguments(config, limits, True), config
     config = GemmConfig(64, 64, 64, num_warps=4, num_stages=2)
     yield "grouped ragged K", _grouped_gemm_kernel, grouped_arguments(config, limits, False), config
@@ -81,7 +85,7 @@ def grouped_arguments(config: GemmConfig, limits: DeviceLimits, even_k: bool) ->
     }
 
 
-def hopper_arguments(config: GemmConfig, bias: str | None) -> dict[str, Any]:
+def hopper_arguments(config: GemmConfig) -> dict[str, Any]:
     def tensor_map(element: str, rows: int, cols: int, dtype: torch.dtype) -> str:
         return f"tensordesc<{element}[{rows}, {cols}],{block_layout(rows, cols, dtype)!r}>"
 
@@ -89,7 +93,7 @@ def hopper_arguments(config: GemmConfig, bias: str | None) -> dict[str, Any]:
         "A": tensor_map("i8", grouped.ROWS_AT_A_TIME, 128, torch.int8),
         "B": tensor_map("i8", config.block_n, 128, torch.int8),
         "out_map": tensor_map("bf16", config.block_m, config.block_n, torch.bfloat16),
-        **{"out": "*bf16", "A_scale": "*fp32", "B_scale": "*fp32", "bias": bias, "tiles": "*i32"},
+        **{"out": "*bf16", "A_scale": "*fp32", "B_scale": "*fp32", "bias": "*bf16", "tiles": "*i32"},
         **{"N": "i32", "K": "i32"},
         **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
         **{"GROUP_SIZE_M": config.group_size_m, "NUM_SMS": 132, "NUM_STAGES": config.num_stages},
@@ -111,7 +115,7 @@ def pairs_arguments(dtype: torch.dtype, K: int, route: bool, limits: DeviceLimit
 def activate_arguments(
     dtype: torch.dtype, K: int, activation: GatedActivation, limits: DeviceLimits
 ) -> tuple[dict[str, Any], int]:
-    block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, LONGEST, PART_OF_A_ROW)
+    block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, LONGEST_WHOLE_ROW, PART_OF_A_ROW)
     arguments = {
         **{"g": POINTERS[dtype], "q": "*i8", "q_scale": "*fp32", "tiles": "*i32", "K": "i32"},
         **{"FUNCTION": GATE_FUNCTIONS[activation.name], "GATED": activation.gated, "LIMIT": activation.limit},

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 import triton
+from compile_experts import expert_kernels
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from qgemm.kernels import linear, quantize
 from qgemm.kernels.config import CANDIDATES, DeviceLimits, GemmConfig, is_valid, programs_per_sm
+from qgemm.kernels.gemm import hopper_registers
 from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
 from qgemm.kernels.hopper_kernels import _gemm_hopper_kernel, block_layout
 from qgemm.kernels.linear_kernels import _quant_linear_kernel
@@ -123,6 +125,7 @@ def hopper_arguments(config: GemmConfig, limits: DeviceLimits, out: torch.dtype,
         **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
         **{"GROUP_SIZE_M": config.group_size_m, "NUM_SMS": limits.num_sms},
         **{"NUM_STAGES": config.num_stages, "LAST_PARTS": 1},
+        **{"CONSTANT_B": True, "NEXT_EARLY": programs_per_sm(config, 1, limits) > 1},
     }
 
 
@@ -220,6 +223,7 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
                     K = linear.LONGEST_FUSED_ROW // dtype.itemsize
                     arguments = linear_arguments(config, limits, dtype, K, static)
                     yield name.replace("torch.", ""), _quant_linear_kernel, arguments, config
+    yield from expert_kernels(limits)
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | int, target: GPUTarget) -> Any:
@@ -235,6 +239,8 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | 
             "num_warps": config.num_warps,
             "num_stages": 1 if config.schedule == "specialized" else config.num_stages,
         }
+        if kernel is _gemm_hopper_kernel:
+            options["maxnreg"] = hopper_registers(programs_per_sm(config, 1, TARGETS["sm_90"][1]))
     else:
         options = {"num_warps": config, "num_stages": 1, "enable_fp_fusion": False}
     source = GluonASTSource if kernel.is_gluon() else ASTSource

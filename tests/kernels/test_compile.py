@@ -38,7 +38,7 @@ def of(results: list[Result], target: str, *prefixes: str) -> list[Result]:
     return found
 
 
-INT8 = ("scaled", "int32", "linear")
+INT8 = ("scaled", "int32", "linear", "grouped tiles", "grouped persistent", "grouped ragged")
 
 
 @EVERY_TARGET
@@ -47,7 +47,7 @@ def test_everything_compiles(target: str, results: list[Result]) -> None:
     assert not [f"{r['kernel']}: {r['error']}" for r in compiled if "error" in r]
     kinds = {r["kernel"].split()[0] for r in compiled}
     # gfx942 has too little shared memory for the Stream-K candidates; "int32 streamk" is compiled there all the same.
-    assert kinds >= {"scaled", "int32", "matmul", "quantize_rows"}
+    assert kinds >= {"scaled", "int32", "matmul", "quantize_rows", "grouped", "experts"}
     # A program's part of shared memory is too small for it there.
     assert ("linear" in kinds) == (target != "gfx942")
     assert any("streamk" in r["kernel"] for r in compiled)
@@ -75,15 +75,15 @@ def test_hopper_gets_its_own_instructions_for_tiles_of_64_rows(results: list[Res
 
 
 def test_hoppers_kernel_copies_by_descriptor_and_multiplies_from_shared_memory(results: list[Result]) -> None:
-    for r in of(results, "sm_90", "hopper"):
+    for r in of(results, "sm_90", "hopper", "grouped hopper"):
         assert all(r[name] for name in ("wgmma", "tma_load", "tma_store")), r["kernel"]
         assert not any(r[name] for name in ("mma_sync", "cp_async_16", "cp_async_narrow")), r["kernel"]
-    assert not [r for r in results if r["target"] != "sm_90" and r["kernel"].startswith("hopper")]
+    assert not [r for r in results if r["target"] != "sm_90" and "hopper" in r["kernel"]]
 
 
 @pytest.mark.parametrize(("target", "starts_early"), [("sm_80", False), ("sm_90", True), ("sm_100", True)])
 def test_kernels_start_ahead_of_time_where_they_can(target: str, starts_early: bool, results: list[Result]) -> None:
-    for r in of(results, target, "scaled tiles", "scaled persistent", "quantize_rows", "linear"):
+    for r in of(results, target, "scaled tiles", "scaled persistent", "quantize_rows", "linear", "grouped", "experts"):
         assert bool(r["waits_for_previous"]) == starts_early, r["kernel"]
 
 
@@ -113,7 +113,11 @@ def test_rows_to_quantize_are_read_16_bytes_at_a_time(target: str, results: list
 @EVERY_TARGET
 def test_no_kernel_spills(target: str, results: list[Result]) -> None:
     # Without Hopper's instructions the accumulators of 128 x 128 leave 4 warps a few registers short.
-    known = {"scaled persistent 128x128x128": 128} if target in ("sm_80", "sm_100") else {}
+    known = (
+        {"scaled persistent 128x128x128": 128, "grouped persistent 128x128x128": 264}
+        if target in ("sm_80", "sm_100")
+        else {}
+    )
     spilling = {r["kernel"]: r["spilled"] for r in of(results, target) if r["spilled"] > known.get(r["kernel"], 0)}
     assert not spilling
 
@@ -121,5 +125,5 @@ def test_no_kernel_spills(target: str, results: list[Result]) -> None:
 @EVERY_TARGET
 def test_candidates_fit_in_shared_memory(target: str, results: list[Result]) -> None:
     limit = {"sm_80": 166_912, "gfx942": 65_536, "gfx950": 163_840}.get(target, 232_448)
-    for r in of(results, target, "scaled", "hopper"):
+    for r in of(results, target, "scaled", "hopper", "grouped"):
         assert 0 < r["shared"] <= limit, r["kernel"]

@@ -1,0 +1,308 @@
+"""Times qgemm's experts beside transformers' ``grouped_mm`` ones: ``python -m benchmarks.experts --help``.
+
+A measured pass is a run of calls over copies of the experts' weights and over routings, so that each call reads the
+experts that it needs from memory. Tokens are standard normal, weights normal and small enough that the output is about
+as large as the input; a random router's softmax chooses. Both sides get bfloat16 tokens and the same routing, with the
+router's weights in the dtype that the model's router gives.
+
+Before anything is timed, rows of both outputs are compared with a float32 computation from the bfloat16 weights.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.results import environment
+from benchmarks.roofline import Roofline, known_peaks
+from benchmarks.tables import render
+from qgemm.kernels import GatedActivation, experts, quantize_rows
+from qgemm_cli.timing import QUICK, ROTATED_BYTES, Effort, Pass, copy_bandwidth, median_seconds
+
+TOKENS = (1, 16, 2048)
+LARGEST_ERRORS = {"qgemm": 0.04, "grouped_mm": 0.015}
+"""Relative errors of a row that count as right: about twice what rounding makes."""
+CHECKED_ROWS = 16
+MOST_ROUTINGS = 64
+
+
+class Model(NamedTuple):
+    """The experts of a model. ``config``: that of transformers, by name, with what it calls its sizes."""
+
+    name: str
+    num_experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+    weights_dtype: torch.dtype
+    """Of the router's weights."""
+    module: str
+    experts_class: str
+    config_class: str
+    config: dict[str, int]
+
+
+MODELS = (
+    Model(
+        "mixtral-8x7b", 8, 2, 4096, 14336, torch.float32, "mixtral", "MixtralExperts", "MixtralConfig",
+        {"num_local_experts": 8, "hidden_size": 4096, "intermediate_size": 14336},
+    ),
+    Model(
+        "qwen3-30b-a3b", 128, 8, 2048, 768, torch.bfloat16, "qwen3_moe", "Qwen3MoeExperts", "Qwen3MoeConfig",
+        {"num_experts": 128, "hidden_size": 2048, "moe_intermediate_size": 768},
+    ),
+)  # fmt: skip
+
+Routing = tuple[Tensor, Tensor, Tensor]
+"""Tokens, the experts that they go to, and with which weights."""
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One side on one model's experts; times in microseconds, ``eager_us`` with the host's."""
+
+    model: str
+    tokens: int
+    provider: str
+    us: float
+    eager_us: float
+    error: float
+    active_experts: float
+    tb_per_s: float
+    tops: float
+    share: float
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
+    """Measures what the command line asks for, prints it, and writes the JSON file if one is named."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=[model.name for model in MODELS], action="append", help="(default: all)")
+    parser.add_argument("--tokens", type=int, action="append", help="(default: 1, 16 and 2,048)")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--breakdown", action="store_true", help="also what each kernel of a call takes")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--commit", help="what to call the commit, in a copy of the tree without git")
+    args = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.experts times kernels on a GPU, and there is none")
+    device = torch.device("cuda", torch.cuda.current_device())
+    about = environment(device, args.commit)
+    roofline = Roofline(copy_bandwidth(device), known_peaks(about["device"]))
+    results: list[Result] = []
+    kernels: dict[str, dict[str, float]] = {}
+    with torch.no_grad():
+        for model in MODELS:
+            if args.model and model.name not in args.model:
+                continue
+            for found, parts in measure(
+                model, args.tokens or TOKENS, QUICK if args.quick else Effort(), roofline, args.breakdown
+            ):
+                results += found
+                kernels |= parts
+                if args.json:
+                    values: dict[str, Any] = {
+                        "environment": about,
+                        "bandwidth": roofline.bandwidth,
+                        "kernels_us": kernels,
+                    }
+                    values["results"] = [asdict(result) for result in results]
+                    args.json.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+            torch.cuda.empty_cache()
+    print(f"{about['device']}, torch {torch.__version__}, {roofline.bandwidth / 1e12:.2f} TB/s copied")
+    print(report(results))
+    for name, parts in kernels.items():
+        print(f"{name}: " + ", ".join(f"{kernel} {us:.1f}" for kernel, us in parts.items()))
+    return results
+
+
+def measure(
+    model: Model, tokens: Sequence[int], effort: Effort, roofline: Roofline, breakdown: bool
+) -> Iterator[tuple[list[Result], dict[str, dict[str, float]]]]:
+    """The results of one model, for one number of tokens after another."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    gate_up, down = weights(model, device)
+    values_of_expert = gate_up[0].numel() + down[0].numel()
+    count = max(2, min(4, int(12e9 / (3 * gate_up.nbytes))))
+    layers: dict[str, list[Layer]] = {
+        "qgemm": list(quantized_layers(gate_up, down, count)),
+        "grouped_mm": [transformers_layer(model, gate_up.clone(), down.clone()) for _ in range(count)],
+    }
+    for T in tokens:
+        calls = int(ROTATED_BYTES["cuda"] / (values_of_expert * min(T * model.top_k, model.num_experts)))
+        routings = [route(model, T, device) for _ in range(min(max(calls, count), MOST_ROUTINGS))]
+        active = sum(index.unique().numel() for _, index, _ in routings) / len(routings)
+        passes: dict[str, Pass] = {}
+        eager: dict[str, float] = {}
+        errors: dict[str, float] = {}
+        parts: dict[str, dict[str, float]] = {}
+        for name, copies in layers.items():
+            calls_of_pass = [(copies[i % count], routings[i]) for i in range(len(routings))]
+            eager[name] = eager_seconds(calls_of_pass)
+            passes[name] = Pass(lambda call: call[0](*call[1]), calls_of_pass, device)
+            last = calls_of_pass[(passes[name].calls - 1) % len(calls_of_pass)][1]
+            errors[name] = largest_error(passes[name].checked_output(), last, gate_up, down)
+            if not errors[name] <= LARGEST_ERRORS[name]:
+                raise ValueError(f"{name} is wrong on {model.name}, {T} tokens: relative error {errors[name]:.3g}")
+            if breakdown:
+                parts[f"{model.name} {T} {name}"] = kernel_times(calls_of_pass[:8])
+        seconds = median_seconds(passes, effort, device)
+        yield (
+            [
+                result(model, T, name, seconds[name], eager[name], errors[name], active, roofline, values_of_expert)
+                for name in layers
+            ],
+            parts,
+        )
+
+
+def result(
+    model: Model,
+    T: int,
+    provider: str,
+    seconds: float,
+    eager: float,
+    error: float,
+    active: float,
+    roofline: Roofline,
+    values_of_expert: int,
+) -> Result:
+    """What was measured, with rates: of the active experts' weights and the tokens, once each."""
+    itemsize, kind = (1, "int8") if provider == "qgemm" else (2, "bf16")
+    moved = active * values_of_expert * itemsize + 2 * T * model.hidden * 2
+    operations = 2.0 * T * model.top_k * values_of_expert
+    share = roofline.limit(operations, moved, kind) / seconds
+    return Result(
+        model.name, T, provider, seconds * 1e6, eager * 1e6, error, active,
+        moved / seconds / 1e12, operations / seconds / 1e12, share,
+    )  # fmt: skip
+
+
+def weights(model: Model, device: torch.device) -> tuple[Tensor, Tensor]:
+    """``gate_up [E, 2I, H]`` and ``down [E, H, I]`` in bfloat16."""
+    E, H, intermediate = model.num_experts, model.hidden, model.intermediate
+
+    def normal(rows: int, columns: int) -> Tensor:
+        out = torch.empty(E, rows, columns, dtype=torch.bfloat16, device=device)
+        for expert in out:
+            expert.normal_(std=columns**-0.5)
+        return out
+
+    return normal(2 * intermediate, H), normal(H, intermediate)
+
+
+def route(model: Model, T: int, device: torch.device) -> Routing:
+    """Tokens and their experts, as a softmax router with random logits chooses them."""
+    probabilities = torch.randn(T, model.num_experts, device=device).softmax(dim=-1)
+    top, index = probabilities.topk(model.top_k, dim=-1)
+    top = top / top.sum(dim=-1, keepdim=True)
+    x = torch.randn(T, model.hidden, device=device, dtype=torch.bfloat16)
+    return x, index, top.to(model.weights_dtype)
+
+
+def quantized_layers(gate_up: Tensor, down: Tensor, count: int) -> Iterator[Layer]:
+    """qgemm's experts with ``count`` copies of the weights."""
+    quantized = [
+        tuple(torch.stack(part) for part in zip(*map(quantize_rows, weight), strict=True)) for weight in (gate_up, down)
+    ]
+    for _ in range(count):
+        (g, g_scale), (d, d_scale) = [(q.clone(), scale.clone()) for q, scale in quantized]
+
+        def layer(
+            x: Tensor,
+            index: Tensor,
+            top: Tensor,
+            g: Tensor = g,
+            gs: Tensor = g_scale,
+            d: Tensor = d,
+            ds: Tensor = d_scale,
+        ) -> Tensor:
+            return experts(x, index, top, g, gs, None, d, ds, None, GatedActivation())
+
+        yield layer
+
+
+def transformers_layer(model: Model, gate_up: Tensor, down: Tensor) -> Layer:
+    """transformers' experts of the model, with its implementation by ``grouped_mm``."""
+    import importlib
+
+    package = importlib.import_module(f"transformers.models.{model.module}.modeling_{model.module}")
+    import transformers
+
+    config: Any = getattr(transformers, model.config_class)(**model.config)
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        module: nn.Module = getattr(package, model.experts_class)(config)
+    module.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
+    module.down_proj = nn.Parameter(down, requires_grad=False)
+    return module
+
+
+def largest_error(out: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> float:
+    """The largest relative error of some rows, the first and the last among them, against float32."""
+    x, index, top = routing
+    T = x.shape[0]
+    largest = 0.0
+    for row in sorted({round(i * (T - 1) / (CHECKED_ROWS - 1)) for i in range(CHECKED_ROWS)}):
+        wanted = torch.zeros(x.shape[1], device=x.device, dtype=torch.float64)
+        for expert, weight in zip(index[row].tolist(), top[row].double(), strict=True):
+            gate, up = (gate_up[expert].float() @ x[row].float()).chunk(2)
+            wanted += weight * (down[expert].float() @ (nn.functional.silu(gate) * up)).double()
+        error = ((out[row].double() - wanted).norm() / wanted.norm()).item()
+        largest = max(largest, error) if error < torch.inf else torch.inf
+    return largest
+
+
+def eager_seconds(calls: Sequence[tuple[Layer, Routing]]) -> float:
+    """Seconds of a call without a graph: runs of at least 50, the median of 5."""
+    calls = list(calls) * -(-50 // len(calls))
+    times = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for layer, routing in calls:
+            layer(*routing)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) / len(calls))
+    return sorted(times[1:])[2]  # the first one warms up
+
+
+def kernel_times(calls: Sequence[tuple[Layer, Routing]]) -> dict[str, float]:
+    """Microseconds of each kernel in a call, by name, as the profiler sees them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for layer, routing in calls:
+            layer(*routing)
+        torch.cuda.synchronize()
+    return {
+        event.key.replace("void ", "")[:48]: event.self_device_time_total / len(calls)
+        for event in profiler.key_averages()
+    }
+
+
+def report(results: Sequence[Result]) -> str:
+    """The table: times of both, and how many times as fast qgemm is."""
+    header = ["experts", "tokens", "active", "bf16 us", "qgemm us", "times", "eager bf16", "eager qgemm", "times"]
+    header += ["TB/s", "TOPS", "of limit", "error"]
+    by_key = {(one.model, one.tokens, one.provider): one for one in results}
+    rows = []
+    for (name, T, provider), ours in by_key.items():
+        if provider == "qgemm":
+            theirs = by_key[name, T, "grouped_mm"]
+            cells = [name, str(T), f"{ours.active_experts:.1f}", f"{theirs.us:.1f}", f"{ours.us:.1f}"]
+            cells += [f"{theirs.us / ours.us:.2f}", f"{theirs.eager_us:.0f}", f"{ours.eager_us:.0f}"]
+            cells += [f"{theirs.eager_us / ours.eager_us:.2f}", f"{ours.tb_per_s:.2f}", f"{ours.tops:.0f}"]
+            rows.append([*cells, f"{ours.share:.0%}", f"{ours.error:.4f}"])
+    return render((header, rows), markdown=False)
+
+
+if __name__ == "__main__":
+    main()
