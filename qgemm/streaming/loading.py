@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, checkpoint_file, read_json
-from qgemm.checkpoint.pretrained import build_pretrained, read_generation_config
-from qgemm.checkpoint.tensors import split_name, transient_names
+from qgemm.checkpoint.pretrained import BuildLimits, build_pretrained, read_generation_config
+from qgemm.checkpoint.tensors import split_name
 from qgemm.streaming.float_tensors import (
     BuiltFloat,
     Conversion,
@@ -59,8 +59,8 @@ def plan_loading(source: Source, drop: Iterable[str]) -> FloatModel:
     model = _build(source)
     tensors, unplaced = _find_tensors(model, source)
     _check_unplaced(model, unplaced, drop, source.folder)
-    _tie(model, tensors, source.folder)
-    _add_built(model, tensors)
+    _tie(model, tensors)
+    _add_built(model, tensors, source)
     return FloatModel(model, tensors, unplaced)
 
 
@@ -75,9 +75,20 @@ def _build(source: Source) -> Any:
     dtype = config.get("dtype") or config.get("torch_dtype") or _stored_dtype(source)
     model: Any = build_pretrained({**config, "dtype": dtype}, path, source.tensors)
     _set_dtype(model, dtype)
-    if (source.folder / GENERATION_CONFIG_FILE).exists() and model.can_generate():
-        model.generation_config = read_generation_config(checkpoint_file(source.folder, GENERATION_CONFIG_FILE))
+    if model.can_generate():
+        model.generation_config = _generation_config(source.folder)
     return model.eval()
+
+
+def _generation_config(folder: Path) -> Any:
+    from transformers import GenerationConfig
+
+    if (folder / GENERATION_CONFIG_FILE).exists():
+        return read_generation_config(checkpoint_file(folder, GENERATION_CONFIG_FILE))
+    # Older checkpoints say in the model's config how it generates.
+    return GenerationConfig.from_pretrained(
+        str(folder), config_file_name=CONFIG_FILE, _from_model_config=True, local_files_only=True
+    )
 
 
 def _stored_dtype(source: Source) -> str:
@@ -225,40 +236,21 @@ def _check_unplaced(model: Any, unplaced: list[str], drop: Iterable[str], folder
         )
 
 
-def _tie(model: Any, tensors: dict[str, FloatTensor], folder: Path) -> None:
+def _tie(model: Any, tensors: dict[str, FloatTensor]) -> None:
     """Ties what is tied once loaded; of two that are both in the files, only if they are the same."""
     for alias, name in list(model.all_tied_weights_keys.items()):
-        _untie(model, alias)
+        parameter = _get(model, alias)
+        _set(model, alias, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
         if alias in tensors and name in tensors:
             if _are_equal(tensors[alias], tensors[name]):
                 del tensors[alias]
             else:
                 del model.all_tied_weights_keys[alias]
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, old in model.state_dict(keep_vars=True).items():
         if name in tensors:
-            dtype = tensors[name].dtype
-            value = torch.empty(tensor.shape, dtype=dtype, device="meta")
-            _set(
-                model,
-                name,
-                nn.Parameter(value, value.is_floating_point()) if isinstance(tensor, nn.Parameter) else value,
-            )
-    missing = set(model.state_dict()) - set(tensors)
-    model.tie_weights(missing_keys=missing, recompute_mapping=False)
-    by_identity = {id(_get(model, name)) for name in tensors}
-    absent = [
-        name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) not in by_identity
-    ]
-    if absent:
-        raise CheckpointError(
-            f"{folder} lacks tensors of {type(model).__name__}, which transformers would fill with random numbers: "
-            f"{_some(absent)}"
-        )
-
-
-def _untie(model: Any, name: str) -> None:
-    parameter = _get(model, name)
-    _set(model, name, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
+            new = torch.empty(old.shape, dtype=tensors[name].dtype, device="meta")
+            _set(model, name, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new)
+    model.tie_weights(missing_keys=set(model.state_dict()) - set(tensors), recompute_mapping=False)
 
 
 def _are_equal(one: FloatTensor, other: FloatTensor) -> bool:
@@ -270,21 +262,40 @@ def _are_equal(one: FloatTensor, other: FloatTensor) -> bool:
     )
 
 
-def _add_built(model: Any, tensors: dict[str, FloatTensor]) -> None:
-    """Computes the buffers that no file holds, as ``from_pretrained`` does once all else is loaded."""
-    names = transient_names(model) | {name for name, _ in model.named_buffers() if name not in tensors}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if name not in names:
-            value._is_hf_initialized = True
-    for name in names:
-        if (buffer := _get(model, name)) is not None:
-            _set(model, name, buffer.clone())
+def _add_built(model: Any, tensors: dict[str, FloatTensor], source: Source) -> None:
+    """Computes what no file holds, as ``from_pretrained`` does once all else is loaded: mostly buffers.
+
+    Raises ``CheckpointError`` for parameters of which the model's class doesn't say that they may be missing.
+    """
+    limits = BuildLimits(source.tensors)
+    buffers = model.named_buffers(remove_duplicate=False)
+    built = {name: buffer.clone() for name, buffer in buffers if name not in tensors}
+    for name in _missing(model, tensors, source.folder):
+        old = _get(model, name)
+        limits.count_bytes(old.nbytes)
+        built[name] = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
+    for value in model.state_dict(keep_vars=True).values():
+        value._is_hf_initialized = True
+    for name, value in built.items():
+        _set(model, name, value)
     for module in model.modules():
         module._is_hf_initialized = False
     model.initialize_weights()
-    for name in names:
-        if (buffer := _get(model, name)) is not None:
-            tensors[name] = BuiltFloat(buffer)
+    tensors.update((name, BuiltFloat(_get(model, name).detach())) for name in built)
+
+
+def _missing(model: Any, tensors: dict[str, FloatTensor], folder: Path) -> list[str]:
+    in_files = {id(_get(model, name)) for name in tensors}
+    parameters = model.named_parameters(remove_duplicate=False)
+    missing = [name for name, parameter in parameters if id(parameter) not in in_files]
+    computed = [f"({pattern})" for pattern in model._keys_to_ignore_on_load_missing or ()]
+    left = [name for name in missing if not computed or not re.search("|".join(computed), name)]
+    if left:
+        raise CheckpointError(
+            f"{folder} lacks tensors of {type(model).__name__}, which transformers would fill with random numbers: "
+            f"{_some(left)}"
+        )
+    return missing
 
 
 def _get(model: nn.Module, name: str) -> Tensor:

@@ -2,36 +2,149 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
+import torch
 from models import FAMILIES
+from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
 import qgemm
-from qgemm.streaming import quantize_checkpoint
-
-
-def in_memory(source: Path, destination: Path, **options: Any) -> None:
-    """The same by way of the whole model."""
-    shard = {"max_shard_size": options.pop("max_shard_size")} if "max_shard_size" in options else {}
-    architecture = transformers.AutoConfig.from_pretrained(source).architectures[0]
-    model = getattr(transformers, architecture).from_pretrained(source)
-    qgemm.save_quantized(qgemm.quantize_model(model, **options), destination, **shard)
-
-
-def assert_same_files(one: Path, other: Path) -> None:
-    assert sorted(path.name for path in one.iterdir()) == sorted(path.name for path in other.iterdir())
-    for path in one.iterdir():
-        if path.suffix == ".json":
-            assert path.read_text() == (other / path.name).read_text(), path.name
-        assert path.read_bytes() == (other / path.name).read_bytes(), path.name
+from qgemm import CheckpointError, quantize_checkpoint
+from qgemm.streaming import convert
+from streaming.files import assert_same_files, contents, edit_tensors, quantize_whole
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_files_are_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
+    # In several files: layers are cut in two, their scales in one file and their weights in the next.
     FAMILIES[family]().model.save_pretrained(tmp_path / "float")
-    in_memory(tmp_path / "float", tmp_path / "whole", max_shard_size="60KB")
-    quantize_checkpoint(tmp_path / "float", tmp_path / "streamed", max_shard_size="60KB")
+    model = quantize_whole(tmp_path / "float", tmp_path / "whole", max_shard_size="20KB")
+    report = quantize_checkpoint(tmp_path / "float", tmp_path / "streamed", max_shard_size="20KB")
     assert_same_files(tmp_path / "whole", tmp_path / "streamed")
+    assert report == qgemm.report(model)
+    assert report.quantized
+
+
+def test_experts_that_files_hold_one_by_one(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
+    MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "float")
+    stored = (tmp_path / "float" / "model.safetensors").read_bytes()
+    assert b"experts.3.w1.weight" in stored
+    assert b"gate_up_proj" not in stored
+    quantize_whole(tmp_path / "float", tmp_path / "whole", max_shard_size="20KB")
+    quantize_checkpoint(tmp_path / "float", tmp_path / "streamed", max_shard_size="20KB")
+    assert_same_files(tmp_path / "whole", tmp_path / "streamed")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_layers_that_the_model_keeps_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    # T5 keeps wo in float32 where the rest is float16.
+    config = T5Config(vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+    T5ForConditionalGeneration(config).to(dtype).save_pretrained(tmp_path / "float")
+    quantize_whole(tmp_path / "float", tmp_path / "whole")
+    report = quantize_checkpoint(tmp_path / "float", tmp_path / "streamed")
+    assert_same_files(tmp_path / "whole", tmp_path / "streamed")
+    assert any("keeps it in float32" in record.reason for record in report.kept) == (dtype == torch.float16)
+
+
+def test_a_static_scheme_and_layers_to_skip(source: Path, tmp_path: Path) -> None:
+    skip: list[Any] = ["model.layers.0.mlp", re.compile("k_proj$"), "*.v_proj"]
+    model = quantize_whole(source, tmp_path / "dynamic", skip=skip)
+    scales = {record.name: 0.01 * (1 + index) for index, record in enumerate(qgemm.report(model).quantized)}
+    options: dict[str, Any] = {"scheme": "int8-static", "skip": skip, "input_scales": scales}
+    quantize_whole(source, tmp_path / "whole", **options)
+    quantize_checkpoint(source, tmp_path / "streamed", **options)
+    assert_same_files(tmp_path / "whole", tmp_path / "streamed")
+
+
+def test_weights_larger_than_what_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 2^16 values are quantized at a time at least: the largest weights here take 5 and more pieces, an odd number of
+    # rows each; what is copied is cut small.
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.setattr("qgemm.streaming.shards._BYTES_AT_A_TIME", 1000)
+    sizes = {"vocab_size": 97, "hidden_size": 264, "intermediate_size": 1001, "num_hidden_layers": 1}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, head_dim=66))
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=32, n_embd=264, n_layer=1, n_head=4, n_inner=1001))
+    for name, model in (("llama", llama.to(torch.bfloat16)), ("gpt2", gpt2)):
+        model.save_pretrained(tmp_path / name)
+        quantize_whole(tmp_path / name, tmp_path / f"{name}-whole")
+        quantize_checkpoint(tmp_path / name, tmp_path / f"{name}-streamed")
+        assert_same_files(tmp_path / f"{name}-whole", tmp_path / f"{name}-streamed")
+
+
+def test_what_it_writes_loads(source: Path, tmp_path: Path) -> None:
+    model = quantize_whole(source, tmp_path / "whole")
+    quantize_checkpoint(source, tmp_path / "streamed", max_shard_size="30KB")
+    loaded = qgemm.load_quantized(tmp_path / "streamed")
+    ids = torch.arange(7)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_the_tokenizer_goes_along_and_code_does_not(source: Path, tmp_path: Path) -> None:
+    (source / "tokenizer.json").write_text("{}")
+    (source / "modeling_qwen3.py").write_text("raise SystemExit")
+    with pytest.warns(UserWarning, match=r"modeling_qwen3\.py in .* not copied"):
+        quantize_checkpoint(source, tmp_path / "streamed")
+    names = set(contents(tmp_path / "streamed"))
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+
+
+def test_a_weight_with_nan_is_named(source: Path, tmp_path: Path) -> None:
+    edit_tensors(source, model__layers__1__mlp__up_proj__weight=torch.full((96, 64), torch.nan).bfloat16())
+    with pytest.raises(CheckpointError, match=r"weight of 'model\.layers\.1\.mlp\.up_proj' holds NaN or Inf.*skip"):
+        quantize_checkpoint(source, tmp_path / "streamed")
+    assert not (tmp_path / "streamed").exists()
+    quantize_checkpoint(source, tmp_path / "streamed", skip="model.layers.1.mlp.up_proj", resume=False)
+
+
+def test_a_layer_that_skip_does_not_match(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"skip: 'model\.layers\.7' matches no linear layer"):
+        quantize_checkpoint(source, tmp_path / "streamed", skip="model.layers.7")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["float"]
+
+
+def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises(OSError, match=r"can't be written: [\d,]+ bytes are still to be written.*has 1,000.*same call"):
+        quantize_checkpoint(source, tmp_path / "streamed")
+
+
+def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"streamed can't be written: No space left on device.*same call goes on"):
+            quantize_checkpoint(source, tmp_path / "streamed")
+    quantize_checkpoint(source, tmp_path / "streamed")
+
+
+def test_a_place_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
+    # A file where a folder is wanted: root, as which tests may run, may write everywhere else.
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"file/streamed can't be written: Not a directory"):
+        quantize_checkpoint(source, tmp_path / "file" / "streamed")
+
+
+def test_progress_counts_the_bytes_that_are_read(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantize_checkpoint(source, tmp_path / "shown", progress=True)
+    stored = json.loads((source / "model.safetensors").read_bytes().split(b"}}")[0][8:] + b"}}")
+    total = max(values["data_offsets"][1] for name, values in stored.items() if name != "__metadata__")
+    shown = capsys.readouterr().err
+    # The rotary frequencies, which no file holds, are written as well.
+    assert re.search(rf"quantize: 100%.* {(total + 64) / 1000:.0f}k/{(total + 64) / 1000:.0f}k .*B/s", shown)
+    quantize_checkpoint(source, tmp_path / "hidden", progress=False)
+    assert capsys.readouterr().err == ""
