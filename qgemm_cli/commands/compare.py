@@ -18,6 +18,7 @@ from qgemm_cli.layers import StoredLayer, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
 from qgemm_cli.patterns import collapse, natural_order, pattern_of
 from qgemm_cli.reading import Checkpoint, open_checkpoint
+from qgemm_cli.soundness import find_problems
 from qgemm_cli.weights import find_weights, match_names
 
 _VALUES = 1 << 24  # that are compared at a time: 64 MB in float32
@@ -30,8 +31,9 @@ def compare(
     """Compares; returns the document that ``--json`` prints. ``a`` is what ``b`` is measured against."""
     a, b = open_checkpoint(path_a), open_checkpoint(path_b)
     for checkpoint in (a, b):
-        if checkpoint.problems:
-            raise CheckpointError(f"{checkpoint.path} isn't sound, see qgemm inspect: {checkpoint.problems[0]}")
+        layers = find_layers(checkpoint.stored, checkpoint.bits)
+        if problems := [*checkpoint.problems, *find_problems(checkpoint, layers)]:
+            raise CheckpointError(f"{checkpoint.path} isn't sound, see qgemm inspect: {problems[0]}")
     document: dict[str, Any] = {
         "a": {"path": str(path_a), "format": a.format, "variant": a.variant},
         "b": {"path": str(path_b), "format": b.format, "variant": b.variant},

@@ -14,8 +14,12 @@ from typer.testing import CliRunner, Result
 from qgemm_cli.app import app
 
 
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
 def run(*arguments: object, exit_code: int = 0) -> Result:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = invoke(*arguments)
     assert result.exit_code == exit_code, result.output
     return result
 
