@@ -54,6 +54,11 @@ class StoredLayer:
         return self.storage.startswith(("int", "uint", "fp8", "nf4", "fp4")) and self.kind in MATRICES
 
     @property
+    def module(self) -> str:
+        """The module that holds it: of experts, whose two weights are a layer each, the name without the weight's."""
+        return self.name.rpartition(".")[0] if self.kind == "experts" else self.name
+
+    @property
     def nbytes(self) -> int:
         """Of its tensors, as they are stored."""
         return sum(tensor.nbytes for tensor in self.tensors.values())

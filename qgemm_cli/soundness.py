@@ -76,7 +76,7 @@ def _scale_fits(layer: StoredLayer, leaf: str) -> bool:
 def _problems_of_manifest(checkpoint: Checkpoint, layers: list[StoredLayer]) -> Iterator[str]:
     assert checkpoint.contents is not None
     manifest, stored = checkpoint.contents.manifest, checkpoint.stored
-    quantized = {layer.name for layer in layers if layer.is_quantized}
+    quantized = {layer.module for layer in layers if layer.is_quantized}
     for name in manifest.layers:
         if name not in quantized and name not in manifest.tied:
             alias = manifest.tied.get(f"{name}.weight", "").removesuffix(".weight")

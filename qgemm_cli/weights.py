@@ -10,11 +10,12 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
 from qgemm.streaming.float_tensors import FloatTensor, StoredFloat
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
@@ -74,13 +75,51 @@ def find_weights(checkpoint: Checkpoint, source: Source) -> dict[str, FloatTenso
     """
     if checkpoint.format == FLOAT and checkpoint.config:
         try:
-            return plan_loading(source, drop=["*"]).tensors
+            loading = plan_loading(source, drop=["*"])
+            tensors = {name: tensor for name, tensor in loading.tensors.items() if tensor.dtype.is_floating_point}
+            return _order_experts(tensors, loading.model)
         except (CheckpointError, ImportError):  # not of transformers: then the names in the files have to do
             pass
     found: dict[str, FloatTensor] = {}
     for layer in find_layers(checkpoint.stored, checkpoint.bits):
         found.update(_of_layer(layer, source))
     return found
+
+
+class OrderedExperts(FloatTensor):
+    """A float weight or bias of experts in the layout of ``QuantExperts``, whatever the model's own is."""
+
+    def __init__(self, tensor: FloatTensor, name: str, layout: FloatExperts) -> None:
+        """``name``: what ``QuantExperts`` calls it."""
+        shape = tensor.shape
+        if layout.is_transposed and len(shape) == 3:
+            shape = (shape[0], shape[2], shape[1])
+        super().__init__(shape, tensor.dtype)
+        self._tensor, self._name, self._layout = tensor, name, layout
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Those of some experts."""
+        values = self._tensor.rows(start, stop)
+        if values.ndim == 2:
+            return self._layout.bias_of(self._name, values)
+        return torch.stack([self._layout.rows_of(self._name, values, expert) for expert in range(stop - start)])
+
+
+def _order_experts(tensors: dict[str, FloatTensor], model: nn.Module) -> dict[str, FloatTensor]:
+    """``tensors`` of the float ``model``, those of experts under the names and in the order of ``QuantExperts``."""
+    ordered = dict(tensors)
+    for module_name, module in model.named_modules():
+        if all(parameter.ndim != 3 for parameter in module.parameters(recurse=False)):
+            continue
+        try:
+            layout = describe_experts(module)
+        except UnknownExperts:  # then they aren't quantized either
+            continue
+        own = {name: ordered.pop(f"{module_name}.{theirs}", None) for name, theirs in layout.parameters.items()}
+        for name, tensor in own.items():
+            if tensor is not None:
+                ordered[f"{module_name}.{name}"] = OrderedExperts(tensor, name, layout)
+    return ordered
 
 
 def _of_layer(layer: StoredLayer, source: Source) -> Iterable[tuple[str, FloatTensor]]:

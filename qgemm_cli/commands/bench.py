@@ -21,7 +21,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm_cli.check import largest_errors
 from qgemm_cli.layers import StoredLayer, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
-from qgemm_cli.patterns import collapse, pattern_of
+from qgemm_cli.patterns import pattern_of
 from qgemm_cli.reading import open_checkpoint
 from qgemm_cli.timing import QUICK, Effort, Pass, copy_count, median_seconds
 
@@ -110,11 +110,8 @@ def shapes_of(path: Path) -> list[Weights]:
 
 
 def _common_name(layers: Iterable[StoredLayer]) -> str:
-    kinds: dict[str, list[str]] = {}
-    for layer in layers:
-        kinds.setdefault(pattern_of(layer.name), []).append(layer.name)
-    leaves = dict.fromkeys(collapse(names).rpartition(".")[2] for names in kinds.values())
-    return ", ".join(leaves)
+    """What the layers are called within their blocks."""
+    return ", ".join(dict.fromkeys(pattern_of(layer.name).rpartition("{}.")[2] for layer in layers))
 
 
 def _time_weights(

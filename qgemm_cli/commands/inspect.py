@@ -71,7 +71,7 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _describe(layer: StoredLayer, checkpoint: Checkpoint) -> dict[str, Any]:
-    scheme = None if checkpoint.contents is None else checkpoint.contents.manifest.layers.get(layer.name)
+    scheme = None if checkpoint.contents is None else checkpoint.contents.manifest.layers.get(layer.module)
     return {
         "name": layer.name,
         "kind": layer.kind,

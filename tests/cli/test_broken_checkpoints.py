@@ -8,10 +8,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
 from checkpoint.fuzz import Watch, write_files
 from checkpoint.fuzz_breaks import make_case
 from checkpoint.fuzz_models import make_good
+
 from cli.command import Result, invoke
 
 CASES = 200
@@ -36,7 +36,7 @@ def test_inspect_and_compare(tmp_path: Path) -> None:
     watch = Watch()
     codes: Counter[int] = Counter()
     for number in range(CASES):
-        start, files, breaks = make_case(good, 1, number)
+        _, files, breaks = make_case(good, 1, number)
         folder = tmp_path / "case"
         write_files(files, folder, tmp_path / "outside")
         watch.opened = []
