@@ -117,8 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
             torch.cuda.empty_cache()
     print(f"{about['device']}, torch {torch.__version__}, {roofline.bandwidth / 1e12:.2f} TB/s copied")
     print(report(results))
-    for name, parts in kernels.items():
-        print(f"{name}: " + ", ".join(f"{kernel} {us:.1f}" for kernel, us in parts.items()))
+    for name, times in kernels.items():
+        print(f"{name}: " + ", ".join(f"{kernel} {us:.1f}" for kernel, us in times.items()))
     return results
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.gemm_kernels import gelu, relu, silu
+from qgemm.kernels.gated_activation_kernels import gated_activation
 from qgemm.kernels.grouped_kernels import GroupTiles, write_tiles
 from qgemm.kernels.quantize_kernels import ROUND, _float_of, _magnitude, _multiplier, _quantize, _quantize_row
 from qgemm.kernels.stages import INTERPRETING
@@ -130,37 +130,15 @@ def _place_pairs_kernel(
 
 
 @triton.jit
-def gelu_tanh(x):
-    """GELU by its approximation with a tanh; ``(1 + tanh(u)) / 2`` is ``sigmoid(2 * u)``."""
-    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-
-
-@triton.jit
-def relu2(x):
-    """``max(x, 0) ** 2``; NaN stays NaN."""
-    return relu(x) * relu(x)
-
-
-GATE_FUNCTIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu, "relu2": relu2}
-"""Device code of each name in ``gated_activation.GATE_FUNCTIONS``."""
-
-
-@triton.jit
 def _activated(
     g, k, K,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
+    GATED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """The activation of columns ``k`` of the row at ``g``, as its dtype; 0 beyond ``K``. See ``GatedActivation``."""
+    """The activation of columns ``k`` of the row at ``g``, as its dtype; 0 beyond ``K``. See ``gated_activation``."""
     dtype = g.dtype.element_ty
     gate = tl.load(g + k, mask=k < K, other=0.0).to(tl.float32)
-    if LIMIT is not None:
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-    out = gate / (1.0 + tl.exp(-ALPHA * gate)) if ALPHA != 1.0 else FUNCTION(gate)
-    if GATED:
-        up = tl.load(g + K + k, mask=k < K, other=0.0).to(tl.float32)
-        if LIMIT is not None:
-            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        out *= up + UP_OFFSET
+    up = tl.load(g + K + k, mask=k < K, other=0.0).to(tl.float32) if GATED else None
+    out = gated_activation(gate, up, FUNCTION, LIMIT, ALPHA, UP_OFFSET)
     if INTERPRETING and dtype == tl.bfloat16:
         out = _round_to_bfloat16(out)
     return out.to(dtype)
@@ -176,7 +154,7 @@ def _quantize_by_division(x, scale):
 def _activate_kernel(
     g, q, q_scale, tiles,
     K,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
+    GATED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
     MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """A row a program: the activation of ``g``'s, ``[rows, 2K]`` or ``[rows, K]``, quantized: ``q [rows, K]``.
@@ -198,12 +176,12 @@ def _activate_kernel(
         largest = _magnitude(tl.zeros((BLOCK,), dtype=dtype))
         if BLOCKS:
             for i in tl.static_range(BLOCKS):
-                values = _activated(g_row, i * BLOCK + offsets, K, FUNCTION, GATED, LIMIT, ALPHA, UP_OFFSET)
+                values = _activated(g_row, i * BLOCK + offsets, K, GATED, FUNCTION, LIMIT, ALPHA, UP_OFFSET)
                 blocks = blocks + (values,)
                 largest = tl.maximum(largest, _magnitude(values))
         else:
             for start in range(0, K, BLOCK):
-                values = _activated(g_row, start + offsets, K, FUNCTION, GATED, LIMIT, ALPHA, UP_OFFSET)
+                values = _activated(g_row, start + offsets, K, GATED, FUNCTION, LIMIT, ALPHA, UP_OFFSET)
                 largest = tl.maximum(largest, _magnitude(values))
         amax = _float_of(tl.max(largest, axis=0), dtype)
         scale = tl.where(amax == 0, 1.0, tl.maximum(tl.math.div_rn(amax, 127.0), MIN_SCALE))
@@ -223,7 +201,7 @@ def _activate_kernel(
         else:
             for start in range(0, K, BLOCK):
                 k = start + offsets
-                values = _activated(g_row, k, K, FUNCTION, GATED, LIMIT, ALPHA, UP_OFFSET)
+                values = _activated(g_row, k, K, GATED, FUNCTION, LIMIT, ALPHA, UP_OFFSET)
                 tl.store(q_row + k, _quantize_by_division(values, scale), mask=k < K)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from qgemm.kernels import grouped, quantize
 from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits, select_expert_configs
 from qgemm.kernels.dispatch import check_experts
 from qgemm.kernels.experts_kernels import (
-    GATE_FUNCTIONS,
     _activate_kernel,
     _combine_kernel,
     _count_pairs_kernel,
@@ -27,6 +26,7 @@ from qgemm.kernels.experts_kernels import (
     _quantize_pairs_kernel,
 )
 from qgemm.kernels.gated_activation import GatedActivation
+from qgemm.kernels.gated_activation_kernels import identity
 from qgemm.kernels.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.linear import _empty
 from qgemm.kernels.reference import MIN_SCALE
@@ -36,7 +36,7 @@ MOST_PAIRS_TO_COUNT = 1024  # for every pair
 CHUNK = 256  # pairs
 MOST_TOKENS_TO_OVERLAP = 64  # see quantize.MOST_ROWS_TO_OVERLAP
 CACHE_LINE = 128  # bytes
-LONGEST_WHOLE_ROW = 65_536  # bytes of a row that a program keeps in registers, after the activation
+LONGEST_WHOLE_ROW = 32_768  # bytes of a row that a program keeps in registers, after the activation
 PART_OF_A_ROW = 4096  # values at a time of a longer one
 
 Tensors = tuple[Tensor | None, ...]
@@ -188,6 +188,8 @@ def _make_plan(
     configs = select_expert_configs(P, E, N, H, intermediate, x.device, hopper)
     block_m = configs[0].block_m
 
+    # Hopper's kernel applies the activation before it stores.
+    fused = activation if configs[0].schedule == "specialized" else None
     groups = grouped.next_power_of_2(E)
     buffer = _Buffer()
     buffer.add("q", "int8 rows", (P, H), torch.int8)
@@ -195,34 +197,46 @@ def _make_plan(
     buffer.add("tiles", "tiles", (grouped.table_size(P, E, block_m),), torch.int32)
     buffer.add("position", "position", (P,), torch.int32)
     buffer.add("counts", "counts", (-(-P // CHUNK), groups), torch.int32)
-    buffer.add("g", "float rows", (P, N), x.dtype)
+    buffer.add("g", "float rows", (P, N if fused is None else intermediate), x.dtype)
     buffer.add("h", "int8 rows", (P, intermediate), torch.int8)
     buffer.add("h_scale", "row scales", (P,), torch.float32)
     buffer.add("y", "float rows", (P, H), x.dtype)
     size, parts = buffer.layout()
 
-    names = (*ARGUMENTS, *parts)
     absent = {name for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)) if bias is None}
-    steps: list[_Step] = []
-
-    def add(launch: Launch, *arguments: str) -> None:
-        indices = [None if name in absent else names.index(name) for name in arguments]
-        steps.append(_Step(launch, tuple(indices), operator.itemgetter(*[i for i in indices if i is not None])))
-
-    def add_product(config: GemmConfig, n: int, k: int, bias: Tensor | None, a: str, weight: str, out: str) -> None:
-        dtype = None if bias is None else bias.dtype
-        launch = grouped.product_plan(P, E, n, k, x.dtype, dtype, x.device, config)
-        outs = (out, out) if config.schedule == "specialized" else (out,)
-        add(launch, a, weight, *outs, f"{a}_scale", f"{weight}_scale", f"{weight}_bias", "tiles")
-
+    steps = _Steps((*ARGUMENTS, *parts), absent)
     early = limits.pdl and T <= MOST_TOKENS_TO_OVERLAP
     for launch, arguments in _route(x, P, top_k, E, groups, block_m, early, limits):
-        add(launch, *arguments)
-    add_product(configs[0], N, H, gate_up_bias, "q", "gate_up", "g")
-    add(_activate(P, intermediate, x.dtype, activation, early, limits), "g", "h", "h_scale", "tiles")
-    add_product(configs[1], H, intermediate, down_bias, "h", "down", "y")
-    add(_combine(T, top_k, H, early, limits), "y", "position", "top_k_weights", "out")
-    return _Plan(x.device.index, size, tuple(parts.values()), tuple(steps))
+        steps.add(launch, *arguments)
+    bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_up_bias, down_bias)]
+    launch = grouped.product_plan(P, E, N, H, x.dtype, bias_dtypes[0], x.device, configs[0], fused)
+    steps.add_product(launch, configs[0], "q", "gate_up", "g")
+    steps.add(
+        _activate(P, intermediate, x.dtype, activation, fused is None, early, limits), "g", "h", "h_scale", "tiles"
+    )
+    launch = grouped.product_plan(P, E, H, intermediate, x.dtype, bias_dtypes[1], x.device, configs[1])
+    steps.add_product(launch, configs[1], "h", "down", "y")
+    steps.add(_combine(T, top_k, H, early, limits), "y", "position", "top_k_weights", "out")
+    return _Plan(x.device.index, size, tuple(parts.values()), tuple(steps.steps))
+
+
+class _Steps:
+    """The launches of a plan, whose tensors are given by name."""
+
+    def __init__(self, names: tuple[str, ...], absent: set[str]) -> None:
+        """``names``: of all tensors, in order. ``absent``: which of them are None."""
+        self._names = names
+        self._absent = absent
+        self.steps: list[_Step] = []
+
+    def add(self, launch: Launch, *arguments: str) -> None:
+        indices = tuple(None if name in self._absent else self._names.index(name) for name in arguments)
+        present = [index for index in indices if index is not None]
+        self.steps.append(_Step(launch, indices, operator.itemgetter(*present)))
+
+    def add_product(self, launch: Launch, config: GemmConfig, a: str, weight: str, out: str) -> None:
+        outs = (out, out) if config.schedule == "specialized" else (out,)
+        self.add(launch, a, weight, *outs, f"{a}_scale", f"{weight}_scale", f"{weight}_bias", "tiles")
 
 
 def _route(
@@ -255,13 +269,12 @@ def _route(
 
 
 def _activate(
-    P: int, K: int, dtype: torch.dtype, activation: GatedActivation, early: bool, limits: DeviceLimits
+    P: int, K: int, dtype: torch.dtype, activation: GatedActivation, apply: bool, early: bool, limits: DeviceLimits
 ) -> Launch:
+    """The quantization between the products, which applies the activation too unless the first one has."""
     block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, LONGEST_WHOLE_ROW, PART_OF_A_ROW)
-    function = (
-        GATE_FUNCTIONS[activation.name], activation.gated, activation.limit, activation.alpha, activation.up_offset
-    )  # fmt: skip
-    constants: tuple[Any, ...] = (*function, MIN_SCALE, block, blocks, limits.pdl, early)
+    function = grouped.activation_constants(activation) if apply else (identity, None, 1.0, 0.0)
+    constants = (apply and activation.gated, *function, MIN_SCALE, block, blocks, limits.pdl, early)
     warps = max(1, threads // limits.warp_size)
     return Launch(_activate_kernel, P, (K,), constants, num_warps=warps, pdl=limits.pdl)
 

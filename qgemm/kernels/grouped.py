@@ -3,6 +3,7 @@
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from qgemm.kernels.config import (
     programs_per_sm,
     select_grouped_config,
 )
+from qgemm.kernels.gated_activation import GatedActivation
+from qgemm.kernels.gated_activation_kernels import GATE_FUNCTIONS
 from qgemm.kernels.gemm import _has_hopper_kernel
 from qgemm.kernels.grouped_kernels import ENTRY, _group_tiles_kernel, _grouped_gemm_kernel
 from qgemm.kernels.launch import ALIGNMENT, Launch
@@ -98,36 +101,58 @@ def product_plan(
     bias_dtype: torch.dtype | None,
     device: torch.device,
     config: GemmConfig,
+    activation: GatedActivation | None = None,
 ) -> Launch:
     """The product of ``[T, K]`` and ``[G, N, K]``; the dtypes are here to tell one ``Launch`` from another.
 
-    To be called with a, b, the output, ``a_scale``, ``b_scale``, the bias, and the tiles; with the output twice if the
-    schedule is ``"specialized"``.
+    ``activation``: what the output has been through, for the schedule ``"specialized"``. To be called with a, b, the
+    output, ``a_scale``, ``b_scale``, the bias, and the tiles; with the output twice if the schedule is
+    ``"specialized"``.
     """
     limits = device_limits(device)
     tiles = most_tiles(T, G, config.block_m) * -(-N // config.block_n)
     slots = limits.num_sms * programs_per_sm(config, 1, limits)
     blocks = (config.block_m, config.block_n, config.block_k, config.group_size_m)
     if config.schedule == "specialized":
-        return _hopper_launch(T, G, N, K, out_dtype, config, min(tiles, slots))
+        # A program takes all registers of a multiprocessor.
+        return _hopper_launch(T, G, N, K, out_dtype, config, min(tiles, limits.num_sms), activation)
     persistent = config.schedule == "persistent"
     constants = (*blocks, K % config.block_k == 0, persistent, limits.pdl)
     grid = min(tiles, slots) if persistent else tiles
     return Launch(_grouped_gemm_kernel, grid, (N, K), constants, config.num_warps, config.num_stages, limits.pdl)
 
 
-def _hopper_launch(T: int, G: int, N: int, K: int, out_dtype: torch.dtype, config: GemmConfig, grid: int) -> Launch:
+def _hopper_launch(
+    T: int,
+    G: int,
+    N: int,
+    K: int,
+    out_dtype: torch.dtype,
+    config: GemmConfig,
+    grid: int,
+    activation: GatedActivation | None,
+) -> Launch:
     from qgemm.kernels.grouped_hopper_kernels import _grouped_hopper_kernel
     from qgemm.kernels.hopper_kernels import PANEL, block_layout
 
-    rows, cols, part, panel = config.block_m, config.block_n, ROWS_AT_A_TIME, PANEL.value
+    halves = 2 if activation is not None and activation.gated else 1
+    rows, cols, part, panel = config.block_m, config.block_n // halves, ROWS_AT_A_TIME, PANEL.value
+    columns = N // halves
     maps = {
         0: TensorMap((T, K), (K, 1), (part, panel), block_layout(part, panel, torch.int8)),
         1: TensorMap((G * N, K), (K, 1), (cols, panel), block_layout(cols, panel, torch.int8)),
-        2: TensorMap((T, N), (N, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
+        2: TensorMap((T, columns), (columns, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
     }
-    constants = (rows, cols, config.block_k, config.group_size_m, grid, config.num_stages)
-    return Launch(_grouped_hopper_kernel, grid, (N, K), constants, config.num_warps, pdl=True, maps=maps)
+    blocks = (rows, cols, config.block_k, config.group_size_m, grid, config.num_stages, halves)
+    constants = (*blocks, *activation_constants(activation))
+    return Launch(_grouped_hopper_kernel, grid, (columns, K), constants, config.num_warps, pdl=True, maps=maps)
+
+
+def activation_constants(activation: GatedActivation | None) -> tuple[Any, ...]:
+    """``(FUNCTION, LIMIT, ALPHA, UP_OFFSET)`` of kernels."""
+    if activation is None:
+        return None, None, 1.0, 0.0
+    return GATE_FUNCTIONS[activation.name], activation.limit, activation.alpha, activation.up_offset
 
 
 def next_power_of_2(count: int) -> int:

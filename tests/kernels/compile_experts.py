@@ -8,7 +8,6 @@ import torch
 from qgemm.kernels import GPT_OSS, GatedActivation, grouped, quantize
 from qgemm.kernels.config import CANDIDATES, DeviceLimits, GemmConfig, is_valid
 from qgemm.kernels.experts_kernels import (
-    GATE_FUNCTIONS,
     _activate_kernel,
     _combine_kernel,
     _count_pairs_kernel,
@@ -16,6 +15,7 @@ from qgemm.kernels.experts_kernels import (
     _quantize_pairs_kernel,
 )
 from qgemm.kernels.experts_launch import LONGEST_WHOLE_ROW, PART_OF_A_ROW
+from qgemm.kernels.gated_activation_kernels import GATE_FUNCTIONS
 from qgemm.kernels.grouped_hopper_kernels import _grouped_hopper_kernel
 from qgemm.kernels.grouped_kernels import _group_tiles_kernel, _grouped_gemm_kernel
 from qgemm.kernels.hopper_kernels import block_layout
@@ -61,7 +61,9 @@ def products(limits: DeviceLimits) -> Iterator[Kernel]:
     for config in CANDIDATES:
         label = f"{config.block_m}x{config.block_n}x{config.block_k}"
         if config.schedule == "specialized" and is_valid(config, 1, limits):
-            yield f"grouped hopper {label}", _grouped_hopper_kernel, hopper_arguments(config), config
+            for activation in (None, GPT_OSS):
+                arguments = hopper_arguments(config, activation)
+                yield f"grouped hopper {label} {activation}", _grouped_hopper_kernel, arguments, config
     for config in (
         GemmConfig(128, 128, 128, num_warps=4, num_stages=3),
         GemmConfig(64, 64, 128, num_warps=4, num_stages=5),
@@ -85,18 +87,22 @@ def grouped_arguments(config: GemmConfig, limits: DeviceLimits, even_k: bool) ->
     }
 
 
-def hopper_arguments(config: GemmConfig) -> dict[str, Any]:
+def hopper_arguments(config: GemmConfig, activation: GatedActivation | None) -> dict[str, Any]:
     def tensor_map(element: str, rows: int, cols: int, dtype: torch.dtype) -> str:
         return f"tensordesc<{element}[{rows}, {cols}],{block_layout(rows, cols, dtype)!r}>"
 
+    halves = 2 if activation is not None and activation.gated else 1
+    block_n = config.block_n // halves
+    function, limit, alpha, up_offset = grouped.activation_constants(activation)
     return {
         "A": tensor_map("i8", grouped.ROWS_AT_A_TIME, 128, torch.int8),
-        "B": tensor_map("i8", config.block_n, 128, torch.int8),
-        "out_map": tensor_map("bf16", config.block_m, config.block_n, torch.bfloat16),
+        "B": tensor_map("i8", block_n, 128, torch.int8),
+        "out_map": tensor_map("bf16", config.block_m, block_n, torch.bfloat16),
         **{"out": "*bf16", "A_scale": "*fp32", "B_scale": "*fp32", "bias": "*bf16", "tiles": "*i32"},
         **{"N": "i32", "K": "i32"},
-        **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
-        **{"GROUP_SIZE_M": config.group_size_m, "NUM_SMS": 132, "NUM_STAGES": config.num_stages},
+        **{"BLOCK_M": config.block_m, "BLOCK_N": block_n, "BLOCK_K": config.block_k},
+        **{"GROUP_SIZE_M": config.group_size_m, "NUM_SMS": 132, "NUM_STAGES": config.num_stages, "HALVES": halves},
+        **{"FUNCTION": function, "LIMIT": limit, "ALPHA": alpha, "UP_OFFSET": up_offset},
     }
 
 
