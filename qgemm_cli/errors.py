@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -16,6 +17,7 @@ from qgemm_cli.output import printable
 PROBLEMS = 1
 FAILED = 2
 INTERRUPTED = 130
+PIPE_CLOSED = 141
 
 
 @contextmanager
@@ -31,8 +33,12 @@ def running(debug: bool) -> Iterator[None]:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
-        except (typer.Exit, BrokenPipeError):
+        except typer.Exit:
             raise
+        except BrokenPipeError:
+            # Whoever reads has had enough. Nothing more is written there, not as Python ends either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(PIPE_CLOSED) from None
         except Exception as error:
             if debug:
                 traceback.print_exc()

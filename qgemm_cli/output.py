@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+_LEAST_WIDTH = 16  # of a name; on a narrow terminal the rest goes first
 _WIDTH_OF_A_PIPE = 1000  # a file or another program has no width: nothing is cut there
 
 
@@ -38,6 +39,7 @@ def size(count: float) -> str:
 def print_json(document: dict[str, Any]) -> None:
     """One JSON document on standard output; NaN and infinities, which JSON lacks, become null."""
     sys.stdout.write(json.dumps(_finite(document), indent=2, allow_nan=False) + "\n")
+    sys.stdout.flush()
 
 
 def _finite(value: Any) -> Any:
@@ -62,16 +64,26 @@ def print_table(
     table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
     numeric = set(right)
     for index, column in enumerate(columns):
-        justify = "right" if index in numeric else "left"
-        table.add_column(column, justify=justify, no_wrap=index in numeric, overflow="fold")  # type: ignore[arg-type]
+        table.add_column(
+            column,
+            justify="right" if index in numeric else "left",
+            no_wrap=index in numeric,
+            overflow="fold",
+            min_width=None if index else _LEAST_WIDTH,
+        )
     for row in rows:
         table.add_row(*map(Text, row))  # Text: a name in brackets is no markup
     _console().print(table)
 
 
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # Rich would end with 1, which stands for problems found
+
+
 def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_OF_A_PIPE)
+    console = _Output(highlight=False)
+    return console if console.is_terminal else _Output(highlight=False, width=_WIDTH_OF_A_PIPE)
 
 
 class Advance(Protocol):

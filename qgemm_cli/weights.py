@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
-from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
-from qgemm.streaming.float_tensors import FloatTensor, StoredFloat
+from qgemm.nn.float_experts import UnknownExperts, describe_experts
+from qgemm.streaming.float_tensors import FloatTensor, OrderedExperts, StoredFloat
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
 from qgemm_cli.layers import FP8_DTYPES, StoredLayer, find_layers
@@ -84,25 +84,6 @@ def find_weights(checkpoint: Checkpoint, source: Source) -> dict[str, FloatTenso
     for layer in find_layers(checkpoint.stored, checkpoint.bits):
         found.update(_of_layer(layer, source))
     return found
-
-
-class OrderedExperts(FloatTensor):
-    """A float weight or bias of experts in the layout of ``QuantExperts``, whatever the model's own is."""
-
-    def __init__(self, tensor: FloatTensor, name: str, layout: FloatExperts) -> None:
-        """``name``: what ``QuantExperts`` calls it."""
-        shape = tensor.shape
-        if layout.is_transposed and len(shape) == 3:
-            shape = (shape[0], shape[2], shape[1])
-        super().__init__(shape, tensor.dtype)
-        self._tensor, self._name, self._layout = tensor, name, layout
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Those of some experts."""
-        values = self._tensor.rows(start, stop)
-        if values.ndim == 2:
-            return self._layout.bias_of(self._name, values)
-        return torch.stack([self._layout.rows_of(self._name, values, expert) for expert in range(stop - start)])
 
 
 def _order_experts(tensors: dict[str, FloatTensor], model: nn.Module) -> dict[str, FloatTensor]:

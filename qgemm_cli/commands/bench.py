@@ -155,14 +155,14 @@ def _time_product(
     seconds = median_seconds({name: one for name, one in passes.items() if name not in wrong}, effort, device)
     times = {name: seconds[name] * 1e6 if name in seconds else None for name in passes}
     sizes = {"name": one.name, "N": one.N, "K": one.K, "count": one.count, "M": M}
-    return {**sizes, "us": times, "error": errors, "speedup": _speedup(times), "wrong": wrong}
+    return {**sizes, "us": times, "error": errors, "speedup": _speedups(times), "wrong": wrong}
 
 
-def _speedup(times: dict[str, float | None]) -> float | None:
-    """How many times as fast int8 is as the faster of the floats."""
-    floats = [time for name, time in times.items() if name != "int8" and time is not None]
+def _speedups(times: dict[str, float | None]) -> dict[str, float | None]:
+    """How many times as fast int8 is as each of the others."""
     int8 = times["int8"]
-    return min(floats) / int8 if floats and int8 is not None else None
+    others = {name: time for name, time in times.items() if name != "int8"}
+    return {name: None if int8 is None or time is None else time / int8 for name, time in others.items()}
 
 
 def _total(M: int, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def _total(M: int, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         parts = [member["us"][name] for member in members]
         known = [part * member["count"] for part, member in zip(parts, members, strict=True) if part is not None]
         times[name] = sum(known) if len(known) == len(parts) else None
-    return {"M": M, "layers": sum(member["count"] for member in members), "us": times, "speedup": _speedup(times)}
+    return {"M": M, "layers": sum(member["count"] for member in members), "us": times, "speedup": _speedups(times)}
 
 
 def show(document: dict[str, Any]) -> None:
@@ -181,10 +181,10 @@ def show(document: dict[str, Any]) -> None:
     threads = "" if document["threads"] is None else f", {document['threads']} threads"
     print_lines([f"{document['device']}{threads}, torch {document['torch']}; microseconds a layer"])
     names = list(document["results"][0]["us"])
-    columns = ("layers", "count", "N x K", "M", *names, "float / int8")
+    columns = ("layers", "count", "N x K", "M", *names, *(f"{name} / int8" for name in names if name != "int8"))
     rows = []
     for result in document["results"]:
-        label = (printable(result["name"]), str(result["count"]), f"{result['N']} x {result['K']}")
+        label = (printable(_shortened(result["name"])), str(result["count"]), f"{result['N']} x {result['K']}")
         rows.append((*label, *_numbers(result, names)))
     if document["model"] is not None:
         rows += [("all of them", str(total["layers"]), "", *_numbers(total, names)) for total in document["totals"]]
@@ -194,7 +194,12 @@ def show(document: dict[str, Any]) -> None:
             print_lines([f"problem: {name} at {result['N']} x {result['K']}, M = {result['M']} gives a wrong output"])
 
 
+def _shortened(names: str) -> str:
+    first, *others = names.split(", ")
+    return f"{first} and {len(others)} more" if len(others) > 1 else names
+
+
 def _numbers(result: dict[str, Any], names: Sequence[str]) -> tuple[str, ...]:
     times = (result["us"][name] for name in names)
-    speedup = "" if result["speedup"] is None else f"{result['speedup']:.2f}"
-    return (str(result["M"]), *("wrong" if time is None else f"{time:,.1f}" for time in times), speedup)
+    speedups = ("" if speedup is None else f"{speedup:.2f}" for speedup in result["speedup"].values())
+    return (str(result["M"]), *("wrong" if time is None else f"{time:,.1f}" for time in times), *speedups)

@@ -80,6 +80,20 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert result.stderr.splitlines() == ["warning: look out", "a library prints", "interrupted"]
 
 
+@pytest.mark.parametrize("arguments", [[], ["--json"]])
+def test_a_reader_that_has_had_enough(arguments: list[str], int8_folder: Path) -> None:
+    code = "from qgemm_cli import main; main()"
+    command = [sys.executable, "-c", code, "inspect", str(int8_folder), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=60) == 141
+    process.stderr.close()
+
+
 def test_an_error_is_one_line_and_debug_shows_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fail_with(monkeypatch, RuntimeError("CUDA error\nlong \x1b[2J story"))
     result = run("inspect", tmp_path, exit_code=2)

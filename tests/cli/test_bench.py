@@ -46,7 +46,8 @@ def test_a_model(int8_folder: Path) -> None:
         assert set(result["us"]) == {"int8", "bf16", "fp32"}
         assert 0.001 < result["error"]["int8"] < 0.04
         assert result["error"]["fp32"] < 1e-5
-        assert result["speedup"] == min(result["us"]["bf16"], result["us"]["fp32"]) / result["us"]["int8"]
+        times = result["us"]
+        assert result["speedup"] == {name: times[name] / times["int8"] for name in ("bf16", "fp32")}
     first = found["totals"][0]
     assert (first["M"], first["layers"]) == (1, 14)
     members = [result for result in found["results"] if result["M"] == 1]
@@ -73,7 +74,7 @@ def test_a_wrong_output_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["wrong"] == ["int8"]
     assert found["us"]["int8"] is None
     assert found["us"]["fp32"] > 0
-    assert found["speedup"] is None
+    assert found["speedup"] == {"bf16": None, "fp32": None}
     assert "problem: int8 at 64 x 64, M = 5 gives a wrong output" in run(*arguments, exit_code=1).stdout
 
 
