@@ -92,7 +92,10 @@ class Workspace:
         """
         journal_path = self.folder / _JOURNAL
         if journal_path.exists():
-            journal = read_json(journal_path)
+            try:
+                journal = read_json(journal_path)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}. Pass resume=False to start afresh") from error
             self._check_job(journal.get("job"))
             for name, entry in _entries(journal, journal_path).items():
                 if _is_sound(self.content / name, entry.fingerprint, read):
@@ -223,7 +226,7 @@ def _sum(file: BinaryIO, start: int, size: int, read: Callable[[int], object]) -
 
 def _change(before: Any, now: Any) -> str:
     text = f"was {before!r}, is {now!r}"
-    return text if len(text) <= 200 else "is another now"
+    return text if len(text) <= 100 else "is another now"
 
 
 def _sync_folder(folder: Path) -> None:
