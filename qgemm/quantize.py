@@ -1,13 +1,13 @@
-"""``quantize_model``: swaps the linear layers of a model for ``QuantLinear``, in place.
+"""``quantize_model``: swaps linear layers and experts of a model for ``QuantLinear`` and ``QuantExperts``, in place.
 
 First every layer is looked at and everything is checked; only then is anything swapped, one layer at a time, each float
 weight freed before the next is touched. So an error leaves the model as it was, and memory peaks at the float model
 plus the working space of one layer. Between the two steps only names are kept: a reference to a layer would keep its
 weight alive.
 
-Exactly ``nn.Linear``, transformers' ``Conv1D`` and ``FalconLinear`` are swapped. Other subclasses of ``nn.Linear``
-mean something of their own, and ``swap_rules.py`` lists where even a plain one can't go. Whatever stays in float is in
-the report with its reason.
+Exactly ``nn.Linear``, transformers' ``Conv1D`` and ``FalconLinear``, and its modules of fused experts are swapped.
+Other subclasses of ``nn.Linear`` mean something of their own, and ``swap_rules.py`` lists where even a plain one can't
+go. Whatever stays in float is in the report with its reason.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TypeAlias, TypeVar
@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qgemm.nn import QuantLinear
-from qgemm.nn.linear import linear_weight
-from qgemm.reporting import KEPT, LayerRecord, QuantReport, parameter_bytes
-from qgemm.scheme import QuantScheme, resolve_scheme
+from qgemm.nn import QuantLayer
+from qgemm.reporting import KEPT, LayerRecord, QuantReport
+from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
 from qgemm.survey import Layer, find_layers
+from qgemm.swap import swap
 
 Model = TypeVar("Model", bound=nn.Module)
 Pattern: TypeAlias = "str | re.Pattern[str]"
@@ -46,7 +46,7 @@ def quantize_model(
     input_scales: Mapping[str, float | Tensor] | None = None,
     progress: bool | None = None,
 ) -> Model:
-    """Swaps the linear layers of ``model`` for ``QuantLinear``, in place, and returns ``model``.
+    """Swaps the linear layers and experts of ``model`` for quantized ones, in place, and returns ``model``.
 
     Output heads, layers that share their weight, and layers whose surroundings need a float weight stay as they are;
     ``qgemm.report(model)`` lists every layer with what was done or why not.
@@ -55,7 +55,8 @@ def quantize_model(
     - ``skip``: layers to leave in float. A string is the dotted name of a layer, or of a module that contains layers;
       with ``*``, ``?`` or ``[`` in it, a glob over such names, in which ``*`` crosses dots. A compiled regular
       expression is searched for in the names of layers.
-    - ``input_scales``: for a static scheme, the activation's scale of every layer to be swapped, by name.
+    - ``input_scales``: for a static scheme, the activation's scale of every linear layer to be swapped, by name.
+      Experts have none: under a static scheme they are quantized with ``"int8"``.
     - ``progress``: whether to show a progress bar; None shows one on a terminal only.
 
     A transformers model is told of it, so that ``save_pretrained`` works; it gets a copy of its config.
@@ -67,7 +68,7 @@ def quantize_model(
     _check_finite(model, plan.chosen)
     records = {}
     for layer in tqdm(plan.chosen, desc="quantize", unit="layer", disable=None if progress is None else not progress):
-        records[layer.name] = swap(model, layer, plan)
+        records[layer.name] = swap(model, layer, plan.scheme_of(layer), plan.input_scales.get(layer.name))
     model._qgemm_report = make_report(plan, records)  # type: ignore[assignment]
     _warn_of_experts(plan.layers)
     if _holds_pretrained(model):
@@ -89,6 +90,10 @@ class SwapPlan:
     def chosen(self) -> list[Layer]:
         """The layers to be swapped."""
         return [layer for layer in self.layers if not layer.reason]
+
+    def scheme_of(self, layer: Layer) -> QuantScheme:
+        """How a chosen layer is to be quantized: experts always find the scales of their activations as they run."""
+        return SCHEMES["int8"] if layer.is_experts and self.scheme.is_static else self.scheme
 
 
 def plan_swaps(
@@ -114,79 +119,12 @@ def make_report(plan: SwapPlan, records: Mapping[str, LayerRecord]) -> QuantRepo
     return QuantReport(tuple(records.get(layer.name) or _kept_record(layer) for layer in plan.layers))
 
 
-def swap(model: nn.Module, layer: Layer, plan: SwapPlan) -> LayerRecord:
-    """Puts a ``QuantLinear`` in the place of one layer of ``model``, under all its names."""
-    scheme = plan.scheme
-    linear = model.get_submodule(layer.name)
-    quantized = QuantLinear.from_linear(linear, scheme, plan.input_scales.get(layer.name))
-    for hooks in _CARRIED_HOOKS:
-        # The very dictionary: a handle that removes its hook looks there.
-        vars(quantized)[hooks] = vars(linear)[hooks]
-    for name in layer.names:
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, quantized)
-    error = _weight_error(linear_weight(linear).detach(), quantized)
-    return LayerRecord(layer.name, layer.kind, scheme.name, "", layer.bytes, parameter_bytes(quantized), error)
-
-
-_CARRIED_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-)
 _LOST_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-
-
-class WeightError:
-    """``norm(dequantized - weight) / norm(weight)`` (Frobenius) of a weight ``[N, K]`` that comes a few rows at a time.
-
-    It is summed in float64. Different pieces may give a different last digit: take ``rows_at_a_time``.
-    """
-
-    def __init__(self) -> None:
-        """Nothing was added yet."""
-        self._squares = torch.zeros(2, dtype=torch.float64)
-
-    @staticmethod
-    def rows_at_a_time(shape: Sequence[int]) -> int:
-        """How many rows of a weight of ``shape`` make a piece."""
-        # Three copies of a thirty-second in float64 take 3/8 of the memory of a bfloat16 weight.
-        return max(shape[0] // 32, 2**16 // shape[1], 1)
-
-    @torch.no_grad()
-    def add(self, weight: Tensor, q: Tensor, scale: Tensor) -> None:
-        """Takes in some rows: float ``[n, K]``, int8 ``[n, K]``, float32 ``[n]``."""
-        wanted = weight.double()
-        error = q.double().mul_(scale[:, None]).sub_(wanted)
-        self._squares = self._squares.to(weight.device)
-        self._squares += torch.stack((error.square_().sum(), wanted.square_().sum()))
-
-    @property
-    def value(self) -> float:
-        """The error; 0 for a weight of zeros."""
-        difference, norm = self._squares.sqrt().tolist()
-        return difference / norm if norm else 0.0
-
-
-def _weight_error(weight: Tensor, quantized: QuantLinear) -> float | None:
-    if weight.device.type == "meta":
-        return None
-    error = WeightError()
-    rows = error.rows_at_a_time(weight.shape)
-    for start in range(0, weight.shape[0], rows):
-        part = slice(start, start + rows)
-        error.add(weight[part], quantized.weight[part], quantized.weight_scale[part])
-    return error.value
 
 
 def _kept_record(layer: Layer) -> LayerRecord:
@@ -199,10 +137,11 @@ def _holds_pretrained(model: nn.Module) -> bool:
 
 
 def _check_not_quantized(model: nn.Module) -> None:
-    count = sum(isinstance(module, QuantLinear) for module in model.modules())
-    if count:
+    kinds = Counter(type(module).__name__ for module in model.modules() if isinstance(module, QuantLayer))
+    if kinds:
+        counted = " and ".join(f"{count} of its layers are {kind}" for kind, count in kinds.items())
         raise ValueError(
-            f"{type(model).__name__} is quantized already: {count} of its layers are QuantLinear. "
+            f"{type(model).__name__} is quantized already: {counted}. "
             "Start from the float model, and say in skip what is to stay in float"
         )
 
@@ -257,12 +196,12 @@ def _nothing_to_swap(model: nn.Module, layers: list[Layer]) -> str:
 def _check_layers(model: nn.Module, layers: list[Layer]) -> None:
     offloaded, hooked, elsewhere = [], [], []
     for layer in layers:
-        linear = model.get_submodule(layer.name)
-        if hasattr(linear, "_hf_hook"):
+        module = model.get_submodule(layer.name)
+        if hasattr(module, "_hf_hook"):
             offloaded.append(layer.name)
-        if any(vars(linear)[hooks] for hooks in _LOST_HOOKS):
+        if any(vars(module)[hooks] for hooks in _LOST_HOOKS):
             hooked.append(layer.name)
-        if linear_weight(linear).device.type not in ("cpu", "cuda", "meta"):
+        if any(weight.device.type not in ("cpu", "cuda", "meta") for weight in _weights(module)):
             elsewhere.append(layer.name)
     if offloaded:
         raise ValueError(
@@ -278,15 +217,23 @@ def _check_layers(model: nn.Module, layers: list[Layer]) -> None:
 def _check_finite(model: nn.Module, layers: list[Layer]) -> None:
     bad = []
     for layer in layers:
-        weight = linear_weight(model.get_submodule(layer.name)).detach()
-        # Both carry NaN through, and neither needs memory.
-        if weight.device.type != "meta" and not torch.stack(torch.aminmax(weight)).isfinite().all():
-            bad.append(layer.name)
+        for weight in _weights(model.get_submodule(layer.name)):
+            # Both carry NaN through, and neither needs memory.
+            if weight.device.type != "meta" and not torch.stack(torch.aminmax(weight)).isfinite().all():
+                bad.append(layer.name)
+                break
     if bad:
         raise ValueError(
             f"the weight of {_listed(bad)} holds NaN or Inf, which can't be quantized: mend the checkpoint, or pass "
             "these names in skip"
         )
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    """The weights of a layer that is to be swapped: what it holds but for biases."""
+    return [
+        parameter.detach() for name, parameter in module.named_parameters(recurse=False) if not name.endswith("bias")
+    ]
 
 
 def _check_input_scales(
@@ -295,16 +242,16 @@ def _check_input_scales(
     layers: list[Layer],
     input_scales: Mapping[str, float | Tensor] | None,
 ) -> dict[str, float | Tensor]:
-    if scheme.activation is None or scheme.activation.dynamic:
+    if not scheme.is_static:
         if input_scales is not None:
             raise ValueError(f"scheme {scheme.name!r} finds scales as it runs: input_scales is for a static scheme")
         return {}
     given = dict(input_scales or {})
-    known = {name for layer in layers for name in layer.names}
+    known = {name for layer in layers if not layer.is_experts for name in layer.names}
     if foreign := [name for name in given if name not in known]:
         raise ValueError(f"input_scales names {_listed(foreign)}, but the model has no such linear layer")
     scales = {layer.name: given[name] for layer in chosen for name in layer.names if name in given}
-    if missing := [layer.name for layer in chosen if layer.name not in scales]:
+    if missing := [layer.name for layer in chosen if layer.name not in scales and not layer.is_experts]:
         raise ValueError(f"scheme {scheme.name!r} needs input_scales for {_listed(missing)} too: add or skip them")
     for name, value in scales.items():
         scale = torch.as_tensor(value, dtype=torch.float32)
@@ -314,12 +261,12 @@ def _check_input_scales(
 
 
 def _warn_of_experts(layers: list[Layer]) -> None:
-    experts = sum(layer.bytes for layer in layers if layer.is_experts)
-    total = sum(layer.bytes for layer in layers)
+    kept = [layer for layer in layers if layer.is_experts and layer.reason and not layer.reason.startswith("skip=")]
+    experts, total = sum(layer.bytes for layer in kept), sum(layer.bytes for layer in layers)
     if 2 * experts > total:
         warnings.warn(
-            f"fused experts hold {experts / total:.0%} of this model's linear weights and stay in float: qgemm doesn't "
-            "quantize them yet, so the model shrinks little",
+            f"fused experts hold {experts / total:.0%} of this model's linear weights and stay in float "
+            f"({kept[0].reason}), so the model shrinks little",
             stacklevel=3,
         )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from qgemm.nn import QuantLinear
+from qgemm.nn import QuantLayer, QuantLinear
 
 KEPT = "float"
 
@@ -26,7 +26,8 @@ class LayerRecord:
     - ``action``: the scheme that it was quantized with (``"int8"``), or ``"float"``: it was left as it was.
     - ``reason``: why it was left; empty if it was quantized.
     - ``bytes_before``, ``bytes_after``: of its parameters. What it shares with a layer listed earlier counts there.
-    - ``weight_error``: ``norm(dequantized - weight) / norm(weight)`` (Frobenius); None where it isn't known.
+    - ``weight_error``: ``norm(dequantized - weight) / norm(weight)`` (Frobenius), of experts the larger of their two
+      weights'; None where it isn't known.
     """
 
     name: str
@@ -145,13 +146,13 @@ _NUMERIC = frozenset({3, 4, 5})
 def report(model: nn.Module) -> QuantReport:
     """What ``quantize_model`` did to ``model``.
 
-    A model put together by hand has no such account: then its ``QuantLinear`` layers are listed, without errors, their
-    size before that of float32, or of the bias's dtype. Raises ``ValueError`` if there are none.
+    A model put together by hand has no such account: then its quantized layers are listed, without errors, their size
+    before that of float32, or of the bias's dtype. Raises ``ValueError`` if there are none.
     """
     stored = getattr(model, "_qgemm_report", None)
     if isinstance(stored, QuantReport):
         return stored
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
     if not layers:
         raise ValueError(
             f"{type(model).__name__} holds no quantized layer: quantize_model or load_quantized makes one that does"
@@ -164,10 +165,14 @@ def parameter_bytes(module: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters(recurse=False))
 
 
-def _derive_record(name: str, layer: QuantLinear) -> LayerRecord:
-    element_size = 4 if layer.bias is None else layer.bias.element_size()
-    before = (layer.weight.numel() + (0 if layer.bias is None else layer.bias.numel())) * element_size
-    return LayerRecord(name, "Linear", layer.scheme.name, "", before, parameter_bytes(layer), None)
+def _derive_record(name: str, layer: QuantLayer) -> LayerRecord:
+    own = dict(layer.named_parameters(recurse=False))
+    floats = {key: parameter for key, parameter in own.items() if key not in layer.scale_names}
+    biases = [parameter for key, parameter in floats.items() if key not in layer.weight_names]
+    element_size = biases[0].element_size() if biases else 4
+    before = sum(parameter.numel() for parameter in floats.values()) * element_size
+    kind = "Linear" if isinstance(layer, QuantLinear) else "Experts"
+    return LayerRecord(name, kind, layer.scheme.name, "", before, parameter_bytes(layer), None)
 
 
 def _parse_record(index: int, values: Any) -> LayerRecord:

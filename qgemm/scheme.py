@@ -39,6 +39,11 @@ class QuantScheme:
     weight: TensorScheme
     activation: TensorScheme | None
 
+    @property
+    def is_static(self) -> bool:
+        """Whether activations are quantized with a scale that is given beforehand, not found at run time."""
+        return self.activation is not None and not self.activation.dynamic
+
     def to_dict(self) -> dict[str, Any]:
         """The scheme as JSON-ready values."""
         return asdict(self)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from qgemm.kernels.reference import MAX_K
+from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear import linear_weight
 from qgemm.swap_rules import find_rule
 
@@ -32,6 +33,7 @@ class Layer:
     """One layer: its names (the first counts), its class, its parameters' bytes, and why it stays in float.
 
     ``reason`` is empty for a layer that can be swapped. Parameters shared with a layer listed before count there.
+    ``is_experts``: it holds fused experts. If they aren't understood, each of their weights is listed by itself.
     """
 
     names: list[str]
@@ -86,12 +88,17 @@ class _Survey:
             yield Layer(names, kind, self._bytes(module.parameters()), self._reason(names, module))
         elif isinstance(module, nn.MultiheadAttention):
             yield Layer(names, kind, self._bytes(parameters.values()), "its fused kernel takes the weights themselves")
-        elif "expert" in f"{name}.{kind}".lower():
-            for key, parameter in parameters.items():
-                if parameter.ndim == 3:
-                    aliases = [f"{alias}.{key}" if alias else key for alias in names]
-                    reason = "fused experts aren't quantized yet"
-                    yield Layer(aliases, kind, self._bytes([parameter]), reason, is_experts=True)
+        elif "expert" in f"{name}.{kind}".lower() and any(_is_fused(parameter) for parameter in parameters.values()):
+            try:
+                describe_experts(module)
+            except UnknownExperts as error:
+                for key, parameter in parameters.items():
+                    if _is_fused(parameter):
+                        aliases = [f"{alias}.{key}" if alias else key for alias in names]
+                        yield Layer(aliases, kind, self._bytes([parameter]), f"fused experts: {error}", is_experts=True)
+            else:
+                reason = self._reason(names, module)
+                yield Layer(names, kind, self._bytes(parameters.values()), reason, is_experts=True)
 
     def _bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self.counted}
@@ -100,7 +107,7 @@ class _Survey:
         return sum(parameter.numel() * parameter.element_size() for parameter in known)
 
     def _reason(self, names: list[str], module: nn.Module) -> str:
-        """Why a linear layer stays in float; empty if it can be swapped."""
+        """Why a linear layer, or experts, stay in float; empty if they can be swapped."""
         return _own_reason(module) or next(filter(None, (self._reason_at(name, module) for name in names)), "")
 
     def _reason_at(self, name: str, module: nn.Module) -> str:
@@ -117,7 +124,7 @@ class _Survey:
         owner = next((holder for holder, _ in around if getattr(holder, "base_model_prefix", "")), None)
         if owner is not None and all(part is not module for part in _base_model(owner).modules()):
             return "task head, outside the base model"
-        if self.is_half and linear_weight(module).dtype == torch.float32:
+        if self.is_half and all(parameter.dtype == torch.float32 for parameter in module.parameters()):
             if any(re.search(rf"(^|\.){kept}(\.|$)", name) for kept in self.kept_in_fp32):
                 return "the model keeps it in float32"
         rule = find_rule((type(holder), path) for holder, path in around)
@@ -158,22 +165,39 @@ def _own_reason(module: nn.Module) -> str:
     """What about the layer itself keeps it in float; empty if nothing does."""
     if hasattr(module, "parametrizations"):
         return "it is parametrized"
-    if _qualified_name(module) not in _SWAPPED:
-        return "a subclass of nn.Linear, which may compute something else"
-    if set(module._parameters) != {"weight", "bias"}:
-        return "its weight is computed from others (weight norm, spectral norm, pruning)"
+    if _is_linear(module):
+        if _qualified_name(module) not in _SWAPPED:
+            return "a subclass of nn.Linear, which may compute something else"
+        if set(module._parameters) != {"weight", "bias"}:
+            return "its weight is computed from others (weight norm, spectral norm, pruning)"
     # accelerate, which replaces it too, is dealt with by an error, and puts the class's own back as it leaves.
     forward = vars(module).get("forward")
     if forward is not None and not hasattr(module, "_hf_hook"):
         if getattr(forward, "__func__", None) is not type(module).forward:
             return "its forward was replaced"
-    weight = linear_weight(module)
-    if type(weight.data) is not Tensor:
-        return f"its weight is a {type(weight.data).__name__}"
-    if weight.dtype not in _WEIGHT_DTYPES:
-        return f"its weight is {weight.dtype}"
-    if weight.numel() == 0:
-        return "its weight is empty"
-    if weight.shape[1] > MAX_K:
-        return f"in_features is {weight.shape[1]}; int32 sums hold up to {MAX_K}"
+    for weight, in_features in _weights(module):
+        if type(weight.data) is not Tensor:
+            return f"its weight is a {type(weight.data).__name__}"
+        if weight.dtype not in _WEIGHT_DTYPES:
+            return f"its weight is {weight.dtype}"
+        if weight.numel() == 0:
+            return "its weight is empty"
+        if in_features > MAX_K:
+            return f"in_features is {in_features}; int32 sums hold up to {MAX_K}"
     return ""
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[Tensor, int]]:
+    """The weights of a layer, each with the length of its sums."""
+    if _is_linear(module):
+        weight = linear_weight(module)
+        yield weight, weight.shape[1]
+        return
+    source = describe_experts(module)
+    yield module.get_parameter(source.parameters["gate_up_proj"]), source.hidden_size
+    yield module.get_parameter(source.parameters["down_proj"]), source.intermediate_size
+
+
+def _is_fused(parameter: nn.Parameter) -> bool:
+    """Whether a parameter of a module of experts may be the weight of several."""
+    return parameter.ndim == 3

@@ -27,10 +27,12 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.reporting": {"qgemm.nn"},
     "qgemm.swap_rules": set(),
     "qgemm.survey": {"qgemm.swap_rules", "qgemm.reporting", "qgemm.nn", "qgemm.kernels"},
-    "qgemm.quantize": {"qgemm.survey", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
+    "qgemm.swap": {"qgemm.survey", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
+    "qgemm.quantize": {"qgemm.swap", "qgemm.survey", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
     "qgemm.checkpoint": {"qgemm.swap_rules", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
     "qgemm.integrations": {
         "qgemm.quantize",
+        "qgemm.swap",
         "qgemm.checkpoint",
         "qgemm.survey",
         "qgemm.reporting",
@@ -39,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "qgemm.streaming": {
         "qgemm.quantize",
+        "qgemm.swap",
         "qgemm.checkpoint",
         "qgemm.reporting",
         "qgemm.nn",

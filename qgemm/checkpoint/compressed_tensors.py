@@ -25,7 +25,7 @@ from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.pretrained import is_pretrained, parameters_on_meta
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name, transient_names
-from qgemm.nn import QuantLinear
+from qgemm.nn import QuantLayer, QuantLinear
 from qgemm.scheme import SCHEMES
 
 QUANT_METHOD = "compressed-tensors"
@@ -194,13 +194,20 @@ def _layer_with(
 
 
 def tensors_to_write(
-    model: nn.Module, layers: dict[str, QuantLinear], tensors: dict[str, Tensor], ties: dict[str, str]
+    model: nn.Module, layers: dict[str, QuantLayer], tensors: dict[str, Tensor], ties: dict[str, str]
 ) -> dict[str, Tensor]:
     """The tensors of ``model`` as the library's files hold them.
 
     Of two that are ``ties`` only those that transformers ties by itself are left out, and buffers that ``state_dict``
-    leaves out. Raises ``ValueError`` for layers that transformers builds as ``Conv1D``, which the library doesn't know.
+    leaves out. Raises ``ValueError`` for layers that transformers builds as ``Conv1D``, which the library doesn't know,
+    and for experts, of which its files have one layer each.
     """
+    linear = {name: layer for name, layer in layers.items() if isinstance(layer, QuantLinear)}
+    if fused := [name for name in layers if name not in linear]:
+        raise ValueError(
+            f"{fused[0]} holds fused experts, which can't be written for compressed-tensors yet: save the model with "
+            'format="qgemm"'
+        )
     if transposed := _conv1d_names(model, layers):
         raise ValueError(
             f"{transposed[0]} is a Conv1D in {type(model).__name__}, and compressed-tensors knows only nn.Linear: "
@@ -210,14 +217,14 @@ def tensors_to_write(
     known = dict(known_ties) if isinstance(known_ties, dict) else {}
     left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name}
     written = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-    for name, layer in layers.items():
+    for name, layer in linear.items():
         written[f"{name}.weight_scale"] = layer.weight_scale.detach()[:, None]
         if layer.input_scale is not None:
             written[f"{name}.input_scale"] = layer.input_scale.detach().reshape(1)
     return written
 
 
-def _conv1d_names(model: nn.Module, layers: dict[str, QuantLinear]) -> list[str]:
+def _conv1d_names(model: nn.Module, layers: dict[str, QuantLayer]) -> list[str]:
     if not is_pretrained(model):
         return []
     try:
@@ -228,7 +235,7 @@ def _conv1d_names(model: nn.Module, layers: dict[str, QuantLinear]) -> list[str]
         return []
 
 
-def quantization_config(model: nn.Module, layers: dict[str, QuantLinear]) -> dict[str, Any]:
+def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict[str, Any]:
     """The ``quantization_config`` of ``model``, whose quantized layers are ``layers``."""
     used = {layer.scheme.name: layer.scheme for layer in layers.values()}
     groups = {}

@@ -24,7 +24,7 @@ from qgemm.checkpoint.matching import match
 from qgemm.checkpoint.pretrained import build_pretrained, is_pretrained, parameters_on_meta, read_generation_config
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values
 from qgemm.checkpoint.tensors import named_tensors, split_name
-from qgemm.nn import QuantLinear
+from qgemm.nn import QuantLayer
 
 
 def load_quantized(
@@ -54,7 +54,7 @@ def load_quantized(
             if name is None:
                 continue
             layer, leaf = split_name(name)
-            if layer in found.layers and leaf in ("weight_scale", "input_scale") and not _is_scale(value):
+            if layer in found.layers and leaf in found.layers[layer].scale_names and not _is_scale(value):
                 path = found.stored[name_in_file].path
                 raise CheckpointError(f"{path}: scale {name_in_file} is not finite and above 0 everywhere")
             values[name] = value
@@ -74,7 +74,7 @@ class Matching:
     """
 
     model: nn.Module
-    layers: dict[str, QuantLinear]
+    layers: dict[str, QuantLayer]
     stored: dict[str, StoredTensor]
     tied: dict[str, str]
     extras: dict[str, Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,14 +13,15 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, named_tensors, split_name, transient_names
-from qgemm.nn import QuantLinear
+from qgemm.nn import QuantExperts, QuantLayer, QuantLinear
+from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear import linear_weight
 from qgemm.scheme import QuantScheme
 
 
 def match(
     model: nn.Module, manifest: Manifest, stored: dict[str, StoredTensor], config_path: Path
-) -> dict[str, QuantLinear]:
+) -> dict[str, QuantLayer]:
     """The layers to put into ``model``, by name, on meta; a module with several names gets one layer.
 
     Raises ``CheckpointError`` unless the model with these layers has exactly the tensors in ``stored``, ties included.
@@ -30,7 +32,7 @@ def match(
     for layer_name, layer in layers.items():
         for name, parameter in layer.named_parameters():
             expected[f"{layer_name}.{name}"] = parameter
-            if name != "bias":
+            if name in layer.fixed_names:
                 fixed.add(f"{layer_name}.{name}")
     transient = transient_names(model)
     _check_ties(expected, manifest.tied, stored, config_path)
@@ -67,9 +69,9 @@ def _dtypes_fit(stored: torch.dtype | None, wanted: torch.dtype, fixed: bool) ->
     return stored == wanted or (not fixed and wanted in FLOAT_DTYPES and stored in FLOAT_DTYPES)
 
 
-def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_path: Path) -> dict[str, QuantLinear]:
+def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_path: Path) -> dict[str, QuantLayer]:
     """The layers that ``schemes`` names, on meta, shaped like the float layers of ``model`` in whose place they go."""
-    made: dict[nn.Module, QuantLinear] = {}
+    made: dict[nn.Module, QuantLayer] = {}
     layers = {}
     for name, scheme in schemes.items():
         try:
@@ -78,15 +80,28 @@ def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_p
             module = None
         if module is None:
             raise CheckpointError(f"{config_path}: layers names {name!r}, which the model doesn't have")
-        if not isinstance(module, (nn.Linear, QuantLinear)) and type(module).__name__ != "Conv1D":
-            raise CheckpointError(f"{config_path}: layers names {name}, which is a {type(module).__name__}, not linear")
         if module not in made:
-            out_features, in_features = linear_weight(module).shape
-            made[module] = QuantLinear(in_features, out_features, module.bias is not None, "meta", scheme=scheme)
+            try:
+                made[module] = _quantized_like(module, scheme)
+            except (TypeError, ValueError) as error:
+                kind = type(module).__name__
+                raise CheckpointError(f"{config_path}: layers names {name}, which is a {kind}, {error}") from None
         if made[module].scheme != scheme:
             raise CheckpointError(f"{config_path}: layers gives two schemes to {name}, which has two names")
         layers[name] = made[module]
     return layers
+
+
+def _quantized_like(module: nn.Module, scheme: QuantScheme) -> QuantLayer:
+    if isinstance(module, (nn.Linear, QuantLinear)) or type(module).__name__ == "Conv1D":
+        out_features, in_features = linear_weight(module).shape
+        return QuantLinear(in_features, out_features, module.bias is not None, "meta", scheme=scheme)
+    if isinstance(module, QuantExperts):
+        return copy.deepcopy(module).to("meta")
+    try:
+        return QuantExperts.like(module, describe_experts(module), scheme)
+    except UnknownExperts as error:
+        raise TypeError(f"not linear, nor experts that can be quantized: {error}") from None
 
 
 def _check_ties(

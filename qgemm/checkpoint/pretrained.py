@@ -23,7 +23,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import read_json
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
-from qgemm.nn import QuantLinear
+from qgemm.nn import QuantLayer
 
 
 def is_pretrained(model: nn.Module) -> bool:
@@ -241,6 +241,6 @@ def _float_dtype(model: nn.Module) -> torch.dtype:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             # The scales of a quantized layer are float32 in a model of any dtype.
-            if parameter.dtype in FLOAT_DTYPES and not (isinstance(module, QuantLinear) and name != "bias"):
+            if parameter.dtype in FLOAT_DTYPES and not (isinstance(module, QuantLayer) and name in module.scale_names):
                 return parameter.dtype
     return torch.float32

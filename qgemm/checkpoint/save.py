@@ -29,7 +29,7 @@ from qgemm.checkpoint.safetensors_file import DTYPE_CODES
 from qgemm.checkpoint.safetensors_writer import write_safetensors
 from qgemm.checkpoint.staging import StagedFiles
 from qgemm.checkpoint.tensors import find_ties, stored_tensors
-from qgemm.nn import QuantLinear
+from qgemm.nn import QuantLayer
 
 
 def save_quantized(
@@ -40,7 +40,7 @@ def save_quantized(
     overwrite: bool = False,
     format: str = "qgemm",
 ) -> None:
-    """Writes ``model``, which holds ``QuantLinear`` layers, to ``folder``, for ``load_quantized``.
+    """Writes ``model``, which holds quantized layers, to ``folder``, for ``load_quantized``.
 
     Every tensor keeps its dtype; tensors that are one in memory are stored once. The files are named as transformers
     names them, so a tokenizer can be saved beside them. ``max_shard_size``: how large a file may be, in bytes or as
@@ -59,11 +59,11 @@ def save_quantized(
         raise ValueError(f'format is {format!r}; it must be "{QUANT_METHOD}" or "{compressed_tensors.QUANT_METHOD}"')
     model = getattr(model, "_orig_mod", model)  # the model inside of what torch.compile returned
     modules = model.named_modules(remove_duplicate=False)
-    layers = {name: module for name, module in modules if isinstance(module, QuantLinear)}
+    layers = {name: module for name, module in modules if isinstance(module, QuantLayer)}
     if not layers:
-        raise ValueError("model has no QuantLinear: quantize it with qgemm.quantize_model first")
+        raise ValueError("model has no quantized layer: quantize it with qgemm.quantize_model first")
     if "" in layers:
-        raise ValueError("model is a single QuantLinear; put it into a module, such as nn.Sequential, to save it")
+        raise ValueError("model is a single quantized layer; put it into a module, such as nn.Sequential, to save it")
     tensors = stored_tensors(model)
     _check_can_be_stored(model, tensors)
     _check_scales(layers)
@@ -131,9 +131,10 @@ def _check_can_be_stored(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             )
 
 
-def _check_scales(layers: dict[str, Any]) -> None:
+def _check_scales(layers: dict[str, QuantLayer]) -> None:
     for name, layer in layers.items():
-        for scale_name, scale in (("weight_scale", layer.weight_scale), ("input_scale", layer.input_scale)):
+        for scale_name in layer.scale_names:
+            scale: Tensor | None = getattr(layer, scale_name)
             if scale is not None and not bool((scale.isfinite() & (scale > 0)).all()):
                 raise ValueError(
                     f"{name}.{scale_name} is not finite and above 0 everywhere; it was never set, or damaged"

@@ -3,7 +3,7 @@
 - ``QGemmConfig(...)`` as ``quantization_config`` of ``from_pretrained`` quantizes a float checkpoint as it is read:
   each weight becomes int8 when it arrives, so memory peaks at the int8 model and one float weight. The result is that
   of ``quantize_model``, bit for bit.
-- A folder that ``save_pretrained`` or ``qgemm.save_quantized`` wrote holds a ``Manifest``; ``QuantLinear`` layers
+- A folder that ``save_pretrained`` or ``qgemm.save_quantized`` wrote holds a ``Manifest``; quantized layers
   are put into the model before the int8 values are read into them.
 - ``attach_quantizer`` is for a model that was quantized in place: ``save_pretrained`` then writes that manifest.
 
@@ -38,6 +38,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import CONFIG_FILE
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.matching import quantized_layers
+from qgemm.checkpoint.pretrained import parameters_on_meta
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_values
 from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors, transient_names
 from qgemm.integrations.transformers_checkpoint import (
@@ -48,11 +49,13 @@ from qgemm.integrations.transformers_checkpoint import (
     name_in,
     set_tensor,
 )
-from qgemm.nn import QuantLinear
-from qgemm.quantize import Pattern, SwapPlan, make_report, plan_swaps, swap
+from qgemm.nn import QuantExperts, QuantLayer, QuantLinear
+from qgemm.nn.float_experts import describe_experts
+from qgemm.quantize import Pattern, SwapPlan, make_report, plan_swaps
 from qgemm.reporting import LayerRecord, QuantReport
 from qgemm.scheme import QuantScheme, resolve_scheme
 from qgemm.survey import Layer
+from qgemm.swap import ExpertsSwap, swap
 
 # Registering a name twice raises, and a notebook's autoreload runs this module again.
 AUTO_QUANTIZATION_CONFIG_MAPPING.pop(QUANT_METHOD, None)
@@ -116,7 +119,7 @@ class QGemmConfig(QuantizationConfigMixin):
 
 
 class _QuantizeOnLoad(ConversionOps):
-    """Puts a ``QuantLinear`` in a float layer's place as soon as its weight has been read."""
+    """Puts a quantized layer in a float one's place as soon as its weights have been read."""
 
     def __init__(self, quantizer: QGemmQuantizer) -> None:
         self.quantizer = quantizer
@@ -144,7 +147,7 @@ class _QuantizeOnLoad(ConversionOps):
 
 @register_quantizer(QUANT_METHOD)
 class QGemmQuantizer(HfQuantizer):
-    """What ``from_pretrained`` and ``save_pretrained`` ask about a model with ``QuantLinear`` layers."""
+    """What ``from_pretrained`` and ``save_pretrained`` ask about a model with quantized layers."""
 
     serialized_names = {"weight": ["weight", "weight_scale"]}  # noqa: RUF012 (as the base class declares it)
     quantization_config: QGemmConfig
@@ -152,9 +155,11 @@ class QGemmQuantizer(HfQuantizer):
     def __init__(self, quantization_config: QGemmConfig, **kwargs: Any) -> None:
         """``pre_quantized``, among ``kwargs``: whether the checkpoint is quantized already."""
         super().__init__(quantization_config, **kwargs)
-        # While a float checkpoint is read: its layers by their weight's name, and what became of those that arrived.
+        # While a float checkpoint is read: its layers by the names of the tensors that have to come, experts of which
+        # some have, and what became of layers that are complete.
         self.waiting: dict[str, Layer] = {}
         self._plan: SwapPlan | None = None
+        self._experts: dict[str, ExpertsSwap] = {}
         self._records: dict[str, LayerRecord] = {}
         self._errors: list[str] = []
         # While a quantized one is read: what its files hold, by the model's names; theirs, by the model's; its config.
@@ -197,9 +202,12 @@ class QGemmQuantizer(HfQuantizer):
         return _QuantizeOnLoad(self)
 
     def quantize_weight(self, model: nn.Module, name: str, value: Tensor) -> None:
-        """Quantizes the weight called ``name``, which is ``value``, and its layer with it."""
+        """Quantizes the weight called ``name``, which is ``value``, and its layer with it once that has all of its."""
         assert self._plan is not None
         layer = self.waiting.pop(name)
+        if layer.is_experts:
+            self._take_of_experts(model, layer, name, value)
+            return
         linear = model.get_submodule(layer.name)
         wanted = list(linear.weight.shape)  # type: ignore[union-attr,arg-type]
         if list(value.shape) != wanted:
@@ -207,11 +215,31 @@ class QGemmQuantizer(HfQuantizer):
             return
         linear.weight = nn.Parameter(value, requires_grad=False)
         try:
-            self._records[layer.name] = swap(model, layer, self._plan)
+            scale = self._plan.input_scales.get(layer.name)
+            self._records[layer.name] = swap(model, layer, self._plan.scheme_of(layer), scale)
         except ValueError as error:
             self._errors.append(f"{layer.name}: {error}")
             return
         _mark_as_loaded(model.get_submodule(layer.name))
+
+    def _take_of_experts(self, model: nn.Module, layer: Layer, name: str, value: Tensor) -> None:
+        assert self._plan is not None
+        if layer.name not in self._experts:
+            self._experts[layer.name] = ExpertsSwap(model, layer, self._plan.scheme_of(layer))
+        experts = self._experts[layer.name]
+        _, leaf = split_name(name)
+        if value.shape != experts.waiting[leaf]:
+            wanted = list(experts.waiting[leaf])
+            self._errors.append(f"{name} has shape {list(value.shape)} in the checkpoint; the model's is {wanted}")
+            return
+        try:
+            experts.take(leaf, value)
+        except ValueError as error:
+            self._errors.append(f"{layer.name}: {error}")
+            return
+        if not experts.waiting:
+            self._records[layer.name] = self._experts.pop(layer.name).finish()
+            _mark_as_loaded(model.get_submodule(layer.name))
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -222,7 +250,12 @@ class QGemmQuantizer(HfQuantizer):
         config = self.quantization_config
         with _as_it_will_be(model):
             self._plan = plan_swaps(model, config.scheme, config.skip, config.input_scales)
-        self.waiting = {f"{name}.weight": layer for layer in self._plan.chosen for name in layer.names}
+        self.waiting = {
+            f"{name}.{leaf}": layer
+            for layer in self._plan.chosen
+            for name in layer.names
+            for leaf in (_tensors_of_experts(model, layer) if layer.is_experts else ("weight",))
+        }
 
     def _prepare_quantized(self, model: PreTrainedModel, files: list[Path]) -> None:
         manifest = self.quantization_config.manifest
@@ -257,7 +290,7 @@ class QGemmQuantizer(HfQuantizer):
         else:
             self._finish_quantizing(model)
         for module in model.modules():
-            if isinstance(module, QuantLinear):
+            if isinstance(module, QuantLayer):
                 module.requires_grad_(False)  # transformers makes every float parameter trainable, scales too
         self.pre_quantized = True
         _describe(model)
@@ -269,8 +302,8 @@ class QGemmQuantizer(HfQuantizer):
             # One checkpoint tensor that became several parameters is given to the first one's operation only.
             if name in self.waiting and getattr(weight := model.get_parameter(name), "_is_hf_initialized", False):
                 self.quantize_weight(model, name, weight.detach())
-        missing = sorted({layer.name for layer in self.waiting.values()} - set(self._records))
-        errors = [*self._errors, *(f"{name}.weight is not in the checkpoint" for name in missing)]
+        missing = [name for name, layer in self.waiting.items() if layer.name not in self._records]
+        errors = [*self._errors, *(f"{name} is not in the checkpoint" for name in missing)]
         if errors:
             shown = "; ".join(errors[:5]) + (f"; and {len(errors) - 5} more" if len(errors) > 5 else "")
             raise CheckpointError(
@@ -284,7 +317,9 @@ class QGemmQuantizer(HfQuantizer):
         manifest = self.quantization_config.manifest
         assert manifest is not None
         for name in manifest.layers:
-            check_loaded(name, model.get_submodule(name), self._config_path)
+            layer = model.get_submodule(name)
+            assert isinstance(layer, QuantLayer)
+            check_loaded(name, layer, self._config_path)
         for alias, name in manifest.tied.items():
             set_tensor(model, alias, get_tensor(model, name))  # also ties that the model's class doesn't know of
         transient = {self._names_in_files[name]: name for name in transient_names(model) if name in self._stored}
@@ -309,15 +344,33 @@ class QGemmQuantizer(HfQuantizer):
         return {name: tensor.detach() for name, tensor in tensors.items() if name not in ties}, {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        with parameters_on_meta():
+            plain = type(model)(copy.deepcopy(model.config))
         for name, module in list(model.named_modules(remove_duplicate=False)):
+            parent, leaf = split_name(name)
             if isinstance(module, QuantLinear):
-                parent, leaf = split_name(name)
                 setattr(model.get_submodule(parent), leaf, module.dequantize(dtype))
+            elif isinstance(module, QuantExperts):
+                floats = _float_experts(plain.get_submodule(name), module, dtype)
+                setattr(model.get_submodule(parent), leaf, floats)
         return model
 
 
+def _tensors_of_experts(model: nn.Module, layer: Layer) -> Iterable[str]:
+    return describe_experts(model.get_submodule(layer.name)).parameters.values()
+
+
+def _float_experts(module: nn.Module, quantized: QuantExperts, dtype: torch.dtype | None) -> nn.Module:
+    """``module``, float experts on meta, with the values of ``quantized``."""
+    source = describe_experts(module)
+    for name, value in quantized.dequantize(dtype).items():
+        setattr(module, source.parameters[name], nn.Parameter(source.restore(name, value)))
+    module.config = quantized.config
+    return module.train(quantized.training)
+
+
 def attach_quantizer(model: nn.Module) -> None:
-    """Makes ``save_pretrained`` of a model with ``QuantLinear`` layers write what ``from_pretrained`` can load.
+    """Makes ``save_pretrained`` of a model with quantized layers write what ``from_pretrained`` can load.
 
     ``model`` is a transformers model, or holds some. It gets a config of its own, whose ``quantization_config``
     describes it.
@@ -336,7 +389,7 @@ def attach_quantizer(model: nn.Module) -> None:
 
 def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
     if isinstance(module, PreTrainedModel):
-        if any(isinstance(part, QuantLinear) for part in module.modules()):
+        if any(isinstance(part, QuantLayer) for part in module.modules()):
             yield module
         return
     for child in module.children():
@@ -355,7 +408,7 @@ def _copy_config(model: PreTrainedModel) -> None:
 
 def _describe(model: PreTrainedModel) -> None:
     """Says in the config of ``model`` what is quantized in it now."""
-    layers = {n: m.scheme for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLinear)}
+    layers = {n: m.scheme for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLayer)}
     tensors = stored_tensors(model)
     ties = find_ties(tensors)
     ties.update(  # of tensors that are offloaded, which have no address

@@ -15,7 +15,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import split_name
-from qgemm.nn import QuantLinear
+from qgemm.nn import QuantLayer
 
 
 def name_in(model: PreTrainedModel, name: str) -> str | None:
@@ -43,9 +43,9 @@ def manifest_for(model: PreTrainedModel, manifest: Manifest, config_path: Path) 
 
 
 def check_stored(
-    stored: dict[str, StoredTensor], manifest: Manifest, layers: dict[str, QuantLinear], config_path: Path
+    stored: dict[str, StoredTensor], manifest: Manifest, layers: dict[str, QuantLayer], config_path: Path
 ) -> None:
-    """Raises ``CheckpointError`` unless the files hold an int8 weight and its scales for each of ``layers``."""
+    """Raises ``CheckpointError`` unless the files hold int8 weights and their scales for each of ``layers``."""
     for name, layer in layers.items():
         for leaf, parameter in layer.named_parameters():
             full_name = manifest.tied.get(f"{name}.{leaf}", f"{name}.{leaf}")
@@ -58,13 +58,13 @@ def check_stored(
             if tensor.shape != tuple(parameter.shape):
                 shapes = f"{list(tensor.shape)}; the model's is {list(parameter.shape)}"
                 raise CheckpointError(f"{tensor.path}: tensor {full_name} has shape {shapes}")
-            if leaf != "bias" and tensor.dtype != parameter.dtype:
+            if leaf in layer.fixed_names and tensor.dtype != parameter.dtype:
                 raise CheckpointError(
                     f"{tensor.path}: tensor {full_name} is {tensor.dtype}; a quantized layer's is {parameter.dtype}"
                 )
 
 
-def check_loaded(name: str, layer: nn.Module, config_path: Path) -> None:
+def check_loaded(name: str, layer: QuantLayer, config_path: Path) -> None:
     """Raises ``CheckpointError`` unless every parameter of the layer ``name`` was loaded, with scales above 0."""
     for leaf, parameter in layer.named_parameters():
         if parameter.device.type == "meta":
@@ -72,7 +72,7 @@ def check_loaded(name: str, layer: nn.Module, config_path: Path) -> None:
         # A parameter without the mark is uninitialised memory: no tensor went there.
         if not getattr(parameter, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook"):
             raise CheckpointError(f"{config_path.parent}: {name}.{leaf} was not loaded: the checkpoint is incomplete")
-        if leaf in ("weight_scale", "input_scale") and not bool((parameter.isfinite() & (parameter > 0)).all()):
+        if leaf in layer.scale_names and not bool((parameter.isfinite() & (parameter > 0)).all()):
             raise CheckpointError(f"{config_path.parent}: scale {name}.{leaf} is not finite and above 0 everywhere")
 
 

@@ -33,13 +33,18 @@ class QuantLayer(nn.Module):
     scheme: QuantScheme
 
     @property
+    def fixed_names(self) -> tuple[str, ...]:
+        """The parameters whose dtype never changes: all but biases."""
+        return self.weight_names + self.scale_names
+
+    @property
     def is_static(self) -> bool:
         """Whether activations are quantized with ``input_scale`` instead of a scale found at run time."""
-        return self.scheme.activation is not None and not self.scheme.activation.dynamic
+        return self.scheme.is_static
 
     def _apply(self: Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layer:
         # .to(dtype), .half() and .type() would cast values whose dtype is their meaning; only the device may change.
-        fixed = [getattr(self, name) for name in self.weight_names + self.scale_names]
+        fixed = [getattr(self, name) for name in self.fixed_names]
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             applied = fn(tensor)

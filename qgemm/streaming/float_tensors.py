@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from qgemm.nn.float_experts import FloatExperts
 from qgemm.streaming.source import Source
 
 
@@ -80,6 +81,25 @@ class ConvertedFloat(FloatTensor):
         """A view of them: the whole tensor is in memory until another conversion takes its turn."""
         value = self._conversion.values()[self._name]
         return value[start:stop] if self.shape else value
+
+
+class OrderedExperts(FloatTensor):
+    """A float weight or bias of experts in the layout of ``QuantExperts``, whatever the model's own is."""
+
+    def __init__(self, tensor: FloatTensor, name: str, layout: FloatExperts) -> None:
+        """``name``: what ``QuantExperts`` calls it."""
+        shape = tensor.shape
+        if layout.is_transposed and len(shape) == 3:
+            shape = (shape[0], shape[2], shape[1])
+        super().__init__(shape, tensor.dtype)
+        self._tensor, self._name, self._layout = tensor, name, layout
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Those of some experts."""
+        values = self._tensor.rows(start, stop)
+        if values.ndim == 2:
+            return self._layout.bias_of(self._name, values)
+        return torch.stack([self._layout.rows_of(self._name, values, expert) for expert in range(stop - start)])
 
 
 class Conversion:

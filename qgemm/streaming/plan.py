@@ -17,22 +17,27 @@ from qgemm.checkpoint.layout import parse_size, split_into_shards
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.save import text_files
 from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors
-from qgemm.nn import QuantLinear
+from qgemm.nn import QuantExperts, QuantLayer, QuantLinear
+from qgemm.nn.float_experts import describe_experts
 from qgemm.quantize import Pattern, quantize_model
 from qgemm.reporting import QuantReport, report
 from qgemm.scheme import QuantScheme
-from qgemm.streaming.float_tensors import BuiltFloat, FloatTensor
+from qgemm.streaming.float_tensors import BuiltFloat, FloatTensor, OrderedExperts
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
 
 
 @dataclass(frozen=True)
-class QuantizedLayer:
-    """A layer that is to be quantized: its name, its float weight, and whether that is stored as ``[K, N]``."""
+class QuantizedWeight:
+    """A weight that is to be quantized: its name and its layer's, its float values, and whether they are ``[K, N]``.
+
+    That of experts is ``[E, N, K]``.
+    """
 
     name: str
-    weight: FloatTensor
-    is_transposed: bool
+    layer: str
+    values: FloatTensor
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Plan:
     - ``model``: the quantized model, on meta.
     - ``tensors``: what the files hold, by name; values only where they aren't on meta.
     - ``shards``: the names of the tensors in each file.
-    - ``layers``: of the tensors that are an int8 weight or its scales, the layer.
+    - ``weights``: of the tensors that are an int8 weight or its scales, the weight.
     - ``copied``: of all others, where their values come from.
     - ``left_out``: tensors of the source that the model doesn't have.
     """
@@ -51,19 +56,23 @@ class Plan:
     tensors: dict[str, Tensor]
     ties: dict[str, str]
     shards: dict[str, list[str]]
-    layers: dict[str, QuantizedLayer]
+    weights: dict[str, QuantizedWeight]
     copied: dict[str, FloatTensor]
     left_out: list[str]
 
     def report(self, errors: Mapping[str, float]) -> QuantReport:
-        """The report on the model; ``errors``: of the weights of the quantized layers, by the layers' names."""
-        records = (replace(record, weight_error=errors.get(record.name)) for record in report(self.model).records)
+        """The report on the model; ``errors``: of the int8 weights, by name."""
+        of_layers: dict[str, float] = {}
+        for name, error in errors.items():
+            layer = self.weights[name].layer
+            of_layers[layer] = max(error, of_layers.get(layer, 0.0))
+        records = (replace(record, weight_error=of_layers.get(record.name)) for record in report(self.model).records)
         return QuantReport(tuple(records))
 
     def text_files(self, errors: Mapping[str, float]) -> dict[str, bytes]:
         """The JSON files of the checkpoint, by name."""
         modules = self.model.named_modules(remove_duplicate=False)
-        schemes = {name: module.scheme for name, module in modules if isinstance(module, QuantLinear)}
+        schemes = {name: module.scheme for name, module in modules if isinstance(module, QuantLayer)}
         manifest = Manifest(schemes, self.ties, self.report(errors).to_dict())
         return text_files(self.model, manifest.to_dict(), self.tensors, self.shards)
 
@@ -86,7 +95,7 @@ def make_plan(
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
     # Under whichever of its names a tied tensor is in the files.
     floats = {id(loading.model.get_parameter_or_buffer(name)): float for name, float in loading.tensors.items()}  # type: ignore[operator]
-    layers: dict[str, QuantizedLayer] = {}
+    weights: dict[str, QuantizedWeight] = {}
     copied: dict[str, FloatTensor] = {}
     for name in tensors:
         owner, leaf = split_name(name)
@@ -94,15 +103,21 @@ def make_plan(
         if isinstance(quantized, QuantLinear) and leaf == "input_scale":
             copied[name] = BuiltFloat(_input_scale(model, quantized, input_scales or {}))
             continue
-        is_weight = isinstance(quantized, QuantLinear) and leaf in ("weight", "weight_scale")
         float_module = loading.model.get_submodule(owner)
-        found = floats[id(getattr(float_module, "weight" if is_weight else leaf))]
-        if is_weight:
-            layers[name] = QuantizedLayer(owner, found, type(float_module).__name__ == "Conv1D")
+        own = leaf.removesuffix("_scale") if isinstance(quantized, QuantLayer) else leaf
+        if isinstance(quantized, QuantExperts):
+            source_of = describe_experts(float_module)
+            theirs = float_module.get_parameter(source_of.parameters[own])
+            found: FloatTensor = OrderedExperts(floats[id(theirs)], own, source_of)
+        else:
+            found = floats[id(getattr(float_module, own))]
+        if isinstance(quantized, QuantLayer) and own in quantized.weight_names:
+            is_transposed = type(float_module).__name__ == "Conv1D"
+            weights[name] = QuantizedWeight(f"{owner}.{own}", owner, found, is_transposed)
         else:
             copied[name] = found
     shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, limit)
-    return Plan(model, tensors, ties, shards, layers, copied, loading.left_out)
+    return Plan(model, tensors, ties, shards, weights, copied, loading.left_out)
 
 
 def _input_scale(model: nn.Module, layer: QuantLinear, scales: Mapping[str, float | Tensor]) -> Tensor:

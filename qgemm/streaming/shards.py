@@ -11,9 +11,9 @@ from torch import Tensor
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_writer import SafetensorsWriter
 from qgemm.kernels import quantize_rows
-from qgemm.quantize import WeightError
 from qgemm.streaming.float_tensors import FloatTensor
-from qgemm.streaming.plan import Plan, QuantizedLayer
+from qgemm.streaming.plan import Plan, QuantizedWeight
+from qgemm.swap import WeightError
 
 _BYTES_AT_A_TIME = 16 << 20
 
@@ -21,7 +21,7 @@ _BYTES_AT_A_TIME = 16 << 20
 def write_shard(
     file: BinaryIO, plan: Plan, names: list[str], device: torch.device, done: Callable[[int], object]
 ) -> dict[str, float]:
-    """Writes the tensors called ``names`` to ``file``; returns the errors of the weights among them, by layer.
+    """Writes the tensors called ``names`` to ``file``; returns the errors of the weights among them, by name.
 
     ``done`` is told the bytes of float values that were dealt with. Raises ``ValueError`` for a weight that holds NaN
     or Inf, naming the layer.
@@ -30,28 +30,28 @@ def write_shard(
     writer = SafetensorsWriter(file, {name: plan.tensors[name] for name in names})
     in_shard = set(names)
     for name in names:
-        layer = plan.layers.get(name)
-        if layer is None:
+        weight = plan.weights.get(name)
+        if weight is None:
             for piece in _pieces(plan.copied[name]):
                 writer.write(name, piece)
                 done(piece.nbytes)
-        elif layer.name not in errors:
+        elif weight.name not in errors:
             error = WeightError()
-            weight_name, scale_name = f"{layer.name}.weight", f"{layer.name}.weight_scale"
-            for q, scale in _quantized_pieces(layer, device, error, done):
-                if weight_name in in_shard:
-                    writer.write(weight_name, q)
+            scale_name = f"{weight.name}_scale"
+            for q, scale in _quantized_pieces(weight, device, error, done):
+                if weight.name in in_shard:
+                    writer.write(weight.name, q)
                 if scale_name in in_shard:
                     writer.write(scale_name, scale)
-            errors[layer.name] = error.value
+            errors[weight.name] = error.value
     writer.finish()
     return errors
 
 
 def bytes_to_read(plan: Plan, names: list[str]) -> int:
     """The bytes of float values that ``write_shard`` deals with for these tensors."""
-    layers = {layer.name: layer.weight.nbytes for name in names if (layer := plan.layers.get(name)) is not None}
-    return sum(layers.values()) + sum(plan.copied[name].nbytes for name in names if name in plan.copied)
+    weights = {weight.name: weight.values.nbytes for name in names if (weight := plan.weights.get(name)) is not None}
+    return sum(weights.values()) + sum(plan.copied[name].nbytes for name in names if name in plan.copied)
 
 
 def _pieces(tensor: FloatTensor) -> Iterator[Tensor]:
@@ -61,23 +61,32 @@ def _pieces(tensor: FloatTensor) -> Iterator[Tensor]:
 
 
 def _quantized_pieces(
-    layer: QuantizedLayer, device: torch.device, error: WeightError, done: Callable[[int], object]
+    weight: QuantizedWeight, device: torch.device, error: WeightError, done: Callable[[int], object]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    weight = layer.weight
-    if layer.is_transposed:
-        whole = weight.rows(0, weight.row_count).to(device).t()
-        step = WeightError.rows_at_a_time(tuple(whole.shape))
-        parts = (whole[start : start + step] for start in range(0, whole.shape[0], step))
-    else:
-        step = WeightError.rows_at_a_time(weight.shape)
-        parts = (weight.rows(start, stop).to(device) for start, stop in weight.spans(step))
-    for part in parts:
+    for part in _rows(weight, device):
         q, scale = quantize_rows(part)
         if not scale.isfinite().all():
             raise CheckpointError(
-                f"the weight of {layer.name!r} holds NaN or Inf, which can't be quantized: mend the checkpoint, or "
+                f"the weight of {weight.layer!r} holds NaN or Inf, which can't be quantized: mend the checkpoint, or "
                 "pass this name in skip"
             )
         error.add(part, q, scale)
         done(part.nbytes)
         yield q, scale
+
+
+def _rows(weight: QuantizedWeight, device: torch.device) -> Iterator[Tensor]:
+    """The rows of a weight, as many at a time as ``WeightError`` wants."""
+    values = weight.values
+    if len(values.shape) == 3:
+        for expert in range(values.row_count):
+            yield from _cut(values.rows(expert, expert + 1)[0].to(device))
+    elif weight.is_transposed:
+        yield from _cut(values.rows(0, values.row_count).to(device).t())
+    else:
+        for start, stop in values.spans(WeightError.rows_at_a_time(values.shape)):
+            yield values.rows(start, stop).to(device)
+
+
+def _cut(rows: Tensor) -> Iterator[Tensor]:
+    return iter(rows.split(WeightError.rows_at_a_time(tuple(rows.shape))))

@@ -128,9 +128,9 @@ def test_tensors_without_memory_are_not_tied() -> None:
 
 
 def test_model_without_quantized_layers(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no QuantLinear: quantize it with qgemm\.quantize_model"):
+    with pytest.raises(ValueError, match=r"no quantized layer: quantize it with qgemm\.quantize_model"):
         save_quantized(tiny_llama(), tmp_path)
-    with pytest.raises(ValueError, match=r"single QuantLinear"):
+    with pytest.raises(ValueError, match=r"single quantized layer"):
         save_quantized(QuantLinear(2, 2), tmp_path)
     assert not files_of(tmp_path)
 
