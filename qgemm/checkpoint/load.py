@@ -45,6 +45,8 @@ def load_quantized(
     """
     device = torch.device(device)
     found = find_matching(Path(folder), model)
+    scales = {f"{name}.{leaf}" for name, layer in found.layers.items() for leaf in layer.scale_names}
+    scales = {found.tied.get(name, name) for name in scales}
     values: dict[str, Tensor] = {}
     total = sum(tensor.nbytes for tensor in found.stored.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=None) as progress:
@@ -53,8 +55,7 @@ def load_quantized(
             name, value = _converted(found, name_in_file, stored)
             if name is None:
                 continue
-            layer, leaf = split_name(name)
-            if layer in found.layers and leaf in found.layers[layer].scale_names and not _is_scale(value):
+            if name in scales and not _is_scale(value):
                 path = found.stored[name_in_file].path
                 raise CheckpointError(f"{path}: scale {name_in_file} is not finite and above 0 everywhere")
             values[name] = value

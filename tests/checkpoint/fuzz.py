@@ -1,8 +1,10 @@
 """Broken checkpoints by the thousand: each is refused with a ``CheckpointError`` or loads as what its files say.
 
     python tests/checkpoint/fuzz.py --cases 10000 --seed 0
+    python tests/checkpoint/fuzz.py --cases 10000 --seed 0 --foreign
 
-Every case starts from one of four good folders, breaks it in one to three ways, and loads it. What may happen then:
+Every case starts from one of four good folders, of qgemm or of compressed-tensors and bitsandbytes. It breaks the
+folder in one to three ways, and loads it. What may happen then:
 
 - ``CheckpointError``;
 - a model whose output equals the good one's;
@@ -28,7 +30,7 @@ import tempfile
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from checkpoint.fuzz_breaks import content_of, make_case
+from checkpoint.fuzz_foreign import make_foreign
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, Good, Link, make_good, output_of
+from qgemm import QuantLinear
 from qgemm.checkpoint import CheckpointError, load_quantized, safetensors_file
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, named_tensors
 
@@ -133,9 +137,15 @@ def run_case(case: tuple[Good, Files, list[str]], work: Path, watch: Watch) -> s
         return "refused"
     config = json.loads(content_of(files, CONFIG))
     on_disk = read_files(files, held)
+    meant = start.meaning(on_disk) if start.meaning else on_disk
+    tied = {} if start.meaning else config["quantization_config"]["tied"]
     for name, tensor in named_tensors(model).items():
-        stored = on_disk.get(config["quantization_config"]["tied"].get(name, name))
+        stored = meant.get(tied.get(name, name))
         assert stored is None or same_bytes(stored, tensor.detach()), f"{name} is not what its file holds"
+    for name, layer in model.named_modules():
+        for scale_name in ("weight_scale", "input_scale") if isinstance(layer, QuantLinear) else ():
+            scale = getattr(layer, scale_name)
+            assert scale is None or (scale.isfinite() & (scale > 0)).all(), f"{name}.{scale_name} is no scale"
     try:
         output = output_of(model)
     except Exception as error:
@@ -148,8 +158,10 @@ def run_case(case: tuple[Good, Files, list[str]], work: Path, watch: Watch) -> s
     if torch.equal(output, start.output):
         return "equal"
     untouched = read_files(start.files, start.files)
-    assert config != json.loads(content_of(start.files, CONFIG)) or any(
-        name not in on_disk or not same_bytes(tensor, on_disk[name]) for name, tensor in untouched.items()
+    assert (
+        config != json.loads(content_of(start.files, CONFIG))
+        or on_disk.keys() != untouched.keys()
+        or not all(same_bytes(tensor, on_disk[name]) for name, tensor in untouched.items())
     ), "another output from the same values"
     return "other values"
 
@@ -175,7 +187,7 @@ def memory_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def prepare(work: Path) -> tuple[list[Good], Watch]:
+def prepare(work: Path, make: Callable[[Path], list[Good]] = make_good) -> tuple[list[Good], Watch]:
     """The good checkpoints, and everything imported that loading one imports."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
@@ -185,7 +197,7 @@ def prepare(work: Path) -> tuple[list[Good], Watch]:
         raise Hang(f"still running after {SECONDS} s")
 
     signal.signal(signal.SIGALRM, hang)
-    good = make_good(work / "good")
+    good = make(work / "good")
     write_files(good[0].files, work / "outside", work)
     return good, Watch()
 
@@ -195,6 +207,7 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--foreign", action="store_true", help="compressed-tensors and bitsandbytes, not qgemm's own")
     parser.add_argument("--only", type=int, help="run this case alone and show it")
     args = parser.parse_args()
     numbers = range(args.first, args.first + args.cases) if args.only is None else [args.only]
@@ -203,7 +216,7 @@ def main() -> int:
     failures = 0
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as work_name:
         work = Path(work_name)
-        good, watch = prepare(work)
+        good, watch = prepare(work, make_foreign if args.foreign else make_good)
         # Address space that a case may take on top of what PyTorch has mapped by now: what asks for more, fails.
         with open("/proc/self/statm") as statm:
             used = int(statm.read().split()[0]) * resource.getpagesize()

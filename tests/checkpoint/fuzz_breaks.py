@@ -344,7 +344,7 @@ def make_case(good: list[Good], seed: int, number: int) -> tuple[Good, Files, li
     files, names = dict(start.files), []
     wanted = rng.choice([1, 1, 1, 2, 3])
     while len(names) < wanted:
-        (one,) = rng.choices(BREAKS, WEIGHTS)
+        (one,) = rng.choices(start.breaks) if start.breaks else rng.choices(BREAKS, WEIGHTS)
         broken = dict(files)
         try:
             one(rng, broken)

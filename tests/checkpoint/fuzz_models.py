@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,12 @@ class FuzzNet(nn.Module):
         return self.head(self.norm(x))
 
 
-def quantized_fuzz_net() -> FuzzNet:
+def quantized_fuzz_net(middle: str = "int8-static") -> FuzzNet:
+    """``middle``: the scheme of the second of its three quantized layers; the others are dynamic."""
     torch.manual_seed(0)
     model = FuzzNet()
     for i in range(3):
-        static = i == 1
+        static = i == 1 and middle == "int8-static"
         layer = QuantLinear.from_linear(model.layers[i], "int8-static" if static else "int8", 0.05 if static else None)
         model.layers[i] = layer
     return model.eval()
@@ -83,11 +85,16 @@ Files = dict[str, "bytes | Link"]
 
 @dataclass(frozen=True)
 class Good:
-    """A whole checkpoint: its files, how to load it, its output."""
+    """A whole checkpoint: its files, how to load it, its output.
+
+    For another library's: ``meaning`` makes the model's tensors of the files', and ``breaks`` are the ways to break it.
+    """
 
     files: Files
     build: Callable[[], nn.Module] | None
     output: Tensor
+    meaning: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
+    breaks: list[Callable[[random.Random, Files], None]] | None = None
 
 
 def output_of(model: nn.Module) -> Tensor:

@@ -21,25 +21,30 @@ from qgemm.checkpoint import CheckpointError, layout, load_quantized, save_quant
 from qgemm.checkpoint.checksum import checksum
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES
 
-CASES = 3000
-"""A seed's first ones, which take about 10 s; ``python tests/checkpoint/fuzz.py --cases 10000`` runs more."""
+CASES = {"own": 3000, "foreign": 800}
+"""A seed's first ones, which take about 15 s; ``python tests/checkpoint/fuzz.py --cases 10000`` runs more."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits address space, and reads /proc to know how much is used")
-def test_broken_checkpoints() -> None:
+@pytest.mark.parametrize("formats", CASES)
+def test_broken_checkpoints(formats: str) -> None:
     # A process of its own: the address space is limited, and a crash is a failure like others.
     script = Path(fuzz.__file__)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, script, "--cases", str(CASES)], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, script, "--cases", str(CASES[formats]), *(["--foreign"] if formats == "foreign" else [])],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     grown = counts.pop("peak_memory_grown")
-    assert sum(counts.values()) == CASES
+    assert sum(counts.values()) == CASES[formats]
     assert grown < fuzz.MEMORY
     # Were all refused, or all harmless, the cases would be poor ones.
-    assert min(counts["refused"], 10 * counts["equal"], 50 * counts["other values"]) > CASES / 2
+    assert min(counts["refused"], 10 * counts["equal"], 50 * counts["other values"]) > CASES[formats] / 2
 
 
 def test_the_fuzzer_sees_a_wrong_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +136,13 @@ def test_two_schemes_for_one_layer(tmp_path: Path) -> None:
     set_quantization(tmp_path, "layers", "again", "int8-static")
     with pytest.raises(CheckpointError, match="two schemes to again"):
         load_quantized(tmp_path, model=build)
+
+
+def test_a_scale_tied_to_what_is_none(net_folder: Path) -> None:
+    rewrite(net_folder, lambda tensors: tensors.pop("layers.0.weight_scale"))
+    set_quantization(net_folder, "tied", "layers.0.weight_scale", "norm.bias")  # zeros
+    with pytest.raises(CheckpointError, match=r"scale norm\.bias is not finite and above 0"):
+        load_quantized(net_folder, model=FuzzNet)
 
 
 def test_a_name_twice_in_json(net_folder: Path) -> None:
