@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qgemm.nn import QuantLayer
+from qgemm.offloading import check_hooks, weights_at_hand
 from qgemm.reporting import KEPT, LayerRecord, QuantReport
 from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
 from qgemm.survey import Layer, find_layers
@@ -62,7 +63,8 @@ def quantize_model(
     A transformers model is told of it, so that ``save_pretrained`` works; it gets a copy of its config.
     A model on the meta device gets the structure alone. Raises ``ValueError``, with the model unchanged, if there is
     nothing to swap, the model is quantized already, a pattern matches no layer, a weight holds NaN or Inf,
-    ``input_scales`` doesn't fit, or a layer carries what a swap would lose (accelerate's offloading, state-dict hooks).
+    ``input_scales`` doesn't fit, or a layer carries what a swap would lose (state-dict hooks; weights that accelerate
+    keeps on disk). What accelerate offloads to the CPU stays there, in int8.
     """
     plan = plan_swaps(model, scheme, skip, input_scales)
     _check_finite(model, plan.chosen)
@@ -194,20 +196,14 @@ def _nothing_to_swap(model: nn.Module, layers: list[Layer]) -> str:
 
 
 def _check_layers(model: nn.Module, layers: list[Layer]) -> None:
-    offloaded, hooked, elsewhere = [], [], []
+    hooked, elsewhere = [], []
     for layer in layers:
         module = model.get_submodule(layer.name)
-        if hasattr(module, "_hf_hook"):
-            offloaded.append(layer.name)
         if any(vars(module)[hooks] for hooks in _LOST_HOOKS):
             hooked.append(layer.name)
         if any(weight.device.type not in ("cpu", "cuda", "meta") for weight in _weights(module)):
             elsewhere.append(layer.name)
-    if offloaded:
-        raise ValueError(
-            f"accelerate moves the weights of {_listed(offloaded)} as the model runs, which a swap would undo: "
-            "quantize before the model is dispatched, or call accelerate.hooks.remove_hook_from_submodules(model) first"
-        )
+    check_hooks(model, [layer.name for layer in layers])
     if hooked:
         raise ValueError(f"state-dict hooks of {_listed(hooked)} would be lost: remove them, or skip these layers")
     if elsewhere:
@@ -217,11 +213,12 @@ def _check_layers(model: nn.Module, layers: list[Layer]) -> None:
 def _check_finite(model: nn.Module, layers: list[Layer]) -> None:
     bad = []
     for layer in layers:
-        for weight in _weights(model.get_submodule(layer.name)):
+        module = model.get_submodule(layer.name)
+        with weights_at_hand(module):
             # Both carry NaN through, and neither needs memory.
-            if weight.device.type != "meta" and not torch.stack(torch.aminmax(weight)).isfinite().all():
+            weights = [weight for weight in _weights(module) if weight.device.type != "meta"]
+            if not all(torch.stack(torch.aminmax(weight)).isfinite().all() for weight in weights):
                 bad.append(layer.name)
-                break
     if bad:
         raise ValueError(
             f"the weight of {_listed(bad)} holds NaN or Inf, which can't be quantized: mend the checkpoint, or pass "

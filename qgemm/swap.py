@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from qgemm.nn import QuantExperts, QuantLayer, QuantLinear
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear import linear_weight
+from qgemm.offloading import carry_hooks, weights_at_hand
 from qgemm.reporting import LayerRecord, parameter_bytes
 from qgemm.scheme import QuantScheme
 from qgemm.survey import Layer
@@ -22,6 +23,15 @@ from qgemm.survey import Layer
 def swap(model: nn.Module, layer: Layer, scheme: QuantScheme, input_scale: float | Tensor | None = None) -> LayerRecord:
     """Puts a quantized layer in the place of one layer of ``model``, under all its names."""
     module = model.get_submodule(layer.name)
+    with weights_at_hand(module):
+        record = _swap(model, module, layer, scheme, input_scale)
+    carry_hooks(module, model.get_submodule(layer.name))
+    return record
+
+
+def _swap(
+    model: nn.Module, module: nn.Module, layer: Layer, scheme: QuantScheme, input_scale: float | Tensor | None
+) -> LayerRecord:
     if layer.is_experts:
         experts = ExpertsSwap(model, layer, scheme)
         for name in list(experts.waiting):

@@ -27,8 +27,16 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.reporting": {"qgemm.nn"},
     "qgemm.swap_rules": set(),
     "qgemm.survey": {"qgemm.swap_rules", "qgemm.reporting", "qgemm.nn", "qgemm.kernels"},
-    "qgemm.swap": {"qgemm.survey", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
-    "qgemm.quantize": {"qgemm.swap", "qgemm.survey", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
+    "qgemm.offloading": set(),
+    "qgemm.swap": {"qgemm.offloading", "qgemm.survey", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
+    "qgemm.quantize": {
+        "qgemm.swap",
+        "qgemm.offloading",
+        "qgemm.survey",
+        "qgemm.reporting",
+        "qgemm.nn",
+        "qgemm.scheme",
+    },
     "qgemm.checkpoint": {"qgemm.swap_rules", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
     "qgemm.integrations": {
         "qgemm.quantize",

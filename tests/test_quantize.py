@@ -391,17 +391,6 @@ def test_state_dict_hooks_are_refused() -> None:
     assert len(_kept(model)) == 3
 
 
-def test_an_offloaded_model_is_refused() -> None:
-    import accelerate
-
-    model = accelerate.cpu_offload(Stack(1), execution_device="cpu")
-    with pytest.raises(ValueError, match=r"accelerate moves the weights of 'layers\.0\.up'"):
-        quantize_model(model)
-    accelerate.hooks.remove_hook_from_submodules(model)
-    quantize_model(model)
-    assert _kept(model) == []
-
-
 class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,148 @@
+"""Layers whose weights accelerate moves as the model runs: ``device_map``, ``cpu_offload``, ``dispatch_model``.
+
+accelerate hangs a hook on every module with weights (``_hf_hook``) and puts its own ``forward`` around the module's. An
+offloaded module holds its weights on meta. Before each call its hook takes them from a mapping (``weights_map``) to the
+device that computes, and drops them afterwards. To quantize such a layer, its weights are brought as for a call, and
+the quantized ones go into that mapping in their place, with a hook like the old one on the new layer.
+
+A module with a hook means that accelerate is imported already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+_HOOK = "_hf_hook"
+_SHOWN = 5
+
+
+@contextmanager
+def weights_at_hand(module: nn.Module) -> Iterator[None]:
+    """Inside, an offloaded module has its weights where it would run; a module without hooks is left alone."""
+    with ExitStack() as stack:
+        for hook in _hooks(module):
+            if hook.offload:
+                hook.pre_forward(module)
+                stack.callback(hook.post_forward, module, None)
+        yield
+
+
+def carry_hooks(module: nn.Module, quantized: nn.Module) -> None:
+    """Hangs the hooks of ``module`` on ``quantized``, which replaces it, and offloads that if ``module`` was.
+
+    The float weights are removed from the mapping that they are in.
+    """
+    hooks = _hooks(module)
+    if not hooks:
+        return
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
+
+    values = {name: parameter.detach() for name, parameter in quantized.named_parameters(recurse=False)}
+    for hook in hooks:
+        weights_map = hook.weights_map
+        if hook.offload:
+            found = _find_store(hook)
+            assert found is not None, "check_hooks was to refuse this"
+            _replace(*found, (name for name, _ in module.named_parameters(recurse=False)), values)
+        add_hook_to_module(
+            quantized,
+            AlignDevicesHook(
+                execution_device=hook.execution_device,
+                offload=hook.offload,
+                io_same_device=hook.io_same_device,
+                weights_map=weights_map,
+                offload_buffers=hook.offload_buffers,
+                skip_keys=hook.skip_keys,
+            ),
+            append=True,
+        )
+
+
+def check_hooks(model: nn.Module, names: Iterable[str]) -> None:
+    """Raises ``ValueError`` if a layer among ``names`` has hooks that can't be carried to another in its place."""
+    unknown, on_disk, preloaded = [], [], []
+    wholes = [name for name, module in model.named_modules() if _is_loaded_as_a_whole(module)]
+    for name in names:
+        module = model.get_submodule(name)
+        if any(whole == "" or name == whole or name.startswith(f"{whole}.") for whole in wholes):
+            preloaded.append(name)
+        elif not all(_is_understood(hook) for hook in _all_hooks(module)):
+            unknown.append(name)
+        elif any(hook.offload and _find_store(hook) is None for hook in _hooks(module)):
+            on_disk.append(name)
+    if on_disk:
+        raise ValueError(
+            f"accelerate keeps the weights of {_listed(on_disk)} on disk, in files that stay as they are. Quantize the "
+            "checkpoint instead, with qgemm.quantize_checkpoint, and load the result with the same device_map"
+        )
+    if preloaded:
+        raise ValueError(
+            f"accelerate loads the weights of {_listed(preloaded)} together with those of a module around them: "
+            "dispatch the model without preload_module_classes, or quantize it before"
+        )
+    if unknown:
+        raise ValueError(
+            f"a swap would lose hooks of accelerate on {_listed(unknown)} that do more than align devices. Quantize "
+            "before they are added, or call accelerate.hooks.remove_hook_from_submodules(model) first"
+        )
+
+
+def _all_hooks(module: nn.Module) -> list[Any]:
+    hook = getattr(module, _HOOK, None)
+    if hook is None:
+        return []
+    return _flatten(hook)
+
+
+def _flatten(hook: Any) -> list[Any]:
+    if type(hook).__name__ == "SequentialHook":
+        return [inner for part in hook.hooks for inner in _flatten(part)]
+    return [hook]
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    return [hook for hook in _all_hooks(module) if _is_understood(hook)]
+
+
+def _is_understood(hook: Any) -> bool:
+    return type(hook).__name__ == "AlignDevicesHook"
+
+
+def _is_loaded_as_a_whole(module: nn.Module) -> bool:
+    return any(hook.offload and hook.place_submodules for hook in _hooks(module))
+
+
+def _find_store(hook: Any) -> tuple[MutableMapping[str, Tensor], str, list[str]] | None:
+    """The dictionary in memory that a hook takes its weights from, their prefix there, and the list of names beside it.
+
+    None for weights on disk.
+    """
+    weights_map, prefix = hook.weights_map, ""
+    if type(weights_map).__name__ == "PrefixedDataset":
+        weights_map, prefix = weights_map.dataset, weights_map.prefix
+    names = list(weights_map)  # of nobody's, unless accelerate keeps one
+    if type(weights_map).__name__ == "OffloadedWeightsLoader":
+        if any(key.startswith(prefix) for key in weights_map.index):
+            return None
+        weights_map, names = weights_map.state_dict, weights_map.all_keys
+    return (weights_map, prefix, names) if isinstance(weights_map, MutableMapping) else None
+
+
+def _replace(
+    store: MutableMapping[str, Tensor], prefix: str, names: list[str], old: Iterable[str], new: dict[str, Tensor]
+) -> None:
+    for name in old:
+        del store[prefix + name]
+        names.remove(prefix + name)
+    for name, value in new.items():
+        store[prefix + name] = value.to("cpu")
+        names.append(prefix + name)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(repr, names[:_SHOWN])) + more
