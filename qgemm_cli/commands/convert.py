@@ -74,10 +74,11 @@ def _copy_companions(source: Path, destination: Path, overwrite: bool) -> list[s
 def show(document: dict[str, Any]) -> None:
     """Prints the document for people."""
     sizes = f"{size(document['bytes_before'])} before, {size(document['bytes_after'])} after"
-    files = ", ".join((*document["files"], "config.json", *document["copied"]))
+    files = ", ".join((*document["files"], "config.json"))
+    others = f", and {len(document['copied'])} files of {document['source']}" if document["copied"] else ""
     print_lines(
         [
             f"{document['from']} to {document['to']}: {document['layers']} quantized layers, {sizes}",
-            f"wrote {printable(document['destination'])}: {printable(files, 500)}",
+            f"wrote {printable(document['destination'])}: {printable(files + others, 500)}",
         ]
     )
