@@ -365,7 +365,8 @@ def _float_experts(module: nn.Module, quantized: QuantExperts, dtype: torch.dtyp
     source = describe_experts(module)
     for name, value in quantized.dequantize(dtype).items():
         setattr(module, source.parameters[name], nn.Parameter(source.restore(name, value)))
-    module.config = quantized.config
+    if hasattr(quantized, "config"):
+        module.config = quantized.config
     return module.train(quantized.training)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +53,9 @@ class FloatExperts:
         return "down_proj_bias" in self.parameters
 
     def rows_of(self, name: str, weight: Tensor, expert: int) -> Tensor:
-        """One expert's ``[N, K]`` of the float ``weight`` that ``QuantExperts`` calls ``name``; a view if possible."""
+        """One expert's ``[N, K]`` of the float ``weight`` that ``QuantExperts`` calls ``name``, contiguous."""
         rows = weight[expert].t() if self.is_transposed else weight[expert]
-        return _gates_first(rows, 0) if self._alternates(name) else rows
+        return (_gates_first(rows, 0) if self._alternates(name) else rows).contiguous()
 
     def bias_of(self, name: str, bias: Tensor) -> Tensor:
         """The float ``bias [E, N]`` that ``QuantExperts`` calls ``name`` in its order of columns."""
@@ -161,8 +162,10 @@ def _find_activation(
     """The activation that gives what ``function`` gives, beyond its limits too; None if there is none."""
     limits, alphas = _numbers(module, "limit"), _numbers(module, "alpha")
     reach = 2 * max(12.0, *limits, 0.0)
-    gate = torch.linspace(-reach, reach, 481, device="cpu").expand(5, -1)
-    up = torch.tensor([-reach, -1.3, 0.4, 1.0, reach], device="cpu")[:, None].expand(gate.shape)
+    # As the default dtype may be bfloat16, and the default device meta, while transformers loads a model.
+    options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    gate = torch.linspace(-reach, reach, 481, **options).expand(5, -1)
+    up = torch.tensor([-reach, -1.3, 0.4, 1.0, reach], **options)[:, None].expand(gate.shape)
     halves = torch.cat((gate, up), dim=-1)
     h = (torch.stack((gate, up), dim=-1).flatten(1) if is_interleaved else halves) if has_gate else gate
     try:

@@ -142,6 +142,16 @@ def test_the_activation_is_found(family: str, activation: GatedActivation) -> No
     assert QuantExperts.from_experts(ALL[family]()).activation == activation
 
 
+def test_the_activation_is_found_whatever_the_defaults() -> None:
+    module = ALL["qwen3_moe_gelu"]()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert describe_experts(module).activation == GatedActivation("gelu_tanh")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("act_fn", [nn.GELU(), nn.ReLU(), nn.GELU("tanh")], ids=str)
 def test_activations_that_are_alike_are_told_apart(act_fn: nn.Module) -> None:
     module: Any = ALL["mixtral"]()

@@ -1,0 +1,144 @@
+"""Models with experts: those whose experts have a layout of their own, and some of the many that share one.
+
+Experts outweigh all else in them, as they do in large models: most of the weights are in the experts of two layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import transformers
+
+from models.example import VOCABULARY, Example, example, tokens
+
+_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_TOP_2 = {"num_experts_per_tok": 2}
+# As Qwen's and DeepSeek's have it: many experts that are narrower than a dense layer.
+_NARROW = {**_TEXT, **_TOP_2, "intermediate_size": 96, "moe_intermediate_size": 64, "norm_topk_prob": True}
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+
+
+def _of(name: str, **settings: Any) -> Callable[[], Example]:
+    def build() -> Example:
+        cls = getattr(transformers, name)
+        return example(cls, cls.config_class(**settings), input_ids=tokens())
+
+    return build
+
+
+MIXTURES: dict[str, Callable[[], Example]] = {
+    "mixtral": _of("MixtralForCausalLM", **_TEXT, **_TOP_2, intermediate_size=96, num_local_experts=4),
+    "qwen3_moe": _of("Qwen3MoeForCausalLM", **_NARROW, num_experts=8, head_dim=16),
+    "deepseek_v3": _of(
+        "DeepseekV3ForCausalLM",
+        **{**_NARROW, "num_key_value_heads": 4},
+        **_LATENT,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+    ),
+    "gpt_oss": _of(
+        "GptOssForCausalLM",
+        **_TEXT,
+        **_TOP_2,
+        intermediate_size=96,
+        num_local_experts=4,
+        head_dim=16,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "llama4": _of(
+        "Llama4ForCausalLM",
+        **{**_TEXT, "pad_token_id": 0},
+        num_experts_per_tok=1,
+        intermediate_size=96,
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        head_dim=16,
+        interleave_moe_layer_step=1,
+        attention_chunk_size=32,
+    ),
+    "qwen2_moe": _of("Qwen2MoeForCausalLM", **_NARROW, num_experts=8, shared_expert_intermediate_size=64),
+    "olmoe": _of("OlmoeForCausalLM", **{**_TEXT, "pad_token_id": 0}, **_TOP_2, intermediate_size=64, num_experts=8),
+    "granitemoe": _of(
+        "GraniteMoeForCausalLM", **{**_TEXT, "pad_token_id": 0}, **_TOP_2, intermediate_size=64, num_local_experts=8
+    ),
+    "phimoe": _of("PhimoeForCausalLM", **_TEXT, **_TOP_2, intermediate_size=96, num_local_experts=4),
+    "minimax_m2": _of(
+        "MiniMaxM2ForCausalLM", **_TEXT, **_TOP_2, intermediate_size=96, num_local_experts=4, head_dim=16
+    ),
+    "glm4_moe": _of("Glm4MoeForCausalLM", **_NARROW, n_routed_experts=8, head_dim=16, first_k_dense_replace=1),
+    "dots1": _of(
+        "Dots1ForCausalLM", **_NARROW, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, head_dim=16
+    ),
+    "ernie4_5_moe": _of(
+        "Ernie4_5_MoeForCausalLM",
+        **{**_TEXT, "pad_token_id": 0},
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        moe_num_experts=8,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+    ),
+    "hunyuan_v1_moe": _of(
+        "HunYuanMoEV1ForCausalLM",
+        **{**_TEXT, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1},
+        intermediate_size=96,
+        num_experts=4,
+        moe_topk=2,
+        head_dim=16,
+    ),
+    "lfm2_moe": _of(
+        "Lfm2MoeForCausalLM",
+        **{**_NARROW, "pad_token_id": 0},
+        num_experts=8,
+        num_dense_layers=1,
+        layer_types=["conv", "full_attention"],
+    ),
+    "flex_olmo": _of(
+        "FlexOlmoForCausalLM", **{**_TEXT, "pad_token_id": 0}, **_TOP_2, intermediate_size=64, num_experts=8
+    ),
+    "jamba": _of(
+        "JambaForCausalLM",
+        **{**_TEXT, "pad_token_id": 0},
+        **_TOP_2,
+        intermediate_size=96,
+        num_experts=4,
+        expert_layer_period=1,
+        expert_layer_offset=0,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=8,
+        mamba_d_conv=4,
+        mamba_expand=1,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    ),
+    # No gate in an expert, and its first weight is called up_proj.
+    "nemotron_h": _of(
+        "NemotronHForCausalLM",
+        **{key: value for key, value in _TEXT.items() if key != "num_hidden_layers"},
+        **_TOP_2,
+        layers_block_type=["attention", "moe", "moe"],
+        moe_intermediate_size=96,
+        moe_shared_expert_intermediate_size=32,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        head_dim=16,
+        intermediate_size=96,
+    ),
+}
