@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
-from qgemm.checkpoint.tensors import FLOAT_DTYPES, named_tensors, split_name, transient_names
+from qgemm.checkpoint.tensors import BIAS_DTYPES, FLOAT_DTYPES, named_tensors, split_name, transient_names
 from qgemm.nn import QuantExperts, QuantLayer, QuantLinear
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear import linear_weight
@@ -28,12 +28,14 @@ def match(
     """
     layers = quantized_layers(model, manifest.layers, config_path)
     expected = {name: tensor for name, tensor in named_tensors(model).items() if split_name(name)[0] not in layers}
-    fixed = set()
+    # The float part of a model may be of any float dtype, and keeps the one it was saved in.
+    dtypes: dict[str, tuple[torch.dtype, ...]] = {
+        name: FLOAT_DTYPES if tensor.dtype in FLOAT_DTYPES else (tensor.dtype,) for name, tensor in expected.items()
+    }
     for layer_name, layer in layers.items():
         for name, parameter in layer.named_parameters():
             expected[f"{layer_name}.{name}"] = parameter
-            if name in layer.fixed_names:
-                fixed.add(f"{layer_name}.{name}")
+            dtypes[f"{layer_name}.{name}"] = (parameter.dtype,) if name in layer.fixed_names else BIAS_DTYPES
     transient = transient_names(model)
     _check_ties(expected, manifest.tied, stored, config_path)
     _check_names(expected, transient, manifest.tied, stored, config_path.parent)
@@ -44,12 +46,12 @@ def match(
             raise CheckpointError(
                 f"{tensor.path}: tensor {name} has shape {list(tensor.shape)}; the model's is {list(wanted)}"
             )
-        if not _dtypes_fit(tensor.dtype, expected[name].dtype, name in fixed):
+        if tensor.dtype not in dtypes[name]:
             raise CheckpointError(
                 f"{tensor.path}: tensor {name} is {tensor.dtype}; the model's is {expected[name].dtype}"
             )
     for alias, name in manifest.tied.items():
-        if not _dtypes_fit(stored[name].dtype, expected[alias].dtype, alias in fixed):
+        if stored[name].dtype not in dtypes[alias]:
             raise CheckpointError(
                 f"{config_path}: tied says that {alias} is {name}, but that is {stored[name].dtype}; "
                 f"the model's is {expected[alias].dtype}"
@@ -62,11 +64,6 @@ def _has_grown(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
     # (frequencies, say) is as long as the sizes of the model have it.
     longer = [b > a for a, b in zip(old, new, strict=False) if a != b]
     return len(old) == len(new) > 1 and longer == [True]
-
-
-def _dtypes_fit(stored: torch.dtype | None, wanted: torch.dtype, fixed: bool) -> bool:
-    # The float part of a model may be of any float dtype, and keeps the one it was saved in.
-    return stored == wanted or (not fixed and wanted in FLOAT_DTYPES and stored in FLOAT_DTYPES)
 
 
 def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_path: Path) -> dict[str, QuantLayer]:

@@ -28,7 +28,7 @@ from qgemm.checkpoint.pretrained import generation_config, is_pretrained, model_
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES
 from qgemm.checkpoint.safetensors_writer import write_safetensors
 from qgemm.checkpoint.staging import StagedFiles
-from qgemm.checkpoint.tensors import find_ties, stored_tensors
+from qgemm.checkpoint.tensors import BIAS_DTYPES, find_ties, stored_tensors
 from qgemm.nn import QuantLayer
 
 
@@ -66,7 +66,7 @@ def save_quantized(
         raise ValueError("model is a single quantized layer; put it into a module, such as nn.Sequential, to save it")
     tensors = stored_tensors(model)
     _check_can_be_stored(model, tensors)
-    _check_scales(layers)
+    _check_layers(layers)
     ties = find_ties(tensors)
     if format == QUANT_METHOD:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
@@ -131,8 +131,13 @@ def _check_can_be_stored(model: nn.Module, tensors: dict[str, Tensor]) -> None:
             )
 
 
-def _check_scales(layers: dict[str, QuantLayer]) -> None:
+def _check_layers(layers: dict[str, QuantLayer]) -> None:
     for name, layer in layers.items():
+        for leaf, parameter in layer.named_parameters():
+            if leaf not in layer.fixed_names and parameter.dtype not in BIAS_DTYPES:
+                raise ValueError(
+                    f"{name}.{leaf} is {parameter.dtype}, which no quantized layer computes with: call model.float()"
+                )
         for scale_name in layer.scale_names:
             scale: Tensor | None = getattr(layer, scale_name)
             if scale is not None and not bool((scale.isfinite() & (scale > 0)).all()):

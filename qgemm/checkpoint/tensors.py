@@ -64,3 +64,6 @@ def split_name(name: str) -> tuple[str, str]:
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What may stand for each other in the float part of a model: a checkpoint's dtype is kept."""
+
+BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""What the bias of a quantized layer may be: the kernels take no others."""

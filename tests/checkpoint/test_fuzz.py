@@ -145,6 +145,12 @@ def test_a_scale_tied_to_what_is_none(net_folder: Path) -> None:
         load_quantized(net_folder, model=FuzzNet)
 
 
+def test_a_bias_that_no_kernel_takes(net_folder: Path) -> None:
+    rewrite(net_folder, lambda tensors: tensors.update({"layers.0.bias": tensors["layers.0.bias"].double()}))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.bias is torch\.float64; the model's is torch\.float32"):
+        load_quantized(net_folder, model=FuzzNet)
+
+
 def test_a_name_twice_in_json(net_folder: Path) -> None:
     config = net_folder / CONFIG
     config.write_text(config.read_text().replace('"layers":', '"layers": {"head": "int8"}, "layers":'))

@@ -153,6 +153,7 @@ def refuse(change: Callable[[Any], Any], message: str) -> Any:
             lambda model: model.register_buffer("z", torch.ones(2, dtype=torch.complex64)), r"z is a Tensor of torch\.c"
         ),
         refuse(lambda model: model.register_buffer("s", torch.eye(2).to_sparse()), r"s is a Tensor .*sparse_coo"),
+        refuse(lambda model: model.double(), r"again\.bias is torch\.float64|block\.0\.bias is torch\.float64"),
         refuse(
             lambda model: model.block[0].weight_scale.fill_(float("nan")), r"again|block\.0\.weight_scale is not finite"
         ),
