@@ -1,7 +1,8 @@
 """Int8 inference layers for PyTorch.
 
-- ``quantize_model(model)`` swaps the linear layers of a model, in place; ``report(model)`` says what became of each.
-- ``QuantLinear`` is the layer.
+- ``quantize_model(model)`` swaps the linear layers and experts of a model, in place; ``report(model)`` says what became
+  of each.
+- ``QuantLinear`` is the layer, ``QuantExperts`` a mixture of experts.
 - ``save_quantized(model, folder)`` and ``load_quantized(folder)`` keep a quantized model in safetensors.
 - ``quantize_checkpoint(source, destination)`` quantizes from files to files, for models larger than memory.
 - ``QGemmConfig(...)`` is the ``quantization_config`` of transformers' ``from_pretrained``.
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
 from qgemm.integrations.on_import import when_imported
-from qgemm.nn import QuantLinear
+from qgemm.nn import QuantExperts, QuantLinear
 from qgemm.quantize import quantize_model
 from qgemm.reporting import QuantReport, report
 from qgemm.scheme import SCHEMES, QuantScheme
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMES",
     "CheckpointError",
+    "QuantExperts",
     "QuantLinear",
     "QuantReport",
     "QuantScheme",
