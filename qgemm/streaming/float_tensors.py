@@ -83,6 +83,19 @@ class ConvertedFloat(FloatTensor):
         return value[start:stop] if self.shape else value
 
 
+class StackedFloat(FloatTensor):
+    """Experts that files hold one by one, each of which is made when its turn comes."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[int, int], Tensor]) -> None:
+        """``make``: makes some of them, given where to start and stop."""
+        super().__init__(shape, dtype)
+        self._make = make
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Makes them."""
+        return self._make(start, stop)
+
+
 class OrderedExperts(FloatTensor):
     """A float weight or bias of experts in the layout of ``QuantExperts``, whatever the model's own is."""
 

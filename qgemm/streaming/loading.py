@@ -1,20 +1,15 @@
-"""What transformers would load: the float model on meta, and how each of its tensors comes from the files.
+"""The float model as transformers would load it: on meta, with where each of its tensors comes from.
 
-Names in files may differ from those in the model, and some tensors are made of others (the experts of a layer are one
-tensor in memory, many in files). transformers describes that as a list of renamings and conversions for each model.
-Here they are applied as ``from_pretrained`` of transformers 5.17 to 5.23 does, but to names and shapes; values are read
-when their turn comes. What it would pass over with a warning (a tensor that is missing and made up, or one that the
-model has no place for) is refused.
+What ``from_pretrained`` passes over with a warning (a tensor that is missing and made up, or one that the model has no
+place for) is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from copy import deepcopy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +20,8 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, checkpoint_file, read_json
 from qgemm.checkpoint.pretrained import BuildLimits, build_pretrained, read_generation_config
 from qgemm.checkpoint.tensors import split_name
-from qgemm.streaming.float_tensors import (
-    BuiltFloat,
-    Conversion,
-    ConversionTurn,
-    ConvertedFloat,
-    FloatTensor,
-    StoredFloat,
-)
+from qgemm.streaming.conversions import find_tensors
+from qgemm.streaming.float_tensors import BuiltFloat, FloatTensor
 from qgemm.streaming.source import Source
 
 _SHOWN = 5
@@ -40,14 +29,10 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class FloatModel:
-    """``model``: a transformers model on meta, as it would be once loaded, and its ``tensors`` by name.
-
-    ``left_out``: the tensors of the files that the model doesn't have.
-    """
+    """``model``: a transformers model on meta, as it would be once loaded, and its ``tensors`` by name."""
 
     model: nn.Module
     tensors: dict[str, FloatTensor]
-    left_out: list[str]
 
 
 def plan_loading(source: Source, drop: Iterable[str]) -> FloatModel:
@@ -57,11 +42,11 @@ def plan_loading(source: Source, drop: Iterable[str]) -> FloatModel:
     would make some up, or have no place for others, or if shapes differ.
     """
     model = _build(source)
-    tensors, unplaced = _find_tensors(model, source)
+    tensors, unplaced = find_tensors(model, source)
     _check_unplaced(model, unplaced, drop, source.folder)
     _tie(model, tensors)
     _add_built(model, tensors, source)
-    return FloatModel(model, tensors, unplaced)
+    return FloatModel(model, tensors)
 
 
 def _build(source: Source) -> Any:
@@ -112,111 +97,6 @@ def _set_dtype(model: Any, dtype: str) -> None:
     for key in model.config.sub_configs:
         if (part := getattr(model.config, key)) is not None:
             part.dtype = value
-
-
-def _find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], list[str]]:
-    """How each tensor comes from the files, and the names of those in the files that none comes from."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-
-    transforms = get_model_conversion_mapping(model)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    wanted = model.state_dict()
-    prefix = model.base_model_prefix
-    dtype_of = _dtype_rule(model, wanted)
-    found: dict[str, FloatTensor] = {}
-    conversions: dict[str, tuple[Any, list[tuple[str, str, torch.dtype]]]] = {}
-    unplaced = []
-    for name in sorted(source.tensors, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
-        if target not in wanted and name in wanted:
-            target, pattern = rename_source_key(name, [], [], prefix, wanted)
-        if target not in wanted:
-            unplaced.append(name)
-        elif pattern is None:
-            found[target] = _stored(source, name, wanted[target], dtype_of(target), target)
-        else:
-            _, inputs = conversions.setdefault(target, (by_pattern[pattern], []))
-            inputs.append((pattern, name, dtype_of(target)))
-    turn = ConversionTurn()
-    for target, (converter, inputs) in conversions.items():
-        run = partial(_convert, model, converter, target, inputs)
-        shapes = _try(run, source, target, inputs)
-        conversion = Conversion(partial(run, partial(_read, source)), turn)
-        for name, value in shapes.items():
-            _check_shape(name, tuple(value.shape), wanted.get(name), inputs[0][1], source)
-            found[name] = ConvertedFloat(tuple(value.shape), value.dtype, name, conversion)
-    return found, unplaced
-
-
-def _dtype_rule(model: Any, wanted: dict[str, Tensor]) -> Callable[[str], torch.dtype]:
-    """What dtype a tensor of the model gets: that in which the class builds it, or float32 where that says so."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    plan = model._get_dtype_plan(model.config.dtype)
-    if not plan:
-        return lambda name: wanted[name].dtype
-    pattern, glob_of, _ = build_glob_alternation(list(plan))
-
-    def dtype_of(name: str) -> torch.dtype:
-        match = pattern.search(name)
-        dtype: torch.dtype = plan[glob_of[str(match.lastgroup)]] if match else wanted[name].dtype
-        return dtype
-
-    return dtype_of
-
-
-def _stored(source: Source, name: str, wanted: Tensor, dtype: torch.dtype, target: str) -> FloatTensor:
-    tensor = source.tensors[name]
-    if tensor.dtype is None:
-        raise CheckpointError(f"{tensor.path}: tensor {name} is of a dtype that qgemm doesn't read")
-    _check_shape(target, tensor.shape, wanted, name, source)
-    return StoredFloat(source, name, dtype)
-
-
-def _check_shape(target: str, shape: tuple[int, ...], wanted: Tensor | None, name: str, source: Source) -> None:
-    path = source.tensors[name].path
-    if wanted is None:
-        raise CheckpointError(f"{path}: tensor {name} would become {target}, which the model doesn't have")
-    if shape != tuple(wanted.shape):
-        raise CheckpointError(f"{path}: {target} has shape {list(shape)}; the model's is {list(wanted.shape)}")
-
-
-def _convert(
-    model: Any,
-    converter: Any,
-    target: str,
-    inputs: list[tuple[str, str, torch.dtype]],
-    read: Callable[[str, torch.dtype], Tensor],
-) -> dict[str, Tensor]:
-    """Runs one of transformers' conversions."""
-    own = deepcopy(converter)
-    for pattern, name, dtype in inputs:
-        own.add_tensor(target, name, pattern, partial(read, name, dtype))
-    made = own.convert(target, model=model, config=model.config)
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
-
-
-def _read(source: Source, name: str, dtype: torch.dtype) -> Tensor:
-    tensor = source.tensors[name]
-    return source.read_rows(name, 0, tensor.shape[0] if tensor.shape else 1).to(dtype)
-
-
-def _try(
-    run: Callable[..., dict[str, Tensor]], source: Source, target: str, inputs: list[tuple[str, str, torch.dtype]]
-) -> dict[str, Tensor]:
-    """What a conversion makes, on meta."""
-
-    def read(name: str, dtype: torch.dtype) -> Tensor:
-        return torch.empty(source.tensors[name].shape, dtype=dtype, device="meta")
-
-    try:
-        return run(read)
-    except Exception as error:  # whatever transformers' code makes of shapes that it didn't expect
-        names = [name for _, name, _ in inputs]
-        raise CheckpointError(f"{source.folder}: {_some(names)} can't be made into {target}: {error}") from error
 
 
 def _check_unplaced(model: Any, unplaced: list[str], drop: Iterable[str], folder: Path) -> None:

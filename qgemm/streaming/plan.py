@@ -49,7 +49,6 @@ class Plan:
     - ``shards``: the names of the tensors in each file.
     - ``weights``: of the tensors that are an int8 weight or its scales, the weight.
     - ``copied``: of all others, where their values come from.
-    - ``left_out``: tensors of the source that the model doesn't have.
     """
 
     model: nn.Module
@@ -58,7 +57,6 @@ class Plan:
     shards: dict[str, list[str]]
     weights: dict[str, QuantizedWeight]
     copied: dict[str, FloatTensor]
-    left_out: list[str]
 
     def report(self, errors: Mapping[str, float]) -> QuantReport:
         """The report on the model; ``errors``: of the int8 weights, by name."""
@@ -117,7 +115,7 @@ def make_plan(
         else:
             copied[name] = found
     shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, limit)
-    return Plan(model, tensors, ties, shards, weights, copied, loading.left_out)
+    return Plan(model, tensors, ties, shards, weights, copied)
 
 
 def _input_scale(model: nn.Module, layer: QuantLinear, scales: Mapping[str, float | Tensor]) -> Tensor:

@@ -1,0 +1,163 @@
+"""Where each tensor of a float model comes from: transformers' renamings and conversions, applied to names and shapes.
+
+Names in files may differ from those in the model, and some tensors are made of others (the experts of a layer are one
+tensor in memory, many in files). transformers describes that as a list of renamings and conversions for each model.
+Here they are applied as ``from_pretrained`` of transformers 5.17 to 5.23 does, but values are read when their turn
+comes, one expert at a time where each is made of its own tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.streaming.float_tensors import (
+    Conversion,
+    ConversionTurn,
+    ConvertedFloat,
+    FloatTensor,
+    StackedFloat,
+    StoredFloat,
+)
+from qgemm.streaming.source import Source
+
+# A tensor that goes into a conversion: the pattern that it matched, its name in the files, and what to cast it to.
+_Input: TypeAlias = "tuple[str, str, torch.dtype]"
+
+
+def find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], list[str]]:
+    """How each tensor of ``model`` comes from the files, and the names of those in the files that none comes from.
+
+    Reads no values. Raises ``CheckpointError`` if shapes differ, or if tensors can't be made into what the model has.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    wanted = model.state_dict()
+    prefix = model.base_model_prefix
+    dtype_of = _dtype_rule(model, wanted)
+    found: dict[str, FloatTensor] = {}
+    conversions: dict[str, tuple[Any, list[_Input]]] = {}
+    unplaced = []
+    for name in sorted(source.tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = rename_source_key(name, [], [], prefix, wanted)
+        if target not in wanted:
+            unplaced.append(name)
+        elif source.tensors[name].dtype is None:
+            path = source.tensors[name].path
+            raise CheckpointError(f"{path}: tensor {name} is of a dtype that qgemm doesn't read")
+        elif pattern is None:
+            _check_shape(target, source.tensors[name].shape, wanted[target], name, source)
+            found[target] = StoredFloat(source, name, dtype_of(target))
+        else:
+            _, inputs = conversions.setdefault(target, (by_pattern[pattern], []))
+            inputs.append((pattern, name, dtype_of(target)))
+    turn = ConversionTurn()
+    for target, (converter, inputs) in conversions.items():
+        run = partial(_convert, model, converter, target, inputs)
+        shapes = _try(run, source, target, inputs)
+        conversion = Conversion(partial(run, read=partial(_read, source)), turn)
+        for name, value in shapes.items():
+            _check_shape(name, tuple(value.shape), wanted.get(name), inputs[0][1], source)
+            by_expert = _split_by_expert(converter, inputs, len(value) if value.ndim else 0)
+            if by_expert and len(shapes) == 1:
+                make = partial(_convert_experts, partial(_convert, model, converter, target), by_expert, source)
+                found[name] = StackedFloat(tuple(value.shape), value.dtype, make)
+            else:
+                found[name] = ConvertedFloat(tuple(value.shape), value.dtype, name, conversion)
+    return found, unplaced
+
+
+def _split_by_expert(converter: Any, inputs: list[_Input], count: int) -> list[list[_Input]]:
+    """What each of ``count`` experts is made of, if each is made of its own tensors alone; else nothing."""
+    for operation in converter.operations:
+        kind = type(operation).__name__
+        stacks = kind == "MergeModulelist" and operation.dim == 0
+        if not (stacks or (kind == "Concatenate" and operation.dim > 0)):
+            return []
+    of_pattern: dict[str, list[_Input]] = {}
+    for one in inputs:
+        of_pattern.setdefault(one[0], []).append(one)
+    if type(converter.operations[0]).__name__ != "MergeModulelist" or {len(s) for s in of_pattern.values()} != {count}:
+        return []
+    return [list(of_expert) for of_expert in zip(*of_pattern.values(), strict=True)]
+
+
+def _convert_experts(
+    convert: Callable[..., dict[str, Tensor]], by_expert: list[list[_Input]], source: Source, start: int, stop: int
+) -> Tensor:
+    inputs = [one for of_expert in by_expert[start:stop] for one in of_expert]
+    (value,) = convert(inputs, read=partial(_read, source)).values()
+    return value
+
+
+def _dtype_rule(model: Any, wanted: dict[str, Tensor]) -> Callable[[str], torch.dtype]:
+    """What dtype a tensor of the model gets: that in which the class builds it, or float32 where that says so."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = model._get_dtype_plan(model.config.dtype)
+    if not plan:
+        return lambda name: wanted[name].dtype
+    pattern, glob_of, _ = build_glob_alternation(list(plan))
+
+    def dtype_of(name: str) -> torch.dtype:
+        match = pattern.search(name)
+        dtype: torch.dtype = plan[glob_of[str(match.lastgroup)]] if match else wanted[name].dtype
+        return dtype
+
+    return dtype_of
+
+
+def _check_shape(target: str, shape: tuple[int, ...], wanted: Tensor | None, name: str, source: Source) -> None:
+    path = source.tensors[name].path
+    if wanted is None:
+        raise CheckpointError(f"{path}: tensor {name} would become {target}, which the model doesn't have")
+    if shape != tuple(wanted.shape):
+        raise CheckpointError(f"{path}: {target} has shape {list(shape)}; the model's is {list(wanted.shape)}")
+
+
+def _convert(
+    model: Any,
+    converter: Any,
+    target: str,
+    inputs: list[_Input],
+    read: Callable[[str, torch.dtype], Tensor],
+) -> dict[str, Tensor]:
+    """Runs one of transformers' conversions."""
+    own = deepcopy(converter)
+    for pattern, name, dtype in inputs:
+        own.add_tensor(target, name, pattern, partial(read, name, dtype))
+    made = own.convert(target, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _read(source: Source, name: str, dtype: torch.dtype) -> Tensor:
+    tensor = source.tensors[name]
+    return source.read_rows(name, 0, tensor.shape[0] if tensor.shape else 1).to(dtype)
+
+
+def _try(run: Callable[..., dict[str, Tensor]], source: Source, target: str, inputs: list[_Input]) -> dict[str, Tensor]:
+    """What a conversion makes, on meta."""
+
+    def read(name: str, dtype: torch.dtype) -> Tensor:
+        return torch.empty(source.tensors[name].shape, dtype=dtype, device="meta")
+
+    try:
+        return run(read=read)
+    except Exception as error:  # whatever transformers' code makes of shapes that it didn't expect
+        first, rest = inputs[0][1], len(inputs) - 1
+        raise CheckpointError(
+            f"{source.folder}: {first} and {rest} more can't be made into {target}: {error}"
+        ) from error
