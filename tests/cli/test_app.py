@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -78,6 +79,32 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = run("inspect", tmp_path, exit_code=130)
     assert result.stdout == ""
     assert result.stderr.splitlines() == ["warning: look out", "a library prints", "interrupted"]
+
+
+def test_ctrl_c_of_a_process() -> None:
+    code = """
+import sys, time, types
+def examine(*_):
+    print("here", flush=True)
+    time.sleep(60)
+sys.modules["qgemm_cli.commands.inspect"] = types.SimpleNamespace(examine=examine, show=None)
+from qgemm_cli import main
+main()
+"""
+    command = [sys.executable, "-c", code, "inspect", "."]
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a CI may have it ignored
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline() == "here\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (out, err, process.returncode) == ("", "interrupted\n", 130)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
