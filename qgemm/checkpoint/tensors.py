@@ -38,14 +38,14 @@ def find_ties(tensors: dict[str, Tensor]) -> dict[str, str]:
     """Names that stand for the same memory as an earlier name, and that name.
 
     The same memory means the same storage seen the same way: tensors that only overlap are stored apart. On meta, where
-    there is none, it means the same tensor object.
+    there is none, and for subclasses (DTensor), which have theirs elsewhere, it means the same tensor object.
     """
     first: dict[tuple[object, ...], str] = {}
     ties = {}
     for name, tensor in tensors.items():
         if tensor.numel() == 0:
             continue  # it has no address that tells it from others
-        if tensor.device.type == "meta":
+        if tensor.device.type == "meta" or type(tensor.detach()) is not Tensor:
             place: tuple[object, ...] = (id(tensor),)
         else:
             storage = tensor.untyped_storage().data_ptr(), tensor.storage_offset()

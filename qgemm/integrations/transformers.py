@@ -41,6 +41,7 @@ from qgemm.checkpoint.matching import quantized_layers
 from qgemm.checkpoint.pretrained import parameters_on_meta
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_values
 from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors, transient_names
+from qgemm.integrations.tensor_parallel import is_cut, plan_layers
 from qgemm.integrations.transformers_checkpoint import (
     check_loaded,
     check_stored,
@@ -247,6 +248,11 @@ class QGemmQuantizer(HfQuantizer):
         if self.pre_quantized:
             self._prepare_quantized(model, [Path(file) for file in checkpoint_files or ()])
             return
+        if is_cut(model):
+            raise ValueError(
+                "distributed_config cuts the model among processes, each of which would find other scales for its part "
+                "of a weight: quantize and save the model first, and load that folder with this distributed_config"
+            )
         config = self.quantization_config
         with _as_it_will_be(model):
             self._plan = plan_swaps(model, config.scheme, config.skip, config.input_scales)
@@ -273,6 +279,8 @@ class QGemmQuantizer(HfQuantizer):
         if not same_class:
             manifest = self.quantization_config.manifest = manifest_for(model, manifest, self._config_path)
         layers = quantized_layers(model, manifest.layers, self._config_path)
+        if is_cut(model):
+            plan_layers(model, layers)
         for name, layer in layers.items():
             parent, leaf = split_name(name)
             setattr(model.get_submodule(parent), leaf, layer)
