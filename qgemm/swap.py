@@ -43,7 +43,7 @@ def _swap(
     value = None
     if weight.device.type != "meta":
         error = WeightError()
-        error.add_all(weight, quantized.weight, quantized.weight_scale)
+        error.add_all(weight, quantized.weight, quantized.weight_scale, error.rows_at_a_time(weight.shape))
         value = error.value
     return LayerRecord(layer.name, layer.kind, scheme.name, "", layer.bytes, parameter_bytes(quantized), value)
 
@@ -73,8 +73,9 @@ class ExpertsSwap:
         if name in self._quantized.weight_names and value.device.type != "meta":
             q, scale = getattr(self._quantized, name), getattr(self._quantized, f"{name}_scale")
             error = WeightError()
+            step = error.rows_at_a_time(q.shape)
             for expert in range(q.shape[0]):
-                error.add_all(self._source.rows_of(name, value.detach(), expert), q[expert], scale[expert])
+                error.add_all(self._source.rows_of(name, value.detach(), expert), q[expert], scale[expert], step)
             self._errors.append(error.value)
 
     def finish(self) -> LayerRecord:
@@ -126,9 +127,11 @@ class WeightError:
 
     @staticmethod
     def rows_at_a_time(shape: Sequence[int]) -> int:
-        """How many rows of a weight of ``shape`` make a piece."""
-        # Three copies of a thirty-second in float64 take 3/8 of the memory of a bfloat16 weight.
-        return max(shape[0] // 32, 2**16 // shape[1], 1)
+        """How many rows of a weight ``[N, K]``, or of each of the experts in ``[E, N, K]``, make a piece."""
+        # Three copies of a thirty-second in float64 take 3/8 of the memory of a bfloat16 weight. Experts are many and
+        # small: 25 MB at least are worked on at a time, or a GPU would wait for the host.
+        N, K = shape[-2:]
+        return max(N // 32, (2**16 if len(shape) == 2 else 2**20) // K, 1)
 
     @torch.no_grad()
     def add(self, weight: Tensor, q: Tensor, scale: Tensor) -> None:
@@ -138,9 +141,8 @@ class WeightError:
         self._squares = self._squares.to(weight.device)
         self._squares += torch.stack((error.square_().sum(), wanted.square_().sum()))
 
-    def add_all(self, weight: Tensor, q: Tensor, scale: Tensor) -> None:
-        """Takes in all rows of a weight, or of one expert's, a piece at a time."""
-        step = self.rows_at_a_time(weight.shape)
+    def add_all(self, weight: Tensor, q: Tensor, scale: Tensor, step: int) -> None:
+        """Takes in all rows of a weight, or of one expert's, ``step`` at a time."""
         for start in range(0, weight.shape[0], step):
             part = slice(start, start + step)
             self.add(weight[part], q[part], scale[part])

@@ -78,15 +78,14 @@ def _quantized_pieces(
 def _rows(weight: QuantizedWeight, device: torch.device) -> Iterator[Tensor]:
     """The rows of a weight, as many at a time as ``WeightError`` wants."""
     values = weight.values
+    if weight.is_transposed:
+        rows = values.rows(0, values.row_count).to(device).t()
+        yield from rows.split(WeightError.rows_at_a_time(rows.shape))
+        return
+    step = WeightError.rows_at_a_time(values.shape)
     if len(values.shape) == 3:
         for expert in range(values.row_count):
-            yield from _cut(values.rows(expert, expert + 1)[0].to(device))
-    elif weight.is_transposed:
-        yield from _cut(values.rows(0, values.row_count).to(device).t())
+            yield from values.rows(expert, expert + 1)[0].to(device).split(step)
     else:
-        for start, stop in values.spans(WeightError.rows_at_a_time(values.shape)):
+        for start, stop in values.spans(step):
             yield values.rows(start, stop).to(device)
-
-
-def _cut(rows: Tensor) -> Iterator[Tensor]:
-    return iter(rows.split(WeightError.rows_at_a_time(tuple(rows.shape))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from models.mixtures import MIXTURES
 from safetensors.torch import load_file, save_file
 from streaming.files import assert_same_files
 from torch import nn
+from transformers import Mxfp4Config
 
 import qgemm
 from integrations.folders import assert_same, edit_weights
@@ -123,6 +125,32 @@ def test_a_quantized_folder_is_offloaded_and_run(family: str, tmp_path: Path) ->
     device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
     again = type(model).from_pretrained(tmp_path / "int8", device_map=device_map, offload_folder=tmp_path / "disk")
     assert torch.equal(Example(again, example.inputs).output(), expected)
+
+
+def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
+    # In 4 bits: transformers makes bfloat16 of it, and that is quantized.
+    example = MIXTURES["gpt_oss"]()
+    cls: Any = type(example.model)
+    example.model.to(torch.bfloat16).save_pretrained(tmp_path)  # type: ignore[operator]
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        E, K, N = stored.pop(name).shape
+        stored[f"{name}_blocks"] = torch.randint(0, 256, (E, N, K // 32, 16), dtype=torch.uint8)
+        stored[f"{name}_scales"] = torch.randint(118, 122, (E, N, K // 32), dtype=torch.uint8)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    model = cls.from_pretrained(tmp_path, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16)
+    expected = Example(model, example.inputs).output()
+    qgemm.quantize_model(model)
+    out = Example(model, example.inputs).output()
+    assert torch.cosine_similarity(out.float(), expected.float(), dim=-1).median() > 0.99
+    model.save_pretrained(tmp_path / "int8")
+    assert experts_of(model)
+    assert_same(cls.from_pretrained(tmp_path / "int8"), model)
 
 
 def test_a_float_file_that_lacks_an_expert(tmp_path: Path) -> None:
