@@ -3,19 +3,20 @@
 A pair is a token and one of its slots, ``p = t * k + j``. Rows of the products are pairs sorted by expert, in the order
 of the pairs within an expert: position ``= #pairs of lower experts + #earlier pairs of the same``. That is counted, not
 sorted, so no order of programs can change it. Few pairs are counted by every program that quantizes one
-(``_quantize_pairs_kernel``); many first in chunks (``_count_pairs_kernel``, ``_place_pairs_kernel``).
-
-``PDL``: see ``Launch``. ``NEXT_EARLY``: let the next kernel start at once, instead of when this one ends.
+(``_quantize_pairs_kernel``); many first in chunks (``_count_pairs_kernel``, ``_place_pairs_kernel``), and then a token
+is quantized once for all of its rows (``_quantize_tokens_kernel``).
 
 ``_activate_kernel`` reads a row of the first product once, and writes int8. ``_combine_kernel`` adds a token's rows
 slot by slot in float32, so the bits are the same every time.
+
+``PDL``: see ``Launch``. ``NEXT_EARLY``: let the next kernel start at once, instead of when this one ends.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.gated_activation_kernels import gated_activation
+from qgemm.kernels.gemm_kernels import gelu, relu, silu
 from qgemm.kernels.grouped_kernels import GroupTiles, write_tiles
 from qgemm.kernels.quantize_kernels import ROUND, _float_of, _magnitude, _multiplier, _quantize, _quantize_row
 from qgemm.kernels.stages import INTERPRETING
@@ -29,50 +30,36 @@ def _load_ids(ids, pairs, P, E):
     return tl.where((found >= 0) & (found < E), found, -1).to(tl.int32)
 
 
-@triton.jit
-def _count(ids, first, end, P, E, GROUPS: tl.constexpr, STEP: tl.constexpr):
-    """How many of the pairs ``[first, end)`` each expert has: ``[GROUPS]``."""
-    groups = tl.arange(0, GROUPS)
-    counts = tl.zeros((GROUPS,), dtype=tl.int32)
-    for start in range(first, end, STEP):
-        found = _load_ids(ids, start + tl.arange(0, STEP), P, E)
-        counts += tl.sum((found[None, :] == groups[:, None]).to(tl.int32), axis=1)
-    return counts
-
-
 @triton.jit(do_not_specialize=["P"])
 def _quantize_pairs_kernel(
     x, ids, q, q_scale, position, tiles,
     P, E, K, stride_xm, stride_xk,
     TOP_K: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    ROUTE: tl.constexpr, PAIRS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
+    PAIRS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """A pair a program: its token's row of ``x``, quantized into its place among the sorted rows of ``q``.
 
-    ``ROUTE``: the places aren't known yet. Each program counts its own among ``PAIRS`` (a power of 2, at least ``P``);
-    one more writes the tiles. Without it ``position`` has the places, and ``ids`` and ``tiles`` aren't read.
-    ``BLOCK``, ``BLOCKS``: see ``_quantize_row``.
+    Each program counts its own place among ``PAIRS`` (a power of 2, at least ``P``); one more writes the tiles.
+    ``GROUPS``: a power of 2, at least ``E``. ``BLOCK``, ``BLOCKS``: see ``_quantize_row``.
     """
     if PDL:
         gdc_wait()
     if NEXT_EARLY:
         gdc_launch_dependents()
     pair = tl.program_id(0)
-    if ROUTE:
-        if pair == P:
-            sizes = _count(ids, 0, P, P, E, GROUPS, 32)
-            write_tiles(tiles, tl.cumsum(sizes, axis=0) - sizes, sizes, tl.arange(0, GROUPS), BLOCK_M)
-            place = tl.full((), -1, tl.int32)
-        else:
-            expert = _load_ids(ids, pair, P, E)
-            pairs = tl.arange(0, PAIRS)
-            others = _load_ids(ids, pairs, P, E)
-            earlier = (others >= 0) & ((others < expert) | ((others == expert) & (pairs < pair)))
-            place = tl.where(expert >= 0, tl.sum(earlier.to(tl.int32), axis=0), -1)
-            tl.store(position + pair, place)
+    if pair == P:
+        experts = _load_ids(ids, tl.arange(0, PAIRS), P, E)
+        sizes = tl.histogram(experts, GROUPS, mask=experts >= 0)
+        write_tiles(tiles, tl.cumsum(sizes, axis=0) - sizes, sizes, tl.arange(0, GROUPS), BLOCK_M)
+        place = tl.full((), -1, tl.int32)
     else:
-        place = tl.load(position + pair)
+        expert = _load_ids(ids, pair, P, E)
+        pairs = tl.arange(0, PAIRS)
+        others = _load_ids(ids, pairs, P, E)
+        earlier = (others >= 0) & ((others < expert) | ((others == expert) & (pairs < pair)))
+        place = tl.where(expert >= 0, tl.sum(earlier.to(tl.int32), axis=0), -1)
+        tl.store(position + pair, place)
     if place >= 0:
         row = place.to(tl.int64)
         token = (pair // TOP_K).to(tl.int64)
@@ -90,71 +77,159 @@ def _count_pairs_kernel(
     if NEXT_EARLY:
         gdc_launch_dependents()
     chunk = tl.program_id(0)
-    found = _count(ids, chunk * CHUNK, chunk * CHUNK + CHUNK, P, E, GROUPS, 32)
+    experts = _load_ids(ids, chunk * CHUNK + tl.arange(0, CHUNK), P, E)
+    found = tl.histogram(experts, GROUPS, mask=experts >= 0)
     tl.store(counts + chunk * GROUPS + tl.arange(0, GROUPS), found)
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["P", "chunks"])
 def _place_pairs_kernel(
-    ids, counts, position, tiles, P, E,
+    ids, counts, position, tiles, P, E, chunks,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of pairs a program: where each goes among the sorted rows, -1 for nowhere. The first writes the tiles."""
+    """A chunk of pairs a program: where each goes among the sorted rows, -1 for nowhere. One more writes the tiles."""
     ROWS: tl.constexpr = 16  # of counts at a time
     if PDL:
         gdc_wait()
     if NEXT_EARLY:
         gdc_launch_dependents()
     chunk = tl.program_id(0)
-    chunks = tl.num_programs(0)
     groups = tl.arange(0, GROUPS)
     sizes = tl.zeros((GROUPS,), dtype=tl.int32)
     before = tl.zeros((GROUPS,), dtype=tl.int32)
-    for start in range(0, chunks, ROWS):
+    for start in tl.range(0, chunks, ROWS, loop_unroll_factor=4):
         rows = start + tl.arange(0, ROWS)
         part = tl.load(counts + rows[:, None] * GROUPS + groups[None, :], mask=(rows < chunks)[:, None], other=0)
         sizes += tl.sum(part, axis=0)
         before += tl.sum(tl.where((rows < chunk)[:, None], part, 0), axis=0)
     starts = tl.cumsum(sizes, axis=0) - sizes
-    if chunk == 0:
+    if chunk == chunks:
         write_tiles(tiles, starts, sizes, groups, BLOCK_M)
+    else:
+        pairs = chunk * CHUNK + tl.arange(0, CHUNK)
+        experts = _load_ids(ids, pairs, P, E)
+        place = tl.gather(starts + before, tl.maximum(experts, 0), 0)
+        for start in tl.range(0, CHUNK, 32, loop_unroll_factor=2):
+            others = chunk * CHUNK + start + tl.arange(0, 32)
+            same = _load_ids(ids, others, P, E)[None, :] == experts[:, None]
+            place += tl.sum((same & (others[None, :] < pairs[:, None])).to(tl.int32), axis=1)
+        tl.store(position + pairs, tl.where(experts >= 0, place, -1), mask=pairs < P)
 
-    own = chunk * CHUNK + tl.arange(0, CHUNK)
-    experts = _load_ids(ids, own, P, E)
-    place = tl.gather(starts + before, tl.maximum(experts, 0), 0)
-    for start in range(chunk * CHUNK, chunk * CHUNK + CHUNK, 32):
-        others = start + tl.arange(0, 32)
-        same = _load_ids(ids, others, P, E)[None, :] == experts[:, None]
-        place += tl.sum((same & (others[None, :] < own[:, None])).to(tl.int32), axis=1)
-    tl.store(position + own, tl.where(experts >= 0, place, -1), mask=own < P)
+
+@triton.jit
+def _quantized(blocks, BLOCKS: tl.constexpr, MIN_SCALE: tl.constexpr):
+    """``(scale, int8 blocks)`` of a row in ``BLOCKS`` blocks, with the numbers of ``_quantize_row``."""
+    dtype: tl.constexpr = blocks[0].dtype
+    ONE_PRODUCT: tl.constexpr = dtype == tl.bfloat16
+    largest = _magnitude(blocks[0])
+    for i in tl.static_range(1, BLOCKS):
+        largest = tl.maximum(largest, _magnitude(blocks[i]))
+    amax = _float_of(tl.max(largest, axis=0), dtype)
+    scale = _scale_of(amax, MIN_SCALE)
+    inverse = _multiplier(amax, scale) if ONE_PRODUCT else tl.math.div_rn(1.0, scale)
+    # As in _quantize_row.
+    usual = (scale > 2.0**-100) & (scale < 2.0**100) & (ONE_PRODUCT or not INTERPRETING)
+    out = ()
+    for i in tl.static_range(BLOCKS):
+        if usual:
+            values = _quantize(blocks[i], scale, inverse, ONE_PRODUCT, False)
+        else:
+            values = _quantize_by_division(blocks[i], scale)
+        out = out + (values,)
+    return scale, out
+
+
+@triton.jit
+def _scale_of(amax, MIN_SCALE: tl.constexpr):
+    scale = tl.where(amax == 0, 1.0, tl.maximum(tl.math.div_rn(amax, 127.0), MIN_SCALE))
+    return tl.where(amax < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def _quantize_by_division(x, scale):
+    """For any values and any scale."""
+    quotient = tl.minimum(tl.maximum(tl.math.div_rn(x.to(tl.float32), scale), -127.0), 127.0)
+    return tl.where(scale == scale, (quotient + ROUND) - ROUND, 0.0).to(tl.int8)
+
+
+@triton.jit
+def _quantize_tokens_kernel(
+    x, q, q_scale, position,
+    K, stride_xm, stride_xk,
+    TOP_K: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+):  # fmt: skip
+    """A token a program: its row of ``x``, quantized to each of its places in ``q``.
+
+    ``BLOCKS``: how many blocks of ``BLOCK`` values hold the row; 0 to quantize it anew for each place.
+    """
+    if PDL:
+        gdc_wait()
+    if NEXT_EARLY:
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    x_row = x + token * stride_xm
+    offsets = tl.arange(0, BLOCK)
+    blocks = ()
+    for i in tl.static_range(BLOCKS):
+        k = i * BLOCK + offsets
+        blocks = blocks + (tl.load(x_row + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0),)
+    if BLOCKS:
+        scale, values = _quantized(blocks, BLOCKS, MIN_SCALE)
+    for j in tl.static_range(TOP_K):
+        row = tl.load(position + token * TOP_K + j).to(tl.int64)
+        if row >= 0:
+            if BLOCKS:
+                tl.store(q_scale + row, scale)
+                for i in tl.static_range(BLOCKS):
+                    k = i * BLOCK + offsets
+                    tl.store(q + row * K + k, values[i], mask=k < K)
+            else:
+                _quantize_row(x_row, q + row * K, q_scale + row, None, K, stride_xk, MIN_SCALE, BLOCK, BLOCKS)
+
+
+@triton.jit
+def gelu_tanh(x):
+    """GELU by its approximation with a tanh; ``(1 + tanh(u)) / 2`` is ``sigmoid(2 * u)``."""
+    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
+def relu2(x):
+    """``max(x, 0) ** 2``; NaN stays NaN."""
+    return relu(x) * relu(x)
+
+
+GATE_FUNCTIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu, "relu2": relu2}
+"""Device code of each name in ``gated_activation.GATE_FUNCTIONS``."""
 
 
 @triton.jit
 def _activated(
     g, k, K,
-    GATED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """The activation of columns ``k`` of the row at ``g``, as its dtype; 0 beyond ``K``. See ``gated_activation``."""
+    """The activation of columns ``k`` of the row at ``g``, as its dtype; 0 beyond ``K``. See ``GatedActivation``."""
     dtype = g.dtype.element_ty
     gate = tl.load(g + k, mask=k < K, other=0.0).to(tl.float32)
-    up = tl.load(g + K + k, mask=k < K, other=0.0).to(tl.float32) if GATED else None
-    out = gated_activation(gate, up, FUNCTION, LIMIT, ALPHA, UP_OFFSET)
+    if LIMIT is not None:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+    out = gate / (1.0 + tl.exp(-ALPHA * gate)) if ALPHA != 1.0 else FUNCTION(gate)
+    if GATED:
+        up = tl.load(g + K + k, mask=k < K, other=0.0).to(tl.float32)
+        if LIMIT is not None:
+            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        out *= up + UP_OFFSET
     if INTERPRETING and dtype == tl.bfloat16:
         out = _round_to_bfloat16(out)
     return out.to(dtype)
 
 
 @triton.jit
-def _quantize_by_division(x, scale):
-    quotient = tl.minimum(tl.maximum(tl.math.div_rn(x.to(tl.float32), scale), -127.0), 127.0)
-    return tl.where(scale == scale, (quotient + ROUND) - ROUND, 0.0).to(tl.int8)
-
-
-@triton.jit
 def _activate_kernel(
     g, q, q_scale, tiles,
     K,
-    GATED: tl.constexpr, FUNCTION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
     MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """A row a program: the activation of ``g``'s, ``[rows, 2K]`` or ``[rows, K]``, quantized: ``q [rows, K]``.
@@ -167,42 +242,29 @@ def _activate_kernel(
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     if row < GroupTiles(tiles).num_rows():
-        dtype: tl.constexpr = g.dtype.element_ty
-        ONE_PRODUCT: tl.constexpr = dtype == tl.bfloat16
         g_row = g + row * K * (2 if GATED else 1)
         q_row = q + row * K
         offsets = tl.arange(0, BLOCK)
-        blocks = ()
-        largest = _magnitude(tl.zeros((BLOCK,), dtype=dtype))
         if BLOCKS:
-            for i in tl.static_range(BLOCKS):
-                values = _activated(g_row, i * BLOCK + offsets, K, GATED, FUNCTION, LIMIT, ALPHA, UP_OFFSET)
-                blocks = blocks + (values,)
-                largest = tl.maximum(largest, _magnitude(values))
-        else:
-            for start in range(0, K, BLOCK):
-                values = _activated(g_row, start + offsets, K, GATED, FUNCTION, LIMIT, ALPHA, UP_OFFSET)
-                largest = tl.maximum(largest, _magnitude(values))
-        amax = _float_of(tl.max(largest, axis=0), dtype)
-        scale = tl.where(amax == 0, 1.0, tl.maximum(tl.math.div_rn(amax, 127.0), MIN_SCALE))
-        scale = tl.where(amax < float("inf"), scale, float("nan"))
-        tl.store(q_scale + row, scale)
-
-        inverse = _multiplier(amax, scale) if ONE_PRODUCT else tl.math.div_rn(1.0, scale)
-        # As in _quantize_row.
-        usual = (scale > 2.0**-100) & (scale < 2.0**100) & (ONE_PRODUCT or not INTERPRETING)
-        if BLOCKS:
+            blocks = ()
             for i in tl.static_range(BLOCKS):
                 k = i * BLOCK + offsets
-                if usual:
-                    tl.store(q_row + k, _quantize(blocks[i], scale, inverse, ONE_PRODUCT, False), mask=k < K)
-                else:
-                    tl.store(q_row + k, _quantize_by_division(blocks[i], scale), mask=k < K)
+                blocks = blocks + (_activated(g_row, k, K, FUNCTION, GATED, LIMIT, ALPHA, UP_OFFSET),)
+            scale, values = _quantized(blocks, BLOCKS, MIN_SCALE)
+            for i in tl.static_range(BLOCKS):
+                k = i * BLOCK + offsets
+                tl.store(q_row + k, values[i], mask=k < K)
         else:
+            largest = _magnitude(tl.zeros((BLOCK,), dtype=g.dtype.element_ty))
+            for start in range(0, K, BLOCK):
+                part = _activated(g_row, start + offsets, K, FUNCTION, GATED, LIMIT, ALPHA, UP_OFFSET)
+                largest = tl.maximum(largest, _magnitude(part))
+            scale = _scale_of(_float_of(tl.max(largest, axis=0), g.dtype.element_ty), MIN_SCALE)
             for start in range(0, K, BLOCK):
                 k = start + offsets
-                values = _activated(g_row, k, K, GATED, FUNCTION, LIMIT, ALPHA, UP_OFFSET)
-                tl.store(q_row + k, _quantize_by_division(values, scale), mask=k < K)
+                part = _activated(g_row, k, K, FUNCTION, GATED, LIMIT, ALPHA, UP_OFFSET)
+                tl.store(q_row + k, _quantize_by_division(part, scale), mask=k < K)
+        tl.store(q_scale + row, scale)
 
 
 @triton.jit

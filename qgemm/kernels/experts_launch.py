@@ -16,24 +16,26 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import grouped, quantize
-from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits, select_expert_configs
+from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits
 from qgemm.kernels.dispatch import check_experts
 from qgemm.kernels.experts_kernels import (
+    GATE_FUNCTIONS,
     _activate_kernel,
     _combine_kernel,
     _count_pairs_kernel,
     _place_pairs_kernel,
     _quantize_pairs_kernel,
+    _quantize_tokens_kernel,
 )
 from qgemm.kernels.gated_activation import GatedActivation
-from qgemm.kernels.gated_activation_kernels import identity
+from qgemm.kernels.grouped_config import select_grouped_config
 from qgemm.kernels.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.linear import _empty
 from qgemm.kernels.reference import MIN_SCALE
 
 MOST_PLANS = 4096
-MOST_PAIRS_TO_COUNT = 1024  # for every pair
-CHUNK = 256  # pairs
+MOST_PAIRS_TO_COUNT = 512  # for every pair
+CHUNK = 128  # pairs
 MOST_TOKENS_TO_OVERLAP = 64  # see quantize.MOST_ROWS_TO_OVERLAP
 CACHE_LINE = 128  # bytes
 LONGEST_WHOLE_ROW = 32_768  # bytes of a row that a program keeps in registers, after the activation
@@ -93,8 +95,9 @@ def _run(plan: _Plan, tensors: Tensors) -> Tensor:
     if unusual or None in launches:
         return _run_with_tensors(plan, tensors)
 
-    out = _empty(x.shape, (x.shape[1], 1), x.dtype)
-    base = _empty((plan.buffer,), (1,), torch.int8).data_ptr()
+    out = _empty(tuple(x.shape), (x.shape[1], 1), x.dtype)
+    buffer = _empty((plan.buffer,), (1,), torch.int8)
+    base = buffer.data_ptr()
     addresses.append(out.data_ptr())
     addresses += [base + part.offset for part in plan.parts]
     stream = torch._C._cuda_getCurrentRawStream(x.device.index)
@@ -185,19 +188,17 @@ def _make_plan(
     hopper = aligned and all(
         grouped.takes_hopper_kernel(n, k, x.dtype, x.device) for n, k in ((N, H), (H, intermediate))
     )
-    configs = select_expert_configs(P, E, N, H, intermediate, x.device, hopper)
-    block_m = configs[0].block_m
+    first = select_grouped_config(P, E, N, H, x.device, hopper)
+    second = select_grouped_config(P, E, H, intermediate, x.device, hopper)
 
-    # Hopper's kernel applies the activation before it stores.
-    fused = activation if configs[0].schedule == "specialized" else None
-    groups = grouped.next_power_of_2(E)
+    groups = max(64, grouped.next_power_of_2(E))  # no fewer bins than a warp has threads
     buffer = _Buffer()
     buffer.add("q", "int8 rows", (P, H), torch.int8)
     buffer.add("q_scale", "row scales", (P,), torch.float32)
-    buffer.add("tiles", "tiles", (grouped.table_size(P, E, block_m),), torch.int32)
+    buffer.add("tiles", "tiles", (grouped.table_size(P, E, first.block_m),), torch.int32)
     buffer.add("position", "position", (P,), torch.int32)
     buffer.add("counts", "counts", (-(-P // CHUNK), groups), torch.int32)
-    buffer.add("g", "float rows", (P, N if fused is None else intermediate), x.dtype)
+    buffer.add("g", "float rows", (P, N), x.dtype)
     buffer.add("h", "int8 rows", (P, intermediate), torch.int8)
     buffer.add("h_scale", "row scales", (P,), torch.float32)
     buffer.add("y", "float rows", (P, H), x.dtype)
@@ -206,16 +207,14 @@ def _make_plan(
     absent = {name for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)) if bias is None}
     steps = _Steps((*ARGUMENTS, *parts), absent)
     early = limits.pdl and T <= MOST_TOKENS_TO_OVERLAP
-    for launch, arguments in _route(x, P, top_k, E, groups, block_m, early, limits):
+    for launch, arguments in _route(x, P, top_k, E, groups, first.block_m, early, limits):
         steps.add(launch, *arguments)
     bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_up_bias, down_bias)]
-    launch = grouped.product_plan(P, E, N, H, x.dtype, bias_dtypes[0], x.device, configs[0], fused)
-    steps.add_product(launch, configs[0], "q", "gate_up", "g")
-    steps.add(
-        _activate(P, intermediate, x.dtype, activation, fused is None, early, limits), "g", "h", "h_scale", "tiles"
-    )
-    launch = grouped.product_plan(P, E, H, intermediate, x.dtype, bias_dtypes[1], x.device, configs[1])
-    steps.add_product(launch, configs[1], "h", "down", "y")
+    launch = grouped.product_plan(P, E, N, H, x.dtype, bias_dtypes[0], x.device, first)
+    steps.add_product(launch, first, "q", "gate_up", "g")
+    steps.add(_activate(P, intermediate, x.dtype, activation, early, limits), "g", "h", "h_scale", "tiles")
+    launch = grouped.product_plan(P, E, H, intermediate, x.dtype, bias_dtypes[1], x.device, second)
+    steps.add_product(launch, second, "h", "down", "y")
     steps.add(_combine(T, top_k, H, early, limits), "y", "position", "top_k_weights", "out")
     return _Plan(x.device.index, size, tuple(parts.values()), tuple(steps.steps))
 
@@ -243,38 +242,39 @@ def _route(
     x: Tensor, P: int, top_k: int, E: int, groups: int, block_m: int, early: bool, limits: DeviceLimits
 ) -> list[tuple[Launch, tuple[str, ...]]]:
     """The launches that sort the pairs by expert and quantize their tokens, with their tensors."""
-    K = x.shape[1]
+    T, K = x.shape
+    strides = x.contiguous().stride()
     block, blocks, threads = quantize.row_blocks(
         K, x.dtype.itemsize, quantize.LONGEST_WHOLE_ROW, quantize.PART_OF_A_ROW
     )
     warps = max(1, threads // limits.warp_size)
-    at_once = P <= MOST_PAIRS_TO_COUNT
-    launches: list[tuple[Launch, tuple[str, ...]]] = []
-    if not at_once:
-        chunks = -(-P // CHUNK)
-        counting = (CHUNK, groups, limits.pdl, early)
-        launch = Launch(_count_pairs_kernel, chunks, (P, E), counting, num_warps=4, pdl=limits.pdl)
-        launches.append((launch, ("top_k_index", "counts")))
-        placing = (CHUNK, groups, block_m, limits.pdl, early)
-        launch = Launch(_place_pairs_kernel, chunks, (P, E), placing, num_warps=8, pdl=limits.pdl)
-        launches.append((launch, ("top_k_index", "counts", "position", "tiles")))
-    route = (True, grouped.next_power_of_2(P), groups, block_m) if at_once else (False, 1, 1, block_m)
-    launch = Launch(
-        _quantize_pairs_kernel, P + at_once, (P, E, K, *x.contiguous().stride()),
-        (top_k, MIN_SCALE, block, blocks, *route, limits.pdl, early),
-        num_warps=max(warps, 4) if at_once else warps, pdl=limits.pdl,
-    )  # fmt: skip
-    launches.append((launch, ("x", "top_k_index", "q", "q_scale", "position", "tiles")))
-    return launches
+    pdl, flags = limits.pdl, (limits.pdl, early)
+    if P <= MOST_PAIRS_TO_COUNT:
+        routing = (top_k, MIN_SCALE, block, blocks, max(32, grouped.next_power_of_2(P)), groups, block_m, *flags)
+        warps = max(warps, 4)
+        launch = Launch(_quantize_pairs_kernel, P + 1, (P, E, K, *strides), routing, num_warps=warps, pdl=pdl)
+        return [(launch, ("x", "top_k_index", "q", "q_scale", "position", "tiles"))]
+    chunks = -(-P // CHUNK)
+    count = Launch(_count_pairs_kernel, chunks, (P, E), (CHUNK, groups, *flags), num_warps=4, pdl=pdl)
+    placing = (CHUNK, groups, block_m, *flags)
+    place = Launch(_place_pairs_kernel, chunks + 1, (P, E, chunks), placing, num_warps=8, pdl=pdl)
+    constants = (top_k, MIN_SCALE, block, blocks, *flags)
+    tokens = Launch(_quantize_tokens_kernel, T, (K, *strides), constants, num_warps=warps, pdl=pdl)
+    return [
+        (count, ("top_k_index", "counts")),
+        (place, ("top_k_index", "counts", "position", "tiles")),
+        (tokens, ("x", "q", "q_scale", "position")),
+    ]
 
 
 def _activate(
-    P: int, K: int, dtype: torch.dtype, activation: GatedActivation, apply: bool, early: bool, limits: DeviceLimits
+    P: int, K: int, dtype: torch.dtype, activation: GatedActivation, early: bool, limits: DeviceLimits
 ) -> Launch:
-    """The quantization between the products, which applies the activation too unless the first one has."""
     block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, LONGEST_WHOLE_ROW, PART_OF_A_ROW)
-    function = grouped.activation_constants(activation) if apply else (identity, None, 1.0, 0.0)
-    constants = (apply and activation.gated, *function, MIN_SCALE, block, blocks, limits.pdl, early)
+    function = (
+        GATE_FUNCTIONS[activation.name], activation.gated, activation.limit, activation.alpha, activation.up_offset
+    )  # fmt: skip
+    constants = (*function, MIN_SCALE, block, blocks, limits.pdl, early)
     warps = max(1, threads // limits.warp_size)
     return Launch(_activate_kernel, P, (K,), constants, num_warps=warps, pdl=limits.pdl)
 

@@ -3,22 +3,13 @@
 """
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from qgemm.kernels.config import (
-    DeviceLimits,
-    GemmConfig,
-    device_limits,
-    is_valid,
-    programs_per_sm,
-    select_grouped_config,
-)
-from qgemm.kernels.gated_activation import GatedActivation
-from qgemm.kernels.gated_activation_kernels import GATE_FUNCTIONS
+from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits, is_valid, programs_per_sm
 from qgemm.kernels.gemm import _has_hopper_kernel
+from qgemm.kernels.grouped_config import select_grouped_config
 from qgemm.kernels.grouped_kernels import ENTRY, _group_tiles_kernel, _grouped_gemm_kernel
 from qgemm.kernels.launch import ALIGNMENT, Launch
 from qgemm.kernels.tensor_map import TensorMap
@@ -70,6 +61,8 @@ def takes_hopper_kernel(N: int, K: int, out_dtype: torch.dtype, device: torch.de
 
 def is_grouped(config: GemmConfig, limits: DeviceLimits) -> bool:
     """Whether ``config`` can run grouped products."""
+    if config.schedule == "specialized" and config.block_m < 64:
+        return False
     return is_valid(config, 1, limits) and config.schedule != "streamk"
 
 
@@ -101,13 +94,11 @@ def product_plan(
     bias_dtype: torch.dtype | None,
     device: torch.device,
     config: GemmConfig,
-    activation: GatedActivation | None = None,
 ) -> Launch:
     """The product of ``[T, K]`` and ``[G, N, K]``; the dtypes are here to tell one ``Launch`` from another.
 
-    ``activation``: what the output has been through, for the schedule ``"specialized"``. To be called with a, b, the
-    output, ``a_scale``, ``b_scale``, the bias, and the tiles; with the output twice if the schedule is
-    ``"specialized"``.
+    To be called with a, b, the output, ``a_scale``, ``b_scale``, the bias, and the tiles; with the output twice if the
+    schedule is ``"specialized"``.
     """
     limits = device_limits(device)
     tiles = most_tiles(T, G, config.block_m) * -(-N // config.block_n)
@@ -115,44 +106,25 @@ def product_plan(
     blocks = (config.block_m, config.block_n, config.block_k, config.group_size_m)
     if config.schedule == "specialized":
         # A program takes all registers of a multiprocessor.
-        return _hopper_launch(T, G, N, K, out_dtype, config, min(tiles, limits.num_sms), activation)
+        return _hopper_launch(T, G, N, K, out_dtype, config, min(tiles, limits.num_sms))
     persistent = config.schedule == "persistent"
     constants = (*blocks, K % config.block_k == 0, persistent, limits.pdl)
     grid = min(tiles, slots) if persistent else tiles
     return Launch(_grouped_gemm_kernel, grid, (N, K), constants, config.num_warps, config.num_stages, limits.pdl)
 
 
-def _hopper_launch(
-    T: int,
-    G: int,
-    N: int,
-    K: int,
-    out_dtype: torch.dtype,
-    config: GemmConfig,
-    grid: int,
-    activation: GatedActivation | None,
-) -> Launch:
+def _hopper_launch(T: int, G: int, N: int, K: int, out_dtype: torch.dtype, config: GemmConfig, grid: int) -> Launch:
     from qgemm.kernels.grouped_hopper_kernels import _grouped_hopper_kernel
     from qgemm.kernels.hopper_kernels import PANEL, block_layout
 
-    halves = 2 if activation is not None and activation.gated else 1
-    rows, cols, part, panel = config.block_m, config.block_n // halves, ROWS_AT_A_TIME, PANEL.value
-    columns = N // halves
+    rows, cols, part, panel = config.block_m, config.block_n, ROWS_AT_A_TIME, PANEL.value
     maps = {
         0: TensorMap((T, K), (K, 1), (part, panel), block_layout(part, panel, torch.int8)),
         1: TensorMap((G * N, K), (K, 1), (cols, panel), block_layout(cols, panel, torch.int8)),
-        2: TensorMap((T, columns), (columns, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
+        2: TensorMap((T, N), (N, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
     }
-    blocks = (rows, cols, config.block_k, config.group_size_m, grid, config.num_stages, halves)
-    constants = (*blocks, *activation_constants(activation))
-    return Launch(_grouped_hopper_kernel, grid, (columns, K), constants, config.num_warps, pdl=True, maps=maps)
-
-
-def activation_constants(activation: GatedActivation | None) -> tuple[Any, ...]:
-    """``(FUNCTION, LIMIT, ALPHA, UP_OFFSET)`` of kernels."""
-    if activation is None:
-        return None, None, 1.0, 0.0
-    return GATE_FUNCTIONS[activation.name], activation.limit, activation.alpha, activation.up_offset
+    constants = (rows, cols, config.block_k, config.group_size_m, grid, config.num_stages)
+    return Launch(_grouped_hopper_kernel, grid, (N, K), constants, config.num_warps, pdl=True, maps=maps)
 
 
 def next_power_of_2(count: int) -> int:

@@ -138,9 +138,9 @@ def test_widths_that_nothing_divides(H: int, intermediate: int, function: Expert
     assert_close(function(**arguments), arguments)
 
 
-# Either side of where pairs are counted in chunks; a chunk is 256.
+# Either side of where pairs are counted in chunks; a chunk is 128.
 @pytest.mark.parametrize("most", [0, 10**6], ids=["chunks", "at once"])
-@pytest.mark.parametrize("T", [7, 90])
+@pytest.mark.parametrize("T", [7, 45])
 def test_both_ways_of_routing(T: int, most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experts_launch, "MOST_PAIRS_TO_COUNT", most)
     monkeypatch.setattr(experts_launch, "_plans", {})

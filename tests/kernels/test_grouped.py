@@ -1,5 +1,7 @@
 """Grouped products: the reference's bits for groups of every size, and nothing out of bounds for wrong offsets."""
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -8,14 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import GemmConfig, grouped, grouped_mm
-from qgemm.kernels.config import (
-    CANDIDATES,
-    DeviceLimits,
-    is_valid,
-    select_expert_configs,
-    select_grouped_config,
-)
+from qgemm.kernels import GemmConfig, grouped, grouped_config, grouped_mm
+from qgemm.kernels.config import DeviceLimits
 from qgemm.kernels.reference import grouped_mm_reference
 
 on_hopper = pytest.mark.skipif(
@@ -23,7 +19,11 @@ on_hopper = pytest.mark.skipif(
 )
 SMALL = GemmConfig(16, 32, 64, num_warps=2, num_stages=2, schedule="tiles")
 PERSISTENT = GemmConfig(16, 32, 64, num_warps=2, num_stages=2)
-SPECIALIZED = [config for config in CANDIDATES if config.schedule == "specialized"]
+SPECIALIZED = [
+    grouped_config.HOPPER,
+    GemmConfig(64, 128, 128, num_warps=4, num_stages=8, schedule="specialized"),
+    GemmConfig(64, 32, 256, num_warps=4, num_stages=7, schedule="specialized"),
+]
 
 GROUPS = {
     "ragged": [3, 16, 0, 17, 1, 33],
@@ -168,22 +168,31 @@ def test_refused_arguments() -> None:
 H200 = DeviceLimits(num_sms=132, shared_memory=232_448, hopper=True, pdl=True)
 
 
-@pytest.mark.parametrize("hopper", [True, False])
-@pytest.mark.parametrize("T", [1, 2, 128, 1024, 16_384, 200_000])
-@pytest.mark.parametrize("G", [1, 8, 128, 256])
-def test_chosen_configs(T: int, G: int, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qgemm.kernels.config.device_limits", lambda device: H200)
-    device = torch.device("cuda", 7)  # not one that another test's choice is kept for
-    first, second = select_expert_configs(T, G, 1536, 2048, 768, device, hopper)
-    assert first.block_m == second.block_m
-    for config in (first, second, select_grouped_config(T, G, 1536, 2048, device, hopper)):
-        assert is_valid(config, 1, H200)
-        assert config.schedule != "streamk"
-        assert hopper or config.schedule != "specialized"
-    if T <= G and not hopper:
-        assert first.block_m == 16
-    if hopper and T / G >= 128:
-        assert first.schedule == "specialized"
+DEVICES = {
+    "H200": H200,
+    "without Hopper's kernel": dataclasses.replace(H200, hopper=False),
+    "A100": DeviceLimits(108, 166_912),
+    "MI300X": DeviceLimits(304, 65_536, warp_size=64, num_xcds=8),
+}
+
+
+@pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
+def test_chosen_configs(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_config, "device_limits", lambda device: limits)
+    choose = grouped_config.select_grouped_config.__wrapped__
+    device = torch.device("cuda", 0)
+    for T, G in itertools.product((1, 2, 30, 128, 1024, 16_384, 200_000), (1, 8, 128, 256)):
+        sizes = ((1536, 2048), (2048, 768), (28_672, 4096), (4096, 14_336), (1, 1))
+        configs = [choose(T, G, N, K, device, True) for N, K in sizes]
+        assert all(grouped.is_grouped(config, limits) for config in configs)
+        # The two products of an experts layer share their tiles.
+        assert len({config.block_m for config in configs}) == 1
+        if 4 * T <= G:
+            assert configs[0].block_m == 16
+        if T >= 100 * G:
+            assert configs[0].block_m >= 64
+            assert (configs[0].schedule == "specialized") == limits.hopper
+        assert choose(T, G, 1536, 2048, device, False).schedule != "specialized"
 
 
 @on_hopper

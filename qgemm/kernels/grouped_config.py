@@ -1,0 +1,83 @@
+"""Which tile shape and pipeline a grouped product runs with: a table by the rows of a group.
+
+Only the device knows how many rows each group has, so the table goes by what they are if rows are spread over the
+groups as if by chance. Few rows are a read of the weights of the groups that have any; what counts then is enough
+programs with enough loads under way. With more rows, blocks are as high as groups are, but for Hopper's kernel: that
+multiplies half of a block of 128 rows where that will do.
+
+Measured on an H200 at the experts of Mixtral 8x7B and Qwen3-30B-A3B with 1, 16, 128 and 2,048 tokens, 9 to 25 configs
+for each product (weights from memory, in CUDA graphs): the choice takes at most 3 % longer than the best of them.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits, is_valid
+
+MOST_NARROW_PROGRAMS = 6  # a multiprocessor: a product with no more blocks of 32 columns than that takes them
+FEW_ROWS = 6  # of a group, up to which it is a read of weights on Hopper
+
+HOPPER = GemmConfig(128, 128, 128, num_warps=4, num_stages=6, schedule="specialized")
+# What fits in shared memory comes first.
+NARROW = (
+    GemmConfig(16, 32, 256, num_warps=2, num_stages=6, schedule="tiles"),
+    GemmConfig(16, 32, 128, num_warps=2, num_stages=6, schedule="tiles"),
+    GemmConfig(16, 32, 64, num_warps=2, num_stages=2, schedule="tiles"),
+)
+WIDE = (
+    GemmConfig(16, 128, 256, num_warps=4, num_stages=4, schedule="tiles"),
+    GemmConfig(16, 64, 128, num_warps=4, num_stages=4, schedule="tiles"),
+    GemmConfig(16, 32, 64, num_warps=2, num_stages=2, schedule="tiles"),
+)
+BY_ROWS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
+    # Up to so many rows; each entry has blocks of one height.
+    (
+        48,
+        (
+            GemmConfig(32, 128, 128, num_warps=4, num_stages=4, schedule="tiles"),
+            GemmConfig(32, 64, 128, num_warps=4, num_stages=3, schedule="tiles"),
+        ),
+    ),
+    (
+        160,
+        (
+            GemmConfig(64, 128, 128, num_warps=4, num_stages=4),
+            GemmConfig(64, 64, 64, num_warps=4, num_stages=2),
+        ),
+    ),
+    (
+        float("inf"),
+        (
+            GemmConfig(128, 128, 128, num_warps=4, num_stages=3, schedule="tiles"),
+            GemmConfig(128, 64, 64, num_warps=4, num_stages=3, schedule="tiles"),
+        ),
+    ),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def select_grouped_config(T: int, G: int, N: int, K: int, device: torch.device, hopper: bool = True) -> GemmConfig:
+    """The config for ``grouped_mm`` of int8 ``[T, K]`` and ``[G, N, K]`` on ``device``.
+
+    Its ``block_m`` depends on ``T``, ``G`` and the device only. ``hopper``: whether layout and output allow Hopper's
+    kernel (``grouped.py`` says when) where the device has it.
+    """
+    limits = device_limits(device)
+    if not hopper:
+        limits = replace(limits, hopper=False)
+    filled = G * (1 - (1 - 1 / G) ** T)
+    rows = T / filled
+    if rows <= (FEW_ROWS if limits.hopper else 16):
+        narrow = filled * -(-N // 32) <= MOST_NARROW_PROGRAMS * limits.num_sms
+        # A pipeline of 256 values a stage fills only once K is long.
+        return _first_valid((NARROW[K < 2048 :] if narrow else WIDE), limits)
+    if limits.hopper:
+        return HOPPER
+    return next(_first_valid(configs, limits) for most, configs in BY_ROWS if rows <= most)
+
+
+def _first_valid(configs: Sequence[GemmConfig], limits: DeviceLimits) -> GemmConfig:
+    return next(config for config in configs if is_valid(config, 1, limits))
