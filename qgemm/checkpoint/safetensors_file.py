@@ -122,15 +122,20 @@ def read_and_check(stored: dict[str, StoredTensor], device: torch.device) -> Ite
 
 def has_checksums(path: Path) -> bool:
     """Whether the file at ``path`` says what the checksums of its tensors are; raises as ``read_values`` does."""
+    return read_checksums(path) is not None
+
+
+def read_checksums(path: Path) -> dict[str, object] | None:
+    """What the file at ``path`` says its tensors' checksums are, by name; None if it doesn't. Raises as above."""
     try:
         with safe_open(path, framework="pt") as file:
-            return _read_checksums(path, file.metadata()) is not None
+            return _read_checksums(path, file.metadata())
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from error
 
 
 def _read_checksums(path: Path, metadata: dict[str, str] | None) -> dict[str, object] | None:
-    # Files by other programs, and by transformers' save_pretrained, have none.
+    # Files by other programs have none.
     text = (metadata or {}).get(CHECKSUMS)
     if text is None:
         return None

@@ -34,12 +34,13 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from qgemm.checkpoint.checksum import checksum, format_checksum
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import CONFIG_FILE
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.matching import quantized_layers
 from qgemm.checkpoint.pretrained import parameters_on_meta
-from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_values
+from qgemm.checkpoint.safetensors_file import CHECKSUMS, StoredTensor, read_checksums, read_header, read_values
 from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors, transient_names
 from qgemm.integrations.tensor_parallel import is_cut, plan_layers
 from qgemm.integrations.transformers_checkpoint import (
@@ -163,9 +164,11 @@ class QGemmQuantizer(HfQuantizer):
         self._experts: dict[str, ExpertsSwap] = {}
         self._records: dict[str, LayerRecord] = {}
         self._errors: list[str] = []
-        # While a quantized one is read: what its files hold, by the model's names; theirs, by the model's; its config.
+        # While a quantized one is read: what its files hold and their checksums, by the model's names; theirs, by the
+        # model's; its config.
         self._stored: dict[str, StoredTensor] = {}
         self._names_in_files: dict[str, str] = {}
+        self._checksums: dict[str, object] = {}
         self._config_path = Path(CONFIG_FILE)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -272,9 +275,11 @@ class QGemmQuantizer(HfQuantizer):
             )
         self._config_path = (files[0].parent if files else Path()) / CONFIG_FILE
         in_files: dict[str, StoredTensor] = {}
+        checksums: dict[str, object] = {}
         for file in files:
             if file.suffix == ".safetensors":
                 in_files.update(read_header(file))
+                checksums.update(read_checksums(file) or {})
         same_class = type(model).__name__ in (model.config.architectures or ())
         if not same_class:
             manifest = self.quantization_config.manifest = manifest_for(model, manifest, self._config_path)
@@ -286,6 +291,8 @@ class QGemmQuantizer(HfQuantizer):
             setattr(model.get_submodule(parent), leaf, layer)
         self._names_in_files = {name if same_class else name_in(model, name) or name: name for name in in_files}
         self._stored = {name: in_files[name_in_file] for name, name_in_file in self._names_in_files.items()}
+        names = self._names_in_files
+        self._checksums = {name: checksums[in_file] for name, in_file in names.items() if in_file in checksums}
         if self._stored:
             check_stored(self._stored, manifest, layers, self._config_path)
         # Float buffers that state_dict leaves out are stored too; they are put into place afterwards.
@@ -327,7 +334,7 @@ class QGemmQuantizer(HfQuantizer):
         for name in manifest.layers:
             layer = model.get_submodule(name)
             assert isinstance(layer, QuantLayer)
-            check_loaded(name, layer, self._config_path)
+            check_loaded(name, layer, self._checksums, self._config_path)
         for alias, name in manifest.tied.items():
             set_tensor(model, alias, get_tensor(model, name))  # also ties that the model's class doesn't know of
         transient = {self._names_in_files[name]: name for name in transient_names(model) if name in self._stored}
@@ -340,7 +347,7 @@ class QGemmQuantizer(HfQuantizer):
                 model._qgemm_report = QuantReport.from_dict(manifest.report)  # type: ignore[assignment]
             except (KeyError, TypeError, ValueError) as error:
                 raise CheckpointError(f"{self._config_path}: report can't be read: {error}") from error
-        self._stored, self._names_in_files = {}, {}
+        self._stored, self._names_in_files, self._checksums = {}, {}, {}
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What ``save_pretrained`` is to store: the tensors that ``save_quantized`` does. The config describes them."""
@@ -349,7 +356,14 @@ class QGemmQuantizer(HfQuantizer):
         if any(tensor.device.type == "meta" for tensor in tensors.values()):
             return None, {}  # offloaded: transformers fetches them one at a time
         ties = find_ties(tensors)
-        return {name: tensor.detach() for name, tensor in tensors.items() if name not in ties}, {}
+        stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in ties}
+        if getattr(model, "_hf_peft_config_loaded", False) or any(
+            type(tensor) is not Tensor for tensor in stored.values()
+        ):
+            return stored, {}  # of an adapter alone; of parts, which transformers has yet to put together
+        # Every file gets all of them, since nothing here knows which tensor goes where.
+        sums = {name: format_checksum(checksum(tensor.contiguous())) for name, tensor in stored.items()}
+        return stored, {CHECKSUMS: json.dumps(sums)}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         with parameters_on_meta():

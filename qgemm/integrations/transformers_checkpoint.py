@@ -6,11 +6,13 @@ uninitialised memory, with a warning. The model may also be of another class tha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qgemm.checkpoint.checksum import checksum, format_checksum
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
@@ -64,8 +66,11 @@ def check_stored(
                 )
 
 
-def check_loaded(name: str, layer: QuantLayer, config_path: Path) -> None:
-    """Raises ``CheckpointError`` unless every parameter of the layer ``name`` was loaded, with scales above 0."""
+def check_loaded(name: str, layer: QuantLayer, checksums: Mapping[str, object], config_path: Path) -> None:
+    """Raises ``CheckpointError`` unless every parameter of the layer ``name`` was loaded, with scales above 0.
+
+    Values that are in ``checksums``, by name, are held against theirs. Biases aren't: transformers casts them.
+    """
     for leaf, parameter in layer.named_parameters():
         if parameter.device.type == "meta":
             continue  # offloaded
@@ -74,6 +79,13 @@ def check_loaded(name: str, layer: QuantLayer, config_path: Path) -> None:
             raise CheckpointError(f"{config_path.parent}: {name}.{leaf} was not loaded: the checkpoint is incomplete")
         if leaf in layer.scale_names and not bool((parameter.isfinite() & (parameter > 0)).all()):
             raise CheckpointError(f"{config_path.parent}: scale {name}.{leaf} is not finite and above 0 everywhere")
+        wanted = checksums.get(f"{name}.{leaf}") if leaf in layer.fixed_names else None
+        # Of a layer that is cut among processes, nobody has all the values.
+        is_whole = type(parameter.detach()) is Tensor
+        if wanted is not None and is_whole and format_checksum(checksum(parameter.detach().contiguous())) != wanted:
+            raise CheckpointError(
+                f"{config_path.parent}: tensor {name}.{leaf} doesn't have the checksum that it was saved with"
+            )
 
 
 def get_tensor(model: nn.Module, name: str) -> Tensor:

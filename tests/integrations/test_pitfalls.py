@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -73,6 +74,24 @@ def test_bad_scales_are_refused(bad: float, llama_folder: Path, tmp_path: Path) 
     edit_weights(tmp_path / "int8", model__layers__0__mlp__up_proj__weight_scale=torch.full((96,), bad))
     with pytest.raises(qgemm.CheckpointError, match=r"scale model.layers.0.mlp.up_proj.weight_scale is not finite"):
         load(tmp_path / "int8")
+
+
+@pytest.mark.parametrize("leaf", ["mlp.up_proj.weight", "mlp.up_proj.weight_scale", "input_layernorm.weight"])
+def test_a_flipped_bit_is_found(leaf: str, llama_folder: Path, tmp_path: Path) -> None:
+    name = f"model.layers.1.{leaf}"
+    load_int8(llama_folder).save_pretrained(tmp_path / "int8", max_shard_size="20KB")
+    places = json.loads((tmp_path / "int8" / "model.safetensors.index.json").read_text())["weight_map"]
+    path = tmp_path / "int8" / places[name]
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    start += json.loads(content[8:start])[name]["data_offsets"][0]
+    path.write_bytes(content[:start] + bytes([content[start] ^ 1]) + content[start + 1 :])
+    loaders = [load, qgemm.load_quantized]
+    if "_proj" not in name:
+        loaders.remove(load)  # which leaves float parts to transformers
+    for loader in loaders:
+        with pytest.raises(qgemm.CheckpointError, match=rf"tensor {name} doesn't have the checksum"):
+            loader(tmp_path / "int8")
 
 
 def test_float_weight_where_int8_is_wanted(llama_folder: Path, tmp_path: Path) -> None:
