@@ -109,6 +109,11 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
             model: nn.Module = cls(own_config)
     except Exception as error:
         raise CheckpointError(f"{path}: {names[0]} can't be built from it: {error}") from error
+    for name, module in model.named_modules():
+        top_k, experts = vars(module).get("top_k"), vars(module).get("num_experts")
+        # No tensor is as large as the number of experts that are chosen, so nothing else would find it.
+        if isinstance(top_k, int) and isinstance(experts, int) and not 0 <= top_k <= experts:
+            raise CheckpointError(f"{path}: {name} is to choose {top_k} of {experts} experts")
     return model
 
 

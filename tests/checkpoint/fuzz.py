@@ -3,7 +3,7 @@
     python tests/checkpoint/fuzz.py --cases 10000 --seed 0
     python tests/checkpoint/fuzz.py --cases 10000 --seed 0 --foreign
 
-Every case starts from one of four good folders, of qgemm or of compressed-tensors and bitsandbytes. It breaks the
+Every case starts from one of five good folders of qgemm, or four of compressed-tensors and bitsandbytes. It breaks the
 folder in one to three ways, and loads it. What may happen then:
 
 - ``CheckpointError``;
@@ -44,9 +44,9 @@ if __name__ == "__main__":
 from checkpoint.fuzz_breaks import content_of, make_case
 from checkpoint.fuzz_foreign import make_foreign
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, Good, Link, make_good, output_of
-from qgemm import QuantLinear
 from qgemm.checkpoint import CheckpointError, load_quantized, safetensors_file
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, named_tensors
+from qgemm.nn import QuantLayer
 
 SECONDS, MEMORY = 10, 512 << 20
 
@@ -143,7 +143,7 @@ def run_case(case: tuple[Good, Files, list[str]], work: Path, watch: Watch) -> s
         stored = meant.get(tied.get(name, name))
         assert stored is None or same_bytes(stored, tensor.detach()), f"{name} is not what its file holds"
     for name, layer in model.named_modules():
-        for scale_name in ("weight_scale", "input_scale") if isinstance(layer, QuantLinear) else ():
+        for scale_name in layer.scale_names if isinstance(layer, QuantLayer) else ():
             scale = getattr(layer, scale_name)
             assert scale is None or (scale.isfinite() & (scale > 0)).all(), f"{name}.{scale_name} is no scale"
     try:

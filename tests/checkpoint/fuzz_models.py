@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qgemm import QuantLinear
+from qgemm import QuantExperts, QuantLinear
 from qgemm.checkpoint import load_quantized, save_quantized
 
 CONFIG, INDEX, GENERATION = "config.json", "model.safetensors.index.json", "generation_config.json"
@@ -73,6 +73,23 @@ def quantized_llama() -> nn.Module:
     return model.eval()
 
 
+def quantized_gpt_oss() -> nn.Module:
+    """Experts with biases, of a layout that isn't the stored one."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 4}
+    routing = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    config = GptOssConfig(vocab_size=8, max_position_embeddings=16, num_key_value_heads=1, **sizes, **routing)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    model = GptOssForCausalLM(config)
+    for layer in model.model.layers:
+        for parameter in layer.mlp.experts.parameters():
+            nn.init.normal_(parameter)
+        layer.mlp.experts = QuantExperts.from_experts(layer.mlp.experts)
+    return model.eval()
+
+
 @dataclass(frozen=True)
 class Link:
     """A symbolic link, in place of a file's bytes. ``{outside}`` in the target is the folder of forbidden files."""
@@ -104,7 +121,7 @@ def output_of(model: nn.Module) -> Tensor:
 
 
 def make_good(folder: Path) -> list[Good]:
-    """The good checkpoints: several shards, one file, two transformers models; written into ``folder`` on the way."""
+    """The good checkpoints: several shards, one file, three transformers models; written into ``folder`` on the way."""
     made = []
     plain = quantized_fuzz_net()
     for name, model, build, shard_size in (
@@ -112,6 +129,7 @@ def make_good(folder: Path) -> list[Good]:
         ("single", plain, FuzzNet, "5GB"),
         ("llama", quantized_llama(), None, 1500),
         ("gpt_neo", quantized_gpt_neo(), None, 5000),
+        ("gpt_oss", quantized_gpt_oss(), None, 5000),
     ):
         save_quantized(model, folder / name, max_shard_size=shard_size)
         files: Files = {path.name: path.read_bytes() for path in sorted((folder / name).iterdir())}

@@ -1,0 +1,138 @@
+"""``load_quantized`` of models with experts: what is refused, and models of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experts_families import ALL, inputs
+from models.mixtures import MIXTURES
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import qgemm
+from qgemm import CheckpointError, QuantExperts
+from qgemm.scheme import SCHEMES
+
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    qgemm.save_quantized(qgemm.quantize_model(MIXTURES["gpt_oss"]().model), tmp_path / "int8")
+    return tmp_path / "int8"
+
+
+def in_config(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text())
+        change(values)
+        (folder / "config.json").write_text(json.dumps(values))
+
+    return damage
+
+
+def tensor(leaf: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        stored = load_file(folder / "model.safetensors")
+        value = change(stored.pop(f"{EXPERTS}.{leaf}"))
+        if value is not None:
+            stored[f"{EXPERTS}.{leaf}"] = value.contiguous()
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def static(values: dict[str, Any]) -> None:
+    quantization = values["quantization_config"]
+    quantization["schemes"]["int8-static"] = SCHEMES["int8-static"].to_dict()
+    quantization["layers"][EXPERTS] = "int8-static"
+
+
+def module_around(values: dict[str, Any]) -> None:
+    layers = values["quantization_config"]["layers"]
+    layers["model.layers.0.mlp"] = layers.pop(EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (
+            in_config(static),
+            rf"layers names {EXPERTS}, which is a GptOssExperts, scheme 'int8-static' has a given scale",
+        ),
+        (in_config(module_around), r"model\.layers\.0\.mlp, which is a GptOssMLP, not linear, nor experts that can be"),
+        (in_config(lambda v: v.update(num_local_experts=5)), r"has shape \[4, 64, 96\]; the model's is \[5, 64, 96\]"),
+        (in_config(lambda v: v.update(num_experts_per_tok=5)), r"0\.mlp\.router is to choose 5 of 4 experts"),
+        (
+            tensor("gate_up_proj", lambda t: t[:, :-1]),
+            rf"{EXPERTS}\.gate_up_proj has shape \[4, 191, 64\]; the model's",
+        ),
+        (
+            tensor("gate_up_proj", lambda t: t.half()),
+            rf"{EXPERTS}\.gate_up_proj is torch.float16; the model's is torch.int8",
+        ),
+        (
+            tensor("down_proj_scale", lambda t: t.bfloat16()),
+            rf"{EXPERTS}\.down_proj_scale is torch.bfloat16; the model's",
+        ),
+        (tensor("down_proj_scale", lambda t: -t), rf"scale {EXPERTS}\.down_proj_scale is not finite and above 0"),
+        (tensor("down_proj_bias", lambda t: None), rf"lacks tensors of the model: {EXPERTS}\.down_proj_bias"),
+    ],
+)
+def test_what_is_refused(damage: Callable[[Path], None], problem: str, folder: Path) -> None:
+    damage(folder)
+    with pytest.raises(CheckpointError, match=problem):
+        qgemm.load_quantized(folder)
+
+
+def test_experts_that_are_not_understood_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    monkeypatch.setattr(GptOssExperts, "_apply_gate", lambda self, h: h[..., ::2])
+    with pytest.raises(CheckpointError, match="nor experts that can be quantized: its activation isn't one that qgemm"):
+        qgemm.load_quantized(folder)
+
+
+class Twice(nn.Module):
+    """Experts under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = ALL["deepseek_v4"]()
+        self.again = self.experts
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        first: Tensor = self.experts(*arguments)
+        return first + self.again(*arguments)
+
+
+@pytest.mark.parametrize("give", ["function", "float module", "quantized module"])
+def test_a_model_of_ones_own(give: str, tmp_path: Path) -> None:
+    model = qgemm.quantize_model(Twice())
+    qgemm.save_quantized(model, tmp_path)
+    assert sorted(load_file(tmp_path / "model.safetensors")) == [
+        "experts.down_proj",
+        "experts.down_proj_scale",
+        "experts.gate_up_proj",
+        "experts.gate_up_proj_scale",
+    ]
+    given: Any = Twice if give == "function" else Twice()
+    loaded = qgemm.load_quantized(tmp_path, model=qgemm.quantize_model(given) if give == "quantized module" else given)
+    assert isinstance(loaded.experts, QuantExperts)
+    assert loaded.again is loaded.experts
+    arguments = inputs(model.experts, 5)
+    assert torch.equal(loaded(*arguments), model(*arguments))
+
+
+def test_experts_are_not_written_as_compressed_tensors(tmp_path: Path) -> None:
+    model = qgemm.quantize_model(MIXTURES["mixtral"]().model)
+    with pytest.raises(
+        ValueError, match=r"0\.mlp\.experts holds fused experts, which can't be written for compressed-"
+    ):
+        qgemm.save_quantized(model, tmp_path / "new", format="compressed-tensors")
+    assert not (tmp_path / "new").exists()
