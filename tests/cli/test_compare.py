@@ -67,16 +67,29 @@ def test_conv1d_is_compared_the_right_way_round(tmp_path: Path) -> None:
         assert layers[name]["relative_error"] == pytest.approx(error, rel=1e-4)
 
 
-def test_experts_that_the_files_hold_one_by_one(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
-    config = transformers.Qwen3MoeConfig(vocab_size=97, head_dim=8, **sizes, **heads)
-    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "float")
-    assert any(".experts.3.up_proj.weight" in name for name in load_file(tmp_path / "float" / "model.safetensors"))
+def tiny_mixture(name: str) -> torch.nn.Module:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    if name == "qwen3_moe":  # its files hold experts one by one, its module all of them
+        config = transformers.Qwen3MoeConfig(**sizes, **heads, num_experts=4, moe_intermediate_size=16)
+        return transformers.Qwen3MoeForCausalLM(config)
+    config = transformers.GptOssConfig(**sizes, **heads, num_local_experts=4, layer_types=["full_attention"])
+    return transformers.GptOssForCausalLM(config)  # transposed, gates and ups in turn, with biases
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_experts_in_whatever_layout(name: str, tmp_path: Path) -> None:
+    tiny_mixture(name).save_pretrained(tmp_path / "float")
     run("quantize", tmp_path / "float", tmp_path / "int8")
+    assert run_json("inspect", tmp_path / "int8")["problems"] == []
     found = run_json("compare", tmp_path / "float", tmp_path / "int8", "--tolerance", 0.02)
-    experts = {layer["name"]: layer for layer in found["layers"] if "experts" in layer["name"]}
-    assert experts["model.layers.0.mlp.experts.gate_up_proj"]["shape"] == [4, 32, 32]
+    experts = {layer["name"].rpartition(".")[2]: layer for layer in found["layers"] if "experts" in layer["name"]}
+    for leaf in ("gate_up_proj", "down_proj"):
+        assert (experts[leaf]["kind"], experts[leaf]["stored_as_b"]) == ("experts", "int8")
+        assert 0.001 < experts[leaf]["relative_error"] < 0.02
+    for leaf in experts.keys() - {"gate_up_proj", "down_proj"}:
+        assert experts[leaf]["relative_error"] == 0  # biases
+    assert len(experts) == (2 if name == "qwen3_moe" else 4)
     assert found["only_in_a"] == found["only_in_b"] == []
 
 
