@@ -1,7 +1,7 @@
 """How much memory ``quantize_checkpoint`` takes: ``python tests/streaming/peak_memory.py --gigabytes 4``.
 
-Writes a Llama of random bfloat16 weights of that size, quantizes it in a process of its own, and prints that process's
-peak memory beside the bound: three times the largest tensor, and 500 MB.
+Writes a Llama of random bfloat16 weights of that size, or with ``--experts`` a Mixtral, quantizes it in a process of
+its own, and prints that process's peak memory beside the bound: three times the largest tensor, and 500 MB.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from qgemm.checkpoint.layout import split_into_shards
 from qgemm.checkpoint.safetensors_writer import SafetensorsWriter
@@ -34,22 +35,52 @@ def memory(key):
 
 before = memory("VmRSS")
 start = time.perf_counter()
-if sys.argv[1:]:
-    qgemm.quantize_checkpoint(sys.argv[1], sys.argv[2])
+qgemm.quantize_checkpoint(sys.argv[1], sys.argv[2])
 print(json.dumps({"before": before, "peak": memory("VmHWM"), "seconds": time.perf_counter() - start}))
 """
 
 
 def write_llama(folder: Path, nbytes: int, hidden_size: int) -> int:
     """Writes a checkpoint of about ``nbytes``; returns the bytes of its largest tensor."""
-    sizes = {"hidden_size": hidden_size, "intermediate_size": 4 * hidden_size, "vocab_size": 4 * hidden_size}
-    heads = {"num_attention_heads": hidden_size // 64, "num_key_value_heads": hidden_size // 64}
-    layers = max(1, round((nbytes / 2 / hidden_size**2 - 8) / 16))
-    config = LlamaConfig(**sizes, **heads, num_hidden_layers=layers, dtype="bfloat16")
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(folder)
+    config = LlamaConfig(**_sizes(hidden_size), intermediate_size=4 * hidden_size)
+    config.num_hidden_layers = max(1, round((nbytes / 2 / hidden_size**2 - 8) / 16))
     with torch.device("meta"):
-        tensors = {name: t.to(torch.bfloat16) for name, t in LlamaForCausalLM(config).named_parameters()}
+        tensors = dict(LlamaForCausalLM(config).named_parameters())
+    config.architectures = ["LlamaForCausalLM"]
+    return _write(folder, config, tensors, nbytes)
+
+
+def write_mixtral(folder: Path, nbytes: int, hidden_size: int) -> int:
+    """The same with 32 experts a layer, each of which is three tensors in the files."""
+    experts = 32
+    config = MixtralConfig(**_sizes(hidden_size), intermediate_size=2 * hidden_size, num_local_experts=experts)
+    config.num_hidden_layers = max(1, round((nbytes / 2 / hidden_size**2 - 8) / (6 * experts + 4)))
+    tensors = {}
+    with torch.device("meta"):
+        for name, tensor in MixtralForCausalLM(config).named_parameters():
+            stem = name.replace("mlp.experts", "block_sparse_moe.experts").replace("mlp.gate", "block_sparse_moe.gate")
+            prefix = stem.rpartition(".")[0]
+            if name.endswith("gate_up_proj"):
+                for expert in range(experts):
+                    gate, up = tensor[0].chunk(2)
+                    tensors[f"{prefix}.{expert}.w1.weight"], tensors[f"{prefix}.{expert}.w3.weight"] = gate, up
+            elif name.endswith("experts.down_proj"):
+                tensors.update((f"{prefix}.{expert}.w2.weight", tensor[0]) for expert in range(experts))
+            else:
+                tensors[stem] = tensor
+    config.architectures = ["MixtralForCausalLM"]
+    return _write(folder, config, tensors, nbytes)
+
+
+def _sizes(hidden_size: int) -> dict[str, Any]:
+    heads = hidden_size // 64
+    sizes = {"hidden_size": hidden_size, "num_attention_heads": heads, "num_key_value_heads": heads}
+    return {**sizes, "vocab_size": 4 * hidden_size, "dtype": "bfloat16"}
+
+
+def _write(folder: Path, config: Any, tensors: dict[str, Tensor], nbytes: int) -> int:
+    config.save_pretrained(folder)
+    tensors = {name: torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta") for name, tensor in tensors.items()}
     shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, max(nbytes // 4, 1))
     noise = torch.randn(2**20, generator=torch.Generator().manual_seed(0)).bfloat16()
     for file_name, names in shards.items():
@@ -65,9 +96,9 @@ def write_llama(folder: Path, nbytes: int, hidden_size: int) -> int:
     return max(tensor.nbytes for tensor in tensors.values())
 
 
-def measure(*folders: Path) -> dict[str, float]:
-    """Memory of a process that quantizes the first folder into the second, in bytes: before that, and at its peak."""
-    command = [sys.executable, "-c", _CHILD, *map(str, folders)]
+def measure(source: Path, destination: Path) -> dict[str, float]:
+    """Of a process that quantizes a checkpoint: bytes before that and at the peak, and seconds."""
+    command = [sys.executable, "-c", _CHILD, str(source), str(destination)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     measured: dict[str, float] = json.loads(result.stdout)
@@ -78,16 +109,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split(":")[0])
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of the checkpoint, 10^9 bytes each (4)")
     parser.add_argument("--hidden-size", type=int, default=2048, help="of the model (2048)")
+    parser.add_argument("--experts", action="store_true", help="a Mixtral instead of a Llama")
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder, which is removed, by default")
     arguments = parser.parse_args()
+    write = write_mixtral if arguments.experts else write_llama
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        largest = write_llama(Path(folder, "float"), int(arguments.gigabytes * 1e9), arguments.hidden_size)
-        start = time.perf_counter()
+        largest = write(Path(folder, "float"), int(arguments.gigabytes * 1e9), arguments.hidden_size)
         measured = measure(Path(folder, "float"), Path(folder, "int8"))
-        seconds = time.perf_counter() - start
     bound = 3 * largest + ALLOWANCE
-    print(f"largest tensor {largest / 1e6:.0f} MB; {seconds:.0f} s")
     peak, before = measured["peak"] / 1e6, measured["before"] / 1e6
+    print(f"largest tensor in the files {largest / 1e6:.0f} MB; {measured['seconds']:.0f} s")
     print(f"peak {peak:.0f} MB, of which imports {before:.0f} MB; {bound / 1e6:.0f} MB allowed")
     if measured["peak"] > bound:
         raise SystemExit("more memory than allowed")

@@ -223,7 +223,7 @@ def run(deadline):
         return call
     for moment in moments:
         setattr(os, moment, die_at(getattr(os, moment)))
-    qgemm.quantize_checkpoint(source, destination, max_shard_size="30KB", progress=False)
+    qgemm.quantize_checkpoint(source, destination, max_shard_size="60KB", progress=False)
     os._exit(0)
 
 kills = 0
@@ -245,7 +245,7 @@ print(kills)
 
 
 def test_a_process_that_is_killed_at_any_moment(source: Path, tmp_path: Path) -> None:
-    quantize_whole(source, tmp_path / "whole", max_shard_size="30KB")
+    quantize_whole(source, tmp_path / "whole", max_shard_size="60KB")
     result = subprocess.run(
         [sys.executable, "-c", _KILLED_RUNS, str(source), str(tmp_path / "int8")],
         capture_output=True,
