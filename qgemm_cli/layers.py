@@ -6,6 +6,7 @@
 | bitsandbytes | ``weight`` int8 with ``SCB`` ``[N]``; in 4 bits ``weight`` uint8 with ``weight.quant_state...`` |
 | fp8 | ``weight`` float8 with ``weight_scale`` or, in blocks, ``weight_scale_inv`` |
 | compressed-tensors, packed | ``weight_packed`` int32 ``[N, K * bits / 32]`` with ``weight_scale`` ``[N, groups]`` |
+| fp4 | ``weight_packed`` or ``weight`` uint8 ``[N, K / 2]`` with ``weight_scale``; of experts ``..._blocks`` |
 | GPTQ | ``qweight`` int32 ``[K * bits / 32, N]`` with ``scales`` ``[groups, N]`` and ``qzeros`` |
 | AWQ | ``qweight`` int32 ``[K, N * bits / 32]`` with the same |
 """
@@ -132,6 +133,8 @@ def _experts_storage(leaf: str, tensor: StoredTensor) -> tuple[str, tuple[int, .
 def _packed(tensors: dict[str, StoredTensor], bits: int) -> tuple[str, str, tuple[int, ...]] | None:
     per_word = 32 / bits
     if (packed := tensors.get("weight_packed")) is not None and len(packed.shape) == 2:
+        if packed.dtype == torch.uint8:
+            return "linear", "fp4", (packed.shape[0], 2 * packed.shape[1])
         return "linear", f"int{bits}", (packed.shape[0], int(packed.shape[1] * per_word))
     qweight, scales = tensors.get("qweight"), tensors.get("scales")
     if qweight is None or len(qweight.shape) != 2:
@@ -152,6 +155,8 @@ def _plain(module: str, tensors: dict[str, StoredTensor]) -> tuple[str, str, tup
     if len(weight.shape) != 2:
         return None
     is_embedding = _EMBEDDING.search(module.rpartition(".")[2]) is not None
+    if weight.dtype == torch.uint8 and any(map(is_scale, tensors)):
+        return "linear", "fp4", (weight.shape[0], 2 * weight.shape[1])
     if weight.dtype in (torch.int8, *FP8_DTYPES):
         return "linear", _value_name(weight.dtype), weight.shape
     if weight.dtype in FLOAT_DTYPES:

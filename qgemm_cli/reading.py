@@ -22,6 +22,7 @@ from qgemm_cli.layers import FP8_DTYPES
 
 FLOAT = "float"
 UNKNOWN = "unknown"
+GPTQ_OR_AWQ = "gptq or awq"  # which of them, only the config says
 
 
 @dataclass
@@ -149,7 +150,7 @@ def _bits(quantization: dict[str, Any]) -> int | None:
 def _format_of_tensors(stored: dict[str, StoredTensor]) -> tuple[str, str]:
     leaves = {name.rpartition(".")[2] for name in stored}
     if "qweight" in leaves:
-        return ("gptq", "") if "g_idx" in leaves else ("gptq or awq", "")
+        return ("gptq", "") if "g_idx" in leaves else (GPTQ_OR_AWQ, "")
     if "weight_packed" in leaves:
         return "compressed-tensors", "packed"
     if "SCB" in leaves:

@@ -14,14 +14,17 @@ from qgemm.checkpoint.safetensors_file import StoredTensor, has_checksums, read_
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm_cli.layers import StoredLayer
 from qgemm_cli.patterns import ranges
-from qgemm_cli.reading import Checkpoint
+from qgemm_cli.reading import GPTQ_OR_AWQ, Checkpoint
+
+CHECKED_FORMATS = ("qgemm", "compressed-tensors", "bitsandbytes", "gptq", "awq", GPTQ_OR_AWQ, "fp8")
+"""Of which it is known what tensors a layer has."""
 
 _BLOCK = re.compile(r"(.*?(?:^|\.)(?:layers|layer|blocks|block|h))\.(\d{1,6})\.[^.]+\.")
 
 
 def find_problems(checkpoint: Checkpoint, layers: list[StoredLayer]) -> Iterator[str]:
     """What names, shapes and dtypes show."""
-    for layer in layers:
+    for layer in layers if checkpoint.format in CHECKED_FORMATS else ():
         yield from _problems_of_layer(layer)
     if checkpoint.contents is not None and not checkpoint.contents.is_foreign:
         yield from _problems_of_manifest(checkpoint, layers)
@@ -37,7 +40,7 @@ def _problems_of_layer(layer: StoredLayer) -> Iterator[str]:
         return
     if layer.kind == "linear" and layer.storage in ("int8", "fp8") and "weight" in tensors:
         found = [leaf for leaf in ("weight_scale", "weight_scale_inv", "SCB") if leaf in tensors]
-        if not found and layer.storage == "int8":
+        if layer.storage == "int8" and not layer.scales:
             yield f"{layer.full_name('weight')} is int8 but has no scale"
         for leaf in found:
             if not _scale_fits(layer, leaf):

@@ -69,6 +69,28 @@ FOREIGN: dict[str, tuple[dict[str, Any], dict[str, Tensor], str, list[int]]] = {
         "int4",
         [64, 32],
     ),
+    "compressed-tensors, nvfp4": (
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        {
+            "weight_packed": zeros(U8, 64, 16),
+            "weight_scale": zeros(F32, 64, 2).to(F8),
+            "weight_global_scale": torch.ones(1),
+        },
+        "fp4",
+        [64, 32],
+    ),
+    "modelopt": (
+        {"quant_method": "modelopt"},
+        {"weight": zeros(U8, 64, 16), "weight_scale": zeros(F32, 64, 2).to(F8), "weight_scale_2": torch.ones(())},
+        "fp4",
+        [64, 32],
+    ),
+    "eetq": (
+        {"quant_method": "eetq"},
+        {"weight": zeros(I8, 64, 32), "weight_scales": torch.ones(32)},
+        "int8",
+        [64, 32],
+    ),
     "fp8": (
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
         {"weight": zeros(F32, 128, 256).to(F8), "weight_scale_inv": torch.ones(1, 2)},
@@ -292,7 +314,8 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 
 def test_names_are_shown_without_what_a_terminal_acts_on(tmp_path: Path) -> None:
     evil = "a\x1b]0;owned\x07\x1b[2J[red]b\r"
-    folder = write_checkpoint(tmp_path, {f"{evil}.weight_scale": zeros(F32, 4), "x" * 5000: zeros(F32, 1)})
+    tensors = {f"{evil}.weight_scale": zeros(F32, 4), "x" * 5000: zeros(F32, 1)}
+    folder = write_checkpoint(tmp_path, tensors, {"quant_method": "fp8"})
     shown = run("inspect", folder, exit_code=1).stdout
     assert "\x1b" not in shown
     assert "\r" not in shown
