@@ -26,8 +26,9 @@ from qgemm.kernels import GatedActivation, experts, quantize_rows
 from qgemm_cli.timing import QUICK, ROTATED_BYTES, Effort, Pass, copy_bandwidth, median_seconds
 
 TOKENS = (1, 16, 2048)
-LARGEST_ERRORS = {"qgemm": 0.04, "grouped_mm": 0.015}
-"""Relative errors of a row that count as right: about twice what rounding makes."""
+LARGEST_ERRORS = {"qgemm": 0.08, "grouped_mm": 0.015}
+"""Relative errors of a row that count as right: about twice what rounding makes. A row of products of gates and ups has
+outliers, so int8 is coarser there than for one layer."""
 CHECKED_ROWS = 16
 MOST_ROUTINGS = 64
 

@@ -95,20 +95,22 @@ def _place_pairs_kernel(
         gdc_launch_dependents()
     chunk = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
-    sizes = tl.zeros((GROUPS,), dtype=tl.int32)
-    before = tl.zeros((GROUPS,), dtype=tl.int32)
+    # Summed over the rows once, at the end: such a sum goes through shared memory.
+    every = tl.zeros((ROWS, GROUPS), dtype=tl.int32)
+    earlier = tl.zeros((ROWS, GROUPS), dtype=tl.int32)
     for start in tl.range(0, chunks, ROWS, loop_unroll_factor=4):
         rows = start + tl.arange(0, ROWS)
         part = tl.load(counts + rows[:, None] * GROUPS + groups[None, :], mask=(rows < chunks)[:, None], other=0)
-        sizes += tl.sum(part, axis=0)
-        before += tl.sum(tl.where((rows < chunk)[:, None], part, 0), axis=0)
+        every += part
+        earlier += tl.where((rows < chunk)[:, None], part, 0)
+    sizes = tl.sum(every, axis=0)
     starts = tl.cumsum(sizes, axis=0) - sizes
     if chunk == chunks:
         write_tiles(tiles, starts, sizes, groups, BLOCK_M)
     else:
         pairs = chunk * CHUNK + tl.arange(0, CHUNK)
         experts = _load_ids(ids, pairs, P, E)
-        place = tl.gather(starts + before, tl.maximum(experts, 0), 0)
+        place = tl.gather(starts + tl.sum(earlier, axis=0), tl.maximum(experts, 0), 0)
         for start in tl.range(0, CHUNK, 32, loop_unroll_factor=2):
             others = chunk * CHUNK + start + tl.arange(0, 32)
             same = _load_ids(ids, others, P, E)[None, :] == experts[:, None]

@@ -270,13 +270,23 @@ def _route(
 def _activate(
     P: int, K: int, dtype: torch.dtype, activation: GatedActivation, early: bool, limits: DeviceLimits
 ) -> Launch:
-    block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, LONGEST_WHOLE_ROW, PART_OF_A_ROW)
+    block, blocks, threads = row_blocks(K, dtype.itemsize)
     function = (
         GATE_FUNCTIONS[activation.name], activation.gated, activation.limit, activation.alpha, activation.up_offset
     )  # fmt: skip
     constants = (*function, MIN_SCALE, block, blocks, limits.pdl, early)
     warps = max(1, threads // limits.warp_size)
     return Launch(_activate_kernel, P, (K,), constants, num_warps=warps, pdl=limits.pdl)
+
+
+def row_blocks(K: int, itemsize: int) -> tuple[int, int, int]:
+    """``quantize.row_blocks`` for ``_activate_kernel``."""
+    block, blocks, threads = quantize.row_blocks(K, itemsize, LONGEST_WHOLE_ROW, PART_OF_A_ROW)
+    if blocks and K > 4096:
+        # Gates and ups are read: with half as many threads, rows of 14,336 took 1.2 times as long on an H200.
+        block, threads = 2 * block, 2 * threads
+        blocks = -(-K // block)
+    return block, blocks, threads
 
 
 def _combine(T: int, top_k: int, H: int, early: bool, limits: DeviceLimits) -> Launch:

@@ -16,7 +16,7 @@ from qgemm.kernels.experts_kernels import (
     _quantize_pairs_kernel,
     _quantize_tokens_kernel,
 )
-from qgemm.kernels.experts_launch import LONGEST_WHOLE_ROW, PART_OF_A_ROW
+from qgemm.kernels.experts_launch import LONGEST_WHOLE_ROW, row_blocks
 from qgemm.kernels.grouped_config import BY_ROWS, HOPPER, NARROW, WIDE
 from qgemm.kernels.grouped_hopper_kernels import _grouped_hopper_kernel
 from qgemm.kernels.grouped_kernels import _group_tiles_kernel, _grouped_gemm_kernel
@@ -113,7 +113,7 @@ def token_arguments(dtype: torch.dtype, K: int, limits: DeviceLimits) -> tuple[d
 def activate_arguments(
     dtype: torch.dtype, K: int, activation: GatedActivation, limits: DeviceLimits
 ) -> tuple[dict[str, Any], int]:
-    block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, LONGEST_WHOLE_ROW, PART_OF_A_ROW)
+    block, blocks, threads = row_blocks(K, dtype.itemsize)
     arguments = {
         **{"g": POINTERS[dtype], "q": "*i8", "q_scale": "*fp32", "tiles": "*i32", "K": "i32"},
         **{"FUNCTION": GATE_FUNCTIONS[activation.name], "GATED": activation.gated, "LIMIT": activation.limit},
