@@ -14,7 +14,6 @@ sensible, if less exact, answer.
 """
 
 import functools
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -201,63 +200,6 @@ def select_config(M: int, N: int, K: int, dtype: torch.dtype, device: torch.devi
         # It does better what persistent programs do; the model would sometimes doubt it.
         configs = [config for config in configs if config.schedule != "persistent"]
     return min(configs, key=lambda config: _cycles(config, M, N, K, dtype.itemsize, limits))
-
-
-@functools.lru_cache(maxsize=4096)
-def select_grouped_config(T: int, G: int, N: int, K: int, device: torch.device, hopper: bool = True) -> GemmConfig:
-    """The config for ``grouped_mm`` of int8 ``[T, K]`` and ``[G, N, K]``; ``hopper`` as for ``select_config``."""
-    configs = _grouped_candidates(device, hopper)
-    limits = device_limits(device)
-    return min(configs, key=lambda config: _grouped_cycles(config, T, G, N, K, limits))
-
-
-@functools.lru_cache(maxsize=4096)
-def select_expert_configs(
-    T: int, G: int, N: int, H: int, intermediate: int, device: torch.device, hopper: bool = True
-) -> tuple[GemmConfig, GemmConfig]:
-    """The configs for products with ``[G, N, H]``, then ``[G, H, intermediate]``, which share their tiles of rows."""
-    limits = device_limits(device)
-    best: dict[int, tuple[float, GemmConfig, GemmConfig]] = {}
-    configs = _grouped_candidates(device, hopper)
-    for block_m in {config.block_m for config in configs}:
-        same = [config for config in configs if config.block_m == block_m]
-        chosen, cycles = [], 0.0
-        for n, k in ((N, H), (H, intermediate)):
-            cost = {config: _grouped_cycles(config, T, G, n, k, limits) for config in same}
-            chosen.append(min(same, key=cost.__getitem__))
-            cycles += cost[chosen[-1]]
-        best[block_m] = (cycles, chosen[0], chosen[1])
-    return min(best.values(), key=lambda entry: entry[0])[1:]
-
-
-def _grouped_candidates(device: torch.device, hopper: bool) -> list[GemmConfig]:
-    limits = device_limits(device)
-    if not hopper:
-        limits = replace(limits, hopper=False)
-    return [config for config in _valid_candidates(1, limits) if config.schedule != "streamk"]
-
-
-def _grouped_cycles(config: GemmConfig, T: int, G: int, N: int, K: int, limits: DeviceLimits) -> float:
-    """As ``_cycles``, for rows that are spread over the groups as if by chance."""
-    groups = G * (1 - (1 - 1 / G) ** T)
-    rows = T / groups
-    row_tiles = _expected_tiles(rows, config.block_m)
-    tiles = math.ceil(groups * row_tiles * -(-N // config.block_n))
-    blocks = max(1, -(-K // config.block_k))
-    rows_of_tile = math.ceil(rows / row_tiles)
-    if config.schedule == "specialized":
-        # Half a block of 128 rows is multiplied where that will do.
-        config = replace(config, block_m=math.ceil(64 * _expected_tiles(rows, 64) / row_tiles))
-        compute = -(-tiles // limits.num_sms) * blocks * _hopper_block_cycles(config, rows_of_tile, tiles, limits)
-    else:
-        compute = _loop_cycles(config, rows_of_tile, tiles, blocks, 1, limits)
-    memory = (groups * N * K + T * K + 2 * T * N) / (_MEMORY_BYTES * limits.num_sms)
-    return max(compute, memory) + _OVERLAP_LOSS * min(compute, memory)
-
-
-def _expected_tiles(rows: float, block_m: int) -> float:
-    """How many tiles a group of about ``rows`` rows has; the last one is half full on average."""
-    return max(1.0, rows / block_m + 0.5)
 
 
 @functools.cache
