@@ -10,13 +10,13 @@ Adapters are in float32; ``x`` is cast to their dtype, and the sum back to that 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 from peft import LoraConfig
 from peft.tuners.lora.layer import Linear
 from torch import nn
 
-from qgemm.nn import QuantLinear
+from qgemm.nn import QuantExperts, QuantLinear
 
 if not hasattr(Linear, "lora_variants"):  # by which versions before don't ask what a layer takes
     raise ImportError("LoRA over QuantLinear needs PEFT 0.20 or later: pip install -U peft")
@@ -75,6 +75,14 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         raise NotImplementedError("a QuantLinear has no merged adapters")
 
 
+def _refuse_experts(base_layer: nn.Module, adapter_name: str, **kwargs: Any) -> NoReturn:
+    # PEFT would add the adapter to the int8 values, and round it to them.
+    raise ValueError(
+        f"an adapter can't be put on {type(base_layer).__name__}, whose weights are int8: name the layers around the "
+        "experts in target_modules, and none of theirs in target_parameters"
+    )
+
+
 def _register() -> None:
     finish = LoraConfig.__post_init__
     finish = getattr(finish, "__wrapped__", finish)  # a notebook's autoreload comes here again
@@ -82,7 +90,7 @@ def _register() -> None:
     @functools.wraps(finish)
     def finish_and_register(self: LoraConfig) -> None:
         finish(self)
-        self._register_custom_module({QuantLinear: LoraQuantLinear})
+        self._register_custom_module({QuantLinear: LoraQuantLinear, QuantExperts: _refuse_experts})
 
     LoraConfig.__post_init__ = finish_and_register  # type: ignore[method-assign]
 

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from models import FAMILIES
+from models.mixtures import MIXTURES
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -279,3 +280,23 @@ assert type(get_peft_model(model, LoraConfig(target_modules=["0"])).base_model.m
 assert not any(type(finder).__module__.startswith("qgemm") for finder in sys.meta_path)
 """
     run_python(code)
+
+
+@pytest.mark.parametrize(
+    "names", [{"target_modules": ["experts"]}, {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}]
+)
+def test_experts_take_no_adapter(names: dict[str, Any]) -> None:
+    # PEFT by itself would round the adapter to int8.
+    model = qgemm.quantize_model(MIXTURES["mixtral"]().model)
+    with pytest.raises(
+        ValueError, match="an adapter can't be put on QuantExperts, whose weights are int8: name the lay"
+    ):
+        get_peft_model(model, LoraConfig(r=4, **names))
+
+
+def test_adapters_around_experts_learn() -> None:
+    example = MIXTURES["mixtral"]()
+    model = get_peft_model(qgemm.quantize_model(example.model), lora(target_modules=["q_proj", "o_proj"]))
+    model(**example.inputs, labels=example.inputs["input_ids"]).loss.backward()
+    # Those of the first layer too, through the experts of both.
+    assert all(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "lora_B" in name)
