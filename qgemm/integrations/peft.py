@@ -10,7 +10,7 @@ Adapters are in float32; ``x`` is cast to their dtype, and the sum back to that 
 from __future__ import annotations
 
 import functools
-from typing import Any, NoReturn
+from typing import Any
 
 from peft import LoraConfig
 from peft.tuners.lora.layer import Linear
@@ -75,12 +75,15 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         raise NotImplementedError("a QuantLinear has no merged adapters")
 
 
-def _refuse_experts(base_layer: nn.Module, adapter_name: str, **kwargs: Any) -> NoReturn:
-    # PEFT would add the adapter to the int8 values, and round it to them.
-    raise ValueError(
-        f"an adapter can't be put on {type(base_layer).__name__}, whose weights are int8: name the layers around the "
-        "experts in target_modules, and none of theirs in target_parameters"
-    )
+class _NoneOnExperts(nn.Module):
+    """What PEFT is told to take for experts: by itself it would add the adapter to int8 values, and round it to them."""
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, **kwargs: Any) -> None:
+        """Raises ``ValueError``."""
+        raise ValueError(
+            f"an adapter can't be put on {type(base_layer).__name__}, whose weights are int8: name the layers around "
+            "the experts in target_modules, and none of theirs in target_parameters"
+        )
 
 
 def _register() -> None:
@@ -90,7 +93,7 @@ def _register() -> None:
     @functools.wraps(finish)
     def finish_and_register(self: LoraConfig) -> None:
         finish(self)
-        self._register_custom_module({QuantLinear: LoraQuantLinear, QuantExperts: _refuse_experts})
+        self._register_custom_module({QuantLinear: LoraQuantLinear, QuantExperts: _NoneOnExperts})
 
     LoraConfig.__post_init__ = finish_and_register  # type: ignore[method-assign]
 
