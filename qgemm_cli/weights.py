@@ -117,8 +117,10 @@ def _of_layer(layer: StoredLayer, source: Source) -> Iterable[tuple[str, FloatTe
         yield layer.full_name(main), Dequantized(source, layer, weight, layer.full_name(leaf))
     for leaf, tensor in layer.tensors.items():
         is_scale = layer.is_quantized and layer.full_name(leaf) in layer.scales
-        if tensor.dtype in FLOAT_DTYPES and not is_scale:
-            yield layer.full_name(leaf), StoredFloat(source, layer.full_name(leaf), torch.float32)
+        if tensor.dtype in FLOAT_DTYPES and (leaf == "input_scale" or not is_scale):
+            found = StoredFloat(source, layer.full_name(leaf), torch.float32)
+            found.shape = found.shape or (1,)  # one number has either shape, by the format
+            yield layer.full_name(leaf), found
 
 
 def match_names(names: Iterable[str], others: Iterable[str]) -> dict[str, str]:

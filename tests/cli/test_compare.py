@@ -110,6 +110,17 @@ def test_scales_per_row_tensor_and_block(tmp_path: Path) -> None:
     assert run_json("compare", a, c)["largest_error"] == pytest.approx(wanted, rel=1e-5)
 
 
+def test_scales_of_static_activations_are_compared(tmp_path: Path) -> None:
+    layer = {"x.layers.0.up.weight": torch.ones(4, 4, dtype=torch.int8), "x.layers.0.up.weight_scale": torch.ones(4, 1)}
+    folders = []
+    for index, scale in enumerate((torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([0.6]))):
+        tensors = {**layer, "x.layers.0.up.input_scale": scale}
+        folders.append(write_checkpoint(tmp_path / str(index), tensors, {"quant_method": "compressed-tensors"}))
+    run("compare", folders[0], folders[1], "--tolerance", 0)
+    found = run_json("compare", folders[0], folders[2], "--tolerance", 0.01, exit_code=1)
+    assert "x.layers.0.up.input_scale: relative error 0.2" in found["differences"][0]
+
+
 def test_a_prefix_on_all_names_is_seen_through() -> None:
     names = [f"layers.{i}.{leaf}.weight" for i in range(3) for leaf in ("up", "down")]
     inside = [f"model.{name}" for name in names]
@@ -155,6 +166,10 @@ def test_the_table_has_a_row_for_a_kind_of_layer(float_folder: Path, int8_folder
 @torch.no_grad()
 def test_logits_over_a_text(float_folder: Path, int8_folder: Path, tmp_path: Path) -> None:
     write_tokenizer(int8_folder)
+    path = float_folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"] *= 20  # so far apart that it matters which of them the divergence is from
+    save_file(tensors, path, {"format": "pt"})
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     arguments = ("--text", text, "--window", 40, "--max-tokens", 100)
@@ -170,6 +185,7 @@ def test_logits_over_a_text(float_folder: Path, int8_folder: Path, tmp_path: Pat
     divergence = torch.nn.functional.kl_div(logs[1], logs[0], log_target=True, reduction="none").sum(-1)
     assert found["tokens"] == 100
     assert found["window"] == 40
+    assert divergence.mean() > 0.01
     assert found["mean_kl"] == pytest.approx(float(divergence.mean()), rel=1e-3)
     assert found["max_kl"] == pytest.approx(float(divergence.max()), rel=1e-3)
     assert found["top1_agreement"] == float((logs[0].argmax(-1) == logs[1].argmax(-1)).double().mean())
