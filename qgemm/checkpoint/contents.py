@@ -6,7 +6,8 @@ A reader of a format makes it from the config and the headers of the files, befo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,10 +22,13 @@ class Conversion:
     """What becomes of a tensor in a file: its name in the model, and how its value is made.
 
     ``name`` is None for a tensor that is only looked at. ``convert`` raises ``ValueError`` for a value that can't be.
+    ``place``: where it goes in a tensor of shape ``whole``, which several make; None if it is all of it.
     """
 
     name: str | None
     convert: Callable[[Tensor], Tensor]
+    place: tuple[int | slice, ...] | None = None
+    whole: tuple[int, ...] = ()
 
 
 @dataclass
@@ -43,6 +47,8 @@ class Contents:
     headers: dict[str, StoredTensor]
     conversions: dict[str, Conversion] = field(default_factory=dict)
     is_foreign: bool = False
+    # The name in the files of each tensor of the model that has another one there.
+    _files: dict[str, str] = field(default_factory=dict)
 
     def convert(
         self, name: str, name_in_file: str, shape: tuple[int, ...], convert: Callable[[Tensor], Tensor]
@@ -58,6 +64,50 @@ class Contents:
         tensor = self.headers.pop(name_in_file)
         self.headers[name] = StoredTensor(tensor.path, shape, torch.float32)
         self.conversions[name_in_file] = Conversion(name, convert)
+        self._files[name] = name_in_file
+
+    def rename(self, names: dict[str, str]) -> None:
+        """Gives the tensors of the model other names; raises ``CheckpointError`` if two would have one.
+
+        ``names``: the new name of every tensor in ``headers``.
+        """
+        files, self._files = self._files, {}
+        headers: dict[str, StoredTensor] = {}
+        for old, new in names.items():
+            if new in headers:
+                raise CheckpointError(f"{headers[new].path} holds {old} beside another tensor that is {new} too")
+            headers[new] = self.headers[old]
+            file_name = files.get(old, old)
+            if new != file_name:
+                self._redirect(file_name, name=new)
+                self._files[new] = file_name
+        self.headers = headers
+
+    def merge(
+        self,
+        name: str,
+        part: str,
+        shape: tuple[int, ...],
+        whole: tuple[int, ...],
+        place: tuple[int | slice, ...],
+    ) -> None:
+        """Notes that the model's tensor ``part`` is a part of one called ``name``: where it goes, and their shapes.
+
+        Raises ``CheckpointError`` unless there is such a part of that shape, with the dtype of the others.
+        """
+        tensor = self.headers.pop(part, None)
+        if tensor is None:
+            raise CheckpointError(f"no file holds {part}, of which {name} is to be made")
+        if tensor.shape != shape:
+            raise CheckpointError(f"{tensor.path}: {part} has shape {list(tensor.shape)}; the model's is {list(shape)}")
+        known = self.headers.setdefault(name, StoredTensor(tensor.path, whole, tensor.dtype))
+        if known.dtype != tensor.dtype or known.shape != whole:
+            raise CheckpointError(f"{tensor.path}: {part} is {tensor.dtype}, and {name} {known.dtype}")
+        self._redirect(self._files.pop(part, part), name=name, place=place, whole=whole)
+
+    def _redirect(self, name_in_file: str, **changes: Any) -> None:
+        as_it_is = Conversion(name_in_file, lambda value: value)
+        self.conversions[name_in_file] = replace(self.conversions.get(name_in_file, as_it_is), **changes)
 
     def look_at(self, name_in_file: str, convert: Callable[[Tensor], Tensor]) -> None:
         """Notes that the model doesn't hold the tensor ``name_in_file``, whose value ``convert`` checks."""

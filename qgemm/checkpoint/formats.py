@@ -11,6 +11,7 @@ from qgemm.checkpoint import bitsandbytes, compressed_tensors
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
+from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.swap_rules import find_rule
 
@@ -44,10 +45,12 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
 
 
 def fit_to_model(contents: Contents, model: nn.Module, config_path: Path) -> None:
-    """Checks that the layers of a foreign checkpoint are linear in ``model``, and notes which tensors are tied there.
+    """Puts a foreign checkpoint under the names of ``model``, checks its layers, and notes which tensors are tied.
 
-    Raises ``CheckpointError`` for a layer that ``QuantLinear`` can't stand for.
+    Raises ``CheckpointError`` for a layer that is neither linear in ``model`` nor, with others, its experts.
     """
+    rename_as_model(contents, model)
+    fused = fuse_experts(contents, model, config_path)
     for layer in contents.manifest.layers:
         try:
             module = model.get_submodule(layer) if layer else None
@@ -57,7 +60,8 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path) -> Non
             raise CheckpointError(
                 f"{config_path.parent} holds a quantized layer {layer!r}, which the model doesn't have"
             )
-        if type(module) is not nn.Linear and type(module).__name__ not in ("Conv1D", "FalconLinear"):
+        is_linear = type(module) is nn.Linear or type(module).__name__ in ("Conv1D", "FalconLinear")
+        if not is_linear and layer not in fused:
             raise CheckpointError(
                 f"{config_path.parent} quantizes {layer}, a {type(module).__name__}, which qgemm can't compute"
             )

@@ -58,7 +58,7 @@ def load_quantized(
             if name in scales and not _is_scale(value):
                 path = found.stored[name_in_file].path
                 raise CheckpointError(f"{path}: scale {name_in_file} is not finite and above 0 everywhere")
-            values[name] = value
+            _take_in(values, name, value, found.conversions.get(name_in_file))
     _put_in_place(found, values, device)
     if is_pretrained(found.model):
         from qgemm.integrations.transformers import attach_quantizer
@@ -130,6 +130,15 @@ def _converted(found: Matching, name: str, value: Tensor) -> tuple[str | None, T
         return conversion.name, conversion.convert(value)
     except ValueError as error:
         raise CheckpointError(f"{found.stored[name].path}: {name}: {error}") from error
+
+
+def _take_in(values: dict[str, Tensor], name: str, value: Tensor, conversion: Conversion | None) -> None:
+    if conversion is None or conversion.place is None:
+        values[name] = value
+        return
+    if name not in values:
+        values[name] = torch.empty(conversion.whole, dtype=value.dtype, device=value.device)
+    values[name][conversion.place] = value
 
 
 def _is_scale(value: Tensor) -> bool:

@@ -76,7 +76,7 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
 
 
 class _NoneOnExperts(nn.Module):
-    """What PEFT is told to take for experts: by itself it would add the adapter to int8 values, and round it to them."""
+    """What PEFT takes for experts, so that it raises: by itself it would round the adapter to int8."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, **kwargs: Any) -> None:
         """Raises ``ValueError``."""

@@ -1,0 +1,104 @@
+"""Another library's checkpoint under the names of the model: tensors renamed, and experts put together.
+
+Files keep the names that a model was first published with, and a linear layer for each expert. transformers has a list
+of renamings for each model, which is applied here; what it would put together of several tensors, other than experts,
+stays as it is, and then finds no place in the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.pretrained import is_pretrained
+from qgemm.checkpoint.tensors import split_name
+from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
+from qgemm.scheme import QuantScheme
+
+# What the linear layers of an expert are called: gate, up, down.
+_LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+def rename_as_model(contents: Contents, model: nn.Module) -> None:
+    """Gives the tensors and layers of ``contents`` the names that ``model``, if it is of transformers, has for them."""
+    if not is_pretrained(model):
+        return
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, dot_natural_key, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    wanted = model.state_dict()
+
+    def rename(name: str) -> str:
+        renamed: str = rename_source_key(name, renamings, [], str(model.base_model_prefix), wanted)[0]
+        return renamed if name not in wanted or renamed in wanted else name
+
+    names = {}
+    layers: dict[str, QuantScheme] = {}
+    for name in sorted(contents.headers, key=dot_natural_key):
+        layer, leaf = split_name(name)
+        if layer in contents.manifest.layers:
+            # By its weight: the renamings know of no scales.
+            new_layer, new_leaf = split_name(rename(f"{layer}.weight"))
+            if new_leaf != "weight":
+                new_layer = layer
+            names[name] = f"{new_layer}.{leaf}"
+            layers[new_layer] = contents.manifest.layers[layer]
+        else:
+            names[name] = rename(name)
+    contents.rename(names)
+    contents.manifest.layers.clear()
+    contents.manifest.layers.update(layers)
+
+
+def fuse_experts(contents: Contents, model: nn.Module, config_path: Path) -> set[str]:
+    """Puts layers of single experts together, as the modules of ``model`` hold them; returns those modules' names.
+
+    Raises ``CheckpointError`` if some experts of a module are int8 and others aren't, or if their shapes differ.
+    """
+    fused = set()
+    for path, module in model.named_modules():
+        if not any(name.startswith(f"{path}.0.") for name in contents.manifest.layers):
+            continue
+        try:
+            source = describe_experts(module)
+        except UnknownExperts:
+            continue  # a list of modules, one for each expert, or what the caller refuses
+        _fuse(contents, path, source, config_path)
+        fused.add(path)
+    return fused
+
+
+def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path) -> None:
+    layers = contents.manifest.layers
+    gate, up, down = next((leaves for leaves in _LEAVES if f"{path}.0.{leaves[2]}" in layers), _LEAVES[0])
+    wide, narrow = source.intermediate_size, source.hidden_size
+    schemes = set()
+    for name, leaves, shape in (
+        ("gate_up_proj", [gate, up] if source.activation.gated else [up], (wide, narrow)),
+        ("down_proj", [down], (narrow, wide)),
+    ):
+        rows = shape[0] * len(leaves)
+        for expert in range(source.num_experts):
+            for index, leaf in enumerate(leaves):
+                layer = f"{path}.{expert}.{leaf}"
+                if (scheme := layers.pop(layer, None)) is None:
+                    raise CheckpointError(
+                        f"{config_path.parent} lacks {layer} in int8: the experts of a layer are quantized all or none"
+                    )
+                schemes.add(scheme)
+                place = (expert, slice(index * shape[0], (index + 1) * shape[0]))
+                whole = (source.num_experts, rows)
+                merge = contents.merge
+                merge(f"{path}.{name}", f"{layer}.weight", shape, (*whole, shape[1]), place)
+                merge(f"{path}.{name}_scale", f"{layer}.weight_scale", shape[:1], whole, place)
+                if source.has_bias:
+                    merge(f"{path}.{name}_bias", f"{layer}.bias", shape[:1], whole, place)
+    scheme = next(iter(schemes))
+    if len(schemes) > 1 or scheme.is_static:
+        raise CheckpointError(f"{config_path}: {path} has static activations, which qgemm doesn't compute for experts")
+    layers[path] = scheme

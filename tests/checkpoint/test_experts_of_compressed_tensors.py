@@ -1,0 +1,145 @@
+"""Checkpoints of compressed-tensors with a linear layer for each expert, which is how its users publish mixtures."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations.folders import assert_same
+from models.example import Example
+from models.mixtures import MIXTURES
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import qgemm
+from checkpoint.foreign import edit_quantization, edit_tensors
+from qgemm import CheckpointError, QuantExperts
+from qgemm.checkpoint import compressed_tensors
+
+# The names in files of the gate, up and down layers of an expert, and of what is around it.
+QWEN = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL = ("w1", "w3", "w2")
+FAMILIES = {"qwen3_moe": QWEN, "mixtral": MIXTRAL, "deepseek_v3": QWEN, "gpt_oss": QWEN, "nemotron_h": QWEN}
+
+
+def write(model: Any, folder: Path, family: str) -> None:
+    """Writes a quantized model as vLLM reads it: int8 weights of single experts, scales ``[N, 1]`` in bfloat16."""
+    gate, up, down = FAMILIES[family]
+    tensors = {}
+    for name, module in model.named_modules():
+        held = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        own = {
+            f"{name}.{leaf}": t.detach() for leaf, t in held.items() if leaf not in module._non_persistent_buffers_set
+        }
+        if not isinstance(module, QuantExperts):
+            tensors |= {key: t[:, None] if key.endswith("weight_scale") else t for key, t in own.items()}
+            continue
+        halves = (gate, up) if module.activation.gated else (up,)
+        for expert in range(module.num_experts):
+            for ours, leaves in (("gate_up_proj", halves), ("down_proj", (down,))):
+                for suffix, stored in (("", "weight"), ("_scale", "weight_scale"), ("_bias", "bias")):
+                    if f"{name}.{ours}{suffix}" in own:
+                        for leaf, part in zip(
+                            leaves, own[f"{name}.{ours}{suffix}"][expert].chunk(len(leaves)), strict=True
+                        ):
+                            shaped = part[:, None] if stored == "weight_scale" else part
+                            tensors[f"{name}.{expert}.{leaf}.{stored}"] = shaped
+    if family == "mixtral":
+        # As the model was first published.
+        tensors = {re.sub(r"\.mlp\.", ".block_sparse_moe.", name): t for name, t in tensors.items()}
+    folder.mkdir()
+    save_file(
+        {name: t.clone().contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, qgemm.QuantLinear)}
+    config["quantization_config"] = compressed_tensors.quantization_config(model, linear)  # type: ignore[arg-type]
+    config |= {"architectures": [type(model).__name__], "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_put_together(family: str, tmp_path: Path) -> None:
+    example = MIXTURES[family]()
+    model: Any = qgemm.quantize_model(example.model)
+    write(model, tmp_path / "foreign", family)
+    loaded = qgemm.load_quantized(tmp_path / "foreign")
+    assert_same(loaded, model)
+    assert torch.equal(Example(loaded, example.inputs).output(), example.output())
+    # And from here on it is one of ours.
+    qgemm.save_quantized(loaded, tmp_path / "ours")
+    assert_same(qgemm.load_quantized(tmp_path / "ours"), model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_the_names_are_those_that_transformers_splits_experts_into(family: str, tmp_path: Path) -> None:
+    # So that gates aren't taken for ups in the tests above.
+    example = MIXTURES[family]()
+    example.model.save_pretrained(tmp_path / "float")  # type: ignore[operator]
+    floats = load_file(tmp_path / "float" / "model.safetensors")
+    write(qgemm.quantize_model(example.model), tmp_path / "foreign", family)
+    stored = load_file(tmp_path / "foreign" / "model.safetensors")
+    assert {name for name in stored if not name.endswith("_scale")} == set(floats)
+    for name, tensor in stored.items():
+        if tensor.dtype == torch.int8:
+            dequantized = tensor * stored[f"{name}_scale"]
+            assert (dequantized - floats[name]).norm() < 0.01 * floats[name].norm(), name
+
+
+EXPERT = "model.layers.1.mlp.experts.2.up_proj"
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def replaced(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], object]:
+    return lambda tensors: tensors.update({name: change(tensors[name])})
+
+
+def with_float_expert(tensors: dict[str, Tensor]) -> None:
+    del tensors[f"{EXPERT}.weight_scale"]
+    tensors[f"{EXPERT}.weight"] = tensors[f"{EXPERT}.weight"].float()
+
+
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (without(f"{EXPERT}.weight"), f"layer {EXPERT} has a weight_scale but no weight"),
+        (with_float_expert, rf"lacks {EXPERT} in int8: the experts of a layer are quantized all or none"),
+        (replaced(f"{EXPERT}.weight", lambda t: t[:, :-1]), rf"{EXPERT}\.weight has shape \[64, 63\]; the model's is"),
+        (replaced(f"{EXPERT}.weight_scale", lambda t: t * 0), rf"scale {EXPERT}\.weight_scale is not finite and above"),
+        (
+            lambda tensors: tensors.update({EXPERT.replace(".2.", ".8.") + ".weight": torch.zeros(2, 2)}),
+            r"holds tensors that the model doesn't have: .*experts\.8\.up_proj\.weight",
+        ),
+    ],
+)
+def test_what_is_refused(edit: Any, problem: str, tmp_path: Path) -> None:
+    model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model)
+    write(model, tmp_path / "foreign", "qwen3_moe")
+    edit_tensors(tmp_path / "foreign", edit)
+    with pytest.raises(CheckpointError, match=problem):
+        qgemm.load_quantized(tmp_path / "foreign")
+
+
+def test_static_experts_are_refused(tmp_path: Path) -> None:
+    model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model)
+    write(model, tmp_path / "foreign", "qwen3_moe")
+    group = {"strategy": "tensor", "dynamic": False}
+    edit_quantization(tmp_path / "foreign", lambda q: q["config_groups"]["group_0"]["input_activations"].update(group))
+    edit_tensors(
+        tmp_path / "foreign",
+        lambda tensors: tensors.update(
+            {name.replace("weight_scale", "input_scale"): torch.ones(1) for name in tensors if "weight_scale" in name}
+        ),
+    )
+    with pytest.raises(
+        CheckpointError, match=r"0\.mlp\.experts has static activations, which qgemm doesn't compute for"
+    ):
+        qgemm.load_quantized(tmp_path / "foreign")
