@@ -1,13 +1,15 @@
 """The weights of a checkpoint in float, whatever they are stored as, some rows at a time.
 
-A float checkpoint's tensors have the names that the model gives them, also where the files use others; of every other
-checkpoint those in the files count, which are the same for what qgemm, compressed-tensors and bitsandbytes write.
+A float checkpoint's tensors go by the names that the model gives them, also where the files use others, or by those in
+the files, whichever the other checkpoint shares; those of quantized ones by the names in the files.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -68,22 +70,57 @@ def _block_size(whole: int, blocks: int) -> int:
     )
 
 
-def find_weights(checkpoint: Checkpoint, source: Source) -> dict[str, FloatTensor]:
-    """The tensors of ``checkpoint``, whose files are ``source``, by name; integers that aren't quantized are left out.
+@dataclass(frozen=True)
+class Pairing:
+    """The tensors of two checkpoints by name, and for each of ``b`` that is in ``a`` too, its name there."""
 
-    Raises ``CheckpointError`` for weights in a format that isn't dequantized here.
+    a: dict[str, FloatTensor]
+    b: dict[str, FloatTensor]
+    names_in_a: dict[str, str]
+
+    @property
+    def values(self) -> int:
+        """How many numbers the tensors in both have."""
+        return sum(math.prod(self.b[name].shape) for name in self.names_in_a)
+
+
+def pair_weights(a: Checkpoint, b: Checkpoint, source_a: Source, source_b: Source) -> Pairing:
+    """Under which names the two have the most in common: those of the model, or those in the files.
+
+    Integers that aren't quantized are left out. Raises ``CheckpointError`` if the two have no tensor in common, and for
+    weights in a format that isn't dequantized here.
     """
+    pairings = [
+        _pair(weights_a, weights_b, {} if b.contents is None else b.contents.manifest.tied)
+        for weights_a, weights_b in product(_find_weights(a, source_a), _find_weights(b, source_b))
+    ]
+    best = max(pairings, key=lambda pairing: (pairing.values, len(pairing.names_in_a)))
+    if not best.names_in_a:
+        raise CheckpointError(f"{a.path} and {b.path} have no tensor in common: they aren't of one model")
+    return best
+
+
+def _pair(a: dict[str, FloatTensor], b: dict[str, FloatTensor], tied_in_b: dict[str, str]) -> Pairing:
+    names_in_a = match_names(b, a)
+    aliases = {alias: name for alias, name in tied_in_b.items() if alias in a and alias not in b and name in b}
+    return Pairing(
+        a, b | {alias: b[name] for alias, name in aliases.items()}, names_in_a | {alias: alias for alias in aliases}
+    )
+
+
+def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, FloatTensor]]:
+    """The tensors of ``checkpoint`` by the model's names, if they are known, and by those in the files."""
+    in_files: dict[str, FloatTensor] = {}
+    for layer in find_layers(checkpoint.stored, checkpoint.bits):
+        in_files.update(_of_layer(layer, source))
     if checkpoint.format == FLOAT and checkpoint.config:
         try:
             loading = plan_loading(source, drop=["*"])
-            tensors = {name: tensor for name, tensor in loading.tensors.items() if tensor.dtype.is_floating_point}
-            return _order_experts(tensors, loading.model)
-        except (CheckpointError, ImportError):  # not of transformers: then the names in the files have to do
-            pass
-    found: dict[str, FloatTensor] = {}
-    for layer in find_layers(checkpoint.stored, checkpoint.bits):
-        found.update(_of_layer(layer, source))
-    return found
+        except (CheckpointError, ImportError):  # not of transformers
+            return [in_files]
+        tensors = {name: tensor for name, tensor in loading.tensors.items() if tensor.dtype.is_floating_point}
+        return [_order_experts(tensors, loading.model), in_files]
+    return [in_files]
 
 
 def _order_experts(tensors: dict[str, FloatTensor], model: nn.Module) -> dict[str, FloatTensor]:

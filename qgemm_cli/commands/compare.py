@@ -19,7 +19,7 @@ from qgemm_cli.output import print_lines, print_table, printable, progress_bar
 from qgemm_cli.patterns import collapse, natural_order, pattern_of
 from qgemm_cli.reading import Checkpoint, open_checkpoint
 from qgemm_cli.soundness import find_problems
-from qgemm_cli.weights import find_weights, match_names
+from qgemm_cli.weights import pair_weights
 
 _VALUES = 1 << 24  # that are compared at a time: 64 MB in float32
 MOST_NAMES = 5
@@ -46,50 +46,50 @@ def compare(
 
 
 def _compare_weights(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
-    stored = [_main_tensors(checkpoint) for checkpoint in (a, b)]
+    layers_a, layers_b = _layers_by_weight(a), _layers_by_weight(b)
+    compared, other_shapes = [], []
     with ExitStack() as stack:
-        weights = []
-        for checkpoint in (a, b):
-            if checkpoint.folder is None:
-                raise CheckpointError(f"{checkpoint.path} is a single file: compare takes two folders")
-            weights.append(find_weights(checkpoint, stack.enter_context(open_source(checkpoint.folder))))
-        names_in_a = match_names(weights[1], weights[0])
-        for alias, name in b.contents.manifest.tied.items() if b.contents is not None else ():
-            if alias in weights[0] and name in weights[1]:
-                weights[1][alias] = weights[1][name]
-                names_in_a[alias] = alias
-        if not names_in_a:
-            raise CheckpointError(f"{a.path} and {b.path} have no tensor in common: they aren't of one model")
-        layers, other_shapes = [], []
-        total = sum(math.prod(weights[1][name].shape) for name in names_in_a)
-        with progress_bar("compare", total, shown=True) as advance:
-            for name, name_in_a in sorted(names_in_a.items(), key=lambda names: natural_order(names[0])):
-                tensors = weights[0][name_in_a], weights[1][name]
-                layer_a, layer_b = stored[0].get(name_in_a), stored[1].get(name)
-                entry: dict[str, Any] = {
-                    "name": name,
-                    "name_in_a": name_in_a,
-                    "kind": layer_b.kind if layer_b is not None else "other",
-                    "shape": list(tensors[1].shape),
-                    "stored_as_a": _storage(layer_a, tensors[0]),
-                    "stored_as_b": _storage(layer_b, tensors[1]),
-                    "quantized": any(layer is not None and layer.is_quantized for layer in (layer_a, layer_b)),
-                }
-                if tensors[0].shape not in (tensors[1].shape, _transposed(tensors[1].shape)):
-                    other_shapes.append({**entry, "shape_in_a": list(tensors[0].shape)})
-                else:
-                    layers.append({**entry, **_difference(*tensors)})
-                advance(math.prod(tensors[1].shape))
-    errors = [layer["relative_error"] for layer in layers if layer["quantized"]]
-    missing_in_a = sorted(weights[1].keys() - names_in_a.keys(), key=natural_order)
+        source_a, source_b = (stack.enter_context(open_source(_folder_of(checkpoint))) for checkpoint in (a, b))
+        pairing = pair_weights(a, b, source_a, source_b)
+        advance = stack.enter_context(progress_bar("compare", pairing.values, shown=True))
+        for name, name_in_a in sorted(pairing.names_in_a.items(), key=lambda names: natural_order(names[0])):
+            ours, theirs = pairing.b[name], pairing.a[name_in_a]
+            entry = _describe(name, name_in_a, ours, theirs, layers_b.get(name), layers_a.get(name_in_a))
+            if theirs.shape in (ours.shape, _transposed(ours.shape)):
+                compared.append({**entry, **_difference(theirs, ours)})
+            else:
+                other_shapes.append({**entry, "shape_in_a": list(theirs.shape)})
+            advance(math.prod(ours.shape))
+    errors = [entry["relative_error"] for entry in compared if entry["quantized"]]
     return {
-        "layers": layers,
-        "same": sum(layer["relative_error"] == 0 for layer in layers),
+        "layers": compared,
+        "same": sum(entry["relative_error"] == 0 for entry in compared),
         "largest_error": max(errors, key=_nan_last, default=None),
         "mean_error": sum(errors) / len(errors) if errors else None,
         "other_shapes": other_shapes,
-        "only_in_a": sorted(weights[0].keys() - set(names_in_a.values()), key=natural_order),
-        "only_in_b": missing_in_a,
+        "only_in_a": sorted(pairing.a.keys() - set(pairing.names_in_a.values()), key=natural_order),
+        "only_in_b": sorted(pairing.b.keys() - pairing.names_in_a.keys(), key=natural_order),
+    }
+
+
+def _folder_of(checkpoint: Checkpoint) -> Path:
+    if checkpoint.folder is None:
+        raise CheckpointError(f"{checkpoint.path} is a single file: compare takes two folders")
+    return checkpoint.folder
+
+
+def _describe(
+    name: str, name_in_a: str, b: FloatTensor, a: FloatTensor, layer_b: StoredLayer | None, layer_a: StoredLayer | None
+) -> dict[str, Any]:
+    known = [layer for layer in (layer_b, layer_a) if layer is not None]
+    return {
+        "name": name,
+        "name_in_a": name_in_a,
+        "kind": known[0].kind if known else "other",
+        "shape": list(b.shape),
+        "stored_as_a": _storage(layer_a, a),
+        "stored_as_b": _storage(layer_b, b),
+        "quantized": any(layer.is_quantized for layer in known),
     }
 
 
@@ -101,8 +101,8 @@ def _nan_last(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _main_tensors(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
-    """The layers by the names of their weights."""
+def _layers_by_weight(checkpoint: Checkpoint) -> dict[str, StoredLayer]:
+    """The layers of ``checkpoint``, by the names of their weights."""
     layers = find_layers(checkpoint.stored, checkpoint.bits)
     return {layer.full_name("" if layer.kind == "experts" else "weight"): layer for layer in layers}
 

@@ -93,6 +93,22 @@ def test_experts_in_whatever_layout(name: str, tmp_path: Path) -> None:
     assert found["only_in_a"] == found["only_in_b"] == []
 
 
+def test_experts_that_both_hold_one_by_one(tmp_path: Path) -> None:
+    tiny_mixture("qwen3_moe").save_pretrained(tmp_path / "float")
+    tensors = load_file(tmp_path / "float" / "model.safetensors")
+    name = "model.layers.0.mlp.experts.1.up_proj"
+    scale = tensors[f"{name}.weight"].abs().amax(1, keepdim=True) / 127
+    int8 = (tensors[f"{name}.weight"] / scale).round().to(torch.int8)
+    wanted = float((int8 * scale - tensors[f"{name}.weight"]).norm() / tensors[f"{name}.weight"].norm())
+    tensors |= {f"{name}.weight": int8, f"{name}.weight_scale": scale}
+    other = write_checkpoint(tmp_path / "int8", tensors, {"quant_method": "compressed-tensors"})
+    for a, b in ((tmp_path / "float", other), (other, tmp_path / "float")):
+        found = {layer["name"]: layer for layer in run_json("compare", a, b)["layers"] if layer["quantized"]}
+        assert list(found) == [f"{name}.weight"]
+        assert found[f"{name}.weight"]["relative_error"] == pytest.approx(wanted, rel=1e-3)
+        assert found[f"{name}.weight"]["kind"] == "linear"
+
+
 def test_scales_per_row_tensor_and_block(tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight = torch.randn(200, 300)
