@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from experts_families import ALL
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -474,6 +475,28 @@ def test_memory_peaks_at_the_float_model_and_one_layer(dtype: torch.dtype) -> No
     assert memory.start == 3 * layer
     # The int8 weight at least, or the measurement missed it.
     assert 2**22 <= memory.peak - memory.start <= layer
+
+
+@pytest.mark.parametrize("family", ["mixtral", "llama4"])
+def test_memory_of_experts_peaks_at_one_module_in_int8_and_one_expert(family: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = ALL[family]()
+            # Of 32 experts, [E, N, K] or [E, K, N].
+            shapes = (32, 512, 384), (32, 384, 256)
+            first, second = ((E, K, N) for E, N, K in shapes) if family == "llama4" else shapes
+            self.experts.gate_up_proj = nn.Parameter(torch.zeros(first, dtype=torch.bfloat16))
+            self.experts.down_proj = nn.Parameter(torch.zeros(second, dtype=torch.bfloat16))
+
+    model = nn.Sequential(Block(), Block())
+    weights, expert = 32 * 384 * (512 + 256), 384 * 512
+    with Memory(model) as memory:
+        quantize_model(model)
+    assert memory.start == 2 * 2 * weights
+    grown = memory.peak - memory.start
+    # int8 values and scales of one module, and of one expert some copies in float64.
+    assert weights <= grown <= weights + 4 * 32 * (512 + 384) + 4 * 8 * expert
 
 
 def test_progress_is_silent_unless_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
