@@ -91,7 +91,7 @@ def _write_shards(plan: Plan, workspace: Workspace, device: torch.device, progre
     sizes = {file_name: bytes_to_read(plan, names) for file_name, names in plan.shards.items()}
     hide = None if progress is None else not progress
     with tqdm(desc="verify", unit="B", unit_scale=True, disable=hide, leave=False) as bar:
-        workspace.recover(bar.update)
+        workspace.recover(plan.shards, bar.update)
     done = sum(size for file_name, size in sizes.items() if file_name in workspace.finished)
     _check_room(plan, workspace)
     total = sum(sizes.values())

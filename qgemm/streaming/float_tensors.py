@@ -112,7 +112,8 @@ class OrderedExperts(FloatTensor):
         values = self._tensor.rows(start, stop)
         if values.ndim == 2:
             return self._layout.bias_of(self._name, values)
-        return torch.stack([self._layout.rows_of(self._name, values, expert) for expert in range(stop - start)])
+        experts = [self._layout.rows_of(self._name, values, expert) for expert in range(stop - start)]
+        return experts[0][None] if len(experts) == 1 else torch.stack(experts)
 
 
 class Conversion:

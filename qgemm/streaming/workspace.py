@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,10 +85,10 @@ class Workspace:
         shutil.rmtree(self.content, ignore_errors=True)
         (self.folder / _JOURNAL).unlink(missing_ok=True)
 
-    def recover(self, read: Callable[[int], object]) -> None:
-        """Finds the files that an earlier run finished, and checks that they are as they were written.
+    def recover(self, names: Collection[str], read: Callable[[int], object]) -> None:
+        """Finds those of the files called ``names`` that an earlier run finished, and checks that they are as written.
 
-        ``read`` is told the bytes that were. Raises ``CheckpointError`` if the earlier run made something else.
+        ``read`` is told the bytes that were read. Raises ``CheckpointError`` if the earlier run made something else.
         """
         journal_path = self.folder / _JOURNAL
         if journal_path.exists():
@@ -98,6 +98,8 @@ class Workspace:
                 raise CheckpointError(f"{error}. Pass resume=False to start afresh") from error
             self._check_job(journal.get("job"))
             for name, entry in _entries(journal, journal_path).items():
+                if name not in names:
+                    continue
                 if _is_sound(self.content / name, entry.fingerprint, read):
                     self.finished[name] = entry
                 else:
@@ -176,7 +178,6 @@ def _entries(journal: dict[str, Any], path: Path) -> dict[str, Finished]:
                 str(values["fingerprint"]), {layer: float(error) for layer, error in values["errors"].items()}
             )
             for name, values in journal["finished"].items()
-            if name == Path(name).name
         }
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: pass resume=False to start afresh") from error

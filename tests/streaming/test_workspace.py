@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,10 +168,14 @@ def test_a_journal_that_is_damaged(journal: str, source: Path, stopped: Path, pa
 def test_a_journal_that_names_files_elsewhere(source: Path, stopped: Path, partial: Path, tmp_path: Path) -> None:
     path = partial / "journal.json"
     journal = json.loads(path.read_text())
-    journal["finished"]["../../float/model.safetensors"] = {"fingerprint": "1 a", "errors": {}}
+    one = next(iter(journal["finished"].values()))
+    shutil.copy(next((partial / "content").iterdir()), tmp_path / "elsewhere")
+    journal["finished"]["../../elsewhere"] = {**one, "errors": {"no.such.weight": 0.5}}
     path.write_text(json.dumps(journal))
-    quantize_checkpoint(source, stopped, **OPTIONS)
-    assert (source / "model.safetensors").exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantize_checkpoint(source, stopped, **OPTIONS)
+    assert (tmp_path / "elsewhere").exists()
     quantize_whole(source, tmp_path / "whole", **OPTIONS)
     assert_same_files(tmp_path / "whole", stopped)
 
