@@ -78,8 +78,8 @@ def _group_tiles_kernel(
 ):  # fmt: skip
     """One program: the table for groups that end at ``offsets [G]``. ``GROUPS``: a power of 2, at least ``G``.
 
-    Offsets that aren't ascending, or beyond ``T``, give wrong groups but no row outside ``[0, T)``, and no more tiles
-    than right ones can.
+    An offset below an earlier one, or outside ``[0, T]``, counts as the nearest that isn't: no row is outside ``[0, T)``,
+    and there are no more tiles than right ones can have.
     """
     if PDL:
         gdc_wait()

@@ -103,17 +103,14 @@ def test_nan_scales_give_nan_rows(config: GemmConfig | None, device: torch.devic
     "offsets", [[30, 10, 40], [-5, 20, 1 << 30], [99, -99, 99], [-1, -2, -3], [40, 0, 40]], ids=str
 )
 @pytest.mark.parametrize("config", [None, SMALL], ids=["cpu", "tiles"])
-def test_wrong_offsets_give_some_product_of_every_row(
+def test_wrong_offsets_reach_nothing_outside(
     offsets: list[int], config: GemmConfig | None, device: torch.device
 ) -> None:
     a, b, _, a_scale, b_scale, _ = operands([40, 0, 0], bias=False, device=device)
-    out = grouped_mm(a, b, torch.tensor(offsets, dtype=torch.int32, device=device), a_scale, b_scale, config=config)
-    every = grouped_mm_reference(a, b[0][None], torch.tensor([40]), a_scale, b_scale[:1])[None]
-    for group in (1, 2):
-        one = grouped_mm_reference(a, b[group][None], torch.tensor([40]), a_scale, b_scale[group][None])
-        every = torch.cat([every, one[None]])
-    every = torch.cat([every, torch.zeros_like(out)[None]])
-    assert (every == out).all(dim=2).any(dim=0).all()
+    wrong = torch.tensor(offsets, dtype=torch.int32, device=device)
+    right = wrong.clamp(0, 40).cummax(dim=0).values
+    out = grouped_mm(a, b, wrong, a_scale, b_scale, config=config)
+    assert torch.equal(out, grouped_mm_reference(a, b, right, a_scale, b_scale))
 
 
 def test_the_table_of_tiles(device: torch.device) -> None:
