@@ -78,8 +78,8 @@ def _group_tiles_kernel(
 ):  # fmt: skip
     """One program: the table for groups that end at ``offsets [G]``. ``GROUPS``: a power of 2, at least ``G``.
 
-    An offset below an earlier one, or outside ``[0, T]``, counts as the nearest that isn't: no row is outside ``[0, T)``,
-    and there are no more tiles than right ones can have.
+    An offset below an earlier one, or outside ``[0, T]``, counts as the nearest that isn't: no row is outside
+    ``[0, T)``, and there are no more tiles than right ones can have.
     """
     if PDL:
         gdc_wait()
