@@ -57,12 +57,15 @@ class _Finder(importlib.abc.MetaPathFinder):
         execute = loader.exec_module
 
         def execute_and_act(module: ModuleType) -> None:
+            if module.__name__ != fullname:  # some loaders (zipimport) serve many modules
+                execute(module)
+                return
             # The loader's own method is back in its place before: a reload doesn't act again.
             vars(loader).pop("exec_module", None)
             execute(module)
-            if self in sys.meta_path:
+            if self in sys.meta_path:  # once, however often the module was looked for
                 sys.meta_path.remove(self)
-            _run(self._action)
+                _run(self._action)
 
         # On this one loader, which stays what it was for everybody who looks at it (resources, source, tracebacks).
         loader.exec_module = execute_and_act  # type: ignore[method-assign]

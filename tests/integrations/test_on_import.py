@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,27 @@ def test_two_actions_for_one_module(module: Path) -> None:
     importlib.import_module("awaited")
     assert sorted(seen) == ["a", "b"]
     assert sys.meta_path == before
+
+
+def test_a_loader_of_many_modules(tmp_path: Path, module: Path) -> None:
+    # As zipimport has them: what is imported between looking and importing isn't the awaited module.
+    archive = tmp_path / "archive.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("awaited_in_zip.py", "value = 5")
+        file.writestr("other_in_zip.py", "value = 6")
+    sys.path.insert(0, str(archive))
+    seen: list[int] = []
+    try:
+        when_imported("awaited_in_zip", lambda: seen.append(sys.modules["awaited_in_zip"].value))
+        importlib.util.find_spec("awaited_in_zip")
+        assert importlib.import_module("other_in_zip").value == 6
+        assert not seen
+        assert importlib.import_module("awaited_in_zip").value == 5
+        assert seen == [5]
+    finally:
+        sys.path.remove(str(archive))
+        for name in ("awaited_in_zip", "other_in_zip"):
+            sys.modules.pop(name, None)
 
 
 def test_a_module_that_fails_at_first(module: Path) -> None:
