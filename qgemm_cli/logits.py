@@ -16,6 +16,7 @@ from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import open_source
 from qgemm_cli.reading import FLOAT, Checkpoint
 
+_ADAPTER = "adapter_config.json"
 _ROWS = 16  # of logits, in float64 at a time: a vocabulary of 150,000 takes 20 MB
 
 
@@ -30,6 +31,8 @@ def load_model(checkpoint: Checkpoint, device: str) -> nn.Module:
         return qgemm.load_quantized(checkpoint.folder, device)
     if checkpoint.format != FLOAT:
         raise CheckpointError(checkpoint.refusal or checkpoint.problems[0])
+    if (checkpoint.folder / _ADAPTER).exists():  # transformers would follow it to the model that it names
+        raise CheckpointError(f"{checkpoint.folder} holds {_ADAPTER}: merge the adapter into its model first")
     # The model on meta has been built from a config that was checked: its class, and what of its config is safe.
     with open_source(checkpoint.folder) as source:
         built: Any = plan_loading(source, drop=["*"]).model

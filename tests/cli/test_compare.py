@@ -221,6 +221,9 @@ def test_what_cannot_be_compared(float_folder: Path, int8_folder: Path, tmp_path
     write_tokenizer(float_folder)
     (tmp_path / "text.txt").write_text("a")
     assert "has 1 tokens" in run_failing("compare", float_folder, int8_folder, *text)
+    (tmp_path / "text.txt").write_text("a b c")
+    (float_folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/somewhere/else"}')
+    assert "merge the adapter" in run_failing("compare", float_folder, int8_folder, *text)
     (tmp_path / "text.txt").write_bytes(b"\xff\xfe\xff")
     assert "codec can't decode" in run_failing("compare", float_folder, int8_folder, *text)
     packed = {f"{UP}.qweight": torch.zeros(4, 48, dtype=torch.int32), f"{UP}.scales": torch.ones(1, 48)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,19 @@ def test_what_cannot_be_converted(int8_folder: Path, float_folder: Path, tmp_pat
     (int8_folder / "tokenizer.json").symlink_to("/etc/hostname")
     assert "outside of the folder" in run_failing("convert", int8_folder, out, "--to", "qgemm")
     assert "Invalid value" in run("convert", int8_folder, out, "--to", "gguf", exit_code=2).stderr
+
+
+def test_what_was_written_is_read_again(int8_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save = qgemm.save_quantized
+
+    def save_badly(model: torch.nn.Module, folder: Path, **options: Any) -> None:
+        save(model, folder, **options)
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+
+    monkeypatch.setattr(qgemm, "save_quantized", save_badly)
+    message = run_failing("convert", int8_folder, tmp_path / "out", "--to", "qgemm")
+    assert "was written, but isn't sound" in message
 
 
 def test_a_model_that_the_format_cannot_hold(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,27 @@ def test_static_scales_come_from_a_file(float_folder: Path, tmp_path: Path) -> N
     model = qgemm.load_quantized(tmp_path / "out")
     found = {name: m.input_scale for name, m in model.named_modules() if isinstance(m, qgemm.QuantLinear)}
     assert found == {name: torch.tensor(scale) for name, scale in scales.items()}
+
+
+def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def record(*arguments: Any, **options: Any) -> qgemm.QuantReport:
+        calls.append((arguments, options))
+        return qgemm.QuantReport(())
+
+    monkeypatch.setattr(qgemm, "quantize_checkpoint", record)
+    options = {"scheme": "int8", "device": "meta", "max-shard-size": "7GB", "drop": "a.*", "skip": "b"}
+    flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+    run("quantize", tmp_path, tmp_path / "out", *flags, "--no-resume", "--no-progress")
+    run("quantize", tmp_path, tmp_path / "out")
+    (given, chosen), (_, default) = calls
+    assert given == (tmp_path, tmp_path / "out", "int8")
+    assert chosen["skip"] == ["b"]
+    assert chosen["drop"] == ["a.*"]
+    assert (chosen["device"], chosen["max_shard_size"]) == ("meta", "7GB")
+    assert (chosen["resume"], chosen["progress"]) == (False, False)
+    assert (default["resume"], default["progress"], default["skip"]) == (True, None, None)
 
 
 def test_the_table_has_a_row_for_a_kind_of_layer(float_folder: Path, tmp_path: Path) -> None:
