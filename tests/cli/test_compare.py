@@ -40,7 +40,11 @@ def relative_errors(float_folder: Path, model: torch.nn.Module) -> dict[str, flo
     return errors
 
 
-def test_a_float_and_a_quantized_one(float_folder: Path, int8_folder: Path) -> None:
+@pytest.mark.parametrize("values", [1 << 24, 100])  # the whole weight at a time; 3 rows of it, the last time fewer
+def test_a_float_and_a_quantized_one(
+    values: int, float_folder: Path, int8_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qgemm_cli.commands.compare._VALUES", values)
     found = run_json("compare", float_folder, int8_folder)
     wanted = relative_errors(float_folder, qgemm.load_quantized(int8_folder))
     quantized = {layer["name"]: layer for layer in found["layers"] if layer["quantized"]}
