@@ -72,6 +72,7 @@ def _quantized_pieces(
             )
         error.add(part, q, scale)
         done(part.nbytes)
+        del part  # of the next expert's weight and this one's only one need be in memory
         yield q, scale
 
 
