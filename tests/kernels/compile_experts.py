@@ -44,7 +44,7 @@ def expert_kernels(limits: DeviceLimits) -> Iterator[Kernel]:
     vectors = {"y": "*bf16", "out": "*bf16", "position": "*i32", "weights": "*fp32"}
     yield "experts combine", _combine_kernel, {**vectors, "N": "i32", "TOP_K": 8, "BLOCK": 1024, **early}, 4
     bf16, fp32 = torch.bfloat16, torch.float32
-    for dtype, K in ((bf16, 2048), (bf16, 7168), (fp32, LONGEST // 4 + 1)):
+    for dtype, K in ((bf16, 7168), (fp32, LONGEST // 4 + 1)):
         arguments, warps = token_arguments(dtype, K, limits)
         yield f"experts quantize tokens {dtype} {K}", _quantize_tokens_kernel, {**arguments, **early}, warps
         routing = {"ids": "*i64", "tiles": "*i32", "P": "i32", "E": "i32"}
@@ -52,11 +52,10 @@ def expert_kernels(limits: DeviceLimits) -> Iterator[Kernel]:
         arguments |= {**routing, **early}
         yield f"experts quantize pairs {dtype} {K}", _quantize_pairs_kernel, arguments, max(warps, 4)
     for dtype, K, activation in (
-        (bf16, 768, GatedActivation()),
+        (bf16, 768, GatedActivation("relu2", gated=False)),
         (bf16, 14_336, GPT_OSS),
         (torch.float16, LONGEST_WHOLE_ROW // 2, GatedActivation("gelu")),  # the longest that is kept in registers
         (fp32, LONGEST_WHOLE_ROW // 4 + 1, GatedActivation("gelu_tanh")),  # computed twice
-        (bf16, 4096, GatedActivation("relu2", gated=False)),
     ):
         arguments, warps = activate_arguments(dtype, K, activation, limits)
         yield f"experts {activation.name} {dtype} {K}", _activate_kernel, {**arguments, **early}, warps
@@ -66,11 +65,11 @@ def products(limits: DeviceLimits) -> Iterator[Kernel]:
     """The grouped products of every config that is chosen."""
     if limits.hopper:
         yield "grouped hopper", _grouped_hopper_kernel, hopper_arguments(HOPPER), HOPPER
-    by_rows = [config for _, configs in BY_ROWS for config in configs]
-    for config in dict.fromkeys([*NARROW, *WIDE, *by_rows]):
-        if is_valid(config, 1, limits):
-            label = f"{config.schedule} {config.block_m}x{config.block_n}x{config.block_k}"
-            yield f"grouped {label}", _grouped_gemm_kernel, grouped_arguments(config, limits, True), config
+    lists = (NARROW, NARROW[1:], WIDE, *(configs for _, configs in BY_ROWS))
+    chosen = [next(config for config in configs if is_valid(config, 1, limits)) for configs in lists]
+    for config in dict.fromkeys(chosen):
+        label = f"{config.schedule} {config.block_m}x{config.block_n}x{config.block_k}"
+        yield f"grouped {label}", _grouped_gemm_kernel, grouped_arguments(config, limits, True), config
     config = GemmConfig(64, 64, 64, num_warps=4, num_stages=2)
     yield "grouped ragged K", _grouped_gemm_kernel, grouped_arguments(config, limits, False), config
 
