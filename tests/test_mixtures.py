@@ -124,6 +124,12 @@ def test_skipped_experts(skip: str) -> None:
     assert not isinstance(model.get_submodule("model.layers.1.mlp.experts"), QuantExperts)
 
 
+@pytest.mark.filterwarnings("error:fused experts")
+def test_whoever_skips_all_experts_is_not_warned() -> None:
+    model = quantize_model(MIXTURES["mixtral"]().model, skip="*.experts")
+    assert report(model).coverage < 0.2
+
+
 def test_a_static_scheme_is_for_linear_layers() -> None:
     model = MIXTURES["mixtral"]().model
     scales = {name: 0.05 for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}

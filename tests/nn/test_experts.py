@@ -82,6 +82,9 @@ def test_rows_of_zeros_of_sorted_experts_are_zeros(device: torch.device) -> None
     (x,) = (t.to(device) for t in inputs(layer, 9))
     out = layer(x)
     assert not out[(x == 0).all(-1)].any()
+    # One of negative values is none of zeros.
+    below = layer(-x.abs())
+    assert below[(x != 0).any(-1)].any(-1).all()
     # A damaged row is seen.
     x[0, 3] = torch.nan
     assert layer(x)[0].isnan().all()
