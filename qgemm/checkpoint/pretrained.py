@@ -120,12 +120,14 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
 # Numbers of layers, heads, labels and the like: transformers' configs make lists that long before there is a model.
 _COUNTS = re.compile("layer|block|depth|stage|head|expert|group|label|types")
 _LARGEST_COUNT = 100_000
+# Of whatever name. Beyond 2^63 it fits no tensor, and a model fails that makes one of it.
+_LARGEST_NUMBER = 2**62
 # Not every name from above: -2 is the last layer but one.
 _NEVER_NEGATIVE = re.compile(r"\b(num|n)_(\w+_)?(layers?|heads?|experts?|blocks?)$")
 
 
 def _absurd_count(values: Any, name: str = "") -> str | None:
-    """Which number in ``values`` is too large for what it counts, or negative; None if there is none."""
+    """Which number in ``values`` is too large for what it counts, or for any use, or negative; None if none is."""
     if isinstance(values, dict):
         found = (_absurd_count(value, f"{name}.{key}" if name else key) for key, value in values.items())
     elif isinstance(values, list):
@@ -133,6 +135,8 @@ def _absurd_count(values: Any, name: str = "") -> str | None:
     else:
         if isinstance(values, int) and values > _LARGEST_COUNT and _COUNTS.search(name.lower()):
             return f"{name} is above {_LARGEST_COUNT}"
+        if isinstance(values, int) and abs(values) >= _LARGEST_NUMBER:
+            return f"{name} is beyond 2^62"
         if isinstance(values, int) and values < 0 and _NEVER_NEGATIVE.search(name):
             return f"{name} is negative"
         return None

@@ -136,7 +136,7 @@ def break_scale(rng: random.Random, files: Files) -> None:
     _, name = _layer_in(rng, tensors, *_SCALES)
     scale = tensors[name]
     what = rng.randrange(5)
-    if what == 0 and scale.numel():
+    if what == 0 and scale.numel() and scale.is_floating_point():
         values = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -1.0, 1e-45, 1e-38, 3e38, 5.0]
         scale.view(-1)[rng.randrange(scale.numel())] = rng.choice(values)
     elif what == 1:

@@ -222,6 +222,8 @@ def transformers_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, G
         ("gpt_neo", "attention_types", [[["global"], 2**40]], "attention_types is above"),
         ("gpt_neo", "max_position_embeddings", 50_000, "buffers are far larger"),
         ("gpt_neo", "num_heads", -1, "num_heads is negative"),
+        ("llama", "sliding_window", 2**63, r"sliding_window is beyond 2\^62"),
+        ("llama", "pad_token_id", -(2**63), r"pad_token_id is beyond 2\^62"),
     ],
 )
 def test_a_config_of_another_size(
