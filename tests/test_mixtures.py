@@ -94,6 +94,16 @@ def test_generate(family: str) -> None:
     assert torch.equal(logits[:, -1].argmax(-1), tokens[:, -1])
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
+def test_compiled_in_one_graph(family: str) -> None:
+    example = MIXTURES[family]()
+    quantize_model(example.model)
+    expected = example.output()
+    torch.compiler.reset()
+    compiled: Any = torch.compile(example.model, fullgraph=True, backend="aot_eager")
+    assert torch.equal(Example(compiled, example.inputs).output(), expected)
+
+
 def test_the_report_has_one_line_for_a_module(capsys: pytest.CaptureFixture[str]) -> None:
     model = quantize_model(MIXTURES["gpt_oss"]().model)
     records = {record.name: record for record in report(model).records if record.kind == "GptOssExperts"}
