@@ -88,6 +88,8 @@ def describe_experts(module: nn.Module) -> FloatExperts:
         flags = [getattr(module, flag, None) for flag in ("has_gate", "has_bias", "is_transposed", "is_concatenated")]
         if not all(isinstance(flag, bool) for flag in flags):
             raise UnknownExperts("it doesn't say how it holds its experts")
+        if getattr(module, "has_post_expert_norm", False):
+            raise UnknownExperts("it has a norm after each expert")
         has_gate, has_bias, is_transposed = (flag is True for flag in flags[:3])
         is_interleaved = has_gate and flags[3] is False
     else:

@@ -175,6 +175,11 @@ def with_a_norm(module: Any) -> Any:
     return module
 
 
+def with_a_norm_without_weights(module: Any) -> Any:
+    module.has_post_expert_norm = True
+    return module
+
+
 def with_its_own_forward(module: Any) -> Any:
     class Scaled(type(module)):  # type: ignore[misc]
         def forward(self, *args: Any) -> Tensor:
@@ -197,6 +202,7 @@ def with_other_shapes(module: Any) -> Any:
         (lambda module: with_act_fn(module, lambda gate, up: gate), "its activation isn't one that qgemm computes"),
         (lambda module: with_act_fn(module, None), "it has no act_fn"),
         (with_a_norm, "it holds other tensors than experts do (post_expert_norm.bias, post_expert_norm.weight)"),
+        (with_a_norm_without_weights, "it has a norm after each expert"),
         (with_its_own_forward, "its layout of experts isn't one that qgemm knows"),
         (with_other_shapes, "the shapes of its weights don't fit each other"),
         (lambda module: nn.Linear(4, 4), "its layout of experts isn't one that qgemm knows"),
