@@ -77,7 +77,7 @@ def qgemm_providers(dtype: torch.dtype) -> list[Provider]:
     int8 = torch.int8
 
     def run(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
-        return scaled_mm(a[0], b[0].t(), a[1], b[1], out_dtype=dtype)
+        return scaled_mm(a[0], b[0].t(), a[1], b[1], out_dtype=dtype, constant_b=True)
 
     return [
         Provider("qgemm", ("gemm",), int8, int8, dtype, INT8_ERROR, quantize_rows, quantize_rows, run),

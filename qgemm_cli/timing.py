@@ -28,13 +28,23 @@ _PASS_SECONDS = 1.5e-3  # aimed at, so that a replay's own start (1 to 2 us) is 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure: ``rounds``, in each of which every pass runs for about ``seconds``, at least once."""
+    """How long to measure: ``rounds``, in each of which every pass runs for about ``seconds``, at least once.
+
+    ``lead``: seconds that it runs untimed before.
+    """
 
     rounds: int = 7
     seconds: float = 0.01
+    lead: float = 0.0
 
 
 QUICK = Effort(rounds=3, seconds=0.003)
+SUSTAINED = Effort(rounds=3, seconds=0.06, lead=0.04)
+"""For passes that keep a GPU's tensor cores busy, and so at its power limit.
+
+How fast those run depends on the power that they take, and clocks follow it after some 10 ms: in shorter turns
+everybody runs at the clock that the others have left behind.
+"""
 
 
 def copy_count(weight_bytes: int, device: torch.device) -> int:
@@ -96,15 +106,13 @@ class Pass:
 def median_seconds(passes: Mapping[str, Pass], effort: Effort, device: torch.device) -> dict[str, float]:
     """Seconds of one call, by the name of its pass."""
     time_once = _gpu_times if device.type == "cuda" else _cpu_times
-    repeats = {
-        name: max(1, int(effort.seconds / max(statistics.median(time_once(one, 1)), 1e-9)))
-        for name, one in passes.items()
-    }
+    once = {name: max(statistics.median(time_once(one, 1)), 1e-9) for name, one in passes.items()}
     times: dict[str, list[float]] = {name: [] for name in passes}
     names = list(passes)
     for _ in range(effort.rounds):
         for name in names:
-            times[name] += time_once(passes[name], repeats[name])
+            lead, timed = int(effort.lead / once[name]), max(1, int(effort.seconds / once[name]))
+            times[name] += time_once(passes[name], lead + timed)[lead:]
         names.reverse()  # so that nobody always follows the same one
     return {name: statistics.median(values) / passes[name].calls for name, values in times.items()}
 

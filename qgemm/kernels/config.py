@@ -7,10 +7,10 @@ cache's. A problem takes as many rounds as its tiles need, and no less than its 
 timed, so the answer is the same on every run. ``scaled_mm(..., config=...)`` and its siblings take any other
 ``GemmConfig``.
 
-The constants are cycles and bytes per cycle of one multiprocessor, fitted on an H200 to 3,200 timings of 294 products
-(14 sizes of weight, M from 1 to 4,096). On 168 products of 12 other sizes the choice takes 1.007 times as long as the
-best of all candidates (geometric mean) and 1.10 times at worst. Only ratios of constants matter, so other devices get a
-sensible, if less exact, answer.
+The constants are cycles and bytes per cycle of one multiprocessor. Those of the kernel for all devices were fitted on an
+H200 to 3,200 timings of 294 products, those of Hopper's to 2,000 timings of 280 (20 sizes of weight, M from 1 to 8,192).
+On 54 products of 6 other sizes the choice takes 1.005 times as long as the best of all candidates (geometric mean) and
+1.05 times at worst. Only ratios of constants matter, so other devices get a sensible, if less exact, answer.
 """
 
 import functools
@@ -19,8 +19,8 @@ from typing import Literal
 
 import torch
 
-_OVERLAP_LOSS = 0.232  # of the shorter of computing and reading memory
-_MEMORY_BYTES = 19.2
+_OVERLAP_LOSS = 0.608  # of the shorter of computing and reading memory
+_MEMORY_BYTES = 20.8
 # A program's loop over K.
 _MACS = 4096  # multiply-adds of 1-byte operands
 _NARROW = 1.5  # how much slower the tensor cores are on blocks of fewer than 64 rows
@@ -28,14 +28,15 @@ _CACHE_BYTES = 62.3
 _MEMORY_LATENCY = 2550.0
 _BLOCK_LATENCY = 340.0
 _BLOCK_LATENCY_BYTES = 72.1
-_STREAMK_LATENCY = 6790.0  # zeroing the workspace, and the last arrival's wait
+_STREAMK_LATENCY = 9000.0  # zeroing the workspace, and the last arrival's wait
 _STREAMK_ATOMICS = 0.87
 # Hopper's kernel.
-_HOPPER_MACS = 3550
-_HOPPER_SHARED_BYTES = 97.2
-_HOPPER_CACHE_BYTES = 93.0
-_HOPPER_CACHE_BYTES_OF_ALL = 9570.0
-_HOPPER_MEMORY_LATENCY = 593.0
+_HOPPER_MACS = 3540
+_HOPPER_SHARED_BYTES = 186.0
+_HOPPER_CACHE_BYTES_OF_ALL = 9120.0
+_HOPPER_MEMORY_LATENCY = 2060.0
+_HOPPER_START = 4000.0  # beside which Stream-K's is nothing
+_HOPPER_EARLY_START = 1690.0  # where the kernel ahead leaves room
 
 
 Schedule = Literal["tiles", "persistent", "streamk", "specialized"]
@@ -65,11 +66,18 @@ class GemmConfig:
 
     def shared_memory(self, itemsize: int) -> int:
         """Bytes of shared memory that the kernel holds for operands of ``itemsize`` bytes."""
-        pipeline = self.num_stages * (self.block_m + self.block_n) * self.block_k * itemsize
-        if self.schedule == "specialized":
-            # A tile of 2-byte outputs waits there to be stored, and there are barriers.
-            return pipeline + self.block_m * self.block_n * 2 + 1024
-        return pipeline
+        rows, cols = self.block_m, self.block_n
+        if self.schedule != "specialized":
+            return self.num_stages * (rows + cols) * self.block_k * itemsize
+        # Instructions read 64 rows of A: few rows of A and B share them. A tile of 2-byte outputs waits there to be
+        # stored, and there are barriers.
+        loaded = 64 if rows + cols <= 64 else rows + cols
+        return self.num_stages * loaded * self.block_k * itemsize + max(rows, 64) * self.stored_columns * 2 + 1024
+
+    @property
+    def stored_columns(self) -> int:
+        """How many columns of a tile Hopper's kernel stores at a time: half of a large one's, which leaves room."""
+        return self.block_n // 2 if self.block_m > 128 else self.block_n
 
 
 @dataclass(frozen=True)
@@ -115,10 +123,17 @@ def device_limits(device: torch.device) -> DeviceLimits:
 # For 1-byte operands; wider ones get fewer elements along K in the same bytes.
 CANDIDATES: tuple[GemmConfig, ...] = (
     # Hopper's kernel.
+    GemmConfig(256, 128, 128, num_warps=8, num_stages=4, schedule="specialized"),
     GemmConfig(128, 128, 128, num_warps=4, num_stages=6, schedule="specialized"),
     GemmConfig(64, 128, 128, num_warps=4, num_stages=8, schedule="specialized"),
     GemmConfig(64, 64, 256, num_warps=4, num_stages=6, schedule="specialized"),
     GemmConfig(64, 32, 256, num_warps=4, num_stages=7, schedule="specialized"),
+    # Two or three programs a multiprocessor.
+    GemmConfig(64, 64, 128, num_warps=4, num_stages=6, schedule="specialized"),
+    GemmConfig(64, 32, 256, num_warps=4, num_stages=4, schedule="specialized"),
+    GemmConfig(16, 32, 256, num_warps=4, num_stages=6, schedule="specialized"),
+    GemmConfig(16, 32, 256, num_warps=4, num_stages=4, schedule="specialized"),
+    GemmConfig(32, 32, 256, num_warps=4, num_stages=6, schedule="specialized"),
     # Large tiles where it can't be used.
     GemmConfig(128, 128, 128, num_warps=4, num_stages=3, group_size_m=16),
     GemmConfig(64, 128, 128, num_warps=4, num_stages=4),
@@ -153,8 +168,8 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
     if config.schedule == "specialized" and not (
         limits.hopper
         and itemsize == 1
-        and config.num_warps == 4
-        and config.block_m in (64, 128)
+        and config.num_warps == max(4, config.block_m // 32)
+        and (config.block_m in (64, 128, 256) or config.block_m + config.block_n <= 64)
         and config.block_n <= 128 <= config.block_k
         and config.num_stages >= 2
     ):
@@ -176,7 +191,9 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
 def programs_per_sm(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> int:
     """How many programs are resident on a multiprocessor at a time; at most 8."""
     if config.schedule == "specialized":
-        return 1  # it takes all registers
+        # Larger sums take the registers of a whole multiprocessor.
+        most = 3 if config.block_m * config.block_n <= 64 * 128 else 1
+        return min(most, (limits.shared_memory + 1024) // (config.shared_memory(itemsize) + 1024))
     threads = config.num_warps * limits.warp_size
     by_memory = limits.shared_memory // (config.shared_memory(itemsize) + 1024)
     # The accumulator, half as much for the epilogue, and 40 registers a thread for the rest.
@@ -197,8 +214,13 @@ def select_config(M: int, N: int, K: int, dtype: torch.dtype, device: torch.devi
     if dtype != torch.int8:
         configs = [config for config in configs if config.schedule != "streamk"]
     if any(config.schedule == "specialized" for config in configs):
-        # It does better what persistent programs do; the model would sometimes doubt it.
-        configs = [config for config in configs if config.schedule != "persistent"]
+        # Only Stream-K is ever much faster than it (on few weights with long sums). It multiplies fewer rows than 64 as
+        # if they were 64.
+        configs = [
+            config
+            for config in configs
+            if config.schedule == "streamk" or (config.schedule == "specialized" and config.block_m >= min(M, 64))
+        ]
     return min(configs, key=lambda config: _cycles(config, M, N, K, dtype.itemsize, limits))
 
 
@@ -212,19 +234,23 @@ def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: D
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     blocks = max(1, -(-K // config.block_k))
     if config.schedule == "specialized":
-        compute = -(-tiles // limits.num_sms) * blocks * _hopper_block_cycles(config, M, tiles, limits)
+        compute = _hopper_cycles(config, M, tiles, blocks, limits)
+        start = _HOPPER_START if programs_per_sm(config, itemsize, limits) == 1 else _HOPPER_EARLY_START
     else:
         compute = _loop_cycles(config, M, tiles, blocks, itemsize, limits)
+        start = 0.0
     memory = ((M + N) * K * itemsize + 2 * M * N) / (_MEMORY_BYTES * limits.num_sms)
-    return max(compute, memory) + _OVERLAP_LOSS * min(compute, memory)
+    return start + max(compute, memory) + _OVERLAP_LOSS * min(compute, memory)
 
 
-def _hopper_block_cycles(config: GemmConfig, M: int, tiles: int, limits: DeviceLimits) -> float:
-    rows, cols, depth = config.block_m, config.block_n, config.block_k
+def _hopper_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, limits: DeviceLimits) -> float:
+    rows, cols, depth = max(config.block_m, 64), config.block_n, config.block_k
     # An instruction multiplies 64 rows by all columns, and reads both from shared memory.
     macs = max(rows * cols / _HOPPER_MACS, rows / 64 * (64 + cols) / _HOPPER_SHARED_BYTES) * depth
-    cache = min(_HOPPER_CACHE_BYTES, _HOPPER_CACHE_BYTES_OF_ALL / min(tiles, limits.num_sms))
-    return max(macs, (min(rows, M) + cols) * depth / cache, _HOPPER_MEMORY_LATENCY / config.num_stages)
+    loads = (min(config.block_m, M) + cols) * depth
+    shared = max(macs, loads * min(tiles, limits.num_sms) / _HOPPER_CACHE_BYTES_OF_ALL)
+    alone = _HOPPER_MEMORY_LATENCY / config.num_stages
+    return blocks * _rounds(alone, shared, tiles, programs_per_sm(config, 1, limits), limits)
 
 
 def _loop_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, itemsize: int, limits: DeviceLimits) -> float:
@@ -239,5 +265,13 @@ def _loop_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, itemsize: 
         rounds = -(-tiles * blocks // (limits.num_sms * resident))
         atomics = resident * config.block_m * config.block_n / _STREAMK_ATOMICS
         return rounds * max(alone, resident * shared) + _STREAMK_LATENCY + atomics
+    return blocks * _rounds(alone, shared, tiles, resident, limits)
+
+
+def _rounds(alone: float, shared: float, tiles: int, resident: int, limits: DeviceLimits) -> float:
+    """The cycles of one block of every tile.
+
+    A program takes ``alone`` for it, or with the ``resident - 1`` others on its multiprocessor ``shared`` each.
+    """
     rounds, rest = divmod(-(-tiles // limits.num_sms), resident)
-    return blocks * (rounds * max(alone, resident * shared) + (max(alone, rest * shared) if rest else 0))
+    return rounds * max(alone, resident * shared) + (max(alone, rest * shared) if rest else 0)

@@ -53,6 +53,7 @@ def scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     *,
+    constant_b: bool = False,
     config: GemmConfig | None = None,
 ) -> Tensor:
     """``(a @ b) * a_scale[m] * b_scale[n] + bias[n]`` as ``out_dtype [M, N]``.
@@ -60,9 +61,15 @@ def scaled_mm(
     ``a``: int8 ``[M, K]``; ``b``: int8 ``[K, N]``; K is at most 131,071. ``a_scale``: float32 ``[M]``, or one number;
     ``b_scale``: float32 ``[N]``, or one number. ``bias``: float ``[N]``. ``out_dtype``: float16, bfloat16 or float32.
     The sum is exact in int32, the rest float32, with one rounding to ``out_dtype``.
+
+    ``constant_b``: that ``b`` is a weight, which nobody changes while the model runs. Hopper GPUs then begin to load it
+    while the kernel ahead in the stream still runs, which makes products of few rows up to 1.2 times as fast. Ordinary
+    kernels ahead may write ``b`` all the same; those that let the next kernel start before they end (programmatic
+    dependent launch) may not.
     """
     check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
-    out: Tensor = _backend(a, config).scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, **_options(config))
+    options: dict[str, Any] = {**_options(config), **({"constant_b": True} if constant_b and a.is_cuda else {})}
+    out: Tensor = _backend(a, config).scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, **options)
     return out
 
 

@@ -18,6 +18,9 @@ from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm
 from qgemm.kernels.launch import ALIGNMENT, Launch
 from qgemm.kernels.tensor_map import TensorMap
 
+REGISTERS = 65_536  # of a multiprocessor
+HOPPER_THREADS = 256  # of a program: four warps that multiply, and four for the one that loads
+
 
 def scaled_mm(
     a: Tensor,
@@ -27,9 +30,10 @@ def scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     config: GemmConfig | None = None,
+    constant_b: bool = False,
 ) -> Tensor:
     """``dispatch.scaled_mm`` on a GPU."""
-    return _launch(a, b, a_scale, b_scale, bias, None, out_dtype, config)
+    return _launch(a, b, a_scale, b_scale, bias, None, out_dtype, config, constant_b)
 
 
 def int_mm(a: Tensor, b: Tensor, config: GemmConfig | None = None) -> Tensor:
@@ -58,10 +62,11 @@ def _launch(
     activation: str | None,
     out_dtype: torch.dtype,
     config: GemmConfig | None,
+    constant_b: bool = False,
 ) -> Tensor:
     c = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
     if c.numel():
-        product = plan(a, b, a_scale, b_scale, bias, activation, out_dtype, config)
+        product = plan(a, b, a_scale, b_scale, bias, activation, out_dtype, config, constant_b)
         product(a, b, c, a_scale, b_scale, bias)
     return c
 
@@ -93,8 +98,12 @@ def plan(
     activation: str | None,
     out_dtype: torch.dtype,
     config: GemmConfig | None = None,
+    constant_b: bool = False,
 ) -> Product:
-    """The product of tensors like these, with a contiguous output of at least one value."""
+    """The product of tensors like these, with a contiguous output of at least one value.
+
+    ``constant_b``: see ``dispatch.scaled_mm``.
+    """
     M, K = a.shape
     N = b.shape[1]
     return _plan(
@@ -102,7 +111,7 @@ def plan(
         a.dtype, out_dtype, a_scale is None, None if bias is None else bias.dtype, activation,
         # allow_tf32, the older name, raises once a user has set this one.
         a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
-        a.device, (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0, config,
+        a.device, (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0, config, constant_b,
     )  # fmt: skip
 
 
@@ -121,6 +130,7 @@ def _plan(
     device: torch.device,
     aligned: bool,
     config: GemmConfig | None,
+    constant_b: bool,
 ) -> Product:
     """As ``plan``. The dtypes are here to tell one ``Launch`` from another."""
     limits = device_limits(device)
@@ -144,9 +154,11 @@ def _plan(
         )
 
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    slots = limits.num_sms * programs_per_sm(config, dtype.itemsize, limits)
+    resident = programs_per_sm(config, dtype.itemsize, limits)
+    slots = limits.num_sms * resident
     if config.schedule == "specialized":
-        return Product(_hopper_launch(config, min(tiles, slots), slots, M, N, K, strides, out_dtype), 0)
+        launch = _hopper_launch(config, min(tiles, slots), slots, resident, M, N, K, strides, out_dtype, constant_b)
+        return Product(launch, 0)
 
     numbers = (M, N, K, *strides)
     constants: tuple[Any, ...] = (
@@ -187,25 +199,40 @@ def _hopper_launch(
     config: GemmConfig,
     grid: int,
     slots: int,
+    resident: int,
     M: int,
     N: int,
     K: int,
     strides: tuple[int, ...],
     out_dtype: torch.dtype,
+    constant_b: bool,
 ) -> Launch:
+    """``resident``: how many programs share a multiprocessor. ``slots``: how many the device holds."""
     from qgemm.kernels.hopper_kernels import PANEL, _gemm_hopper_kernel, block_layout
 
     stride_am, _, _, stride_bn, stride_cm, _, *epilogue_strides = strides
-    rows, cols, panel = config.block_m, config.block_n, PANEL.value
+    rows, cols, stored, panel = config.block_m, config.block_n, config.stored_columns, PANEL.value
     part, last_parts = rows_at_a_time(M, rows)
     maps = {
         0: TensorMap((M, K), (stride_am, 1), (part, panel), block_layout(part, panel, torch.int8)),
         1: TensorMap((N, K), (stride_bn, 1), (cols, panel), block_layout(cols, panel, torch.int8)),
-        2: TensorMap((M, N), (stride_cm, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
+        2: TensorMap((M, N), (stride_cm, 1), (rows, stored), block_layout(rows, stored, out_dtype)),
     }
     numbers = (M, N, K, *epilogue_strides)
-    constants = (rows, cols, config.block_k, config.group_size_m, slots, config.num_stages, last_parts)
-    return Launch(_gemm_hopper_kernel, grid, numbers, constants, config.num_warps, pdl=True, maps=maps)
+    # A kernel that starts early wants room beside this one.
+    next_early = constant_b and resident > 1
+    constants = (
+        rows, cols, config.block_k, config.group_size_m, slots, config.num_stages, last_parts, constant_b, next_early,
+    )  # fmt: skip
+    return Launch(
+        _gemm_hopper_kernel, grid, numbers, constants, config.num_warps, pdl=True, maps=maps,
+        max_registers=hopper_registers(resident),
+    )  # fmt: skip
+
+
+def hopper_registers(resident: int) -> int | None:
+    """The registers of a thread of Hopper's kernel where ``resident`` programs share a multiprocessor; None for all."""
+    return None if resident == 1 else REGISTERS // (resident * HOPPER_THREADS) // 8 * 8
 
 
 def rows_at_a_time(M: int, block_m: int) -> tuple[int, int]:
@@ -217,7 +244,7 @@ def rows_at_a_time(M: int, block_m: int) -> tuple[int, int]:
     if block_m >= M or last == block_m:
         part = next((part for part in (block_m, 32, 16) if last % part == 0), 8)
     else:
-        part = 32 if last % 32 == 0 or 8 * block_m < M else 16
+        part = min(block_m, 32 if last % 32 == 0 or M > 1024 else 16)
     return part, -(-last // part)
 
 

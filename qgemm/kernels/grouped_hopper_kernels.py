@@ -186,7 +186,7 @@ def _grouped_hopper_kernel(
     ring = Ring(
         gl.allocate_shared_memory(A.dtype, [NUM_STAGES * panels, BLOCK_M, PANEL], A.layout),
         gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, BLOCK_N, PANEL], B.layout),
-        _barriers(NUM_STAGES), _barriers(NUM_STAGES), NUM_STAGES, panels, 1,
+        _barriers(NUM_STAGES), _barriers(NUM_STAGES), NUM_STAGES, panels, 1, BLOCK_M, 0,
     )  # fmt: skip
     staging = gl.allocate_shared_memory(out_map.dtype, [BLOCK_M, BLOCK_N], out_map.layout)
     ctx = GemmContext(BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, 1, GROUP_SIZE_M, quantized=True)

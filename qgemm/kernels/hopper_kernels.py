@@ -41,6 +41,7 @@ _load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_share
 _store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 PANEL = gl.constexpr(128)  # bytes: as wide as the copy engine swizzles
+MMA_ROWS = gl.constexpr(64)  # the fewest that wgmma multiplies
 PRODUCER_REGISTERS = gl.constexpr(40)  # a thread
 
 
@@ -57,6 +58,10 @@ class Ring:
 
     Step ``i`` uses slot ``i % depth``. Barrier ``full`` completes when a slot's bytes have arrived, ``empty`` when a
     consumer has read them. A slot has its blocks in ``panels`` of ``PANEL`` columns, as the tensor cores read them.
+
+    Instructions read ``MMA_ROWS`` rows of A at least. Where A's block and B's have no more together, they share the
+    rows of a panel, ``a_panels`` and ``b_panels`` being the same: A's ``block_m`` come first, B's begin at ``b_start``
+    and go to the end. What is multiplied besides A's rows isn't stored.
     """
 
     a_panels: gl.shared_memory_descriptor
@@ -66,19 +71,15 @@ class Ring:
     depth: gl.constexpr
     panels: gl.constexpr
     last_parts: gl.constexpr
+    block_m: gl.constexpr
+    b_start: gl.constexpr
 
     @gluon.jit
-    def fill(self, step, A, B, row, col, k):
-        """Starts loading the blocks at ``(row, k)`` of A and ``(col, k)`` of B, once the slot is empty.
-
-        A comes in parts of the rows that its map has. Where it ends within the block, ``last_parts`` of them are loaded
-        and the other rows hold whatever they held, which isn't stored. Loading there what isn't needed is slow: zeros
-        from beyond the edge as much as the same last rows over and over.
-        """
+    def fill_b(self, step, A, B, row, col, k):
+        """Waits until the slot is empty, then starts loading the block at ``(col, k)`` of B."""
         slot = step % self.depth
-        PART: gl.constexpr = A.block_shape[0]
-        PARTS: gl.constexpr = self.a_panels.shape[1] // PART
-        ends = row + PART * PARTS > A.shape[0]
+        PARTS: gl.constexpr = self.block_m // A.block_shape[0]
+        ends = row + self.block_m > A.shape[0]
         mbarrier.wait(self.empty.index(slot), (step // self.depth + 1) & 1)
         full = self.full.index(slot)
         part_bytes: gl.constexpr = self.panels * A.block_type.nbytes
@@ -86,21 +87,36 @@ class Ring:
         mbarrier.expect(full, PARTS * part_bytes + b_bytes, pred=not ends)
         mbarrier.expect(full, self.last_parts * part_bytes + b_bytes, pred=ends)
         for i in gl.static_range(self.panels):
-            a_panel = self.a_panels.index(slot * self.panels + i)
-            for part in gl.static_range(PARTS):
-                place = a_panel.slice(part * PART, PART)
+            panel = self.b_panels.index(slot * self.panels + i)
+            _load_block(B, [col, k + i * PANEL], full, panel.slice(self.b_start, B.block_shape[0]))
+
+    @gluon.jit
+    def fill_a(self, step, A, row, k):
+        """Starts loading the block at ``(row, k)`` of A, after ``fill_b``.
+
+        It comes in parts of the rows that A's map has. Where A ends within the block, ``last_parts`` of them are loaded
+        and the other rows hold whatever they held, which isn't stored. Loading there what isn't needed is slow: zeros
+        from beyond the edge as much as the same last rows over and over.
+        """
+        slot = step % self.depth
+        PART: gl.constexpr = A.block_shape[0]
+        ends = row + self.block_m > A.shape[0]
+        full = self.full.index(slot)
+        for i in gl.static_range(self.panels):
+            panel = self.a_panels.index(slot * self.panels + i)
+            for part in gl.static_range(self.block_m // PART):
                 needed = (part < self.last_parts) | (not ends)
-                _load_block(A, [row + part * PART, k + i * PANEL], full, place, pred=needed)
-            _load_block(B, [col, k + i * PANEL], full, self.b_panels.index(slot * self.panels + i))
+                _load_block(A, [row + part * PART, k + i * PANEL], full, panel.slice(part * PART, PART), pred=needed)
 
     @gluon.jit
     def multiply(self, step, acc):
         """Starts ``acc += a @ b.T`` of the slot's blocks, once they have arrived."""
         slot = step % self.depth
+        COLS: gl.constexpr = self.b_panels.shape[1] - self.b_start
         mbarrier.wait(self.full.index(slot), step // self.depth & 1)
         for i in gl.static_range(self.panels):
             panel = slot * self.panels + i
-            b = self.b_panels.index(panel).permute((1, 0))
+            b = self.b_panels.index(panel).slice(self.b_start, COLS).permute((1, 0))
             acc = warpgroup_mma(self.a_panels.index(panel), b, acc, is_async=True)
         return acc
 
@@ -119,19 +135,45 @@ def _barriers(count: gl.constexpr):
 
 
 @gluon.jit
-def _produce(A, B, ring, sched, num_k):
-    # Nothing is read before the kernel ahead in the stream has ended; see Launch.
-    gdc_wait()
-    step = 0
+def _produce(A, B, ring, sched, num_k, CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr):
+    BLOCK_K: gl.constexpr = sched.ctx.block_k
     start, total, stride = sched.persistent_tile_range()
+    tile = sched.get_tile_from_idx(start)
+    row, col = tile.pid_m * tile.block_m, tile.pid_n * tile.block_n
+    ahead = 0
+    if CONSTANT_B:
+        ahead = gl.minimum(num_k, ring.depth)
+        for k_idx in range(ahead):
+            ring.fill_b(k_idx, A, B, row, col, k_idx * BLOCK_K)
+    # Nothing else is read before the kernel ahead in the stream has ended; see Launch.
+    gdc_wait()
+    if NEXT_EARLY:
+        gdc_launch_dependents()
+    if CONSTANT_B:
+        for k_idx in range(ahead):
+            ring.fill_a(k_idx, A, row, k_idx * BLOCK_K)
+
+    step = ahead
     for tile_id in range(start, total, stride):
         tile = sched.get_tile_from_idx(tile_id)
-        for k_idx in range(num_k):
-            row, col = tile.pid_m * tile.block_m, tile.pid_n * tile.block_n
-            ring.fill(step, A, B, row, col, k_idx * sched.ctx.block_k)
+        row, col = tile.pid_m * tile.block_m, tile.pid_n * tile.block_n
+        for k_idx in range(gl.where(tile_id == start, ahead, 0), num_k):
+            ring.fill_b(step, A, B, row, col, k_idx * BLOCK_K)
+            ring.fill_a(step, A, row, k_idx * BLOCK_K)
             step += 1
-    # Earlier, programs of the next kernel would crowd onto the multiprocessors that happen to be free.
-    gdc_launch_dependents()
+    if not NEXT_EARLY:
+        # Earlier, programs of the next kernel would crowd onto the multiprocessors that happen to be free.
+        gdc_launch_dependents()
+
+
+@gluon.jit
+def _store(C, staging, row, col, out, ROWS: gl.constexpr):
+    """Has the copy engine store the first ``ROWS`` rows of ``out`` at ``(row, col)``."""
+    # The store before has read the staging memory.
+    tma.store_wait(0)
+    staging.store(out)
+    fence_async_shared()
+    _store_block(C, [row, col], staging.slice(0, ROWS))
 
 
 @gluon.jit
@@ -140,18 +182,19 @@ def _consume(C, epilogue, ring, staging, sched, num_k):
     A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias = epilogue
     BLOCK_M: gl.constexpr = sched.ctx.block_m
     BLOCK_N: gl.constexpr = sched.ctx.block_n
+    ROWS: gl.constexpr = staging.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 32])
 
     start, total, stride = sched.persistent_tile_range()
     step = 0
     for tile_id in range(start, total, stride):
         tile = sched.get_tile_from_idx(tile_id)
-        rows = tile.pid_m * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
+        rows = tile.pid_m * BLOCK_M + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         cols = tile.pid_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         a_scale = gl.load(A_scale + rows * stride_a_scale, mask=rows < sched.M, other=0.0)
         b_scale = gl.load(B_scale + cols * stride_b_scale, mask=cols < sched.N, other=0.0)
 
-        acc = warpgroup_mma_init(gl.zeros((BLOCK_M, BLOCK_N), gl.int32, layout))
+        acc = warpgroup_mma_init(gl.zeros((ROWS, BLOCK_N), gl.int32, layout))
         acc = ring.multiply(step, acc)
         for _ in range(1, num_k):
             acc = ring.multiply(step + 1, acc)
@@ -167,11 +210,14 @@ def _consume(C, epilogue, ring, staging, sched, num_k):
         if bias is not None:
             values = gl.load(bias + cols * stride_bias, mask=cols < sched.N, other=0.0)
             out = out + gl.expand_dims(values.to(gl.float32), 0)
-        # The store of the tile before has read the staging memory.
-        tma.store_wait(0)
-        staging.store(out.to(C.dtype))
-        fence_async_shared()
-        _store_block(C, [tile.pid_m * BLOCK_M, tile.pid_n * BLOCK_N], staging)
+        out = out.to(C.dtype)
+        if staging.shape[1] == BLOCK_N:
+            _store(C, staging, tile.pid_m * BLOCK_M, tile.pid_n * BLOCK_N, out, BLOCK_M)
+        else:
+            HALF: gl.constexpr = BLOCK_N // 2
+            halves = out.reshape([ROWS, 2, HALF]).permute(0, 2, 1).split()
+            for i in gl.static_range(2):
+                _store(C, staging, tile.pid_m * BLOCK_M, tile.pid_n * BLOCK_N + i * HALF, halves[i], BLOCK_M)
     tma.store_wait(0)
 
 
@@ -182,28 +228,37 @@ def _gemm_hopper_kernel(
     stride_a_scale, stride_b_scale, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUP_SIZE_M: gl.constexpr, NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, LAST_PARTS: gl.constexpr,
+    CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """``A``, ``B``, ``C``: tensor maps of ``[M, K]``, ``[N, K]`` and ``[M, N]``.
 
-    Their blocks: ``PANEL`` columns and a part of ``BLOCK_M`` rows; ``PANEL`` columns and ``BLOCK_N`` rows; a tile.
-    ``LAST_PARTS``: parts with rows of A in the last row of tiles.
+    Their blocks: ``PANEL`` columns and a part of ``BLOCK_M`` rows; ``PANEL`` columns and ``BLOCK_N`` rows; a tile, or
+    half its columns.
+    ``LAST_PARTS``: parts with rows of A in the last row of tiles. ``CONSTANT_B``: no kernel that may still run writes
+    B, so loading it needn't wait. ``NEXT_EARLY``: let the next kernel start when the one ahead has ended, not only when
+    this one has loaded all.
     """
     ctx = GemmContext(BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, 1, GROUP_SIZE_M, quantized=True)
     sched = ScheduleContext(M, N, K, ctx)
     num_k = gl.cdiv(K, BLOCK_K)
 
     panels: gl.constexpr = BLOCK_K // PANEL
-    ring = Ring(
-        gl.allocate_shared_memory(A.dtype, [NUM_STAGES * panels, BLOCK_M, PANEL], A.layout),
-        gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, BLOCK_N, PANEL], B.layout),
-        _barriers(NUM_STAGES), _barriers(NUM_STAGES), NUM_STAGES, panels, LAST_PARTS,
-    )  # fmt: skip
-    staging = gl.allocate_shared_memory(C.dtype, [BLOCK_M, BLOCK_N], C.layout)
+    ROWS: gl.constexpr = MMA_ROWS if BLOCK_M < MMA_ROWS else BLOCK_M
+    a_panels = gl.allocate_shared_memory(A.dtype, [NUM_STAGES * panels, ROWS, PANEL], A.layout)
+    if BLOCK_M + BLOCK_N <= MMA_ROWS:
+        b_panels = a_panels
+        b_start: gl.constexpr = MMA_ROWS - BLOCK_N
+    else:
+        b_panels = gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, BLOCK_N, PANEL], B.layout)
+        b_start: gl.constexpr = 0
+    full, empty = _barriers(NUM_STAGES), _barriers(NUM_STAGES)
+    ring = Ring(a_panels, b_panels, full, empty, NUM_STAGES, panels, LAST_PARTS, BLOCK_M, b_start)
+    staging = gl.allocate_shared_memory(C.dtype, [ROWS, C.block_shape[1]], C.layout)
     epilogue = (A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias)
     gl.warp_specialize(
         [
             (_consume, (C, epilogue, ring, staging, sched, num_k)),
-            (_produce, (A, B, ring, sched, num_k)),
+            (_produce, (A, B, ring, sched, num_k, CONSTANT_B, NEXT_EARLY)),
         ],
         [1],
         [PRODUCER_REGISTERS],

@@ -38,9 +38,10 @@ class Launch:
         num_stages: int = 1,
         pdl: bool = False,
         maps: Mapping[int, TensorMap] | None = None,
+        max_registers: int | None = None,
     ) -> None:
         """``numbers``: run-time arguments. ``constants``: compile-time ones. ``maps``: of tensors that the kernel takes
-        as a tensor map, by position.
+        as a tensor map, by position. ``max_registers``: of a thread; None leaves it to the compiler.
 
         ``pdl``: programmatic dependent launch. The kernel may start before the one ahead of it in the stream has ended,
         so it must wait (``tl.extra.cuda.gdc_wait()``) before it reads what that one writes, or writes what it reads.
@@ -51,6 +52,8 @@ class Launch:
         self._rest = (*numbers, *constants)
         # Without fused multiply-adds an epilogue rounds as the reference does: the same bits on every device.
         self._options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+        if max_registers is not None:
+            self._options["maxnreg"] = max_registers
         self._pdl = pdl
         self._maps = dict(maps or {})
         self._variants: dict[int, _Variant] = {}

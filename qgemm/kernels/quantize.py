@@ -12,9 +12,8 @@ from qgemm.kernels.reference import MIN_SCALE
 
 LONGEST_WHOLE_ROW = 131_072  # bytes of a row that a program keeps in registers
 PART_OF_A_ROW = 8192  # values at a time of a longer one
-# Up to so many rows, the product that follows may start while rows are quantized: 0.5 to 1.2 us less for both on an
-# H200. With more, it then took up to 1.35 times as long (1024 x 57344 x 8192: 815 us instead of 597), all through its
-# run and whatever the buffers. Why isn't known; its programs then get to the multiprocessors in another order.
+# Up to so many rows, the product that follows may start before rows are quantized, to load its weights meanwhile: 0.5
+# to 2 us less for both on an H200. With more there is little to gain, and large products were up to 1.35 times slower.
 MOST_ROWS_TO_OVERLAP = 64
 
 
@@ -29,9 +28,16 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
     return q, row_scale
 
 
-def plan(rows: Tensor, scale: Tensor | None) -> Launch:
-    """The quantization of ``rows`` like these, ``[M, K]``."""
-    return _plan(*rows.shape, rows.stride(), rows.dtype, scale is None, rows.device, LONGEST_WHOLE_ROW, PART_OF_A_ROW)
+def plan(rows: Tensor, scale: Tensor | None, next_early: bool = False) -> Launch:
+    """The quantization of ``rows`` like these, ``[M, K]``.
+
+    ``next_early``: what follows on the stream is one of qgemm's products, which may start early if it likes. Not for
+    weights: a product may load those before it waits for this kernel.
+    """
+    next_early = next_early and rows.shape[0] <= MOST_ROWS_TO_OVERLAP
+    return _plan(
+        *rows.shape, rows.stride(), rows.dtype, scale is None, rows.device, next_early, LONGEST_WHOLE_ROW, PART_OF_A_ROW
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -42,14 +48,18 @@ def _plan(
     dtype: torch.dtype,
     dynamic: bool,
     device: torch.device,
+    next_early: bool,
     longest: int,
     part: int,
 ) -> Launch:
     block, blocks, threads = row_blocks(K, dtype.itemsize, longest, part)
     limits = device_limits(device)
     warps = max(1, threads // limits.warp_size)
-    constants = (MIN_SCALE, block, blocks, limits.pdl, limits.pdl and M <= MOST_ROWS_TO_OVERLAP)
-    return Launch(_quantize_rows_kernel, M, (K, *strides), constants, num_warps=warps, pdl=limits.pdl)
+    next_early = next_early and limits.pdl
+    # The next kernel's programs come while these wait, and go where there are fewest: so each multiprocessor has one.
+    grid = max(M, limits.num_sms) if next_early else M
+    constants = (MIN_SCALE, block, blocks, limits.pdl, next_early)
+    return Launch(_quantize_rows_kernel, grid, (M, K, *strides), constants, num_warps=warps, pdl=limits.pdl)
 
 
 def row_blocks(K: int, itemsize: int, longest: int, part: int) -> tuple[int, int, int]:

@@ -154,22 +154,24 @@ def _quantize_row(
         _quantize_any(x_row, q_row, K, stride_xk, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _quantize_rows_kernel(
     x_ptr, q_ptr, row_scale_ptr, scale_ptr,
-    K, stride_xm, stride_xk,
+    M, K, stride_xm, stride_xk,
     MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
     NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A row a program. ``q`` is contiguous ``[rows, K]``. ``PDL``: see ``Launch``; the rest: ``_quantize_row``.
+    """A row a program. ``q`` is contiguous ``[M, K]``. ``PDL``: see ``Launch``; the rest: ``_quantize_row``.
 
-    ``NEXT_EARLY``: let the next kernel start at once, instead of when this one ends.
+    ``NEXT_EARLY``: let the next kernel start at once, before the one ahead has ended, instead of when this one ends.
     """
-    if PDL:
-        gdc_wait()
     if NEXT_EARLY:
         gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    _quantize_row(
-        x_ptr + row * stride_xm, q_ptr + row * K, row_scale_ptr + row, scale_ptr, K, stride_xk, MIN_SCALE, BLOCK, BLOCKS
-    )
+    if row < M:
+        _quantize_row(
+            x_ptr + row * stride_xm, q_ptr + row * K, row_scale_ptr + row, scale_ptr, K, stride_xk,
+            MIN_SCALE, BLOCK, BLOCKS,
+        )  # fmt: skip

@@ -118,7 +118,7 @@ def hopper_arguments(config: GemmConfig, limits: DeviceLimits, out: torch.dtype,
     return {
         "A": tensor_map("i8", part, 128, torch.int8),
         "B": tensor_map("i8", config.block_n, 128, torch.int8),
-        "C": tensor_map(POINTERS[out][1:], config.block_m, config.block_n, out),
+        "C": tensor_map(POINTERS[out][1:], config.block_m, config.stored_columns, out),
         **{"A_scale": "*fp32", "B_scale": "*fp32", "bias": "*bf16"},
         **{"M": "i32", "N": "i32", "K": "i32"},
         **{"stride_a_scale": 1, "stride_b_scale": 1, "stride_bias": 1},
@@ -140,7 +140,7 @@ def quantize_arguments(dtype: torch.dtype, block: int, blocks: int, static: bool
         "q_ptr": "*i8",
         "row_scale_ptr": "*fp32",
         "scale_ptr": "*fp32" if static else None,
-        **{"K": "i32", "stride_xm": "i32", "stride_xk": 1},
+        **{"M": "i32", "K": "i32", "stride_xm": "i32", "stride_xk": 1},
         "MIN_SCALE": MIN_SCALE,
         "BLOCK": block,
         "BLOCKS": blocks,
@@ -172,7 +172,7 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
             continue
         label = f"{config.schedule} {config.block_m}x{config.block_n}x{config.block_k}"
         if config.schedule == "specialized":
-            for out, part in ((bf16, config.block_m), (torch.float16, 8)):
+            for out, part in ((bf16, config.block_m), (torch.float16, max(8, config.block_m // 16))):
                 arguments = hopper_arguments(config, limits, out, part)
                 yield f"hopper {label} {part}", _gemm_hopper_kernel, arguments, config
         else:
@@ -215,14 +215,14 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
         arguments = quantize_arguments(dtype, block, blocks, static, limits.pdl)
         yield name, _quantize_rows_kernel, arguments, threads // limits.warp_size
 
-    for config in linear.FUSED_CONFIGS:
-        if is_valid(config, 1, limits):
-            for dtype in (torch.float16, bf16, torch.float32):
-                for static in (False, True):
-                    name = f"linear {config.block_n} {dtype} {'static' if static else 'dynamic'}"
-                    K = linear.LONGEST_FUSED_ROW // dtype.itemsize
-                    arguments = linear_arguments(config, limits, dtype, K, static)
-                    yield name.replace("torch.", ""), _quant_linear_kernel, arguments, config
+    config = linear.FUSED_CONFIG
+    if is_valid(config, 1, limits):
+        for dtype in (torch.float16, bf16, torch.float32):
+            for static in (False, True):
+                name = f"linear {config.block_n} {dtype} {'static' if static else 'dynamic'}"
+                K = linear.LONGEST_FUSED_ROW // dtype.itemsize
+                arguments = linear_arguments(config, limits, dtype, K, static)
+                yield name.replace("torch.", ""), _quant_linear_kernel, arguments, config
     yield from expert_kernels(limits)
 
 

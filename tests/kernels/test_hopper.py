@@ -47,14 +47,44 @@ def leave_nan_in_free_memory(M: int, N: int) -> None:
 
 @on_hopper
 @EVERY_CONFIG
+@pytest.mark.parametrize("constant_b", [False, True])
 @pytest.mark.parametrize(("M", "N", "K"), SHAPES)
-def test_same_bits_as_another_kernel(M: int, N: int, K: int, config: GemmConfig) -> None:
+def test_same_bits_as_another_kernel(M: int, N: int, K: int, constant_b: bool, config: GemmConfig) -> None:
     a, b, a_scale, b_scale = operands(M, N, K)
     bias = torch.randn(N, device="cuda", dtype=torch.bfloat16)
     expected = scaled_mm(a, b, a_scale, b_scale, bias, config=OTHER)
     for _ in range(3):
         leave_nan_in_free_memory(M, N)
-        assert torch.equal(scaled_mm(a, b, a_scale, b_scale, bias, config=config), expected)
+        out = scaled_mm(a, b, a_scale, b_scale, bias, constant_b=constant_b, config=config)
+        assert torch.equal(out, expected)
+
+
+@on_hopper
+@EVERY_CONFIG
+@pytest.mark.parametrize("captured", [False, True])
+def test_weights_that_the_kernel_ahead_writes(captured: bool, config: GemmConfig) -> None:
+    # A constant b is loaded before the kernel ahead may have ended, but an ordinary one has.
+    M, N, K = 16, 8192, 8192
+    a, _, a_scale, b_scale = operands(M, 8, K)[:3] + (torch.rand(N, device="cuda"),)
+    weights = torch.randint(-128, 128, (2, N, K), dtype=torch.int8, device="cuda")
+    expected = [scaled_mm(a, weight.t(), a_scale, b_scale, config=OTHER) for weight in weights]
+    weight = torch.empty_like(weights[0])
+    outs: list[Tensor] = []
+
+    def run() -> None:
+        for i in range(20):
+            torch.add(weights[i % 2], 0, out=weight)  # a kernel, where copy_ would be none
+            outs.append(scaled_mm(a, weight.t(), a_scale, b_scale, constant_b=True, config=config))
+
+    run()
+    if captured:
+        outs.clear()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        graph.replay()
+    for i, out in enumerate(outs):
+        assert torch.equal(out, expected[i % 2])
 
 
 @on_hopper
@@ -105,7 +135,7 @@ def test_a_capture_with_many_products_in_a_row() -> None:
         assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("block_m", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize("M", [1, 7, 8, 16, 24, 32, 37, 48, 63, 64, 65, 80, 100, 128, 160, 300, 700, 5000])
 def test_rows_at_a_time(M: int, block_m: int) -> None:
     part, last_parts = rows_at_a_time(M, block_m)
@@ -120,7 +150,8 @@ def plan(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch, **changes: Any) 
     arguments: dict[str, Any] = {
         "M": 256, "N": 512, "K": 1024, "strides": (1024, 1, 1, 1024, 512, 1, 1, 1, 0),
         "dtype": torch.int8, "out_dtype": torch.bfloat16, "raw": False, "bias_dtype": None, "activation": None,
-        "allow_tf32": False, "device": torch.device("cuda", 0), "aligned": True, "config": None, **changes,
+        "allow_tf32": False, "device": torch.device("cuda", 0), "aligned": True, "config": None, "constant_b": True,
+        **changes,
     }  # fmt: skip
 
     def choose(*problem: Any) -> GemmConfig:

@@ -125,8 +125,8 @@ H200 = DeviceLimits(132, shared_memory=232_448, hopper=True, pdl=True)
     ("n", "k", "itemsize", "limits", "block_n"),
     [
         (4096, 4096, 2, H200, 32),
-        (6144, 4096, 2, H200, 64),
-        (14_336, 4096, 2, H200, None),  # more tiles than multiprocessors
+        (4224, 4096, 2, H200, 32),
+        (4225, 4096, 2, H200, None),  # more tiles than multiprocessors
         (1024, linear.LONGEST_FUSED_ROW // 2, 2, H200, 32),
         (1024, linear.LONGEST_FUSED_ROW // 2 + 1, 2, H200, None),
         (1024, linear.LONGEST_FUSED_ROW // 2, 4, H200, None),
@@ -318,6 +318,29 @@ def test_launches_are_the_driver_s(device: torch.device, monkeypatch: pytest.Mon
         assert launch._variants[0].by_driver is not None
         monkeypatch.setattr(type(launch), "__call__", lambda *_: pytest.fail("by way of Triton"))
     assert torch.equal(layer(x), layer.expected(x))
+
+
+@needs_gpu
+@pytest.mark.parametrize("m", [1, 16, 64, 300])
+def test_weights_that_change_right_ahead_of_the_call(m: int, device: torch.device) -> None:
+    # Their product is launched before what is ahead in the stream has ended.
+    layer = Parameters(device, 8192, 4096)
+    x = torch.randn(m, 4096, device=device, dtype=torch.bfloat16)
+    weights = [layer.weight.clone(), torch.randint_like(layer.weight, -127, 128)]
+    expected = []
+    for weight in weights:
+        layer.weight.copy_(weight)
+        expected.append(layer(x))
+        assert torch.equal(expected[-1], layer.expected(x))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = []
+        for i in range(20):
+            torch.add(weights[i % 2], 0, out=layer.weight)  # a kernel, where copy_ would be none
+            outs.append(layer(x))
+    graph.replay()
+    for i, out in enumerate(outs):
+        assert torch.equal(out, expected[i % 2])
 
 
 @needs_gpu

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import cpu, dispatch, quantize
+from qgemm.kernels.launch import Launch
+from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE, quantize_rows_reference
 from qgemm.kernels.stages import INTERPRETING
 
@@ -214,6 +216,20 @@ def test_error_is_at_most_half_a_step(dtype: torch.dtype, function: Quantize, de
     error = (q.double() * scale.double()[:, None] - x.double()).abs()
     assert (error <= scale.double()[:, None] * (0.5 + 1e-5)).all()
     assert (q.abs().amax(1) == 127).all()
+
+
+def test_programs_beyond_the_rows_write_nothing(device: torch.device) -> None:
+    x = torch.randn(5, 100, device=device)
+    q = torch.full((7, 100), 99, dtype=torch.int8, device=device)
+    scale = torch.full((7,), torch.nan, device=device)
+    block, blocks, threads = quantize.row_blocks(100, 4, quantize.LONGEST_WHOLE_ROW, quantize.PART_OF_A_ROW)
+    numbers, constants = (5, 100, 100, 1), (MIN_SCALE, block, blocks, False, False)
+    Launch(_quantize_rows_kernel, 7, numbers, constants, num_warps=max(1, threads // 32))(x, q, scale, None)
+    expected, expected_scale = quantize_rows_reference(x)
+    assert torch.equal(q[:5], expected)
+    assert torch.equal(scale[:5], expected_scale)
+    assert (q[5:] == 99).all()
+    assert scale[5:].isnan().all()
 
 
 @FUNCTIONS
