@@ -41,17 +41,21 @@ print(json.dumps({"before": before, "peak": memory("VmHWM"), "seconds": time.per
 
 
 def write_llama(folder: Path, nbytes: int, hidden_size: int) -> int:
-    """Writes a checkpoint of about ``nbytes``; returns the bytes of its largest tensor."""
+    """Writes a checkpoint of about ``nbytes``; returns the bytes of the model's largest tensor."""
     config = LlamaConfig(**_sizes(hidden_size), intermediate_size=4 * hidden_size)
     config.num_hidden_layers = max(1, round((nbytes / 2 / hidden_size**2 - 8) / 16))
     with torch.device("meta"):
         tensors = dict(LlamaForCausalLM(config).named_parameters())
     config.architectures = ["LlamaForCausalLM"]
-    return _write(folder, config, tensors, nbytes)
+    _write(folder, config, tensors, nbytes)
+    return 2 * max(tensor.numel() for tensor in tensors.values())
 
 
 def write_mixtral(folder: Path, nbytes: int, hidden_size: int) -> int:
-    """The same with 32 experts a layer, each of which is three tensors in the files."""
+    """The same with 32 experts a layer, each of which is three tensors in the files.
+
+    In the model all experts of a layer are two tensors, of which one is the largest.
+    """
     experts = 32
     config = MixtralConfig(**_sizes(hidden_size), intermediate_size=2 * hidden_size, num_local_experts=experts)
     config.num_hidden_layers = max(1, round((nbytes / 2 / hidden_size**2 - 8) / (6 * experts + 4)))
@@ -69,7 +73,8 @@ def write_mixtral(folder: Path, nbytes: int, hidden_size: int) -> int:
             else:
                 tensors[stem] = tensor
     config.architectures = ["MixtralForCausalLM"]
-    return _write(folder, config, tensors, nbytes)
+    _write(folder, config, tensors, nbytes)
+    return 2 * experts * 4 * hidden_size**2
 
 
 def _sizes(hidden_size: int) -> dict[str, Any]:
@@ -78,7 +83,7 @@ def _sizes(hidden_size: int) -> dict[str, Any]:
     return {**sizes, "vocab_size": 4 * hidden_size, "dtype": "bfloat16"}
 
 
-def _write(folder: Path, config: Any, tensors: dict[str, Tensor], nbytes: int) -> int:
+def _write(folder: Path, config: Any, tensors: dict[str, Tensor], nbytes: int) -> None:
     config.save_pretrained(folder)
     tensors = {name: torch.empty(tensor.shape, dtype=torch.bfloat16, device="meta") for name, tensor in tensors.items()}
     shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, max(nbytes // 4, 1))
@@ -93,7 +98,6 @@ def _write(folder: Path, config: Any, tensors: dict[str, Tensor], nbytes: int) -
     if len(shards) > 1:
         weight_map = {name: file_name for file_name, names in shards.items() for name in names}
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return max(tensor.nbytes for tensor in tensors.values())
 
 
 def measure(source: Path, destination: Path) -> dict[str, float]:
@@ -118,7 +122,7 @@ def main() -> None:
         measured = measure(Path(folder, "float"), Path(folder, "int8"))
     bound = 3 * largest + ALLOWANCE
     peak, before = measured["peak"] / 1e6, measured["before"] / 1e6
-    print(f"largest tensor in the files {largest / 1e6:.0f} MB; {measured['seconds']:.0f} s")
+    print(f"largest tensor {largest / 1e6:.0f} MB; {measured['seconds']:.0f} s")
     print(f"peak {peak:.0f} MB, of which imports {before:.0f} MB; {bound / 1e6:.0f} MB allowed")
     if measured["peak"] > bound:
         raise SystemExit("more memory than allowed")
