@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,17 @@ from torch import Tensor, nn
 from checkpoint.fuzz_breaks import BREAKS, Break, add_to_layers, retie, rewrite_values
 from checkpoint.fuzz_json import NUMBERS, OTHERS, Unfit, break_manifest, content_of, dump, pick
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, FuzzNet, Good, output_of, quantized_fuzz_net, quantized_llama
-from qgemm.checkpoint import load_quantized, save_quantized
+from qgemm import QuantExperts, QuantLinear
+from qgemm.checkpoint import compressed_tensors, load_quantized, save_quantized
 
 Tensors = dict[str, Tensor]
 
 
 def make_foreign(folder: Path) -> list[Good]:
-    """Both formats, of a transformers model and of another, in several files and in one; written into ``folder``."""
+    """Both formats, of a transformers model and of another, in several files and in one; written into ``folder``.
+
+    And one with a layer for each expert, which is put together as it is read.
+    """
     made = []
     for name, model, build, shard_size in (
         ("llama", quantized_llama().to(torch.bfloat16), None, 1500),
@@ -31,6 +36,8 @@ def make_foreign(folder: Path) -> list[Good]:
         save_quantized(model, folder / name, max_shard_size=shard_size, format="compressed-tensors")
         _edit_shards(folder / name, _as_the_library_has_them)
         made.append(_good(folder / name, build, from_compressed_tensors))
+    _write_mixture(quantized_mixture(), folder / "mixture")
+    made.append(_good(folder / "mixture", None, mixture_from_compressed_tensors))
     for name, model, build, shard_size in (
         ("llama8", quantized_llama(), None, 1500),
         ("net8", quantized_fuzz_net("int8"), FuzzNet, "5GB"),
@@ -47,6 +54,67 @@ def make_foreign(folder: Path) -> list[Good]:
 def _good(folder: Path, build: Callable[[], nn.Module] | None, meaning: Callable[[Tensors], Tensors]) -> Good:
     files: Files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     return Good(files, build, output_of(load_quantized(folder, model=build)), meaning, FOREIGN_BREAKS)
+
+
+def quantized_mixture() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "moe_intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "head_dim": 4,
+    }
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 3, "num_experts_per_tok": 2}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=8, max_position_embeddings=16, **sizes, **heads))
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = QuantLinear.from_linear(layer.self_attn.q_proj)
+        layer.mlp.experts = QuantExperts.from_experts(layer.mlp.experts)
+    return model.eval()
+
+
+def _write_mixture(model: nn.Module, folder: Path) -> None:
+    save_quantized(model, folder)
+    tensors: Tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if (match := _FUSED.fullmatch(name)) is None:
+            tensors[name] = tensor[:, None] if name.endswith("weight_scale") else tensor
+            continue
+        experts, fused, suffix = match.groups()
+        leaves = ("gate", "up") if fused == "gate_up" else ("down",)
+        for number, values in enumerate(tensor):
+            for leaf, part in zip(leaves, values.chunk(len(leaves)), strict=True):
+                own = part[:, None] if suffix else part
+                tensors[f"{experts}.{number}.{leaf}_proj.weight{suffix or ''}"] = own.contiguous()
+    (folder / "model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
+    path = folder / CONFIG
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    quantization = compressed_tensors.quantization_config(model, linear)  # type: ignore[arg-type]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
+
+
+_FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_scale)?")
+_SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight(_scale)?")
+
+
+def mixture_from_compressed_tensors(files: Tensors) -> Tensors:
+    """As ``from_compressed_tensors``, for a model with experts."""
+    found = from_compressed_tensors(files)
+    numbers: dict[str, int] = {}
+    for name in list(found):
+        if match := _SINGLE.fullmatch(name):
+            numbers[match[1]] = max(numbers.get(match[1], 0), int(match[2]) + 1)
+    for experts, count in numbers.items():
+        for suffix in ("", "_scale"):
+            of = {
+                leaf: torch.stack([found.pop(f"{experts}.{e}.{leaf}_proj.weight{suffix}") for e in range(count)])
+                for leaf in ("gate", "up", "down")
+            }
+            found[f"{experts}.gate_up_proj{suffix}"] = torch.cat((of["gate"], of["up"]), dim=1)
+            found[f"{experts}.down_proj{suffix}"] = of["down"]
+    return found
 
 
 def _edit_shards(folder: Path, edit: Callable[[str, Tensor], Tensors]) -> None:
@@ -149,7 +217,7 @@ def break_scale(rng: random.Random, files: Files) -> None:
         _, other_name = _layer_in(rng, tensors, *_SCALES)
         tensors[other_name], scale = scale, tensors[other_name]
     else:
-        scale = scale * 0
+        scale = torch.zeros_like(scale)
     tensors[name] = scale.contiguous()
     files[shard] = save(tensors)
 
