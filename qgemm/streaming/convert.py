@@ -45,8 +45,8 @@ def quantize_checkpoint(
     """Quantizes the checkpoint of a transformers model from files to files, without building the model.
 
     Writes to the new folder ``destination`` what ``from_pretrained(source)``, ``quantize_model`` and ``save_quantized``
-    would, bit for bit, and copies what else is in ``source``, such as the tokenizer; returns the report. At most one
-    layer's experts, or some rows of any other weight, are in memory at a time.
+    would, bit for bit, and copies what else is in ``source``, such as the tokenizer; returns the report. A few rows of
+    a weight, or one expert, are in memory at a time.
 
     - ``source``: a folder with ``config.json`` and safetensors files, of float weights.
     - ``scheme``, ``skip``, ``input_scales``: as ``quantize_model`` has them.
@@ -58,11 +58,14 @@ def quantize_checkpoint(
     - ``progress``: whether to show a progress bar; None shows one on a terminal only.
 
     Raises ``CheckpointError`` for a source that is damaged, quantized already, a pickle, or not just what transformers'
-    class of that model wants; ``ValueError`` as ``quantize_model`` does; ``FileExistsError`` if ``destination`` isn't
-    empty; ``OSError`` if the disk is full or can't be written. ``destination`` is then as it was.
+    class of that model wants; ``ValueError`` as ``quantize_model`` does, and for a device that isn't there;
+    ``FileExistsError`` if ``destination`` isn't empty; ``OSError`` if the disk is full or can't be written.
+    ``destination`` is then as it was.
     """
     source, destination = Path(source), Path(destination).absolute()
     device = torch.device(device)
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f'device is "{device}"; it must be "cpu", or "cuda" where PyTorch finds a GPU')
     drop = [drop] if isinstance(drop, str) else list(drop)
     skip = None if skip is None else [skip] if isinstance(skip, str | re.Pattern) else list(skip)
     with open_source(source) as opened:

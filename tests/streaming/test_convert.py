@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import FAMILIES
+from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
 import qgemm
@@ -126,6 +127,25 @@ def test_a_layer_that_skip_does_not_match(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"skip: 'model\.layers\.7' matches no linear layer"):
         quantize_checkpoint(source, tmp_path / "streamed", skip="model.layers.7")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["float"]
+
+
+def test_a_device_that_is_not_there(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda:1", "meta"):
+        with pytest.raises(ValueError, match=f'device is "{device}"; it must be "cpu", or "cuda"'):
+            quantize_checkpoint(source, tmp_path / "streamed", device=device)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["float"]
+
+
+def test_the_device_of_the_session(source: Path, tmp_path: Path, device: torch.device) -> None:
+    # On a GPU the values are those of the CPU; sums in float64, of which the errors are made, may differ in a digit.
+    whole = quantize_whole(source, tmp_path / "whole")
+    report = quantize_checkpoint(source, tmp_path / "streamed", device=device)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "streamed"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    errors = [[record.weight_error or 0 for record in r.records] for r in (report, qgemm.report(whole))]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-12)
 
 
 def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
