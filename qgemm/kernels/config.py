@@ -7,10 +7,10 @@ cache's. A problem takes as many rounds as its tiles need, and no less than its 
 timed, so the answer is the same on every run. ``scaled_mm(..., config=...)`` and its siblings take any other
 ``GemmConfig``.
 
-The constants are cycles and bytes per cycle of one multiprocessor. Those of the kernel for all devices were fitted on an
-H200 to 3,200 timings of 294 products, those of Hopper's to 2,000 timings of 280 (20 sizes of weight, M from 1 to 8,192).
-On 54 products of 6 other sizes the choice takes 1.005 times as long as the best of all candidates (geometric mean) and
-1.05 times at worst. Only ratios of constants matter, so other devices get a sensible, if less exact, answer.
+The constants are cycles and bytes per cycle of one multiprocessor. Those of the kernel for all devices were fitted on
+an H200 to 3,200 timings of 294 products, those of Hopper's to 2,000 timings of 280 (20 sizes of weight, M from 1 to
+8,192). On 54 products of 6 other sizes the choice takes 1.005 times as long as the best of all candidates (geometric
+mean) and 1.05 times at worst. Only ratios of constants matter, so other devices get a sensible, if less exact, answer.
 """
 
 import functools
@@ -129,11 +129,11 @@ CANDIDATES: tuple[GemmConfig, ...] = (
     GemmConfig(64, 64, 256, num_warps=4, num_stages=6, schedule="specialized"),
     GemmConfig(64, 32, 256, num_warps=4, num_stages=7, schedule="specialized"),
     # Two or three programs a multiprocessor.
-    GemmConfig(64, 64, 128, num_warps=4, num_stages=6, schedule="specialized"),
-    GemmConfig(64, 32, 256, num_warps=4, num_stages=4, schedule="specialized"),
     GemmConfig(16, 32, 256, num_warps=4, num_stages=6, schedule="specialized"),
     GemmConfig(16, 32, 256, num_warps=4, num_stages=4, schedule="specialized"),
     GemmConfig(32, 32, 256, num_warps=4, num_stages=6, schedule="specialized"),
+    GemmConfig(64, 64, 128, num_warps=4, num_stages=6, schedule="specialized"),
+    GemmConfig(64, 32, 256, num_warps=4, num_stages=4, schedule="specialized"),
     # Large tiles where it can't be used.
     GemmConfig(128, 128, 128, num_warps=4, num_stages=3, group_size_m=16),
     GemmConfig(64, 128, 128, num_warps=4, num_stages=4),
@@ -214,14 +214,17 @@ def select_config(M: int, N: int, K: int, dtype: torch.dtype, device: torch.devi
     if dtype != torch.int8:
         configs = [config for config in configs if config.schedule != "streamk"]
     if any(config.schedule == "specialized" for config in configs):
-        # Only Stream-K is ever much faster than it (on few weights with long sums). It multiplies fewer rows than 64 as
-        # if they were 64.
-        configs = [
-            config
-            for config in configs
-            if config.schedule == "streamk" or (config.schedule == "specialized" and config.block_m >= min(M, 64))
-        ]
+        # Only Stream-K is ever much faster than it (on few weights with long sums).
+        configs = [config for config in configs if config.schedule == "streamk" or _suits(config, M, limits)]
     return min(configs, key=lambda config: _cycles(config, M, N, K, dtype.itemsize, limits))
+
+
+def _suits(config: GemmConfig, M: int, limits: DeviceLimits) -> bool:
+    """Whether ``config`` is one for so many rows with Hopper's kernel, which multiplies fewer than 64 as if 64."""
+    if config.schedule != "specialized" or config.block_m < min(M, 64):
+        return False
+    # Up to 32 rows there are tiles made for them; the model would now and then prefer others by mistake.
+    return M > 32 or config.block_m < 64 or (config.block_n <= 64 and programs_per_sm(config, 1, limits) == 1)
 
 
 @functools.cache

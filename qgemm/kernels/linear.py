@@ -3,7 +3,7 @@
 All about a call but its addresses follows from the sizes, strides, dtypes and devices of its tensors, and from whether
 the weight's address is aligned. So the first call of a kind is checked and leaves a plan behind, and those like it are
 two allocations and one or two launches: the quantized rows and their scales share one buffer, which no tensor is made
-for.
+for. Calls of one launch share the buffer of their stream too: what runs on a stream runs in turn.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torc
 # On the current device. What the code that torch.compile writes allocates with takes 1.0 us, torch.empty 2.7.
 _empty: Callable[..., Tensor] = getattr(guards, "_empty_strided_cuda", _empty_strided)
 
+# What a CUDA graph writes to must be its own: two may run at a time.
+_is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+
 MOST_PLANS = 4096
 CACHE_LINE = 128  # bytes
 
@@ -57,13 +60,13 @@ def quant_linear(
         check_quant_linear(x, weight, weight_scale, bias, input_scale)
     weight_at = weight.data_ptr()
     kind = (
-        x.shape, x.is_contiguous() or x.stride(), x.dtype, x.device,
-        weight.shape, weight.is_contiguous() or weight.stride(), weight.dtype, weight.device,
+        x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device(),
+        weight.shape, weight.is_contiguous() or weight.stride(), weight.dtype, weight.get_device(),
         weight_at % ALIGNMENT == 0,
         weight_scale.shape, weight_scale.is_contiguous() or weight_scale.stride(),
-        weight_scale.dtype, weight_scale.device,
-        None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype, bias.device),
-        None if input_scale is None else (input_scale.shape, input_scale.dtype, input_scale.device),
+        weight_scale.dtype, weight_scale.get_device(),
+        None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype, bias.get_device()),
+        None if input_scale is None else (input_scale.shape, input_scale.dtype, input_scale.get_device()),
     )  # fmt: skip
     plan = _plans.get(kind)
     if plan is None:
@@ -78,7 +81,14 @@ def quant_linear(
 
     out = _empty(plan.out_shape, plan.out_strides, x.dtype)
     rows = x if plan.rows is None else x.reshape(plan.rows)
-    buffer = _empty((plan.buffer,), (1,), torch.int8)
+    stream = torch._C._cuda_getCurrentRawStream(plan.device)
+    # Between two launches another thread may make its own on this stream.
+    if plan.fused is None or _is_capturing():
+        buffer = _empty((plan.buffer,), (1,), torch.int8)
+    else:
+        buffer = _shared_buffers.get((plan.device, stream), _NO_BUFFER)
+        if buffer.numel() < plan.buffer:
+            buffer = _shared_buffers[plan.device, stream] = _empty((plan.buffer,), (1,), torch.int8)
 
     x_at, scale_at = rows.data_ptr(), weight_scale.data_ptr()
     bias_at = 0 if bias is None else bias.data_ptr()
@@ -94,7 +104,7 @@ def quant_linear(
         if fused is None or unusual:
             plan.fused(rows, *plan.quantized(buffer), input_scale, weight, out, weight_scale, bias)
         else:
-            fused(torch._C._cuda_getCurrentRawStream(plan.device), quantization + product)
+            fused(stream, quantization + product)
     elif plan.quantize_rows is not None and plan.scaled_mm is not None:
         quantize_rows, scaled_mm = plan.quantize_rows.aligned, plan.scaled_mm.launch.aligned
         if quantize_rows is None or scaled_mm is None or plan.scaled_mm.workspace or unusual:
@@ -102,7 +112,6 @@ def quant_linear(
             plan.quantize_rows(rows, q, q_scale, input_scale)
             plan.scaled_mm(q, weight.t(), out, q_scale, weight_scale, bias)
         else:
-            stream = torch._C._cuda_getCurrentRawStream(plan.device)
             quantize_rows(stream, quantization)
             scaled_mm(stream, (q_at, *product[:2], q_scale_at, *product[2:]))
     return out
@@ -133,6 +142,9 @@ class _Plan(NamedTuple):
 
 
 _plans: dict[tuple[object, ...], _Plan] = {}
+_NO_BUFFER = torch.empty(0, dtype=torch.int8)
+_shared_buffers: dict[tuple[int, int], Tensor] = {}
+"""Of plans with one launch, by device and stream; the largest is that of LONGEST_FUSED_ROW on every multiprocessor."""
 
 
 def _make_plan(

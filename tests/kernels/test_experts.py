@@ -51,7 +51,7 @@ def layer(
         "x": torch.randn(T, H, device=device).to(dtype),
         "top_k_index": torch.rand(T, E, device=device).topk(min(top_k, E)).indices
         if E
-        else torch.zeros(T, top_k).long(),
+        else torch.zeros(T, top_k, dtype=torch.int64, device=device),
         "top_k_weights": torch.rand(T, min(top_k, E) if E else top_k, device=device),
         "gate_up": gate_up,
         "gate_up_scale": gate_up_scale,

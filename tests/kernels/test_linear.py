@@ -25,9 +25,11 @@ N, K = 40, 64
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     linear._plans.clear()
+    linear._shared_buffers.clear()
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        monkeypatch.setattr(linear, "_is_capturing", lambda: False)
         monkeypatch.setattr(linear, "_empty", lambda shape, strides, dtype: torch.empty(shape, dtype=dtype))
 
 
