@@ -9,12 +9,20 @@ Programs are persistent. Operands are ``[M, K]`` and ``[N, K]`` with K contiguou
 beyond the edges with zeros and stores nothing there, so there is no mask. It wants addresses and row strides that are
 multiples of 16 bytes.
 
-Measured on an H200 (CUDA graphs, weights from memory) against the loop of ``gemm_kernels.py``: 3 to 40 % faster from
-M = 64 on, between 10 % slower and 12 % faster below. At M >= 1024 power is the limit: 1.5 * 10^15 operations a second
-for some milliseconds, 1.3 to 1.4 for as long as it runs. Scales loaded before the loop over K, not after it, gave 2 %;
-no loads beyond the rows that A has, up to 50 % at M = 32. What gave nothing: a second group of consumers that takes
-turns with the first (ping-pong), 8 consumer warps, tiles of 128 x 256 and 256 x 128, weights loaded before the kernel
-ahead ends.
+What made it fast, on an H200 (CUDA graphs, weights from memory):
+
+- Against the loop of ``gemm_kernels.py`` it is 3 to 40 % faster from M = 64 on.
+- Few rows: weights that nobody changes are loaded before the kernel ahead in the stream has ended, into the half of
+  shared memory that it leaves free, up to 20 %. The same loads into the L2 cache alone made it slower. No loads beyond
+  the rows that A has, up to 50 % at M = 32.
+- Many rows: power is the limit, 1.1 to 1.5 * 10^15 operations a second for as long as it runs. Tiles of 256 x 128 take
+  fewer bytes from the cache than 128 x 128, 3 to 8 % in runs of 0.1 s and more. They want a fourth stage, so they are
+  stored by halves. In runs of 5 ms, at a clock that others set, they look slower.
+- Scales loaded before the loop over K, not after it, gave 2 %.
+
+What gave nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps for
+128 x 128, tiles of 128 x 256 (as good as 256 x 128), groups of 4 or 16 tiles. A in registers gave wrong sums on Triton
+3.6. Instructions of 256 columns aren't made for int8 there.
 """
 
 import functools

@@ -75,7 +75,7 @@ def quant_linear(
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         _plans[kind] = plan
-    if plan.device != torch._C._cuda_getDevice():
+    if plan.one_of_several and plan.device != torch._C._cuda_getDevice():
         with torch.cuda.device(plan.device):
             return quant_linear(x, weight, weight_scale, bias, input_scale)
 
@@ -121,6 +121,8 @@ class _Plan(NamedTuple):
     """What calls of a kind have in common. They make one launch, ``fused``, or two; none for an empty output."""
 
     device: int
+    one_of_several: bool
+    """Whether there are other devices, so that another one may be the current one."""
     out_shape: tuple[int, ...]
     out_strides: tuple[int, ...]
     M: int
@@ -157,7 +159,7 @@ def _make_plan(
     q_scale = -(-M * K // ALIGNMENT) * ALIGNMENT
     buffer = q_scale + 4 * M
     plan = _Plan(
-        x.device.index, tuple(out.shape), out.stride(), M, K,
+        x.device.index, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), M, K,
         None if rows.data_ptr() == x.data_ptr() else (M, K), q_scale, buffer, None, None, None,
     )  # fmt: skip
     if not out.numel():
