@@ -12,31 +12,24 @@ go. Whatever stays in float is in the report with its reason.
 
 from __future__ import annotations
 
-import difflib
-import re
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qgemm.nn import QuantLayer
 from qgemm.offloading import check_hooks, weights_at_hand
 from qgemm.reporting import KEPT, LayerRecord, QuantReport
 from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
-from qgemm.survey import Layer, find_layers
+from qgemm.selection import Pattern, listed, select_layers
+from qgemm.survey import Layer
 from qgemm.swap import swap
 
 Model = TypeVar("Model", bound=nn.Module)
-Pattern: TypeAlias = "str | re.Pattern[str]"
-
-_MANY = 5
 
 
 def quantize_model(
@@ -106,12 +99,8 @@ def plan_swaps(
 ) -> SwapPlan:
     """Looks at every layer and checks everything but the weights' values; raises as ``quantize_model`` does."""
     scheme = resolve_scheme(scheme)
-    _check_not_quantized(model)
-    layers = find_layers(model)
-    _apply_skip(layers, skip)
+    layers = select_layers(model, skip)
     chosen = [layer for layer in layers if not layer.reason]
-    if not chosen:
-        raise ValueError(_nothing_to_swap(model, layers))
     _check_layers(model, chosen)
     return SwapPlan(scheme, layers, _check_input_scales(scheme, chosen, layers, input_scales))
 
@@ -138,63 +127,6 @@ def _holds_pretrained(model: nn.Module) -> bool:
     return transformers is not None and any(isinstance(m, transformers.PreTrainedModel) for m in model.modules())
 
 
-def _check_not_quantized(model: nn.Module) -> None:
-    kinds = Counter(type(module).__name__ for module in model.modules() if isinstance(module, QuantLayer))
-    if kinds:
-        counted = " and ".join(f"{count} of its layers are {kind}" for kind, count in kinds.items())
-        raise ValueError(
-            f"{type(model).__name__} is quantized already: {counted}. "
-            "Start from the float model, and say in skip what is to stay in float"
-        )
-
-
-def _apply_skip(layers: list[Layer], skip: Pattern | Iterable[Pattern] | None) -> None:
-    patterns = [] if skip is None else [skip] if isinstance(skip, str | re.Pattern) else list(skip)
-    for pattern in patterns:
-        if not isinstance(pattern, str | re.Pattern):
-            raise TypeError(f"skip holds {pattern!r}; it takes names, globs and compiled regular expressions")
-        matched = [layer for layer in layers if any(_matches(pattern, name) for name in layer.names)]
-        if not matched:
-            raise ValueError(_no_match(pattern, layers))
-        for layer in matched:
-            shown = pattern if isinstance(pattern, str) else pattern.pattern
-            layer.reason = layer.reason or f"skip={shown!r}"
-
-
-def _matches(pattern: Pattern, name: str) -> bool:
-    if isinstance(pattern, re.Pattern):
-        return pattern.search(name) is not None
-    containers = _with_containers(name)
-    if any(character in pattern for character in "*?["):
-        return any(fnmatchcase(container, pattern) for container in containers)
-    return pattern in containers
-
-
-def _with_containers(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[: end + 1]) for end in range(len(parts))]
-
-
-def _no_match(pattern: Pattern, layers: list[Layer]) -> str:
-    if isinstance(pattern, re.Pattern):
-        return f"skip: the regular expression {pattern.pattern!r} is found in no linear layer's name"
-    names = sorted({container for layer in layers for name in layer.names for container in _with_containers(name)})
-    close = difflib.get_close_matches(pattern, names, n=3)
-    hint = f": did you mean {' or '.join(map(repr, close))}?" if close else "; names are as in model.named_modules()"
-    return f"skip: {pattern!r} matches no linear layer, nor a module that contains one{hint}"
-
-
-def _nothing_to_swap(model: nn.Module, layers: list[Layer]) -> str:
-    kind = type(model).__name__
-    if not layers:
-        return f"{kind} has no linear layer, so there is nothing to quantize"
-    if layers[0].name == "":
-        return f"{kind} is itself one layer, which can't be swapped in place: use QuantLinear.from_linear"
-    reasons = Counter(layer.reason for layer in layers)
-    listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-    return f"nothing to quantize: all {len(layers)} linear layers of {kind} stay in float ({listed})"
-
-
 def _check_layers(model: nn.Module, layers: list[Layer]) -> None:
     hooked, elsewhere = [], []
     for layer in layers:
@@ -205,9 +137,9 @@ def _check_layers(model: nn.Module, layers: list[Layer]) -> None:
             elsewhere.append(layer.name)
     check_hooks(model, [layer.name for layer in layers])
     if hooked:
-        raise ValueError(f"state-dict hooks of {_listed(hooked)} would be lost: remove them, or skip these layers")
+        raise ValueError(f"state-dict hooks of {listed(hooked)} would be lost: remove them, or skip these layers")
     if elsewhere:
-        raise ValueError(f"{_listed(elsewhere)} must be on cuda or cpu, where qgemm runs: move the model there")
+        raise ValueError(f"{listed(elsewhere)} must be on cuda or cpu, where qgemm runs: move the model there")
 
 
 def _check_finite(model: nn.Module, layers: list[Layer]) -> None:
@@ -221,7 +153,7 @@ def _check_finite(model: nn.Module, layers: list[Layer]) -> None:
                 bad.append(layer.name)
     if bad:
         raise ValueError(
-            f"the weight of {_listed(bad)} holds NaN or Inf, which can't be quantized: mend the checkpoint, or pass "
+            f"the weight of {listed(bad)} holds NaN or Inf, which can't be quantized: mend the checkpoint, or pass "
             "these names in skip"
         )
 
@@ -246,10 +178,10 @@ def _check_input_scales(
     given = dict(input_scales or {})
     known = {name for layer in layers if not layer.is_experts for name in layer.names}
     if foreign := [name for name in given if name not in known]:
-        raise ValueError(f"input_scales names {_listed(foreign)}, but the model has no such linear layer")
+        raise ValueError(f"input_scales names {listed(foreign)}, but the model has no such linear layer")
     scales = {layer.name: given[name] for layer in chosen for name in layer.names if name in given}
     if missing := [layer.name for layer in chosen if layer.name not in scales and not layer.is_experts]:
-        raise ValueError(f"scheme {scheme.name!r} needs input_scales for {_listed(missing)} too: add or skip them")
+        raise ValueError(f"scheme {scheme.name!r} needs input_scales for {listed(missing)} too: add or skip them")
     for name, value in scales.items():
         scale = torch.as_tensor(value, dtype=torch.float32)
         if scale.numel() != 1 or (scale.device.type != "meta" and not (scale > 0 and scale.isfinite())):
@@ -266,8 +198,3 @@ def _warn_of_experts(layers: list[Layer]) -> None:
             f"({kept[0].reason}), so the model shrinks little",
             stacklevel=3,
         )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
-    return ", ".join(map(repr, names[:_MANY])) + more

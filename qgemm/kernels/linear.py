@@ -82,8 +82,8 @@ def quant_linear(
     out = _empty(plan.out_shape, plan.out_strides, x.dtype)
     rows = x if plan.rows is None else x.reshape(plan.rows)
     stream = torch._C._cuda_getCurrentRawStream(plan.device)
-    # Between two launches another thread may make its own on this stream.
-    if plan.fused is None or _is_capturing():
+    # Between two launches another thread may make its own on this stream. The default stream, 0, is never captured.
+    if plan.fused is None or (stream and _is_capturing()):
         buffer = _empty((plan.buffer,), (1,), torch.int8)
     else:
         buffer = _shared_buffers.get((plan.device, stream), _NO_BUFFER)
