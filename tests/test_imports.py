@@ -27,11 +27,13 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.reporting": {"qgemm.nn"},
     "qgemm.swap_rules": set(),
     "qgemm.survey": {"qgemm.swap_rules", "qgemm.reporting", "qgemm.nn", "qgemm.kernels"},
+    "qgemm.selection": {"qgemm.survey", "qgemm.nn"},
     "qgemm.offloading": set(),
     "qgemm.swap": {"qgemm.offloading", "qgemm.survey", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
     "qgemm.quantize": {
         "qgemm.swap",
         "qgemm.offloading",
+        "qgemm.selection",
         "qgemm.survey",
         "qgemm.reporting",
         "qgemm.nn",
@@ -40,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.checkpoint": {"qgemm.swap_rules", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
     "qgemm.integrations": {
         "qgemm.quantize",
+        "qgemm.selection",
         "qgemm.swap",
         "qgemm.checkpoint",
         "qgemm.survey",
@@ -49,6 +52,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "qgemm.streaming": {
         "qgemm.quantize",
+        "qgemm.selection",
         "qgemm.swap",
         "qgemm.checkpoint",
         "qgemm.reporting",

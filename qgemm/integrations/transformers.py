@@ -53,9 +53,10 @@ from qgemm.integrations.transformers_checkpoint import (
 )
 from qgemm.nn import QuantExperts, QuantLayer, QuantLinear
 from qgemm.nn.float_experts import describe_experts
-from qgemm.quantize import Pattern, SwapPlan, make_report, plan_swaps
+from qgemm.quantize import SwapPlan, make_report, plan_swaps
 from qgemm.reporting import LayerRecord, QuantReport
 from qgemm.scheme import QuantScheme, resolve_scheme
+from qgemm.selection import Pattern
 from qgemm.survey import Layer
 from qgemm.swap import ExpertsSwap, swap
 

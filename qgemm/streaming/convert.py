@@ -18,9 +18,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, parse_size
-from qgemm.quantize import Pattern
 from qgemm.reporting import QuantReport
 from qgemm.scheme import QuantScheme
+from qgemm.selection import Pattern
 from qgemm.streaming.companions import find_companions
 from qgemm.streaming.plan import Plan, make_plan
 from qgemm.streaming.shards import bytes_to_read, write_shard

@@ -19,9 +19,10 @@ from qgemm.checkpoint.save import text_files
 from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors
 from qgemm.nn import QuantExperts, QuantLayer, QuantLinear
 from qgemm.nn.float_experts import describe_experts
-from qgemm.quantize import Pattern, quantize_model
+from qgemm.quantize import quantize_model
 from qgemm.reporting import QuantReport, report
 from qgemm.scheme import QuantScheme
+from qgemm.selection import Pattern
 from qgemm.streaming.float_tensors import BuiltFloat, FloatTensor, OrderedExperts
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
