@@ -1,8 +1,8 @@
 """The int8 GEMM for Hopper (sm_90): warps that load apart from warps that multiply, made of the stages and Gluon.
 
-One producer warp has the copy engine (TMA) bring blocks of A and B into a ring of shared memory. Four consumer warps
-wait for a block to arrive, multiply it with ``wgmma`` and hand its slot back; then they scale the sums and have the
-copy engine store them, while the producer loads for the next tile. ``C[m, n] = sum over k of A[m, k] * B[n, k]``, times
+One producer warp has the copy engine (TMA) bring blocks of A and B into a ring of shared memory. Four consumer warps,
+or eight, wait for a block to arrive, multiply it with ``wgmma`` and hand its slot back; then they scale the sums and
+have the copy engine store them, while the producer loads for the next tile. ``C[m, n] = sum over k of A[m, k] * B[n, k]``, times
 ``A_scale[m]`` and ``B_scale[n]``, plus ``bias[n]``, with the rounding of the other kernels: the same bits.
 
 Programs are persistent. Operands are ``[M, K]`` and ``[N, K]`` with K contiguous; the copy engine fills what lies
