@@ -2,8 +2,9 @@
 
 One producer warp has the copy engine (TMA) bring blocks of A and B into a ring of shared memory. Four consumer warps,
 or eight, wait for a block to arrive, multiply it with ``wgmma`` and hand its slot back; then they scale the sums and
-have the copy engine store them, while the producer loads for the next tile. ``C[m, n] = sum over k of A[m, k] * B[n, k]``, times
-``A_scale[m]`` and ``B_scale[n]``, plus ``bias[n]``, with the rounding of the other kernels: the same bits.
+have the copy engine store them, while the producer loads for the next tile.
+``C[m, n] = sum over k of A[m, k] * B[n, k]``, times ``A_scale[m]`` and ``B_scale[n]``, plus ``bias[n]``, with the
+rounding of the other kernels: the same bits.
 
 Programs are persistent. Operands are ``[M, K]`` and ``[N, K]`` with K contiguous; the copy engine fills what lies
 beyond the edges with zeros and stores nothing there, so there is no mask. It wants addresses and row strides that are

@@ -173,6 +173,20 @@ def test_what_is_refused_when_changed_is_taken_otherwise() -> None:
     assert torch.equal(quant_linear().round(), torch.full((3, 5), 4.0))
 
 
+@pytest.mark.parametrize("config", [None, GemmConfig(16, 32, 64, num_warps=2, num_stages=2)])
+def test_a_constant_b_gives_the_same_bits(config: GemmConfig | None, device: torch.device) -> None:
+    tensors = {
+        "a": ones(3, 4),
+        "b": ones(4, 5),
+        "a_scale": torch.rand(3),
+        "b_scale": torch.rand(5),
+        "bias": ones(5, dtype=F32),
+    }
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    out = scaled_mm(**tensors, config=config)
+    assert torch.equal(scaled_mm(**tensors, config=config, constant_b=True), out)
+
+
 def test_a_config_on_cpu_tensors_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     from qgemm.kernels import stages
 
