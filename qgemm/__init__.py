@@ -2,6 +2,7 @@
 
 - ``quantize_model(model)`` swaps the linear layers and experts of a model, in place; ``report(model)`` says what became
   of each.
+- ``calibrate(model)`` finds the scales that static schemes want.
 - ``QuantLinear`` is the layer, ``QuantExperts`` a mixture of experts.
 - ``save_quantized(model, folder)`` and ``load_quantized(folder)`` keep a quantized model in safetensors.
 - ``quantize_checkpoint(source, destination)`` quantizes from files to files, for models larger than memory.
@@ -13,6 +14,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from qgemm.calibration import Calibration, calibrate
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
 from qgemm.integrations.on_import import when_imported
 from qgemm.nn import QuantExperts, QuantLinear
@@ -27,12 +29,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCHEMES",
+    "Calibration",
     "CheckpointError",
     "QuantExperts",
     "QuantLinear",
     "QuantReport",
     "QuantScheme",
     "__version__",
+    "calibrate",
     "load_quantized",
     "quantize_checkpoint",
     "quantize_model",

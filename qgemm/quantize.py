@@ -16,12 +16,14 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qgemm.calibration import Calibration, run_batches
+from qgemm.nn.linear import linear_weight
 from qgemm.offloading import check_hooks, weights_at_hand
 from qgemm.reporting import KEPT, LayerRecord, QuantReport
 from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
@@ -38,6 +40,7 @@ def quantize_model(
     *,
     skip: Pattern | Iterable[Pattern] | None = None,
     input_scales: Mapping[str, float | Tensor] | None = None,
+    calibration: Calibration | Iterable[Any] | None = None,
     progress: bool | None = None,
 ) -> Model:
     """Swaps the linear layers and experts of ``model`` for quantized ones, in place, and returns ``model``.
@@ -51,14 +54,21 @@ def quantize_model(
       expression is searched for in the names of layers.
     - ``input_scales``: for a static scheme, the activation's scale of every linear layer to be swapped, by name.
       Experts have none: under a static scheme they are quantized with ``"int8"``.
-    - ``progress``: whether to show a progress bar; None shows one on a terminal only.
+    - ``calibration``: instead of ``input_scales``, what ``qgemm.calibrate`` gave, or batches to run the model on first:
+      mappings of keyword arguments, tuples or lists of arguments, or tensors, on the model's device. It runs in eval
+      mode without gradients, and the largest magnitude of each layer's input makes its scale (``"min-max"``).
+    - ``progress``: whether to show progress bars; None shows them on a terminal only.
 
     A transformers model is told of it, so that ``save_pretrained`` works; it gets a copy of its config.
     A model on the meta device gets the structure alone. Raises ``ValueError``, with the model unchanged, if there is
     nothing to swap, the model is quantized already, a pattern matches no layer, a weight holds NaN or Inf,
-    ``input_scales`` doesn't fit, or a layer carries what a swap would lose (state-dict hooks; weights that accelerate
-    keeps on disk). What accelerate offloads to the CPU stays there, in int8.
+    ``input_scales`` or ``calibration`` doesn't fit, or a layer carries what a swap would lose (state-dict hooks;
+    weights that accelerate keeps on disk). What accelerate offloads to the CPU stays there, in int8.
     """
+    if calibration is not None:
+        if input_scales is not None:
+            raise ValueError("input_scales and calibration are both given, and each says what the scales are: pass one")
+        input_scales = _calibrated_scales(model, scheme, skip, calibration, progress)
     plan = plan_swaps(model, scheme, skip, input_scales)
     _check_finite(model, plan.chosen)
     records = {}
@@ -163,6 +173,37 @@ def _weights(module: nn.Module) -> list[Tensor]:
     return [
         parameter.detach() for name, parameter in module.named_parameters(recurse=False) if not name.endswith("bias")
     ]
+
+
+def _calibrated_scales(
+    model: nn.Module,
+    scheme: str | QuantScheme,
+    skip: Pattern | Iterable[Pattern] | None,
+    calibration: Calibration | Iterable[Any],
+    progress: bool | None,
+) -> dict[str, float | Tensor]:
+    """``input_scales`` of a calibration, or of the batches for one."""
+    scheme = resolve_scheme(scheme)
+    if not scheme.is_static:
+        raise ValueError(f"scheme {scheme.name!r} finds scales as it runs: calibration is for a static scheme")
+    chosen = [layer for layer in select_layers(model, skip) if not layer.reason]
+    linears = [layer for layer in chosen if not layer.is_experts]
+    if not isinstance(calibration, Calibration):
+        _check_finite(model, chosen)  # or their NaN would be found in the input of the layer after
+        calibration = run_batches(model, [layer.name for layer in linears], calibration, progress)
+    if unseen := [layer.name for layer in linears if layer.name not in calibration.statistics]:
+        raise ValueError(f"calibration has nothing of {listed(unseen)}: run batches that reach them, or skip them")
+    scales: dict[str, float | Tensor] = {}
+    for layer in linears:
+        seen = calibration.statistics[layer.name]
+        width = linear_weight(model.get_submodule(layer.name)).shape[1]
+        if seen.channel_amax is None or len(seen.channel_amax) != width:
+            columns = 0 if seen.channel_amax is None else len(seen.channel_amax)
+            raise ValueError(
+                f"calibration saw {columns} input columns of {layer.name!r}, which has {width}: it is of another model"
+            )
+        scales[layer.name] = seen.scale()
+    return scales
 
 
 def _check_input_scales(

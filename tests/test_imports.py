@@ -30,7 +30,9 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.selection": {"qgemm.survey", "qgemm.nn"},
     "qgemm.offloading": set(),
     "qgemm.swap": {"qgemm.offloading", "qgemm.survey", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
+    "qgemm.calibration": {"qgemm.checkpoint", "qgemm.selection", "qgemm.kernels"},
     "qgemm.quantize": {
+        "qgemm.calibration",
         "qgemm.swap",
         "qgemm.offloading",
         "qgemm.selection",
@@ -66,6 +68,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.integrations",
         "qgemm.streaming",
         "qgemm.checkpoint",
+        "qgemm.calibration",
         "qgemm.quantize",
         "qgemm.reporting",
         "qgemm.nn",

@@ -127,9 +127,14 @@ def has_checksums(path: Path) -> bool:
 
 def read_checksums(path: Path) -> dict[str, object] | None:
     """What the file at ``path`` says its tensors' checksums are, by name; None if it doesn't. Raises as above."""
+    return _read_checksums(path, read_metadata(path))
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What the file's header says beside its tensors; raises ``CheckpointError`` if it can't be read."""
     try:
         with safe_open(path, framework="pt") as file:
-            return _read_checksums(path, file.metadata())
+            return file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from error
 

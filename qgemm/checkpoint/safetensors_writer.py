@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import BinaryIO
 
 from torch import Tensor
@@ -17,12 +17,18 @@ from qgemm.checkpoint.checksum import RunningChecksum, format_checksum
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES
 
 
-def write_safetensors(file: BinaryIO, tensors: dict[str, Tensor], written: Callable[[int], object]) -> None:
+def write_safetensors(
+    file: BinaryIO,
+    tensors: dict[str, Tensor],
+    written: Callable[[int], object],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Writes ``tensors``, from any device and in any strides, and tells ``written`` the bytes of each.
 
     Every dtype must be in ``DTYPE_CODES``. One tensor at a time is held in CPU memory. ``file`` must be seekable.
+    ``metadata``: what the header is to say beside them.
     """
-    writer = SafetensorsWriter(file, tensors)
+    writer = SafetensorsWriter(file, tensors, metadata)
     for name in writer.names:
         writer.write(name, tensors[name])
         written(tensors[name].nbytes)
@@ -35,7 +41,7 @@ class SafetensorsWriter:
     The tensors come in any order, also in turns; the pieces of one come in the order of its values.
     """
 
-    def __init__(self, file: BinaryIO, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, file: BinaryIO, tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
         """``file`` must be seekable: the header, which comes first, holds the checksums, which are known last.
 
         ``tensors`` give names, shapes and dtypes alone; they may be on meta.
@@ -43,6 +49,7 @@ class SafetensorsWriter:
         # Widest first, as the library orders them, so that every tensor lies at a multiple of its item size.
         tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
         self._file = file
+        self._metadata = {"format": "pt", **(metadata or {})}
         self._checksums = {name: RunningChecksum() for name in tensors}
         self._header: dict[str, object] = {"__metadata__": {}}
         places = {}
@@ -87,7 +94,7 @@ class SafetensorsWriter:
     def _write_header(self) -> int:
         # Once at the beginning, to make room: checksums are always as long.
         checksums = {name: format_checksum(checksum.value) for name, checksum in self._checksums.items()}
-        self._header["__metadata__"] = {"format": "pt", CHECKSUMS: json.dumps(checksums)}
+        self._header["__metadata__"] = {**self._metadata, CHECKSUMS: json.dumps(checksums)}
         text = json.dumps(self._header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return self._file.write(len(text).to_bytes(8, "little") + text)

@@ -1,0 +1,249 @@
+"""Observers: what is kept of a layer's inputs, and the static scale that is made of it.
+
+``scale = clip / 127``, and values beyond ``clip`` saturate. Observers differ in ``clip``:
+
+- ``MinMax``: the largest magnitude that was seen, so that nothing saturates.
+- ``MovingAverage``: of the batches' largest magnitudes, each counting less with every batch after it.
+- ``Percentile``: what so many per cent of the values don't exceed.
+- ``MeanSquaredError``: what makes the squared error of int8 least.
+
+An observer is a value: ``update`` and ``merge`` return another one. All keep the largest magnitude of every input
+column, which costs them nothing. Of ``MinMax``, ``Percentile`` and ``MeanSquaredError``, merging in any order, and one
+pass over the same values in any batches, give the same bits; a ``MovingAverage`` depends on the order and the batches.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from qgemm.calibration.histogram import BINS, Histogram
+from qgemm.kernels.reference import MIN_SCALE, QMAX
+
+Kind = TypeVar("Kind", bound="Observer")
+HistogramKind = TypeVar("HistogramKind", bound="HistogramObserver")
+
+
+@dataclass(frozen=True, eq=False)
+class Observer(ABC):
+    """What was seen of the inputs of one layer, ``[..., K]``; as it is made, nothing.
+
+    - ``tokens``: how many rows.
+    - ``channel_amax [K]``: float32, on the CPU: the largest magnitude in each column; None before any row.
+    """
+
+    name: ClassVar[str]
+    """What ``calibrate(observer=...)`` calls it."""
+
+    tokens: int = field(default=0, kw_only=True)
+    channel_amax: Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def amax(self) -> float:
+        """The largest magnitude."""
+        return 0.0 if self.channel_amax is None else float(self.channel_amax.max())
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it was made with, as JSON-ready values; not what it has seen."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if not each.kw_only}
+
+    def update(self: Kind, x: Tensor) -> Kind:
+        """With the rows of ``x [..., K]`` added, float16, bfloat16 or float32 on any device.
+
+        Raises ``ValueError`` if ``x`` holds NaN or Inf.
+        """
+        rows = x.detach().reshape(-1, x.shape[-1]).abs()
+        if rows.shape[0] == 0:
+            return self
+        batch = replace(self._blank(), tokens=rows.shape[0], channel_amax=rows.amax(0).float().cpu())
+        if not math.isfinite(batch.amax):
+            raise ValueError(
+                "x holds NaN or Inf, of which no scale can be made: leave this batch out, or find what makes them"
+            )
+        return self._add(batch._see(rows))
+
+    def merge(self: Kind, other: Kind) -> Kind:
+        """What both have seen. Raises ``ValueError`` if they are of different kinds, settings or widths."""
+        if type(other) is not type(self) or other.settings != self.settings:
+            raise ValueError(f"{_described(self)} can't be merged with {_described(other)}: only its own kind can")
+        if not other.tokens:
+            return self
+        if not self.tokens:
+            return other
+        assert self.channel_amax is not None
+        assert other.channel_amax is not None
+        if self.channel_amax.shape != other.channel_amax.shape:
+            widths = f"{len(self.channel_amax)} and {len(other.channel_amax)}"
+            raise ValueError(f"statistics of inputs with {widths} columns can't be merged: they are of two layers")
+        merged = replace(
+            self,
+            tokens=self.tokens + other.tokens,
+            channel_amax=torch.maximum(self.channel_amax, other.channel_amax),
+        )
+        return merged._join(self, other)
+
+    def scale(self) -> float:
+        """The scale for ``input_scales``: ``clip / 127``, at least the smallest normal float32; 1 if all was 0.
+
+        Raises ``ValueError`` if nothing was seen.
+        """
+        if not self.tokens:
+            raise ValueError("nothing was seen, so there is no scale")
+        clip = self._clip()
+        return max(clip / QMAX, MIN_SCALE) if clip else 1.0
+
+    def _blank(self: Kind) -> Kind:
+        return type(self)(**self.settings)
+
+    def _add(self: Kind, batch: Kind) -> Kind:
+        """With one batch added, which comes after all that was seen."""
+        return self.merge(batch)
+
+    def _see(self: Kind, rows: Tensor) -> Kind:
+        """As it is, with what is kept of these magnitudes ``[tokens, K]`` beyond ``channel_amax``."""
+        return self
+
+    def _join(self: Kind, first: Kind, second: Kind) -> Kind:
+        """As it is, with what ``first`` and ``second`` keep beyond ``channel_amax``."""
+        return self
+
+    @abstractmethod
+    def _clip(self) -> float:
+        """The largest magnitude that is to be stored unsaturated."""
+
+
+@dataclass(frozen=True, eq=False)
+class MinMax(Observer):
+    """``clip = amax``."""
+
+    name = "min-max"
+
+    def _clip(self) -> float:
+        return self.amax
+
+
+@dataclass(frozen=True, eq=False)
+class MovingAverage(Observer):
+    """``clip = momentum * clip + (1 - momentum) * amax(batch)`` with every batch; of the first one, its ``amax``.
+
+    Merged, two averages count by their numbers of batches.
+    """
+
+    name = "moving-average"
+    momentum: float = 0.9
+    average: float = field(default=0.0, kw_only=True)
+    batches: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` for a setting out of range."""
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum is {self.momentum}; it must be 0 or more, and less than 1")
+
+    def _see(self, rows: Tensor) -> MovingAverage:
+        return replace(self, average=self.amax, batches=1)
+
+    def _add(self, batch: MovingAverage) -> MovingAverage:
+        merged = self.merge(batch)
+        if not self.batches:
+            return merged
+        return replace(merged, average=self.momentum * self.average + (1 - self.momentum) * batch.average)
+
+    def _join(self, first: MovingAverage, second: MovingAverage) -> MovingAverage:
+        batches = first.batches + second.batches
+        average = (first.average * first.batches + second.average * second.batches) / batches
+        return replace(self, average=average, batches=batches)
+
+    def _clip(self) -> float:
+        return self.average
+
+
+@dataclass(frozen=True, eq=False)
+class HistogramObserver(Observer):
+    """An observer that keeps a histogram of magnitudes. ``counts [BINS]``: of all rows, int64."""
+
+    counts: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64), kw_only=True)
+
+    @property
+    def histogram(self) -> Histogram:
+        """The magnitudes of all values."""
+        return Histogram(self.counts, self.amax)
+
+    def _see(self: HistogramKind, rows: Tensor) -> HistogramKind:
+        return replace(self, counts=Histogram.of(rows, self.amax).counts)
+
+    def _join(self: HistogramKind, first: HistogramKind, second: HistogramKind) -> HistogramKind:
+        return replace(self, counts=first.histogram.merge(second.histogram).counts)
+
+
+@dataclass(frozen=True, eq=False)
+class Percentile(HistogramObserver):
+    """``clip``: the magnitude that ``percentile`` % of all values don't exceed, or up to ``amax / 2048`` more."""
+
+    name = "percentile"
+    percentile: float = 99.99
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` for a setting out of range."""
+        if not 0 < self.percentile <= 100:
+            raise ValueError(f"percentile is {self.percentile}; it must be above 0, and at most 100")
+
+    def _clip(self) -> float:
+        return self.histogram.percentile(self.percentile)
+
+
+@dataclass(frozen=True, eq=False)
+class MeanSquaredError(HistogramObserver):
+    """``clip``: of ``amax * 2^(-i/32)`` for ``i`` up to 256, the one with the least expected squared error of int8.
+
+    Within a bin of the histogram, values count as evenly spread.
+    """
+
+    name = "mse"
+
+    def _clip(self) -> float:
+        if not self.amax:
+            return 0.0
+        clips = self.amax * 2.0 ** (-torch.arange(257, dtype=torch.float64) / 32)
+        errors = squared_error(self.histogram, clips)
+        return float(clips[errors.argmin()])
+
+
+def squared_error(histogram: Histogram, clips: Tensor) -> Tensor:
+    """For each clip, float64 ``[n]``, the sum of ``(x - s * q)^2`` over all values, in units of a bin's width squared.
+
+    ``s = clip / 127`` and ``q = min(round(x / s), 127)``. From 0 to ``t``, the integral of the error is
+    ``n * s^3 / 12 + (t - n * s)^3 / 3`` with ``n = min(round(t / s), 127)``: ``s^3 / 12`` for each whole step, and what
+    lies beyond the last one. The difference between a bin's edges is its mean error.
+    """
+    used = int(histogram.amax / histogram.bin_width) + 1
+    edges = torch.arange(min(used, BINS) + 1, dtype=torch.float64)
+    steps = clips[:, None] / QMAX / histogram.bin_width
+    whole = (edges / steps).round().clamp(max=QMAX)
+    integral = whole * steps**3 / 12 + (edges - whole * steps) ** 3 / 3
+    return integral.diff(dim=1) @ histogram.counts[: edges.numel() - 1].double()
+
+
+def _described(observer: Observer) -> str:
+    settings = ", ".join(f"{name}={value}" for name, value in observer.settings.items())
+    return f"{type(observer).__name__}({settings})"
+
+
+OBSERVERS: dict[str, type[Observer]] = {
+    observer.name: observer for observer in (MinMax, MovingAverage, Percentile, MeanSquaredError)
+}
+"""The observers, by name."""
+
+
+def resolve_observer(observer: str | Observer) -> Observer:
+    """A new observer of that name, or one with the settings of ``observer``; raises ``ValueError`` for another name."""
+    if isinstance(observer, Observer):
+        return observer._blank()
+    if observer not in OBSERVERS:
+        raise ValueError(f"observer is {observer!r}; it must be one of {sorted(OBSERVERS)}, or an Observer")
+    return OBSERVERS[observer]()

@@ -1,0 +1,145 @@
+"""``Calibration``: the statistics of a model's layers, by name.
+
+They are kept in one safetensors file: of layer ``x`` the tensors ``x.tokens``, ``x.channel_amax`` and whatever else its
+observer keeps. The header's metadata has the observer's name and settings, as JSON under ``qgemm_calibration``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.calibration.histogram import BINS
+from qgemm.calibration.observers import OBSERVERS, Observer
+from qgemm.checkpoint import CheckpointError
+from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_metadata, read_values
+from qgemm.checkpoint.safetensors_writer import write_safetensors
+from qgemm.checkpoint.staging import StagedFiles
+
+METADATA = "qgemm_calibration"
+
+# The dtype and the number of dimensions of what observers keep.
+_STORED = {
+    "tokens": (torch.int64, 0),
+    "channel_amax": (torch.float32, 1),
+    "average": (torch.float64, 0),
+    "batches": (torch.int64, 0),
+    "counts": (torch.int64, 1),
+}
+# Of one bin: so the sum of all fits into int64.
+_MOST = 1 << 50
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What ``calibrate`` has seen.
+
+    - ``observer``: what every layer's statistics begin as.
+    - ``statistics``: an observer for each layer that was called, by the layer's name.
+    """
+
+    observer: Observer
+    statistics: dict[str, Observer] = field(default_factory=dict)
+
+    @property
+    def input_scales(self) -> dict[str, float]:
+        """The scale of each layer's input, for ``quantize_model(..., input_scales=)``, its like, and JSON."""
+        return {name: observer.scale() for name, observer in self.statistics.items()}
+
+    def merge(self, other: Calibration) -> Calibration:
+        """What both have seen, of two processes for instance. Raises ``ValueError`` if they don't fit together."""
+        self.observer.merge(other.observer)
+        merged = dict(self.statistics)
+        for name, observer in other.statistics.items():
+            try:
+                merged[name] = merged.get(name, self.observer).merge(observer)
+            except ValueError as error:
+                raise ValueError(f"{name!r}: {error}") from error
+        return Calibration(self.observer, merged)
+
+    def save(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Writes the statistics to a safetensors file, whole or not at all.
+
+        Raises ``FileExistsError`` if there is one, unless ``overwrite`` is set.
+        """
+        path = Path(path)
+        if path.exists() and not overwrite:
+            raise FileExistsError(f"{path} is there already; pass overwrite=True to replace it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"{name}.{key}": torch.as_tensor(getattr(observer, key), dtype=_STORED[key][0])
+            for name, observer in self.statistics.items()
+            for key in _kept_by(observer)
+        }
+        about = {"observer": self.observer.name, "settings": self.observer.settings}
+        staged = StagedFiles(path.parent)
+        try:
+            with staged.create(path.name) as file:
+                write_safetensors(file, tensors, lambda written: None, {METADATA: json.dumps(about)})
+            staged.publish(last=path.name, stale=())
+        finally:
+            staged.discard()
+
+    @classmethod
+    def load(cls, path: str | Path) -> Calibration:
+        """The statistics that ``save`` wrote. Raises ``CheckpointError`` if the file is damaged or is anything else."""
+        path = Path(path)
+        observer = _parse_observer(path, read_metadata(path).get(METADATA))
+        kept = _kept_by(observer)
+        stored = read_header(path)
+        layers = _layer_names(path, stored, kept)
+        values = dict(read_values(stored, torch.device("cpu")))
+        statistics = {}
+        for layer in layers:
+            state: dict[str, Any] = {}
+            for key in kept:
+                value = values[f"{layer}.{key}"]
+                _check_value(path, f"{layer}.{key}", value, positive=key in ("tokens", "batches"))
+                state[key] = value if value.ndim else value.item()
+            statistics[layer] = replace(observer, **state)
+        return cls(observer, statistics)
+
+
+def _kept_by(observer: Observer) -> list[str]:
+    return [each.name for each in fields(observer) if each.kw_only]
+
+
+def _parse_observer(path: Path, text: str | None) -> Observer:
+    if text is None:
+        raise CheckpointError(f"{path} holds no statistics: give a file that Calibration.save wrote")
+    try:
+        about = json.loads(text)
+        kind, settings = OBSERVERS[about["observer"]], about["settings"]
+        if set(settings) != set(kind().settings) or not all(type(value) in (int, float) for value in settings.values()):
+            raise ValueError(f"{kind.name} has no settings {settings}")
+        return kind(**settings)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {METADATA} names no observer that qgemm has: {error!r}") from error
+
+
+def _layer_names(path: Path, stored: dict[str, StoredTensor], kept: Iterable[str]) -> list[str]:
+    """The layers that a file has statistics of, in order; checks that each has all of them, and of which kind."""
+    layers = sorted({name.rpartition(".")[0] for name in stored})
+    wanted = {f"{layer}.{key}": _STORED[key] for layer in layers for key in kept}
+    if odd := sorted(wanted.keys() ^ stored.keys()):
+        raise CheckpointError(f"{path}: {odd[0]} is {'missing' if odd[0] in wanted else 'no statistic'}")
+    for name, (dtype, dimensions) in wanted.items():
+        tensor = stored[name]
+        is_counts = name.endswith(".counts")
+        if tensor.dtype != dtype or len(tensor.shape) != dimensions or (is_counts and tensor.shape != (BINS,)):
+            size = f"[{BINS}]" if is_counts else f"with {dimensions} dimensions"
+            raise CheckpointError(f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} {size}")
+    return layers
+
+
+def _check_value(path: Path, name: str, value: Tensor, positive: bool) -> None:
+    if not value.numel() or not bool((value.isfinite() & (value >= int(positive))).all()):
+        raise CheckpointError(f"{path}: {name} must be finite numbers, {int(positive)} or more")
+    if not value.is_floating_point() and int(value.max()) > _MOST:
+        raise CheckpointError(f"{path}: {name} counts more than {_MOST}")
