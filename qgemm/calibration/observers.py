@@ -41,7 +41,7 @@ class Observer(ABC):
     """What ``calibrate(observer=...)`` calls it."""
 
     tokens: int = field(default=0, kw_only=True)
-    channel_amax: Tensor | None = field(default=None, kw_only=True)
+    channel_amax: Tensor | None = field(default=None, kw_only=True, repr=False)
 
     @property
     def amax(self) -> float:
@@ -167,7 +167,7 @@ class MovingAverage(Observer):
 class HistogramObserver(Observer):
     """An observer that keeps a histogram of magnitudes. ``counts [BINS]``: of all rows, int64."""
 
-    counts: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64), kw_only=True)
+    counts: Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64), kw_only=True, repr=False)
 
     @property
     def histogram(self) -> Histogram:

@@ -112,10 +112,10 @@ def test_the_observer_is_the_one_asked_for() -> None:
 
 def test_layers_that_saw_nothing_are_named() -> None:
     model = Block().eval()
-    message = "'side' saw no tokens, so there are no scales"
-    with pytest.warns(UserWarning, match=message) as caught, qgemm.calibrate(model) as calibration:
+    with warnings.catch_warnings(record=True) as caught, qgemm.calibrate(model) as calibration:
         model(torch.randn(4, 32))
         model.side(torch.empty(0, 32))
+    assert "'side' saw no tokens, so there are no scales" in str(caught[0].message)
     assert caught[0].filename == __file__
     assert set(calibration.statistics) == {"up", "down"}
     weights = model.side.weight
