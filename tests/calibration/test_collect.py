@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from models import FAMILIES
@@ -242,3 +243,35 @@ def test_a_weight_with_nan_is_named_before_the_model_runs() -> None:
         model.up.weight[0, 0] = torch.nan
     with pytest.raises(ValueError, match="the weight of 'up' holds NaN"):
         qgemm.quantize_model(model, "int8-static", calibration=[(torch.ones(4, 32), True)])
+
+
+def test_hooks_that_change_the_input_come_first() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 8)), torch.randn(4, 32)
+    model[0].register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    with qgemm.calibrate(model) as calibration:
+        model(x)
+    assert calibration.statistics["0"].amax == 2 * x.abs().max().item()
+
+
+def test_a_model_that_accelerate_offloads() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8)).eval(), torch.randn(4, 32)
+    expected = model(x)
+    scales = run_batches(model, ["0", "2"], [x], progress=False).input_scales
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert model[0].weight.device.type == "meta"
+    with qgemm.calibrate(model) as calibration:
+        assert torch.equal(model(x), expected)
+    assert calibration.input_scales == scales
+    qgemm.quantize_model(model, "int8-static", calibration=[x], progress=False)
+    assert (model(x) - expected).norm() / expected.norm() < 0.05
+
+
+def test_a_layer_with_two_names_is_counted_once() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    model.append(model[0])
+    with qgemm.calibrate(model) as calibration:
+        model(torch.randn(4, 32))
+    # Called twice, by either name.
+    assert {name: seen.tokens for name, seen in calibration.statistics.items()} == {"0": 8}
+    qgemm.quantize_model(model, "int8-static", calibration=calibration)
+    assert model[0] is model[1]
