@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ _ADAPTER = "adapter_config.json"
 _ROWS = 16  # of logits, in float64 at a time: a vocabulary of 150,000 takes 20 MB
 
 
-def load_model(checkpoint: Checkpoint, device: str) -> nn.Module:
+def load_model(checkpoint: Checkpoint, device: torch.device) -> nn.Module:
     """The model in ``checkpoint``, in eval mode: quantized as qgemm loads it, float as transformers does.
 
     Raises ``CheckpointError`` for a checkpoint that neither loads.
@@ -92,7 +91,7 @@ def compare_logits(
             parts_of_one[-1] = parts_of_one[-1][:-1]  # what follows the last token of a window isn't known
         advance(ids.numel())
     divergence, agreement = torch.cat(divergences), torch.cat(agreements)
-    perplexities = {name: math.exp(float(torch.cat(parts).mean())) for name, parts in losses.items()}
+    perplexities = {name: float(torch.cat(parts).mean().exp()) for name, parts in losses.items()}
     return {
         "tokens": tokens.numel(),
         "window": window,

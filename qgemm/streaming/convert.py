@@ -18,6 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, parse_size
+from qgemm.device import find_device
 from qgemm.reporting import QuantReport
 from qgemm.scheme import QuantScheme
 from qgemm.selection import Pattern
@@ -63,9 +64,7 @@ def quantize_checkpoint(
     ``destination`` is then as it was.
     """
     source, destination = Path(source), Path(destination).absolute()
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f'device is "{device}"; it must be "cpu", or "cuda" where PyTorch finds a GPU')
+    device = find_device(device)
     drop = [drop] if isinstance(drop, str) else list(drop)
     skip = None if skip is None else [skip] if isinstance(skip, str | re.Pattern) else list(skip)
     with open_source(source) as opened:

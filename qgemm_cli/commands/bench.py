@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from qgemm import QuantLinear
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.device import find_device
 from qgemm_cli.check import largest_errors
 from qgemm_cli.layers import StoredLayer, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
@@ -45,7 +46,7 @@ def bench(
     path: Path | None, shapes: Sequence[str], rows: Sequence[int], device_name: str | None, quick: bool
 ) -> dict[str, Any]:
     """Times; returns the document that ``--json`` prints."""
-    device = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = find_device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     weights = [parse_shape(shape) for shape in shapes]

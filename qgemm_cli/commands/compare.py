@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.device import find_device
 from qgemm.streaming.float_tensors import FloatTensor
 from qgemm.streaming.source import open_source
 from qgemm_cli.layers import StoredLayer, find_layers
@@ -26,9 +27,16 @@ MOST_NAMES = 5
 
 
 def compare(
-    path_a: Path, path_b: Path, text: Path | None, tokenizer: Path | None, device: str, window: int, most_tokens: int
+    path_a: Path,
+    path_b: Path,
+    text: Path | None,
+    tokenizer: Path | None,
+    device_name: str,
+    window: int,
+    most_tokens: int,
 ) -> dict[str, Any]:
     """Compares; returns the document that ``--json`` prints. ``a`` is what ``b`` is measured against."""
+    device = find_device(device_name)
     a, b = open_checkpoint(path_a), open_checkpoint(path_b)
     for checkpoint in (a, b):
         layers = find_layers(checkpoint.stored, checkpoint.bits)
@@ -145,7 +153,13 @@ def _measure(pairs: Iterator[tuple[Tensor, Tensor]]) -> dict[str, float]:
 
 
 def _compare_over_text(
-    a: Checkpoint, b: Checkpoint, text: Path, tokenizer: Path | None, device: str, window: int, most_tokens: int
+    a: Checkpoint,
+    b: Checkpoint,
+    text: Path,
+    tokenizer: Path | None,
+    device: torch.device,
+    window: int,
+    most_tokens: int,
 ) -> dict[str, Any]:
     from qgemm_cli.logits import compare_logits, load_model, read_tokens
 

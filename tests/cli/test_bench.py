@@ -83,6 +83,8 @@ def test_what_cannot_be_timed(tmp_path: Path) -> None:
         assert "--m is" in run_failing("bench", "--m", rows)
     for shape in ("0x3", "4x", "4096", "1x2x3", "-1x4", "9" * 5000 + "x1"):
         assert "--shape is" in run_failing("bench", "--shape", shape)
+    for device in ("cuda:99", "meta", "gpu"):
+        assert f'device is "{device}"' in run_failing("bench", "--shape", "4x4", "--device", device)
     folder = write_checkpoint(tmp_path, {"model.norm.weight": zeros(torch.float32, 4)})
     assert "has no linear layers to time" in run_failing("bench", folder)
     assert set(bench.DEFAULT_SHAPES) == {"cpu", "cuda"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import qgemm
 from cli.command import run, run_failing, run_json, write_checkpoint
+from qgemm_cli.logits import compare_logits
 from qgemm_cli.weights import match_names
 
 UP = "model.layers.0.mlp.up_proj"
@@ -216,6 +218,16 @@ def test_logits_over_a_text(float_folder: Path, int8_folder: Path, tmp_path: Pat
     run("compare", float_folder, int8_folder, *arguments, "--max-kl", 1e-12, exit_code=1)
 
 
+def test_a_model_that_is_sure_of_what_is_wrong(float_folder: Path) -> None:
+    # Its perplexity is beyond any number, which is no error.
+    model = transformers.AutoModelForCausalLM.from_pretrained(float_folder)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1e6)
+    found = compare_logits(model, model, torch.tensor([1, 2, 3, 4]), 4, lambda count: None)
+    assert found["perplexity_a"] == math.inf
+    assert found["max_kl"] == 0
+
+
 def test_what_cannot_be_compared(float_folder: Path, int8_folder: Path, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "other", {"something.else": torch.ones(3)})
     assert "have no tensor in common" in run_failing("compare", float_folder, other)
@@ -228,6 +240,8 @@ def test_what_cannot_be_compared(float_folder: Path, int8_folder: Path, tmp_path
     (tmp_path / "text.txt").write_text("a b c")
     (float_folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/somewhere/else"}')
     assert "merge the adapter" in run_failing("compare", float_folder, int8_folder, *text)
+    for device in ("cuda:99", "gpu"):
+        assert f'device is "{device}"' in run_failing("compare", float_folder, int8_folder, "--device", device)
     (tmp_path / "text.txt").write_bytes(b"\xff\xfe\xff")
     assert "codec can't decode" in run_failing("compare", float_folder, int8_folder, *text)
     packed = {f"{UP}.qweight": torch.zeros(4, 48, dtype=torch.int32), f"{UP}.scales": torch.ones(1, 48)}

@@ -130,8 +130,8 @@ def test_a_layer_that_skip_does_not_match(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_not_there(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for device in ("cuda:1", "meta"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for device in ("cuda:1", "cuda:99", "meta", "gpu"):
         with pytest.raises(ValueError, match=f'device is "{device}"; it must be "cpu", or "cuda"'):
             quantize_checkpoint(source, tmp_path / "streamed", device=device)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["float"]
