@@ -60,8 +60,16 @@ def find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], li
             raise CheckpointError(f"{path}: tensor {name} is of a dtype that qgemm doesn't read")
         elif pattern is None:
             _check_shape(target, source.tensors[name].shape, wanted[target], name, source)
+            if wanted[target].is_floating_point():
+                _check_is_float(name, source)
+            if target in found:
+                raise CheckpointError(
+                    f"{source.tensors[name].path}: tensor {name} is {target} of the model, and so is another one in "
+                    "the files; remove the one that isn't meant"
+                )
             found[target] = StoredFloat(source, name, dtype_of(target))
         else:
+            _check_is_float(name, source)
             _, inputs = conversions.setdefault(target, (by_pattern[pattern], []))
             inputs.append((pattern, name, dtype_of(target)))
     turn = ConversionTurn()
@@ -126,6 +134,15 @@ def _check_shape(target: str, shape: tuple[int, ...], wanted: Tensor | None, nam
         raise CheckpointError(f"{path}: tensor {name} would become {target}, which the model doesn't have")
     if shape != tuple(wanted.shape):
         raise CheckpointError(f"{path}: {target} has shape {list(shape)}; the model's is {list(wanted.shape)}")
+
+
+def _check_is_float(name: str, source: Source) -> None:
+    tensor = source.tensors[name]
+    if tensor.dtype is not None and not tensor.dtype.is_floating_point:
+        raise CheckpointError(
+            f"{tensor.path}: tensor {name} is {tensor.dtype}, where the model has float values. This checkpoint is "
+            "quantized already, it seems. Start from the float checkpoint"
+        )
 
 
 def _convert(

@@ -22,6 +22,8 @@ BERT: dict[str, Any] = {
     "vocab_size": 97,
 }
 EMBEDDING = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+UP_PROJ = "model.layers.0.mlp.up_proj.weight"
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -170,4 +172,19 @@ def test_a_checkpoint_that_is_quantized(method: str, source: Path) -> None:
 def test_a_model_that_transformers_does_not_have(source: Path) -> None:
     edit_config(source, architectures=["RemoteForCausalLM"], auto_map={"AutoModel": "modeling_remote.Remote"})
     with pytest.raises(CheckpointError, match=r"'RemoteForCausalLM', which is no model class of transformers"):
+        quantize_checkpoint(source, source.parent / "streamed")
+
+
+def test_two_tensors_that_are_the_same_one_of_the_model(source: Path) -> None:
+    # With the prefix and without. from_pretrained takes the one or the other.
+    edit_tensors(source, norm__weight=torch.full((load_file(source / "model.safetensors")[NORM].numel(),), 7.0))
+    with pytest.raises(CheckpointError, match=r"tensor norm\.weight is model\.norm\.weight.*remove the one"):
+        quantize_checkpoint(source, source.parent / "streamed")
+
+
+def test_integers_where_the_model_has_floats(source: Path) -> None:
+    # A quantized checkpoint whose config doesn't say so: its values aren't weights.
+    stored = load_file(source / "model.safetensors")
+    edit_tensors(source, model__layers__0__mlp__up_proj__weight=stored[UP_PROJ].to(torch.int8))
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight is torch\.int8.*quantized already"):
         quantize_checkpoint(source, source.parent / "streamed")
