@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def parse_size(size: int | str) -> int:
     """A number of bytes from an int or from text like ``"5GB"`` (10^9) or ``"5GiB"`` (2^30)."""
     if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):
         number, prefix, binary = match.groups()
-        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+        size = int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
     if not isinstance(size, int) or size <= 0:
         raise ValueError(f'max_shard_size is {size!r}; it must be a number of bytes above 0, or text like "5GB"')
     return size

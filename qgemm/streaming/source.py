@@ -87,7 +87,7 @@ def open_source(folder: Path) -> Iterator[Source]:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is no folder. To quantize a model of the Hugging Face hub, download it first: "
-            f"huggingface-cli download {folder} --local-dir {folder.name}"
+            f"hf download {folder} --local-dir {folder.name}"
         )
     if not (folder / INDEX_FILE).exists() and not (folder / WEIGHTS_FILE).exists():
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)

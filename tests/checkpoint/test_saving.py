@@ -99,7 +99,8 @@ def test_the_library_reads_every_dtype(dtype: torch.dtype, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("size", "parsed"),
-    [(7, 7), ("7B", 7), ("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2 * 2**30), ("3kb", 3000), ("1TB", 10**12)],
+    [(7, 7), ("7B", 7), ("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2 * 2**30), ("3kb", 3000), ("1TB", 10**12)]
+    + [("9" * 400 + "B", int("9" * 400))],  # no float is as large
 )
 def test_sizes(size: int | str, parsed: int) -> None:
     assert parse_size(size) == parsed

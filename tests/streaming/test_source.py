@@ -56,5 +56,7 @@ def test_a_pickle(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_name_on_the_hub(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"org/model is no folder.*download it first"):
+    with pytest.raises(
+        CheckpointError, match=r"org/model is no folder.*first: hf download org/model --local-dir model"
+    ):
         quantize_checkpoint("org/model", tmp_path / "streamed")
