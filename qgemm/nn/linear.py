@@ -113,14 +113,17 @@ class QuantLinear(QuantLayer):
             linear.bias = nn.Parameter(self.bias.detach().to(dtype))
         return linear.train(self.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype.
+
+        ``input`` is what ``nn.Linear`` calls it, for models that pass it by name.
+        """
         parameters: dict[str, Any] = self._parameters
         try:  # past nn.Module.__getattr__, which takes the host 0.1 us a parameter
             weight, weight_scale = parameters["weight"], parameters["weight_scale"]
         except KeyError:  # plain tensors in their place, as nn.DataParallel and parametrizations have
             weight, weight_scale = self.weight, self.weight_scale
-        return quant_linear(x, weight, weight_scale, self.bias, self.input_scale)
+        return quant_linear(input, weight, weight_scale, self.bias, self.input_scale)
 
     def extra_repr(self) -> str:
         """Sizes and scheme, for ``print``."""

@@ -197,6 +197,11 @@ def test_forward(
     torch.testing.assert_close(out, wanted, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
+def test_the_input_has_the_float_layer_s_name(layer: QuantLinear, device: torch.device) -> None:
+    x = torch.randn(3, layer.in_features, device=device)
+    assert torch.equal(layer(input=x), layer(x))
+
+
 def test_forward_is_close_to_the_float_layer(device: torch.device) -> None:
     linear = nn.Linear(512, 256, device=device)
     x = torch.randn(64, 512, device=device)
