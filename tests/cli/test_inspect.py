@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor
 
 import qgemm
 from cli.command import run, run_failing, run_json, write_checkpoint, zeros
+from qgemm_cli.reading import open_checkpoint
+from qgemm_cli.soundness import find_problems
 
 UP = "model.layers.0.mlp.up_proj"
 INDEX = "model.safetensors.index.json"
@@ -294,6 +297,16 @@ def test_a_block_in_the_middle_is_missed(tmp_path: Path) -> None:
     tensors = {f"model.layers.{i}.mlp.up_proj.weight": zeros(F32, 4, 4) for i in (0, 1, 3)}
     found = run_json("inspect", write_checkpoint(tmp_path, tensors), exit_code=1)
     assert found["problems"] == ["model.layers has 3 of 4 blocks: 2 is missing"]
+
+
+def test_thousands_of_lists_of_blocks_are_not_counted(tmp_path: Path) -> None:
+    # Minutes, if each block that isn't there were looked for.
+    tensors = {f"m{i}.layers.99999.mlp.weight": zeros(F32, 1) for i in range(3000)}
+    start = time.perf_counter()
+    problems = list(find_problems(open_checkpoint(write_checkpoint(tmp_path, tensors)), []))
+    assert time.perf_counter() - start < 5
+    assert problems[0] == "m0.layers has 1 of 100000 blocks"
+    assert len(problems) == 3000
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
