@@ -62,6 +62,19 @@ def split_name(name: str) -> tuple[str, str]:
     return module, tensor
 
 
+def get_tensor(model: nn.Module, name: str) -> Tensor:
+    """The parameter, buffer or module called ``name``; raises ``AttributeError`` if there is none."""
+    owner, leaf = split_name(name)
+    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
+    return tensor
+
+
+def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Puts ``tensor`` where ``model`` has one called ``name``."""
+    owner, leaf = split_name(name)
+    setattr(model.get_submodule(owner), leaf, tensor)
+
+
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """What may stand for each other in the float part of a model: a checkpoint's dtype is kept."""
 

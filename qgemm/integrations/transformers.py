@@ -41,15 +41,13 @@ from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.matching import quantized_layers
 from qgemm.checkpoint.pretrained import parameters_on_meta
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, StoredTensor, read_checksums, read_header, read_values
-from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors, transient_names
+from qgemm.checkpoint.tensors import find_ties, get_tensor, set_tensor, split_name, stored_tensors, transient_names
 from qgemm.integrations.tensor_parallel import is_cut, plan_layers
 from qgemm.integrations.transformers_checkpoint import (
     check_loaded,
     check_stored,
-    get_tensor,
     manifest_for,
     name_in,
-    set_tensor,
 )
 from qgemm.nn import QuantExperts, QuantLayer, QuantLinear
 from qgemm.nn.float_experts import describe_experts

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from qgemm.checkpoint.checksum import checksum, format_checksum
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
-from qgemm.checkpoint.tensors import split_name
+from qgemm.checkpoint.tensors import get_tensor
 from qgemm.nn import QuantLayer
 
 
@@ -86,16 +86,3 @@ def check_loaded(name: str, layer: QuantLayer, checksums: Mapping[str, object], 
             raise CheckpointError(
                 f"{config_path.parent}: tensor {name}.{leaf} doesn't have the checksum that it was saved with"
             )
-
-
-def get_tensor(model: nn.Module, name: str) -> Tensor:
-    """The parameter, buffer or module called ``name``; raises ``AttributeError`` if there is none."""
-    owner, leaf = split_name(name)
-    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
-    return tensor
-
-
-def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Puts ``tensor`` where ``model`` has one called ``name``."""
-    owner, leaf = split_name(name)
-    setattr(model.get_submodule(owner), leaf, tensor)

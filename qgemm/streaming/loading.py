@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, checkpoint_file, read_json
 from qgemm.checkpoint.pretrained import BuildLimits, build_pretrained, read_generation_config
-from qgemm.checkpoint.tensors import split_name
+from qgemm.checkpoint.tensors import get_tensor, set_tensor
 from qgemm.streaming.conversions import find_tensors
 from qgemm.streaming.float_tensors import BuiltFloat, FloatTensor
 from qgemm.streaming.source import Source
@@ -119,8 +119,8 @@ def _check_unplaced(model: Any, unplaced: list[str], drop: Iterable[str], folder
 def _tie(model: Any, tensors: dict[str, FloatTensor]) -> None:
     """Ties what is tied once loaded; of two that are both in the files, only if they are the same."""
     for alias, name in list(model.all_tied_weights_keys.items()):
-        parameter = _get(model, alias)
-        _set(model, alias, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
+        parameter = get_tensor(model, alias)
+        set_tensor(model, alias, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
         if alias in tensors and name in tensors:
             if _are_equal(tensors[alias], tensors[name]):
                 del tensors[alias]
@@ -129,7 +129,7 @@ def _tie(model: Any, tensors: dict[str, FloatTensor]) -> None:
     for name, old in model.state_dict(keep_vars=True).items():
         if name in tensors:
             new = torch.empty(old.shape, dtype=tensors[name].dtype, device="meta")
-            _set(model, name, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new)
+            set_tensor(model, name, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new)
     model.tie_weights(missing_keys=set(model.state_dict()) - set(tensors), recompute_mapping=False)
 
 
@@ -151,21 +151,21 @@ def _add_built(model: Any, tensors: dict[str, FloatTensor], source: Source) -> N
     buffers = model.named_buffers(remove_duplicate=False)
     built = {name: buffer.clone() for name, buffer in buffers if name not in tensors}
     for name in _missing(model, tensors, source.folder):
-        old = _get(model, name)
+        old = get_tensor(model, name)
         limits.count_bytes(old.nbytes)
         built[name] = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
     for value in model.state_dict(keep_vars=True).values():
         value._is_hf_initialized = True
     for name, value in built.items():
-        _set(model, name, value)
+        set_tensor(model, name, value)
     for module in model.modules():
         module._is_hf_initialized = False
     model.initialize_weights()
-    tensors.update((name, BuiltFloat(_get(model, name).detach())) for name in built)
+    tensors.update((name, BuiltFloat(get_tensor(model, name).detach())) for name in built)
 
 
 def _missing(model: Any, tensors: dict[str, FloatTensor], folder: Path) -> list[str]:
-    in_files = {id(_get(model, name)) for name in tensors}
+    in_files = {id(get_tensor(model, name)) for name in tensors}
     parameters = model.named_parameters(remove_duplicate=False)
     missing = [name for name, parameter in parameters if id(parameter) not in in_files]
     computed = [f"({pattern})" for pattern in model._keys_to_ignore_on_load_missing or ()]
@@ -176,17 +176,6 @@ def _missing(model: Any, tensors: dict[str, FloatTensor], folder: Path) -> list[
             f"{_some(left)}"
         )
     return missing
-
-
-def _get(model: nn.Module, name: str) -> Tensor:
-    owner, leaf = split_name(name)
-    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
-    return tensor
-
-
-def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
-    owner, leaf = split_name(name)
-    setattr(model.get_submodule(owner), leaf, tensor)
 
 
 def _some(names: list[str]) -> str:
