@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 VOCABULARY = 97
 TOKENS = 7
+# Multi-head latent attention: queries, keys and values through narrow projections.
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 DEPTH = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
@@ -45,3 +49,13 @@ def tokens(length: int = TOKENS) -> Tensor:
 
 def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def language_model(name: str, **settings: Any) -> Callable[[], Example]:
+    """A causal or masked language model: ``name`` is its class, ``settings`` are its config's."""
+
+    def build() -> Example:
+        cls = getattr(transformers, name)
+        return example(cls, cls.config_class(**settings), input_ids=tokens())
+
+    return build

@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 
-from models.example import DEPTH, VOCABULARY, Example, example, tokens
+from models.example import DEPTH, LATENT, VOCABULARY, Example, example, language_model, tokens
 
 _TEXT = {**DEPTH, "vocab_size": VOCABULARY, "initializer_range": 0.1}
 # Some families' own ids are beyond this vocabulary.
@@ -30,18 +30,6 @@ _BART = {
 }
 _T5 = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
 _MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 64, "state_size": 8, "num_hidden_layers": 2}
-# Multi-head latent attention: queries, keys and values through narrow projections.
-_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-
-
-def _of(name: str, **settings: Any) -> Callable[[], Example]:
-    """A causal or masked language model: ``name`` is its class, ``settings`` are its config's."""
-
-    def build() -> Example:
-        cls = getattr(transformers, name)
-        return example(cls, cls.config_class(**settings), input_ids=tokens())
-
-    return build
 
 
 def _from_text_to_text(name: str, **settings: Any) -> Callable[[], Example]:
@@ -53,13 +41,13 @@ def _from_text_to_text(name: str, **settings: Any) -> Callable[[], Example]:
 
 
 LANGUAGE: dict[str, Callable[[], Example]] = {
-    "llama": _of("LlamaForCausalLM", **_LLAMA),
-    "mistral": _of("MistralForCausalLM", **_DECODER, sliding_window=4),
-    "qwen2": _of("Qwen2ForCausalLM", **_DECODER),
+    "llama": language_model("LlamaForCausalLM", **_LLAMA),
+    "mistral": language_model("MistralForCausalLM", **_DECODER, sliding_window=4),
+    "qwen2": language_model("Qwen2ForCausalLM", **_DECODER),
     # Tied, as the small Qwen3 models are.
-    "qwen3": _of("Qwen3ForCausalLM", **_LLAMA, head_dim=16, tie_word_embeddings=True, max_window_layers=2),
-    "gemma2": _of("Gemma2ForCausalLM", **_DECODER, head_dim=16, sliding_window=4, query_pre_attn_scalar=16),
-    "gemma3": _of(
+    "qwen3": language_model("Qwen3ForCausalLM", **_LLAMA, head_dim=16, tie_word_embeddings=True, max_window_layers=2),
+    "gemma2": language_model("Gemma2ForCausalLM", **_DECODER, head_dim=16, sliding_window=4, query_pre_attn_scalar=16),
+    "gemma3": language_model(
         "Gemma3ForCausalLM",
         **_TEXT,
         intermediate_size=96,
@@ -67,16 +55,16 @@ LANGUAGE: dict[str, Callable[[], Example]] = {
         head_dim=16,
         sliding_window=4,
     ),
-    "phi": _of("PhiForCausalLM", **_DECODER),
-    "phi3": _of("Phi3ForCausalLM", **_DECODER),
-    "olmo2": _of("Olmo2ForCausalLM", **_DECODER),
-    "stablelm": _of("StableLmForCausalLM", **_DECODER),
-    "cohere": _of("CohereForCausalLM", **{**_DECODER, "pad_token_id": 0}),
+    "phi": language_model("PhiForCausalLM", **_DECODER),
+    "phi3": language_model("Phi3ForCausalLM", **_DECODER),
+    "olmo2": language_model("Olmo2ForCausalLM", **_DECODER),
+    "stablelm": language_model("StableLmForCausalLM", **_DECODER),
+    "cohere": language_model("CohereForCausalLM", **{**_DECODER, "pad_token_id": 0}),
     # The layers before the first with experts, which all DeepSeek models begin with.
-    "deepseek_v3": _of(
+    "deepseek_v3": language_model(
         "DeepseekV3ForCausalLM",
         **{**_DECODER, "num_key_value_heads": 4},
-        **_LATENT,
+        **LATENT,
         first_k_dense_replace=2,
         moe_intermediate_size=32,
         n_routed_experts=4,
@@ -84,16 +72,18 @@ LANGUAGE: dict[str, Callable[[], Example]] = {
         topk_group=1,
         num_experts_per_tok=2,
     ),
-    "falcon": _of(
+    "falcon": language_model(
         "FalconForCausalLM", **_TEXT, **_NO_IDS, ffn_hidden_size=96, new_decoder_architecture=True, num_kv_heads=2
     ),
-    "bloom": _of(
+    "bloom": language_model(
         "BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4, initializer_range=0.1, **_NO_IDS
     ),
-    "gpt2": _of("GPT2LMHeadModel", **_GPT, **_NO_IDS),
-    "gpt_neox": _of("GPTNeoXForCausalLM", **_TEXT, **_NO_IDS, intermediate_size=96, max_position_embeddings=64),
+    "gpt2": language_model("GPT2LMHeadModel", **_GPT, **_NO_IDS),
+    "gpt_neox": language_model(
+        "GPTNeoXForCausalLM", **_TEXT, **_NO_IDS, intermediate_size=96, max_position_embeddings=64
+    ),
     # Casts to the dtype of a weight's float parameters, and has masks as large as its config says.
-    "gpt_neo": _of(
+    "gpt_neo": language_model(
         "GPTNeoForCausalLM",
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -107,11 +97,11 @@ LANGUAGE: dict[str, Callable[[], Example]] = {
         **_NO_IDS,
     ),
     # word_embed_proj_dim differs from hidden_size, as in opt-350m: two more linears, project_in and project_out.
-    "opt": _of("OPTForCausalLM", **_TEXT, ffn_dim=128, max_position_embeddings=32, word_embed_proj_dim=32),
-    "bert": _of("BertForMaskedLM", **_ENCODER),
-    "bert_classifier": _of("BertForSequenceClassification", **_ENCODER, num_labels=5),
-    "roberta": _of("RobertaForMaskedLM", **{**_ENCODER, "max_position_embeddings": 34}),
-    "distilbert": _of(
+    "opt": language_model("OPTForCausalLM", **_TEXT, ffn_dim=128, max_position_embeddings=32, word_embed_proj_dim=32),
+    "bert": language_model("BertForMaskedLM", **_ENCODER),
+    "bert_classifier": language_model("BertForSequenceClassification", **_ENCODER, num_labels=5),
+    "roberta": language_model("RobertaForMaskedLM", **{**_ENCODER, "max_position_embeddings": 34}),
+    "distilbert": language_model(
         "DistilBertForMaskedLM",
         vocab_size=VOCABULARY,
         dim=64,
@@ -122,13 +112,13 @@ LANGUAGE: dict[str, Callable[[], Example]] = {
         initializer_range=0.1,
     ),
     # One block that is used twice: each of its layers has one name and runs twice.
-    "albert": _of("AlbertForMaskedLM", **_ENCODER, embedding_size=32),
+    "albert": language_model("AlbertForMaskedLM", **_ENCODER, embedding_size=32),
     "t5": _from_text_to_text("T5ForConditionalGeneration", **_T5),
     "bart": _from_text_to_text("BartForConditionalGeneration", **_BART),
-    "mamba": _of("MambaForCausalLM", **_MAMBA, time_step_rank=4),
-    "falcon_mamba": _of("FalconMambaForCausalLM", **_MAMBA, time_step_rank=4),
+    "mamba": language_model("MambaForCausalLM", **_MAMBA, time_step_rank=4),
+    "falcon_mamba": language_model("FalconMambaForCausalLM", **_MAMBA, time_step_rank=4),
     # One layer of attention, one of state spaces.
-    "jamba": _of(
+    "jamba": language_model(
         "JambaForCausalLM",
         **{**_DECODER, "pad_token_id": 0},
         num_experts=1,

@@ -6,11 +6,8 @@ Experts outweigh all else in them, as they do in large models: most of the weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import transformers
-
-from models.example import VOCABULARY, Example, example, tokens
+from models.example import LATENT, VOCABULARY, Example, language_model
 
 _TEXT = {
     "vocab_size": VOCABULARY,
@@ -27,30 +24,21 @@ _TEXT = {
 _TOP_2 = {"num_experts_per_tok": 2}
 # As Qwen's and DeepSeek's have it: many experts that are narrower than a dense layer.
 _NARROW = {**_TEXT, **_TOP_2, "intermediate_size": 96, "moe_intermediate_size": 64, "norm_topk_prob": True}
-_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-
-
-def _of(name: str, **settings: Any) -> Callable[[], Example]:
-    def build() -> Example:
-        cls = getattr(transformers, name)
-        return example(cls, cls.config_class(**settings), input_ids=tokens())
-
-    return build
 
 
 MIXTURES: dict[str, Callable[[], Example]] = {
-    "mixtral": _of("MixtralForCausalLM", **_TEXT, **_TOP_2, intermediate_size=96, num_local_experts=4),
-    "qwen3_moe": _of("Qwen3MoeForCausalLM", **_NARROW, num_experts=8, head_dim=16),
-    "deepseek_v3": _of(
+    "mixtral": language_model("MixtralForCausalLM", **_TEXT, **_TOP_2, intermediate_size=96, num_local_experts=4),
+    "qwen3_moe": language_model("Qwen3MoeForCausalLM", **_NARROW, num_experts=8, head_dim=16),
+    "deepseek_v3": language_model(
         "DeepseekV3ForCausalLM",
         **{**_NARROW, "num_key_value_heads": 4},
-        **_LATENT,
+        **LATENT,
         first_k_dense_replace=1,
         n_routed_experts=8,
         n_group=2,
         topk_group=1,
     ),
-    "gpt_oss": _of(
+    "gpt_oss": language_model(
         "GptOssForCausalLM",
         **_TEXT,
         **_TOP_2,
@@ -60,7 +48,7 @@ MIXTURES: dict[str, Callable[[], Example]] = {
         sliding_window=4,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    "llama4": _of(
+    "llama4": language_model(
         "Llama4ForCausalLM",
         **{**_TEXT, "pad_token_id": 0},
         num_experts_per_tok=1,
@@ -71,20 +59,24 @@ MIXTURES: dict[str, Callable[[], Example]] = {
         interleave_moe_layer_step=1,
         attention_chunk_size=32,
     ),
-    "qwen2_moe": _of("Qwen2MoeForCausalLM", **_NARROW, num_experts=8, shared_expert_intermediate_size=64),
-    "olmoe": _of("OlmoeForCausalLM", **{**_TEXT, "pad_token_id": 0}, **_TOP_2, intermediate_size=64, num_experts=8),
-    "granitemoe": _of(
+    "qwen2_moe": language_model("Qwen2MoeForCausalLM", **_NARROW, num_experts=8, shared_expert_intermediate_size=64),
+    "olmoe": language_model(
+        "OlmoeForCausalLM", **{**_TEXT, "pad_token_id": 0}, **_TOP_2, intermediate_size=64, num_experts=8
+    ),
+    "granitemoe": language_model(
         "GraniteMoeForCausalLM", **{**_TEXT, "pad_token_id": 0}, **_TOP_2, intermediate_size=64, num_local_experts=8
     ),
-    "phimoe": _of("PhimoeForCausalLM", **_TEXT, **_TOP_2, intermediate_size=96, num_local_experts=4),
-    "minimax_m2": _of(
+    "phimoe": language_model("PhimoeForCausalLM", **_TEXT, **_TOP_2, intermediate_size=96, num_local_experts=4),
+    "minimax_m2": language_model(
         "MiniMaxM2ForCausalLM", **_TEXT, **_TOP_2, intermediate_size=96, num_local_experts=4, head_dim=16
     ),
-    "glm4_moe": _of("Glm4MoeForCausalLM", **_NARROW, n_routed_experts=8, head_dim=16, first_k_dense_replace=1),
-    "dots1": _of(
+    "glm4_moe": language_model(
+        "Glm4MoeForCausalLM", **_NARROW, n_routed_experts=8, head_dim=16, first_k_dense_replace=1
+    ),
+    "dots1": language_model(
         "Dots1ForCausalLM", **_NARROW, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, head_dim=16
     ),
-    "ernie4_5_moe": _of(
+    "ernie4_5_moe": language_model(
         "Ernie4_5_MoeForCausalLM",
         **{**_TEXT, "pad_token_id": 0},
         intermediate_size=96,
@@ -94,7 +86,7 @@ MIXTURES: dict[str, Callable[[], Example]] = {
         moe_num_shared_experts=1,
         moe_layer_start_index=1,
     ),
-    "hunyuan_v1_moe": _of(
+    "hunyuan_v1_moe": language_model(
         "HunYuanMoEV1ForCausalLM",
         **{**_TEXT, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": 1},
         intermediate_size=96,
@@ -102,17 +94,17 @@ MIXTURES: dict[str, Callable[[], Example]] = {
         moe_topk=2,
         head_dim=16,
     ),
-    "lfm2_moe": _of(
+    "lfm2_moe": language_model(
         "Lfm2MoeForCausalLM",
         **{**_NARROW, "pad_token_id": 0},
         num_experts=8,
         num_dense_layers=1,
         layer_types=["conv", "full_attention"],
     ),
-    "flex_olmo": _of(
+    "flex_olmo": language_model(
         "FlexOlmoForCausalLM", **{**_TEXT, "pad_token_id": 0}, **_TOP_2, intermediate_size=64, num_experts=8
     ),
-    "jamba": _of(
+    "jamba": language_model(
         "JambaForCausalLM",
         **{**_TEXT, "pad_token_id": 0},
         **_TOP_2,
@@ -129,7 +121,7 @@ MIXTURES: dict[str, Callable[[], Example]] = {
         use_mamba_kernels=False,
     ),
     # No gate in an expert, and its first weight is called up_proj.
-    "nemotron_h": _of(
+    "nemotron_h": language_model(
         "NemotronHForCausalLM",
         **{key: value for key, value in _TEXT.items() if key != "num_hidden_layers"},
         **_TOP_2,
