@@ -52,7 +52,7 @@ class Dequantized(FloatTensor):
             return scale.reshape([1] * len(self.shape))
         if scale.shape == self.shape[:-1]:
             return scale[..., None]
-        if scale.ndim == len(self.shape):  # one for each row, or for each block of rows and columns
+        if scale.ndim == len(self.shape) and scale.numel():  # for each row, or each block of rows and columns
             for dim, (blocks, whole) in enumerate(zip(scale.shape, self.shape, strict=True)):
                 if blocks not in (1, whole):
                     scale = scale.repeat_interleave(_block_size(whole, blocks), dim).narrow(dim, 0, whole)

@@ -36,6 +36,7 @@ _empty: Callable[..., Tensor] = getattr(guards, "_empty_strided_cuda", _empty_st
 _is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 
 MOST_PLANS = 4096
+MOST_STREAMS = 256  # that keep a buffer
 CACHE_LINE = 128  # bytes
 
 # One row takes one launch if it and the weight are short: each program quantizes the row, so there may not be more than
@@ -88,6 +89,8 @@ def quant_linear(
     else:
         buffer = _shared_buffers.get((plan.device, stream), _NO_BUFFER)
         if buffer.numel() < plan.buffer:
+            if len(_shared_buffers) >= MOST_STREAMS:
+                _shared_buffers.clear()
             buffer = _shared_buffers[plan.device, stream] = _empty((plan.buffer,), (1,), torch.int8)
 
     x_at, scale_at = rows.data_ptr(), weight_scale.data_ptr()

@@ -27,6 +27,10 @@ class QuantLinear(QuantLayer):
     - ``bias``: ``[out_features]`` in ``dtype``, or None.
     - ``input_scale``: one float32 number, for a static scheme only; None otherwise.
 
+    The weight counts as constant while the layer runs: a Hopper GPU may begin to load it before the kernel ahead in the
+    stream has ended, unless that is an ordinary one. Only a kernel that lets others start early (programmatic dependent
+    launch) must not write it right ahead of a call.
+
     A new layer holds zeros, waiting for a ``state_dict``; ``input_scale`` holds NaN, so that a layer that never got one
     answers NaN. ``from_linear`` makes one from a float layer.
     """
