@@ -14,7 +14,7 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
 
 - Against the loop of ``gemm_kernels.py`` it is 3 to 40 % faster from M = 64 on.
 - Few rows: weights that nobody changes are loaded before the kernel ahead in the stream has ended, into the half of
-  shared memory that it leaves free, up to 20 %. The same loads into the L2 cache alone made it slower. No loads beyond
+  shared memory that it leaves free, up to 15 %. The same loads into the L2 cache alone made it slower. No loads beyond
   the rows that A has, up to 50 % at M = 32.
 - Many rows: power is the limit, 1.1 to 1.5 * 10^15 operations a second for as long as it runs. Tiles of 256 x 128 take
   fewer bytes from the cache than 128 x 128, 3 to 8 % in runs of 0.1 s and more. They want a fourth stage, so they are
