@@ -31,7 +31,17 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.selection": {"qgemm.survey", "qgemm.nn"},
     "qgemm.offloading": set(),
     "qgemm.swap": {"qgemm.offloading", "qgemm.survey", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
-    "qgemm.calibration": {"qgemm.checkpoint", "qgemm.selection", "qgemm.kernels"},
+    "qgemm.calibration": {
+        "qgemm.checkpoint",
+        "qgemm.swap",
+        "qgemm.offloading",
+        "qgemm.selection",
+        "qgemm.survey",
+        "qgemm.reporting",
+        "qgemm.nn",
+        "qgemm.kernels",
+        "qgemm.scheme",
+    },
     "qgemm.quantize": {
         "qgemm.calibration",
         "qgemm.swap",

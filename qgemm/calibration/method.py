@@ -1,0 +1,239 @@
+"""``Method``: one step of a recipe, and what it is given: a ``Block`` of a model with its ``LayerWork``.
+
+A recipe is applied block by block. Every method sees a block in float, with the inputs that reach it once all blocks
+before it are quantized, and with the changes that the methods before it made. It may change the block's float weights
+and biases in place, replace a layer's scheme, or decide a layer's quantized weight.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.calibration.statistics import InputStatistics, StatisticsSum
+from qgemm.scheme import QuantScheme
+
+Kind = TypeVar("Kind", bound="Method")
+
+# No setting is larger.
+_MOST = 1 << 53
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A weight ``[N, K]`` that a method has quantized: ``values * scale`` stands for it.
+
+    - ``values``: int8 ``[N, K]``; magnitudes up to 127 for 8 bits, -8 to 7 for 4.
+    - ``scale``: float32 ``[N]``, or ``[N, ceil(K / group_size)]`` for a scheme with groups along K.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
+@dataclass(eq=False)
+class LayerWork:
+    """One linear layer on its way.
+
+    - ``name``: its dotted name in the model.
+    - ``module``: the float layer, an ``nn.Linear`` or transformers' ``Conv1D``: ``qgemm.nn.linear.linear_weight`` gives
+      its weight as ``[N, K]``, a view of the parameter, which methods change in place.
+    - ``scheme``: how it is to be quantized; a method may replace it.
+    - ``weight``: what a method has decided; None rounds to nearest.
+    - ``outlier_columns``: int64 ``[c]``, ascending: columns of the input that are to stay in 16 bits.
+    - ``notes``: what the report says of it.
+    - ``loss``: ``|x (W - V)^T|^2 / |x W^T|^2`` over the calibration rows, where ``V`` is the quantized weight.
+    """
+
+    name: str
+    module: nn.Module
+    scheme: QuantScheme
+    weight: QuantizedWeight | None = None
+    outlier_columns: Tensor | None = None
+    notes: list[str] = field(default_factory=list)
+    loss: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """What a module is called with."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Block:
+    """A part of a model whose layers are quantized together.
+
+    - ``name``: ``"model.layers.3"``; ``""`` for the whole model, of which only some layers may be left to quantize.
+    - ``module``: the block itself. ``model``: all of it.
+    - ``layers``: by full name, those of this block that get quantized.
+    - ``calls``: what the block is called with, for each batch of calibration data; none without such data.
+    """
+
+    name: str
+    module: nn.Module
+    model: nn.Module
+    layers: dict[str, LayerWork]
+    calls: Sequence[Call] = ()
+
+    def collect(
+        self, names: Iterable[str] | None = None, *, second_moment: bool = False, rows: int = 0
+    ) -> dict[str, InputStatistics]:
+        """The statistics of the inputs of the layers called ``names``, all of ``layers`` if None, by name.
+
+        Runs the block as it is now on all calibration data. A layer that saw no token isn't in the result. Raises
+        ``ValueError`` if a layer's input holds NaN or Inf.
+        """
+        wanted = list(self.layers if names is None else names)
+        sums = {name: StatisticsSum(second_moment=second_moment, rows=rows) for name in wanted}
+        shared = _SharedProducts()
+        with ExitStack() as stack:
+            for name, total in sums.items():
+                handle = self.layers[name].module.register_forward_pre_hook(
+                    _hook(name, total, shared), with_kwargs=True
+                )
+                stack.callback(handle.remove)
+            for _ in self.run():
+                shared.forget()
+        results = {name: total.result for name, total in sums.items()}
+        return {name: result for name, result in results.items() if result is not None}
+
+    def outputs(self) -> list[Tensor]:
+        """The first tensor of the block's output for each batch, as the block is now."""
+        return [first_tensor(output) for output in self.run()]
+
+    def run(self) -> Iterator[Any]:
+        """What the block returns for each batch, in order, as it is now; without gradients."""
+        for call in self.calls:
+            with torch.no_grad():
+                output = self.module(*call.args, **call.kwargs)
+            yield output
+
+
+class Method(ABC):
+    """One step of a recipe. Subclasses are frozen dataclasses of plain settings: numbers, strings, bools, None.
+
+    - ``name``: its key in a recipe's dictionary and in YAML.
+    - ``needs_data``: whether ``apply`` runs the block, so that there must be calibration data.
+    """
+
+    name: ClassVar[str]
+    needs_data: ClassVar[bool] = True
+
+    def prepare(self, model: nn.Module, layers: dict[str, LayerWork]) -> None:
+        """Once, before any block: what concerns the whole model. ``layers``: all that get quantized."""
+        return None
+
+    @abstractmethod
+    def apply(self, block: Block) -> None:
+        """Works on one block; what it can't do for a layer it says in that layer's ``notes``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its settings as JSON-ready values."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]
+
+    @classmethod
+    def from_dict(cls: type[Kind], settings: Mapping[str, Any]) -> Kind:
+        """The method with these settings; what isn't among them has its default.
+
+        Raises ``ValueError`` for an unknown setting, or one of a wrong type or range.
+        """
+        known = [each.name for each in fields(cls)]  # type: ignore[arg-type]
+        hints = get_type_hints(cls)
+        for key, value in settings.items():
+            if key not in known:
+                raise ValueError(f"{cls.name} has no setting {_shortened(key)}; {nearest(key, known)}")
+            if not _fits(value, hints[key]):
+                raise ValueError(f"{key} of {cls.name} is {_shortened(value)}; it must be {_described(hints[key])}")
+        numbers = {key: float(value) for key, value in settings.items() if _is_number(hints[key], value)}
+        return cls(**{**settings, **numbers})
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The first tensor of what a module returned: a tensor, or a tuple, list or mapping that holds one."""
+    if isinstance(output, Tensor):
+        return output
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    for part in parts:
+        if isinstance(part, Tensor):
+            return part
+    raise TypeError(f"a block returned a {type(output).__name__} in which no tensor comes first")
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """What to try instead of a name that isn't known, as an error says it."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=3) if isinstance(name, str) and len(name) < 100 else []
+    if close:
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    return f"there are {', '.join(map(repr, known))}" if known else "it takes none"
+
+
+class _SharedProducts:
+    """The products of the last input: layers beside each other, as q, k and v are, have the very same one."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, int, Tensor] | None = None
+
+    def add(self, total: StatisticsSum, x: Tensor) -> None:
+        version = 0 if x.is_inference() else x._version
+        known = self._last is not None and self._last[0] is x and self._last[1] == version
+        products = total.add(x, self._last[2] if self._last is not None and known else None)
+        self._last = None if products is None else (x, version, products)
+
+    def forget(self) -> None:
+        self._last = None
+
+
+def _hook(name: str, total: StatisticsSum, shared: _SharedProducts) -> Callable[..., None]:
+    def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            shared.add(total, args[0] if args else next(iter(kwargs.values())))
+        except ValueError as error:
+            raise ValueError(f"the input of {name!r}: {error}") from error
+
+    return observe
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_fits(value, each) for each in get_args(hint))
+    if get_origin(hint) is Literal:
+        return any(type(value) is type(each) and value == each for each in get_args(hint))
+    if hint is type(None):
+        return value is None
+    # What JSON and YAML hold may be infinite, or have thousands of digits.
+    if type(value) in (int, float):
+        return _is_number(hint, value) or (hint is type(value) is int and abs(value) <= _MOST)  # type: ignore[arg-type]
+    return type(value) is hint
+
+
+def _is_number(hint: Any, value: object) -> bool:
+    """Whether ``value`` is to be a float: a whole number does too, unless the setting may be one."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if float not in kinds or (type(value) is int and int in kinds):
+        return False
+    return type(value) in (int, float) and abs(value) <= _MOST  # type: ignore[operator,arg-type]
+
+
+def _described(hint: Any) -> str:
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(map(_described, get_args(hint)))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, get_args(hint)))
+    return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}.get(hint, "null")
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
