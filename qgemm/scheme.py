@@ -17,11 +17,13 @@ Granularity = Literal["tensor", "channel", "token", "group"]
 class TensorScheme:
     """How one tensor is quantized.
 
-    - ``dtype``: what its values are stored as, a ``torch`` dtype's name (``"int8"``).
+    - ``dtype``: what its values are stored as: ``"int8"``, or ``"int4"``, of which eight share an int32.
     - ``granularity``: what shares a scale: the whole ``"tensor"``, an output ``"channel"`` (row) of a weight, a
       ``"token"`` (row) of an activation, or a ``"group"`` of ``group_size`` values along K.
     - ``dynamic``: whether the scale is found from the values at run time.
     - ``symmetric``: whether 0 is stored as 0, with no zero point.
+    - ``outlier_columns``: how many columns of an activation are kept out of it, in 16 bits, with those of the weight.
+    - ``rotation``: what an activation is multiplied by before it is quantized, ``"hadamard"``, or None.
     """
 
     dtype: str
@@ -29,6 +31,16 @@ class TensorScheme:
     dynamic: bool = False
     symmetric: bool = True
     group_size: int | None = None
+    outlier_columns: int = 0
+    rotation: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The scheme as JSON-ready values. What most schemes don't have is left out."""
+        values = asdict(self)
+        for name, default in (("outlier_columns", 0), ("rotation", None)):
+            if values[name] == default:
+                del values[name]
+        return values
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,8 @@ class QuantScheme:
 
     def to_dict(self) -> dict[str, Any]:
         """The scheme as JSON-ready values."""
-        return asdict(self)
+        activation = None if self.activation is None else self.activation.to_dict()
+        return {"name": self.name, "weight": self.weight.to_dict(), "activation": activation}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> QuantScheme:
@@ -71,7 +84,7 @@ SCHEMES: dict[str, QuantScheme] = {
         QuantScheme("int8-static", _INT8_WEIGHT, TensorScheme("int8", "tensor")),
     )
 }
-"""The schemes that ``QuantLinear`` computes, by name.
+"""The schemes, by name.
 
 ``int8``: activations get a scale per token as they come. ``int8-static``: one scale, given beforehand, for all.
 """

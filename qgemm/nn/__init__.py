@@ -1,7 +1,9 @@
 """Quantized modules."""
 
 from qgemm.nn.experts import QuantExperts
+from qgemm.nn.kinds import linear_class
 from qgemm.nn.linear import QuantLinear
+from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.quant_layer import QuantLayer
 
-__all__ = ["QuantExperts", "QuantLayer", "QuantLinear"]
+__all__ = ["LinearLayer", "QuantExperts", "QuantLayer", "QuantLinear", "linear_class"]

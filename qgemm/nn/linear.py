@@ -6,18 +6,22 @@ in the dtype of ``x``. The weight takes a quarter of float32's memory, half of b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qgemm.kernels import quantize_rows
-from qgemm.nn.quant_layer import QuantLayer, frozen
+from qgemm.nn.linear_layer import LinearLayer, check_values, linear_weight
+from qgemm.nn.quant_layer import frozen
 from qgemm.ops import quant_linear
-from qgemm.scheme import QuantScheme, resolve_scheme
+from qgemm.scheme import QuantScheme
+
+__all__ = ["QuantLinear", "linear_weight"]
 
 
-class QuantLinear(QuantLayer):
+class QuantLinear(LinearLayer):
     """A quantized ``nn.Linear``: float ``[..., in_features]`` to ``[..., out_features]``.
 
     Parameters, none of which require a gradient:
@@ -37,12 +41,9 @@ class QuantLinear(QuantLayer):
 
     weight_names = ("weight",)
     scale_names = ("weight_scale", "input_scale")
-    made_by = "from_linear"
-    in_features: int
-    out_features: int
+    row_names = ("weight", "weight_scale")
     weight: nn.Parameter
     weight_scale: nn.Parameter
-    bias: nn.Parameter | None
     input_scale: nn.Parameter | None
 
     def __init__(
@@ -55,10 +56,7 @@ class QuantLinear(QuantLayer):
         scheme: str | QuantScheme = "int8",
     ) -> None:
         """``dtype``: of the bias, PyTorch's default dtype if None. ``scheme``: a name from ``SCHEMES``, or a scheme."""
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.scheme = resolve_scheme(scheme)
+        super().__init__(in_features, out_features, scheme)
         self.weight = frozen(torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
         # Before the scale: a transformers model takes its first float parameter's dtype for its own.
         self.bias = frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
@@ -68,54 +66,38 @@ class QuantLinear(QuantLayer):
         )
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Module, scheme: str | QuantScheme = "int8", input_scale: Tensor | float | None = None
-    ) -> QuantLinear:
-        """A layer quantized from ``linear``, on its device: an ``nn.Linear``, or transformers' ``Conv1D``.
+    def computes(cls, scheme: QuantScheme) -> bool:
+        """Whether ``scheme`` is int8 by int8, with nothing more to it."""
+        return scheme.weight.dtype == "int8" and scheme.activation is not None
 
-        ``input_scale``: the activation's scale, for a static scheme. Raises ``ValueError`` if the weight holds NaN or
-        Inf, or if ``input_scale`` and ``scheme`` don't go together; ``TypeError`` if ``linear`` is no linear layer.
-        ``linear`` is left as it is; the bias is shared.
-        """
-        if not (isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"):
-            raise TypeError(f"linear is a {type(linear).__name__}; from_linear takes an nn.Linear or a Conv1D")
-        weight = linear_weight(linear)
-        if not weight.is_floating_point() or weight.dtype.itemsize == 1:
-            raise TypeError(f"linear's weight is {weight.dtype}; from_linear quantizes float16, bfloat16 and wider")
-        bias: Tensor | None = linear.bias  # type: ignore[assignment]
-        out_features, in_features = weight.shape
-        layer = cls(in_features, out_features, bias is not None, "meta", weight.dtype, scheme)
-        if layer.is_static != (input_scale is not None):
-            wants = "needs an input_scale" if layer.is_static else "takes no input_scale"
-            raise ValueError(f"scheme {layer.scheme.name!r} {wants}")
-        if weight.device.type != "meta":
-            q, scale = quantize_rows(weight.detach().float() if weight.dtype == torch.float64 else weight.detach())
-            if not scale.isfinite().all():
-                raise ValueError(
-                    "weight holds NaN or Inf, which can't be quantized: mend the checkpoint or skip the layer"
-                )
-            layer.weight = frozen(q)
-            layer.weight_scale = frozen(scale)
-        if bias is not None:
-            layer.bias = frozen(bias.detach().float() if bias.dtype == torch.float64 else bias.detach())
-        if input_scale is not None:
-            value = torch.as_tensor(input_scale, dtype=torch.float32, device=weight.device).detach()
-            if value.numel() != 1:
-                raise ValueError(f"input_scale has shape {list(value.shape)}; it must be a single number")
-            value = value.reshape(())
-            if value.device.type != "meta" and not (value > 0 and value.isfinite()):
-                raise ValueError(f"input_scale is {value.item()}; it must be finite and greater than 0")
-            layer.input_scale = frozen(value)
-        return layer.train(linear.training)
+    def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """int8 ``[n, K]`` and a scale for each row, float32 ``[n]``."""
+        return quantize_rows(weight)
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """The float layer with the weight that this one stands for, in ``dtype``: by default the bias's, or float32."""
-        dtype = dtype or (torch.float32 if self.bias is None else self.bias.dtype)
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta", dtype=dtype)
-        linear.weight = nn.Parameter((self.weight * self.weight_scale[:, None]).to(dtype))
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias.detach().to(dtype))
-        return linear.train(self.training)
+    def store_rows(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """``weight`` and ``weight_scale``: as they are."""
+        return {"weight": values.contiguous(), "weight_scale": scale.contiguous()}
+
+    def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """``weight * weight_scale[:, None]``."""
+        return parameters["weight"].to(dtype) * parameters["weight_scale"][:, None]
+
+    def check_weight(self, values: Tensor, scale: Tensor) -> None:
+        """Raises ``ValueError`` unless they are int8 ``[N, K]``, -127 to 127, and float32 ``[N]``, above 0."""
+        check_values(values, scale, (self.out_features, self.in_features), (self.out_features,), (-127, 127))
+
+    def take_input_scale(self, input_scale: Tensor | float | None, device: torch.device) -> None:
+        """Sets ``input_scale``, for a static scheme."""
+        super().take_input_scale(input_scale, device)
+        if input_scale is None:
+            return
+        value = torch.as_tensor(input_scale, dtype=torch.float32, device=device).detach()
+        if value.numel() != 1:
+            raise ValueError(f"input_scale has shape {list(value.shape)}; it must be a single number")
+        value = value.reshape(())
+        if value.device.type != "meta" and not (value > 0 and value.isfinite()):
+            raise ValueError(f"input_scale is {value.item()}; it must be finite and greater than 0")
+        self.input_scale = frozen(value)
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype.
@@ -128,16 +110,3 @@ class QuantLinear(QuantLayer):
         except KeyError:  # plain tensors in their place, as nn.DataParallel and parametrizations have
             weight, weight_scale = self.weight, self.weight_scale
         return quant_linear(input, weight, weight_scale, self.bias, self.input_scale)
-
-    def extra_repr(self) -> str:
-        """Sizes and scheme, for ``print``."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"scheme={self.scheme.name!r}"
-        )
-
-
-def linear_weight(linear: nn.Module) -> Tensor:
-    """The weight ``[out_features, in_features]`` of a linear layer; transformers' ``Conv1D`` stores its transpose."""
-    weight: Tensor = linear.weight  # type: ignore[assignment]
-    return weight.t() if type(linear).__name__ == "Conv1D" else weight

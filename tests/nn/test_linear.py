@@ -178,6 +178,58 @@ def test_from_linear_refuses(
         QuantLinear.from_linear(make(), **arguments)
 
 
+# A weight that a method decided
+
+
+def decided(linear: nn.Linear, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values that no rounding to nearest would give, for a layer of that size."""
+    values = torch.randint(-127, 128, linear.weight.shape, dtype=torch.int8, device=device)
+    return values, torch.rand(linear.out_features, device=device) + 0.5
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-static"])
+def test_from_linear_takes_a_weight_that_was_decided(scheme: str, device: torch.device) -> None:
+    linear = nn.Linear(70, 40, device=device)
+    values, scale = decided(linear, device)
+    layer = QuantLinear.from_linear(linear, scheme, 0.5 if scheme != "int8" else None, weight=(values, scale))
+    assert torch.equal(layer.weight, values)
+    assert torch.equal(layer.weight_scale, scale)
+    assert torch.equal(layer.bias, linear.bias)
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+    x = torch.randn(3, 70, device=device)
+    torch.testing.assert_close(layer(x), expected(layer, x))
+
+
+def test_a_decided_weight_need_not_be_contiguous(device: torch.device) -> None:
+    linear = nn.Linear(70, 40, device=device)
+    values, scale = decided(linear, device)
+    layer = QuantLinear.from_linear(linear, weight=(values.t().contiguous().t(), scale.repeat_interleave(2)[::2]))
+    assert layer.weight.is_contiguous()
+    assert layer.weight_scale.is_contiguous()
+    assert torch.equal(layer.weight, values)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda q, s: (q.int(), s), r"weight's values are torch\.int32 \[40, 70\]; they must be int8 \[40, 70\]"),
+        (lambda q, s: (q.t(), s), r"weight's values are torch\.int8 \[70, 40\]"),
+        (lambda q, s: (q, s.double()), r"weight's scale is torch\.float64 \[40\]; it must be float32 \[40\]"),
+        (lambda q, s: (q, s[:, None]), r"weight's scale is torch\.float32 \[40, 1\]"),
+        (lambda q, s: (q.clone().fill_(-128), s), "weight's values go from -128 to -128; they must be from -127 to"),
+        (lambda q, s: (q, s * 0), "weight's scale must be finite and greater than 0"),
+        (lambda q, s: (q, -s), "weight's scale must be finite and greater than 0"),
+        (lambda q, s: (q, s / 0), "weight's scale must be finite and greater than 0"),
+        (lambda q, s: (q, s * torch.nan), "weight's scale must be finite and greater than 0"),
+        (lambda q, s: (q.to("meta"), s), "weight is on meta"),
+    ],
+)
+def test_a_decided_weight_is_checked(spoil: Callable[..., Any], message: str, device: torch.device) -> None:
+    linear = nn.Linear(70, 40, device=device)
+    with pytest.raises(ValueError, match=message):
+        QuantLinear.from_linear(linear, weight=spoil(*decided(linear, device)))
+
+
 # Forward
 
 

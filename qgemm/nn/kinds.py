@@ -1,0 +1,15 @@
+"""``linear_class``: which class of linear layer computes a scheme."""
+
+from __future__ import annotations
+
+from qgemm.nn.linear import QuantLinear
+from qgemm.nn.linear_layer import LinearLayer
+from qgemm.scheme import QuantScheme, resolve_scheme
+
+_KINDS: tuple[type[LinearLayer], ...] = (QuantLinear,)
+
+
+def linear_class(scheme: str | QuantScheme) -> type[LinearLayer]:
+    """The class whose layers compute ``scheme``; raises ``ValueError`` for an unknown scheme."""
+    scheme = resolve_scheme(scheme)
+    return next(kind for kind in _KINDS if kind.computes(scheme))

@@ -1,0 +1,165 @@
+"""``LinearLayer``: what every quantized linear layer has in common: how it is made of a float layer, and back.
+
+Each kind computes one family of schemes, and says how the rows of a weight become its parameters and what float values
+those stand for.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.nn.quant_layer import QuantLayer, frozen
+from qgemm.scheme import QuantScheme, resolve_scheme
+
+Linear = TypeVar("Linear", bound="LinearLayer")
+
+
+class LinearLayer(QuantLayer):
+    """A quantized ``nn.Linear``: float ``[..., in_features]`` to ``[..., out_features]``.
+
+    - ``row_names``: its parameters that have a row for each row of the weight, which ``quantize_rows`` makes.
+    - ``bias``: ``[out_features]``, or None.
+    """
+
+    made_by = "from_linear"
+    row_names: ClassVar[tuple[str, ...]]
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, scheme: str | QuantScheme) -> None:
+        """Raises ``ValueError`` for a scheme that this kind of layer doesn't compute."""
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = resolve_scheme(scheme)
+        if not self.computes(self.scheme):
+            raise ValueError(f"scheme {self.scheme.name!r} isn't for {type(self).__name__}: ask qgemm.nn.linear_class")
+
+    @classmethod
+    @abstractmethod
+    def computes(cls, scheme: QuantScheme) -> bool:
+        """Whether this is the kind of layer for ``scheme``."""
+
+    @abstractmethod
+    def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """``(values, scale)`` of float rows ``[n, K]``, rounded to nearest: what ``store_rows`` takes.
+
+        A row with NaN or Inf has a scale that isn't finite.
+        """
+
+    @abstractmethod
+    def store_rows(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """The parameters called ``row_names`` for rows of quantized values, int8 ``[n, K]``, and their scales."""
+
+    @abstractmethod
+    def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The float rows ``[n, K]`` that ``parameters``, by ``row_names``, stand for; float32 or float64."""
+
+    @abstractmethod
+    def check_weight(self, values: Tensor, scale: Tensor) -> None:
+        """Raises ``ValueError`` or ``TypeError`` unless this is a quantized weight of the layer's size and scheme."""
+
+    def quantize_rows(self, weight: Tensor) -> dict[str, Tensor]:
+        """The parameters called ``row_names`` for float rows ``[n, K]``. Raises ``ValueError`` for NaN or Inf."""
+        values, scale = self.round_rows(weight.float() if weight.dtype == torch.float64 else weight)
+        if not scale.isfinite().all():
+            raise ValueError("weight holds NaN or Inf, which can't be quantized: mend the checkpoint or skip the layer")
+        return self.store_rows(values, scale)
+
+    @classmethod
+    def from_linear(
+        cls: type[Linear],
+        linear: nn.Module,
+        scheme: str | QuantScheme | None = None,
+        input_scale: Tensor | float | None = None,
+        *,
+        weight: tuple[Tensor, Tensor] | None = None,
+    ) -> Linear:
+        """A layer quantized from ``linear``, on its device: an ``nn.Linear``, or transformers' ``Conv1D``.
+
+        - ``scheme``: the class's own default if None.
+        - ``input_scale``: the activation's scale, for a static scheme.
+        - ``weight``: quantized values and their scales, as a method such as GPTQ decided them: int8
+          ``[out_features, in_features]``, and float32 ``[out_features]``. None rounds to nearest.
+
+        Raises ``ValueError`` if the weight holds NaN or Inf, if ``weight`` isn't one for this layer, or if
+        ``input_scale`` and ``scheme`` don't go together; ``TypeError`` if ``linear`` is no linear layer. ``linear`` is
+        left as it is; the bias is shared.
+        """
+        if not (isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"):
+            raise TypeError(f"linear is a {type(linear).__name__}; from_linear takes an nn.Linear or a Conv1D")
+        source = linear_weight(linear).detach()
+        if not source.is_floating_point() or source.dtype.itemsize == 1:
+            raise TypeError(f"linear's weight is {source.dtype}; from_linear quantizes float16, bfloat16 and wider")
+        bias: Tensor | None = linear.bias  # type: ignore[assignment]
+        out_features, in_features = source.shape
+        options = {} if scheme is None else {"scheme": scheme}
+        layer = cls(in_features, out_features, bias is not None, "meta", source.dtype, **options)  # type: ignore[arg-type,call-arg,misc]
+        layer.take_input_scale(input_scale, source.device)
+        if weight is not None:
+            layer.check_weight(*weight)
+        if source.device.type != "meta":
+            made = (
+                layer.quantize_rows(source)
+                if weight is None
+                else layer.store_rows(*(part.detach().to(source.device) for part in weight))
+            )
+            for name, value in made.items():
+                setattr(layer, name, frozen(value))
+        if bias is not None:
+            layer.bias = frozen(bias.detach().float() if bias.dtype == torch.float64 else bias.detach())
+        return layer.train(linear.training)
+
+    def take_input_scale(self, input_scale: Tensor | float | None, device: torch.device) -> None:
+        """Sets the activation's scale, on ``device``. Raises ``ValueError`` unless it goes with the scheme."""
+        if self.is_static != (input_scale is not None):
+            wants = "needs an input_scale" if self.is_static else "takes no input_scale"
+            raise ValueError(f"scheme {self.scheme.name!r} {wants}")
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """The float layer with the weight that this one stands for, in ``dtype``: by default the bias's, or float32."""
+        dtype = dtype or (torch.float32 if self.bias is None else self.bias.dtype)
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta", dtype=dtype)
+        parameters = {name: getattr(self, name).detach() for name in self.row_names}
+        exact = self.restore_rows(parameters, torch.float64 if dtype == torch.float64 else torch.float32)
+        linear.weight = nn.Parameter(exact.to(dtype))
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.detach().to(dtype))
+        return linear.train(self.training)
+
+    def extra_repr(self) -> str:
+        """Sizes and scheme, for ``print``."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"scheme={self.scheme.name!r}"
+        )
+
+
+def linear_weight(linear: nn.Module) -> Tensor:
+    """The weight ``[out_features, in_features]`` of a linear layer; transformers' ``Conv1D`` stores its transpose."""
+    weight: Tensor = linear.weight  # type: ignore[assignment]
+    return weight.t() if type(linear).__name__ == "Conv1D" else weight
+
+
+def check_values(
+    values: Tensor, scale: Tensor, shape: tuple[int, ...], scale_shape: tuple[int, ...], limits: tuple[int, int]
+) -> None:
+    """Raises ``ValueError`` unless ``values`` are int8 within ``limits``, and ``scale`` float32, finite and above 0."""
+    if values.dtype != torch.int8 or tuple(values.shape) != shape:
+        raise ValueError(f"weight's values are {values.dtype} {list(values.shape)}; they must be int8 {list(shape)}")
+    if scale.dtype != torch.float32 or tuple(scale.shape) != scale_shape:
+        raise ValueError(f"weight's scale is {scale.dtype} {list(scale.shape)}; it must be float32 {list(scale_shape)}")
+    if values.device.type == "meta" or scale.device.type == "meta":
+        raise ValueError("weight is on meta, without values: give the values that a method decided")
+    if values.numel():
+        low, high = (int(bound) for bound in values.aminmax())
+        if low < limits[0] or high > limits[1]:
+            raise ValueError(f"weight's values go from {low} to {high}; they must be from {limits[0]} to {limits[1]}")
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        raise ValueError("weight's scale must be finite and greater than 0 everywhere")
