@@ -1,0 +1,173 @@
+"""Rounding of weights ``[N, K]`` to nearest, with the plain scales or with those of least squared error.
+
+``q = clamp(round_half_even(w / scale), low, high)``, and ``q * scale`` stands for ``w``. A scale belongs to a row, or
+to ``group_size`` values of a row; where K is no multiple of that, the last group of each row is shorter.
+
+- 8 bits: ``scale = amax / 127``, values from -127 to 127; per row, the very bits of ``qgemm.kernels.quantize_rows``.
+- 4 bits: ``scale = amax / 7.5``, values from -8 to 7. The largest value, 7.5 steps away, errs by half a step, as any
+  other may.
+- A row or group of zeros has scale 1. No scale is below the smallest normal float32.
+
+The scale of least squared error is searched among multiples of the plain one, itself included: a smaller scale clips
+the largest values and rounds the others more finely. The error may count as it reaches the layer's output: with the
+second moment ``S`` of the layer's inputs, a row's error ``e = q * scale - w`` changes its output by ``e S e^T`` in the
+mean square. Within a group that takes the group's own block of ``S``; with the diagonal of ``S`` alone, it is
+``sum_k S_kk e_k^2``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qgemm.calibration.method import Block, Method, QuantizedWeight
+from qgemm.kernels.reference import MIN_SCALE
+from qgemm.nn.linear import linear_weight
+from qgemm.scheme import TensorScheme
+
+_LIMITS = {8: (-127, 127), 4: (-8, 7)}
+_STEPS = {8: 127.0, 4: 7.5}
+# Of the plain scale. Its 1 comes first: of equal errors, the first one's scale is taken.
+_MULTIPLES = (1.0, *(percent / 100 for percent in range(106, 38, -2) if percent != 100))
+# Values at a time, so that the search needs little memory beside the weight.
+_PIECE = 1 << 24
+
+
+def weight_grid(scheme: TensorScheme) -> tuple[int, int | None]:
+    """``(bits, group_size)`` of the weights of a scheme, as the functions here take them."""
+    return {"int8": 8, "int4": 4}[scheme.dtype], scheme.group_size
+
+
+def nearest_scale(weight: Tensor, bits: int = 8, group_size: int | None = None) -> Tensor:
+    """The plain scale of a float weight ``[N, K]``: float32 ``[N]``, or ``[N, ceil(K / group_size)]``."""
+    amax = _grouped(weight, group_size).abs().amax(-1).float()
+    # By a tensor: a GPU divides by a number with its rounded reciprocal.
+    scale = (amax / torch.full_like(amax, _STEPS[bits])).clamp(min=MIN_SCALE)
+    scale = torch.where(amax == 0, 1.0, scale)
+    return scale.squeeze(-1) if group_size is None else scale
+
+
+@torch.no_grad()
+def mse_scale(
+    weight: Tensor, bits: int = 8, group_size: int | None = None, second_moment: Tensor | None = None
+) -> Tensor:
+    """The multiple of ``nearest_scale``, of 0.40 to 1.06, with the least squared error of each row or group.
+
+    ``second_moment``: of the layer's inputs, ``[K, K]``, or ``[K]`` for its diagonal: the error is then that of the
+    layer's output. Groups are searched one by one, as if all others were exact.
+    """
+    plain = nearest_scale(weight, bits, group_size)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    importance = None if second_moment is None else _importance(second_moment.to(dtype), group_size)
+    scales = plain.reshape(len(plain), -1)
+    rows = max(_PIECE // weight.shape[1], 1)
+    pieces = zip(weight.split(rows), scales.split(rows), strict=True)
+    best = torch.cat([_search(_grouped(piece.to(dtype), group_size), own, bits, importance) for piece, own in pieces])
+    return best.reshape(plain.shape)
+
+
+def round_weight(weight: Tensor, scale: Tensor, bits: int = 8, group_size: int | None = None) -> QuantizedWeight:
+    """A float weight ``[N, K]`` rounded to nearest with a scale as ``nearest_scale`` or ``mse_scale`` has it."""
+    values = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
+    q = (values / expand_scale(scale, group_size, weight.shape[1])).round().clamp(*_LIMITS[bits])
+    return QuantizedWeight(q.to(torch.int8), scale)
+
+
+def round_to_nearest(weight: Tensor, bits: int = 8, group_size: int | None = None) -> QuantizedWeight:
+    """A finite float weight ``[N, K]`` in ``bits`` (8 or 4) with its plain scales."""
+    weight = weight.detach().float()
+    return round_weight(weight, nearest_scale(weight, bits, group_size), bits, group_size)
+
+
+def dequantize(quantized: QuantizedWeight, group_size: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``values * scale``, ``[N, K]`` in ``dtype``."""
+    values = quantized.values.to(dtype)
+    return values * expand_scale(quantized.scale, group_size, values.shape[1]).to(dtype)
+
+
+def expand_scale(scale: Tensor, group_size: int | None, K: int) -> Tensor:
+    """A scale ``[N]`` as ``[N, 1]``, one of groups as ``[N, K]``."""
+    return scale[:, None] if group_size is None else scale.repeat_interleave(group_size, 1)[:, :K]
+
+
+@torch.no_grad()
+def output_loss(weight: Tensor, approximation: Tensor, second_moment: Tensor) -> float:
+    """``mean |x (W - V)^T|^2 / mean |x W^T|^2`` for a weight ``W``, what stands for it, ``V``, and inputs ``x``.
+
+    Both ``[N, K]``; of ``x``, ``second_moment [K, K]`` is all that matters. 0 where the layer's output is 0.
+    """
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    moment, wanted = second_moment.to(dtype), weight.to(dtype)
+    error = wanted - approximation.to(dtype)
+    lost, whole = ((part @ moment).mul_(part).sum(dtype=torch.float64).item() for part in (error, wanted))
+    return max(lost, 0.0) / whole if whole > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class MSEWeights(Method):
+    """Rounds weights to nearest with the scales of least squared error; see ``mse_scale``.
+
+    ``by_input``: the error is that of the layers' outputs on the calibration data; otherwise that of the weights, for
+    which no data is needed. Raises ``ValueError`` if ``by_input`` is set and there is none.
+    """
+
+    name: ClassVar[str] = "mse-weights"
+    needs_data: ClassVar[bool] = False
+    by_input: bool = False
+
+    def apply(self, block: Block) -> None:
+        """Decides the weight of every layer."""
+        if self.by_input and not block.calls:
+            raise ValueError(
+                "mse-weights with by_input needs calibration data: pass calibration, or leave by_input out"
+            )
+        for name, work in block.layers.items():
+            moment = None
+            if self.by_input:
+                seen = block.collect([name], second_moment=True)
+                if name not in seen:
+                    work.notes.append("mse-weights: saw no tokens, so all inputs count alike")
+                else:
+                    moment = seen[name].second_moment
+            bits, group_size = weight_grid(work.scheme.weight)
+            weight = linear_weight(work.module).detach()
+            work.weight = round_weight(weight, mse_scale(weight, bits, group_size, moment), bits, group_size)
+
+
+def _grouped(values: Tensor, group_size: int | None) -> Tensor:
+    """``[N, K]`` as ``[N, groups, size]``, the last group filled up with zeros."""
+    N, K = values.shape
+    size = group_size or K
+    return F.pad(values, (0, -K % size)).reshape(N, -1, size)
+
+
+def _importance(moment: Tensor, group_size: int | None) -> Tensor:
+    """What weighs errors: of the diagonal ``[groups, size]``, of all the blocks ``[groups, size, size]``."""
+    if moment.ndim == 1:
+        return _grouped(moment[None], group_size)[0]
+    K = len(moment)
+    size = group_size or K
+    padded = F.pad(moment, (0, -K % size, 0, -K % size))
+    groups = range(0, len(padded), size)
+    return torch.stack([padded[start : start + size, start : start + size] for start in groups])
+
+
+def _search(groups: Tensor, plain: Tensor, bits: int, importance: Tensor | None) -> Tensor:
+    """The best scale ``[N, groups]`` of ``groups [N, groups, size]``."""
+    best, least = plain, torch.full_like(plain, torch.inf, dtype=groups.dtype)
+    for multiple in _MULTIPLES:
+        scale = (plain * multiple).clamp(min=MIN_SCALE)
+        error = (groups / scale[..., None]).round_().clamp_(*_LIMITS[bits]).mul_(scale[..., None]).sub_(groups)
+        if importance is None:
+            loss = error.square_().sum(-1)
+        elif importance.ndim == 2:
+            loss = error.square_().mul_(importance).sum(-1)
+        else:
+            loss = torch.einsum("ngi,gij,ngj->ng", error, importance, error)
+        better = loss < least
+        best, least = torch.where(better, scale, best), torch.where(better, loss, least)
+    return best

@@ -1,0 +1,154 @@
+"""Rounding to nearest against NumPy and the kernels, and scales of least squared error against a search by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from calibration.numpy_rounding import numpy_round, numpy_scales
+from qgemm.calibration.method import Block, Call, LayerWork
+from qgemm.calibration.rounding import (
+    MSEWeights,
+    dequantize,
+    expand_scale,
+    mse_scale,
+    nearest_scale,
+    output_loss,
+    round_to_nearest,
+    round_weight,
+)
+from qgemm.kernels import quantize_rows
+from qgemm.scheme import SCHEMES
+
+GRIDS = [(8, None), (4, None), (8, 32), (4, 32), (4, 128)]
+
+
+def heavy_tailed(N: int, K: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(N, K, generator=generator) * torch.randn(N, K, generator=generator).square()
+
+
+def moment_of(K: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(256, K, generator=generator) @ torch.randn(K, K, generator=generator) + 1.0
+    return x.T @ x / 256
+
+
+def row_errors(weight: Tensor, scale: Tensor, bits: int, group_size: int | None) -> Tensor:
+    return dequantize(round_weight(weight, scale, bits, group_size), group_size, torch.float64) - weight.double()
+
+
+@pytest.mark.parametrize(("bits", "group_size"), GRIDS)
+@pytest.mark.parametrize("K", [1, 96, 100])  # groups of 32: less than one, three, and a fourth of 4
+def test_nearest_is_numpys(bits: int, group_size: int | None, K: int) -> None:
+    weight = heavy_tailed(7, K)
+    weight[2] = 0.0
+    weight[3, :32] = 0.0
+    weight[4] = 1e-42  # its scale would be subnormal
+    weight[5] = torch.arange(K) - 7.5  # halves
+    quantized = round_to_nearest(weight, bits, group_size)
+    scales = numpy_scales(weight.double().numpy(), bits, group_size)
+    q = numpy_round(weight.numpy(), scales.astype(np.float32), bits)
+    assert quantized.values.dtype == torch.int8
+    assert quantized.scale.dtype == torch.float32
+    assert quantized.scale.shape == ((7,) if group_size is None else (7, -(-K // group_size)))
+    assert np.array_equal(quantized.values.numpy(), q)
+    assert np.array_equal(expand_scale(quantized.scale, group_size, K).expand(7, K).numpy(), scales)
+    assert np.array_equal(dequantize(quantized, group_size, torch.float64).numpy(), q * scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_eight_bits_per_row_are_those_of_the_kernels(dtype: torch.dtype) -> None:
+    weight = heavy_tailed(33, 70).to(dtype)
+    weight[1] = 0.0
+    q, scale = quantize_rows(weight.float() if dtype == torch.float64 else weight)
+    quantized = round_to_nearest(weight)
+    assert torch.equal(quantized.values, q)
+    assert torch.equal(quantized.scale, scale)
+
+
+@pytest.mark.parametrize("value", [1.0, -1.0])
+def test_the_largest_value_of_four_bits_errs_by_half_a_step(value: float) -> None:
+    for size in torch.linspace(1, 2, 50):  # 7.5 steps, a little more or a little less as its scale was rounded
+        quantized = round_to_nearest(torch.stack((size * value, size * 0))[None], 4)
+        assert quantized.values[0, 0] in ([7] if value > 0 else [-7, -8])
+        error = dequantize(quantized)[0, 0] - size * value
+        assert abs(error).item() == pytest.approx(quantized.scale.item() / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(("bits", "group_size"), GRIDS)
+@pytest.mark.parametrize("weighing", [None, "diagonal", "blocks"])
+def test_scales_of_least_error_are_never_worse(bits: int, group_size: int | None, weighing: str | None) -> None:
+    weight, moment = heavy_tailed(8, 100), moment_of(100)
+    given = {None: None, "diagonal": moment.diagonal(), "blocks": moment}[weighing]
+    weigh = {None: torch.eye(100), "diagonal": moment.diagonal().diag(), "blocks": moment}[weighing].double()
+
+    def group_losses(scale: Tensor) -> Tensor:
+        errors = row_errors(weight, scale, bits, group_size)
+        size = group_size or 100
+        parts = [slice(start, start + size) for start in range(0, 100, size)]
+        return torch.stack([((errors[:, p] @ weigh[p, p]) * errors[:, p]).sum(1) for p in parts], 1)
+
+    plain, best = nearest_scale(weight, bits, group_size), mse_scale(weight, bits, group_size, given)
+    before, after = group_losses(plain), group_losses(best)
+    assert (after <= before * (1 + 1e-5)).all()
+    # With four bits and such tails a tenth or more is gained; with eight there is little to gain.
+    assert after.sum() < before.sum() * (0.9 if bits == 4 else 0.9999)
+    # No other multiple on the grid is better.
+    for percent in range(106, 38, -2):
+        assert (after <= group_losses(plain * (percent / 100)) * (1 + 1e-5)).all()
+
+
+def test_a_row_of_zeros_keeps_its_scale_and_large_weights_are_searched_in_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = heavy_tailed(9, 64)
+    weight[3] = 0.0
+    whole = mse_scale(weight, 4, 32, moment_of(64))
+    assert whole[3].tolist() == [1.0, 1.0]
+    monkeypatch.setattr("qgemm.calibration.rounding._PIECE", 2 * 64)
+    torch.testing.assert_close(mse_scale(weight, 4, 32, moment_of(64)), whole)
+
+
+def test_loss_is_that_of_the_outputs() -> None:
+    x = torch.randn(300, 40, dtype=torch.float64)
+    weight, approximation = torch.randn(2, 8, 40, dtype=torch.float64)
+    lost = (x @ (weight - approximation).T).square().sum() / (x @ weight.T).square().sum()
+    assert output_loss(weight, approximation, x.T @ x / 300) == pytest.approx(float(lost))
+    assert output_loss(weight, weight, x.T @ x) == 0
+    assert output_loss(torch.zeros(8, 40), approximation, x.T @ x) == 0
+
+
+def block_of(linear: nn.Linear, batches: list[Tensor], scheme: str = "int8") -> Block:
+    model = nn.Sequential(linear)
+    works = {"0": LayerWork("0", linear, SCHEMES[scheme])}
+    return Block("", model, model, works, [Call((x,)) for x in batches])
+
+
+def test_the_method_decides_weights_with_and_without_data() -> None:
+    linear = nn.Linear(64, 16)
+    linear.weight.data = heavy_tailed(16, 64)
+    x = torch.randn(50, 64) * torch.linspace(0.1, 4, 64)
+    plain, weighted = block_of(linear, []), block_of(linear, [x[:20], x[20:]])
+    MSEWeights().apply(plain)
+    MSEWeights(by_input=True).apply(weighted)
+    for block, moment in ((plain, None), (weighted, x.T @ x / 50)):
+        weight = block.layers["0"].weight
+        assert weight is not None
+        expected = mse_scale(linear.weight.detach(), 8, None, moment)
+        torch.testing.assert_close(weight.scale, expected)
+        assert torch.equal(weight.values, round_weight(linear.weight, weight.scale).values)
+    assert not torch.equal(plain.layers["0"].weight.scale, weighted.layers["0"].weight.scale)  # type: ignore[union-attr]
+
+
+def test_what_the_method_has_no_data_for() -> None:
+    linear = nn.Linear(64, 16)
+    with pytest.raises(ValueError, match="mse-weights with by_input needs calibration data"):
+        MSEWeights(by_input=True).apply(block_of(linear, []))
+    block = block_of(linear, [torch.empty(0, 64)])
+    MSEWeights(by_input=True).apply(block)
+    work = block.layers["0"]
+    assert work.notes == ["mse-weights: saw no tokens, so all inputs count alike"]
+    assert torch.equal(work.weight.scale, mse_scale(linear.weight.detach()))  # type: ignore[union-attr]
