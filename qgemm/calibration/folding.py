@@ -1,0 +1,335 @@
+"""``find_folds``: where a scale per input channel of linear layers can go without changing the float function.
+
+``(x / s) (W * s)^T = x W^T``: dividing what comes into a layer by ``s [K]`` and multiplying its weight's columns by it
+changes nothing. The division costs nothing if it is folded into what makes ``x``: the gain of the norm ahead (and its
+bias), or the rows of the linear layer ahead, where between the two there is nothing, a product with a gate, an
+attention's weighted sum of values, or ReLU.
+
+A norm's layers are all those that are called with the very values that it returned, also those that stay in float and
+experts. Linear layers ahead are known by name (``up_proj`` and ``down_proj``). What was found this way is verified:
+with scales of 1, 2 and 4, which round nothing, all that the block returns must stay the same. So a norm whose output is
+also a residual (BERT), an activation that scales don't pass (GELU), or a consumer that wasn't seen is refused, by name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.calibration.method import Block
+from qgemm.nn.float_experts import UnknownExperts, describe_experts
+from qgemm.nn.linear import linear_weight
+
+# (layer, what is ahead of it): ends of names with the same beginning. What can't pass a scale on is here too, so that
+# it is refused for its reason, and for models whose activation is ReLU.
+_PAIRS = (
+    ("down_proj", "up_proj"),
+    ("down_proj", "gate_up_proj"),
+    ("w2", "w3"),
+    ("wo", "wi_1"),
+    ("wo", "wi"),
+    ("fc2", "fc1"),
+    ("c_proj", "c_fc"),
+    ("dense_4h_to_h", "dense_h_to_4h"),
+    ("lin2", "lin1"),
+    ("output.dense", "intermediate.dense"),
+    ("output_dense", "intermediate_dense"),
+    ("o_proj", "v_proj"),
+    ("out_proj", "v_proj"),
+    ("dense", "v_proj"),
+    ("o", "v"),
+    ("out_lin", "v_lin"),
+    ("output.dense", "self.value"),
+    ("output.dense", "attention.value"),
+    ("attention.dense", "attention.value"),
+    ("ffn_output", "ffn"),
+    ("o_proj", "qkv_proj"),
+    ("c_proj", "c_attn"),
+    ("dense", "query_key_value"),
+    ("proj", "qkv"),
+    ("o_proj", "kv_b_proj"),
+)
+_HEAD_DIMS = ("v_head_dim", "head_dim", "head_size", "attention_head_size")
+# Of the change that the scales make where nothing takes them back. A true fold's is 0 but for the rounding of gains
+# that are stored less 1; a false one's was more than a tenth in every model of the tests.
+_TOLERANCE = 0.02
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """Scales of the input channels of ``layers`` go into ``source``.
+
+    - ``source``: the norm or linear layer that makes their input. ``layers``: all that take it, quantized or not.
+    - ``channels [K]``: int64, the output channel of ``source`` that each input column comes from; None if it is the
+      same. Grouped queries make several columns come from one.
+    - ``gain_offset``: the norm multiplies by ``gain_offset + weight``, which is 1 in Gemma.
+    """
+
+    source: str
+    layers: tuple[str, ...]
+    channels: Tensor | None = None
+    gain_offset: float = 0.0
+
+    def tie(self, values: Tensor) -> Tensor:
+        """``values [K]`` with the largest of them wherever columns come from one channel: they share their scale."""
+        if self.channels is None:
+            return values
+        channels = self.channels.to(values.device)
+        largest = values.new_full((int(channels.max()) + 1,), -torch.inf)
+        return largest.scatter_reduce(0, channels, values, "amax")[channels]
+
+    @torch.no_grad()
+    def apply(self, block: Block, scales: Tensor) -> None:
+        """Divides the source's output by ``scales [K]``, and multiplies the layers' columns by them, in place.
+
+        A norm's gain is rounded to its dtype; the columns are multiplied by what it was divided by in truth. Raises
+        ``ValueError``, with the model as it was, if a scale isn't finite and positive, columns of one channel have
+        different ones, or a weight gets too large for its dtype.
+        """
+        source = block.model.get_submodule(self.source)
+        layers = {name: block.model.get_submodule(name) for name in self.layers}
+        scales = scales.detach().float()
+        if not (scales.isfinite() & (scales > 0)).all():
+            raise ValueError(f"scales of the output of {self.source!r} must be finite and greater than 0")
+        if not torch.equal(self.tie(scales), scales):
+            raise ValueError(f"a channel of {self.source!r} has different scales where it is used twice: tie them")
+        with _as_they_were([source, *layers.values()], only_on_error=True):
+            divided = self._divide(source, scales)
+            for name, layer in layers.items():
+                for weight in input_weights(layer):
+                    weight.mul_(divided.to(weight.device))
+                    if not weight.isfinite().all():
+                        raise ValueError(f"the weight of {name!r} is too large for {weight.dtype} with these scales")
+
+    def _divide(self, source: nn.Module, scales: Tensor) -> Tensor:
+        """Divides the source's output; returns by what, for each input column."""
+        weight, bias = source.weight, source.bias if hasattr(source, "bias") else None
+        assert isinstance(weight, Tensor)
+        scales = scales.to(weight.device)
+        if weight.ndim == 1:
+            before = weight.float() + self.gain_offset
+            weight.copy_(before / scales - self.gain_offset)
+            after = weight.float() + self.gain_offset
+            scales = torch.where((before != 0) & (after != 0), before / after, scales)
+            if isinstance(bias, Tensor):
+                bias.copy_(bias.float() / scales)
+            return scales
+        rows = linear_weight(source)
+        by = scales.new_ones(rows.shape[0])
+        by[slice(None) if self.channels is None else self.channels.to(weight.device)] = scales
+        rows.copy_(rows / by[:, None])
+        if isinstance(bias, Tensor):
+            bias.copy_(bias / by)
+        return scales
+
+
+def find_folds(block: Block) -> tuple[list[Fold], dict[str, str]]:
+    """The folds for the layers of ``block``, each layer in one at most, and why each other layer has none.
+
+    Runs the block on its first batch, several times; the model is as it was afterwards.
+    """
+    if not block.calls:
+        return [], dict.fromkeys(block.layers, "there is no calibration data to verify a fold with")
+    block = replace(block, calls=block.calls[:1])
+    check = _Check(block)
+    folds: list[Fold] = []
+    refused: dict[str, str] = {}
+    for candidates in (*_norm_candidates(block), *_linear_candidates(block)):
+        source, layers = candidates[0].source, candidates[0].layers
+        waiting = [name for name in layers if name in block.layers and not any(name in fold.layers for fold in folds)]
+        if not waiting:
+            continue
+        if holder := check.holder_elsewhere([source, *layers]):
+            reason = f"{source!r} or a layer after it is shared with {holder!r}, outside the block"
+        elif fold := next(filter(check.preserves_outputs, candidates), None):
+            folds.append(fold)
+            continue
+        else:
+            reason = f"scales in {source!r} don't verifiably keep what the block computes"
+        for name in waiting:
+            refused[name] = reason
+    folded = {name for fold in folds for name in fold.layers}
+    nothing = "nothing that is known to take scales makes its input"
+    return folds, {name: refused.get(name, nothing) for name in block.layers if name not in folded}
+
+
+def input_weights(module: nn.Module) -> list[Tensor]:
+    """Views ``[..., K]`` of the weights by which ``module`` multiplies its input; none if it isn't known how it does.
+
+    Linear layers, routers that hold a weight ``[E, K]``, and fused experts' first weight.
+    """
+    weight = module._parameters.get("weight")
+    if weight is not None and weight.ndim == 2:
+        return [linear_weight(module).detach()]
+    if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+        try:
+            experts = describe_experts(module)
+        except UnknownExperts:
+            return []
+        first = module.get_parameter(experts.parameters["gate_up_proj"]).detach()
+        return [first.transpose(1, 2) if experts.is_transposed else first]
+    return []
+
+
+class _Check:
+    """Compares what a block gives with a fold and without."""
+
+    def __init__(self, block: Block) -> None:
+        self._block = block
+        self._expected = self._outputs()
+        self._elsewhere: dict[int, str] = {}
+        prefix = f"{block.name}." if block.name else ""
+        for name, parameter in block.model.named_parameters(remove_duplicate=False):
+            if not name.startswith(prefix):
+                self._elsewhere[id(parameter)] = name.rpartition(".")[0]
+
+    def holder_elsewhere(self, names: Sequence[str]) -> str | None:
+        """A module outside the block that holds a parameter of one of these."""
+        parameters = (p for name in names for p in self._block.model.get_submodule(name).parameters(recurse=False))
+        return next((self._elsewhere[id(p)] for p in parameters if id(p) in self._elsewhere), None)
+
+    def preserves_outputs(self, fold: Fold) -> bool:
+        """Whether every tensor that the block returns stays the same with ``fold``, and some don't with half of it."""
+        modules = [self._block.model.get_submodule(name) for name in (fold.source, *fold.layers)]
+        K = input_weights(modules[1])[0].shape[-1]
+        scales = fold.tie(2.0 ** torch.randint(0, 3, (K,), generator=torch.Generator().manual_seed(0)))
+        with _as_they_were(modules):
+            fold.apply(self._block, scales)
+            changes = self._changes()
+        with _as_they_were(modules[:1]):
+            replace(fold, layers=()).apply(self._block, scales)
+            uncompensated = self._changes()
+        pairs = list(zip(changes, uncompensated, strict=True))
+        return all(change <= _TOLERANCE * limit for change, limit in pairs) and any(uncompensated)
+
+    def _changes(self) -> list[float]:
+        return [float((new - old).norm()) for new, old in zip(self._outputs(), self._expected, strict=True)]
+
+    def _outputs(self) -> list[Tensor]:
+        return [tensor.double() for tensor in _tensors(next(self._block.run()))]
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """The float tensors of what a module returned."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield output
+    elif isinstance(output, Mapping | tuple | list):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(part)
+
+
+def _norm_candidates(block: Block) -> list[list[Fold]]:
+    """For each norm whose output goes into a layer to be quantized, the folds to try."""
+    prefix = f"{block.name}." if block.name else ""
+    modules = {prefix + name: module for name, module in block.module.named_modules() if name}
+    returned: dict[str, Tensor] = {}
+    consumers: dict[str, dict[str, None]] = defaultdict(dict)
+
+    def remember(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                returned[name] = output.detach()
+
+        return hook
+
+    def match(name: str, K: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else next(iter(kwargs.values()), None)
+            if not isinstance(x, Tensor):
+                return
+            for norm, output in returned.items():
+                if output.shape[-1] == x.shape[-1] == K and output.numel() == x.numel():
+                    if torch.equal(output.reshape(-1, K), x.reshape(-1, K)):
+                        consumers[norm][name] = None
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            if _is_norm(module):
+                stack.callback(module.register_forward_hook(remember(name)).remove)
+            elif weights := input_weights(module):
+                hook = match(name, weights[0].shape[-1])
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        block.outputs()
+    return [
+        [Fold(norm, tuple(layers), gain_offset=offset) for offset in (0.0, 1.0)]
+        for norm, layers in consumers.items()
+        if any(name in block.layers for name in layers)
+    ]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 1 and "norm" in type(module).__name__.lower()
+
+
+def _linear_candidates(block: Block) -> Iterator[list[Fold]]:
+    """For each pair of layers whose names say that one makes the other's input, the folds to try."""
+    names = {name for name, _ in block.model.named_modules()}
+    for name, work in block.layers.items():
+        for end, ahead in _PAIRS:
+            beginning = name.removesuffix(end)
+            source = beginning + ahead
+            if beginning == name or (beginning and not beginning.endswith(".")) or source not in names:
+                continue
+            module = block.model.get_submodule(source)
+            if not (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
+                continue
+            holder = block.model.get_submodule(name.rpartition(".")[0])
+            N, K = linear_weight(module).shape[0], linear_weight(work.module).shape[1]
+            if folds := [Fold(source, (name,), channels) for channels in _arrangements(N, K, holder)]:
+                yield folds
+
+
+def _arrangements(N: int, K: int, holder: nn.Module) -> Iterator[Tensor | None]:
+    """Which of ``N`` output channels may make each of the ``K`` input columns of the layer after, each way once."""
+    if N == K:
+        yield None
+        return
+    column = torch.arange(K)
+    if N == 2 * K:  # gates, then ups
+        yield column + K
+    head_dim = next((d for d in (getattr(holder, each, None) for each in _HEAD_DIMS) if isinstance(d, int)), K)
+    if K % head_dim:
+        return
+    head, within = column // head_dim, column % head_dim
+    heads = K // head_dim
+    # Values alone; after all queries and keys; or after the queries and keys of their group of heads. Keys are as wide.
+    alone = N
+    fused = (N - K) // 2 if N > K and (N - K) % 2 == 0 else 0
+    for width, is_fused in ((alone, False), (fused, True)):
+        if not width or width > K or width % head_dim or K % width:
+            continue
+        groups = width // head_dim
+        group = head * groups // heads
+        if not is_fused:
+            yield group * head_dim + within
+            continue
+        yield N - width + group * head_dim + within
+        if groups > 1:
+            yield group * (N // groups) + N // groups - head_dim + within
+    if N % heads == 0 and N // heads > head_dim:  # the last part of each head's own, as after latent attention's keys
+        yield head * (N // heads) + N // heads - head_dim + within
+
+
+@contextmanager
+def _as_they_were(modules: Sequence[nn.Module], *, only_on_error: bool = False) -> Iterator[None]:
+    """At the end, the modules' own parameters are as they were at the beginning."""
+    kept = [(p, p.detach().clone()) for module in modules for p in module.parameters(recurse=False)]
+    done = False
+    try:
+        yield
+        done = only_on_error
+    finally:
+        if not done:
+            with torch.no_grad():
+                for parameter, value in kept:
+                    parameter.copy_(value)
