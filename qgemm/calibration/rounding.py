@@ -29,7 +29,9 @@ from qgemm.kernels.reference import MIN_SCALE
 from qgemm.nn.linear import linear_weight
 from qgemm.scheme import TensorScheme
 
-_LIMITS = {8: (-127, 127), 4: (-8, 7)}
+LIMITS = {8: (-127, 127), 4: (-8, 7)}
+"""The least and the largest value of so many bits."""
+
 _STEPS = {8: 127.0, 4: 7.5}
 # Of the plain scale. Its 1 comes first: of equal errors, the first one's scale is taken.
 _MULTIPLES = (1.0, *(percent / 100 for percent in range(106, 38, -2) if percent != 100))
@@ -73,7 +75,7 @@ def mse_scale(
 def round_weight(weight: Tensor, scale: Tensor, bits: int = 8, group_size: int | None = None) -> QuantizedWeight:
     """A float weight ``[N, K]`` rounded to nearest with a scale as ``nearest_scale`` or ``mse_scale`` has it."""
     values = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-    q = (values / expand_scale(scale, group_size, weight.shape[1])).round().clamp(*_LIMITS[bits])
+    q = (values / expand_scale(scale, group_size, weight.shape[1])).round().clamp(*LIMITS[bits])
     return QuantizedWeight(q.to(torch.int8), scale)
 
 
@@ -161,7 +163,7 @@ def _search(groups: Tensor, plain: Tensor, bits: int, importance: Tensor | None)
     best, least = plain, torch.full_like(plain, torch.inf, dtype=groups.dtype)
     for multiple in _MULTIPLES:
         scale = (plain * multiple).clamp(min=MIN_SCALE)
-        error = (groups / scale[..., None]).round_().clamp_(*_LIMITS[bits]).mul_(scale[..., None]).sub_(groups)
+        error = (groups / scale[..., None]).round_().clamp_(*LIMITS[bits]).mul_(scale[..., None]).sub_(groups)
         if importance is None:
             loss = error.square_().sum(-1)
         elif importance.ndim == 2:

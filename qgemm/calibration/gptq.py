@@ -1,0 +1,208 @@
+"""GPTQ: rounds a weight column by column, and lets the columns still to come make up for each one's error.
+
+Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
+https://arxiv.org/abs/2210.17323. It lowers ``mean |(W - V) x|^2 = trace((W - V) S (W - V)^T)`` over the weights
+``V [N, K]`` that the scales allow, where ``S [K, K]`` is the second moment of the layer's inputs (half of the paper's
+Hessian; the factor drops out). When column ``i`` is rounded, with ``S'`` the part of ``S`` from column ``i`` on,
+
+    e = (w_i - v_i) / inv(S')[0, 0],    W[:, j] -= e * inv(S')[0, j - i]    for j > i
+
+is the best that the columns after it can do (Optimal Brain Surgeon). For all ``i`` those rows of inverses are the rows
+of one upper triangular ``U``, each times its diagonal, where ``U^T U = inv(S)``: ``e = (w_i - v_i) / U[i, i]`` and
+``W[:, j] -= e * U[i, j]``. ``U`` is the inverse of ``R`` in ``S = R R^T``, ``R`` upper triangular, which is Cholesky's
+from the last column to the first. Updates beyond a block of columns wait until its end, as one matrix product.
+
+- Damping: ``damping`` times the mean of its diagonal is added to ``S``'s; ten and a hundred times that if it is
+  singular. What ``x`` always has 0 for (a dead column) is rounded to nearest and moves nothing.
+- Order: columns of larger ``S[i, i]`` first, so that what matters more is rounded while more columns can make up for
+  it; equal ones in their own order.
+- Scales are found beforehand, from the weight as it comes. So groups are of neighbouring columns in any order, and the
+  result is stored like any other.
+
+``S`` is factorized in float64; the weight is worked on in float32, or float64 if that is what it comes in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from qgemm.calibration.method import Block, LayerWork, Method, QuantizedWeight
+from qgemm.calibration.rounding import (
+    LIMITS,
+    dequantize,
+    mse_scale,
+    nearest_scale,
+    output_loss,
+    round_weight,
+    weight_grid,
+)
+from qgemm.calibration.statistics import InputStatistics
+from qgemm.nn.linear import linear_weight
+
+
+class SingularHessian(ValueError):
+    """The second moment has no Cholesky factor, even with damping."""
+
+
+@dataclass(frozen=True, eq=False)
+class GPTQResult:
+    """A weight that ``gptq`` has rounded.
+
+    - ``loss``: ``mean |x (W - V)^T|^2 / mean |x W^T|^2``.
+    - ``damping``: what it took.
+    """
+
+    weight: QuantizedWeight
+    loss: float
+    damping: float
+
+
+@torch.no_grad()
+def gptq(
+    weight: Tensor,
+    second_moment: Tensor,
+    bits: int = 4,
+    group_size: int | None = None,
+    *,
+    act_order: bool = True,
+    damping: float = 0.01,
+    block_size: int = 128,
+    scale: Tensor | None = None,
+) -> GPTQResult:
+    """A float weight ``[N, K]`` in ``bits`` (8 or 4) for inputs of this ``second_moment [K, K]``, on the same device.
+
+    - ``act_order``: begin with the columns whose inputs are largest.
+    - ``damping``: relative to the mean of the second moment's diagonal.
+    - ``block_size``: columns to work on at a time; changes nothing but speed and the last digit.
+    - ``scale``: as ``nearest_scale`` has it, which is the default.
+
+    Raises ``SingularHessian`` if the second moment holds NaN or Inf, or stays singular with 100 times the damping.
+    """
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    N, K = weight.shape
+    if scale is None:
+        scale = nearest_scale(weight, bits, group_size)
+    moment = second_moment.double()
+    if not moment.isfinite().all():
+        raise SingularHessian("the second moment holds NaN or Inf")
+    order = torch.argsort(moment.diagonal(), descending=True, stable=True)
+    if not act_order:
+        order = torch.arange(K, device=weight.device)
+    factor, damping = _inverse_factor(moment[order][:, order], damping)
+    # Columns as rows, so that each is contiguous.
+    columns = weight.detach().to(dtype).t()[order].contiguous()
+    values = _round_columns(
+        columns, factor.to(dtype), _column_scales(scale.to(dtype), group_size, order), bits, block_size
+    )
+    quantized = QuantizedWeight(torch.empty(N, K, dtype=torch.int8, device=weight.device), scale)
+    quantized.values[:, order] = values.t()
+    loss = output_loss(weight, dequantize(quantized, group_size, dtype), second_moment)
+    return GPTQResult(quantized, loss, damping)
+
+
+@dataclass(frozen=True)
+class GPTQ(Method):
+    """Rounds weights by GPTQ; see ``gptq`` for the settings.
+
+    - ``mse``: with the scales of least error (``mse_scale``, weighted by the inputs) instead of the plain ones.
+
+    A layer that it can't do, or not better than rounding to nearest does, is rounded to nearest and says so.
+    """
+
+    name: ClassVar[str] = "gptq"
+    act_order: bool = True
+    damping: float = 0.01
+    block_size: int = 128
+    mse: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` for a setting out of range."""
+        if not 0 <= self.damping < float("inf"):
+            raise ValueError(f"damping is {self.damping}; it must be 0 or more")
+        if self.block_size < 1:
+            raise ValueError(f"block_size is {self.block_size}; it must be 1 or more")
+
+    def apply(self, block: Block) -> None:
+        """Decides the weight of every layer, from one run of the block."""
+        seen = block.collect(second_moment=True)
+        for name, work in block.layers.items():
+            # A second moment takes more memory than most weights.
+            self._quantize(work, seen.pop(name, None))
+
+    def _quantize(self, work: LayerWork, seen: InputStatistics | None) -> None:
+        weight = linear_weight(work.module).detach()
+        bits, group_size = weight_grid(work.scheme.weight)
+        moment = None if seen is None else seen.second_moment
+        diagonal = None if moment is None else moment.diagonal()
+        scale = mse_scale(weight, bits, group_size, diagonal) if self.mse else nearest_scale(weight, bits, group_size)
+        work.weight = round_weight(weight, scale, bits, group_size)
+        if moment is None:
+            work.notes.append("gptq: it saw no tokens, so it is rounded to nearest")
+            return
+        work.loss = output_loss(weight, dequantize(work.weight, group_size), moment)
+        try:
+            result = gptq(
+                weight,
+                moment,
+                bits,
+                group_size,
+                act_order=self.act_order,
+                damping=self.damping,
+                block_size=self.block_size,
+                scale=scale,
+            )
+        except SingularHessian as error:
+            work.notes.append(f"gptq: {error}, so it is rounded to nearest")
+            return
+        # Not "if it is worse": a loss of NaN isn't better either.
+        if not result.loss < work.loss:
+            work.notes.append("gptq: no better than rounding to nearest, which it is")
+            return
+        work.weight, work.loss = result.weight, result.loss
+        if result.damping != self.damping:
+            work.notes.append(f"gptq: singular with a damping of {self.damping:g}, so {result.damping:g} was taken")
+
+
+def _inverse_factor(moment: Tensor, damping: float) -> tuple[Tensor, float]:
+    """Upper triangular ``U`` with ``U^T U = inv(moment + damping)``, and the damping that it took."""
+    diagonal = moment.diagonal()
+    dead = diagonal == 0
+    mean = diagonal[~dead].mean() if not dead.all() else diagonal.new_ones(())
+    for attempt in (damping, 10 * max(damping, 0.001), 100 * max(damping, 0.001)):
+        damped = moment + torch.diag(torch.where(dead, mean, attempt * mean))
+        lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        if info.item() == 0:
+            one = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
+            factor = torch.linalg.solve_triangular(lower, one, upper=False).flip(0, 1)
+            if factor.isfinite().all():
+                return factor, attempt
+    raise SingularHessian(f"the second moment is singular, even with a damping of {attempt:g}")
+
+
+def _column_scales(scale: Tensor, group_size: int | None, order: Tensor) -> list[Tensor]:
+    """The scales ``[N]`` of each column, in the order in which they come."""
+    if group_size is None:
+        return [scale] * len(order)
+    rows = scale.t().contiguous().unbind()
+    return [rows[group] for group in (order // group_size).tolist()]
+
+
+def _round_columns(columns: Tensor, factor: Tensor, scales: list[Tensor], bits: int, block_size: int) -> Tensor:
+    """The values ``[K, N]`` for ``columns [K, N]``, which are worked on in place."""
+    values = torch.empty_like(columns, dtype=torch.int8)
+    for start in range(0, len(columns), block_size):
+        end = min(start + block_size, len(columns))
+        own, rest = factor[start:end, start:end], factor[start:end, end:]
+        block = columns[start:end]
+        errors = torch.empty_like(block)
+        for i in range(end - start):
+            q = (block[i] / scales[start + i]).round_().clamp_(*LIMITS[bits])
+            values[start + i] = q
+            errors[i] = (block[i] - q * scales[start + i]) / own[i, i]
+            block[i + 1 :].addr_(own[i, i + 1 :], errors[i], alpha=-1)
+        columns[end:].addmm_(rest.t(), errors, alpha=-1)
+    return values
