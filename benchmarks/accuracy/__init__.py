@@ -1,0 +1,1 @@
+"""What quantization costs trained models: ``python -m benchmarks.accuracy``; see ``docs/accuracy.md``."""
