@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from qgemm.nn import QuantLayer, QuantLinear
+from qgemm.nn import LinearLayer, QuantLayer
 
 KEPT = "float"
 
@@ -171,7 +171,7 @@ def _derive_record(name: str, layer: QuantLayer) -> LayerRecord:
     biases = [parameter for key, parameter in floats.items() if key not in layer.weight_names]
     element_size = biases[0].element_size() if biases else 4
     before = sum(parameter.numel() for parameter in floats.values()) * element_size
-    kind = "Linear" if isinstance(layer, QuantLinear) else "Experts"
+    kind = "Linear" if isinstance(layer, LinearLayer) else "Experts"
     return LayerRecord(name, kind, layer.scheme.name, "", before, parameter_bytes(layer), None)
 
 

@@ -6,12 +6,12 @@ Experts can be swapped a tensor at a time (``ExpertsSwap``), for a model that is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from qgemm.nn import QuantExperts, QuantLayer, QuantLinear
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear import linear_weight
 from qgemm.offloading import carry_hooks, weights_at_hand
@@ -37,13 +37,13 @@ def _swap(
         for name in list(experts.waiting):
             experts.take(name, module.get_parameter(name))
         return experts.finish()
-    quantized = QuantLinear.from_linear(module, scheme, input_scale)
+    quantized = linear_class(scheme).from_linear(module, scheme, input_scale)
     _put(model, layer, quantized)
     weight = linear_weight(module).detach()
     value = None
     if weight.device.type != "meta":
         error = WeightError()
-        error.add_all(weight, quantized.weight, quantized.weight_scale, error.rows_at_a_time(weight.shape))
+        error.add_layer(weight, quantized)
         value = error.value
     return LayerRecord(layer.name, layer.kind, scheme.name, "", layer.bytes, parameter_bytes(quantized), value)
 
@@ -75,7 +75,9 @@ class ExpertsSwap:
             error = WeightError()
             step = error.rows_at_a_time(q.shape)
             for expert in range(q.shape[0]):
-                error.add_all(self._source.rows_of(name, value.detach(), expert), q[expert], scale[expert], step)
+                rows = self._source.rows_of(name, value.detach(), expert)
+                for part in error.parts(rows.shape[0], step):
+                    error.add(rows[part], q[expert, part].double().mul_(scale[expert, part, None]))
             self._errors.append(error.value)
 
     def finish(self) -> LayerRecord:
@@ -133,19 +135,26 @@ class WeightError:
         N, K = shape[-2:]
         return max(N // 32, (2**16 if len(shape) == 2 else 2**20) // K, 1)
 
+    @staticmethod
+    def parts(count: int, step: int) -> Iterator[slice]:
+        """The slices of ``count`` rows, ``step`` at a time."""
+        for start in range(0, count, step):
+            yield slice(start, start + step)
+
     @torch.no_grad()
-    def add(self, weight: Tensor, q: Tensor, scale: Tensor) -> None:
-        """Takes in some rows: float ``[n, K]``, int8 ``[n, K]``, float32 ``[n]``."""
+    def add(self, weight: Tensor, restored: Tensor) -> None:
+        """Takes in some rows ``[n, K]``: the float ones, and in float64 those quantized, whose memory is used."""
         wanted = weight.double()
-        error = q.double().mul_(scale[:, None]).sub_(wanted)
+        error = restored.sub_(wanted)
         self._squares = self._squares.to(weight.device)
         self._squares += torch.stack((error.square_().sum(), wanted.square_().sum()))
 
-    def add_all(self, weight: Tensor, q: Tensor, scale: Tensor, step: int) -> None:
-        """Takes in all rows of a weight, or of one expert's, ``step`` at a time."""
-        for start in range(0, weight.shape[0], step):
-            part = slice(start, start + step)
-            self.add(weight[part], q[part], scale[part])
+    def add_layer(self, weight: Tensor, layer: LinearLayer) -> None:
+        """Takes in all rows of a weight and of the layer made of it."""
+        stored = {name: getattr(layer, name).detach() for name in layer.row_names}
+        for part in self.parts(weight.shape[0], self.rows_at_a_time(weight.shape)):
+            rows = {name: parameter[part] for name, parameter in stored.items()}
+            self.add(weight[part], layer.restore_rows(rows, torch.float64))
 
     @property
     def value(self) -> float:

@@ -13,7 +13,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import BIAS_DTYPES, FLOAT_DTYPES, named_tensors, split_name, transient_names
-from qgemm.nn import QuantExperts, QuantLayer, QuantLinear
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear import linear_weight
 from qgemm.scheme import QuantScheme
@@ -90,15 +90,21 @@ def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_p
 
 
 def _quantized_like(module: nn.Module, scheme: QuantScheme) -> QuantLayer:
-    if isinstance(module, (nn.Linear, QuantLinear)) or type(module).__name__ == "Conv1D":
+    if isinstance(module, LinearLayer):
+        return _linear_like(module, module.in_features, module.out_features, scheme)
+    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
         out_features, in_features = linear_weight(module).shape
-        return QuantLinear(in_features, out_features, module.bias is not None, "meta", scheme=scheme)
+        return _linear_like(module, in_features, out_features, scheme)
     if isinstance(module, QuantExperts):
         return copy.deepcopy(module).to("meta")
     try:
         return QuantExperts.like(module, describe_experts(module), scheme)
     except UnknownExperts as error:
         raise TypeError(f"not linear, nor experts that can be quantized: {error}") from None
+
+
+def _linear_like(module: nn.Module, in_features: int, out_features: int, scheme: QuantScheme) -> LinearLayer:
+    return linear_class(scheme)(in_features, out_features, module.bias is not None, "meta", scheme=scheme)
 
 
 def _check_ties(

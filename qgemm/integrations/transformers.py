@@ -49,7 +49,7 @@ from qgemm.integrations.transformers_checkpoint import (
     manifest_for,
     name_in,
 )
-from qgemm.nn import QuantExperts, QuantLayer, QuantLinear
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.float_experts import describe_experts
 from qgemm.quantize import SwapPlan, make_report, plan_swaps
 from qgemm.reporting import LayerRecord, QuantReport
@@ -369,7 +369,7 @@ class QGemmQuantizer(HfQuantizer):
             plain = type(model)(copy.deepcopy(model.config))
         for name, module in list(model.named_modules(remove_duplicate=False)):
             parent, leaf = split_name(name)
-            if isinstance(module, QuantLinear):
+            if isinstance(module, LinearLayer):
                 setattr(model.get_submodule(parent), leaf, module.dequantize(dtype))
             elif isinstance(module, QuantExperts):
                 floats = _float_experts(plain.get_submodule(name), module, dtype)

@@ -56,7 +56,7 @@ class QuantLinear(LinearLayer):
         scheme: str | QuantScheme = "int8",
     ) -> None:
         """``dtype``: of the bias, PyTorch's default dtype if None. ``scheme``: a name from ``SCHEMES``, or a scheme."""
-        super().__init__(in_features, out_features, scheme)
+        super().__init__(in_features, out_features, bias, device, dtype, scheme)
         self.weight = frozen(torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
         # Before the scale: a transformers model takes its first float parameter's dtype for its own.
         self.bias = frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None

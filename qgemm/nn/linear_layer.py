@@ -32,8 +32,19 @@ class LinearLayer(QuantLayer):
     out_features: int
     bias: nn.Parameter | None
 
-    def __init__(self, in_features: int, out_features: int, scheme: str | QuantScheme) -> None:
-        """Raises ``ValueError`` for a scheme that this kind of layer doesn't compute."""
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        scheme: str | QuantScheme = "int8",
+    ) -> None:
+        """Zeros, waiting for a ``state_dict``. ``dtype``: of what stays in float; PyTorch's default dtype if None.
+
+        Raises ``ValueError`` for a scheme that this kind of layer doesn't compute. A subclass makes its parameters.
+        """
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
@@ -76,14 +87,13 @@ class LinearLayer(QuantLayer):
     def from_linear(
         cls: type[Linear],
         linear: nn.Module,
-        scheme: str | QuantScheme | None = None,
+        scheme: str | QuantScheme = "int8",
         input_scale: Tensor | float | None = None,
         *,
         weight: tuple[Tensor, Tensor] | None = None,
     ) -> Linear:
         """A layer quantized from ``linear``, on its device: an ``nn.Linear``, or transformers' ``Conv1D``.
 
-        - ``scheme``: the class's own default if None.
         - ``input_scale``: the activation's scale, for a static scheme.
         - ``weight``: quantized values and their scales, as a method such as GPTQ decided them: int8
           ``[out_features, in_features]``, and float32 ``[out_features]``. None rounds to nearest.
@@ -99,8 +109,7 @@ class LinearLayer(QuantLayer):
             raise TypeError(f"linear's weight is {source.dtype}; from_linear quantizes float16, bfloat16 and wider")
         bias: Tensor | None = linear.bias  # type: ignore[assignment]
         out_features, in_features = source.shape
-        options = {} if scheme is None else {"scheme": scheme}
-        layer = cls(in_features, out_features, bias is not None, "meta", source.dtype, **options)  # type: ignore[arg-type,call-arg,misc]
+        layer = cls(in_features, out_features, bias is not None, "meta", source.dtype, scheme)
         layer.take_input_scale(input_scale, source.device)
         if weight is not None:
             layer.check_weight(*weight)

@@ -17,7 +17,7 @@ from qgemm.checkpoint.layout import parse_size, split_into_shards
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.save import text_files
 from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors
-from qgemm.nn import QuantExperts, QuantLayer, QuantLinear
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.float_experts import describe_experts
 from qgemm.quantize import quantize_model
 from qgemm.reporting import QuantReport, report
@@ -32,7 +32,7 @@ from qgemm.streaming.source import Source
 class QuantizedWeight:
     """A weight that is to be quantized: its name and its layer's, its float values, and whether they are ``[K, N]``.
 
-    That of experts is ``[E, N, K]``.
+    It is called what the quantized layer calls it. That of experts is ``[E, N, K]``.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Plan:
     - ``model``: the quantized model, on meta.
     - ``tensors``: what the files hold, by name; values only where they aren't on meta.
     - ``shards``: the names of the tensors in each file.
-    - ``weights``: of the tensors that are an int8 weight or its scales, the weight.
+    - ``weights``: of the tensors that are a quantized weight or its scales, the weight.
     - ``copied``: of all others, where their values come from.
     """
 
@@ -60,7 +60,7 @@ class Plan:
     copied: dict[str, FloatTensor]
 
     def report(self, errors: Mapping[str, float]) -> QuantReport:
-        """The report on the model; ``errors``: of the int8 weights, by name."""
+        """The report on the model; ``errors``: of the quantized weights, by name."""
         of_layers: dict[str, float] = {}
         for name, error in errors.items():
             layer = self.weights[name].layer
@@ -99,27 +99,32 @@ def make_plan(
     for name in tensors:
         owner, leaf = split_name(name)
         quantized = model.get_submodule(owner)
-        if isinstance(quantized, QuantLinear) and leaf == "input_scale":
+        if isinstance(quantized, LinearLayer) and leaf == "input_scale":
             copied[name] = BuiltFloat(_input_scale(model, quantized, input_scales or {}))
             continue
         float_module = loading.model.get_submodule(owner)
-        own = leaf.removesuffix("_scale") if isinstance(quantized, QuantLayer) else leaf
+        own, weight_name = leaf, None
+        if isinstance(quantized, LinearLayer) and leaf in quantized.row_names:
+            own, weight_name = "weight", quantized.row_names[0]
+        elif isinstance(quantized, QuantExperts):
+            own = leaf.removesuffix("_scale")
+            weight_name = own if own in quantized.weight_names else None
         if isinstance(quantized, QuantExperts):
             source_of = describe_experts(float_module)
             theirs = float_module.get_parameter(source_of.parameters[own])
             found: FloatTensor = OrderedExperts(floats[id(theirs)], own, source_of)
         else:
             found = floats[id(getattr(float_module, own))]
-        if isinstance(quantized, QuantLayer) and own in quantized.weight_names:
+        if weight_name is not None:
             is_transposed = type(float_module).__name__ == "Conv1D"
-            weights[name] = QuantizedWeight(f"{owner}.{own}", owner, found, is_transposed)
+            weights[name] = QuantizedWeight(f"{owner}.{weight_name}", owner, found, is_transposed)
         else:
             copied[name] = found
     shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, limit)
     return Plan(model, tensors, ties, shards, weights, copied)
 
 
-def _input_scale(model: nn.Module, layer: QuantLinear, scales: Mapping[str, float | Tensor]) -> Tensor:
+def _input_scale(model: nn.Module, layer: LinearLayer, scales: Mapping[str, float | Tensor]) -> Tensor:
     names = (name for name, module in model.named_modules(remove_duplicate=False) if module is layer)
     scale = next(scales[name] for name in names if name in scales)
     return torch.as_tensor(scale, dtype=torch.float32, device="cpu").reshape(())

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_writer import SafetensorsWriter
+from qgemm.checkpoint.tensors import split_name
 from qgemm.kernels import quantize_rows
+from qgemm.nn import LinearLayer
 from qgemm.streaming.float_tensors import FloatTensor
 from qgemm.streaming.plan import Plan, QuantizedWeight
 from qgemm.swap import WeightError
@@ -37,12 +39,10 @@ def write_shard(
                 done(piece.nbytes)
         elif weight.name not in errors:
             error = WeightError()
-            scale_name = f"{weight.name}_scale"
-            for q, scale in _quantized_pieces(weight, device, error, done):
-                if weight.name in in_shard:
-                    writer.write(weight.name, q)
-                if scale_name in in_shard:
-                    writer.write(scale_name, scale)
+            for made in _quantized_pieces(weight, plan.model.get_submodule(weight.layer), device, error, done):
+                for leaf, rows in made.items():
+                    if (full_name := f"{weight.layer}.{leaf}") in in_shard:
+                        writer.write(full_name, rows)
             errors[weight.name] = error.value
     writer.finish()
     return errors
@@ -61,19 +61,36 @@ def _pieces(tensor: FloatTensor) -> Iterator[Tensor]:
 
 
 def _quantized_pieces(
-    weight: QuantizedWeight, device: torch.device, error: WeightError, done: Callable[[int], object]
-) -> Iterator[tuple[Tensor, Tensor]]:
+    weight: QuantizedWeight,
+    layer: nn.Module,
+    device: torch.device,
+    error: WeightError,
+    done: Callable[[int], object],
+) -> Iterator[dict[str, Tensor]]:
+    """The rows of the tensors that a weight becomes, some at a time, by their names in ``layer``."""
+    _, leaf = split_name(weight.name)
     for part in _rows(weight, device):
-        q, scale = quantize_rows(part)
-        if not scale.isfinite().all():
+        try:
+            made = layer.quantize_rows(part) if isinstance(layer, LinearLayer) else _rows_of_experts(leaf, part)
+        except ValueError as problem:
             raise CheckpointError(
                 f"the weight of {weight.layer!r} holds NaN or Inf, which can't be quantized: mend the checkpoint, or "
                 "pass this name in skip"
-            )
-        error.add(part, q, scale)
+            ) from problem
+        if isinstance(layer, LinearLayer):
+            error.add(part, layer.restore_rows(made, torch.float64))
+        else:
+            error.add(part, made[leaf].double().mul_(made[f"{leaf}_scale"][:, None]))
         done(part.nbytes)
         del part  # of the next expert's weight and this one's only one need be in memory
-        yield q, scale
+        yield made
+
+
+def _rows_of_experts(leaf: str, rows: Tensor) -> dict[str, Tensor]:
+    q, scale = quantize_rows(rows)
+    if not scale.isfinite().all():
+        raise ValueError(f"{leaf} holds NaN or Inf")
+    return {leaf: q, f"{leaf}_scale": scale}
 
 
 def _rows(weight: QuantizedWeight, device: torch.device) -> Iterator[Tensor]:
