@@ -76,6 +76,10 @@ class Fold:
     channels: Tensor | None = None
     gain_offset: float = 0.0
 
+    def is_norm(self, block: Block) -> bool:
+        """Whether the source is a norm, not a linear layer."""
+        return _is_norm(block.model.get_submodule(self.source))
+
     def tie(self, values: Tensor) -> Tensor:
         """``values [K]`` with the largest of them wherever columns come from one channel: they share their scale."""
         if self.channels is None:
@@ -112,7 +116,7 @@ class Fold:
         weight, bias = source.weight, source.bias if hasattr(source, "bias") else None
         assert isinstance(weight, Tensor)
         scales = scales.to(weight.device)
-        if weight.ndim == 1:
+        if _is_norm(source):
             before = weight.float() + self.gain_offset
             weight.copy_(before / scales - self.gain_offset)
             after = weight.float() + self.gain_offset

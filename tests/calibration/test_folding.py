@@ -11,18 +11,10 @@ from models.mixtures import MIXTURES
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from calibration.blocks import block_of
 from qgemm.calibration.folding import Fold, find_folds, input_weights
-from qgemm.calibration.method import Block, Call, LayerWork
+from qgemm.calibration.method import Block, Call
 from qgemm.nn.linear import linear_weight
-from qgemm.scheme import SCHEMES
-from qgemm.selection import select_layers
-
-
-def block_of(model: nn.Module, inputs: dict[str, Tensor], name: str = "") -> Block:
-    """The whole of a model as one block, or the part called ``name``."""
-    chosen = [layer.name for layer in select_layers(model, None) if not layer.reason and not layer.is_experts]
-    layers = {each: LayerWork(each, model.get_submodule(each), SCHEMES["int8"]) for each in chosen}
-    return Block(name, model.get_submodule(name), model, layers, [Call((), inputs)])
 
 
 def build(family: str) -> tuple[Example, Block]:
@@ -257,8 +249,7 @@ def test_an_error_leaves_the_model_as_it_was() -> None:
 
 
 def test_without_data_nothing_is_folded() -> None:
-    block = block_of(Hidden(True), {})
-    block.calls = []
+    block = block_of(Hidden(True))
     folds, refused = find_folds(block)
     assert not folds
     assert refused == dict.fromkeys(["first", "second"], "there is no calibration data to verify a fold with")
