@@ -1,0 +1,147 @@
+"""AWQ: protects the weights that large inputs multiply, by a scale per input channel.
+
+Lin et al. 2023, "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and Acceleration",
+https://arxiv.org/abs/2306.00978. A weight's column is multiplied by ``s_k`` before it is rounded, the input's channel
+divided by it: the column's error then counts ``1 / s_k`` as much, as long as the scales of its groups grow little.
+
+    s = magnitude^ratio
+
+where ``magnitude [K]`` is the root mean square of each input channel, over the geometric mean of all; 1 for a channel
+of zeros. (The paper takes the mean absolute value, which the second moment doesn't know.) Of 20 ratios from 0, no
+scales, to 0.95, the one is taken that makes the error of the outputs least, relative to the outputs and summed over all
+layers with this input, where
+
+    error = mean |x (V / s - W)^T|^2 = trace((V / s - W) S (V / s - W)^T),    V = rounded(W * s)
+
+and ``S`` is the second moment of the inputs. The division goes into the norm or the linear layer ahead
+(``folding.py``); layers where that can't be are rounded without scales, and say so.
+
+Then weights are clipped: the scale of each group, or row, is the multiple of its plain one with which the group's part
+of the output errs least (``mse_scale``), as in the authors' code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from qgemm.calibration.folding import Fold, find_folds, input_weights
+from qgemm.calibration.method import Block, LayerWork, Method
+from qgemm.calibration.rounding import (
+    dequantize,
+    mse_scale,
+    nearest_scale,
+    output_loss,
+    round_to_nearest,
+    round_weight,
+    weight_grid,
+)
+from qgemm.nn.linear import linear_weight
+
+RATIOS = tuple(step / 20 for step in range(20))
+
+Grid = tuple[int, int | None]
+"""``(bits, group_size)``."""
+
+
+@dataclass(frozen=True, eq=False)
+class AWQScales:
+    """What ``awq_scales`` has found: ``scales [K]`` of this ``ratio``, and the sum of relative errors with them."""
+
+    scales: Tensor
+    ratio: float
+    loss: float
+
+
+@torch.no_grad()
+def awq_scales(
+    weights: Sequence[Tensor],
+    second_moment: Tensor,
+    grids: Sequence[Grid],
+    tie: Callable[[Tensor], Tensor] = lambda scales: scales,
+) -> AWQScales:
+    """Scales for input channels of this ``second_moment [K, K]``, which all of ``weights``, ``[N, K]`` each, take.
+
+    - ``grids``: how each weight is to be rounded.
+    - ``tie``: what makes scales equal that must be (``Fold.tie``).
+    """
+    power = second_moment.diagonal().float()
+    alive = power > 0
+    mean = power[alive].log().mean().exp() if alive.any() else power.new_ones(())
+    magnitude = torch.where(alive, power / mean, 1.0).sqrt()
+    best: AWQScales | None = None
+    for ratio in RATIOS:
+        scales = tie(magnitude**ratio)
+        loss = 0.0
+        for weight, (bits, group_size) in zip(weights, grids, strict=True):
+            rounded = dequantize(round_to_nearest(weight.float() * scales, bits, group_size), group_size)
+            loss += output_loss(weight, rounded / scales, second_moment)
+        if best is None or loss < best.loss:
+            best = AWQScales(scales, ratio, loss)
+    assert best is not None
+    return best
+
+
+@dataclass(frozen=True)
+class AWQ(Method):
+    """Scales the input channels of every layer for which there is a fold, clips, and rounds to nearest.
+
+    ``clip``: whether to search the scales of weights. Without it, and with ``GPTQ`` after it, they are the plain ones.
+    """
+
+    name: ClassVar[str] = "awq"
+    clip: bool = True
+
+    def apply(self, block: Block) -> None:
+        """Scales the block's layers in place, then decides their weights."""
+        folds, refused = find_folds(block)
+        for fold in folds:
+            quantized = [name for name in fold.layers if name in block.layers]
+            if not (seen := block.collect(quantized[:1], second_moment=True)):
+                continue  # said below
+            moment = seen[quantized[0]].second_moment
+            assert moment is not None
+            weights, grids = _weights(block, fold)
+            found = awq_scales(weights, moment, grids, fold.tie)
+            try:
+                fold.apply(block, found.scales)
+            except ValueError as error:
+                refused |= dict.fromkeys(quantized, str(error))
+        for name, reason in refused.items():
+            block.layers[name].notes.append(f"awq: not scaled: {reason}")
+        seen = block.collect(second_moment=True)
+        for name, work in block.layers.items():
+            if name in seen:
+                moment = seen.pop(name).second_moment
+                assert moment is not None
+                self._round(work, moment)
+            else:
+                work.notes.append("awq: it saw no tokens, so it is rounded to nearest")
+
+    def _round(self, work: LayerWork, moment: Tensor) -> None:
+        weight = linear_weight(work.module).detach()
+        bits, group_size = weight_grid(work.scheme.weight)
+        scale = mse_scale(weight, bits, group_size, moment) if self.clip else nearest_scale(weight, bits, group_size)
+        work.weight = round_weight(weight, scale, bits, group_size)
+        work.loss = output_loss(weight, dequantize(work.weight, group_size), moment)
+
+
+def _weights(block: Block, fold: Fold) -> tuple[list[Tensor], list[Grid]]:
+    """All weights that a fold's scales go into and that get quantized, and how; experts' one by one."""
+    weights: list[Tensor] = []
+    grids: list[Grid] = []
+    for name in fold.layers:
+        if name in block.layers:
+            own = [linear_weight(block.layers[name].module).detach()]
+            grid = weight_grid(block.layers[name].scheme.weight)
+        else:
+            # Experts, [E, N, K], have int8 rows under every scheme; a router stays in float.
+            own = [w for each in input_weights(block.model.get_submodule(name)) if each.ndim == 3 for w in each]
+            grid = (8, None)
+        weights += own
+        grids += [grid] * len(own)
+    return weights, grids
