@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from qgemm.calibration.folding import Fold, find_folds, input_weights
-from qgemm.calibration.method import Block, Method
+from qgemm.calibration.method import Block, LayerWork, Method
+from qgemm.calibration.rounded_part import rounded_input, rounded_part
 from qgemm.calibration.rounding import dequantize, round_to_nearest, weight_grid
 from qgemm.calibration.statistics import InputStatistics
 from qgemm.nn.linear import linear_weight
-from qgemm.scheme import QuantScheme, TensorScheme
 
 ALPHAS = tuple(tenths / 10 for tenths in range(11))
 """What ``alpha="search"`` chooses from, beside no scales at all."""
@@ -84,48 +84,30 @@ class SmoothQuant(Method):
         candidates = [smoothing_scales(input_amax, weight_amax, alpha) for alpha in ALPHAS]
         candidates.insert(0, torch.ones_like(input_amax))
         works = [block.layers[name] for name in fold.layers if name in block.layers]
-        losses = [
-            sum(smoothed_loss(seen, linear_weight(work.module).detach(), scales, work.scheme) for work in works)
-            for scales in candidates
-        ]
+        losses = [sum(smoothed_loss(work, seen, scales) for work in works) for scales in candidates]
         fold.apply(block, candidates[losses.index(min(losses))])
 
 
 def smoothing_scales(input_amax: Tensor, weight_amax: Tensor, alpha: float) -> Tensor:
-    """``input_amax^alpha / weight_amax^(1 - alpha)``, float32 ``[K]``; 1 for a channel where one of them is 0.
+    """``input_amax^alpha / weight_amax^(1 - alpha)``, float32 ``[K]``; 1 where that is 0 or not finite.
 
     ``input_amax [K]``: the largest magnitude in each input channel. ``weight_amax [K]``: in each column of the weights.
     """
     scales = input_amax.float() ** alpha / weight_amax.float() ** (1 - alpha)
-    return torch.where((input_amax > 0) & (weight_amax > 0) & scales.isfinite() & (scales > 0), scales, 1.0)
+    return torch.where(scales.isfinite() & (scales > 0), scales, 1.0)
 
 
 @torch.no_grad()
-def smoothed_loss(seen: InputStatistics, weight: Tensor, scales: Tensor, scheme: QuantScheme) -> float:
+def smoothed_loss(work: LayerWork, seen: InputStatistics, scales: Tensor) -> float:
     """``|y - x W^T|^2 / |x W^T|^2`` over ``seen.rows``, with ``y`` of the quantized ``x / scales`` and ``W * scales``.
 
-    ``weight [N, K]`` and its input are quantized to nearest as ``scheme`` says; a static input with the range of all
-    that was seen.
+    Weight and input are rounded to nearest, as the layer's scheme says.
     """
+    weight = linear_weight(work.module).detach().float() * scales
+    bits, group_size = weight_grid(work.scheme.weight)
+    part = rounded_part(work, weight)
+    rounded = dequantize(round_to_nearest(part, bits, group_size), group_size)
+    x, x_rounded = rounded_input(work, seen, scales)
     assert seen.rows is not None
-    x = seen.rows.float()
-    wanted = x @ weight.float().T
-    bits, group_size = weight_grid(scheme.weight)
-    rounded = dequantize(round_to_nearest(weight.float() * scales, bits, group_size), group_size)
-    if scheme.activation is None:
-        got = (x / scales) @ rounded.T
-    else:
-        got = rounded_input(x / scales, scheme.activation, float((seen.channel_amax / scales).max())) @ rounded.T
-    whole = float(wanted.square().sum())
-    return float((got - wanted).square().sum()) / whole if whole else 0.0
-
-
-def rounded_input(x: Tensor, scheme: TensorScheme, amax: float) -> Tensor:
-    """``x [n, K]``, float32, as a layer with this activation scheme sees it; static inputs lie within ``amax``."""
-    largest = x.abs().amax(-1, keepdim=True) if scheme.dynamic else x.new_full((1, 1), amax)
-    if scheme.symmetric:
-        scale = torch.where(largest > 0, largest / 127, 1.0)
-        return (x / scale).round().clamp(-127, 127) * scale
-    low, high = x.min().clamp(max=0), x.max().clamp(min=0)
-    scale = torch.where(high > low, (high - low) / 255, 1.0)
-    return (x / scale).round() * scale
+    whole = float(((seen.rows.float() / scales) @ weight.T).square().sum())
+    return float((x_rounded @ rounded.T - x @ part.T).square().sum()) / whole if whole else 0.0

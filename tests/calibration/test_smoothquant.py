@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import qgemm
 from calibration.blocks import block_of, llama_with_outliers
+from qgemm.calibration.method import LayerWork
 from qgemm.calibration.smoothquant import ALPHAS, SmoothQuant, smoothed_loss, smoothing_scales
 from qgemm.calibration.statistics import InputStatistics, StatisticsSum
 from qgemm.nn import QuantLinear
@@ -102,7 +103,7 @@ def test_the_loss_is_that_of_the_quantized_layer(scheme: str) -> None:
     x, scales = torch.randn(50, 64) * torch.linspace(0.1, 5, 64), torch.linspace(0.5, 2, 64)
     linear = nn.Linear(64, 24, bias=False)
     wanted = linear(x)
-    loss = smoothed_loss(seen_of(x), linear.weight, scales, SCHEMES[scheme])
+    loss = smoothed_loss(LayerWork("", linear, SCHEMES[scheme]), seen_of(x), scales)
     with torch.no_grad():
         linear.weight *= scales
     amax = (x / scales).abs().max()
@@ -112,13 +113,12 @@ def test_the_loss_is_that_of_the_quantized_layer(scheme: str) -> None:
 
 
 def test_an_asymmetric_input_errs_less_where_values_lie_on_one_side() -> None:
-    x, weight = torch.rand(200, 64), torch.randn(24, 64)
-    one = torch.ones(64)
+    x, linear = torch.rand(200, 64), nn.Linear(64, 24)
     losses = []
     for symmetric in (True, False):
         activation = TensorScheme("int8", "tensor", symmetric=symmetric)
         scheme = QuantScheme("test", TensorScheme("int8", "channel"), activation)
-        losses.append(smoothed_loss(seen_of(x), weight, one, scheme))
+        losses.append(smoothed_loss(LayerWork("", linear, scheme), seen_of(x), torch.ones(64)))
     assert losses[1] < losses[0]
 
 
@@ -128,21 +128,20 @@ def test_search_finds_the_least_loss_or_leaves_a_layer_alone() -> None:
     name = "model.layers.0.self_attn.o_proj"
     works = {other: block.layers[other] for other in block.layers if ".layers.0.self_attn." in other}
     block.layers = works
-    q = "model.layers.0.self_attn.q_proj"
-    (seen,) = block.collect([q], rows=512).values()
-    weights = [linear_weight(works[f"model.layers.0.self_attn.{each}_proj"].module).clone() for each in "qkv"]
+    qkv = [works[f"model.layers.0.self_attn.{each}_proj"] for each in "qkv"]
+    (seen,) = block.collect([qkv[0].name], rows=512).values()
+    weights = [linear_weight(work.module).clone() for work in qkv]
     w_max = torch.cat(weights).abs().amax(0)
-    losses = {
-        alpha: sum(
-            smoothed_loss(seen, w, smoothing_scales(seen.channel_amax, w_max, alpha), SCHEMES["int8"]) for w in weights
-        )
-        for alpha in ALPHAS
-    }
+
+    def loss(scales: Tensor) -> float:
+        return sum(smoothed_loss(work, seen, scales) for work in qkv)
+
+    losses = {alpha: loss(smoothing_scales(seen.channel_amax, w_max, alpha)) for alpha in ALPHAS}
     best = min(losses, key=lambda alpha: losses[alpha])
-    assert losses[best] < 0.1 * sum(smoothed_loss(seen, w, torch.ones(64), SCHEMES["int8"]) for w in weights)
+    assert losses[best] < 0.1 * loss(torch.ones(64))
     SmoothQuant("search", through_linear=False).apply(block)
     scales = smoothing_scales(seen.channel_amax, w_max, best)
-    torch.testing.assert_close(linear_weight(works[q].module), weights[0] * scales)
+    torch.testing.assert_close(linear_weight(qkv[0].module), weights[0] * scales)
     assert works[name].notes == [
         "smoothquant: not scaled: its input comes from a linear layer, and through_linear is off"
     ]

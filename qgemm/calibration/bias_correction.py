@@ -1,0 +1,60 @@
+"""Bias correction: what a quantized layer's output is wrong by on average goes into its bias.
+
+``bias += E[x W^T] - E[x_q W_q^T] = E[x] (W - W_q)^T + E[x - x_q] W_q^T``, over the calibration data, ``x_q`` and
+``W_q`` being what the rounded input and weight stand for. Nagel et al. 2019, "Data-Free Quantization Through Weight
+Equalization and Bias Correction", arXiv 1906.04721, section 4.2, in its empirical form. It helps where inputs have a
+mean, as those after ReLU or GELU and channels that are always large have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from qgemm.calibration.method import Block, LayerWork, Method
+from qgemm.calibration.rounded_part import rounded_input, rounded_part, rounded_weight
+from qgemm.calibration.rounding import dequantize, round_to_nearest, weight_grid
+from qgemm.calibration.statistics import InputStatistics
+
+_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class BiasCorrection(Method):
+    """Corrects the bias of every layer that has one; one without stays so, and says so.
+
+    It goes after the method that decides weights: those that none has decided are rounded to nearest.
+    """
+
+    name: ClassVar[str] = "bias-correction"
+
+    def apply(self, block: Block) -> None:
+        """Adds to biases in place."""
+        seen = block.collect([name for name, work in block.layers.items() if _bias(work) is not None], rows=_ROWS)
+        for name, work in block.layers.items():
+            bias = _bias(work)
+            if bias is None:
+                work.notes.append("bias-correction: it has no bias")
+            elif name not in seen:
+                work.notes.append("bias-correction: it saw no tokens")
+            else:
+                bias.add_(mean_output_error(work, seen[name]).to(bias.device))
+
+
+@torch.no_grad()
+def mean_output_error(work: LayerWork, seen: InputStatistics) -> Tensor:
+    """``E[x W^T] - E[x_q W_q^T]``, float32 ``[N]``: the mean of ``x`` is of all inputs, that of ``x - x_q`` of rows."""
+    weight = rounded_weight(work).float()
+    bits, group_size = weight_grid(work.scheme.weight)
+    rounded = dequantize(work.weight or round_to_nearest(weight, bits, group_size), group_size)
+    x, x_rounded = rounded_input(work, seen)
+    mean = rounded_part(work, seen.mean.float())
+    return (weight - rounded) @ mean + rounded @ (x - x_rounded).mean(0)
+
+
+def _bias(work: LayerWork) -> Tensor | None:
+    bias = work.module._parameters.get("bias")
+    return None if bias is None else bias.detach()

@@ -1,0 +1,62 @@
+"""``rounded_part``: what of a layer's input and weight is rounded.
+
+Under most schemes that is all of it. A rotated layer rounds ``x @ H`` and ``W @ H`` (``qgemm.kernels.hadamard``). A
+layer with outlier columns rounds the other ones; in those it has zeros here, which round to zeros and count for nothing
+in a scale. Either way, the layer's output is the product of both parts, plus that of the outlier columns, which errs
+nothing. So methods that decide weights, and those that measure errors, work on the parts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qgemm.calibration.method import LayerWork
+from qgemm.calibration.statistics import InputStatistics
+from qgemm.kernels.hadamard import hadamard
+from qgemm.nn.linear import linear_weight
+from qgemm.scheme import TensorScheme
+
+
+def rounded_part(work: LayerWork, x: Tensor) -> Tensor:
+    """The part of ``x [..., K]`` that is rounded: rows of the layer's weight, or of its input."""
+    activation = work.scheme.activation
+    if activation is not None and activation.rotation is not None:
+        return hadamard(x)
+    if work.outlier_columns is not None:
+        return x.index_fill(-1, work.outlier_columns.to(x.device), 0)
+    return x
+
+
+def rounded_weight(work: LayerWork) -> Tensor:
+    """The part of the layer's float weight ``[N, K]`` that is rounded."""
+    return rounded_part(work, linear_weight(work.module).detach())
+
+
+def rounded_moment(work: LayerWork, moment: Tensor) -> Tensor:
+    """The second moment ``[K, K]`` of the part of an input with this one that is rounded."""
+    return rounded_part(work, rounded_part(work, moment).t())
+
+
+def rounded_input(work: LayerWork, seen: InputStatistics, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The part of ``seen.rows / scales`` that is rounded, ``[n, K]`` in float32, before and after rounding.
+
+    A static input has the range of all that was seen, or of the rows alone if it is rotated.
+    """
+    assert seen.rows is not None
+    scales = torch.ones_like(seen.channel_amax) if scales is None else scales
+    x = rounded_part(work, seen.rows.float() / scales)
+    activation = work.scheme.activation
+    if activation is None:
+        return x, x
+    seen_amax = x.abs().max() if activation.rotation else rounded_part(work, seen.channel_amax / scales).max()
+    return x, _round(x, activation, seen_amax)
+
+
+def _round(x: Tensor, activation: TensorScheme, amax: Tensor) -> Tensor:
+    if activation.symmetric:
+        amax = x.abs().amax(-1, keepdim=True) if activation.dynamic else amax
+        scale = torch.where(amax > 0, amax / 127, 1.0)
+        return (x / scale).round().clamp(-127, 127) * scale
+    scale = (x.max().clamp(min=0) - x.min().clamp(max=0)) / 255
+    return (x / scale).round() * scale if scale > 0 else x
