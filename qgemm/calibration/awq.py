@@ -31,6 +31,7 @@ from torch import Tensor
 
 from qgemm.calibration.folding import Fold, find_folds, input_weights
 from qgemm.calibration.method import Block, LayerWork, Method
+from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.calibration.rounding import (
     dequantize,
     mse_scale,
@@ -116,14 +117,12 @@ class AWQ(Method):
         seen = block.collect(second_moment=True)
         for name, work in block.layers.items():
             if name in seen:
-                moment = seen.pop(name).second_moment
-                assert moment is not None
-                self._round(work, moment)
+                self._round(work, rounded_moment(work, seen.pop(name)))
             else:
                 work.notes.append("awq: it saw no tokens, so it is rounded to nearest")
 
     def _round(self, work: LayerWork, moment: Tensor) -> None:
-        weight = linear_weight(work.module).detach()
+        weight = rounded_weight(work)
         bits, group_size = weight_grid(work.scheme.weight)
         scale = mse_scale(weight, bits, group_size, moment) if self.clip else nearest_scale(weight, bits, group_size)
         work.weight = round_weight(weight, scale, bits, group_size)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from qgemm.calibration.method import Block, LayerWork, Method, QuantizedWeight
+from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.calibration.rounding import (
     LIMITS,
     dequantize,
@@ -41,7 +42,6 @@ from qgemm.calibration.rounding import (
     weight_grid,
 )
 from qgemm.calibration.statistics import InputStatistics
-from qgemm.nn.linear import linear_weight
 
 
 class SingularHessian(ValueError):
@@ -134,9 +134,9 @@ class GPTQ(Method):
             self._quantize(work, seen.pop(name, None))
 
     def _quantize(self, work: LayerWork, seen: InputStatistics | None) -> None:
-        weight = linear_weight(work.module).detach()
+        weight = rounded_weight(work)
         bits, group_size = weight_grid(work.scheme.weight)
-        moment = None if seen is None else seen.second_moment
+        moment = None if seen is None else rounded_moment(work, seen)
         diagonal = None if moment is None else moment.diagonal()
         scale = mse_scale(weight, bits, group_size, diagonal) if self.mse else nearest_scale(weight, bits, group_size)
         work.weight = round_weight(weight, scale, bits, group_size)

@@ -33,9 +33,10 @@ def rounded_weight(work: LayerWork) -> Tensor:
     return rounded_part(work, linear_weight(work.module).detach())
 
 
-def rounded_moment(work: LayerWork, moment: Tensor) -> Tensor:
-    """The second moment ``[K, K]`` of the part of an input with this one that is rounded."""
-    return rounded_part(work, rounded_part(work, moment).t())
+def rounded_moment(work: LayerWork, seen: InputStatistics) -> Tensor:
+    """The second moment ``[K, K]`` of the part of the layer's input that is rounded."""
+    assert seen.second_moment is not None
+    return rounded_part(work, rounded_part(work, seen.second_moment).t())
 
 
 def rounded_input(work: LayerWork, seen: InputStatistics, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qgemm.calibration.method import Block, Method, QuantizedWeight
+from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.kernels.reference import MIN_SCALE
-from qgemm.nn.linear import linear_weight
 from qgemm.scheme import TensorScheme
 
 LIMITS = {8: (-127, 127), 4: (-8, 7)}
@@ -134,9 +134,9 @@ class MSEWeights(Method):
                 if name not in seen:
                     work.notes.append("mse-weights: saw no tokens, so all inputs count alike")
                 else:
-                    moment = seen[name].second_moment
+                    moment = rounded_moment(work, seen[name])
             bits, group_size = weight_grid(work.scheme.weight)
-            weight = linear_weight(work.module).detach()
+            weight = rounded_weight(work)
             work.weight = round_weight(weight, mse_scale(weight, bits, group_size, moment), bits, group_size)
 
 

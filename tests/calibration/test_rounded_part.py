@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qgemm.calibration.method import LayerWork
+from qgemm.calibration.awq import AWQ
+from qgemm.calibration.gptq import GPTQ
+from qgemm.calibration.method import Block, Call, LayerWork, Method
 from qgemm.calibration.rounded_part import rounded_input, rounded_moment, rounded_part, rounded_weight
+from qgemm.calibration.rounding import MSEWeights, dequantize
 from qgemm.calibration.statistics import InputStatistics, StatisticsSum
 from qgemm.kernels.hadamard import hadamard
 from qgemm.scheme import SCHEMES, QuantScheme
@@ -50,9 +53,24 @@ def test_parts_of_input_and_weight_give_the_output(kind: str) -> None:
     else:
         assert not torch.allclose(rounded_part(work, x), x)
     torch.testing.assert_close(out, x @ work.module.weight.T)
-    moment = x.T @ x / 50
     part = rounded_part(work, x)
-    torch.testing.assert_close(rounded_moment(work, moment), part.T @ part / 50)
+    torch.testing.assert_close(rounded_moment(work, seen_of(x)), part.T @ part / 50)
+
+
+@pytest.mark.parametrize("method", [GPTQ(), MSEWeights(), MSEWeights(by_input=True), AWQ()])
+@pytest.mark.parametrize("kind", ["rotation", "outliers"])
+def test_methods_decide_the_weight_of_the_part(kind: str, method: Method) -> None:
+    work = work_of(rotated(SCHEMES["int8"])) if kind == "rotation" else work_of(SCHEMES["int8"], [3, 40])
+    with torch.no_grad():
+        work.module.weight[:, [3, 40]] *= 100  # type: ignore[operator]
+    part = rounded_weight(work)
+    x = torch.randn(200, 64) @ torch.randn(64, 64)
+    model = nn.Sequential(work.module)
+    method.apply(Block("", model, model, {"layer": work}, [Call((x,))]))
+    assert work.weight is not None
+    assert (dequantize(work.weight) - part).norm() < 0.02 * part.norm()
+    if kind == "outliers":
+        assert not work.weight.values[:, [3, 40]].any()
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int8-static"])
