@@ -1,6 +1,6 @@
 """Training for the accuracy table: the splits, the tokenizer, and a model that learns and can be made again."""
 
-import math
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from benchmarks.accuracy import train
 from benchmarks.accuracy.corpus import documents, load_corpus, save_corpus, split_of, texts_of
 from benchmarks.accuracy.evaluate import evaluate, unigram_perplexity, windows_of
+from benchmarks.accuracy.sentences import sentences_of
 from benchmarks.accuracy.train import Size, encode, train_model, train_tokenizer
 
 TINY = Size(32, 1, 2, 64, 320, batch=8, steps=60, learning_rate=2e-2, window=32, warm_up=5)
@@ -53,6 +54,30 @@ def test_every_document_is_in_one_split_whatever_else_there_is(corpus: dict[str,
 def test_a_corpus_goes_through_a_file(tmp_path: Path) -> None:
     save_corpus({"a": "text ü"}, tmp_path / "new" / "corpus.xz")
     assert load_corpus(tmp_path / "new" / "corpus.xz") == {"a": "text ü"}
+
+
+def test_sentences() -> None:
+    source = '''
+class A:
+    """Give every name a number that it keeps for ever. Short one.
+
+    The second paragraph of this text
+    goes over two lines. >>> code_that(is_no, sentence, of, any, language, at, all)
+    """
+    text = "Some other string that is not at all a docstring."
+'''
+    topic = "The *if* statement is marked up, so this one goes. A plain line of help about one of the statements."
+    broken = "def f(:\n    # This file can't be parsed by any Python."
+    corpus = {"a.py": source, "again.py": source, "pydoc/if": topic, "bad.py": broken}
+    expected = {
+        "Give every name a number that it keeps for ever.",
+        "The second paragraph of this text goes over two lines.",
+        "A plain line of help about one of the statements.",
+    }
+    found = sentences_of(corpus)
+    assert set(found) == expected
+    assert len(found) == 3
+    assert sentences_of(dict(reversed(corpus.items()))) == found
 
 
 def test_the_tokenizer_gives_text_back_and_marks_documents(corpus: dict[str, str]) -> None:
@@ -128,5 +153,4 @@ def test_a_saved_model_is_what_the_command_says(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = texts_of(small_corpus(corpus), "train")
     assert tokens["calibration"].tolist() == encode(tokenizer, texts)[: train.CALIBRATION_TOKENS].tolist()
-    assert tokens["held_out"].numel() > 0
-    assert math.isfinite(result.perplexity)
+    assert json.loads((folder / "sentences.json").read_text()) == sentences_of(small_corpus(corpus))[: train.SENTENCES]

@@ -3,9 +3,9 @@
     python -m benchmarks.accuracy.train FOLDER --size full      # 31.5 million parameters: minutes on a large GPU
     python -m benchmarks.accuracy.train FOLDER --size small     # 2.6 million parameters: ten minutes on a CPU
 
-``FOLDER`` gets what ``from_pretrained`` reads, the model in bfloat16, and ``tokens.safetensors``: the ids of held-out
-text (``"held_out"``) and of text for calibration (``"calibration"``, which the model was trained on), so that what is
-measured later doesn't depend on the text of another machine's Python.
+``FOLDER`` gets what ``from_pretrained`` reads, the model in bfloat16, and the text to measure with, so that it doesn't
+depend on another machine's Python: ``tokens.safetensors`` has the ids of held-out text (``"held_out"``) and of text for
+calibration (``"calibration"``, which the model was trained on), ``sentences.json`` sentences for ``minilm.py``.
 
 The same seed gives the same bits on the same device with the same versions and as many threads, unless ``--minutes``
 cut the run short. The weights kept are those with the least loss on the validation split, a tenth of the run apart: the
@@ -15,8 +15,10 @@ text is short, so that a long run learns it by heart.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,10 +34,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.accuracy.corpus import Split, documents, load_corpus, texts_of
 from benchmarks.accuracy.evaluate import evaluate, unigram_perplexity, windows_of
+from benchmarks.accuracy.sentences import sentences_of
 
 END = "<|end|>"
 """The token between documents, and before the first."""
 HELD_OUT_TOKENS, CALIBRATION_TOKENS, VALIDATION_TOKENS = 200_000, 500_000, 65_536
+SENTENCES = 4000
 WINDOW = 512
 
 
@@ -150,7 +154,8 @@ def train_model(
                 bar.set_postfix(loss=f"{loss.item():.3f}", validation=f"{best_loss:.3f}")
             if (step + 1) % every == 0 or step + 1 == size.steps:
                 best_loss, best = _keep_the_better(model, held_out, best_loss, best)
-                tqdm.write(f"step {step + 1}: loss {loss.item():.3f}, least validation loss so far {best_loss:.3f}")
+                line = f"step {step + 1}: loss {loss.item():.3f}, least validation loss so far {best_loss:.3f}"
+                tqdm.write(line, file=sys.stderr)
     if minutes:  # the end of a run that was cut short
         best_loss, best = _keep_the_better(model, held_out, best_loss, best)
     model.load_state_dict(best)
@@ -213,6 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # The largest vocabulary has 8,192 tokens.
     tensors = {"held_out": held_out.to(torch.int16), "calibration": calibration.to(torch.int16)}
     save_file(tensors, args.folder / "tokens.safetensors")
+    (args.folder / "sentences.json").write_text(
+        json.dumps(sentences_of(corpus)[:SENTENCES], indent=0), encoding="utf-8"
+    )
     saved: Any = LlamaForCausalLM.from_pretrained(args.folder, dtype="auto")
     parameters = sum(weight.numel() for weight in saved.parameters())
     result = evaluate(saved.to(args.device).eval(), windows_of(held_out, size.window))
