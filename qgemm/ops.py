@@ -7,6 +7,8 @@
 | ``scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)`` | ``(a @ b) * a_scale * b_scale + bias`` |
 | ``matmul(a, b, bias, activation, out_dtype)`` | ``activation(a @ b + bias)`` of floats |
 | ``quant_linear(x, weight, weight_scale, bias, input_scale)`` | an int8 linear layer, activations quantized within |
+| ``packed_linear(x, weight, scale, in_features, group_size, bias)`` | a linear layer of floats with a 4-bit weight |
+| ``hadamard(x)`` | ``x`` times a block-diagonal Walsh-Hadamard matrix |
 | ``quant_experts(x, top_k_index, ...)`` | a mixture of experts in int8: ``expert_ops.py`` |
 
 Each runs on CPU and CUDA (ROCm included), traces under ``torch.compile`` and ``torch.export`` through a fake
@@ -23,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qgemm.kernels import dispatch
+from qgemm.kernels import dispatch, int4
+from qgemm.kernels.hadamard import hadamard
 
 torch.library.define("qgemm::quantize_rows", "(Tensor x, Tensor? scale) -> (Tensor, Tensor)")
 torch.library.define("qgemm::int_mm", "(Tensor a, Tensor b) -> Tensor")
@@ -39,10 +42,17 @@ torch.library.define(
     "qgemm::quant_linear",
     "(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? input_scale) -> Tensor",
 )
+torch.library.define(
+    "qgemm::packed_linear",
+    "(Tensor x, Tensor weight, Tensor scale, int in_features, int group_size, Tensor? bias) -> Tensor",
+)
+torch.library.define("qgemm::hadamard", "(Tensor x) -> Tensor")
 
 
 for _name in ("quantize_rows", "int_mm", "scaled_mm", "matmul", "quant_linear"):
     torch.library.impl(f"qgemm::{_name}", ("cpu", "cuda"), getattr(dispatch, _name))
+torch.library.impl("qgemm::packed_linear", ("cpu", "cuda"), int4.packed_linear)
+torch.library.impl("qgemm::hadamard", ("cpu", "cuda"), hadamard)
 
 
 def quant_linear(
@@ -127,6 +137,17 @@ def _(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, inpu
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+@torch.library.register_fake("qgemm::packed_linear")
+def _(x: Tensor, weight: Tensor, scale: Tensor, in_features: int, group_size: int, bias: Tensor | None) -> Tensor:
+    int4.check_packed_linear(x, weight, scale, in_features, group_size, bias)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@torch.library.register_fake("qgemm::hadamard")
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
 def _quantize_rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     # Rounding has no useful gradient; quant_linear takes it for the identity.
     ctx.mark_non_differentiable(*output)
@@ -204,6 +225,37 @@ def _quant_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, None, None, grad_bias, None
 
 
+def _packed_linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, scale, ctx.in_features, ctx.group_size, bias = inputs
+    ctx.x_dtype = x.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(weight, scale)
+
+
+def _packed_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    weight, scale = ctx.saved_tensors
+    wants_x, _, wants_scale, _, _, wants_bias = ctx.needs_input_grad
+    if wants_scale:
+        raise RuntimeError("packed_linear has gradients for x and bias only; set requires_grad=False on its scale")
+    grad_x = grad_bias = None
+    if wants_x:
+        grad_x = grad @ int4.dequantize(weight, scale, ctx.group_size, ctx.in_features, ctx.x_dtype)
+    if wants_bias:
+        grad_bias = grad.float().sum_to_size(weight.shape[0]).to(ctx.bias_dtype)
+    return grad_x, None, None, None, None, grad_bias
+
+
+def _hadamard_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    pass
+
+
+def _hadamard_backward(ctx: Any, grad: Tensor) -> Tensor:
+    out: Tensor = torch.ops.qgemm.hadamard(grad)  # the matrix is symmetric
+    return out
+
+
+torch.library.register_autograd("qgemm::packed_linear", _packed_linear_backward, setup_context=_packed_linear_setup)
+torch.library.register_autograd("qgemm::hadamard", _hadamard_backward, setup_context=_hadamard_setup)
 torch.library.register_autograd("qgemm::quantize_rows", _quantize_rows_backward, setup_context=_quantize_rows_setup)
 torch.library.register_autograd("qgemm::scaled_mm", _scaled_mm_backward, setup_context=_scaled_mm_setup)
 torch.library.register_autograd("qgemm::matmul", _matmul_backward, setup_context=_matmul_setup)

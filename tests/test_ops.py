@@ -10,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qgemm.ops
-from qgemm.kernels import dispatch
+from qgemm.kernels import dispatch, int4
+from qgemm.kernels.hadamard import hadamard
 
 ops = torch.ops.qgemm
 
@@ -26,6 +27,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
     a_scale, b_scale = torch.rand(5, device=device), torch.rand(8, device=device)
     one = torch.tensor(0.02, device=device)
     y = torch.randn(16, 8, device=device).to(dtype)
+    packed = torch.randint(-(2**31), 2**31, (8, 2), dtype=torch.int32, device=device)
     return {
         "quantize_rows": (x, None),
         "quantize_rows static": (x.view(1, 5, 16), one),
@@ -37,6 +39,10 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "quant_linear": (x, weight, b_scale, bias, None),
         "quant_linear static": (x.view(1, 5, 16), weight, b_scale, None, one),
         "quant_linear vector": (x[0], weight, b_scale, bias, None),
+        "packed_linear": (x, packed, torch.rand(8, 2, device=device), 16, 10, bias),
+        "packed_linear vector": (x[0], packed, torch.rand(8, 1, device=device), 16, 16, None),
+        "hadamard": (x,),
+        "hadamard batch": (x.view(1, 5, 16).transpose(0, 1),),
     }
 
 
@@ -48,13 +54,18 @@ def call(variant: str, arguments: tuple[Any, ...]) -> Any:
     return getattr(ops, variant.split()[0])(*arguments)
 
 
+def function_of(variant: str) -> Any:
+    name = variant.split()[0]
+    return {"packed_linear": int4.packed_linear, "hadamard": hadamard}.get(name) or getattr(dispatch, name)
+
+
 @VARIANTS
 @DTYPES
 def test_opcheck(variant: str, dtype: torch.dtype, device: torch.device) -> None:
     operator = getattr(ops, variant.split()[0]).default
     arguments = operands(dtype, device)[variant]
     torch.library.opcheck(operator, arguments)
-    if variant.startswith(("matmul", "quant_linear")):
+    if variant.startswith(("matmul", "quant_linear", "packed_linear", "hadamard")):
         x, *rest = arguments
         torch.library.opcheck(operator, (x.clone().requires_grad_(), *rest))
 
@@ -63,7 +74,7 @@ def test_opcheck(variant: str, dtype: torch.dtype, device: torch.device) -> None
 @DTYPES
 def test_an_operator_is_its_kernel_function(variant: str, dtype: torch.dtype, device: torch.device) -> None:
     arguments = operands(dtype, device)[variant]
-    out, wanted = call(variant, arguments), getattr(dispatch, variant.split()[0])(*arguments)
+    out, wanted = call(variant, arguments), function_of(variant)(*arguments)
     for ours, theirs in zip(out, wanted, strict=True) if isinstance(out, (tuple, list)) else [(out, wanted)]:
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
@@ -90,6 +101,31 @@ def test_meta_tensors_give_shapes(variant: str, device: torch.device) -> None:
 
 
 # Gradients
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(6, 16), (16,), (2, 3, 16), (0, 16)])
+def test_packed_linear_gradients(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(shape, device=device).to(dtype).requires_grad_()
+    _, weight, scale, *sizes, _ = operands(dtype, device)["packed_linear"]
+    bias = torch.randn(8, device=device).to(dtype).requires_grad_()
+    out = ops.packed_linear(x, weight, scale, *sizes, bias)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    exact_x = grad.double() @ int4.dequantize(weight, scale, 10, 16, torch.float64)
+    exact_bias = grad.double().reshape(-1, 8).sum(0)
+    torch.testing.assert_close(
+        x.grad.double(), exact_x, rtol=3 * torch.finfo(dtype).eps, atol=64 * torch.finfo(dtype).eps * scale.max().item()
+    )
+    torch.testing.assert_close(bias.grad.double(), exact_bias, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    with pytest.raises(RuntimeError, match="gradients for x and bias only"):
+        ops.packed_linear(x, weight, scale.requires_grad_(), *sizes, bias).sum().backward()
+
+
+def test_the_gradient_of_a_rotation_is_the_rotated_gradient(device: torch.device) -> None:
+    x, grad = torch.randn(2, 3, 24, device=device, requires_grad=True), torch.randn(2, 3, 24, device=device)
+    ops.hadamard(x).backward(grad)
+    assert torch.equal(x.grad, hadamard(grad))
 
 
 @DTYPES

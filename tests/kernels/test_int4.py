@@ -1,0 +1,158 @@
+"""4-bit weights: rounding, packing, and the product with what they stand for."""
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
+from torch import Tensor
+
+from qgemm.kernels.int4 import dequantize, groups, pack, packed_linear, quantize_groups, spread, unpack, words
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+# Below, at and beyond a word and a group; whole and ragged last groups.
+WIDTHS = [1, 7, 8, 9, 31, 32, 33, 64, 70, 256]
+
+
+def by_hand(weight: np.ndarray, group_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Values and scales from the formula, a group at a time."""
+    N, K = weight.shape
+    q, scales = np.zeros((N, K), np.int8), np.ones((N, -(-K // group_size)), np.float32)
+    for n in range(N):
+        for g in range(scales.shape[1]):
+            part = weight[n, g * group_size : (g + 1) * group_size]
+            if part.any():
+                scales[n, g] = max(np.float32(np.abs(part).max()) / np.float32(7.5), np.finfo(np.float32).tiny)
+            q[n, g * group_size : (g + 1) * group_size] = np.clip(np.round(part / scales[n, g]), -8, 7)
+    return q, scales
+
+
+@pytest.mark.parametrize("group_size", [1, 32, 128])
+@pytest.mark.parametrize("K", WIDTHS)
+def test_quantize_groups(K: int, group_size: int, device: torch.device) -> None:
+    weight = torch.randn(5, K, device=device) * torch.logspace(-3, 3, 5, device=device)[:, None]
+    weight[2, : K // 2] = 0
+    q, scale = quantize_groups(weight, group_size)
+    wanted, scales = by_hand(weight.cpu().numpy(), group_size)
+    assert np.array_equal(q.cpu().numpy(), wanted)
+    assert np.array_equal(scale.cpu().numpy(), scales)
+    assert scale.shape == (5, groups(K, group_size))
+    error = (q * spread(scale, group_size, K) - weight).abs()
+    assert (error <= spread(scale, group_size, K) * (0.5 + 1e-6)).all()
+
+
+@DTYPES
+def test_sixteen_bit_weights_are_rounded_as_the_floats_they_are(dtype: torch.dtype, device: torch.device) -> None:
+    weight = torch.randn(5, 70, device=device).to(dtype)
+    for mine, wanted in zip(quantize_groups(weight, 32), quantize_groups(weight.float(), 32), strict=True):
+        assert torch.equal(mine, wanted)
+
+
+def test_the_largest_value_of_either_sign(device: torch.device) -> None:
+    q, scale = quantize_groups(torch.tensor([[7.5, 1.0], [-7.5, 1.0]], device=device), 2)
+    assert q.tolist() == [[7, 1], [-8, 1]]
+    assert scale.tolist() == [[1.0], [1.0]]
+
+
+def test_tiny_and_zero_groups(device: torch.device) -> None:
+    weight = torch.tensor([[1e-44, -1e-44, 0, 0]], device=device)
+    q, scale = quantize_groups(weight, 2)
+    assert q.tolist() == [[0, 0, 0, 0]]
+    assert scale.tolist() == [[torch.finfo(torch.float32).tiny, 1.0]]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_has_no_scale(value: float, device: torch.device) -> None:
+    weight = torch.randn(2, 64, device=device)
+    weight[1, 40] = value
+    _, scale = quantize_groups(weight, 32)
+    assert scale.isnan().tolist() == [[False, False], [False, True]]
+
+
+@pytest.mark.parametrize("K", WIDTHS)
+def test_packing_is_that_of_compressed_tensors(K: int, device: torch.device) -> None:
+    values = torch.randint(-8, 8, (5, K), dtype=torch.int8, device=device)
+    packed = pack(values)
+    assert packed.shape == (5, words(K))
+    assert torch.equal(packed.cpu(), pack_to_int32(values.cpu(), 4))
+    assert torch.equal(unpack(packed, K), values)
+    assert torch.equal(unpack_from_int32(packed.cpu(), 4, values.shape), values.cpu())
+
+
+def test_packing_of_any_strides(device: torch.device) -> None:
+    values = torch.randint(-8, 8, (32, 10), dtype=torch.int8, device=device)
+    assert torch.equal(pack(values.t()), pack(values.t().contiguous()))
+    packed = pack(values)
+    spaced = packed.repeat_interleave(2, 1)[:, ::2]
+    assert torch.equal(unpack(spaced, 10), values)
+
+
+def test_nothing_to_pack() -> None:
+    for N, K in ((0, 16), (5, 0)):
+        values = torch.zeros(N, K, dtype=torch.int8)
+        assert unpack(pack(values), K).shape == (N, K)
+        assert quantize_groups(torch.zeros(N, K), 128)[0].shape == (N, K)
+        assert dequantize(pack(values), torch.ones(N, groups(K, 128)), 128, K, torch.float32).shape == (N, K)
+
+
+def stored(N: int, K: int, group_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    values = torch.randint(-8, 8, (N, K), dtype=torch.int8, device=device)
+    return values, pack(values), torch.rand(N, groups(K, group_size), device=device) + 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_dequantize(dtype: torch.dtype, device: torch.device) -> None:
+    values, packed, scale = stored(9, 70, 32, device)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    wanted = (values.to(exact) * spread(scale, 32, 70)).to(dtype)
+    assert torch.equal(dequantize(packed, scale, 32, 70, dtype), wanted)
+
+
+def test_dequantize_in_pieces(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    _, packed, scale = stored(9, 70, 32, device)
+    whole = dequantize(packed, scale, 32, 70, torch.float32)
+    monkeypatch.setattr("qgemm.kernels.int4._PIECE", 150)
+    assert torch.equal(dequantize(packed, scale, 32, 70, torch.float32), whole)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(3, 70), (70,), (2, 3, 70), (0, 70)])
+def test_packed_linear(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    values, packed, scale = stored(40, 70, 32, device)
+    x, bias = torch.randn(shape, device=device).to(dtype), torch.randn(40, device=device)
+    out = packed_linear(x, packed, scale, 70, 32, bias)
+    assert out.dtype == dtype
+    assert out.shape == (*shape[:-1], 40)
+    weight = values.double() * spread(scale, 32, 70).double()
+    exact = x.double() @ weight.t() + bias.double()
+    size = x.double().abs() @ weight.abs().t() + bias.abs()
+    # TF32 rounds operands to 10 bits.
+    eps = 2.0**-10 if x.is_cuda and dtype == torch.float32 else torch.finfo(dtype).eps
+    assert ((out.double() - exact).abs() <= 2 * eps * size).all()
+
+
+def test_autocast_keeps_the_dtype_of_x(device: torch.device) -> None:
+    _, packed, scale = stored(40, 70, 32, device)
+    x = torch.randn(3, 70, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = packed_linear(x, packed, scale, 70, 32, None)
+    assert torch.equal(out, packed_linear(x, packed, scale, 70, 32, None))
+
+
+def test_what_packed_linear_refuses(device: torch.device) -> None:
+    _, packed, scale = stored(40, 70, 32, device)
+    x, bias = torch.randn(3, 70, device=device), torch.zeros(40, device=device)
+    good = {"x": x, "weight": packed, "scale": scale, "in_features": 70, "group_size": 32, "bias": bias}
+    for changes, message in (
+        ({"x": x.double()}, "x is torch.float64; a quantized layer takes"),
+        ({"x": x[:, :69]}, "x has 69 columns but the layer's in_features is 70"),
+        ({"x": x[0, 0]}, "x has no columns"),
+        ({"weight": packed.long()}, r"weight is torch.int64 \[40, 9\]; it must be torch.int32 \[40, 9\]"),
+        ({"weight": packed[:, 1:]}, r"weight is torch.int32 \[40, 8\]"),
+        ({"scale": scale[:, 1:]}, r"scale is torch.float32 \[40, 2\]; it must be torch.float32 \[40, 3\]"),
+        ({"scale": scale.half()}, "scale is torch.float16"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"bias": bias[1:]}, r"bias is torch.float32 \[39\]"),
+        ({"scale": scale.to("meta")}, "scale is on meta"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            packed_linear(**{**good, **changes})
