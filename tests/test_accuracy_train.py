@@ -62,7 +62,9 @@ class A:
     """Give every name a number that it keeps for ever. Short one.
 
     The second paragraph of this text
-    goes over two lines. >>> code_that(is_no, sentence, of, any, language, at, all)
+    goes over two lines.
+
+    >>> code_that(is_no, sentence, of, any, language, at, all)
     """
     text = "Some other string that is not at all a docstring."
 '''
