@@ -5,15 +5,15 @@ Small models have none, so methods made for outliers can't be told apart on them
 - Dettmers et al. 2022, "LLM.int8()", https://arxiv.org/abs/2208.07339: from 6.7 billion parameters on, the inputs of
   all attention and feed-forward projections have the same few outlier features (six there), up to 20 times as large as
   the others. From here: six channels, the same in every block, in the outputs of both of its norms.
-- Xiao et al. 2022, "SmoothQuant", https://arxiv.org/abs/2211.10438: outliers of OPT-175B are about 100 times as large as
-  most values, and stay in fixed channels for all tokens. From here: factors of up to 64, fixed channels.
-- Sun et al. 2024, "Massive Activations in Large Language Models", https://arxiv.org/abs/2402.17762, and Yang et al. 2024,
-  "Mitigating Quantization Errors Due to Activation Spikes in GLU-Based LLMs", https://arxiv.org/abs/2405.14428: a few
-  activations of a few tokens are far larger still, and arise in gated feed-forward layers, at the input of ``down_proj``.
-  From here: outlier channels there too. That they are confined to few tokens isn't imitated.
+- Xiao et al. 2022, "SmoothQuant", https://arxiv.org/abs/2211.10438: outliers are about 100 times as large as most
+  values, and stay in fixed channels for all tokens. From here: factors of up to 64, fixed channels.
+- Sun et al. 2024, "Massive Activations in Large Language Models", https://arxiv.org/abs/2402.17762, and Yang et al.
+  2024, "Mitigating Quantization Errors Due to Activation Spikes in GLU-Based LLMs", https://arxiv.org/abs/2405.14428: a
+  few activations of a few tokens are far larger still, and arise in gated feed-forward layers, at the input of
+  ``down_proj``. From here: outlier channels there too. That they are confined to few tokens isn't imitated.
 
-A norm's gain times ``f`` and the columns of the next weights divided by ``f`` leave the product as it was; so do rows of
-``up_proj`` times ``f`` and columns of ``down_proj`` divided by ``f``, since the gate multiplies ``up_proj``'s output.
+A norm's gain times ``f`` and the columns of the next weights divided by ``f`` leave the product as it was. So do rows
+of ``up_proj`` times ``f`` and columns of ``down_proj`` divided by ``f``: the gate multiplies what ``up_proj`` gives.
 Factors are powers of two, which change exponents alone: every product has the same bits as before.
 
 What this can't imitate: in a model that was trained with outliers the weights that read them need not be small. Here
