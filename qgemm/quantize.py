@@ -14,15 +14,21 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qgemm.calibration import Calibration, run_batches
+from qgemm.calibration.collect import NO_BATCH, as_call, check_batches, run_batches
+from qgemm.calibration.method import Call, Method
+from qgemm.calibration.observers import Observer, resolve_observer
+from qgemm.calibration.pipeline import quantize_blocks
+from qgemm.calibration.recipe import Recipe
+from qgemm.calibration.result import Calibration
 from qgemm.nn.linear import linear_weight
 from qgemm.offloading import check_hooks, weights_at_hand
 from qgemm.reporting import KEPT, LayerRecord, QuantReport
@@ -41,6 +47,10 @@ def quantize_model(
     skip: Pattern | Iterable[Pattern] | None = None,
     input_scales: Mapping[str, float | Tensor] | None = None,
     calibration: Calibration | Iterable[Any] | None = None,
+    observer: str | Observer | None = None,
+    recipe: Recipe | Sequence[Method] | None = None,
+    device: torch.device | str | None = None,
+    resume: str | Path | None = None,
     progress: bool | None = None,
 ) -> Model:
     """Swaps the linear layers and experts of ``model`` for quantized ones, in place, and returns ``model``.
@@ -53,10 +63,18 @@ def quantize_model(
       with ``*``, ``?`` or ``[`` in it, a glob over such names, in which ``*`` crosses dots. A compiled regular
       expression is searched for in the names of layers.
     - ``input_scales``: for a static scheme, the activation's scale of every linear layer to be swapped, by name.
-      Experts have none: under a static scheme they are quantized with ``"int8"``.
+      Experts have none: under any scheme they are quantized with ``"int8"``.
     - ``calibration``: instead of ``input_scales``, what ``qgemm.calibrate`` gave, or batches to run the model on first:
       mappings of keyword arguments, tuples or lists of arguments, or tensors, on the model's device. It runs in eval
-      mode without gradients, and the largest magnitude of each layer's input makes its scale (``"min-max"``).
+      mode without gradients.
+    - ``observer``: what makes scales of batches, ``"min-max"`` if None: another name that ``qgemm.calibrate`` takes, or
+      an ``Observer``.
+    - ``recipe``: methods from ``qgemm.calibration``, applied in order, block by block: ``[SmoothQuant(), GPTQ()]``.
+      ``calibration`` must be batches, then also under schemes that aren't static. Layers that saw no token are
+      quantized with ``"int8"``, with a warning.
+    - ``device``: with batches, works block by block, each moved to this device and back; the model stays where it is.
+    - ``resume``: a folder in which finished blocks are kept, so that the same call goes on where it was killed. Remove
+      it when the model is saved.
     - ``progress``: whether to show progress bars; None shows them on a terminal only.
 
     A transformers model is told of it, so that ``save_pretrained`` works; it gets a copy of its config.
@@ -65,16 +83,32 @@ def quantize_model(
     ``input_scales`` or ``calibration`` doesn't fit, or a layer carries what a swap would lose (state-dict hooks;
     weights that accelerate keeps on disk). What accelerate offloads to the CPU stays there, in int8.
     """
-    if calibration is not None:
-        if input_scales is not None:
-            raise ValueError("input_scales and calibration are both given, and each says what the scales are: pass one")
-        input_scales = _calibrated_scales(model, scheme, skip, calibration, progress)
-    plan = plan_swaps(model, scheme, skip, input_scales)
-    _check_finite(model, plan.chosen)
-    records = {}
-    for layer in tqdm(plan.chosen, desc="quantize", unit="layer", disable=None if progress is None else not progress):
-        records[layer.name] = swap(model, layer, plan.scheme_of(layer), plan.input_scales.get(layer.name))
-    model._qgemm_report = make_report(plan, records)  # type: ignore[assignment]
+    if calibration is not None and input_scales is not None:
+        raise ValueError("input_scales and calibration are both given, and each says what the scales are: pass one")
+    if observer is not None and (calibration is None or isinstance(calibration, Calibration)):
+        raise ValueError("observer is what makes scales of batches: pass those as calibration, or leave it out")
+    observer = resolve_observer(observer or "min-max")
+    if recipe is not None or device is not None or resume is not None:
+        recipe = recipe if isinstance(recipe, Recipe) else Recipe([] if recipe is None else recipe)
+        plan, calls = _plan_blocks(model, scheme, skip, input_scales, calibration, recipe, device, resume)
+        layers = [(layer, plan.scheme_of(layer)) for layer in plan.chosen]
+        place = None if device is None else torch.device(device)
+        records = quantize_blocks(
+            model, layers, recipe, calls, observer, device=place, resume=resume, progress=progress
+        )
+    else:
+        if calibration is not None:
+            input_scales = _calibrated_scales(model, scheme, skip, calibration, observer, progress)
+        plan = plan_swaps(model, scheme, skip, input_scales)
+        _check_finite(model, plan.chosen)
+        records = {}
+        show = None if progress is None else not progress
+        for layer in tqdm(plan.chosen, desc="quantize", unit="layer", disable=show):
+            records[layer.name] = swap(model, layer, plan.scheme_of(layer), plan.input_scales.get(layer.name))
+    report = make_report(plan, records)
+    if recipe is not None:
+        report = replace(report, recipe=recipe.to_dict())
+    model._qgemm_report = report  # type: ignore[assignment]
     _warn_of_experts(plan.layers)
     if _holds_pretrained(model):
         from qgemm.integrations.transformers import attach_quantizer
@@ -97,8 +131,8 @@ class SwapPlan:
         return [layer for layer in self.layers if not layer.reason]
 
     def scheme_of(self, layer: Layer) -> QuantScheme:
-        """How a chosen layer is to be quantized: experts always find the scales of their activations as they run."""
-        return SCHEMES["int8"] if layer.is_experts and self.scheme.is_static else self.scheme
+        """How a chosen layer is to be quantized: experts compute ``"int8"`` alone."""
+        return SCHEMES["int8"] if layer.is_experts else self.scheme
 
 
 def plan_swaps(
@@ -108,11 +142,56 @@ def plan_swaps(
     input_scales: Mapping[str, float | Tensor] | None,
 ) -> SwapPlan:
     """Looks at every layer and checks everything but the weights' values; raises as ``quantize_model`` does."""
-    scheme = resolve_scheme(scheme)
-    layers = select_layers(model, skip)
-    chosen = [layer for layer in layers if not layer.reason]
-    _check_layers(model, chosen)
-    return SwapPlan(scheme, layers, _check_input_scales(scheme, chosen, layers, input_scales))
+    plan = _plan_without_scales(model, scheme, skip)
+    return replace(plan, input_scales=_check_input_scales(plan.scheme, plan.chosen, plan.layers, input_scales))
+
+
+def _plan_without_scales(
+    model: nn.Module, scheme: str | QuantScheme, skip: Pattern | Iterable[Pattern] | None
+) -> SwapPlan:
+    plan = SwapPlan(resolve_scheme(scheme), select_layers(model, skip), {})
+    _check_layers(model, plan.chosen)
+    return plan
+
+
+def _plan_blocks(
+    model: nn.Module,
+    scheme: str | QuantScheme,
+    skip: Pattern | Iterable[Pattern] | None,
+    input_scales: Mapping[str, float | Tensor] | None,
+    calibration: Calibration | Iterable[Any] | None,
+    recipe: Recipe,
+    device: torch.device | str | None,
+    resume: str | Path | None,
+) -> tuple[SwapPlan, list[Call]]:
+    """The plan, and the calibration data, to quantize block by block; checks all that can be before it begins."""
+    plan = _plan_without_scales(model, scheme, skip)
+    if input_scales is not None:
+        raise ValueError("input_scales are given, but a recipe finds scales by itself: pass batches as calibration")
+    if isinstance(calibration, Calibration):
+        raise ValueError("calibration is what was seen before, but blocks run on the data itself: pass the batches")
+    if calibration is None:
+        wanting = [f"the method {method.name}" for method in recipe if method.needs_data]
+        wanting += [f"the scheme {plan.scheme.name!r}"] if plan.scheme.is_static else []
+        wanting += ["device"] if device is not None else []
+        wanting += ["resume"] if resume is not None else []
+        if wanting:
+            raise ValueError(f"{wanting[0]} needs batches to run the model on: pass them as calibration")
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise ValueError("a recipe needs weights, but the model has some on meta: load it, not offloaded by accelerate")
+    homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if device is not None and (len(homes) > 1 or any(hasattr(module, "_hf_hook") for module in model.modules())):
+        raise ValueError(
+            "device is given, but the model is spread over devices already: leave it out, or load on the CPU"
+        )
+    _check_finite(model, plan.chosen)
+    if calibration is None:
+        return plan, []
+    check_batches(calibration)
+    calls = [as_call(batch, index) for index, batch in enumerate(calibration)]
+    if not calls:
+        raise ValueError(NO_BATCH)
+    return plan, calls
 
 
 def make_report(plan: SwapPlan, records: Mapping[str, LayerRecord]) -> QuantReport:
@@ -180,6 +259,7 @@ def _calibrated_scales(
     scheme: str | QuantScheme,
     skip: Pattern | Iterable[Pattern] | None,
     calibration: Calibration | Iterable[Any],
+    observer: Observer,
     progress: bool | None,
 ) -> dict[str, float | Tensor]:
     """``input_scales`` of a calibration, or of the batches for one."""
@@ -190,7 +270,7 @@ def _calibrated_scales(
     linears = [layer for layer in chosen if not layer.is_experts]
     if not isinstance(calibration, Calibration):
         _check_finite(model, chosen)  # or their NaN would be found in the input of the layer after
-        calibration = run_batches(model, [layer.name for layer in linears], calibration, progress)
+        calibration = run_batches(model, [layer.name for layer in linears], calibration, observer, progress)
     if unseen := [layer.name for layer in linears if layer.name not in calibration.statistics]:
         raise ValueError(f"calibration has nothing of {listed(unseen)}: run batches that reach them, or skip them")
     scales: dict[str, float | Tensor] = {}

@@ -7,8 +7,7 @@ looks like one that was done. Records are values; they go through JSON (``to_dic
 from __future__ import annotations
 
 import html
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
@@ -28,6 +27,9 @@ class LayerRecord:
     - ``bytes_before``, ``bytes_after``: of its parameters. What it shares with a layer listed earlier counts there.
     - ``weight_error``: ``norm(dequantized - weight) / norm(weight)`` (Frobenius), of experts the larger of their two
       weights'; None where it isn't known.
+    - ``note``: what a recipe's methods say of the layer, such as what they couldn't do.
+    - ``output_error``: ``norm(quantized(x) - float(x)) / norm(float(x))`` of the layer on a sample of its inputs in the
+      calibration; None where there was no recipe.
     """
 
     name: str
@@ -37,6 +39,8 @@ class LayerRecord:
     bytes_before: int
     bytes_after: int
     weight_error: float | None
+    note: str = ""
+    output_error: float | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -46,9 +50,13 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class QuantReport:
-    """The records of a model's layers, in the model's order. ``print`` shows a table, a notebook an HTML one."""
+    """The records of a model's layers, in the model's order. ``print`` shows a table, a notebook an HTML one.
+
+    ``recipe``: the methods that were used, as ``qgemm.calibration.Recipe.to_dict`` has them; None without a recipe.
+    """
 
     records: tuple[LayerRecord, ...]
+    recipe: dict[str, Any] | None = field(default=None, hash=False)
 
     @property
     def quantized(self) -> tuple[LayerRecord, ...]:
@@ -83,14 +91,24 @@ class QuantReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready values."""
-        return {"records": [asdict(record) for record in self.records]}
+        records = []
+        for record in self.records:
+            values = asdict(record)
+            records.append(
+                {key: value for key, value in values.items() if key not in _OPTIONAL or value not in ("", None)}
+            )
+        return {"records": records, **({} if self.recipe is None else {"recipe": self.recipe})}
 
     @classmethod
     def from_dict(cls, values: Any) -> QuantReport:
         """The report that ``to_dict`` wrote. Raises ``ValueError`` for anything else."""
-        if not isinstance(values, dict) or set(values) != {"records"} or not isinstance(values["records"], list):
-            raise ValueError(f"a report is a dictionary with one list, 'records'; this is {_shortened(values)}")
-        return cls(tuple(_parse_record(index, record) for index, record in enumerate(values["records"])))
+        known = isinstance(values, dict) and {"records"} <= set(values) <= {"records", "recipe"}
+        if not known or not isinstance(values["records"], list):
+            raise ValueError(
+                f"a report is a dictionary with one list, 'records', and perhaps a recipe; this is {_shortened(values)}"
+            )
+        records = tuple(_parse_record(index, record) for index, record in enumerate(values["records"]))
+        return cls(records, _parse_recipe(values.get("recipe")))
 
     def __str__(self) -> str:
         """An aligned table, a row per layer, totals last."""
@@ -98,8 +116,8 @@ class QuantReport:
         widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
         lines = [
             "  ".join(
-                cell.rjust(width) if column in _NUMERIC else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+                cell.rjust(width) if title in _NUMERIC else cell.ljust(width)
+                for title, cell, width in zip(header, row, widths, strict=True)
             ).rstrip()
             for row in (header, *rows)
         ]
@@ -114,7 +132,7 @@ class QuantReport:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{totals}</p>"
 
     def _table(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = [("layer", "kind", "action", "before", "after", "error")]
+        rows: list[tuple[str, ...]] = [("layer", "kind", "action", "before", "after", "error", "output", "note")]
         for record in self.records:
             rows.append(
                 (
@@ -124,9 +142,13 @@ class QuantReport:
                     _size(record.bytes_before),
                     _size(record.bytes_after),
                     "" if record.weight_error is None else f"{record.weight_error:.4f}",
+                    "" if record.output_error is None else f"{record.output_error:.4f}",
+                    record.note,
                 )
             )
-        return rows
+        used = [any(row[column] for row in rows[1:]) for column in range(len(rows[0]))]
+        shown = [column for column in range(len(rows[0])) if column < _ALWAYS_SHOWN or used[column]]
+        return [tuple(row[column] for column in shown) for row in rows]
 
     def _totals(self) -> list[str]:
         before, after = self.bytes_before, self.bytes_after
@@ -137,10 +159,18 @@ class QuantReport:
         ]
         if self.largest_error is not None:
             lines.append(f"largest relative weight error: {self.largest_error:.4f}")
+        if self.recipe is not None:
+            names = ", ".join(name for method in self.recipe["methods"] for name in method)
+            lines.append(f"recipe: {names or 'rounding to nearest'}")
         return lines
 
 
-_NUMERIC = frozenset({3, 4, 5})
+# Columns of the table: those that are numbers, and how many are there also if they are empty.
+_NUMERIC = frozenset({"before", "after", "error", "output"})
+_ALWAYS_SHOWN = 6
+_OPTIONAL = {"note", "output_error"}
+# Of a record that is read, where numbers may have hundreds of digits.
+_LARGEST_ERROR = 1e300
 
 
 def report(model: nn.Module) -> QuantReport:
@@ -167,27 +197,55 @@ def parameter_bytes(module: nn.Module) -> int:
 
 def _derive_record(name: str, layer: QuantLayer) -> LayerRecord:
     own = dict(layer.named_parameters(recurse=False))
-    floats = {key: parameter for key, parameter in own.items() if key not in layer.scale_names}
-    biases = [parameter for key, parameter in floats.items() if key not in layer.weight_names]
-    element_size = biases[0].element_size() if biases else 4
-    before = sum(parameter.numel() for parameter in floats.values()) * element_size
-    kind = "Linear" if isinstance(layer, LinearLayer) else "Experts"
+    biases = [parameter for key, parameter in own.items() if key not in layer.fixed_names]
+    count = sum(parameter.numel() for parameter in biases)
+    if isinstance(layer, LinearLayer):
+        kind, count = "Linear", layer.in_features * layer.out_features + (layer.bias is not None) * layer.out_features
+    else:
+        kind, count = "Experts", count + sum(own[key].numel() for key in layer.weight_names)
+    before = count * (biases[0].element_size() if biases else 4)
     return LayerRecord(name, kind, layer.scheme.name, "", before, parameter_bytes(layer), None)
 
 
 def _parse_record(index: int, values: Any) -> LayerRecord:
-    fields = {"name": str, "kind": str, "action": str, "reason": str, "bytes_before": int, "bytes_after": int}
+    texts, sizes = ("name", "kind", "action", "reason"), ("bytes_before", "bytes_after")
+    required = {*texts, *sizes, "weight_error"}
     where = f"record {index} of the report"
-    if not isinstance(values, dict) or set(values) != {*fields, "weight_error"}:
-        raise ValueError(f"{where} must hold exactly {[*fields, 'weight_error']}; it is {_shortened(values)}")
-    for field, kind in fields.items():
-        if type(values[field]) is not kind or (kind is int and values[field] < 0):
-            wanted = "a string" if kind is str else "a whole number of bytes"
-            raise ValueError(f"{field} of {where} is {_shortened(values[field])}; it must be {wanted}")
-    error = values["weight_error"]
-    if error is not None and not (type(error) in (int, float) and math.isfinite(error) and error >= 0):
-        raise ValueError(f"weight_error of {where} is {_shortened(error)}; it must be a number, 0 or more, or None")
+    if not isinstance(values, dict) or not required <= set(values) <= required | _OPTIONAL:
+        raise ValueError(
+            f"{where} must hold {sorted(required)}, and nothing else but {sorted(_OPTIONAL)}: {_shortened(values)}"
+        )
+    for key in (*texts, "note"):
+        if not isinstance(values.get(key, ""), str):
+            raise ValueError(f"{key} of {where} is {_shortened(values[key])}; it must be a string")
+    for key in sizes:
+        if type(values[key]) is not int or values[key] < 0:
+            raise ValueError(f"{key} of {where} is {_shortened(values[key])}; it must be a whole number of bytes")
+    for key in ("weight_error", "output_error"):
+        error = values.get(key)
+        if error is not None and not (type(error) in (int, float) and 0 <= error <= _LARGEST_ERROR):
+            raise ValueError(f"{key} of {where} is {_shortened(error)}; it must be a number, 0 or more, or None")
     return LayerRecord(**values)
+
+
+def _parse_recipe(values: Any) -> dict[str, Any] | None:
+    """Its form only: which methods there are is known where they are made."""
+    if values is None:
+        return None
+    if not isinstance(values, dict) or set(values) != {"methods"} or not isinstance(values["methods"], list):
+        raise ValueError(
+            f"recipe of the report must be a dictionary with one list, 'methods'; it is {_shortened(values)}"
+        )
+    for method in values["methods"]:
+        if not isinstance(method, dict) or len(method) != 1 or not all(map(_is_settings, method.values())):
+            raise ValueError(
+                f"recipe of the report holds {_shortened(method)}; a method is one name with a dictionary of settings"
+            )
+    return values
+
+
+def _is_settings(values: Any) -> bool:
+    return isinstance(values, dict) and all(isinstance(value, str | int | float | None) for value in values.values())
 
 
 def _shortened(value: Any) -> str:

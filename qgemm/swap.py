@@ -7,6 +7,7 @@ Experts can be swapped a tensor at a time (``ExpertsSwap``), for a model that is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,32 +21,41 @@ from qgemm.scheme import QuantScheme
 from qgemm.survey import Layer
 
 
-def swap(model: nn.Module, layer: Layer, scheme: QuantScheme, input_scale: float | Tensor | None = None) -> LayerRecord:
-    """Puts a quantized layer in the place of one layer of ``model``, under all its names."""
+def swap(
+    model: nn.Module, layer: Layer, scheme: QuantScheme, input_scale: float | Tensor | None = None, **decided: Any
+) -> LayerRecord:
+    """Puts a quantized layer in the place of one layer of ``model``, under all its names.
+
+    ``decided``: what else ``from_linear`` of the scheme's class takes, such as a ``weight`` that a method has decided.
+    """
     module = model.get_submodule(layer.name)
     with weights_at_hand(module):
-        record = _swap(model, module, layer, scheme, input_scale)
+        if layer.is_experts:
+            record = _swap_experts(model, module, layer, scheme)
+        else:
+            quantized = linear_class(scheme).from_linear(module, scheme, input_scale, **decided)
+            record = _swap_linear(model, module, layer, quantized)
     carry_hooks(module, model.get_submodule(layer.name))
     return record
 
 
-def _swap(
-    model: nn.Module, module: nn.Module, layer: Layer, scheme: QuantScheme, input_scale: float | Tensor | None
-) -> LayerRecord:
-    if layer.is_experts:
-        experts = ExpertsSwap(model, layer, scheme)
-        for name in list(experts.waiting):
-            experts.take(name, module.get_parameter(name))
-        return experts.finish()
-    quantized = linear_class(scheme).from_linear(module, scheme, input_scale)
-    _put(model, layer, quantized)
+def _swap_experts(model: nn.Module, module: nn.Module, layer: Layer, scheme: QuantScheme) -> LayerRecord:
+    experts = ExpertsSwap(model, layer, scheme)
+    for name in list(experts.waiting):
+        experts.take(name, module.get_parameter(name))
+    return experts.finish()
+
+
+def _swap_linear(model: nn.Module, module: nn.Module, layer: Layer, quantized: LinearLayer) -> LayerRecord:
+    put(model, layer, quantized)
     weight = linear_weight(module).detach()
     value = None
     if weight.device.type != "meta":
         error = WeightError()
         error.add_layer(weight, quantized)
         value = error.value
-    return LayerRecord(layer.name, layer.kind, scheme.name, "", layer.bytes, parameter_bytes(quantized), value)
+    scheme, size = quantized.scheme.name, parameter_bytes(quantized)
+    return LayerRecord(layer.name, layer.kind, scheme, "", layer.bytes, size, value)
 
 
 class ExpertsSwap:
@@ -83,7 +93,7 @@ class ExpertsSwap:
     def finish(self) -> LayerRecord:
         """Puts the quantized module in its place."""
         assert not self.waiting, f"{next(iter(self.waiting))} has yet to come"
-        _put(self._model, self._layer, self._quantized)
+        put(self._model, self._layer, self._quantized)
         return LayerRecord(
             self._layer.name,
             self._layer.kind,
@@ -107,7 +117,8 @@ _CARRIED_HOOKS = (
 )
 
 
-def _put(model: nn.Module, layer: Layer, quantized: QuantLayer) -> None:
+def put(model: nn.Module, layer: Layer, quantized: QuantLayer) -> None:
+    """Puts ``quantized`` where ``model`` has ``layer``, under all its names, with the hooks of the module there."""
     module = model.get_submodule(layer.name)
     for hooks in _CARRIED_HOOKS:
         # The very dictionary: a handle that removes its hook looks there.

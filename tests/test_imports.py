@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.nn",
         "qgemm.kernels",
         "qgemm.scheme",
+        "qgemm.version",
     },
     "qgemm.quantize": {
         "qgemm.calibration",
@@ -90,7 +91,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 # A quantized model is announced to the library that it is of: inside a function, for a model of such a library only.
 ANNOUNCED_TO = {"qgemm.quantize": {"qgemm.integrations"}, "qgemm.checkpoint": {"qgemm.integrations"}}
-OPTIONAL = {"transformers", "accelerate", "compressed_tensors", "huggingface_hub", "peft"}
+OPTIONAL = {"transformers", "accelerate", "compressed_tensors", "huggingface_hub", "peft", "yaml"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -74,6 +74,31 @@ def test_html_escapes_what_it_shows() -> None:
 def test_json_round_trip() -> None:
     result = QuantReport(RECORDS)
     assert QuantReport.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+    # As it was before there were recipes, where there is none.
+    assert set(result.to_dict()) == {"records"}
+    assert {*result.to_dict()["records"][0]} == {
+        "name", "kind", "action", "reason", "bytes_before", "bytes_after", "weight_error"
+    }  # fmt: skip
+
+
+WITH_RECIPE = QuantReport(
+    (
+        LayerRecord("up", "Linear", "int8", "", 4096, 1280, 0.0061, "gptq: it is singular", 0.0123),
+        LayerRecord("down", "Linear", "int8", "", 4096, 1280, 0.0062),
+    ),
+    {"methods": [{"smoothquant": {"alpha": 0.5}}, {"gptq": {}}]},
+)
+
+
+def test_a_recipes_notes_and_errors_are_shown_and_stored() -> None:
+    assert QuantReport.from_dict(json.loads(json.dumps(WITH_RECIPE.to_dict()))) == WITH_RECIPE
+    lines = str(WITH_RECIPE).splitlines()
+    assert lines[0] == "layer  kind    action   before    after   error  output  note"
+    assert lines[2] == "up     Linear  int8    4.0 KiB  1.2 KiB  0.0061  0.0123  gptq: it is singular"
+    assert lines[3] == "down   Linear  int8    4.0 KiB  1.2 KiB  0.0062"
+    assert lines[-1] == "recipe: smoothquant, gptq"
+    assert "gptq: it is singular" in WITH_RECIPE._repr_html_()
+    hash(WITH_RECIPE)
 
 
 def _with(**changes: object) -> dict[str, object]:
@@ -87,7 +112,7 @@ def _with(**changes: object) -> dict[str, object]:
         (None, "one list, 'records'"),
         ({"records": [], "more": 1}, "one list, 'records'"),
         ({"records": "abc"}, "one list, 'records'"),
-        ({"records": [{"name": "x"}]}, "record 0 of the report must hold exactly"),
+        ({"records": [{"name": "x"}]}, "record 0 of the report must hold .*, and nothing else"),
         (_with(name=3), "name of record 0 of the report is 3; it must be a string"),
         (_with(bytes_before="1"), "bytes_before of record 0"),
         (_with(bytes_after=-1), "bytes_after of record 0"),
@@ -95,6 +120,13 @@ def _with(**changes: object) -> dict[str, object]:
         (_with(bytes_after=True), "bytes_after of record 0"),
         (_with(weight_error=float("nan")), "weight_error of record 0"),
         (_with(weight_error=-0.5), "weight_error of record 0"),
+        (_with(weight_error=10**400), "weight_error of record 0"),
+        (_with(output_error="0"), "output_error of record 0"),
+        (_with(note=None), "note of record 0 of the report is None; it must be a string"),
+        (_with(more=1), "and nothing else but"),
+        ({"records": [], "recipe": []}, "recipe of the report must be a dictionary"),
+        ({"records": [], "recipe": {"methods": ["gptq"]}}, "recipe of the report holds 'gptq'"),
+        ({"records": [], "recipe": {"methods": [{"gptq": {"x": []}}]}}, "recipe of the report holds"),
     ],
 )
 def test_foreign_values_are_refused(values: object, message: str) -> None:

@@ -1,6 +1,12 @@
-"""Calibration: statistics of a float model's activations, and the static scales that are made of them."""
+"""Calibration: statistics of a float model's activations, and what is made of them: static scales, and recipes of
+methods that keep a quantized model close to the float one.
+"""
 
+from qgemm.calibration.awq import AWQ
+from qgemm.calibration.bias_correction import BiasCorrection
 from qgemm.calibration.collect import calibrate, run_batches
+from qgemm.calibration.gptq import GPTQ
+from qgemm.calibration.method import Block, Call, LayerWork, Method, QuantizedWeight
 from qgemm.calibration.observers import (
     OBSERVERS,
     MeanSquaredError,
@@ -9,16 +15,33 @@ from qgemm.calibration.observers import (
     Observer,
     Percentile,
 )
+from qgemm.calibration.recipe import METHODS, Recipe
 from qgemm.calibration.result import Calibration
+from qgemm.calibration.rounding import MSEWeights
+from qgemm.calibration.smoothquant import SmoothQuant
+from qgemm.calibration.statistics import InputStatistics
 
 __all__ = [
+    "AWQ",
+    "GPTQ",
+    "METHODS",
     "OBSERVERS",
+    "BiasCorrection",
+    "Block",
     "Calibration",
+    "Call",
+    "InputStatistics",
+    "LayerWork",
+    "MSEWeights",
     "MeanSquaredError",
+    "Method",
     "MinMax",
     "MovingAverage",
     "Observer",
     "Percentile",
+    "QuantizedWeight",
+    "Recipe",
+    "SmoothQuant",
     "calibrate",
     "run_batches",
 ]

@@ -14,9 +14,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qgemm.calibration.observers import MinMax, Observer, resolve_observer
+from qgemm.calibration.method import Call
+from qgemm.calibration.observers import Observer, resolve_observer
 from qgemm.calibration.result import Calibration
+from qgemm.nn.float_experts import describe_experts
 from qgemm.selection import Pattern, listed, select_layers
+
+NO_BATCH = "calibration has no batch: an iterator that was used up gives nothing a second time"
 
 
 @contextmanager
@@ -35,12 +39,23 @@ def calibrate(
       settings that are wanted.
     - ``skip``: as ``quantize_model`` has it.
 
-    Warns at the end of layers that saw nothing. Raises ``ValueError`` as ``quantize_model`` does, before the model
-    runs; and out of the model's call if a layer's input holds NaN or Inf.
+    Warns at the end of layers that saw nothing, and of experts to which no token went. Raises ``ValueError`` as
+    ``quantize_model`` does, before the model runs; and out of the model's call if a layer's input holds NaN or Inf.
     """
-    names = [layer.name for layer in select_layers(model, skip) if not layer.reason and not layer.is_experts]
-    with _watched(model, names, Calibration(resolve_observer(observer))) as calibration:
+    layers = [layer for layer in select_layers(model, skip) if not layer.reason]
+    names = [layer.name for layer in layers if not layer.is_experts]
+    calibration = Calibration(resolve_observer(observer))
+    with (
+        _watched(model, names, calibration),
+        _counted(model, [layer.name for layer in layers if layer.is_experts]) as tokens,
+    ):
         yield calibration
+    if unused := _unused_experts(tokens):
+        warnings.warn(
+            f"{listed(unused)} saw no tokens, so what calibration finds around them says nothing of tokens that need "
+            "them: run more batches, or more various ones",
+            stacklevel=3,
+        )
     if unseen := [name for name in names if name not in calibration.statistics]:
         warnings.warn(
             f"{listed(unseen)} saw no tokens, so there are no scales for them: run batches that reach them, or pass "
@@ -50,28 +65,53 @@ def calibrate(
 
 
 def run_batches(
-    model: nn.Module, names: list[str], batches: Iterable[Any], progress: bool | None = None
+    model: nn.Module,
+    names: list[str],
+    batches: Iterable[Any],
+    observer: str | Observer = "min-max",
+    progress: bool | None = None,
 ) -> Calibration:
-    """The ``"min-max"`` statistics of the layers called ``names`` on ``batches``, in eval mode and without gradients.
+    """The statistics of the layers called ``names`` on ``batches``, in eval mode and without gradients.
 
     A batch is a mapping of keyword arguments, a tuple or list of arguments, or a tensor, on the model's device. Modules
     are put back into the mode that they were in. Raises ``TypeError`` for any other batch, ``ValueError`` if there is
     none.
     """
+    check_batches(batches)
+    bar = tqdm(batches, desc="calibrate", unit="batch", disable=None if progress is None else not progress)
+    count = 0
+    calibration = Calibration(resolve_observer(observer))
+    with _watched(model, names, calibration), in_eval_mode(model), torch.no_grad():
+        for batch in bar:
+            call = as_call(batch, count)
+            model(*call.args, **call.kwargs)
+            count += 1
+        if not count:
+            raise ValueError(NO_BATCH)
+    return calibration
+
+
+def check_batches(batches: Any) -> None:
+    """Raises ``TypeError`` if ``batches`` is a single one, or nothing to iterate over."""
     if isinstance(batches, Mapping | Tensor | str) or not isinstance(batches, Iterable):
         raise TypeError(
             f"calibration is a {type(batches).__name__}; it takes a Calibration, or an iterable of batches: put a "
             "single batch into a list"
         )
-    bar = tqdm(batches, desc="calibrate", unit="batch", disable=None if progress is None else not progress)
-    count = 0
-    with _watched(model, names, Calibration(MinMax())) as calibration, _in_eval_mode(model), torch.no_grad():
-        for batch in bar:
-            _call(model, batch, count)
-            count += 1
-        if not count:
-            raise ValueError("calibration has no batch: an iterator that was used up gives nothing a second time")
-    return calibration
+
+
+def as_call(batch: Any, index: int) -> Call:
+    """What a batch, the one at ``index``, has the model called with; raises ``TypeError`` if it isn't a batch."""
+    if isinstance(batch, Mapping):
+        return Call(kwargs=batch)
+    if isinstance(batch, tuple | list):
+        return Call(tuple(batch))
+    if isinstance(batch, Tensor):
+        return Call((batch,))
+    raise TypeError(
+        f"batch {index} of calibration is a {type(batch).__name__}; a batch is a mapping of keyword arguments, a "
+        "tuple or list of arguments, or a tensor"
+    )
 
 
 @contextmanager
@@ -82,6 +122,44 @@ def _watched(model: nn.Module, names: list[str], calibration: Calibration) -> It
             handle = model.get_submodule(name).register_forward_pre_hook(_hook(calibration, name), with_kwargs=True)
             stack.callback(handle.remove)
         yield calibration
+
+
+@contextmanager
+def _counted(model: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
+    """Inside, the tokens that go to each expert of the modules called ``names`` are counted: by name, int64 ``[E]``."""
+    tokens: dict[str, Tensor] = {}
+    with ExitStack() as stack:
+        for name in names:
+            module = model.get_submodule(name)
+            source = describe_experts(module)
+            tokens[name] = torch.zeros(source.num_experts, dtype=torch.int64)
+            hook = _counting_hook(tokens[name], source.takes_sorted_rows)
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield tokens
+
+
+def _counting_hook(tokens: Tensor, takes_sorted_rows: bool) -> Any:
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(zip(("hidden_states", "top_k_index"), args, strict=False)) | kwargs
+        if takes_sorted_rows:
+            # As many rows for each, of zeros where a token isn't for it.
+            rows = given["hidden_states"].detach()
+            seen = (rows != 0).any(-1).view(len(tokens), -1).sum(1)
+        else:
+            index = given["top_k_index"].flatten()
+            seen = torch.bincount(index[(index >= 0) & (index < len(tokens))], minlength=len(tokens))
+        tokens.add_(seen.to(tokens.device))
+
+    return count
+
+
+def _unused_experts(tokens: Mapping[str, Tensor]) -> list[str]:
+    """The experts without tokens, as ``name[expert]``; a module's name alone if none of its experts has any."""
+    unused = []
+    for name, counts in tokens.items():
+        without = (counts == 0).nonzero().flatten().tolist()
+        unused += [name] if len(without) == len(counts) else [f"{name}[{expert}]" for expert in without]
+    return unused
 
 
 def _hook(calibration: Calibration, name: str) -> Any:
@@ -100,22 +178,9 @@ def _hook(calibration: Calibration, name: str) -> Any:
     return observe
 
 
-def _call(model: nn.Module, batch: Any, index: int) -> None:
-    if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, tuple | list):
-        model(*batch)
-    elif isinstance(batch, Tensor):
-        model(batch)
-    else:
-        raise TypeError(
-            f"batch {index} of calibration is a {type(batch).__name__}; a batch is a mapping of keyword arguments, a "
-            "tuple or list of arguments, or a tensor"
-        )
-
-
 @contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, no module is in training mode; afterwards those are that were."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

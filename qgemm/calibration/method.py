@@ -152,9 +152,9 @@ class Method(ABC):
         hints = get_type_hints(cls)
         for key, value in settings.items():
             if key not in known:
-                raise ValueError(f"{cls.name} has no setting {_shortened(key)}; {nearest(key, known)}")
+                raise ValueError(f"{cls.name} has no setting {shortened(key)}; {nearest(key, known)}")
             if not _fits(value, hints[key]):
-                raise ValueError(f"{key} of {cls.name} is {_shortened(value)}; it must be {_described(hints[key])}")
+                raise ValueError(f"{key} of {cls.name} is {shortened(value)}; it must be {_described(hints[key])}")
         numbers = {key: float(value) for key, value in settings.items() if _is_number(hints[key], value)}
         return cls(**{**settings, **numbers})
 
@@ -234,6 +234,7 @@ def _described(hint: Any) -> str:
     return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}.get(hint, "null")
 
 
-def _shortened(value: object) -> str:
+def shortened(value: object) -> str:
+    """A value as an error shows it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -126,6 +126,34 @@ def test_layers_that_saw_nothing_are_named() -> None:
     qgemm.quantize_model(model, "int8-static", calibration=calibration, skip="side")
 
 
+# Called with a routing, and with as many rows for each expert. Where the router has its logits.
+@pytest.mark.parametrize(("family", "router", "place", "k"), [("mixtral", "gate", 0, 2), ("llama4", "router", 1, 1)])
+def test_experts_that_saw_no_tokens_are_named(family: str, router: str, place: int, k: int) -> None:
+    example = MIXTURES[family]()
+    model, token = example.model, example.inputs["input_ids"][:1, :1]
+    names = [name for name, _ in model.named_modules() if name.endswith(".experts")]
+    logits: dict[str, Tensor] = {}
+    for name in names:
+        parent = model.get_submodule(name.removesuffix(".experts"))
+
+        def remember(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+            logits[name] = output[place][0]
+
+        parent.get_submodule(router).register_forward_hook(remember)
+    with warnings.catch_warnings(record=True) as caught, qgemm.calibrate(model):
+        model(token)
+    expected = [f"{name}[{e}]" for name in names for e in range(4) if e not in logits[name].topk(k).indices]
+    assert len(expected) == len(names) * (4 - k)
+    shown = ", ".join(map(repr, expected[:5])) + (" and 1 more" if len(expected) == 6 else "")
+    assert [str(warning.message).partition(" saw no tokens, so what")[0] for warning in caught] == [shown]
+    assert caught[0].filename == __file__
+
+    # A module that none reaches goes by its name alone.
+    with warnings.catch_warnings(record=True) as caught, qgemm.calibrate(model):
+        model.model.embed_tokens(token)
+    assert str(caught[0].message).startswith(f"{names[0]!r}, {names[1]!r} saw no tokens, so what")
+
+
 def test_hooks_go_after_an_error_and_others_stay() -> None:
     model = Block().eval()
     model.up.register_forward_pre_hook(lambda module, args: None)

@@ -1,0 +1,462 @@
+"""Chains of blocks: the layers of a transformer, one after the other, so that one of them is worked on at a time.
+
+A chain is found by running the model once with hooks: members of an ``nn.ModuleList`` (or ``nn.Sequential``), each
+called once, each given a tensor that the one before it returned. What else a block is given (masks, position
+embeddings, an encoder's output) is constant: ``capture`` gets it for every batch from a pass in which the chain's
+blocks let their input straight through, so it costs next to nothing. The blocks themselves then run alone, each on what
+those before it, quantized by then, return.
+
+Whether that is right is checked on the first batch: with another input to the chain, constants must be the same bits,
+and running block after block must give each of them the inputs that it has in the model. Where it doesn't, the chain is
+cut in two, and the second part is captured once the first one is quantized. Encoder-decoders have several chains for
+the same reason. Whatever is in no chain belongs to the rest of the model, which is worked on as a whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
+
+from qgemm.calibration.method import Call
+
+
+@dataclass(frozen=True)
+class Link:
+    """A tensor that a block returns, as another one's input.
+
+    ``source``: the block's place in the chain. ``path``: the tensor's in the block's output.
+    """
+
+    source: int
+    path: str
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """Blocks of a model, by name, in the order in which they run.
+
+    - ``links``: for each block, the inputs that earlier blocks give, by the path of the input (``"[0][0]"`` is the
+      first argument).
+    - ``shortcuts``: for each block, how it may be left out while inputs are captured; None if it must run.
+    """
+
+    names: tuple[str, ...]
+    links: tuple[dict[str, Link], ...]
+    shortcuts: tuple[Shortcut | None, ...]
+
+    def part(self, start: int, end: int) -> Chain:
+        """The blocks from ``start`` up to ``end``; what came from blocks before is constant there."""
+        links = tuple(
+            {path: Link(link.source - start, link.path) for path, link in links.items() if link.source >= start}
+            for links in self.links[start:end]
+        )
+        return Chain(self.names[start:end], links, self.shortcuts[start:end])
+
+
+@dataclass(frozen=True, eq=False)
+class Shortcut:
+    """A block's output made of its input: the tensor at the path ``input`` in the place of the one at ``output``."""
+
+    input: str
+    output: str
+    paths: tuple[str, ...]
+    spec: TreeSpec
+
+    def output_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the block is to return; None in the place of all other tensors."""
+        value = _flattened((args, kwargs))[0][self.input]
+        return tree_unflatten([value if path == self.output else None for path in self.paths], self.spec)
+
+
+@dataclass(eq=False)
+class _Event:
+    """One call of a block as the model runs."""
+
+    name: str
+    digests: dict[str, Any]
+    shapes: dict[str, Any]
+    links: dict[str, tuple[_Event, str]]
+    output_shapes: dict[str, Any]
+    output_spec: TreeSpec | None = None
+
+
+@dataclass(eq=False)
+class _Inputs:
+    """What a block was called with: ``leaves`` by path, without those that are links."""
+
+    leaves: dict[str, Any]
+    paths: list[str]
+    spec: TreeSpec
+
+
+class _Store:
+    """Where the inputs of one batch are kept: where they are, or on the CPU if blocks run on a ``device``."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._on_cpu = device is not None
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(self, leaf: Any) -> Any:
+        """A tensor itself, or its only copy; a copy of anything else that changes as blocks run, such as a cache."""
+        if not isinstance(leaf, Tensor):
+            return _copied(leaf, None)
+        if not self._on_cpu:
+            return leaf.detach()
+        if id(leaf) not in self._kept:
+            self._kept[id(leaf)] = leaf, leaf.detach().to("cpu")
+        return self._kept[id(leaf)][1]
+
+
+class _Stop(BaseException):
+    """Ends a run of the model. No ``Exception``, so that no model takes it for an error of its own."""
+
+
+def find_chains(model: nn.Module, call: Call, layers: Iterable[nn.Module]) -> list[Chain]:
+    """The chains of ``model`` whose blocks hold ``layers``, in the order in which they run on ``call``.
+
+    ``model`` must be in eval mode, and compute the same bits for the same input.
+    """
+    wanted = set(layers)
+    members = _members(model, wanted)
+    events = _trace(model, call, {name: module for group in members.values() for name, module in group.items()})
+    chains: list[Chain] = []
+    for group in members.values():
+        if any(name.startswith(f"{block}.") for name in group for chain in chains for block in chain.names):
+            continue  # within the block of a chain
+        holding = {name for name, module in group.items() if not wanted.isdisjoint(module.modules())}
+        runs = [_trimmed(run, holding) for run in _runs([event for event in events if event.name in group])]
+        if any(sum(event.name in holding for event in run) > 1 for run in runs):
+            chains += [chain for run in runs if run for chain in _checked(model, call, run)]
+    places = {event.name: place for place, event in enumerate(events)}
+    return sorted(chains, key=lambda chain: places[chain.names[0]])
+
+
+def _members(model: nn.Module, wanted: set[nn.Module]) -> dict[str, dict[str, nn.Module]]:
+    """The members of each list, outer lists first. Layers aren't blocks: methods work on what is around a layer too."""
+    return {
+        name: {
+            f"{name}.{key}" if name else key: member
+            for key, member in module._modules.items()
+            if member is not None and member not in wanted
+        }
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+    }
+
+
+@torch.no_grad()
+def _trace(model: nn.Module, call: Call, blocks: dict[str, nn.Module]) -> list[_Event]:
+    """The calls of those blocks that are called once, in order."""
+    events: list[_Event] = []
+    # By id. Weak, so that no more activations are alive than usual; which one has an id now is asked then.
+    made: dict[int, tuple[weakref.ref[Tensor], _Event, str]] = {}
+    running: dict[str, _Event] = {}
+
+    def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = _flattened((args, kwargs))[0]
+        links = {}
+        for path, leaf in leaves.items():
+            known = made.get(id(leaf))
+            if known is not None and known[0]() is leaf:
+                links[path] = known[1:]
+        shapes = {path: _shape(leaf) for path, leaf in leaves.items()}
+        event = _Event(name, {path: _digest(leaf) for path, leaf in leaves.items()}, shapes, links, {})
+        events.append(event)
+        running[name] = event
+
+    def after(name: str, output: Any) -> None:
+        event = running[name]
+        leaves, event.output_spec = _flattened(output)
+        event.output_shapes = {path: _shape(leaf) for path, leaf in leaves.items()}
+        for path, leaf in leaves.items():
+            if isinstance(leaf, Tensor):
+                made[id(leaf)] = (weakref.ref(leaf), event, path)
+
+    with ExitStack() as stack:
+        for name, module in blocks.items():
+            stack.callback(
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True, prepend=True
+                ).remove
+            )
+            stack.callback(module.register_forward_hook(lambda _, __, output, name=name: after(name, output)).remove)
+        model(*call.args, **call.kwargs)
+    counts: dict[str, int] = defaultdict(int)
+    for event in events:
+        counts[event.name] += 1
+    return [event for event in events if counts[event.name] == 1]
+
+
+def _runs(events: list[_Event]) -> list[list[_Event]]:
+    """The calls of one list's members, divided where a block isn't given what the one before it returned."""
+    runs: list[list[_Event]] = []
+    for event in events:
+        if runs and any(source is runs[-1][-1] for source, _ in event.links.values()):
+            runs[-1].append(event)
+        else:
+            runs.append([event])
+    return runs
+
+
+def _trimmed(run: list[_Event], holding: set[str]) -> list[_Event]:
+    """From the first block to the last one that holds layers."""
+    places = [place for place, event in enumerate(run) if event.name in holding]
+    return run[places[0] : places[-1] + 1] if places else []
+
+
+def _checked(model: nn.Module, call: Call, run: list[_Event]) -> Iterator[Chain]:
+    """The run as one chain, or as several where it doesn't give its blocks the inputs that they have in the model."""
+    chain = _chain_of(run)
+    start = 0
+    while start < len(run):
+        end = start + 1
+        if end < len(run):
+            part = chain.part(start, len(run))
+            try:
+                correct = _count_correct(model, part, run[start:], call)
+            except Exception:  # whatever a model does with None for a tensor
+                chain = replace(chain, shortcuts=(None,) * len(run))
+                correct = _count_correct(model, chain.part(start, len(run)), run[start:], call)
+            end = start + max(correct, 1)
+        yield chain.part(start, end)
+        start = end
+
+
+def _chain_of(run: list[_Event]) -> Chain:
+    links = [
+        {path: Link(run.index(source), out) for path, (source, out) in event.links.items() if source in run}
+        for event in run
+    ]
+    shortcuts: list[Shortcut | None] = []
+    for place, event in enumerate(run):
+        used = {link.path for others in links[place + 1 :] for link in others.values() if link.source == place}
+        # Where its input comes from the block before; the first block's is where the second one's is.
+        given = links[place] if place else links[min(1, len(run) - 1)]
+        slots = [path for path, link in given.items() if link.source == max(place - 1, 0)]
+        passed = [
+            Shortcut(slot, out, tuple(event.output_shapes), event.output_spec)
+            for slot in slots[:1]
+            for out in used
+            if event.output_spec is not None and event.shapes.get(slot) == event.output_shapes[out]
+        ]
+        shortcuts.append(passed[0] if len(used) == len(slots) == len(passed) == 1 else None)
+    return Chain(tuple(event.name for event in run), tuple(links), tuple(shortcuts))
+
+
+def _count_correct(model: nn.Module, chain: Chain, run: list[_Event], call: Call) -> int:
+    """How many blocks get the inputs that they have in the model, if they run by themselves."""
+    true, other = (capture(model, chain, [call], disturb=disturb) for disturb in (False, True))
+    for place, event in enumerate(run):
+        for inputs in (true, other):
+            constant = {path: _digest(leaf) for path, leaf in inputs.constants(place).items()}
+            if place and any(event.digests.get(path) != digest for path, digest in constant.items()):
+                return place
+        given = true.calls(place)[0]
+        digests = {path: _digest(leaf) for path, leaf in _flattened((given.args, dict(given.kwargs)))[0].items()}
+        if digests != event.digests:
+            return place
+        if place + 1 < len(run):
+            true.advance(place, model.get_submodule(event.name))
+    return len(run)
+
+
+class ChainInputs:
+    """What the blocks of a chain are called with on every batch that reaches it.
+
+    In order: ``calls(place)`` for the block at ``place``, in whatever state it is, as often as wanted; then
+    ``advance(place, block)`` runs it for the blocks after it, and forgets what it was called with.
+    """
+
+    def __init__(self, chain: Chain, captured: list[list[_Inputs]], device: torch.device | None) -> None:
+        """``captured``: for each batch, for each block. ``device``: where blocks run, and inputs are kept on the CPU.
+
+        None: blocks run, and inputs are kept, where they are.
+        """
+        self._chain, self._captured, self._device = chain, captured, device
+        self._made: list[dict[Link, Tensor]] = [{} for _ in captured]
+
+    def calls(self, place: int) -> Sequence[Call]:
+        """The calls of the block at ``place``; tensors are copies each time, for blocks that change them."""
+        return _Calls(self, place, len(self._captured))
+
+    def constants(self, place: int) -> dict[str, Any]:
+        """What the block at ``place`` is given on the first batch beside what other blocks return, by path."""
+        return self._captured[0][place].leaves if self._captured else {}
+
+    def call(self, place: int, batch: int) -> Call:
+        """One of ``calls(place)``."""
+        inputs, links = self._captured[batch][place], self._chain.links[place]
+        copies: dict[int, Any] = {}
+        leaves = []
+        for path in inputs.paths:
+            leaf = self._made[batch][links[path]] if path in links else inputs.leaves[path]
+            if id(leaf) not in copies:
+                copies[id(leaf)] = _copied(leaf, self._device)
+            leaves.append(copies[id(leaf)])
+        args, kwargs = tree_unflatten(leaves, inputs.spec)
+        return Call(args, kwargs)
+
+    @torch.no_grad()
+    def advance(self, place: int, block: nn.Module) -> None:
+        """Runs ``block``, the one at ``place``, and keeps what later blocks are given of it."""
+        later = {link for links in self._chain.links[place + 1 :] for link in links.values()}
+        for batch, captured in enumerate(self._captured):
+            made = self._made[batch]
+            if any(link.source == place for link in later):
+                call = self.call(place, batch)
+                leaves = _flattened(block(*call.args, **call.kwargs))[0]
+                for link in later:
+                    if link.source == place:
+                        value = leaves[link.path]
+                        made[link] = value if self._device is None else value.to("cpu")
+            captured[place].leaves.clear()
+            for link in [link for link in made if link not in later]:
+                del made[link]
+
+
+class _Calls(Sequence[Call]):
+    """Made anew whenever one is asked for."""
+
+    def __init__(self, inputs: ChainInputs, place: int, count: int) -> None:
+        self._inputs, self._place, self._count = inputs, place, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, batch: Any) -> Any:
+        if isinstance(batch, slice):
+            return [self[each] for each in range(*batch.indices(self._count))]
+        if not -self._count <= batch < self._count:
+            raise IndexError(batch)
+        return self._inputs.call(self._place, batch % self._count)
+
+
+@torch.no_grad()
+def capture(
+    model: nn.Module,
+    chain: Chain,
+    calls: Iterable[Call],
+    device: torch.device | None = None,
+    *,
+    disturb: bool = False,
+) -> ChainInputs:
+    """Runs ``model``, as it is now, on every batch as far as the last block of ``chain``, for the blocks' inputs.
+
+    ``device``: as ``ChainInputs`` has it. ``disturb``: gives the first block another input than the model does.
+    Raises ``RuntimeError`` if a batch reaches only some of the blocks.
+    """
+    modules = [model.get_submodule(name) for name in chain.names]
+    captured = []
+    for call in calls:
+        seen: list[_Inputs] = []
+        store = _Store(device)
+        with ExitStack() as stack:
+            for place, module in enumerate(modules):
+                hook = _recorder(chain, place, seen, store, disturb)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).remove)
+                shortcut = chain.shortcuts[place]
+                if shortcut is not None and place + 1 < len(modules):
+                    stack.enter_context(_left_out(module, shortcut))
+            try:
+                model(*call.args, **call.kwargs)
+            except _Stop:
+                captured.append(seen)
+            else:
+                if seen:
+                    raise RuntimeError(
+                        f"a batch of calibration reaches {chain.names[0]} but not {chain.names[len(seen)]}: leave it "
+                        "out, or give it first, so that the blocks are divided as it needs them"
+                    )
+    return ChainInputs(chain, captured, device)
+
+
+def _recorder(chain: Chain, place: int, seen: list[_Inputs], store: _Store, disturb: bool) -> Any:
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(seen) != place:
+            raise RuntimeError(f"{chain.names[place]} runs out of turn on a batch of calibration: leave that batch out")
+        leaves, spec = _flattened((args, kwargs))
+        links = chain.links[place]
+        if missing := [path for path in links if path not in leaves]:
+            raise RuntimeError(f"{chain.names[place]} is called without {missing[0]} on a batch of calibration")
+        kept = {path: store.keep(leaf) for path, leaf in leaves.items() if path not in links}
+        seen.append(_Inputs(kept, list(leaves), spec))
+        if place + 1 == len(chain.names):
+            raise _Stop
+        if disturb and place == 0:
+            slots = [path for path, link in chain.links[1].items() if link.source == 0]
+            moved = [_disturbed(leaf) if path in slots else leaf for path, leaf in leaves.items()]
+            return tree_unflatten(moved, spec)
+        return None
+
+    return record
+
+
+@contextmanager
+def _left_out(module: nn.Module, shortcut: Shortcut) -> Iterator[None]:
+    """Inside, ``module`` lets its input through."""
+    own = vars(module).get("forward")
+    module.forward = lambda *args, **kwargs: shortcut.output_of(args, kwargs)
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Inside, transformers models keep no keys and values from call to call (``config.use_cache``)."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    using = [config for config in configs.values() if getattr(config, "use_cache", None)]
+    for config in using:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in using:
+            config.use_cache = True
+
+
+def _flattened(tree: Any) -> tuple[dict[str, Any], TreeSpec]:
+    """The leaves of nested tuples, lists and dictionaries, by path."""
+    leaves, spec = tree_flatten_with_path(tree)
+    return {keystr(path): leaf for path, leaf in leaves}, spec
+
+
+def _shape(leaf: Any) -> Any:
+    return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else None
+
+
+def _digest(leaf: Any) -> Any:
+    """What is equal for equal values, bit for bit; None for objects that can't be compared."""
+    if not isinstance(leaf, Tensor):
+        return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str | None) else None
+    content = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
+    content = torch.cat((content, content.new_zeros(-content.numel() % 8)))
+    words = content.view(torch.int64)
+    # Each word times an odd number of its own, modulo 2^64.
+    factors = torch.arange(1, 2 * len(words) + 1, 2, device=words.device)
+    return leaf.shape, leaf.dtype, int((words * factors).sum())
+
+
+def _disturbed(leaf: Any) -> Any:
+    """Other values than these, that a norm doesn't make the same again."""
+    return leaf.roll(1, -1) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim else leaf
+
+
+def _copied(leaf: Any, device: torch.device | None) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.clone() if device is None else leaf.to(device, copy=True)
+    if not hasattr(leaf, "__dict__") or callable(leaf):
+        return leaf
+    return copy.deepcopy(leaf)

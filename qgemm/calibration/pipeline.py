@@ -1,0 +1,306 @@
+"""``quantize_blocks``: quantizes the layers of a model block by block, with the methods of a recipe.
+
+Of every block in order (``blocks.py`` says what the blocks are): each method of the recipe is applied; under a static
+scheme, the scales of activations are found on the block as it then is; its layers are swapped; and what the quantized
+block returns is what the next one is worked on with. So later blocks make up for errors of earlier ones, and only one
+block at a time needs to be where it is computed (``device``). Nothing is random: the same call gives the same bits.
+
+A method that fails on a block is undone there, and a weight that it has left without finite values is rounded to
+nearest; the layers' records say so.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qgemm.calibration.blocks import Chain, capture, find_chains, without_cache
+from qgemm.calibration.collect import in_eval_mode
+from qgemm.calibration.method import Block, Call, LayerWork, Method
+from qgemm.calibration.observers import Observer
+from qgemm.calibration.recipe import Recipe
+from qgemm.calibration.resume import ResumeFolder, hash_of_data, hash_of_model
+from qgemm.calibration.rounded_part import rounded_part
+from qgemm.calibration.statistics import StatisticsSum
+from qgemm.reporting import LayerRecord
+from qgemm.scheme import SCHEMES, QuantScheme
+from qgemm.selection import listed
+from qgemm.survey import Layer
+from qgemm.swap import swap
+from qgemm.version import __version__
+
+# Of a layer's inputs, as many rows tell how far its output is off.
+_ROWS = 512
+
+
+@torch.no_grad()
+def quantize_blocks(
+    model: nn.Module,
+    layers: Sequence[tuple[Layer, QuantScheme]],
+    recipe: Recipe,
+    calls: Sequence[Call],
+    observer: Observer,
+    *,
+    device: torch.device | None = None,
+    resume: str | Path | None = None,
+    progress: bool | None = None,
+) -> dict[str, LayerRecord]:
+    """Swaps ``layers``, each with its scheme, for quantized ones, in place; returns their records by name.
+
+    - ``calls``: the calibration data. Without any, no layer may have a static scheme, and no method need data.
+    - ``observer``: of activations, for static schemes.
+    - ``device``: where blocks are worked on, one at a time; None leaves them where they are.
+    - ``resume``: a folder for finished blocks; those that it holds are taken from there.
+
+    Warns of layers that saw no token under a static scheme: they get the scheme ``"int8"``. Raises ``ValueError`` if
+    ``resume`` is of another run, and as methods and observers do, with the model changed in part.
+    """
+    run = _Run(model, {layer.name: layer for layer, _ in layers}, recipe, observer, device)
+    works = {
+        layer.name: LayerWork(layer.name, model.get_submodule(layer.name), scheme)
+        for layer, scheme in layers
+        if not layer.is_experts
+    }
+    with ExitStack() as stack:
+        stack.enter_context(in_eval_mode(model))
+        stack.enter_context(without_cache(model))
+        run.bar = stack.enter_context(
+            tqdm(total=len(layers), desc="quantize", unit="layer", disable=None if progress is None else not progress)
+        )
+        chains = find_chains(model, calls[0], [model.get_submodule(name) for name in run.layers]) if calls else []
+        homes = _homes(model, run.layers, chains)
+        if resume is not None:
+            run.folder = ResumeFolder(resume, _about(model, layers, recipe, calls, observer, device, chains))
+        for method in recipe:
+            method.prepare(model, works)
+        finished = 0
+        for chain in chains:
+            names = [[layer for layer in run.layers if homes.get(layer) == name] for name in chain.names]
+            inputs = None
+            if not run.holds(range(finished, finished + len(names))):
+                inputs = capture(model, chain, calls, device)
+            for place, name in enumerate(chain.names):
+                with _placed(model, name, device):
+                    if run.holds([finished]):
+                        run.restore(finished)
+                    else:
+                        assert inputs is not None
+                        block = Block(name, model.get_submodule(name), model, _part(works, names[place]))
+                        block.calls = inputs.calls(place)
+                        run.work_on(block, names[place])
+                    if inputs is not None:
+                        inputs.advance(place, model.get_submodule(name))
+                run.save(finished, name, names[place])
+                finished += 1
+        rest = [name for name in run.layers if name not in homes]
+        if rest:
+            run.work_on(Block("", model, model, _part(works, rest), calls), rest)
+    if run.unseen:
+        warnings.warn(
+            f"{listed(run.unseen)} saw no tokens of calibration, so there are no scales for their inputs: they find "
+            'them as they run, as under "int8". Calibrate with batches that reach them',
+            stacklevel=3,
+        )
+    return run.records
+
+
+class _Run:
+    """What all blocks have in common, and what has become of their layers: ``records``."""
+
+    folder: ResumeFolder | None = None
+    bar: Any = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: dict[str, Layer],
+        recipe: Recipe,
+        observer: Observer,
+        device: torch.device | None,
+    ) -> None:
+        self.model, self.layers, self.recipe, self.observer, self.device = model, layers, recipe, observer, device
+        self.records: dict[str, LayerRecord] = {}
+        self.unseen: list[str] = []
+
+    def work_on(self, block: Block, names: list[str]) -> None:
+        """Quantizes the layers called ``names``, those of ``block`` and experts."""
+        for method in self.recipe:
+            _apply(method, block)
+        scales, samples = self._observe(block)
+        for name in names:
+            if name not in block.layers:
+                record = swap(self.model, self.layers[name], SCHEMES["int8"])
+                if len(self.recipe):
+                    record = replace(record, note="experts are rounded to nearest, whatever the recipe")
+            else:
+                record = self._swap(block.layers.pop(name), scales.get(name), samples.get(name))
+            self._finish(record)
+
+    def _swap(self, work: LayerWork, input_scale: float | None, sample: Tensor | None) -> LayerRecord:
+        if work.scheme.is_static and input_scale is None:
+            work.scheme, work.weight, work.outlier_columns = SCHEMES["int8"], None, None
+            work.notes.append("it saw no tokens, so it finds the scales of its input as it runs")
+            self.unseen.append(work.name)
+        decided: dict[str, Any] = {}
+        if work.weight is not None:
+            decided["weight"] = (work.weight.values, work.weight.scale)
+        if work.outlier_columns is not None:
+            decided["outlier_columns"] = work.outlier_columns
+        record = swap(self.model, self.layers[work.name], work.scheme, input_scale, **decided)
+        error = None
+        if sample is not None:
+            error = _output_error(work.module, self.model.get_submodule(work.name), sample)
+        return replace(record, note="; ".join(work.notes), output_error=error)
+
+    def _observe(self, block: Block) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """The scales of static layers' inputs, and some of all layers' inputs, from one run of the block."""
+        seen = {name: self.observer for name, work in block.layers.items() if work.scheme.is_static}
+        sums = {name: StatisticsSum(rows=_ROWS) for name in block.layers}
+
+        def hook(work: LayerWork) -> Callable[..., None]:
+            def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                x = args[0] if args else next(iter(kwargs.values()))
+                try:
+                    sums[work.name].add(x)
+                    if work.name in seen:
+                        seen[work.name] = seen[work.name].update(rounded_part(work, x))
+                except ValueError as error:
+                    raise ValueError(f"the input of {work.name!r}: {error}") from error
+
+            return observe
+
+        with ExitStack() as stack:
+            for work in block.layers.values():
+                stack.callback(work.module.register_forward_pre_hook(hook(work), with_kwargs=True).remove)
+            for _ in block.run():
+                pass
+        scales = {name: observer.scale() for name, observer in seen.items() if observer.tokens}
+        results = {name: total.result for name, total in sums.items()}
+        return scales, {name: seen.rows for name, seen in results.items() if seen is not None and seen.rows is not None}
+
+    def _finish(self, record: LayerRecord) -> None:
+        self.records[record.name] = record
+        error = "" if record.output_error is None else f" error {record.output_error:.4f}"
+        self.bar.set_postfix_str(record.name + error, refresh=False)
+        self.bar.update()
+
+    def holds(self, blocks: Sequence[int]) -> bool:
+        """Whether all of these are finished already."""
+        return self.folder is not None and all(map(self.folder.has, blocks))
+
+    def restore(self, block: int) -> None:
+        """Takes a finished block from the folder."""
+        assert self.folder is not None
+        for record in self.folder.restore(block, self.model, self.layers):
+            self._finish(record)
+
+    def save(self, block: int, name: str, layers: list[str]) -> None:
+        """Puts a finished block into the folder."""
+        if self.folder is not None and not self.folder.has(block):
+            self.folder.save(block, name, self.model.get_submodule(name), [self.records[layer] for layer in layers])
+
+
+def _homes(model: nn.Module, layers: Mapping[str, Layer], chains: Sequence[Chain]) -> dict[str, str]:
+    """The block that each layer is in; those in none, or in several, aren't listed."""
+    names = {model.get_submodule(name): name for name in layers}
+    found = [
+        (names[module], block)
+        for chain in chains
+        for block in chain.names
+        for module in model.get_submodule(block).modules()
+        if module in names
+    ]
+    counts = Counter(name for name, _ in found)
+    return {name: block for name, block in found if counts[name] == 1}
+
+
+def _part(works: dict[str, LayerWork], names: list[str]) -> dict[str, LayerWork]:
+    """The works called ``names``, which are nowhere else from then on: a reference would keep a float weight alive."""
+    return {name: works.pop(name) for name in names if name in works}
+
+
+def _apply(method: Method, block: Block) -> None:
+    """Applies a method; undoes it if it fails, or leaves values that aren't finite."""
+    parameters = [
+        (module, name, parameter, parameter.detach().clone())
+        for module in block.module.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_floating_point()
+    ]
+    before = {name: (work.scheme, work.weight, work.outlier_columns) for name, work in block.layers.items()}
+    try:
+        method.apply(block)
+        failure = _not_finite(block)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        failure = str(error)
+    if failure:
+        for module, name, parameter, values in parameters:
+            parameter.detach().copy_(values)
+            setattr(module, name, parameter)
+        for work in block.layers.values():
+            work.scheme, work.weight, work.outlier_columns = before[work.name]
+            work.notes.append(f"{method.name} failed on its block: {failure}")
+    for work in block.layers.values():
+        if work.weight is not None and not bool((work.weight.scale.isfinite() & (work.weight.scale > 0)).all()):
+            work.weight = None
+            work.notes.append(f"{method.name} found no finite scales: rounded to nearest")
+
+
+def _not_finite(block: Block) -> str:
+    for name, parameter in block.module.named_parameters():
+        if parameter.is_floating_point() and not bool(parameter.isfinite().all()):
+            return f"{name} would hold NaN or Inf"
+    return ""
+
+
+def _output_error(linear: nn.Module, quantized: nn.Module, rows: Tensor) -> float | None:
+    # Not by a call: others' hooks aren't to see these rows.
+    wanted = linear.forward(rows).double()
+    error = (quantized.forward(rows).double() - wanted).norm() / wanted.norm()
+    return float(error) if bool(error.isfinite()) else None
+
+
+@contextmanager
+def _placed(model: nn.Module, name: str, device: torch.device | None) -> Iterator[None]:
+    """Inside, a module is on ``device``; afterwards it, or what is in its place, is where the module was."""
+    if device is None:
+        yield
+        return
+    block = model.get_submodule(name)
+    home = next((tensor.device for tensor in [*block.parameters(), *block.buffers()]), device)
+    block.to(device)
+    try:
+        yield
+    finally:
+        model.get_submodule(name).to(home)
+
+
+def _about(
+    model: nn.Module,
+    layers: Sequence[tuple[Layer, QuantScheme]],
+    recipe: Recipe,
+    calls: Sequence[Call],
+    observer: Observer,
+    device: torch.device | None,
+    chains: Sequence[Chain],
+) -> dict[str, Any]:
+    """What a run is, so that it isn't gone on with as another one; each key is what errors call it."""
+    return {
+        "version of qgemm": __version__,
+        "recipe": recipe.to_dict(),
+        "observer": {observer.name: observer.settings},
+        "device": str(device),
+        "schemes or layers": {layer.name: scheme.to_dict() for layer, scheme in layers},
+        "division into blocks": [list(chain.names) for chain in chains],
+        "model": hash_of_model(model),
+        "calibration data": hash_of_data((call.args, dict(call.kwargs)) for call in calls),
+    }

@@ -1,0 +1,173 @@
+"""``Recipe``: the methods that a model is quantized with, in order, as a value that is printed, stored and read.
+
+```yaml
+methods:
+- smoothquant: {alpha: 0.5}
+- gptq
+```
+
+That is also its dictionary (``to_dict``), which a quantized checkpoint's report holds. Files and dictionaries may come
+from anyone: nothing but names and plain settings is read from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from qgemm.calibration.awq import AWQ
+from qgemm.calibration.bias_correction import BiasCorrection
+from qgemm.calibration.gptq import GPTQ
+from qgemm.calibration.method import Method, nearest, shortened
+from qgemm.calibration.rounding import MSEWeights
+from qgemm.calibration.smoothquant import SmoothQuant
+from qgemm.reporting import report
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (SmoothQuant, AWQ, GPTQ, MSEWeights, BiasCorrection)
+}
+"""The methods, by name."""
+
+# A recipe of all methods with all settings has a thousand characters.
+_LARGEST_FILE = 100_000
+_MOST_METHODS = 100
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``methods``, applied in this order to every block of a model."""
+
+    methods: Sequence[Method] = ()
+
+    def __post_init__(self) -> None:
+        """Takes any iterable of methods. Raises ``TypeError`` if something else is in it."""
+        if isinstance(self.methods, str | Method) or not isinstance(self.methods, Iterable):
+            raise TypeError(f"recipe is {shortened(self.methods)}; it must be a list of methods, such as [GPTQ()]")
+        object.__setattr__(self, "methods", tuple(self.methods))
+        for method in self.methods:
+            if isinstance(method, type) and issubclass(method, Method):
+                raise TypeError(f"recipe holds the class {method.__name__}; make a method of it: {method.__name__}()")
+            if not isinstance(method, Method):
+                raise TypeError(f"recipe holds {shortened(method)}; it takes methods, such as GPTQ()")
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether there must be calibration data."""
+        return any(method.needs_data for method in self.methods)
+
+    def __len__(self) -> int:
+        """How many methods."""
+        return len(self.methods)
+
+    def __iter__(self) -> Iterator[Method]:
+        """The methods in order."""
+        return iter(self.methods)
+
+    def __str__(self) -> str:
+        """A method per line, with all its settings."""
+        lines = []
+        for place, method in enumerate(self.methods, start=1):
+            settings = ", ".join(f"{name}={value!r}" for name, value in method.to_dict().items())
+            lines.append(f"{place}. {method.name}({settings})")
+        return "\n".join(lines) or "nothing but rounding to nearest"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        return {"methods": [{method.name: method.to_dict()} for method in self.methods]}
+
+    @classmethod
+    def from_dict(cls, values: Any, methods: Iterable[type[Method]] = ()) -> Recipe:
+        """The recipe that ``to_dict`` wrote, or of the same form; settings that are left out have their defaults.
+
+        ``methods``: of one's own, beside those in ``METHODS``. Raises ``ValueError`` for anything that isn't a recipe
+        of these, naming what was meant where a name is nearly right.
+        """
+        if not isinstance(values, dict) or set(values) != {"methods"} or not isinstance(values["methods"], list):
+            raise ValueError(f"a recipe is an object with one list, 'methods'; this is {shortened(values)}")
+        if len(values["methods"]) > _MOST_METHODS:
+            raise ValueError(f"methods lists {len(values['methods'])} methods; up to {_MOST_METHODS} are read")
+        known = {**METHODS, **{method.name: method for method in methods}}
+        return cls(tuple(_parse_method(entry, known) for entry in values["methods"]))
+
+    @classmethod
+    def of(cls, model: nn.Module, methods: Iterable[type[Method]] = ()) -> Recipe | None:
+        """The recipe that a quantized model was made with, also one that was loaded; None if it had none.
+
+        ``methods``: of one's own, beside those in ``METHODS``. Raises ``ValueError`` if it names others.
+        """
+        stored = report(model).recipe
+        return None if stored is None else cls.from_dict(stored, methods)
+
+    def save(self, path: str | Path) -> None:
+        """Writes a YAML file. Needs PyYAML."""
+        text = _yaml().safe_dump(self.to_dict(), sort_keys=False)
+        Path(path).write_text(text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path, methods: Iterable[type[Method]] = ()) -> Recipe:
+        """The recipe in a YAML (or JSON) file, in the form of ``to_dict``. Needs PyYAML.
+
+        ``methods``: of one's own, beside those in ``METHODS``. Raises ``ValueError`` for anything else.
+        """
+        path = Path(path)
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+        if len(content) > _LARGEST_FILE:
+            raise ValueError(f"{path} is no recipe: it has more than {_LARGEST_FILE} bytes")
+        try:
+            return cls.from_dict(_parse_yaml(content), methods)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def _parse_method(entry: Any, known: dict[str, type[Method]]) -> Method:
+    if isinstance(entry, dict) and len(entry) == 1:
+        ((name, settings),) = entry.items()
+    else:
+        name, settings = entry, None
+    if not isinstance(name, str):
+        raise ValueError(f"methods holds {shortened(entry)}; each is a name, or one name with its settings")
+    if name not in known:
+        raise ValueError(f"there is no method {shortened(name)}; {nearest(name, known)}")
+    if settings is not None and not isinstance(settings, dict):
+        raise ValueError(
+            f"the settings of {name} are {shortened(settings)}; they must be an object of names and values"
+        )
+    return known[name].from_dict(settings or {})
+
+
+def _parse_yaml(content: bytes) -> Any:
+    """What a YAML document holds, if that is no more than its text: nothing is repeated by reference."""
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc,name-defined]
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise ValueError("a recipe has no anchors and aliases")
+            return super().compose_node(parent, index)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+            values = super().construct_mapping(node, deep=deep)
+            if len(values) < len(keys):
+                twice = next(key for key in keys if keys.count(key) > 1)
+                raise ValueError(f"{shortened(twice)} is there twice")
+            return values
+
+    try:
+        return yaml.load(content, Loader)
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"it is no YAML that a recipe can be read from: {text}") from error
+
+
+def _yaml() -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError('recipes in YAML need PyYAML: pip install "qgemm[yaml]", or use to_dict') from error
+    return yaml

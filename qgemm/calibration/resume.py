@@ -1,0 +1,183 @@
+"""``ResumeFolder``: the finished blocks of a run, so that a killed one goes on where it was.
+
+``run.json`` says of which run they are: its recipe, schemes, model and calibration data, by their values or hashes.
+``block-00003.safetensors`` has all tensors of the fourth block once it is quantized, and as metadata the schemes of its
+layers and their records for the report. Every file is whole or not there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
+
+from qgemm.checkpoint import CheckpointError
+from qgemm.checkpoint.layout import read_json
+from qgemm.checkpoint.matching import quantized_layers
+from qgemm.checkpoint.safetensors_file import DTYPE_CODES, read_header, read_metadata, read_values
+from qgemm.checkpoint.safetensors_writer import write_safetensors
+from qgemm.checkpoint.staging import StagedFiles
+from qgemm.checkpoint.tensors import get_tensor, named_tensors, set_tensor, split_name
+from qgemm.nn import QuantLayer
+from qgemm.nn.quant_layer import frozen
+from qgemm.reporting import LayerRecord, QuantReport
+from qgemm.scheme import QuantScheme, resolve_scheme
+from qgemm.survey import Layer
+from qgemm.swap import put
+
+RUN_FILE = "run.json"
+METADATA = "qgemm_block"
+
+# Of each tensor of a model, as many values are hashed: enough to tell it from a fine-tuned one.
+_SAMPLE = 1024
+
+
+class ResumeFolder:
+    """The blocks that a run has finished, in ``folder``."""
+
+    def __init__(self, folder: str | Path, about: Mapping[str, Any]) -> None:
+        """``about``: what the run is, JSON-ready; a folder without a run becomes one of this run.
+
+        Raises ``ValueError`` if ``folder`` is of another run, ``CheckpointError`` if what says so is damaged.
+        """
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob(".*.tmp-*"):
+            path.unlink()  # of a run that was killed as it wrote
+        path = self.folder / RUN_FILE
+        about = json.loads(json.dumps(about))
+        if not path.exists():
+            if foreign := sorted(each.name for each in self.folder.iterdir()):
+                raise ValueError(f"resume: {self.folder} holds {foreign[0]} but no {RUN_FILE}: give an empty folder")
+            self._write(RUN_FILE, (json.dumps(about, indent=2) + "\n").encode())
+            return
+        stored = read_json(path)
+        if differing := [key for key in {**stored, **about} if stored.get(key) != about.get(key)]:
+            raise ValueError(
+                f"resume: {self.folder} holds a run with another {' and another '.join(differing)}: give another "
+                "folder, or remove this one"
+            )
+
+    def has(self, index: int) -> bool:
+        """Whether block ``index`` is finished."""
+        return self._path(index).exists()
+
+    def save(self, index: int, name: str, module: nn.Module, records: Iterable[LayerRecord]) -> None:
+        """Writes block ``index``, the module called ``name``, with its layers quantized."""
+        layers = {each: layer for each, layer in module.named_modules(prefix=name) if isinstance(layer, QuantLayer)}
+        tensors = {
+            f"{name}.{each}": tensor for each, tensor in named_tensors(module).items() if tensor.dtype in DTYPE_CODES
+        }
+        about = {
+            "schemes": {each: layer.scheme.to_dict() for each, layer in layers.items()},
+            "report": QuantReport(tuple(records)).to_dict(),
+        }
+        staged = StagedFiles(self.folder)
+        try:
+            with staged.create(self._path(index).name) as file:
+                write_safetensors(file, tensors, lambda written: None, {METADATA: json.dumps(about)})
+            staged.publish(last=self._path(index).name, stale=())
+        finally:
+            staged.discard()
+
+    def restore(self, index: int, model: nn.Module, layers: Mapping[str, Layer]) -> list[LayerRecord]:
+        """Puts block ``index`` into ``model``, as it was saved, and returns its layers' records.
+
+        ``layers``: those of the model that are to be quantized, by name. Raises ``CheckpointError`` if the file is
+        damaged.
+        """
+        path = self._path(index)
+        schemes, records = _parse(path, read_metadata(path).get(METADATA))
+        if foreign := [name for name in schemes if name not in layers]:
+            raise CheckpointError(f"{path} holds {foreign[0]!r}, which isn't to be quantized")
+        stored = read_header(path)
+        made = quantized_layers(model, schemes, path)
+        # Devices are known from the float layers, which are still in place.
+        devices = {name: next(model.get_submodule(name).parameters()).device for name in made}
+        values = dict(read_values(stored, torch.device("cpu")))
+        for name, layer in made.items():
+            if layer._parameters.get("bias", 0) is None and f"{name}.bias" in values:
+                layer.register_parameter(
+                    "bias", frozen(values[f"{name}.bias"])
+                )  # of a method, the float layer has none
+            for leaf in [leaf for leaf, _ in layer.named_parameters()]:
+                value = values.pop(f"{name}.{leaf}", None)
+                if value is None:
+                    raise CheckpointError(f"{path} lacks {name}.{leaf}")
+                setattr(layer, leaf, frozen(value.to(devices[name])))
+            put(model, layers[name], layer.train(model.get_submodule(name).training))
+        for name, value in values.items():
+            _restore(model, name, value, path)
+        return records
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f"block-{index:05d}.safetensors"
+
+    def _write(self, name: str, content: bytes) -> None:
+        staged = StagedFiles(self.folder)
+        try:
+            with staged.create(name) as file:
+                file.write(content)
+            staged.publish(last=name, stale=())
+        finally:
+            staged.discard()
+
+
+def hash_of_model(model: nn.Module) -> str:
+    """Of the names, shapes and dtypes of a model's tensors, and of a sample of their values."""
+    sum_of = hashlib.blake2b(digest_size=16)
+    for name, tensor in named_tensors(model).items():
+        sum_of.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        flat = tensor.detach().flatten()
+        _add(sum_of, flat[:: max(1, flat.numel() // _SAMPLE)])
+    return sum_of.hexdigest()
+
+
+def hash_of_data(batches: Iterable[Any]) -> str:
+    """Of all values in the batches."""
+    sum_of = hashlib.blake2b(digest_size=16)
+    for batch in batches:
+        for path, leaf in tree_flatten_with_path(batch)[0]:
+            if isinstance(leaf, Tensor):
+                sum_of.update(f"{path} {leaf.dtype} {list(leaf.shape)}\n".encode())
+                _add(sum_of, leaf.detach())
+            else:
+                sum_of.update(f"{path} {leaf!r}\n".encode())
+    return sum_of.hexdigest()
+
+
+def _add(sum_of: Any, values: Tensor) -> None:
+    content = values.to("cpu").contiguous()
+    if content.nbytes:
+        sum_of.update((ctypes.c_char * content.nbytes).from_address(content.data_ptr()))
+
+
+def _parse(path: Path, text: str | None) -> tuple[dict[str, QuantScheme], list[LayerRecord]]:
+    try:
+        about = json.loads(text or "null")
+        schemes = {name: resolve_scheme(QuantScheme.from_dict(each)) for name, each in about["schemes"].items()}
+        return schemes, list(QuantReport.from_dict(about["report"]).records)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no block of a run: {error}") from error
+
+
+def _restore(model: nn.Module, name: str, value: Tensor, path: Path) -> None:
+    """Sets a tensor of the float part of a model."""
+    try:
+        old = get_tensor(model, name)
+    except AttributeError:
+        old = None
+    if isinstance(old, Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
+        old.detach().copy_(value)  # in place, for other modules that hold it too
+        return
+    owner = model.get_submodule(split_name(name)[0]) if old is None else None
+    if old is None and (owner is None or isinstance(owner, QuantLayer)):
+        raise CheckpointError(f"{path} holds {name}, which the model doesn't have")
+    set_tensor(model, name, frozen(value))

@@ -1,0 +1,154 @@
+"""Recipes as values: printed, to dictionaries and YAML and back; and what is refused of files from anyone."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from qgemm.calibration import GPTQ, METHODS, Block, Method, MSEWeights, Recipe, SmoothQuant
+
+RECIPES = [
+    Recipe(),
+    Recipe([method() for method in METHODS.values()]),
+    Recipe((SmoothQuant(alpha=0.25), SmoothQuant(alpha="search"), GPTQ(damping=1e-3, act_order=False))),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_round_trips(recipe: Recipe, tmp_path: Path) -> None:
+    assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
+    recipe.save(tmp_path / "recipe.yaml")
+    assert Recipe.load(tmp_path / "recipe.yaml") == recipe
+
+
+def test_every_method_has_a_name_and_plain_settings_with_defaults() -> None:
+    for name, method in METHODS.items():
+        assert method.name == name
+        assert method.from_dict({}) == method()
+        assert method.from_dict(method().to_dict()) == method()
+        for each in fields(method):  # type: ignore[arg-type]
+            assert isinstance(each.default, bool | int | float | str | None), f"{each.name} of {name}"
+
+
+def test_printed() -> None:
+    text = str(Recipe([SmoothQuant(alpha=0.5), MSEWeights()]))
+    assert text == "1. smoothquant(alpha=0.5, through_linear=True)\n2. mse-weights(by_input=False)"
+    assert str(Recipe()) == "nothing but rounding to nearest"
+    assert [method.name for method in RECIPES[2]] == ["smoothquant", "smoothquant", "gptq"]
+    assert len(RECIPES[2]) == 3
+    assert RECIPES[2].needs_data
+    assert not Recipe([MSEWeights()]).needs_data
+
+
+def test_yaml_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("# ours\nmethods:\n- smoothquant: {alpha: 1}\n- gptq\n- mse-weights:\n")
+    recipe = Recipe.load(path)
+    assert recipe == Recipe([SmoothQuant(alpha=1.0), GPTQ(), MSEWeights()])
+    path.write_text(json.dumps(recipe.to_dict()))
+    assert Recipe.load(path) == recipe
+
+
+@dataclass(frozen=True)
+class Mine(Method):
+    name: ClassVar[str] = "mine"
+    size: int = 1
+
+    def apply(self, block: Block) -> None: ...
+
+
+def test_methods_of_ones_own() -> None:
+    recipe = Recipe([Mine(3)])
+    assert Recipe.from_dict(recipe.to_dict(), [Mine]) == recipe
+    with pytest.raises(ValueError, match="there is no method 'mine'"):
+        Recipe.from_dict(recipe.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (GPTQ(), r"recipe is GPTQ\(.*\); it must be a list of methods"),
+        ("gptq", "it must be a list of methods"),
+        ([GPTQ], r"recipe holds the class GPTQ; make a method of it: GPTQ\(\)"),
+        (["gptq"], "recipe holds 'gptq'; it takes methods"),
+    ],
+)
+def test_what_is_no_method_is_refused(methods: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Recipe(methods)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a recipe is an object with one list, 'methods'; this is None"),
+        ("- gptq", "a recipe is an object"),
+        ("methods: gptq", "a recipe is an object"),
+        ("methods: []\nmore: 1", "a recipe is an object"),
+        ("methods: [gtpq]", r"there is no method 'gtpq'; did you mean 'gptq'\?"),
+        ("methods: [7]", "methods holds 7; each is a name"),
+        ("methods: [[gptq]]", "methods holds"),
+        ("methods: [{gptq: {}, awq: {}}]", "methods holds"),
+        ("methods: [{gptq: 3}]", "the settings of gptq are 3"),
+        ("methods: [smoothquant: {alfa: 1}]", r"smoothquant has no setting 'alfa'; did you mean 'alpha'\?"),
+        ("methods: [smoothquant: {alpha: 2}]", "alpha is 2.0; it must be 0 to 1"),
+        ("methods: [smoothquant: {alpha: .nan}]", "alpha of smoothquant is nan; it must be a number or 'search'"),
+        ("methods: [smoothquant: {alpha: 2026-01-01}]", "alpha of smoothquant is datetime"),
+        ("methods: [gptq: {damping: 1, damping: 2}]", "'damping' is there twice"),
+        ("methods: [gptq: {<<: {damping: 1, block_size: 7}, damping: 2}]", "no YAML that a recipe can be read from"),
+        ("methods: [&a gptq, *a]", "no anchors and aliases"),
+        ("methods: [!!python/object/apply:os.system [ls]]", "no YAML that a recipe can be read from"),
+        ("methods: [gptq", "no YAML that a recipe can be read from"),
+        ("\x00", "no YAML that a recipe can be read from"),
+        ("methods: [gptq: {damping: " + "9" * 5000 + "}]", "damping|no YAML"),
+        ("methods: [gptq: {damping: 0x" + "f" * 5000 + "}]", "damping|no YAML|Exceeds"),
+        ("[" * 20_000, "no YAML that a recipe can be read from"),
+        ("methods: [" + "gptq, " * 101 + "]", "methods lists 101 methods"),
+        (" " * 100_001, "it has more than 100000 bytes"),
+    ],
+)
+def test_files_that_are_no_recipe_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        Recipe.load(path)
+    assert str(caught.value).startswith(str(path))
+    assert len(str(caught.value)) < 1000
+
+
+def test_broken_files_neither_crash_nor_hang(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    path = tmp_path / "recipe.yaml"
+    RECIPES[2].save(path)
+    whole = path.read_bytes()
+    began = time.monotonic()
+    read = 0
+    for _ in range(300):
+        content = bytearray(whole)
+        for _ in range(generator.randint(1, 4)):
+            place = generator.randrange(len(content))
+            piece = generator.choice(
+                [b"", b"&a ", b"*a", b"[", b"{", b"- ", b"\n", b"!!", b": ", bytes([generator.randrange(256)])]
+            )
+            content[place : place + generator.randint(0, 3)] = piece
+        path.write_bytes(content)
+        try:
+            Recipe.load(path)
+            read += 1
+        except ValueError:
+            pass
+    assert 0 < read < 300
+    assert time.monotonic() - began < 30
+
+
+def test_without_pyyaml_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ImportError, match=r'pip install "qgemm\[yaml\]"'):
+        Recipe().save(tmp_path / "recipe.yaml")
