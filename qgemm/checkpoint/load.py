@@ -45,8 +45,11 @@ def load_quantized(
     """
     device = torch.device(device)
     found = find_matching(Path(folder), model)
-    scales = {f"{name}.{leaf}" for name, layer in found.layers.items() for leaf in layer.scale_names}
-    scales = {found.tied.get(name, name) for name in scales}
+    owners = {}
+    for layer_name, layer in found.layers.items():
+        for leaf in layer.scale_names + layer.index_names:
+            full_name = f"{layer_name}.{leaf}"
+            owners[found.tied.get(full_name, full_name)] = layer, leaf
     values: dict[str, Tensor] = {}
     total = sum(tensor.nbytes for tensor in found.stored.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=None) as progress:
@@ -55,9 +58,10 @@ def load_quantized(
             name, value = _converted(found, name_in_file, stored)
             if name is None:
                 continue
-            if name in scales and not _is_scale(value):
-                path = found.stored[name_in_file].path
-                raise CheckpointError(f"{path}: scale {name_in_file} is not finite and above 0 everywhere")
+            if name in owners:
+                layer, leaf = owners[name]
+                if problem := layer.problem_with(leaf, value):
+                    raise CheckpointError(f"{found.stored[name_in_file].path}: {name_in_file} {problem}")
             _take_in(values, name, value, found.conversions.get(name_in_file))
     _put_in_place(found, values, device)
     if is_pretrained(found.model):
@@ -139,10 +143,6 @@ def _take_in(values: dict[str, Tensor], name: str, value: Tensor, conversion: Co
     if name not in values:
         values[name] = torch.empty(conversion.whole, dtype=value.dtype, device=value.device)
     values[name][conversion.place] = value
-
-
-def _is_scale(value: Tensor) -> bool:
-    return bool((value.isfinite() & (value > 0)).all())
 
 
 def _put_in_place(found: Matching, values: dict[str, Tensor], device: torch.device) -> None:

@@ -138,12 +138,8 @@ def _check_layers(layers: dict[str, QuantLayer]) -> None:
                 raise ValueError(
                     f"{name}.{leaf} is {parameter.dtype}, which no quantized layer computes with: call model.float()"
                 )
-        for scale_name in layer.scale_names:
-            scale: Tensor | None = getattr(layer, scale_name)
-            if scale is not None and not bool((scale.isfinite() & (scale > 0)).all()):
-                raise ValueError(
-                    f"{name}.{scale_name} is not finite and above 0 everywhere; it was never set, or damaged"
-                )
+            if problem := layer.problem_with(leaf, parameter.detach()):
+                raise ValueError(f"{name}.{leaf} {problem}; it was never set, or damaged")
 
 
 def _warn_unless_it_loads(model: nn.Module, folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""LoRA on quantized layers, through PEFT: ``y = base(x) + scaling * B(A(dropout(x)))``, with ``base`` in int8.
+"""LoRA on quantized layers, through PEFT: ``y = base(x) + scaling * B(A(dropout(x)))``, with ``base`` quantized.
 
 PEFT lets a config name a class of its own for a kind of layer (``LoraConfig._register_custom_module``, described in its
-guide to custom models). Importing this module has every ``LoraConfig`` name ``LoraQuantLinear`` for ``QuantLinear``,
+guide to custom models). Importing this module has every ``LoraConfig`` name ``LoraQuantLinear`` for ``LinearLayer``,
 also one that is read from an adapter's folder, where a user couldn't. ``import qgemm`` imports it as soon as PEFT is.
 
 Adapters are in float32; ``x`` is cast to their dtype, and the sum back to that of ``base(x)``.
@@ -16,27 +16,27 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import Linear
 from torch import nn
 
-from qgemm.nn import QuantExperts, QuantLinear
+from qgemm.nn import LinearLayer, QuantExperts
 
 if not hasattr(Linear, "lora_variants"):  # by which versions before don't ask what a layer takes
-    raise ImportError("LoRA over QuantLinear needs PEFT 0.20 or later: pip install -U peft")
+    raise ImportError("LoRA over quantized layers needs PEFT 0.20 or later: pip install -U peft")
 
 # Others start from the float weight, which isn't there; some would put another one in its place.
 _STARTS = (True, False, "gaussian", "eva")
 
 
 class LoraQuantLinear(Linear):  # type: ignore[misc]
-    """PEFT's LoRA layer over a ``QuantLinear``, whose parameters stay as they are."""
+    """PEFT's LoRA layer over a ``LinearLayer`` of any scheme, whose parameters stay as they are."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
         """As PEFT calls it. Raises ``ValueError`` for what needs the float weight, such as DoRA and PiSSA."""
         if kwargs.get("parameter_name") is not None:
             raise ValueError(
-                f"target_parameters names {kwargs['parameter_name']!r} of a QuantLinear, whose int8 weight can't be "
-                "adapted by itself: name the layer in target_modules"
+                f"target_parameters names {kwargs['parameter_name']!r} of a {type(base_layer).__name__}, whose "
+                "quantized weight can't be adapted by itself: name the layer in target_modules"
             )
         super().__init__(base_layer, adapter_name, config, **kwargs)
-        # Which says that the weight is [in_features, out_features], as in a Conv1D; never so in a QuantLinear.
+        # Which says that the weight is [in_features, out_features], as in a Conv1D; never so here.
         self.fan_in_fan_out = False
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -46,8 +46,8 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         """Adds an adapter; raises as ``__init__``."""
         if config.init_lora_weights not in _STARTS:
             raise ValueError(
-                f"init_lora_weights={config.init_lora_weights!r} starts from the float weight, and a QuantLinear has "
-                'none: use True, False, "gaussian" or "eva"'
+                f"init_lora_weights={config.init_lora_weights!r} starts from the float weight, and a quantized layer "
+                'has none: use True, False, "gaussian" or "eva"'
             )
         super().update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
 
@@ -61,18 +61,18 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         try:
             return super().resolve_lora_variant(config=config, **kwargs)
         except ValueError as error:
-            raise ValueError(f"QuantLinear takes plain LoRA only, no variant such as DoRA: {error}") from error
+            raise ValueError(f"a quantized layer takes plain LoRA only, no variant such as DoRA: {error}") from error
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Raises ``NotImplementedError``: the sum of weight and adapter would have to be rounded to int8 anew."""
+        """Raises ``NotImplementedError``: the sum of weight and adapter would have to be rounded anew."""
         raise NotImplementedError(
-            "an adapter can't be merged into an int8 weight without rounding both anew: keep it beside the model, or "
-            "load it onto the float model, merge it there, and quantize the result"
+            "an adapter can't be merged into a quantized weight without rounding both anew: keep it beside the model, "
+            "or load it onto the float model, merge it there, and quantize the result"
         )
 
     def unmerge(self) -> None:
         """Raises ``NotImplementedError``: nothing is ever merged."""
-        raise NotImplementedError("a QuantLinear has no merged adapters")
+        raise NotImplementedError("a quantized layer has no merged adapters")
 
 
 class _NoneOnExperts(nn.Module):
@@ -93,7 +93,7 @@ def _register() -> None:
     @functools.wraps(finish)
     def finish_and_register(self: LoraConfig) -> None:
         finish(self)
-        self._register_custom_module({QuantLinear: LoraQuantLinear, QuantExperts: _NoneOnExperts})
+        self._register_custom_module({LinearLayer: LoraQuantLinear, QuantExperts: _NoneOnExperts})
 
     LoraConfig.__post_init__ = finish_and_register  # type: ignore[method-assign]
 

@@ -47,7 +47,7 @@ def manifest_for(model: PreTrainedModel, manifest: Manifest, config_path: Path) 
 def check_stored(
     stored: dict[str, StoredTensor], manifest: Manifest, layers: dict[str, QuantLayer], config_path: Path
 ) -> None:
-    """Raises ``CheckpointError`` unless the files hold int8 weights and their scales for each of ``layers``."""
+    """Raises ``CheckpointError`` unless the files hold quantized weights and their scales for each of ``layers``."""
     for name, layer in layers.items():
         for leaf, parameter in layer.named_parameters():
             full_name = manifest.tied.get(f"{name}.{leaf}", f"{name}.{leaf}")
@@ -77,8 +77,8 @@ def check_loaded(name: str, layer: QuantLayer, checksums: Mapping[str, object], 
         # A parameter without the mark is uninitialised memory: no tensor went there.
         if not getattr(parameter, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook"):
             raise CheckpointError(f"{config_path.parent}: {name}.{leaf} was not loaded: the checkpoint is incomplete")
-        if leaf in layer.scale_names and not bool((parameter.isfinite() & (parameter > 0)).all()):
-            raise CheckpointError(f"{config_path.parent}: scale {name}.{leaf} is not finite and above 0 everywhere")
+        if problem := layer.problem_with(leaf, parameter.detach()):
+            raise CheckpointError(f"{config_path.parent}: {name}.{leaf} {problem}")
         wanted = checksums.get(f"{name}.{leaf}") if leaf in layer.fixed_names else None
         # Of a layer that is cut among processes, nobody has all the values.
         is_whole = type(parameter.detach()) is Tensor

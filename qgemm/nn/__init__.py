@@ -4,6 +4,7 @@ from qgemm.nn.experts import QuantExperts
 from qgemm.nn.kinds import linear_class
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
+from qgemm.nn.packed import PackedLinear
 from qgemm.nn.quant_layer import QuantLayer
 
-__all__ = ["LinearLayer", "QuantExperts", "QuantLayer", "QuantLinear", "linear_class"]
+__all__ = ["LinearLayer", "PackedLinear", "QuantExperts", "QuantLayer", "QuantLinear", "linear_class"]

@@ -56,7 +56,7 @@ class QuantExperts(QuantLayer):
     ) -> None:
         """``activation``: ``silu(gate) * up`` if None. ``dtype``: of the biases, PyTorch's default dtype if None.
 
-        ``scheme``: a name from ``SCHEMES``, or a scheme; raises ``ValueError`` for a static one.
+        ``scheme``: raises ``ValueError`` for any but ``"int8"``.
         """
         super().__init__()
         self.num_experts = num_experts
@@ -64,11 +64,8 @@ class QuantExperts(QuantLayer):
         self.intermediate_size = intermediate_size
         self.activation = activation or GatedActivation()
         self.scheme = resolve_scheme(scheme)
-        if self.is_static:
-            raise ValueError(
-                f"scheme {self.scheme.name!r} has a given scale for activations; experts find theirs as they run: "
-                'use "int8"'
-            )
+        if self.scheme != resolve_scheme("int8"):
+            raise ValueError(f'scheme {self.scheme.name!r} isn\'t computed for experts: use "int8"')
         N = self.activation.columns(intermediate_size)
         for name, shape in (("gate_up_proj", (N, hidden_size)), ("down_proj", (hidden_size, intermediate_size))):
             weight = torch.zeros(num_experts, *shape, dtype=torch.int8, device=device)
@@ -84,8 +81,8 @@ class QuantExperts(QuantLayer):
         """Quantized from ``experts``, on their device: a module of transformers that holds fused experts.
 
         One expert at a time is worked on. Raises ``UnknownExperts`` (a ``TypeError``), saying why, for a module whose
-        layout or activation isn't known; ``ValueError`` if a weight holds NaN or Inf, or for a static ``scheme``.
-        ``experts`` is left as it is; biases are shared unless their order changes.
+        layout or activation isn't known; ``ValueError`` if a weight holds NaN or Inf, or for a scheme other than
+        ``"int8"``. ``experts`` is left as it is; biases are shared unless their order changes.
         """
         source = describe_experts(experts)
         layer = cls.like(experts, source, scheme)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
+from qgemm.nn.packed import PackedLinear
 from qgemm.scheme import QuantScheme, resolve_scheme
 
-_KINDS: tuple[type[LinearLayer], ...] = (QuantLinear,)
+_KINDS: tuple[type[LinearLayer], ...] = (QuantLinear, PackedLinear)
 
 
 def linear_class(scheme: str | QuantScheme) -> type[LinearLayer]:

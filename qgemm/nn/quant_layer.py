@@ -1,8 +1,8 @@
 """``QuantLayer``: what every quantized layer has in common, which is how it keeps its values.
 
 All state is plain ``nn.Parameter``s, none of which requires a gradient: it survives ``state_dict``, safetensors,
-``deepcopy`` and offloading as it is. Int8 values stay int8 and scales float32 whatever dtype the module is moved to;
-only biases follow.
+``deepcopy`` and offloading as it is. Quantized values and float32 scales stay what they are whatever dtype the module
+is moved to; only biases follow.
 """
 
 from __future__ import annotations
@@ -19,23 +19,33 @@ Layer = TypeVar("Layer", bound="QuantLayer")
 
 
 class QuantLayer(nn.Module):
-    """A layer with int8 weights. ``QuantLinear`` and ``QuantExperts`` are the kinds there are.
+    """A layer with quantized weights: a ``LinearLayer`` of some kind, or ``QuantExperts``.
 
     - ``scheme``: how it is quantized.
-    - ``weight_names``: its int8 parameters. Each has a scale for every row, float32, named ``<weight>_scale``.
-    - ``scale_names``: all of its float32 parameters. The remaining ones are biases, of any float dtype.
+    - ``weight_names``: the parameters that hold quantized values.
+    - ``scale_names``: those that hold scales, float32.
+    - ``index_names``: those that hold other numbers whose dtype is fixed, such as the indices of columns.
     - ``made_by``: the class method that makes one of a float layer.
+
+    The remaining parameters are biases and the like, of any float dtype.
     """
 
     weight_names: ClassVar[tuple[str, ...]]
     scale_names: ClassVar[tuple[str, ...]]
+    index_names: ClassVar[tuple[str, ...]] = ()
     made_by: ClassVar[str]
     scheme: QuantScheme
 
     @property
     def fixed_names(self) -> tuple[str, ...]:
-        """The parameters whose dtype never changes: all but biases."""
-        return self.weight_names + self.scale_names
+        """The parameters whose dtype never changes: all but biases and the like."""
+        return self.weight_names + self.scale_names + self.index_names
+
+    def problem_with(self, name: str, value: Tensor) -> str:
+        """What is wrong with ``value`` for the parameter ``name``, of its shape and dtype; empty if nothing is."""
+        if name in self.scale_names and not bool((value.isfinite() & (value > 0)).all()):
+            return "is not finite and above 0 everywhere"
+        return ""
 
     @property
     def is_static(self) -> bool:
@@ -59,14 +69,18 @@ class QuantLayer(nn.Module):
         # Copying floats into int8 would truncate them without a word; a scale in another dtype is only widened.
         error_messages: list[str] = args[-1]
         own = type(self).__name__
-        for name in self.weight_names:
-            weight = state_dict.get(prefix + name)
-            if weight is not None and weight.dtype != torch.int8:
+        for name in self.weight_names + self.index_names:
+            value, wanted = state_dict.get(prefix + name), getattr(self, name)
+            if value is not None and value.dtype != wanted.dtype:
                 error_messages.append(
-                    f"{prefix}{name} is {weight.dtype} but {own} holds torch.int8: load the float layer and convert it "
-                    f"with {own}.{self.made_by}"
+                    f"{prefix}{name} is {value.dtype} but {own} holds {wanted.dtype}: load the float layer and convert "
+                    f"it with {own}.{self.made_by}"
                 )
                 return
+            if value is not None and value.shape == wanted.shape and value.device.type != "meta":
+                if problem := self.problem_with(name, value):
+                    error_messages.append(f"{prefix}{name} {problem}")
+                    return
         scales = {
             prefix + name: state_dict[prefix + name].to(torch.float32)
             for name in self.scale_names

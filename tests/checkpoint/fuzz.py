@@ -143,9 +143,9 @@ def run_case(case: tuple[Good, Files, list[str]], work: Path, watch: Watch) -> s
         stored = meant.get(tied.get(name, name))
         assert stored is None or same_bytes(stored, tensor.detach()), f"{name} is not what its file holds"
     for name, layer in model.named_modules():
-        for scale_name in layer.scale_names if isinstance(layer, QuantLayer) else ():
-            scale = getattr(layer, scale_name)
-            assert scale is None or (scale.isfinite() & (scale > 0)).all(), f"{name}.{scale_name} is no scale"
+        for leaf, parameter in layer.named_parameters(recurse=False) if isinstance(layer, QuantLayer) else ():
+            problem = layer.problem_with(leaf, parameter.detach())
+            assert not problem, f"{name}.{leaf} {problem}"
     try:
         output = output_of(model)
     except Exception as error:

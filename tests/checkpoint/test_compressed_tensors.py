@@ -249,7 +249,7 @@ def only_floats(tensors: dict[str, Tensor]) -> None:
 
 
 TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "NaN": (put("weight_scale", lambda s: s * torch.nan), rf"scale {LAYER}.weight_scale is not finite"),
+    "NaN": (put("weight_scale", lambda s: s * torch.nan), rf"{LAYER}.weight_scale is not finite"),
     "zero": (put("weight_scale", lambda s: s * 0), r"not finite and above 0"),
     "infinite in float32": (put("weight_scale", lambda s: s.double() + 1e300), r"not finite and above 0"),
     "no scale": (lambda t: t.pop(f"{LAYER}.weight_scale"), rf"{LAYER}.weight is torch.int8; the model's is"),

@@ -63,7 +63,7 @@ def module_around(values: dict[str, Any]) -> None:
     [
         (
             in_config(static),
-            rf"layers names {EXPERTS}, which is a GptOssExperts, scheme 'int8-static' has a given scale",
+            rf"layers names {EXPERTS}, which is a GptOssExperts, scheme 'int8-static' isn't computed",
         ),
         (in_config(module_around), r"model\.layers\.0\.mlp, which is a GptOssMLP, not linear, nor experts that can be"),
         (in_config(lambda v: v.update(num_local_experts=5)), r"has shape \[4, 64, 96\]; the model's is \[5, 64, 96\]"),
@@ -80,7 +80,7 @@ def module_around(values: dict[str, Any]) -> None:
             tensor("down_proj_scale", lambda t: t.bfloat16()),
             rf"{EXPERTS}\.down_proj_scale is torch.bfloat16; the model's",
         ),
-        (tensor("down_proj_scale", lambda t: -t), rf"scale {EXPERTS}\.down_proj_scale is not finite and above 0"),
+        (tensor("down_proj_scale", lambda t: -t), rf"{EXPERTS}\.down_proj_scale is not finite and above 0"),
         (tensor("down_proj_bias", lambda t: None), rf"lacks tensors of the model: {EXPERTS}\.down_proj_bias"),
     ],
 )

@@ -72,7 +72,7 @@ def test_missing_scale_in_a_state_dict_is_refused(llama_folder: Path) -> None:
 def test_bad_scales_are_refused(bad: float, llama_folder: Path, tmp_path: Path) -> None:
     load_int8(llama_folder).save_pretrained(tmp_path / "int8")
     edit_weights(tmp_path / "int8", model__layers__0__mlp__up_proj__weight_scale=torch.full((96,), bad))
-    with pytest.raises(qgemm.CheckpointError, match=r"scale model.layers.0.mlp.up_proj.weight_scale is not finite"):
+    with pytest.raises(qgemm.CheckpointError, match=r"model.layers.0.mlp.up_proj.weight_scale is not finite"):
         load(tmp_path / "int8")
 
 

@@ -225,7 +225,7 @@ def test_nan_is_refused_by_expert() -> None:
 
 
 def test_a_static_scheme_is_refused() -> None:
-    with pytest.raises(ValueError, match="scheme 'int8-static' has a given scale for activations; experts find theirs"):
+    with pytest.raises(ValueError, match="scheme 'int8-static' isn't computed for experts"):
         QuantExperts(2, 4, 4, scheme="int8-static")
 
 

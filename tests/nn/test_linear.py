@@ -77,8 +77,15 @@ def test_bias_has_the_default_dtype(device: torch.device) -> None:
 
 
 def test_an_unknown_scheme_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"scheme is 'int3'; it must be one of \['int8', 'int8-static'\]"):
+    with pytest.raises(
+        ValueError, match=r"scheme is 'int3'; it must be one of \['int4', 'int4-channel', 'int8', 'int8-static'\]"
+    ):
         QuantLinear(4, 4, scheme="int3")
+
+
+def test_a_scheme_of_another_class_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"scheme 'int4' isn't for QuantLinear: ask qgemm\.nn\.linear_class"):
+        QuantLinear(4, 4, scheme="int4")
 
 
 def test_extra_repr(layer: QuantLinear, static_layer: QuantLinear) -> None:

@@ -1,0 +1,95 @@
+"""``PackedLinear``: a linear layer with a weight of 4 bits, which is computed in float.
+
+``y = x @ W.T + bias``, where ``W = q * scale`` is made for every call, in the dtype of ``x``, from values ``q`` of
+which eight share an int32. It takes a quarter of bfloat16's memory, and a little for the scales. It is no faster than
+the float layer: each call reads the packed weight, writes a float one, and multiplies by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.kernels import int4
+from qgemm.nn.linear_layer import LinearLayer, check_values
+from qgemm.nn.quant_layer import frozen
+from qgemm.scheme import QuantScheme
+
+_ZEROS = 0x88888888 - (1 << 32)  # eight values of 0
+
+
+class PackedLinear(LinearLayer):
+    """A linear layer with a packed weight: float ``[..., in_features]`` to ``[..., out_features]``.
+
+    Parameters, none of which require a gradient:
+
+    - ``weight_packed``: int32 ``[out_features, ceil(in_features / 8)]``; ``qgemm.kernels.int4`` has the layout.
+    - ``weight_scale``: float32 ``[out_features, groups]``, where ``groups`` is ``ceil(in_features / group_size)``, or 1
+      for a scheme with a scale per channel.
+    - ``bias``: ``[out_features]`` in ``dtype``, or None.
+
+    A new layer stands for zeros, waiting for a ``state_dict``. ``from_linear`` makes one from a float layer.
+    """
+
+    weight_names = ("weight_packed",)
+    scale_names = ("weight_scale",)
+    row_names = ("weight_packed", "weight_scale")
+    weight_packed: nn.Parameter
+    weight_scale: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        scheme: str | QuantScheme = "int4",
+    ) -> None:
+        """``dtype``: of the bias, PyTorch's default dtype if None."""
+        super().__init__(in_features, out_features, bias, device, dtype, scheme)
+        shape = out_features, int4.words(in_features)
+        self.weight_packed = frozen(torch.full(shape, _ZEROS, dtype=torch.int32, device=device))
+        self.bias = frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
+        scales = out_features, int4.groups(in_features, self.group_size)
+        self.weight_scale = frozen(torch.ones(scales, dtype=torch.float32, device=device))
+
+    @classmethod
+    def computes(cls, scheme: QuantScheme) -> bool:
+        """Whether ``scheme`` has a weight of 4 bits and leaves activations in float."""
+        return scheme.weight.dtype == "int4" and scheme.activation is None
+
+    @property
+    def group_size(self) -> int:
+        """How many values along K share a scale."""
+        return self.scheme.weight.group_size or max(self.in_features, 1)
+
+    def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """int8 ``[n, K]``, -8 to 7, and float32 ``[n, groups]``, or ``[n]`` for a scale per channel."""
+        values, scale = int4.quantize_groups(weight, self.group_size)
+        return values, scale if self.scheme.weight.group_size else scale.flatten()
+
+    def store_rows(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """``weight_packed`` and ``weight_scale``."""
+        grouped = scale.reshape(values.shape[0], int4.groups(self.in_features, self.group_size))
+        return {"weight_packed": int4.pack(values), "weight_scale": grouped.contiguous()}
+
+    def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """``q * scale``."""
+        packed, scale = parameters["weight_packed"], parameters["weight_scale"]
+        return int4.dequantize(packed, scale, self.group_size, self.in_features, dtype)
+
+    def check_weight(self, values: Tensor, scale: Tensor) -> None:
+        """Raises ``ValueError`` unless they are int8 ``[N, K]``, -8 to 7, and scales as ``round_rows`` gives them."""
+        N, K = self.out_features, self.in_features
+        grouped = (N, int4.groups(K, self.group_size)) if self.scheme.weight.group_size else (N,)
+        check_values(values, scale, (N, K), grouped, (int4.LOW, int4.HIGH))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
+        out: Tensor = torch.ops.qgemm.packed_linear(
+            input, self.weight_packed, self.weight_scale, self.in_features, self.group_size, self.bias
+        )
+        return out

@@ -1,0 +1,43 @@
+"""A layer, or a model, of every scheme: with what the scheme wants to be given."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.nn import LinearLayer, linear_class
+from qgemm.nn.linear import linear_weight
+from qgemm.scheme import QuantScheme, resolve_scheme
+from qgemm.selection import select_layers
+from qgemm.swap import put
+
+EVERY_SCHEME = ["int8", "int8-static", "int4", "int4-channel"]
+"""One of each family."""
+
+
+def quantized_layer(linear: nn.Module, scheme: str, weight: tuple[Tensor, Tensor] | None = None) -> LinearLayer:
+    """``linear`` under ``scheme``; a static one gets a scale for inputs of about -4 to 4."""
+    found = resolve_scheme(scheme)
+    return linear_class(found).from_linear(linear, found, input_scale_for(found), weight=weight)
+
+
+def input_scale_for(scheme: QuantScheme) -> float | None:
+    return 4 / 127 if scheme.is_static else None
+
+
+def quantized_model(model: nn.Module, scheme: str) -> nn.Module:
+    """Swaps the layers that ``quantize_model`` would, with neither calibration nor report."""
+    for layer in select_layers(model, None):
+        if not layer.reason:
+            put(model, layer, quantized_layer(model.get_submodule(layer.name), scheme))
+    return model.eval()
+
+
+def decided_weight(linear: nn.Module, scheme: str) -> tuple[Tensor, Tensor]:
+    """Values and scales that no rounding to nearest would give."""
+    N, K = linear_weight(linear).shape
+    found = resolve_scheme(scheme).weight
+    low, high = (-8, 7) if found.dtype == "int4" else (-127, 127)
+    values = torch.randint(low, high + 1, (N, K), dtype=torch.int8)
+    groups = () if found.group_size is None else (-(-K // found.group_size),)
+    return values, torch.rand(N, *groups) + 0.5

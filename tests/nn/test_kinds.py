@@ -1,0 +1,374 @@
+"""What holds for the linear layers of every scheme: how they are made, kept, copied, moved, and differentiated."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models.schemes import EVERY_SCHEME, decided_weight, input_scale_for, quantized_layer
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from qgemm.nn import LinearLayer, QuantLinear, linear_class
+from qgemm.scheme import SCHEMES, resolve_scheme
+
+SCHEME = pytest.mark.parametrize("scheme", EVERY_SCHEME)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+# Not a whole number of words or groups; a power of two times an odd number.
+K, N = 152, 40
+
+
+def make(scheme: str, bias: bool = True, dtype: torch.dtype = torch.float32, device: Any = None) -> LinearLayer:
+    return quantized_layer(nn.Linear(K, N, bias=bias, device=device, dtype=dtype), scheme)
+
+
+def assert_same(a: LinearLayer, b: LinearLayer) -> None:
+    """The same kind of layer with the same parameters, bit for bit."""
+    assert type(a) is type(b)
+    assert a.scheme == b.scheme
+    mine, theirs = dict(a.named_parameters()), dict(b.named_parameters())
+    assert list(mine) == list(theirs)
+    for name, value in mine.items():
+        assert not theirs[name].requires_grad
+        assert value.dtype == theirs[name].dtype, name
+        assert torch.equal(value.cpu(), theirs[name].cpu()), name
+
+
+def test_every_named_scheme_has_a_class_and_is_tested() -> None:
+    classes = {scheme: linear_class(scheme) for scheme in EVERY_SCHEME}
+    assert set(SCHEMES) <= set(classes)
+    assert classes["int8"] is classes["int8-static"] is QuantLinear
+    with pytest.raises(ValueError, match="scheme is 'int3'; it must be one of"):
+        linear_class("int3")
+
+
+@SCHEME
+def test_a_new_layer_gives_zeros_or_nan(scheme: str, device: torch.device) -> None:
+    layer = linear_class(scheme)(K, N, device=device, dtype=torch.bfloat16, scheme=scheme)
+    assert layer.bias is not None
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+    assert {parameter.device for parameter in layer.parameters()} == {device}
+    out = layer(torch.randn(3, K, device=device))
+    # Weights not loaded yet give 0; an input scale that nobody set gives NaN, not a plausible answer.
+    assert out.isnan().all() if layer.is_static else not out.any()
+
+
+@SCHEME
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_new_layer_is_one_that_was_quantized_but_for_values(scheme: str, bias: bool) -> None:
+    made = make(scheme, bias, torch.bfloat16)
+    new = linear_class(scheme)(K, N, bias, "meta", torch.bfloat16, scheme)
+    wanted = {name: (parameter.shape, parameter.dtype) for name, parameter in new.named_parameters()}
+    assert {name: (parameter.shape, parameter.dtype) for name, parameter in made.named_parameters()} == wanted
+    on_meta = quantized_layer(nn.Linear(K, N, bias=bias, device="meta", dtype=torch.bfloat16), scheme)
+    assert {name: (parameter.shape, parameter.dtype) for name, parameter in on_meta.named_parameters()} == wanted
+
+
+@SCHEME
+@DTYPES
+@pytest.mark.parametrize("shape", [(5, K), (K,), (2, 3, K), (0, K), (1, 1, K)])
+def test_the_output_is_close_to_the_float_layer_s(
+    scheme: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    linear = nn.Linear(K, N, device=device).to(dtype)
+    layer = quantized_layer(linear, scheme)
+    x = torch.randn(shape, device=device).clamp(-3.9, 3.9).to(dtype)
+    out = layer(x)
+    assert out.dtype == dtype
+    assert out.shape == (*shape[:-1], N)
+    exact = linear(x).detach().double()
+    error = 0.15 if scheme.startswith("int4") else 0.03
+    assert (out.double() - exact).norm() <= error * exact.norm()
+    assert torch.equal(layer(input=x), out)
+
+
+@SCHEME
+def test_the_output_is_that_of_the_float_layer_it_stands_for(scheme: str, device: torch.device) -> None:
+    layer = make(scheme, device=device)
+    x = torch.randn(64, K, device=device).clamp(-3.9, 3.9)
+    exact = layer.dequantize(torch.float64)(x.double()).detach()
+    # What is left is the rounding of activations, if any.
+    limit = 1e-3 if layer.scheme.activation is None else 0.02
+    assert (layer(x).double() - exact).norm() <= limit * exact.norm()
+
+
+@SCHEME
+def test_from_conv1d(scheme: str) -> None:
+    conv1d = Conv1D(N, K)
+    linear = nn.Linear(K, N)
+    linear.weight, linear.bias = nn.Parameter(conv1d.weight.t().contiguous()), conv1d.bias
+    assert_same(quantized_layer(conv1d, scheme), quantized_layer(linear, scheme))
+
+
+@SCHEME
+def test_from_float64(scheme: str) -> None:
+    linear = nn.Linear(K, N)
+    assert_same(quantized_layer(copy.deepcopy(linear).double(), scheme), quantized_layer(linear, scheme))
+
+
+@SCHEME
+def test_from_linear_leaves_the_float_layer_alone(scheme: str) -> None:
+    linear = nn.Linear(K, N)
+    before = copy.deepcopy(linear.state_dict())
+    layer = quantized_layer(linear.eval(), scheme)
+    assert not layer.training
+    assert all(torch.equal(value, before[name]) for name, value in linear.state_dict().items())
+
+
+@SCHEME
+def test_a_decided_weight_is_what_the_layer_holds(scheme: str) -> None:
+    linear = nn.Linear(K, N)
+    values, scale = decided_weight(linear, scheme)
+    layer = quantized_layer(linear, scheme, (values, scale))
+    stored = layer.store_rows(values, scale)
+    assert list(stored) == [name for name in layer.row_names if name in stored]
+    for name, value in stored.items():
+        assert torch.equal(getattr(layer, name), value)
+
+
+@SCHEME
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda q, s: (q.int(), s), "weight's values are torch.int32"),
+        (lambda q, s: (q[:, 1:], s), "weight's values are torch.int8"),
+        (lambda q, s: (torch.full_like(q, -128), s), "weight's values go from -128 to -128"),
+        (lambda q, s: (q, s.double()), "weight's scale is torch.float64"),
+        (lambda q, s: (q, s[1:]), "weight's scale is torch.float32"),
+        (lambda q, s: (q, s[..., None]), "weight's scale is torch.float32"),
+        (lambda q, s: (q, s * 0), "weight's scale must be finite and greater than 0"),
+        (lambda q, s: (q, s * torch.nan), "weight's scale must be finite and greater than 0"),
+    ],
+)
+def test_a_decided_weight_is_checked(scheme: str, spoil: Callable[..., Any], message: str) -> None:
+    linear = nn.Linear(K, N)
+    with pytest.raises(ValueError, match=message):
+        quantized_layer(linear, scheme, spoil(*decided_weight(linear, scheme)))
+
+
+@SCHEME
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_weight_that_is_not_finite_is_refused(scheme: str, value: float) -> None:
+    linear = nn.Linear(K, N)
+    with torch.no_grad():
+        linear.weight[7, 130] = value
+    with pytest.raises(ValueError, match=r"weight holds NaN or Inf.*: mend the checkpoint or skip the layer"):
+        quantized_layer(linear, scheme)
+
+
+@SCHEME
+def test_an_input_scale_goes_with_static_schemes_only(scheme: str) -> None:
+    found = resolve_scheme(scheme)
+    needs = "needs an input_scale" if found.is_static else "takes no input_scale"
+    given = None if found.is_static else 0.5
+    with pytest.raises(ValueError, match=f"scheme '{scheme}' {needs}"):
+        linear_class(scheme).from_linear(nn.Linear(K, N), scheme, given)
+
+
+@SCHEME
+def test_rows_are_quantized_alike_whole_or_in_pieces(scheme: str) -> None:
+    linear = nn.Linear(K, N, dtype=torch.bfloat16)
+    layer = quantized_layer(linear, scheme)
+    weight = linear.weight.detach()
+    pieces = [layer.quantize_rows(part) for part in weight.split(7)]
+    for name, value in layer.quantize_rows(weight).items():
+        assert torch.equal(torch.cat([piece[name] for piece in pieces]), value)
+        assert torch.equal(getattr(layer, name), value)
+
+
+@SCHEME
+def test_rows_that_are_zero_or_not_finite(scheme: str, device: torch.device) -> None:
+    layer = make(scheme, device=device)
+    x = torch.randn(5, K, device=device).clamp(-3.9, 3.9)
+    clean = layer(x)
+    x[1], x[2, 5], x[3, 6], x[4, 7] = 0, torch.nan, torch.inf, -torch.inf
+    out = layer(x)
+    torch.testing.assert_close(out[0], clean[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out[1], layer.dequantize().bias, rtol=1e-6, atol=1e-6)
+    assert not out[2:].isfinite().any()
+
+
+@SCHEME
+def test_wrong_inputs_are_named(scheme: str) -> None:
+    layer = make(scheme)
+    with pytest.raises(ValueError, match=f"^x has {K - 1} columns but the layer's in_features is {K}$"):
+        layer(torch.randn(2, K - 1))
+    with pytest.raises(TypeError, match=r"x is torch.float64; .*: convert it first"):
+        layer(torch.randn(2, K, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"x is on meta but .* is on"):
+        layer(torch.empty(2, K, device="meta"))
+
+
+@SCHEME
+def test_autocast_keeps_the_dtype_of_x(scheme: str, device: torch.device) -> None:
+    layer, x = make(scheme, device=device), torch.randn(3, K, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = layer(x)
+    assert torch.equal(out, layer(x))
+
+
+@SCHEME
+@DTYPES
+def test_gradients_reach_x_and_nothing_else(scheme: str, dtype: torch.dtype, device: torch.device) -> None:
+    layer = make(scheme, dtype=dtype, device=device)
+    x = torch.randn(3, K, device=device).to(dtype).requires_grad_()
+    out = layer(x)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    wanted = grad.double() @ layer.dequantize(torch.float64).weight
+    assert (x.grad.double() - wanted).norm() <= 4 * torch.finfo(dtype).eps * wanted.norm()
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+@SCHEME
+def test_compile(scheme: str) -> None:
+    layer, x = make(scheme), torch.randn(3, K).clamp(-3.9, 3.9)
+    wanted = layer(x)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), wanted, rtol=1e-6, atol=1e-6)
+    compiled(x.requires_grad_()).sum().backward()
+    assert x.grad is not None
+
+
+@SCHEME
+def test_export(scheme: str) -> None:
+    layer, x = make(scheme), torch.randn(3, K).clamp(-3.9, 3.9)
+    rows = torch.export.Dim("rows")
+    program = torch.export.export(layer, (x,), dynamic_shapes={"input": {0: rows}})
+    more = torch.randn(7, K).clamp(-3.9, 3.9)
+    torch.testing.assert_close(program.module()(more), layer(more), rtol=1e-6, atol=1e-6)
+
+
+# What is done to modules
+
+CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "half": lambda m: m.half(),
+    "float": lambda m: m.float(),
+    "to dtype": lambda m: m.to(torch.bfloat16),
+    "type": lambda m: m.type(torch.float16),
+    "there and back": lambda m: m.half().float().bfloat16().double().float(),
+    "inside another module": lambda m: nn.Sequential(m).half()[0],
+}
+
+
+@SCHEME
+@pytest.mark.parametrize("cast", CASTS)
+def test_casts_touch_biases_only(scheme: str, cast: str) -> None:
+    layer = make(scheme)
+    fixed = {name: getattr(layer, name).clone() for name in layer.fixed_names if getattr(layer, name) is not None}
+    after = CASTS[cast](layer)
+    assert after is layer
+    for name, value in fixed.items():
+        assert getattr(after, name).dtype == value.dtype
+        assert torch.equal(getattr(after, name), value)
+        assert not getattr(after, name).requires_grad
+    out = after(torch.randn(3, K, dtype=torch.bfloat16))
+    assert out.dtype == torch.bfloat16
+    assert out.isfinite().all()
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "torch.save": lambda m: through_torch_save(m),
+}
+
+
+def through_torch_save(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@SCHEME
+@pytest.mark.parametrize("how", COPIES)
+def test_copies(scheme: str, how: str) -> None:
+    layer, x = make(scheme), torch.randn(3, K)
+    state = set(vars(layer))
+    out = layer(x)
+    assert set(vars(layer)) == state, "a call leaves nothing in the module"
+    other = COPIES[how](layer)
+    assert_same(layer, other)
+    assert torch.equal(other(x), out)
+    getattr(other, layer.weight_names[0]).zero_()
+    assert getattr(layer, layer.weight_names[0]).any(), "the copy must have its own memory"
+
+
+@SCHEME
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict(scheme: str, assign: bool) -> None:
+    layer, x = make(scheme), torch.randn(3, K)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    other = linear_class(scheme)(K, N, device="meta" if assign else None, scheme=scheme)
+    assert str(other.load_state_dict(state, strict=True, assign=assign)) == "<All keys matched successfully>"
+    assert_same(layer, other)
+    assert torch.equal(other(x), layer(x))
+
+
+@SCHEME
+def test_state_dict_reports_what_is_missing_or_foreign(scheme: str) -> None:
+    layer = make(scheme)
+    for name, value in layer.state_dict().items():
+        rest = {other: theirs for other, theirs in layer.state_dict().items() if other != name}
+        with pytest.raises(RuntimeError, match=f"Missing key.*{name}"):
+            make(scheme).load_state_dict(rest)
+        if value.ndim:
+            with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
+                make(scheme).load_state_dict({**layer.state_dict(), name: value[1:]})
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*foreign"):
+        make(scheme).load_state_dict({**layer.state_dict(), "foreign": torch.zeros(1)})
+
+
+@SCHEME
+def test_quantized_values_of_another_dtype_are_refused(scheme: str) -> None:
+    layer = make(scheme)
+    before = copy.deepcopy(layer)
+    for name in layer.weight_names + layer.index_names:
+        state = {**layer.state_dict(), name: getattr(layer, name).float()}
+        for strict in (True, False):
+            with pytest.raises(RuntimeError, match=rf"{name} is torch\.float32 but {type(layer).__name__} holds torch"):
+                layer.load_state_dict(state, strict=strict)
+    assert_same(before, layer)
+
+
+@SCHEME
+def test_meta_and_to_empty(scheme: str) -> None:
+    layer = make(scheme)
+    meta = copy.deepcopy(layer).to("meta")
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    assert meta(torch.empty(2, 3, K, device="meta")).shape == (2, 3, N)
+    real = meta.to_empty(device="cpu")
+    real.load_state_dict(layer.state_dict())
+    assert_same(layer, real)
+
+
+@SCHEME
+def test_repr(scheme: str) -> None:
+    shown = repr(make(scheme))
+    assert shown.startswith(f"{linear_class(scheme).__name__}(in_features={K}, out_features={N}, bias=True, ")
+    assert f"scheme='{scheme}'" in shown
+    assert repr(input_scale_for(resolve_scheme(scheme))) not in shown or not resolve_scheme(scheme).is_static
+
+
+def sizes() -> list[tuple[int, int]]:
+    # No column, no row, one of either, fewer columns than outliers or than a group, several groups.
+    return [(0, 3), (3, 0), (1, 1), (17, 5), (129, 5), (256, 5)]
+
+
+@SCHEME
+@pytest.mark.parametrize(("features_in", "features_out"), sizes())
+def test_degenerate_sizes(scheme: str, features_in: int, features_out: int, device: torch.device) -> None:
+    layer = linear_class(scheme)(features_in, features_out, device=device, scheme=scheme)
+    parameters: dict[str, Tensor] = dict(layer.named_parameters())
+    if layer.is_static:
+        parameters["input_scale"].fill_(0.05)
+    out = layer(torch.randn(5, features_in, device=device))
+    assert out.shape == (5, features_out)
+    assert not out.any()
