@@ -6,13 +6,13 @@ looks like one that was done. Records are values; they go through JSON (``to_dic
 
 from __future__ import annotations
 
-import html
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 
 from qgemm.nn import LinearLayer, QuantLayer
+from qgemm.tables import html_table, size, text_table
 
 KEPT = "float"
 
@@ -105,7 +105,7 @@ class QuantReport:
         known = isinstance(values, dict) and {"records"} <= set(values) <= {"records", "recipe"}
         if not known or not isinstance(values["records"], list):
             raise ValueError(
-                f"a report is a dictionary with one list, 'records', and perhaps a recipe; this is {_shortened(values)}"
+                f"a report is a dictionary with one list, 'records', and perhaps a recipe; this is {shortened(values)}"
             )
         records = tuple(_parse_record(index, record) for index, record in enumerate(values["records"]))
         return cls(records, _parse_recipe(values.get("recipe")))
@@ -113,23 +113,11 @@ class QuantReport:
     def __str__(self) -> str:
         """An aligned table, a row per layer, totals last."""
         header, *rows = self._table()
-        widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if title in _NUMERIC else cell.ljust(width)
-                for title, cell, width in zip(header, row, widths, strict=True)
-            ).rstrip()
-            for row in (header, *rows)
-        ]
-        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-        return "\n".join([lines[0], rule, *lines[1:], rule, *self._totals()])
+        return text_table(header, rows, _NUMERIC, self._totals())
 
     def _repr_html_(self) -> str:
         header, *rows = self._table()
-        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        totals = "<br>".join(html.escape(line) for line in self._totals())
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{totals}</p>"
+        return html_table(header, rows, self._totals())
 
     def _table(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("layer", "kind", "action", "before", "after", "error", "output", "note")]
@@ -139,8 +127,8 @@ class QuantReport:
                     record.name,
                     record.kind,
                     record.action if record.is_quantized else f"{record.action}: {record.reason}",
-                    _size(record.bytes_before),
-                    _size(record.bytes_after),
+                    size(record.bytes_before),
+                    size(record.bytes_after),
                     "" if record.weight_error is None else f"{record.weight_error:.4f}",
                     "" if record.output_error is None else f"{record.output_error:.4f}",
                     record.note,
@@ -154,7 +142,7 @@ class QuantReport:
         before, after = self.bytes_before, self.bytes_after
         lines = [
             f"{len(self.quantized)} of {len(self.records)} layers quantized, {self.coverage:.1%} of their bytes",
-            f"{_size(before)} before, {_size(after)} after"
+            f"{size(before)} before, {size(after)} after"
             + (f" ({before / after:.2f}x smaller)" if before > after > 0 else ""),
         ]
         if self.largest_error is not None:
@@ -213,18 +201,18 @@ def _parse_record(index: int, values: Any) -> LayerRecord:
     where = f"record {index} of the report"
     if not isinstance(values, dict) or not required <= set(values) <= required | _OPTIONAL:
         raise ValueError(
-            f"{where} must hold {sorted(required)}, and nothing else but {sorted(_OPTIONAL)}: {_shortened(values)}"
+            f"{where} must hold {sorted(required)}, and nothing else but {sorted(_OPTIONAL)}: {shortened(values)}"
         )
     for key in (*texts, "note"):
         if not isinstance(values.get(key, ""), str):
-            raise ValueError(f"{key} of {where} is {_shortened(values[key])}; it must be a string")
+            raise ValueError(f"{key} of {where} is {shortened(values[key])}; it must be a string")
     for key in sizes:
         if type(values[key]) is not int or values[key] < 0:
-            raise ValueError(f"{key} of {where} is {_shortened(values[key])}; it must be a whole number of bytes")
+            raise ValueError(f"{key} of {where} is {shortened(values[key])}; it must be a whole number of bytes")
     for key in ("weight_error", "output_error"):
         error = values.get(key)
         if error is not None and not (type(error) in (int, float) and 0 <= error <= _LARGEST_ERROR):
-            raise ValueError(f"{key} of {where} is {_shortened(error)}; it must be a number, 0 or more, or None")
+            raise ValueError(f"{key} of {where} is {shortened(error)}; it must be a number, 0 or more, or None")
     return LayerRecord(**values)
 
 
@@ -234,12 +222,12 @@ def _parse_recipe(values: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(values, dict) or set(values) != {"methods"} or not isinstance(values["methods"], list):
         raise ValueError(
-            f"recipe of the report must be a dictionary with one list, 'methods'; it is {_shortened(values)}"
+            f"recipe of the report must be a dictionary with one list, 'methods'; it is {shortened(values)}"
         )
     for method in values["methods"]:
         if not isinstance(method, dict) or len(method) != 1 or not all(map(_is_settings, method.values())):
             raise ValueError(
-                f"recipe of the report holds {_shortened(method)}; a method is one name with a dictionary of settings"
+                f"recipe of the report holds {shortened(method)}; a method is one name with a dictionary of settings"
             )
     return values
 
@@ -248,13 +236,7 @@ def _is_settings(values: Any) -> bool:
     return isinstance(values, dict) and all(isinstance(value, str | int | float | None) for value in values.values())
 
 
-def _shortened(value: Any) -> str:
+def shortened(value: object) -> str:
+    """A value as an error shows it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _size(count: int) -> str:
-    if count < 1024:
-        return f"{count} B"
-    power = min((count.bit_length() - 1) // 10, 3)
-    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"

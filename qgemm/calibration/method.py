@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.calibration.statistics import InputStatistics, StatisticsSum
+from qgemm.reporting import shortened
 from qgemm.scheme import QuantScheme
 
 Kind = TypeVar("Kind", bound="Method")
@@ -232,9 +233,3 @@ def _described(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " or ".join(map(repr, get_args(hint)))
     return {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}.get(hint, "null")
-
-
-def shortened(value: object) -> str:
-    """A value as an error shows it."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

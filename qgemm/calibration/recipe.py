@@ -22,10 +22,10 @@ from torch import nn
 from qgemm.calibration.awq import AWQ
 from qgemm.calibration.bias_correction import BiasCorrection
 from qgemm.calibration.gptq import GPTQ
-from qgemm.calibration.method import Method, nearest, shortened
+from qgemm.calibration.method import Method, nearest
 from qgemm.calibration.rounding import MSEWeights
 from qgemm.calibration.smoothquant import SmoothQuant
-from qgemm.reporting import report
+from qgemm.reporting import report, shortened
 
 METHODS: dict[str, type[Method]] = {
     method.name: method for method in (SmoothQuant, AWQ, GPTQ, MSEWeights, BiasCorrection)

@@ -1,0 +1,377 @@
+"""``sensitivity``: how much each layer damages a model if it alone is quantized.
+
+The damage is measured at the model's output, over all tokens of the data:
+
+- where the model gives logits ``[..., classes]``, the mean of ``KL(p || q) = sum_c p_c (log p_c - log q_c)`` in nats,
+  with ``p`` of the float model and ``q`` of the one in which one layer is quantized;
+- otherwise ``norm(q - p) / norm(p)`` of the first tensor that the model returns.
+
+Tokens that a batch's ``attention_mask`` leaves out don't count. Beside it stands the layer's own error on its float
+inputs, ``norm(quantized(x) - float(x)) / norm(float(x))``, which costs nothing more but says nothing of what comes of
+it further on.
+
+The model runs once for each batch, layer and scheme, so that the cost is that of ``layers * schemes`` passes over the
+data: a few thousand tokens are enough to tell layers apart. Nothing is swapped: while a layer is measured, its
+``forward`` computes with a quantized copy, of which there is one at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qgemm.calibration.collect import as_call, check_batches, in_eval_mode, run_batches
+from qgemm.calibration.method import Call, first_tensor
+from qgemm.nn import QuantExperts, QuantLayer, linear_class
+from qgemm.offloading import weights_at_hand
+from qgemm.reporting import parameter_bytes, shortened
+from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
+from qgemm.selection import Pattern, listed, select_layers
+from qgemm.survey import Layer
+from qgemm.tables import html_table, size, text_table
+
+KL, ERROR = "kl", "error"
+
+# Logits at a time, in float64.
+_PIECE = 1 << 24
+_MOST_BARS = 40
+
+
+@dataclass(frozen=True)
+class LayerSensitivity:
+    """One layer under one scheme.
+
+    - ``damage``: to the model's output; see ``Sensitivity.metric``.
+    - ``layer_error``: ``norm(quantized(x) - float(x)) / norm(float(x))`` of the layer alone.
+    - ``bytes_before``, ``bytes_after``: of its parameters.
+    """
+
+    name: str
+    scheme: str
+    damage: float
+    layer_error: float
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What ``sensitivity`` has measured. ``print`` shows a table, the worst first; a notebook an HTML one.
+
+    - ``metric``: ``"kl"`` (nats per token) or ``"error"`` (relative, of the output).
+    - ``tokens``: how many were measured.
+    - ``other_bytes``: of the model's parameters and buffers that are in no layer here.
+    - ``records``: in the model's order; of a layer, in the order of schemes.
+    """
+
+    metric: str
+    tokens: int
+    other_bytes: int
+    records: tuple[LayerSensitivity, ...]
+
+    def ranked(self) -> list[LayerSensitivity]:
+        """The records, those with the largest damage first."""
+        return sorted(self.records, key=lambda record: -record.damage)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The measurement as JSON-ready values."""
+        return asdict(self) | {"records": [asdict(record) for record in self.records]}
+
+    @classmethod
+    def from_dict(cls, values: Any) -> Sensitivity:
+        """The measurement that ``to_dict`` wrote. Raises ``ValueError`` for anything else."""
+        values = _check("a sensitivity", values, _FIELDS)
+        if values["metric"] not in (KL, ERROR):
+            raise ValueError(
+                f"metric of a sensitivity is {shortened(values['metric'])}; it must be {KL!r} or {ERROR!r}"
+            )
+        records = [
+            LayerSensitivity(**_check(f"record {index} of a sensitivity", each, _RECORD_FIELDS))
+            for index, each in enumerate(values["records"])
+        ]
+        return cls(**(values | {"records": tuple(records)}))
+
+    def __str__(self) -> str:
+        """An aligned table, a row per layer and scheme, the worst first."""
+        return text_table(*self._table(), {self.metric, "layer error", "before", "after"}, self._summary())
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._table(), self._summary())
+
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        rows: list[tuple[str, ...]] = [
+            (
+                record.name,
+                record.scheme,
+                f"{record.damage:.3g}",
+                f"{record.layer_error:.4f}",
+                size(record.bytes_before),
+                size(record.bytes_after),
+            )
+            for record in self.ranked()
+        ]
+        return ("layer", "scheme", self.metric, "layer error", "before", "after"), rows
+
+    def _summary(self) -> list[str]:
+        meaning = "KL divergence of the logits, in nats" if self.metric == KL else "relative error of the output"
+        return [f"{self.metric}: {meaning}, with this layer alone quantized; over {self.tokens} tokens"]
+
+    def plot(self, path: str | Path) -> None:
+        """Writes the 40 worst layers as bars of damage, a color for each scheme, in the format of ``path``'s suffix.
+
+        Raises ``ImportError`` without matplotlib.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(f'a plot needs matplotlib: pip install "qgemm[bench]" ({error})') from error
+        names = list(dict.fromkeys(record.name for record in self.ranked()))[:_MOST_BARS]
+        schemes = list(dict.fromkeys(record.scheme for record in self.records))
+        places = {name: len(names) - 1 - place for place, name in enumerate(names)}
+        height = 0.8 / max(len(schemes), 1)
+        figure = Figure(figsize=(8, 1.5 + 0.22 * len(names) * max(len(schemes), 1)), layout="constrained")
+        axis = figure.add_subplot()
+        for index, scheme in enumerate(schemes):
+            shown = [record for record in self.records if record.scheme == scheme and record.name in places]
+            offset = 0.4 - (index + 0.5) * height
+            axis.barh(
+                [places[record.name] + offset for record in shown],
+                [record.damage for record in shown],
+                height=height,
+                label=scheme,
+            )
+        axis.set_yticks(list(places.values()), list(places), fontsize=7)
+        axis.set_xscale("log")
+        axis.set_xlabel(self._summary()[0], fontsize=8)
+        axis.grid(axis="x", alpha=0.3)
+        axis.legend(fontsize=8)
+        figure.savefig(path, dpi=150)
+
+
+_FIELDS = {"metric": str, "tokens": int, "other_bytes": int, "records": list}
+_RECORD_FIELDS = {
+    "name": str,
+    "scheme": str,
+    "damage": float,
+    "layer_error": float,
+    "bytes_before": int,
+    "bytes_after": int,
+}
+
+
+def sensitivity(
+    model: nn.Module,
+    data: Iterable[Any],
+    schemes: str | QuantScheme | Sequence[str | QuantScheme] = "int8",
+    *,
+    skip: Pattern | Iterable[Pattern] | None = None,
+    progress: bool | None = None,
+) -> Sensitivity:
+    """Measures what each layer of ``model``, quantized alone and rounded to nearest, does to the model's output.
+
+    - ``data``: batches as ``quantize_model(calibration=)`` takes them. The model runs on them in eval mode, without
+      gradients, ``1 + layers * schemes`` times; once more if a scheme is static, whose scales are then ``"min-max"``.
+    - ``schemes``: one or more, each tried on every layer. Experts have ``"int8"`` for any.
+    - ``skip``: as ``quantize_model`` has it: layers that aren't measured.
+
+    The model stays as it is, also after an error. Warns of layers that no token reaches; they have no record. Raises
+    ``ValueError`` and ``TypeError`` as ``quantize_model`` does, and ``ValueError`` if the output holds NaN or Inf.
+    """
+    check_batches(data)
+    wanted = [schemes] if isinstance(schemes, str | QuantScheme) else list(schemes)
+    resolved = [resolve_scheme(scheme) for scheme in wanted]
+    layers = [layer for layer in select_layers(model, skip) if not layer.reason]
+    batches = list(data)
+    calls = [as_call(batch, index) for index, batch in enumerate(batches)]
+    if not calls:
+        raise ValueError("data has no batch: an iterator that was used up gives nothing a second time")
+    scales: dict[str, float] = {}
+    if any(scheme.is_static for scheme in resolved):
+        linears = [layer.name for layer in layers if not layer.is_experts]
+        scales = run_batches(model, linears, batches, progress=progress).input_scales
+    # A layer without a scale isn't called either.
+    trials = [
+        _Trial(layer, scheme, scales.get(layer.name, 1.0))
+        for layer in layers
+        for scheme in _schemes_of(layer, resolved)
+    ]
+    outputs = _Outputs()
+    hidden = None if progress is None else not progress
+    with (
+        tqdm(total=len(calls) * len(trials), desc="sensitivity", unit="run", disable=hidden) as bar,
+        in_eval_mode(model),
+        torch.no_grad(),
+    ):
+        for index, call in enumerate(calls):
+            outputs.expect(model(*call.args, **call.kwargs), call, index)
+            for trial in trials:
+                with trial.running(model):
+                    trial.damage += outputs.damage_of(model(*call.args, **call.kwargs))
+                bar.update()
+    if unseen := list(dict.fromkeys(trial.layer.name for trial in trials if not trial.was_reached)):
+        warnings.warn(
+            f"{listed(unseen)} saw no tokens, so nothing is known of them: give batches that reach them", stacklevel=2
+        )
+    records = tuple(trial.record(outputs) for trial in trials if trial.was_reached)
+    measured = {record.name: record.bytes_before for record in records}
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return Sensitivity(outputs.metric, outputs.tokens, whole - sum(measured.values()), records)
+
+
+class _Trial:
+    """One layer under one scheme, as the batches come."""
+
+    def __init__(self, layer: Layer, scheme: QuantScheme, input_scale: float) -> None:
+        self.layer, self.scheme = layer, scheme
+        self._input_scale = input_scale if scheme.is_static else None
+        self.damage = 0.0
+        self._bytes = 0
+        # Of the difference and of the float output.
+        self._squares: Tensor | None = None
+
+    @property
+    def was_reached(self) -> bool:
+        """Whether the layer was called with any token."""
+        return self._squares is not None
+
+    @contextmanager
+    def running(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the layer computes with a quantized copy."""
+        module = model.get_submodule(self.layer.name)
+        with weights_at_hand(module):
+            quantized = self._quantized(module)
+        self._bytes = parameter_bytes(quantized)
+        # What accelerate brings the weights for, and hooks are called around.
+        key = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
+        own, compute = vars(module).get(key), getattr(module, key)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = quantized(*args, **kwargs)
+            self._compare(first_tensor(output), first_tensor(compute(*args, **kwargs)))
+            return output
+
+        setattr(module, key, forward)
+        try:
+            yield
+        finally:
+            delattr(module, key)
+            if own is not None:
+                setattr(module, key, own)
+
+    def _quantized(self, module: nn.Module) -> QuantLayer:
+        if self.layer.is_experts:
+            return QuantExperts.from_experts(module, self.scheme)
+        return linear_class(self.scheme).from_linear(module, self.scheme, self._input_scale)
+
+    def _compare(self, got: Tensor, wanted: Tensor) -> None:
+        if wanted.numel():
+            wanted = wanted.double()
+            squares = torch.stack(((got.double() - wanted).square_().sum(), wanted.square().sum()))
+            self._squares = squares if self._squares is None else self._squares + squares.to(self._squares.device)
+
+    def record(self, outputs: _Outputs) -> LayerSensitivity:
+        assert self._squares is not None
+        difference, whole = self._squares.sqrt().tolist()
+        return LayerSensitivity(
+            self.layer.name,
+            self.scheme.name,
+            outputs.mean(self.damage),
+            difference / whole if whole else 0.0,
+            self.layer.bytes,
+            self._bytes,
+        )
+
+
+class _Outputs:
+    """The float model's output on one batch after the other, and what the quantized one's differs by."""
+
+    def __init__(self) -> None:
+        self.metric = ""
+        self.tokens = 0
+        self._squares = 0.0
+        self._expected = torch.empty(0)
+        self._mask: Tensor | None = None
+
+    def expect(self, output: Any, call: Call, index: int) -> None:
+        """``output`` is what the float model gives for ``call``, the one at ``index``."""
+        self.metric = ERROR if _logits(output) is None else KL
+        self._mask = _token_mask(call, self._measured(output))
+        self._expected = self._rows(output)
+        if self._expected.isnan().any():
+            raise ValueError(f"the model's output holds NaN on batch {index}: leave that out, or find what makes them")
+        self.tokens += len(self._expected)
+        self._squares += sum(float(rows.double().square().sum()) for rows in self._pieces(self._expected))
+
+    def damage_of(self, output: Any) -> float:
+        """The sum over tokens of what is wrong with ``output``; infinity if that is no number."""
+        total = 0.0
+        for wanted, got in zip(self._pieces(self._expected), self._pieces(self._rows(output)), strict=True):
+            wanted, got = wanted.double(), got.double()
+            if self.metric == KL:
+                p, q = wanted.log_softmax(-1), got.log_softmax(-1)
+                total += float(torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum())
+            else:
+                total += float((got - wanted).square_().sum())
+        return math.inf if math.isnan(total) else max(total, 0.0)
+
+    def mean(self, total: float) -> float:
+        """The damage, of the sum of ``damage_of`` over all batches."""
+        if self.metric == KL:
+            return total / self.tokens if self.tokens else 0.0
+        return math.sqrt(total / self._squares) if self._squares else 0.0
+
+    def _measured(self, output: Any) -> Tensor:
+        logits = _logits(output)
+        return first_tensor(output) if logits is None else logits
+
+    def _rows(self, output: Any) -> Tensor:
+        values = self._measured(output)
+        rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
+        return rows if self._mask is None else rows[self._mask]
+
+    def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
+        pieces: Sequence[Tensor] = rows.split(max(_PIECE // max(rows.shape[1], 1), 1))
+        return pieces
+
+
+def _logits(output: Any) -> Tensor | None:
+    """Logits of several classes, for each token or each sequence; None if ``output`` holds none."""
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    return logits if isinstance(logits, Tensor) and logits.ndim in (2, 3) and logits.shape[-1] > 1 else None
+
+
+def _token_mask(call: Call, output: Tensor) -> Tensor | None:
+    """Which rows of ``output [B, T, ...]`` count: those of the batch's attention mask, if it is of these tokens."""
+    has_decoder = any(name.startswith("decoder_") for name in call.kwargs)
+    mask = call.kwargs.get("decoder_attention_mask" if has_decoder else "attention_mask")
+    if not isinstance(mask, Tensor) or output.ndim != 3 or mask.shape != output.shape[:2]:
+        return None
+    return (mask != 0).flatten().to(output.device)
+
+
+def _schemes_of(layer: Layer, schemes: list[QuantScheme]) -> list[QuantScheme]:
+    """The schemes to try on a layer, each once: experts compute ``"int8"`` alone."""
+    return [SCHEMES["int8"]] if layer.is_experts else list(dict.fromkeys(schemes))
+
+
+def _check(where: str, values: Any, fields: Mapping[str, type]) -> dict[str, Any]:
+    """``values``, if they are a dictionary of just these fields, each of its kind, and no number below 0."""
+    if not isinstance(values, dict) or set(values) != set(fields):
+        raise ValueError(f"{where} must hold exactly {list(fields)}; it is {shortened(values)}")
+    for key, kind in fields.items():
+        value = values[key]
+        fits = type(value) in (int, float) if kind is float else type(value) is kind
+        if not fits or (kind in (int, float) and not value >= 0):
+            wanted = "a string" if kind is str else "a list" if kind is list else "a number, 0 or more"
+            raise ValueError(f"{key} of {where} is {shortened(value)}; it must be {wanted}")
+    return values

@@ -1,0 +1,259 @@
+"""What each layer's quantization costs: against models in which that layer alone was swapped."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from models import FAMILIES
+from models.mixtures import MIXTURES
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qgemm
+from qgemm.calibration.sensitivity import LayerSensitivity, Sensitivity, sensitivity
+
+
+def swapped_alone(model: nn.Module, record: LayerSensitivity, layers: set[str], batches: list[Any]) -> nn.Module:
+    alone = copy.deepcopy(model)
+    skip = sorted(layers - {record.name})
+    calibration = batches if record.scheme == "int8-static" else None
+    return qgemm.quantize_model(alone, record.scheme, skip=skip, calibration=calibration, progress=False)
+
+
+def divergence(p_logits: Tensor, q_logits: Tensor) -> float:
+    """The mean over tokens, by PyTorch's own function."""
+    p, q = (logits.flatten(0, -2).double().log_softmax(-1) for logits in (p_logits, q_logits))
+    return float(F.kl_div(q, p, log_target=True, reduction="batchmean"))
+
+
+# Decoder, Conv1D, encoder and decoder, experts.
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "mixtral"])
+def test_damage_is_that_of_swapping_one_layer(family: str) -> None:
+    example = {**FAMILIES, **MIXTURES}[family]()
+    model = example.model
+    batches = [example.inputs, {name: value[:1, :5] for name, value in example.inputs.items()}]
+    result = sensitivity(model, batches, ["int8", "int8-static"], progress=False)
+    assert result.metric == "kl"
+    with torch.no_grad():
+        logits = [model(**batch).logits for batch in batches]
+    assert result.tokens == sum(each.shape[:2].numel() for each in logits)
+    layers = {layer.name for layer in result.records}
+    assert layers == {r.name for r in qgemm.report(qgemm.quantize_model(copy.deepcopy(model))).quantized}
+    assert {record.scheme for record in result.records} == {"int8", "int8-static"}
+    for record in result.records[::3]:
+        alone = swapped_alone(model, record, layers, batches)
+        with torch.no_grad():
+            parts = [
+                divergence(p, alone(**b).logits) * len(p.flatten(0, -2)) for p, b in zip(logits, batches, strict=True)
+            ]
+        assert record.damage == pytest.approx(sum(parts) / result.tokens, rel=1e-6), record
+        assert record.damage > 0
+        assert 0.001 < record.layer_error < 0.1
+        [swapped] = qgemm.report(alone).quantized
+        assert (record.bytes_before, record.bytes_after) == (swapped.bytes_before, swapped.bytes_after)
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    inside = sum({record.name: record.bytes_before for record in result.records}.values())
+    assert result.other_bytes == sum(tensor.nbytes for tensor in tensors.values()) - inside
+
+
+def test_experts_are_measured_once_for_both_schemes() -> None:
+    example = MIXTURES["mixtral"]()
+    result = sensitivity(example.model, [example.inputs], ["int8", "int8-static"], progress=False)
+    assert [r.scheme for r in result.records if r.name.endswith("experts")] == ["int8"] * 2
+    assert [r.scheme for r in result.records if r.name.endswith("q_proj")] == ["int8", "int8-static"] * 2
+
+
+class Regression(nn.Module):
+    """No logits; one layer is called twice, one only if asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 48)
+        self.down = nn.Linear(48, 32)
+        self.side = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None, with_side: bool = False) -> tuple[Tensor, str]:
+        x = self.down(self.up(x).relu())
+        x = self.down(self.up(x).relu())
+        return (self.side(x) if with_side else x), "more"
+
+
+def test_without_logits_it_is_the_error_of_the_output() -> None:
+    model = Regression().train()
+    model.up.eval()
+    x, more = torch.randn(2, 5, 32), torch.randn(1, 3, 32)
+    with warnings.catch_warnings(record=True) as caught:
+        result = sensitivity(model, [(x,), more], progress=False)
+    [warning] = caught
+    assert "'side' saw no tokens, so nothing is known of them" in str(warning.message)
+    assert warning.filename == __file__
+    assert (result.metric, result.tokens) == ("error", 13)
+    assert [record.name for record in result.records] == ["up", "down"]
+    assert result.other_bytes == sum(p.nbytes for p in model.side.parameters())
+    for record in result.records:
+        alone = swapped_alone(model, record, {"up", "down", "side"}, [])
+        with torch.no_grad():
+            outputs = [(model(batch)[0].double(), alone(batch)[0].double()) for batch in (x, more)]
+            layer, quantized = model.get_submodule(record.name), alone.get_submodule(record.name)
+        lost = sum((p - q).square().sum() for p, q in outputs)
+        whole = sum(p.square().sum() for p, _ in outputs)
+        assert record.damage == pytest.approx(float((lost / whole).sqrt()), rel=1e-5)
+        assert type(quantized).__name__ == "QuantLinear"
+        assert type(layer).__name__ == "Linear"
+    assert (model.training, model.up.training) == (True, False)
+
+
+def test_the_layers_own_error_is_on_its_float_input() -> None:
+    model, x = Regression().eval(), torch.randn(2, 5, 32)
+    inputs: list[Tensor] = []
+    handle = model.down.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    with torch.no_grad():
+        model(x)
+    handle.remove()
+    [record] = sensitivity(model, [x], skip=["up", "side"], progress=False).records
+    quantized = qgemm.QuantLinear.from_linear(model.down)
+    with torch.no_grad():
+        # The second call's input is after a quantized first one.
+        first = (quantized(inputs[0]) - model.down(inputs[0])).norm() / model.down(inputs[0]).norm()
+    assert record.layer_error == pytest.approx(float(first), rel=0.2)
+
+
+def test_tokens_that_are_masked_do_not_count() -> None:
+    model, x = Regression().eval(), torch.randn(2, 5, 32)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    masked = sensitivity(model, [{"x": x, "attention_mask": mask}], skip="side", progress=False)
+    # Rows don't depend on each other here.
+    alone = sensitivity(model, [x[:1, :3], x[1:]], skip="side", progress=False)
+    assert masked.tokens == alone.tokens == 8
+    for one, other in zip(masked.records, alone.records, strict=True):
+        assert one.damage == pytest.approx(other.damage, rel=1e-5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_stays_as_it_is(fails: bool) -> None:
+    example = FAMILIES["llama"]()
+    model = example.model.train()
+    before = {name: (value, value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    modules = dict(model.named_modules())
+    attributes = {name: set(vars(module)) for name, module in modules.items()}
+    calls = []
+
+    def count(module: nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append(None)
+        if fails and len(calls) == 4:
+            raise RuntimeError("mine")
+
+    handle = model.register_forward_pre_hook(count, with_kwargs=True)
+    if fails:
+        with pytest.raises(RuntimeError, match="mine"):
+            sensitivity(model, [example.inputs], progress=False)
+    else:
+        result = sensitivity(model, [example.inputs], progress=False)
+        assert len(calls) == 1 + len(result.records)
+    handle.remove()
+    assert dict(model.named_modules()) == modules
+    assert {name: set(vars(module)) for name, module in modules.items()} == attributes
+    assert all(module.training for module in modules.values())
+    now = model.state_dict(keep_vars=True)
+    assert all(now[name] is value and torch.equal(value, copied) for name, (value, copied) in before.items())
+
+
+def test_one_quantized_layer_at_a_time() -> None:
+    example = FAMILIES["llama"]()
+    alive: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    counts = set()
+    real = qgemm.QuantLinear.forward
+
+    def count(self: Any, *args: Any) -> Tensor:
+        alive.add(self)
+        counts.add(len(alive))
+        return real(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qgemm.QuantLinear, "forward", count)
+        sensitivity(example.model, [example.inputs], progress=False, skip="*mlp*")
+    assert counts == {1}
+
+
+def test_hooks_and_offloading_work_as_they_do() -> None:
+    model, x = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8)).eval(), torch.randn(4, 32)
+    model[0].register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    plain = sensitivity(model, [x], ["int8", "int8-static"], progress=False)
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    assert sensitivity(model, [x], ["int8", "int8-static"], progress=False) == plain
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_what_is_refused() -> None:
+    model, x = Regression(), torch.randn(2, 5, 32)
+    with pytest.raises(ValueError, match="data has no batch"):
+        sensitivity(model, [])
+    with pytest.raises(TypeError, match="put a single batch into a list"):
+        sensitivity(model, x)
+    with pytest.raises(ValueError, match="scheme is 'int3'"):
+        sensitivity(model, [x], "int3")
+    with pytest.raises(ValueError, match="the model's output holds NaN on batch 1"):
+        sensitivity(model, [x, x / 0 - x / 0], progress=False)
+
+
+def example_result() -> Sensitivity:
+    records = (
+        LayerSensitivity("a", "int8", 0.25, 0.01, 4000, 1010),
+        LayerSensitivity("a", "int8-static", 0.5, 0.02, 4000, 1014),
+        LayerSensitivity("b", "int8", 0.3, 0.005, 2048, 512),
+    )
+    return Sensitivity("kl", 640, 5000, records)
+
+
+def test_the_table_has_the_worst_first() -> None:
+    result = example_result()
+    assert [(record.name, record.scheme) for record in result.ranked()] == [
+        ("a", "int8-static"),
+        ("b", "int8"),
+        ("a", "int8"),
+    ]
+    assert str(result).splitlines() == [
+        "layer  scheme         kl  layer error   before   after",
+        "------------------------------------------------------",
+        "a      int8-static   0.5       0.0200  3.9 KiB  1014 B",
+        "b      int8          0.3       0.0050  2.0 KiB   512 B",
+        "a      int8         0.25       0.0100  3.9 KiB  1010 B",
+        "------------------------------------------------------",
+        "kl: KL divergence of the logits, in nats, with this layer alone quantized; over 640 tokens",
+    ]
+    assert "<td>int8-static</td>" in result._repr_html_()
+
+
+def test_it_goes_through_json() -> None:
+    import json
+
+    result = example_result()
+    assert Sensitivity.from_dict(json.loads(json.dumps(result.to_dict()))) == result
+    values = result.to_dict()
+    for broken, message in (
+        ([], "a sensitivity must hold exactly"),
+        ({**values, "metric": "speed"}, "metric of a sensitivity is 'speed'"),
+        ({**values, "tokens": -1}, "tokens of a sensitivity is -1; it must be a number, 0 or more"),
+        ({**values, "records": "all"}, "records of a sensitivity is 'all'; it must be a list"),
+        ({**values, "records": [{"name": "a"}]}, "record 0 of a sensitivity must hold exactly"),
+        ({**values, "records": [{**values["records"][0], "damage": float("nan")}]}, "damage of record 0 of a"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Sensitivity.from_dict(broken)
+
+
+def test_the_plot_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example_result().plot(tmp_path / "sensitivity.png")
+    assert (tmp_path / "sensitivity.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'pip install "qgemm\[bench\]"'):
+        example_result().plot(tmp_path / "none.png")
