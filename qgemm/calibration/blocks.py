@@ -19,7 +19,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -85,7 +85,8 @@ class _Event:
     digests: dict[str, Any]
     shapes: dict[str, Any]
     links: dict[str, tuple[_Event, str]]
-    output_shapes: dict[str, Any]
+    output_shapes: dict[str, Any] = field(default_factory=dict)
+    output_digests: dict[str, Any] = field(default_factory=dict)
     output_spec: TreeSpec | None = None
 
 
@@ -169,7 +170,7 @@ def _trace(model: nn.Module, call: Call, blocks: dict[str, nn.Module]) -> list[_
             if known is not None and known[0]() is leaf:
                 links[path] = known[1:]
         shapes = {path: _shape(leaf) for path, leaf in leaves.items()}
-        event = _Event(name, {path: _digest(leaf) for path, leaf in leaves.items()}, shapes, links, {})
+        event = _Event(name, _digests(leaves), shapes, links)
         events.append(event)
         running[name] = event
 
@@ -177,6 +178,7 @@ def _trace(model: nn.Module, call: Call, blocks: dict[str, nn.Module]) -> list[_
         event = running[name]
         leaves, event.output_spec = _flattened(output)
         event.output_shapes = {path: _shape(leaf) for path, leaf in leaves.items()}
+        event.output_digests = _digests(leaves)
         for path, leaf in leaves.items():
             if isinstance(leaf, Tensor):
                 made[id(leaf)] = (weakref.ref(leaf), event, path)
@@ -253,19 +255,19 @@ def _chain_of(run: list[_Event]) -> Chain:
 
 
 def _count_correct(model: nn.Module, chain: Chain, run: list[_Event], call: Call) -> int:
-    """How many blocks get the inputs that they have in the model, if they run by themselves."""
+    """How many blocks have the inputs and outputs that they have in the model, if they run by themselves."""
     true, other = (capture(model, chain, [call], disturb=disturb) for disturb in (False, True))
     for place, event in enumerate(run):
         for inputs in (true, other):
-            constant = {path: _digest(leaf) for path, leaf in inputs.constants(place).items()}
+            constant = _digests(inputs.constants(place))
             if place and any(event.digests.get(path) != digest for path, digest in constant.items()):
                 return place
         given = true.calls(place)[0]
-        digests = {path: _digest(leaf) for path, leaf in _flattened((given.args, dict(given.kwargs)))[0].items()}
-        if digests != event.digests:
+        if _digests(_flattened((given.args, dict(given.kwargs)))[0]) != event.digests:
             return place
-        if place + 1 < len(run):
-            true.advance(place, model.get_submodule(event.name))
+        output = true.advance(place, model.get_submodule(event.name))
+        if _digests(_flattened(output)[0]) != event.output_digests:
+            return place
     return len(run)
 
 
@@ -273,7 +275,7 @@ class ChainInputs:
     """What the blocks of a chain are called with on every batch that reaches it.
 
     In order: ``calls(place)`` for the block at ``place``, in whatever state it is, as often as wanted; then
-    ``advance(place, block)`` runs it for the blocks after it, and forgets what it was called with.
+    ``advance(place, block)`` runs it for the blocks after it, if there are any, and forgets what it was called with.
     """
 
     def __init__(self, chain: Chain, captured: list[list[_Inputs]], device: torch.device | None) -> None:
@@ -306,21 +308,23 @@ class ChainInputs:
         return Call(args, kwargs)
 
     @torch.no_grad()
-    def advance(self, place: int, block: nn.Module) -> None:
-        """Runs ``block``, the one at ``place``, and keeps what later blocks are given of it."""
+    def advance(self, place: int, block: nn.Module) -> Any:
+        """Runs ``block``, the one at ``place``, and keeps what later blocks are given; returns the last output."""
         later = {link for links in self._chain.links[place + 1 :] for link in links.values()}
+        output = None
         for batch, captured in enumerate(self._captured):
             made = self._made[batch]
-            if any(link.source == place for link in later):
-                call = self.call(place, batch)
-                leaves = _flattened(block(*call.args, **call.kwargs))[0]
-                for link in later:
-                    if link.source == place:
-                        value = leaves[link.path]
-                        made[link] = value if self._device is None else value.to("cpu")
+            call = self.call(place, batch)
+            output = block(*call.args, **call.kwargs)
+            leaves = _flattened(output)[0]
+            for link in later:
+                if link.source == place:
+                    value = leaves[link.path]
+                    made[link] = value if self._device is None else value.to("cpu")
             captured[place].leaves.clear()
             for link in [link for link in made if link not in later]:
                 del made[link]
+        return output
 
 
 class _Calls(Sequence[Call]):
@@ -447,6 +451,10 @@ def _digest(leaf: Any) -> Any:
     # Each word times an odd number of its own, modulo 2^64.
     factors = torch.arange(1, 2 * len(words) + 1, 2, device=words.device)
     return leaf.shape, leaf.dtype, int((words * factors).sum())
+
+
+def _digests(leaves: dict[str, Any]) -> dict[str, Any]:
+    return {path: _digest(leaf) for path, leaf in leaves.items()}
 
 
 def _disturbed(leaf: Any) -> Any:

@@ -97,7 +97,7 @@ def quantize_blocks(
                         block = Block(name, model.get_submodule(name), model, _part(works, names[place]))
                         block.calls = inputs.calls(place)
                         run.work_on(block, names[place])
-                    if inputs is not None:
+                    if inputs is not None and place + 1 < len(chain.names):
                         inputs.advance(place, model.get_submodule(name))
                 run.save(finished, name, names[place])
                 finished += 1
