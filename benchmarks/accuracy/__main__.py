@@ -1,0 +1,121 @@
+"""Measures what quantization costs trained models: ``python -m benchmarks.accuracy --help``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from tqdm import tqdm
+
+from benchmarks.accuracy import plots, tables
+from benchmarks.accuracy.measure import QUICK, Effort, Subject, language_subjects, measure, minilm_subject, pending
+from benchmarks.accuracy.peers import peers
+from benchmarks.accuracy.results import MINILM, SUBJECTS, Run
+from benchmarks.accuracy.variants import Variant, named, variants
+from benchmarks.results import environment
+
+
+def main(arguments: Sequence[str] | None = None) -> Run:
+    """Measures what the command line asks for, prints it, and writes the files that were asked for."""
+    args = _parse(arguments)
+    run = Run.load(args.load) if args.load else _measure(args)
+    print(tables.report(run))
+    if args.markdown:
+        args.markdown.parent.mkdir(parents=True, exist_ok=True)
+        args.markdown.write_text(tables.report(run, markdown=True) + "\n", encoding="utf-8")
+    if args.plot:
+        plots.draw(run, args.plot)
+    return run
+
+
+def _measure(args: argparse.Namespace) -> Run:
+    device = torch.device(args.device)
+    effort = QUICK if args.quick else Effort()
+    if args.seeds:
+        effort = replace(effort, seeds=tuple(range(args.seeds)))
+    table = _table(args.variant)
+    run = Run(environment(device, args.commit), _settings(args.model, effort))
+    if args.json and args.json.exists() and not args.again:
+        earlier = Run.load(args.json)
+        if earlier.settings != run.settings:
+            raise SystemExit(f"{args.json} was measured with other settings: name another file, or pass --again")
+        run.results = [one for one in earlier.results if one.reason is None]
+    todo = pending(args.subject or SUBJECTS, table, effort.seeds, run.results)
+    subjects: dict[str, Subject] = {}
+    if {name for name, _, _ in todo} - {MINILM}:
+        subjects = {one.name: one for one in language_subjects(args.model, effort, device)}
+    if any(name == MINILM for name, _, _ in todo):
+        subjects[MINILM] = minilm_subject(args.model, effort, device)
+    with tqdm(todo, unit="model", disable=None) as progress:
+        for subject, variant, seed in progress:
+            progress.set_description(f"{variant.name}, {subject}")
+            result = measure(subjects[subject], variant, seed)
+            if result.reason:
+                tqdm.write(f"{variant.name}, {subject}: {result.reason}")
+            run.results.append(result)
+            if args.json:  # what is done is kept if the rest breaks off
+                run.save(args.json)
+    order = [one.name for one in table]
+    run.results.sort(key=lambda one: order.index(one.variant) if one.variant in order else len(order))
+    if args.json:
+        run.save(args.json)
+    return run
+
+
+def _table(names: list[str] | None) -> list[Variant]:
+    """The rows to measure. What isn't installed is a line of output, unless it was asked for by name."""
+    rows, missing = peers()
+    for line in missing:
+        print(f"left out: {line}")
+    try:
+        return named([*variants(), *rows], names)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+
+
+def _settings(folder: Path, effort: Effort) -> dict[str, object]:
+    """What was measured, as the report says it; two runs with the same settings can be put together."""
+    if not (folder / "tokens.safetensors").exists():
+        raise SystemExit(f"{folder} holds no model: python -m benchmarks.accuracy.train {folder}")
+    parameters = 0
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            parameters += sum(torch.Size(file.get_slice(name).get_shape()).numel() for name in file.keys())  # noqa: SIM118
+    with safe_open(folder / "tokens.safetensors", framework="pt") as file:
+        windows = file.get_slice("held_out").get_shape()[0] // effort.window
+    windows = min(windows, effort.windows or windows)
+    values = asdict(effort) | {"seeds": list(effort.seeds)}
+    return values | {"parameters": parameters, "tokens": windows * effort.window}
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.accuracy", description="Measure what quantization costs trained models."
+    )
+    parser.add_argument(
+        "--model", type=Path, default=Path("build/accuracy/model"), help="a folder of ...accuracy.train"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="less text, fewer sentences, one seed")
+    parser.add_argument("--seeds", type=int, help="how many draws of calibration data")
+    parser.add_argument("--variant", action="append", help="only this row of the table; may be given several times")
+    parser.add_argument(
+        "--subject", action="append", choices=SUBJECTS, help="only on this model; may be given several times"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="where to write the results; what it has already isn't measured again"
+    )
+    parser.add_argument("--again", action="store_true", help="measure anew what --json has already")
+    parser.add_argument("--markdown", type=Path, help="where to write the table")
+    parser.add_argument("--plot", type=Path, help="where to write the plot, a PNG file")
+    parser.add_argument("--load", type=Path, help="no measuring: the table and the plot of a JSON file")
+    parser.add_argument("--commit", help="of a copy of the tree that git doesn't know")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
