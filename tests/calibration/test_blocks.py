@@ -121,6 +121,13 @@ class InPlace(Block):
         return x.add_(self.linear(self.norm(x)) * gain)
 
 
+class Longer(Block):
+    """Returns more rows than it is given, so that it can't be left out."""
+
+    def forward(self, x: Tensor, gain: Tensor | float = 1.0) -> Any:
+        return torch.cat([x, super().forward(x, gain)])
+
+
 class ReturnsMore(Block):
     def forward(self, x: Tensor, gain: Tensor | float = 1.0) -> Any:
         return {"logs": None, "out": (super().forward(x, gain), x.mean())}
@@ -227,6 +234,8 @@ CASES: dict[str, tuple[Callable[[Model, Tensor], Tensor], type[Block], list[list
     "an output of an earlier block": (gain_of_a_block, Block, [[0, 1, 2, 3]]),
     "added between": (adds_between, Block, [[0, 1], [2, 3]]),
     "a constant that isn't": (gain_of_hidden, Block, [[0, 1], [2, 3]]),
+    "other shapes": (own_gains, Longer, [[0, 1, 2, 3]]),
+    "a constant that isn't, of blocks that must run": (gain_of_hidden, Longer, [[0, 1], [2, 3]]),
     # What a cache holds can't be seen, but what blocks make of it.
     "caches": (caches, Caching, [[0], [1], [2], [3]]),
     "twice": (twice, Block, []),
