@@ -66,6 +66,16 @@ class PackedLinear(LinearLayer):
         """How many values along K share a scale."""
         return self.scheme.weight.group_size or max(self.in_features, 1)
 
+    @property
+    def weight(self) -> Tensor:
+        """The bytes of ``weight_packed``, int8 ``[out_features, 4 * ceil(in_features / 8)]``.
+
+        For code around a layer that asks where its weight is, or whether it is in float (T5's, PEFT's).
+        """
+        octets = self.weight_packed.detach().view(torch.int8)
+        octets._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers would fill it as it loads
+        return octets
+
     def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """int8 ``[n, K]``, -8 to 7, and float32 ``[n, groups]``, or ``[n]`` for a scale per channel."""
         values, scale = int4.quantize_groups(weight, self.group_size)
