@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -17,6 +19,9 @@ from benchmarks.accuracy.peers import peers
 from benchmarks.accuracy.results import MINILM, SUBJECTS, Run
 from benchmarks.accuracy.variants import Variant, named, variants
 from benchmarks.results import environment
+
+PACKAGES = ("transformers", "llmcompressor", "bitsandbytes", "torchao")
+"""Whose versions matter here, beside those of all benchmarks."""
 
 
 def main(arguments: Sequence[str] | None = None) -> Run:
@@ -38,7 +43,9 @@ def _measure(args: argparse.Namespace) -> Run:
     if args.seeds:
         effort = replace(effort, seeds=tuple(range(args.seeds)))
     table = _table(args.variant)
-    run = Run(environment(device, args.commit), _settings(args.model, effort))
+    about = environment(device, args.commit)
+    about["versions"] |= {name: metadata.version(name) for name in PACKAGES if importlib.util.find_spec(name)}
+    run = Run(about, _settings(args.model, effort))
     if args.json and args.json.exists() and not args.again:
         earlier = Run.load(args.json)
         if earlier.settings != run.settings:

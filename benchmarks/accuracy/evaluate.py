@@ -89,4 +89,4 @@ def _logits(model: Any, windows: Tensor) -> Tensor:
 
 
 def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+    return math.inf if value > 700 else math.exp(value)

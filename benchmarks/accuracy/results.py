@@ -43,6 +43,10 @@ class Mean:
     mean: float
     spread: float
 
+    def times(self, factor: float) -> Mean:
+        """The same in another unit."""
+        return Mean(self.mean * factor, self.spread * factor)
+
 
 @dataclass
 class Run:
