@@ -82,6 +82,8 @@ SCHEMES: dict[str, QuantScheme] = {
     for scheme in (
         QuantScheme("int8", _INT8_WEIGHT, TensorScheme("int8", "token", dynamic=True)),
         QuantScheme("int8-static", _INT8_WEIGHT, TensorScheme("int8", "tensor")),
+        QuantScheme("int8-hadamard", _INT8_WEIGHT, TensorScheme("int8", "token", dynamic=True, rotation="hadamard")),
+        QuantScheme("int8-static-hadamard", _INT8_WEIGHT, TensorScheme("int8", "tensor", rotation="hadamard")),
         QuantScheme("int4", TensorScheme("int4", "group", group_size=128), None),
         QuantScheme("int4-channel", TensorScheme("int4", "channel"), None),
     )
@@ -90,6 +92,7 @@ SCHEMES: dict[str, QuantScheme] = {
 
 - ``int8``: int8 products; activations get a scale per token as they come.
 - ``int8-static``: int8 products; one scale for all activations, given beforehand.
+- ``int8-hadamard``, ``int8-static-hadamard``: the same, with activations rotated before they are quantized.
 - ``int4``: weights of 4 bits, a scale for each group of 128 along K; products are in float.
 - ``int4-channel``: as ``int4``, with one scale for each output channel.
 """

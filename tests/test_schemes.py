@@ -24,7 +24,7 @@ from qgemm.scheme import resolve_scheme
 
 SCHEME = pytest.mark.parametrize("scheme", EVERY_SCHEME)
 # Those that need nothing but the weights.
-UNCALIBRATED = pytest.mark.parametrize("scheme", ["int8", "int4", "int4-channel"])
+UNCALIBRATED = pytest.mark.parametrize("scheme", ["int8", "int4", "int4-channel", "int8-hadamard"])
 # Plain; weights stored transposed, in a Conv1D, and a tied head; code that asks a layer for its weight.
 FAMILY = pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-from qgemm.nn import LinearLayer
+from qgemm.nn import QuantLinear
 
 WHOLE = "qgemm_whole"
 """The name of the style of a parameter that every process holds whole. transformers has none for a cut layer's."""
@@ -48,7 +48,7 @@ def plan_layers(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> None
             parameters = [leaf for leaf, _ in layer.named_parameters()]
             styles = {plan[entry] for entry in (key, *(f"{key}.{leaf}" for leaf in parameters)) if entry in plan}
             unknown = styles - {*_BY_CHANNEL, *_ALONG_K, *_UNCUT, WHOLE}
-            if unknown or (styles and not isinstance(layer, LinearLayer)):
+            if unknown or (styles and type(layer) is not QuantLinear):
                 raise ValueError(
                     f"tensor parallelism would cut {name}, a {type(layer).__name__}, in the style "
                     f"{' and '.join(sorted(styles))}, in which its scales don't follow: load the model without "

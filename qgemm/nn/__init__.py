@@ -6,5 +6,6 @@ from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.packed import PackedLinear
 from qgemm.nn.quant_layer import QuantLayer
+from qgemm.nn.rotated import RotatedLinear
 
-__all__ = ["LinearLayer", "PackedLinear", "QuantExperts", "QuantLayer", "QuantLinear", "linear_class"]
+__all__ = ["LinearLayer", "PackedLinear", "QuantExperts", "QuantLayer", "QuantLinear", "RotatedLinear", "linear_class"]

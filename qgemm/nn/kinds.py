@@ -5,9 +5,10 @@ from __future__ import annotations
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.packed import PackedLinear
+from qgemm.nn.rotated import RotatedLinear
 from qgemm.scheme import QuantScheme, resolve_scheme
 
-_KINDS: tuple[type[LinearLayer], ...] = (QuantLinear, PackedLinear)
+_KINDS: tuple[type[LinearLayer], ...] = (QuantLinear, PackedLinear, RotatedLinear)
 
 
 def linear_class(scheme: str | QuantScheme) -> type[LinearLayer]:

@@ -11,7 +11,7 @@ from qgemm.scheme import QuantScheme, resolve_scheme
 from qgemm.selection import select_layers
 from qgemm.swap import put
 
-EVERY_SCHEME = ["int8", "int8-static", "int4", "int4-channel"]
+EVERY_SCHEME = ["int8", "int8-static", "int4", "int4-channel", "int8-hadamard", "int8-static-hadamard"]
 """One of each family."""
 
 
