@@ -286,7 +286,7 @@ class _Trial:
             self.layer.name,
             self.scheme.name,
             outputs.mean(self.damage),
-            difference / whole if whole else 0.0,
+            _without_nan(difference / whole if whole else 0.0),
             self.layer.bytes,
             self._bytes,
         )
@@ -322,7 +322,7 @@ class _Outputs:
                 total += float(torch.where(p > -torch.inf, p.exp() * (p - q), 0.0).sum())
             else:
                 total += float((got - wanted).square_().sum())
-        return math.inf if math.isnan(total) else max(total, 0.0)
+        return max(_without_nan(total), 0.0)
 
     def mean(self, total: float) -> float:
         """The damage, of the sum of ``damage_of`` over all batches."""
@@ -357,6 +357,10 @@ def _token_mask(call: Call, output: Tensor) -> Tensor | None:
     if not isinstance(mask, Tensor) or output.ndim != 3 or mask.shape != output.shape[:2]:
         return None
     return (mask != 0).flatten().to(output.device)
+
+
+def _without_nan(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def _schemes_of(layer: Layer, schemes: list[QuantScheme]) -> list[QuantScheme]:

@@ -148,6 +148,7 @@ def test_the_model_stays_as_it_is(fails: bool) -> None:
 
     def count(module: nn.Module, args: Any, kwargs: Any) -> None:
         calls.append(None)
+        assert not any(each.training for each in module.modules())
         if fails and len(calls) == 4:
             raise RuntimeError("mine")
 
@@ -191,6 +192,13 @@ def test_hooks_and_offloading_work_as_they_do() -> None:
     before = {name: set(vars(module)) for name, module in model.named_modules()}
     assert sensitivity(model, [x], ["int8", "int8-static"], progress=False) == plain
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_what_gives_no_number_is_infinitely_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qgemm.QuantLinear, "forward", lambda self, x: F.linear(x, self.weight.float()) / 0)
+    result = sensitivity(Regression(), [torch.randn(2, 5, 32)], skip="side", progress=False)
+    assert [record.damage for record in result.records] == [float("inf")] * 2
+    assert Sensitivity.from_dict(result.to_dict()) == result
 
 
 def test_what_is_refused() -> None:

@@ -1,0 +1,129 @@
+"""``choose_schemes``: a scheme for every layer of a model, within a budget of bytes or of damage.
+
+From what each layer's quantization does alone (``sensitivity``), each gets a scheme, or none, which leaves it in float:
+with the least damage that fits into so many bytes, or in the fewest bytes that do no more damage.
+
+Damages of layers are taken to add up, divergences as they are and relative errors in squares, as independent errors do.
+They do so roughly: measure the model that comes of it.
+
+That is a knapsack with one choice per layer. It is solved layer by layer over all pairs of bytes and damage that no
+other pair beats in both, which is exact as long as there are few of them, as in models of equal blocks. Of more than
+16,384 pairs as many are kept, the least damage in each of as many equal ranges of bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qgemm.calibration.sensitivity import ERROR, KL, LayerSensitivity, Sensitivity
+from qgemm.tables import size
+
+_MOST_PAIRS = 1 << 14
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a quantized model may take: exactly one of these.
+
+    - ``bytes``: of all its parameters and buffers.
+    - ``kl``: the divergence of its logits from the float model's, in nats per token, by the sum of its layers'.
+    - ``error``: of a model without logits, the relative error of its output, by the root of its layers' sum of squares.
+    """
+
+    bytes: int | None = None
+    kl: float | None = None
+    error: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` if not exactly one is given, or it is below 0."""
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if len(given) != 1:
+            raise ValueError(f"a budget is of bytes, of kl or of error: give one, not {sorted(given) or 'none'}")
+        ((name, value),) = given.items()
+        if not value >= 0:
+            raise ValueError(f"{name} is {value}; it must be 0 or more")
+
+
+def choose_schemes(sensitivity: Sensitivity, budget: Budget) -> dict[str, str | None]:
+    """For each layer in ``sensitivity`` the name of its scheme, or None: it stays in float. The same each time.
+
+    Raises ``ValueError`` if no choice fits into ``budget.bytes``, or if the budget is of ``kl`` and errors were
+    measured, or the other way round.
+    """
+    for name in (KL, ERROR):
+        if getattr(budget, name) is not None and sensitivity.metric != name:
+            raise ValueError(f"the budget is of {name}, but {sensitivity.metric} was measured: give a budget of that")
+    options: dict[str, list[LayerSensitivity | None]] = defaultdict(lambda: [None])
+    for record in sensitivity.records:
+        options[record.name].append(record)
+    pairs = _Pairs(sensitivity.other_bytes)
+    for records in options.values():
+        before = next(record.bytes_before for record in records if record is not None)
+        pairs.extend(
+            [before if record is None else record.bytes_after for record in records],
+            [0.0 if record is None else added_damage(record, sensitivity.metric) for record in records],
+        )
+    chosen = pairs.choose(budget)
+    best = {name: records[place] for (name, records), place in zip(options.items(), chosen, strict=True)}
+    return {name: None if record is None else record.scheme for name, record in best.items()}
+
+
+def added_damage(record: LayerSensitivity, metric: str) -> float:
+    """A layer's damage in the unit in which damages add up."""
+    return record.damage if metric == KL else record.damage**2
+
+
+class _Pairs:
+    """Bytes and damage of some choices for the first layers, by bytes; each next one has less damage."""
+
+    def __init__(self, other_bytes: int) -> None:
+        self._bytes = torch.tensor([other_bytes])
+        self._damage = torch.zeros(1, dtype=torch.float64)
+        # For each layer: of every pair, the pair that it came from, and the layer's option.
+        self._steps: list[tuple[Tensor, Tensor]] = []
+
+    def extend(self, bytes: list[int], damages: list[float]) -> None:
+        """Adds a layer with these options."""
+        count = len(bytes)
+        total = (self._bytes[:, None] + torch.tensor(bytes)).flatten()
+        damage = (self._damage[:, None] + torch.tensor(damages, dtype=torch.float64)).flatten()
+        order = torch.argsort(damage, stable=True)
+        order = order[torch.argsort(total[order], stable=True)]
+        total, damage = total[order], damage[order]
+        least = damage.cummin(0).values
+        better = torch.cat((damage[:1] < math.inf, damage[1:] < least[:-1]))
+        total, damage, order = total[better], damage[better], order[better]
+        if len(total) > _MOST_PAIRS:
+            width = (total[-1] - total[0]) / _MOST_PAIRS
+            place = ((total - total[0]) / width).floor()
+            # The last of each range has the least damage; the very first pair must stay, or nothing might fit.
+            kept = torch.cat((place[1:] != place[:-1], torch.ones(1, dtype=torch.bool)))
+            kept[0] = True
+            total, damage, order = total[kept], damage[kept], order[kept]
+        self._bytes, self._damage = total, damage
+        self._steps.append((order // count, order % count))
+
+    def choose(self, budget: Budget) -> list[int]:
+        """Each layer's option."""
+        if budget.bytes is not None:
+            fitting = int((self._bytes <= budget.bytes).sum())
+            if not fitting:
+                least = int(self._bytes[0])
+                raise ValueError(
+                    f"the model takes {least:,} bytes ({size(least)}) at least with these schemes; the budget is "
+                    f"{budget.bytes:,}: give more, or allow smaller schemes"
+                )
+            pair = fitting - 1
+        else:
+            limit = budget.kl if budget.kl is not None else (budget.error or 0.0) ** 2
+            pair = int((self._damage > limit).sum())
+        chosen = []
+        for origins, options in reversed(self._steps):
+            chosen.append(int(options[pair]))
+            pair = int(origins[pair])
+        return chosen[::-1]
