@@ -4,12 +4,15 @@ VENV ?= .venv
 JOBS ?= 2
 # What to measure and where to write it: python -m benchmarks --help.
 BENCH ?= --json build/benchmark.json --markdown build/benchmark.md --plots build
+# The same of python -m benchmarks.accuracy, and the trained model that it measures on.
+ACCURACY ?= --json build/accuracy/accuracy.json --markdown build/accuracy/accuracy.md --plot build/accuracy/accuracy.png
+MODEL ?= build/accuracy/model
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench test lint clean
+.PHONY: help setup demo bench accuracy test lint clean
 
 help: ## Show these targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 14
@@ -21,6 +24,13 @@ demo: setup ## Quantize a real sentence-embedding model and compare it with the 
 
 bench: setup ## Time qgemm beside other libraries, on the GPU where there is one; BENCH="--quick" for a short run
 	$(BIN)/python -m benchmarks $(BENCH)
+
+accuracy: setup $(MODEL)/sentences.json ## Measure what each way to quantize costs a trained model; ACCURACY="--quick" for a short run
+	$(BIN)/python -m benchmarks.accuracy --model $(MODEL) $(ACCURACY)
+
+# On a GPU minutes, on a CPU ten for a smaller model.
+$(MODEL)/sentences.json: | setup
+	$(BIN)/python -m benchmarks.accuracy.train $(MODEL)
 
 # One thread a process: test processes that share cores wait for each other's threads and get many times slower.
 test: lint ## Check style and types, then run every test

@@ -264,6 +264,14 @@ def test_the_table_has_means_ranges_and_reasons(tmp_path: Path) -> None:
     )
     assert "- y (plain, outliers): RuntimeError: no kernel" in text
     assert "31.5 million parameters; 200,000 held-out tokens in windows of 16" in text
+    document = tmp_path / "accuracy.md"
+    document.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
+    for _ in range(2):
+        tables.put_into(document, again)
+        assert document.read_text() == f"before\n{tables.BEGIN}\n{text}\n{tables.END}\nafter\n"
+    document.write_text("nothing")
+    with pytest.raises(ValueError, match="has no place for the table"):
+        tables.put_into(document, again)
     plots.draw(again, tmp_path / "plots" / "kl.png")
     assert (tmp_path / "plots" / "kl.png").stat().st_size > 1000
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from benchmarks.accuracy import plots, tables
 from benchmarks.accuracy.measure import QUICK, Effort, Subject, language_subjects, measure, minilm_subject, pending
 from benchmarks.accuracy.peers import peers
-from benchmarks.accuracy.results import MINILM, SUBJECTS, Run
+from benchmarks.accuracy.results import MINILM, SUBJECTS, Result, Run
 from benchmarks.accuracy.variants import Variant, named, variants
 from benchmarks.results import environment
 
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> Run:
     if args.markdown:
         args.markdown.parent.mkdir(parents=True, exist_ok=True)
         args.markdown.write_text(tables.report(run, markdown=True) + "\n", encoding="utf-8")
+    if args.document:
+        tables.put_into(args.document, run)
     if args.plot:
         plots.draw(run, args.plot)
     return run
@@ -50,6 +53,7 @@ def _measure(args: argparse.Namespace) -> Run:
         earlier = Run.load(args.json)
         if earlier.settings != run.settings:
             raise SystemExit(f"{args.json} was measured with other settings: name another file, or pass --again")
+        about["versions"] = earlier.environment["versions"] | about["versions"]
         run.results = [one for one in earlier.results if one.reason is None]
     todo = pending(args.subject or SUBJECTS, table, effort.seeds, run.results)
     subjects: dict[str, Subject] = {}
@@ -61,8 +65,7 @@ def _measure(args: argparse.Namespace) -> Run:
         for subject, variant, seed in progress:
             progress.set_description(f"{variant.name}, {subject}")
             result = measure(subjects[subject], variant, seed)
-            if result.reason:
-                tqdm.write(f"{variant.name}, {subject}: {result.reason}")
+            tqdm.write(_line(result), file=sys.stderr)
             run.results.append(result)
             if args.json:  # what is done is kept if the rest breaks off
                 run.save(args.json)
@@ -71,6 +74,16 @@ def _measure(args: argparse.Namespace) -> Run:
     if args.json:
         run.save(args.json)
     return run
+
+
+def _line(result: Result) -> str:
+    """A result as a line of progress."""
+    figures = {
+        field: getattr(result, field)
+        for field in ("perplexity", "kl", "least_cosine", "mean_cosine", "neighbours", "seconds")
+    }
+    shown = ", ".join(f"{field} {value:.5g}" for field, value in figures.items() if value is not None)
+    return f"{result.variant}, {result.subject}, seed {result.seed}: {result.reason or shown}"
 
 
 def _table(names: list[str] | None) -> list[Variant]:
@@ -118,6 +131,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--again", action="store_true", help="measure anew what --json has already")
     parser.add_argument("--markdown", type=Path, help="where to write the table")
+    parser.add_argument(
+        "--document", type=Path, help="a Markdown file that has a place for the table, to write it there"
+    )
     parser.add_argument("--plot", type=Path, help="where to write the plot, a PNG file")
     parser.add_argument("--load", type=Path, help="no measuring: the table and the plot of a JSON file")
     parser.add_argument("--commit", help="of a copy of the tree that git doesn't know")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from benchmarks.accuracy.results import MINILM, OUTLIERS, PLAIN, Mean, Run
 from benchmarks.accuracy.variants import BASELINE
 from benchmarks.tables import render
 
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 HEADER = [
     "variant",
     "MB",
@@ -37,6 +40,16 @@ def report(run: Run, *, markdown: bool = False) -> str:
     if failed := _failed(run):
         parts += ["Left out:", "\n".join(f"- {line}" for line in failed)]
     return "\n\n".join(parts)
+
+
+def put_into(document: Path, run: Run) -> None:
+    """Writes the table of a run between the two comments that mark its place in a Markdown document."""
+    text = document.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"{document} has no place for the table: {BEGIN} and, after it, {END}")
+    document.write_text(f"{before}{begin}\n{report(run, markdown=True)}\n{end}{after}", encoding="utf-8")
 
 
 def _failed(run: Run) -> list[str]:
