@@ -67,15 +67,17 @@ def test_the_fewest_bytes_within_damage(metric: str) -> None:
     assert None not in chosen.values()
 
 
-def test_a_large_model_comes_near_the_best() -> None:
-    sizes = tuple(random.Random(1).sample(range(10**6, 10**8), 120))  # all different: sums are too
+def test_a_large_model_comes_near_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qgemm.calibration.budget._MOST_PAIRS", 2048)
+    # All different, so that sums are too; and small ones, whose sums hardly differ.
+    sizes = (*random.Random(1).sample(range(10**6, 10**8), 100), *[8] * 30)
     sensitivity = measured(120, 5, sizes=sizes)
     whole = OTHER + sum(record.bytes_before for record in sensitivity.records if record.scheme == "int8")
     chosen = choose_schemes(sensitivity, Budget(bytes=whole // 2))
     assert choose_schemes(sensitivity, Budget(bytes=whole // 2)) == chosen
     bytes_, damage = totals(sensitivity, chosen)
     assert bytes_ <= whole // 2
-    assert damage <= 1.01 * relaxed(sensitivity, whole // 2)  # measured: 1.003
+    assert damage <= 1.01 * relaxed(sensitivity, whole // 2)  # measured: 1.002
     least = OTHER + sum(record.bytes_after for record in sensitivity.records if record.scheme == "int4")
     assert None not in choose_schemes(sensitivity, Budget(bytes=least)).values()
 
@@ -105,6 +107,13 @@ def test_layers_that_give_no_number_stay_in_float() -> None:
     with pytest.raises(ValueError, match=r"the model takes 1,510 bytes \(1.5 KiB\) at least .* the budget is 1,500"):
         choose_schemes(sensitivity, Budget(bytes=1500))
     assert choose_schemes(sensitivity, Budget(bytes=1510))["b"] == "int8"
+
+
+def test_what_does_no_damage_is_quantized() -> None:
+    records = (LayerSensitivity("a", "int8", 0.0, 0.0, 400, 100), LayerSensitivity("a", "int4", 0.0, 0.0, 400, 50))
+    sensitivity = Sensitivity("kl", 100, OTHER, records)
+    for budget in (Budget(bytes=10**6), Budget(kl=0.0)):
+        assert choose_schemes(sensitivity, budget) == {"a": "int4"}
 
 
 def test_what_is_refused() -> None:
