@@ -180,11 +180,13 @@ def _hook(calibration: Calibration, name: str) -> Any:
 
 @contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, no module is in training mode; afterwards those are that were."""
-    training = [module for module in model.modules() if module.training]
+    """Inside, no module is in training mode; afterwards those are that were, or what is in their places."""
+    training = [name for name, module in model.named_modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
+        modules = dict(model.named_modules())
+        for name in training:
+            if name in modules:
+                modules[name].training = True

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,6 @@ from qgemm.version import __version__
 _ROWS = 512
 
 
-@torch.no_grad()
 def quantize_blocks(
     model: nn.Module,
     layers: Sequence[tuple[Layer, QuantScheme]],
@@ -64,46 +63,23 @@ def quantize_blocks(
     Warns of layers that saw no token under a static scheme: they get the scheme ``"int8"``. Raises ``ValueError`` if
     ``resume`` is of another run, and as methods and observers do, with the model changed in part.
     """
-    run = _Run(model, {layer.name: layer for layer, _ in layers}, recipe, observer, device)
-    works = {
-        layer.name: LayerWork(layer.name, model.get_submodule(layer.name), scheme)
-        for layer, scheme in layers
-        if not layer.is_experts
-    }
+    run = _Run(model, layers, recipe, observer, device)
     with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
         stack.enter_context(in_eval_mode(model))
         stack.enter_context(without_cache(model))
         run.bar = stack.enter_context(
             tqdm(total=len(layers), desc="quantize", unit="layer", disable=None if progress is None else not progress)
         )
         chains = find_chains(model, calls[0], [model.get_submodule(name) for name in run.layers]) if calls else []
-        homes = _homes(model, run.layers, chains)
+        run.divide(chains)
         if resume is not None:
             run.folder = ResumeFolder(resume, _about(model, layers, recipe, calls, observer, device, chains))
         for method in recipe:
-            method.prepare(model, works)
-        finished = 0
+            method.prepare(model, run.works)
         for chain in chains:
-            names = [[layer for layer in run.layers if homes.get(layer) == name] for name in chain.names]
-            inputs = None
-            if not run.holds(range(finished, finished + len(names))):
-                inputs = capture(model, chain, calls, device)
-            for place, name in enumerate(chain.names):
-                with _placed(model, name, device):
-                    if run.holds([finished]):
-                        run.restore(finished)
-                    else:
-                        assert inputs is not None
-                        block = Block(name, model.get_submodule(name), model, _part(works, names[place]))
-                        block.calls = inputs.calls(place)
-                        run.work_on(block, names[place])
-                    if inputs is not None and place + 1 < len(chain.names):
-                        inputs.advance(place, model.get_submodule(name))
-                run.save(finished, name, names[place])
-                finished += 1
-        rest = [name for name in run.layers if name not in homes]
-        if rest:
-            run.work_on(Block("", model, model, _part(works, rest), calls), rest)
+            run.quantize_chain(chain, calls)
+        run.quantize_rest(calls)
     if run.unseen:
         warnings.warn(
             f"{listed(run.unseen)} saw no tokens of calibration, so there are no scales for their inputs: they find "
@@ -114,35 +90,89 @@ def quantize_blocks(
 
 
 class _Run:
-    """What all blocks have in common, and what has become of their layers: ``records``."""
+    """The state of ``quantize_blocks``.
 
-    folder: ResumeFolder | None = None
+    - ``works``: the linear layers that are still to be quantized.
+    - ``contents``: for each block of a chain that holds some, the names of its layers, in order.
+    - ``records``: what has become of the layers that are done.
+    """
+
     bar: Any = None
+    folder: ResumeFolder | None = None
 
     def __init__(
         self,
         model: nn.Module,
-        layers: dict[str, Layer],
+        layers: Sequence[tuple[Layer, QuantScheme]],
         recipe: Recipe,
         observer: Observer,
         device: torch.device | None,
     ) -> None:
-        self.model, self.layers, self.recipe, self.observer, self.device = model, layers, recipe, observer, device
+        self.model, self.recipe, self.observer, self.device = model, recipe, observer, device
+        self.layers = {layer.name: layer for layer, _ in layers}
+        self.works = {
+            layer.name: LayerWork(layer.name, model.get_submodule(layer.name), scheme)
+            for layer, scheme in layers
+            if not layer.is_experts
+        }
+        self.contents: dict[str, list[str]] = {}
         self.records: dict[str, LayerRecord] = {}
         self.unseen: list[str] = []
 
-    def work_on(self, block: Block, names: list[str]) -> None:
-        """Quantizes the layers called ``names``, those of ``block`` and experts."""
+    def divide(self, chains: Sequence[Chain]) -> None:
+        """Finds the block of each layer; a layer that is in several blocks belongs to the rest of the model."""
+        names = {self.model.get_submodule(name): name for name in self.layers}
+        blocks = [name for chain in chains for name in chain.names]
+        found = [
+            (names[module], block)
+            for block in blocks
+            for module in self.model.get_submodule(block).modules()
+            if module in names
+        ]
+        counts = Counter(name for name, _ in found)
+        homes = {name: block for name, block in found if counts[name] == 1}
+        contents = {block: [name for name in self.layers if homes.get(name) == block] for block in blocks}
+        self.contents = {block: names for block, names in contents.items() if names}
+
+    def quantize_chain(self, chain: Chain, calls: Sequence[Call]) -> None:
+        """Quantizes the layers in a chain's blocks, block by block, or takes those that are finished already."""
+        inputs = None
+        if not all(self._is_finished(name) for name in chain.names):
+            inputs = capture(self.model, chain, calls, self.device)
+        for place, name in enumerate(chain.names):
+            with _placed(self.model, name, self.device):
+                if self._is_finished(name):
+                    self._restore(name)
+                elif inputs is not None:
+                    works = self._take(self.contents[name])
+                    block = Block(name, self.model.get_submodule(name), self.model, works, inputs.calls(place))
+                    self._quantize_block(block, self.contents[name])
+                if inputs is not None and place + 1 < len(chain.names):
+                    inputs.advance(place, self.model.get_submodule(name))
+            self._save(name)
+
+    def quantize_rest(self, calls: Sequence[Call]) -> None:
+        """Quantizes what is left, with the whole model as one block."""
+        rest = [name for name in self.layers if name not in self.records]
+        if rest:
+            self._quantize_block(Block("", self.model, self.model, self._take(rest), calls), rest)
+
+    def _take(self, names: list[str]) -> dict[str, LayerWork]:
+        # They are nowhere else from then on: a reference would keep a float weight alive.
+        return {name: self.works.pop(name) for name in names if name in self.works}
+
+    def _quantize_block(self, block: Block, names: list[str]) -> None:
+        """Quantizes the layers called ``names``: those of ``block``, and experts."""
         for method in self.recipe:
             _apply(method, block)
         scales, samples = self._observe(block)
         for name in names:
-            if name not in block.layers:
+            if name in block.layers:
+                record = self._swap(block.layers.pop(name), scales.get(name), samples.get(name))
+            else:
                 record = swap(self.model, self.layers[name], SCHEMES["int8"])
                 if len(self.recipe):
                     record = replace(record, note="experts are rounded to nearest, whatever the recipe")
-            else:
-                record = self._swap(block.layers.pop(name), scales.get(name), samples.get(name))
             self._finish(record)
 
     def _swap(self, work: LayerWork, input_scale: float | None, sample: Tensor | None) -> LayerRecord:
@@ -193,39 +223,26 @@ class _Run:
         self.bar.set_postfix_str(record.name + error, refresh=False)
         self.bar.update()
 
-    def holds(self, blocks: Sequence[int]) -> bool:
-        """Whether all of these are finished already."""
-        return self.folder is not None and all(map(self.folder.has, blocks))
+    def _is_finished(self, block: str) -> bool:
+        number = self._number(block)
+        return number is None or (self.folder is not None and self.folder.has(number))
 
-    def restore(self, block: int) -> None:
-        """Takes a finished block from the folder."""
-        assert self.folder is not None
-        for record in self.folder.restore(block, self.model, self.layers):
-            self._finish(record)
+    def _restore(self, block: str) -> None:
+        number = self._number(block)
+        if number is not None and self.folder is not None:
+            self._take(self.contents[block])
+            for record in self.folder.restore(number, self.model, self.layers):
+                self._finish(record)
 
-    def save(self, block: int, name: str, layers: list[str]) -> None:
-        """Puts a finished block into the folder."""
-        if self.folder is not None and not self.folder.has(block):
-            self.folder.save(block, name, self.model.get_submodule(name), [self.records[layer] for layer in layers])
+    def _save(self, block: str) -> None:
+        number = self._number(block)
+        if number is not None and self.folder is not None and not self.folder.has(number):
+            records = [self.records[layer] for layer in self.contents[block]]
+            self.folder.save(number, block, self.model.get_submodule(block), records)
 
-
-def _homes(model: nn.Module, layers: Mapping[str, Layer], chains: Sequence[Chain]) -> dict[str, str]:
-    """The block that each layer is in; those in none, or in several, aren't listed."""
-    names = {model.get_submodule(name): name for name in layers}
-    found = [
-        (names[module], block)
-        for chain in chains
-        for block in chain.names
-        for module in model.get_submodule(block).modules()
-        if module in names
-    ]
-    counts = Counter(name for name, _ in found)
-    return {name: block for name, block in found if counts[name] == 1}
-
-
-def _part(works: dict[str, LayerWork], names: list[str]) -> dict[str, LayerWork]:
-    """The works called ``names``, which are nowhere else from then on: a reference would keep a float weight alive."""
-    return {name: works.pop(name) for name in names if name in works}
+    def _number(self, block: str) -> int | None:
+        """Which of the blocks with layers it is; None for one without any."""
+        return list(self.contents).index(block) if block in self.contents else None
 
 
 def _apply(method: Method, block: Block) -> None:
