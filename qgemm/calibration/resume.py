@@ -24,8 +24,8 @@ from qgemm.checkpoint.matching import quantized_layers
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, read_header, read_metadata, read_values
 from qgemm.checkpoint.safetensors_writer import write_safetensors
 from qgemm.checkpoint.staging import StagedFiles
-from qgemm.checkpoint.tensors import get_tensor, named_tensors, set_tensor, split_name
-from qgemm.nn import QuantLayer
+from qgemm.checkpoint.tensors import get_tensor, named_tensors, set_tensor
+from qgemm.nn import LinearLayer, QuantLayer
 from qgemm.nn.quant_layer import frozen
 from qgemm.reporting import LayerRecord, QuantReport
 from qgemm.scheme import QuantScheme, resolve_scheme
@@ -103,10 +103,9 @@ class ResumeFolder:
         devices = {name: next(model.get_submodule(name).parameters()).device for name in made}
         values = dict(read_values(stored, torch.device("cpu")))
         for name, layer in made.items():
-            if layer._parameters.get("bias", 0) is None and f"{name}.bias" in values:
-                layer.register_parameter(
-                    "bias", frozen(values[f"{name}.bias"])
-                )  # of a method, the float layer has none
+            if isinstance(layer, LinearLayer) and layer.bias is None and f"{name}.bias" in values:
+                # A method's: the float layer has none.
+                layer = type(layer)(layer.in_features, layer.out_features, True, "meta", scheme=layer.scheme)
             for leaf in [leaf for leaf, _ in layer.named_parameters()]:
                 value = values.pop(f"{name}.{leaf}", None)
                 if value is None:
@@ -173,11 +172,9 @@ def _restore(model: nn.Module, name: str, value: Tensor, path: Path) -> None:
     try:
         old = get_tensor(model, name)
     except AttributeError:
-        old = None
-    if isinstance(old, Tensor) and (old.shape, old.dtype) == (value.shape, value.dtype):
+        raise CheckpointError(f"{path} holds {name}, which the model doesn't have") from None
+    if (old.shape, old.dtype) == (value.shape, value.dtype):
         old.detach().copy_(value)  # in place, for other modules that hold it too
-        return
-    owner = model.get_submodule(split_name(name)[0]) if old is None else None
-    if old is None and (owner is None or isinstance(owner, QuantLayer)):
-        raise CheckpointError(f"{path} holds {name}, which the model doesn't have")
-    set_tensor(model, name, frozen(value))
+    else:
+        value = value.to(old.device)
+        set_tensor(model, name, nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value)

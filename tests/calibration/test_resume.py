@@ -1,0 +1,288 @@
+"""A run that was killed goes on at the last finished block, with the same result; and a folder of another run is
+refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from models import FAMILIES
+from models.example import Example
+from models.mixtures import MIXTURES
+from torch import nn
+
+import qgemm
+from qgemm.calibration import GPTQ, BiasCorrection, Block, Method, SmoothQuant
+from qgemm.checkpoint.staging import StagedFiles
+
+
+@dataclass(frozen=True)
+class KilledAt(Method):
+    """Stops when it is given a certain block; counts those before."""
+
+    name: ClassVar[str] = "killed-at"
+    block: str = ""
+    seen: list[str] = field(default_factory=list, compare=False)
+
+    def apply(self, block: Block) -> None:
+        if block.name == self.block:
+            raise KeyboardInterrupt
+        self.seen.append(block.name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
+
+
+BLOCKS = {
+    "llama": ["model.layers.0", "model.layers.1"],
+    "t5": ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
+    # With two layers outside of the blocks.
+    "opt": ["model.decoder.layers.0", "model.decoder.layers.1", ""],
+    "mixtral": ["model.layers.0", "model.layers.1"],
+}
+
+
+def build(family: str) -> Example:
+    return {**FAMILIES, **MIXTURES}[family]()
+
+
+def quantize(example: Example, killer: KilledAt | None = None, **settings: Any) -> nn.Module:
+    recipe = [SmoothQuant(), GPTQ(), BiasCorrection(), killer or KilledAt("none")]
+    settings = {"recipe": recipe, "calibration": [example.inputs] * 2, "scheme": "int8-static", **settings}
+    return qgemm.quantize_model(example.model, progress=False, **settings)
+
+
+def assert_same(model: nn.Module, expected: nn.Module) -> None:
+    left, right = model.state_dict(), expected.state_dict()
+    assert list(left) == list(right)
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype
+        assert torch.equal(tensor, right[name]), name
+    for (name, module), other in zip(model.named_modules(), expected.modules(), strict=True):
+        assert type(module) is type(other), name
+        assert module.training == other.training, name
+        assert getattr(module, "scheme", None) == getattr(other, "scheme", None), name
+    assert qgemm.report(model) == qgemm.report(expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "block"),
+    [
+        ("llama", "model.layers.0"),
+        ("llama", "model.layers.1"),
+        ("t5", "encoder.block.1"),
+        ("t5", "decoder.block.0"),
+        ("opt", ""),
+        ("mixtral", "model.layers.1"),
+    ],
+)
+def test_a_run_goes_on_at_the_last_finished_block(family: str, block: str, tmp_path: Path) -> None:
+    expected = quantize(build(family))
+    first = KilledAt(block)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(build(family), first, resume=tmp_path)
+    second = KilledAt("none")
+    resumed = quantize(build(family), second, resume=tmp_path)
+    assert first.seen + second.seen == BLOCKS[family]
+    assert_same(resumed, expected)
+    # And once more, when all is done.
+    third = KilledAt("none")
+    assert_same(quantize(build(family), third, resume=tmp_path), expected)
+    assert third.seen == [block for block in BLOCKS[family] if not block]
+
+
+def test_killed_twice(tmp_path: Path) -> None:
+    expected = quantize(build("t5"))
+    for block in ("encoder.block.1", "decoder.block.1"):
+        with pytest.raises(KeyboardInterrupt):
+            quantize(build("t5"), KilledAt(block), resume=tmp_path)
+    assert_same(quantize(build("t5"), resume=tmp_path), expected)
+
+
+def test_nothing_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    quantize(build("llama"))
+    assert not list(tmp_path.iterdir())
+
+
+CHILD = """
+    import os, signal, sys
+    from pathlib import Path
+    from qgemm.checkpoint import staging
+    from calibration.test_resume import build, quantize
+
+    folder, at = sys.argv[1:]
+    move = staging.StagedFiles._move
+    def killed(self, name):
+        if name == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        move(self, name)
+    staging.StagedFiles._move = killed
+    quantize(build("t5"), resume=Path(folder))
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
+def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
+    """Killed as it has written the third block, but not moved it into place."""
+    folder = tmp_path / "run"
+    tests = Path(__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), *sys.path])}
+    command = [sys.executable, "-c", textwrap.dedent(CHILD), str(folder), "block-00002.safetensors"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    names = sorted(path.name for path in folder.iterdir())
+    assert [name for name in names if name[0] != "."] == [
+        "block-00000.safetensors",
+        "block-00001.safetensors",
+        "run.json",
+    ]
+    assert len(names) == 4
+    probe = KilledAt("none")
+    resumed = quantize(build("t5"), probe, resume=folder)
+    assert probe.seen == BLOCKS["t5"][2:]
+    assert_same(resumed, quantize(build("t5")))
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("at", ["run.json", "block-00000.safetensors"])
+def test_a_full_disk_leaves_whole_files_only(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    move = StagedFiles._move
+
+    def full(self: StagedFiles, name: str) -> None:
+        if name == at:
+            raise OSError(28, "No space left on device")
+        move(self, name)
+
+    with monkeypatch.context() as context:
+        context.setattr(StagedFiles, "_move", full)
+        with pytest.raises(OSError, match="No space left"):
+            quantize(build("llama"), resume=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ([] if at == "run.json" else ["run.json"])
+    assert_same(quantize(build("llama"), resume=tmp_path), quantize(build("llama")))
+
+
+def changed_model() -> Example:
+    example = build("llama")
+    with torch.no_grad():
+        example.model.model.layers[1].mlp.up_proj.weight += 0.001
+    return example
+
+
+def changed_data() -> Example:
+    example = build("llama")
+    example.inputs["input_ids"] = example.inputs["input_ids"].roll(1)
+    return example
+
+
+@pytest.mark.parametrize(
+    ("example", "settings", "message"),
+    [
+        (lambda: build("llama"), {"recipe": [GPTQ()]}, "another recipe"),
+        (lambda: build("llama"), {"scheme": "int8"}, "another schemes or layers"),
+        (lambda: build("llama"), {"skip": "*.up_proj"}, "another schemes or layers"),
+        (lambda: build("llama"), {"observer": "mse"}, "another observer"),
+        (lambda: build("llama"), {"device": "cpu"}, "another device"),
+        (changed_data, {}, "another calibration data"),
+        (changed_model, {}, "another model"),
+        (lambda: build("bert"), {}, "another schemes or layers and another division into blocks and another model"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused(
+    example: Any, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        quantize(build("llama"), KilledAt("model.layers.1"), resume=tmp_path)
+    other = example()
+    before = {name: tensor.clone() for name, tensor in other.model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"resume: .* holds a run with {message}.*: give another folder, or remove"):
+        quantize(other, resume=tmp_path, **settings)
+    after = other.model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(ValueError, match=r"holds thesis\.tex but no run\.json: give an empty folder"):
+        quantize(build("llama"), resume=tmp_path)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        quantize(build("llama"), KilledAt("model.layers.1"), resume=tmp_path)
+    path = tmp_path / "block-00000.safetensors"
+    whole = path.read_bytes()
+
+    def refused(content: bytes, message: str) -> None:
+        path.write_bytes(content)
+        with pytest.raises(qgemm.CheckpointError, match=message):
+            quantize(build("llama"), resume=tmp_path)
+
+    flipped = bytearray(whole)
+    flipped[-5] ^= 1
+    refused(bytes(flipped), "doesn't have the checksum")
+    refused(whole[:-5], "block-00000")
+    refused(b"", "block-00000")
+    refused(whole.replace(b"qgemm_block", b"qgemm_bluck", 1), "is no block of a run")
+    refused(
+        whole.replace(b"self_attn.q_proj.weight_scale", b"self_attn.q_proj.weight_scule"), "lacks|doesn't have|no block"
+    )
+    path.write_bytes(whole)
+    run = tmp_path / "run.json"
+    text = run.read_text()
+    run.write_text(text[:-10])
+    with pytest.raises(qgemm.CheckpointError, match=r"run\.json is not valid JSON"):
+        quantize(build("llama"), resume=tmp_path)
+    run.write_text(json.dumps({**json.loads(text), "version of qgemm": "0.0.1"}))
+    with pytest.raises(ValueError, match="another version of qgemm"):
+        quantize(build("llama"), resume=tmp_path)
+
+
+def test_a_bias_that_a_method_made_comes_back(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class AddsBias(Method):
+        name: ClassVar[str] = "adds-bias"
+
+        def apply(self, block: Block) -> None:
+            for work in block.layers.values():
+                if work.module.bias is None:
+                    work.module.bias = nn.Parameter(torch.full((work.module.out_features,), 0.25))
+
+    def run(killer: KilledAt, **settings: Any) -> nn.Module:
+        example = build("llama")
+        return qgemm.quantize_model(
+            example.model, calibration=[example.inputs], recipe=[AddsBias(), killer], progress=False, **settings
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        run(KilledAt("model.layers.1"), resume=tmp_path)
+    resumed = run(KilledAt("none"), resume=tmp_path)
+    assert_same(resumed, run(KilledAt("none")))
+    assert (resumed.model.layers[0].mlp.up_proj.bias == 0.25).all()
+
+
+def test_ties_hold(tmp_path: Path) -> None:
+    """A norm that two blocks share is one afterwards too."""
+
+    def shared() -> Example:
+        example = build("llama")
+        example.model.model.layers[1].input_layernorm = example.model.model.layers[0].input_layernorm
+        return replace(example)
+
+    settings = {"recipe": [GPTQ(), KilledAt("none")]}
+    expected = quantize(shared(), **settings)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(shared(), resume=tmp_path, recipe=[GPTQ(), KilledAt("model.layers.1")])
+    resumed = quantize(shared(), resume=tmp_path, **settings)
+    assert resumed.model.layers[1].input_layernorm is resumed.model.layers[0].input_layernorm
+    assert_same(resumed, expected)
