@@ -2,11 +2,12 @@
 
 | operator | computes |
 |---|---|
-| ``quantize_rows(x, scale)`` | ``(q, row_scale)`` |
+| ``quantize_rows(x, scale, zero_point)`` | ``(q, row_scale)`` |
 | ``int_mm(a, b)`` | ``a @ b`` in int32 |
 | ``scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)`` | ``(a @ b) * a_scale * b_scale + bias`` |
 | ``matmul(a, b, bias, activation, out_dtype)`` | ``activation(a @ b + bias)`` of floats |
 | ``quant_linear(x, weight, weight_scale, bias, input_scale)`` | an int8 linear layer, activations quantized within |
+| ``quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)`` | the same with a zero point |
 | ``packed_linear(x, weight, scale, in_features, group_size, bias)`` | a linear layer of floats with a 4-bit weight |
 | ``hadamard(x)`` | ``x`` times a block-diagonal Walsh-Hadamard matrix |
 | ``quant_experts(x, top_k_index, ...)`` | a mixture of experts in int8: ``expert_ops.py`` |
@@ -25,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qgemm.kernels import dispatch, int4
+from qgemm.kernels import asymmetric, dispatch, int4
 from qgemm.kernels.hadamard import hadamard
 
-torch.library.define("qgemm::quantize_rows", "(Tensor x, Tensor? scale) -> (Tensor, Tensor)")
+torch.library.define("qgemm::quantize_rows", "(Tensor x, Tensor? scale, Tensor? zero_point=None) -> (Tensor, Tensor)")
 torch.library.define("qgemm::int_mm", "(Tensor a, Tensor b) -> Tensor")
 torch.library.define(
     "qgemm::scaled_mm",
@@ -43,6 +44,10 @@ torch.library.define(
     "(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? input_scale) -> Tensor",
 )
 torch.library.define(
+    "qgemm::quant_linear_asymmetric",
+    "(Tensor x, Tensor weight, Tensor weight_scale, Tensor bias, Tensor input_scale, Tensor zero_point) -> Tensor",
+)
+torch.library.define(
     "qgemm::packed_linear",
     "(Tensor x, Tensor weight, Tensor scale, int in_features, int group_size, Tensor? bias) -> Tensor",
 )
@@ -51,6 +56,7 @@ torch.library.define("qgemm::hadamard", "(Tensor x) -> Tensor")
 
 for _name in ("quantize_rows", "int_mm", "scaled_mm", "matmul", "quant_linear"):
     torch.library.impl(f"qgemm::{_name}", ("cpu", "cuda"), getattr(dispatch, _name))
+torch.library.impl("qgemm::quant_linear_asymmetric", ("cpu", "cuda"), asymmetric.quant_linear_asymmetric)
 torch.library.impl("qgemm::packed_linear", ("cpu", "cuda"), int4.packed_linear)
 torch.library.impl("qgemm::hadamard", ("cpu", "cuda"), hadamard)
 
@@ -102,8 +108,8 @@ def seen_by_others(
 
 
 @torch.library.register_fake("qgemm::quantize_rows")
-def _(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    dispatch.check_quantize_rows(x, scale)
+def _(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    dispatch.check_quantize_rows(x, scale, zero_point)
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
@@ -137,6 +143,12 @@ def _(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, inpu
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+@torch.library.register_fake("qgemm::quant_linear_asymmetric")
+def _(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, input_scale: Tensor, zero_point: Tensor) -> Tensor:
+    asymmetric.check_quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
 @torch.library.register_fake("qgemm::packed_linear")
 def _(x: Tensor, weight: Tensor, scale: Tensor, in_features: int, group_size: int, bias: Tensor | None) -> Tensor:
     int4.check_packed_linear(x, weight, scale, in_features, group_size, bias)
@@ -153,8 +165,8 @@ def _quantize_rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
     ctx.mark_non_differentiable(*output)
 
 
-def _quantize_rows_backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-    return None, None
+def _quantize_rows_backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+    return None, None, None
 
 
 def _scaled_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -205,7 +217,7 @@ _ACTIVATION_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def _quant_linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, weight_scale, bias, _ = inputs
+    x, weight, weight_scale, bias, *_ = inputs
     ctx.x_dtype = x.dtype
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(weight, weight_scale)
@@ -213,7 +225,7 @@ def _quant_linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 def _quant_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     weight, weight_scale = ctx.saved_tensors
-    wants_x, _, wants_weight_scale, wants_bias, wants_input_scale = ctx.needs_input_grad
+    wants_x, _, wants_weight_scale, wants_bias, wants_input_scale, *rest = ctx.needs_input_grad
     if wants_weight_scale or wants_input_scale:
         raise RuntimeError("quant_linear has gradients for x and bias only; set requires_grad=False on its scales")
     grad_x = grad_bias = None
@@ -222,7 +234,7 @@ def _quant_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x = grad @ (weight * weight_scale.reshape(-1, 1)).to(ctx.x_dtype)
     if wants_bias:
         grad_bias = grad.float().sum_to_size(weight.shape[0]).to(ctx.bias_dtype)
-    return grad_x, None, None, grad_bias, None
+    return grad_x, None, None, grad_bias, None, *(None for _ in rest)
 
 
 def _packed_linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -254,6 +266,9 @@ def _hadamard_backward(ctx: Any, grad: Tensor) -> Tensor:
     return out
 
 
+torch.library.register_autograd(
+    "qgemm::quant_linear_asymmetric", _quant_linear_backward, setup_context=_quant_linear_setup
+)
 torch.library.register_autograd("qgemm::packed_linear", _packed_linear_backward, setup_context=_packed_linear_setup)
 torch.library.register_autograd("qgemm::hadamard", _hadamard_backward, setup_context=_hadamard_setup)
 torch.library.register_autograd("qgemm::quantize_rows", _quantize_rows_backward, setup_context=_quantize_rows_setup)

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qgemm.ops
-from qgemm.kernels import dispatch, int4
+from qgemm.kernels import asymmetric, dispatch, int4
 from qgemm.kernels.hadamard import hadamard
 
 ops = torch.ops.qgemm
@@ -27,6 +27,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
     a_scale, b_scale = torch.rand(5, device=device), torch.rand(8, device=device)
     one = torch.tensor(0.02, device=device)
     y = torch.randn(16, 8, device=device).to(dtype)
+    zero = torch.tensor(-30, dtype=torch.int8, device=device)
     packed = torch.randint(-(2**31), 2**31, (8, 2), dtype=torch.int32, device=device)
     return {
         "quantize_rows": (x, None),
@@ -39,6 +40,9 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "quant_linear": (x, weight, b_scale, bias, None),
         "quant_linear static": (x.view(1, 5, 16), weight, b_scale, None, one),
         "quant_linear vector": (x[0], weight, b_scale, bias, None),
+        "quantize_rows asymmetric": (x, one, zero),
+        "quant_linear_asymmetric": (x, weight, b_scale, bias, one, zero),
+        "quant_linear_asymmetric vector": (x[0], weight, b_scale, bias, one, zero),
         "packed_linear": (x, packed, torch.rand(8, 2, device=device), 16, 10, bias),
         "packed_linear vector": (x[0], packed, torch.rand(8, 1, device=device), 16, 16, None),
         "hadamard": (x,),
@@ -56,7 +60,12 @@ def call(variant: str, arguments: tuple[Any, ...]) -> Any:
 
 def function_of(variant: str) -> Any:
     name = variant.split()[0]
-    return {"packed_linear": int4.packed_linear, "hadamard": hadamard}.get(name) or getattr(dispatch, name)
+    elsewhere = {
+        "packed_linear": int4.packed_linear,
+        "hadamard": hadamard,
+        "quant_linear_asymmetric": asymmetric.quant_linear_asymmetric,
+    }
+    return elsewhere.get(name) or getattr(dispatch, name)
 
 
 @VARIANTS

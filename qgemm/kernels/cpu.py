@@ -20,7 +20,7 @@ _VALUES_AT_A_TIME = 2**18
 
 
 @torch.no_grad()
-def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``dispatch.quantize_rows`` on the CPU, a few rows at a time: temporaries stay in cache and take little memory."""
     K = x.shape[-1]
     q = x.new_empty(x.shape, dtype=torch.int8)
@@ -31,11 +31,11 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tenso
     step = max(1, _VALUES_AT_A_TIME // K)
     for start in range(0, rows.shape[0], step):
         block = slice(start, start + step)
-        row_scales[block] = _quantize_block(rows[block].float(), scale, q_rows[block])
+        row_scales[block] = _quantize_block(rows[block].float(), scale, zero_point, q_rows[block])
     return q, row_scale
 
 
-def _quantize_block(values: Tensor, scale: Tensor | None, q: Tensor) -> Tensor:
+def _quantize_block(values: Tensor, scale: Tensor | None, zero_point: Tensor | None, q: Tensor) -> Tensor:
     """Writes the int8 values of float32 ``values [rows, K]`` to ``q``; returns the scales ``[rows]``."""
     # Not aminmax or a vector norm: they take ten times as long.
     amax = values.abs().amax(dim=-1)
@@ -46,7 +46,9 @@ def _quantize_block(values: Tensor, scale: Tensor | None, q: Tensor) -> Tensor:
     if not high < torch.inf:
         row_scale.masked_fill_(~amax.isfinite(), torch.nan)
     quotient = (values / row_scale[:, None]).round_()
-    if scale is not None:
+    if zero_point is not None:
+        quotient.add_(zero_point).clamp_(-QMAX - 1, QMAX)
+    elif scale is not None:
         quotient.clamp_(-QMAX, QMAX)
     if scale is not None or not high < torch.inf:
         quotient.nan_to_num_(0.0)

@@ -26,15 +26,18 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantizes each row (the last dimension) of ``x`` to int8; returns ``(q, row_scale)`` with ``x ~ q * row_scale``.
 
     ``x``: float16, bfloat16 or float32, ``[..., K]``, any strides. ``scale``: None for each row's own ``amax / 127``,
     or one float32 number for all rows; values beyond 127 times it saturate. Returns int8 ``[..., K]`` in [-127, 127],
     contiguous, and float32 ``[...]``. A row of zeros has scale 1; a row with NaN or Inf has scale NaN.
+
+    ``zero_point``: one int8 number, for a static scale: what 0 becomes. Values are then in [-128, 127], and
+    ``x ~ (q - zero_point) * row_scale``.
     """
-    check_quantize_rows(x, scale)
-    out: tuple[Tensor, Tensor] = _backend(x).quantize_rows(x, scale)
+    check_quantize_rows(x, scale, zero_point)
+    out: tuple[Tensor, Tensor] = _backend(x).quantize_rows(x, scale, zero_point)
     return out
 
 
@@ -174,7 +177,7 @@ def experts(
     return out
 
 
-def check_quantize_rows(x: Tensor, scale: Tensor | None) -> None:
+def check_quantize_rows(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None) -> None:
     """Raises if ``quantize_rows`` can't take these."""
     if x.dtype not in FLOAT_DTYPES:
         raise TypeError(f"x is {x.dtype}; quantize_rows takes {_names(FLOAT_DTYPES)}: convert it first")
@@ -186,6 +189,12 @@ def check_quantize_rows(x: Tensor, scale: Tensor | None) -> None:
         if scale.numel() != 1 or scale.dtype != torch.float32:
             raise ValueError(f"scale is {scale.dtype} {list(scale.shape)}; a static scale is one float32 number")
         _same_device(x=x, scale=scale)
+    if zero_point is not None:
+        if scale is None:
+            raise ValueError("zero_point is given without a scale: rows with scales of their own have none")
+        if zero_point.numel() != 1 or zero_point.dtype != torch.int8:
+            raise ValueError(f"zero_point is {zero_point.dtype} {list(zero_point.shape)}; it must be one int8 number")
+        _same_device(x=x, zero_point=zero_point)
 
 
 def check_int_mm(a: Tensor, b: Tensor) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qgemm.kernels.config import device_limits
 from qgemm.kernels.launch import Launch
-from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
+from qgemm.kernels.quantize_kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE
 
 LONGEST_WHOLE_ROW = 131_072  # bytes of a row that a program keeps in registers
@@ -17,14 +17,18 @@ PART_OF_A_ROW = 8192  # values at a time of a longer one
 MOST_ROWS_TO_OVERLAP = 64
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``dispatch.quantize_rows`` on a GPU."""
     K = x.shape[-1]
     rows = x.reshape(-1, K) if K else x.reshape(x.shape[:-1].numel(), 0)
     q = x.new_empty(x.shape, dtype=torch.int8)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    if row_scale.numel():
+    if row_scale.numel() and zero_point is None:
         plan(rows, scale)(rows, q, row_scale, scale)
+    elif row_scale.numel():
+        _plan_asymmetric(*rows.shape, rows.stride(), rows.dtype, rows.device, LONGEST_WHOLE_ROW, PART_OF_A_ROW)(
+            rows, q, row_scale, scale, zero_point
+        )
     return q, row_scale
 
 
@@ -60,6 +64,17 @@ def _plan(
     grid = max(M, limits.num_sms) if next_early else M
     constants = (MIN_SCALE, block, blocks, limits.pdl, next_early)
     return Launch(_quantize_rows_kernel, grid, (M, K, *strides), constants, num_warps=warps, pdl=limits.pdl)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan_asymmetric(
+    M: int, K: int, strides: tuple[int, int], dtype: torch.dtype, device: torch.device, longest: int, part: int
+) -> Launch:
+    block, blocks, threads = row_blocks(K, dtype.itemsize, longest, part)
+    limits = device_limits(device)
+    warps = max(1, threads // limits.warp_size)
+    constants = (MIN_SCALE, block, blocks, limits.pdl)
+    return Launch(_quantize_rows_asymmetric_kernel, M, (M, K, *strides), constants, num_warps=warps, pdl=limits.pdl)
 
 
 def row_blocks(K: int, itemsize: int, longest: int, part: int) -> tuple[int, int, int]:

@@ -78,27 +78,39 @@ def _multiplier(amax, scale):
 
 
 @triton.jit
-def _quantize(x, scale, inverse, ONE_PRODUCT: tl.constexpr, STATIC: tl.constexpr):
-    """For finite ``x`` and scales from 2^-100 to 2^100: 2 instructions a value with one product, 5 without."""
+def _quantize(x, scale, inverse, ONE_PRODUCT: tl.constexpr, STATIC: tl.constexpr, zero=None):
+    """For finite ``x`` and scales from 2^-100 to 2^100: 2 instructions a value with one product, 5 without.
+
+    ``zero``: the zero point, float32, for a static scale; None for none.
+    """
     x = x.to(tl.float32)
     if ONE_PRODUCT:
         rounded = tl.math.fma(x, inverse, ROUND)
     else:
-        if STATIC:
+        if zero is not None:
+            x = tl.minimum(tl.maximum(x, (-128.0 - zero) * scale), (127.0 - zero) * scale)
+        elif STATIC:
             x = tl.minimum(tl.maximum(x, -127.0 * scale), 127.0 * scale)
         quotient = x * inverse
         rounded = tl.math.fma(tl.math.fma(-quotient, scale, x), inverse, quotient) + ROUND
+        if zero is not None:
+            rounded += zero
     return rounded.to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
-def _quantize_any(x_row, q_row, K, stride_xk, scale):
+def _quantize_any(x_row, q_row, K, stride_xk, scale, zero=None):
     """A row with any values and any scale, a division for each value."""
     for start in range(0, K, 1024):
         k = start + tl.arange(0, 1024)
         x = tl.load(x_row + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0).to(tl.float32)
-        quotient = tl.minimum(tl.maximum(tl.math.div_rn(x, scale), -127.0), 127.0)
-        rounded = (quotient + ROUND) - ROUND
+        quotient = tl.math.div_rn(x, scale)
+        if zero is not None:
+            quotient = tl.minimum(tl.maximum(quotient, -128.0 - zero), 127.0 - zero)
+            rounded = (quotient + ROUND) - ROUND + zero
+        else:
+            quotient = tl.minimum(tl.maximum(quotient, -127.0), 127.0)
+            rounded = (quotient + ROUND) - ROUND
         tl.store(q_row + k, tl.where(scale == scale, rounded, 0.0).to(tl.int8), mask=k < K)
 
 
@@ -106,15 +118,19 @@ def _quantize_any(x_row, q_row, K, stride_xk, scale):
 def _quantize_row(
     x_row, q_row, row_scale_ptr, scale_ptr, K, stride_xk,
     MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    zero_ptr=None,
 ):  # fmt: skip
     """Quantizes one row: ``K`` int8 values to ``q_row``, side by side, and its scale to ``row_scale_ptr``.
 
-    ``scale_ptr``: a static scale, or None. ``BLOCKS``: how many blocks of ``BLOCK`` values hold the row; 0 to read it
-    twice, a block at a time.
+    ``scale_ptr``: a static scale, or None. ``zero_ptr``: its zero point, or None. ``BLOCKS``: how many blocks of
+    ``BLOCK`` values hold the row; 0 to read it twice, a block at a time.
     """
     STATIC: tl.constexpr = scale_ptr is not None
     ONE_PRODUCT: tl.constexpr = x_row.dtype.element_ty == tl.bfloat16 and not STATIC
     offsets = tl.arange(0, BLOCK)
+    zero = None
+    if zero_ptr is not None:
+        zero = tl.load(zero_ptr).to(tl.float32)
 
     blocks = ()
     largest = _magnitude(tl.zeros((BLOCK,), dtype=x_row.dtype.element_ty))
@@ -144,14 +160,14 @@ def _quantize_row(
         if BLOCKS:
             for i in tl.static_range(BLOCKS):
                 k = i * BLOCK + offsets
-                tl.store(q_row + k, _quantize(blocks[i], scale, inverse, ONE_PRODUCT, STATIC), mask=k < K)
+                tl.store(q_row + k, _quantize(blocks[i], scale, inverse, ONE_PRODUCT, STATIC, zero), mask=k < K)
         else:
             for start in tl.range(0, K, BLOCK, loop_unroll_factor=4):
                 k = start + offsets
                 x = tl.load(x_row + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
-                tl.store(q_row + k, _quantize(x, scale, inverse, ONE_PRODUCT, STATIC), mask=k < K)
+                tl.store(q_row + k, _quantize(x, scale, inverse, ONE_PRODUCT, STATIC, zero), mask=k < K)
     else:
-        _quantize_any(x_row, q_row, K, stride_xk, scale)
+        _quantize_any(x_row, q_row, K, stride_xk, scale, zero)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -175,3 +191,19 @@ def _quantize_rows_kernel(
             x_ptr + row * stride_xm, q_ptr + row * K, row_scale_ptr + row, scale_ptr, K, stride_xk,
             MIN_SCALE, BLOCK, BLOCKS,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M"])
+def _quantize_rows_asymmetric_kernel(
+    x_ptr, q_ptr, row_scale_ptr, scale_ptr, zero_ptr,
+    M, K, stride_xm, stride_xk,
+    MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As ``_quantize_rows_kernel``, with a static scale and its zero point, int8."""
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    _quantize_row(
+        x_ptr + row * stride_xm, q_ptr + row * K, row_scale_ptr + row, scale_ptr, K, stride_xk,
+        MIN_SCALE, BLOCK, BLOCKS, zero_ptr,
+    )  # fmt: skip

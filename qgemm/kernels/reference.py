@@ -4,6 +4,8 @@ Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
 
 - int8 is symmetric, in [-127, 127]: ``scale = amax / 127`` in float32, ``q = round_half_even(x / scale)``. The scale is
   at least ``MIN_SCALE``, the smallest normal float32: a smaller one would have lost its own precision.
+- With a zero point ``z``, which static scales alone have, ``q = clamp(round_half_even(x / scale) + z, -128, 127)``: all
+  256 values, as nothing then has to have its opposite. 0 is stored as ``z``, exactly.
 - A row of zeros has scale 1. A row that holds NaN or Inf has scale NaN and zeros for values: the product is then a row
   of NaN, never finite garbage.
 - A product is accumulated exactly in int32, then scaled in float32 as ``acc * a_scale[m] * b_scale[n] + bias[n]`` and
@@ -27,10 +29,13 @@ MIN_SCALE = torch.finfo(torch.float32).tiny
 MAX_K = (2**31 - 1) // (128 * 128)
 
 
-def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows_reference(
+    x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """``(q, row_scale)`` of ``x [..., K]``: int8 ``[..., K]`` and float32 ``[...]``, with ``x ~ q * row_scale``.
 
     ``scale``: one static float32 scale for all rows, instead of each row's own; values beyond it saturate.
+    ``zero_point``: what 0 becomes under a static scale, int8; then ``x ~ (q - zero_point) * row_scale``.
     """
     values = x.float()
     finite = values.isfinite().all(dim=-1)
@@ -42,7 +47,8 @@ def quantize_rows_reference(x: Tensor, scale: Tensor | None = None) -> tuple[Ten
     else:
         row_scale = scale.reshape(()).expand(x.shape[:-1])
     row_scale = torch.where(finite, row_scale, torch.nan)
-    q = (values / row_scale[..., None]).round().clamp(-QMAX, QMAX)
+    q = (values / row_scale[..., None]).round()
+    q = q.clamp(-QMAX, QMAX) if zero_point is None else (q + zero_point.float()).clamp(-QMAX - 1, QMAX)
     return q.nan_to_num(0.0).to(torch.int8), row_scale
 
 

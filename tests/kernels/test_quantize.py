@@ -21,9 +21,11 @@ FUNCTIONS = pytest.mark.parametrize(
 Quantize = Callable[..., tuple[Tensor, Tensor]]
 
 
-def assert_equals_reference(function: Quantize, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    q, row_scale = function(x, scale)
-    wanted_q, wanted_scale = quantize_rows_reference(x, scale)
+def assert_equals_reference(
+    function: Quantize, x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    q, row_scale = function(x, scale, zero_point)
+    wanted_q, wanted_scale = quantize_rows_reference(x, scale, zero_point)
     assert q.dtype == torch.int8
     assert row_scale.dtype == torch.float32
     assert q.shape == x.shape
@@ -250,3 +252,76 @@ def test_no_gradient_is_recorded(device: torch.device) -> None:
 
 def test_cpu_quantize_rows_equals_the_reference_on_a_larger_matrix() -> None:
     assert_equals_reference(cpu.quantize_rows, torch.randn(300, 1000) * torch.logspace(-38, 38, 300)[:, None])
+
+
+# With a zero point
+
+ZERO_POINTS = pytest.mark.parametrize("zero", [-128, -77, 0, 1, 127])
+
+
+@FUNCTIONS
+@DTYPES
+@ZERO_POINTS
+@pytest.mark.parametrize("shape", [(0, 64), (5, 0), (1, 1), (17, 53), (2, 1025), (70,), (2, 3, 5, 70)])
+def test_zero_points(
+    shape: tuple[int, ...], zero: int, dtype: torch.dtype, function: Quantize, device: torch.device
+) -> None:
+    x = (torch.randn(shape, device=device) * 3 + 1).to(dtype)
+    scale, zero_point = torch.tensor(0.02, device=device), torch.tensor(zero, dtype=torch.int8, device=device)
+    q, _ = assert_equals_reference(function, x, scale, zero_point)
+    zeros, _ = function(torch.zeros_like(x), scale, zero_point)
+    assert (zeros == zero).all(), "0 is stored as the zero point"
+    if q.numel() > 1000 and abs(zero) < 100:
+        assert q.min() == -128
+        assert q.max() == 127
+
+
+@FUNCTIONS
+@ZERO_POINTS
+def test_a_zero_point_shifts_what_no_bound_touches(zero: int, function: Quantize, device: torch.device) -> None:
+    # Halves too: rounding comes first, so an odd zero point doesn't turn them the other way.
+    steps = torch.arange(-40, 41, device=device) / 2
+    scale, zero_point = torch.tensor(0.25, device=device), torch.tensor(zero, dtype=torch.int8, device=device)
+    q, _ = function(steps * 0.25, scale, zero_point)
+    wanted = (steps.round() + zero).clamp(-128, 127)
+    assert torch.equal(q.float(), wanted)
+
+
+@FUNCTIONS
+@DTYPES
+def test_what_is_not_finite_with_a_zero_point(dtype: torch.dtype, function: Quantize, device: torch.device) -> None:
+    x = torch.randn(4, 300, device=device).to(dtype)
+    x[1, 7], x[2, 8], x[3, 299] = torch.nan, torch.inf, -torch.inf
+    zero_point = torch.tensor(-30, dtype=torch.int8, device=device)
+    for scale in (0.02, 1e-38, 1e30, torch.nan):
+        q, row_scale = assert_equals_reference(function, x, torch.tensor(scale, device=device), zero_point)
+        assert row_scale[1:].isnan().all()
+        assert not q[1:].any()
+
+
+@FUNCTIONS
+@DTYPES
+@pytest.mark.parametrize("K", [1000, 1025, 3000])
+def test_long_rows_with_a_zero_point(
+    K: int, dtype: torch.dtype, function: Quantize, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize, "LONGEST_WHOLE_ROW", 1000 * dtype.itemsize)
+    monkeypatch.setattr(quantize, "PART_OF_A_ROW", 1024)
+    x = torch.randn(3, K, device=device).to(dtype)
+    x[2, -1] = torch.nan
+    assert_equals_reference(
+        function, x, torch.tensor(0.01, device=device), torch.tensor(99, dtype=torch.int8, device=device)
+    )
+
+
+def test_zero_points_that_are_refused(device: torch.device) -> None:
+    x, scale = torch.randn(3, 8, device=device), torch.tensor(0.02, device=device)
+    zero_point = torch.tensor(3, dtype=torch.int8, device=device)
+    for arguments, message in (
+        ((x, None, zero_point), "zero_point is given without a scale"),
+        ((x, scale, zero_point.int()), r"zero_point is torch.int32 \[\]; it must be one int8 number"),
+        ((x, scale, zero_point.expand(3)), r"zero_point is torch.int8 \[3\]"),
+        ((x, scale, zero_point.to("meta")), "x is on .* but zero_point is on meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dispatch.quantize_rows(*arguments)
