@@ -14,7 +14,7 @@ also a residual (BERT), an activation that scales don't pass (GELU), or a consum
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -55,7 +55,7 @@ _PAIRS = (
     ("proj", "qkv"),
     ("o_proj", "kv_b_proj"),
 )
-_HEAD_DIMS = ("v_head_dim", "head_dim", "head_size", "attention_head_size")
+_HEAD_DIMS = ("v_head_dim", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 # Of the change that the scales make where nothing takes them back. A true fold's is 0 but for the rounding of gains
 # that are stored less 1; a false one's was more than a tenth in every model of the tests.
 _TOLERANCE = 0.02
@@ -103,13 +103,14 @@ class Fold:
             raise ValueError(f"scales of the output of {self.source!r} must be finite and greater than 0")
         if not torch.equal(self.tie(scales), scales):
             raise ValueError(f"a channel of {self.source!r} has different scales where it is used twice: tie them")
-        with _as_they_were([source, *layers.values()], only_on_error=True):
+        with as_they_were([source, *layers.values()]) as keep:
             divided = self._divide(source, scales)
             for name, layer in layers.items():
                 for weight in input_weights(layer):
                     weight.mul_(divided.to(weight.device))
                     if not weight.isfinite().all():
                         raise ValueError(f"the weight of {name!r} is too large for {weight.dtype} with these scales")
+            keep()
 
     def _divide(self, source: nn.Module, scales: Tensor) -> Tensor:
         """Divides the source's output; returns by what, for each input column."""
@@ -141,7 +142,7 @@ def find_folds(block: Block) -> tuple[list[Fold], dict[str, str]]:
     if not block.calls:
         return [], dict.fromkeys(block.layers, "there is no calibration data to verify a fold with")
     block = replace(block, calls=block.calls[:1])
-    check = _Check(block)
+    check, elsewhere = OutputCheck(block), _held_elsewhere(block)
     folds: list[Fold] = []
     refused: dict[str, str] = {}
     for candidates in (*_norm_candidates(block), *_linear_candidates(block)):
@@ -149,18 +150,37 @@ def find_folds(block: Block) -> tuple[list[Fold], dict[str, str]]:
         waiting = [name for name in layers if name in block.layers and not any(name in fold.layers for fold in folds)]
         if not waiting:
             continue
-        if holder := check.holder_elsewhere([source, *layers]):
+        parameters = [
+            p for name in (source, *layers) for p in block.model.get_submodule(name).parameters(recurse=False)
+        ]
+        if holder := next((elsewhere[id(p)] for p in parameters if id(p) in elsewhere), None):
             reason = f"{source!r} or a layer after it is shared with {holder!r}, outside the block"
-        elif fold := next(filter(check.preserves_outputs, candidates), None):
+        elif fold := next((each for each in candidates if _is_verified(each, block, check)), None):
             folds.append(fold)
             continue
         else:
             reason = f"scales in {source!r} don't verifiably keep what the block computes"
-        for name in waiting:
-            refused[name] = reason
+        refused |= dict.fromkeys(waiting, reason)
     folded = {name for fold in folds for name in fold.layers}
     nothing = "nothing that is known to take scales makes its input"
     return folds, {name: refused.get(name, nothing) for name in block.layers if name not in folded}
+
+
+def _is_verified(fold: Fold, block: Block, check: OutputCheck) -> bool:
+    modules = [block.model.get_submodule(name) for name in (fold.source, *fold.layers)]
+    K = input_weights(modules[1])[0].shape[-1]
+    scales = fold.tie(2.0 ** torch.randint(0, 3, (K,), generator=torch.Generator().manual_seed(0)))
+    with as_they_were(modules):
+        return check.keeps_outputs(
+            modules, lambda: fold.apply(block, scales), lambda: replace(fold, layers=()).apply(block, scales)
+        )
+
+
+def _held_elsewhere(block: Block) -> dict[int, str]:
+    """The modules outside the block that hold parameters, by the parameters' ``id``."""
+    prefix = f"{block.name}." if block.name else ""
+    named = block.model.named_parameters(remove_duplicate=False)
+    return {id(parameter): name.rpartition(".")[0] for name, parameter in named if not name.startswith(prefix)}
 
 
 def input_weights(module: nn.Module) -> list[Tensor]:
@@ -181,56 +201,62 @@ def input_weights(module: nn.Module) -> list[Tensor]:
     return []
 
 
-class _Check:
-    """Compares what a block gives with a fold and without."""
+class OutputCheck:
+    """Compares what a block returns on its first batch with what it returned before its weights were changed."""
 
     def __init__(self, block: Block) -> None:
-        self._block = block
+        """``block``: as it is now."""
+        self._block = replace(block, calls=block.calls[:1])
         self._expected = self._outputs()
-        self._elsewhere: dict[int, str] = {}
-        prefix = f"{block.name}." if block.name else ""
-        for name, parameter in block.model.named_parameters(remove_duplicate=False):
-            if not name.startswith(prefix):
-                self._elsewhere[id(parameter)] = name.rpartition(".")[0]
 
-    def holder_elsewhere(self, names: Sequence[str]) -> str | None:
-        """A module outside the block that holds a parameter of one of these."""
-        parameters = (p for name in names for p in self._block.model.get_submodule(name).parameters(recurse=False))
-        return next((self._elsewhere[id(p)] for p in parameters if id(p) in self._elsewhere), None)
+    @torch.no_grad()
+    def keeps_outputs(self, modules: Sequence[nn.Module], change: Callable[[], None], half: Callable[[], None]) -> bool:
+        """Applies ``change`` to ``modules``; undoes it, and returns False, unless the block returns what it did.
 
-    def preserves_outputs(self, fold: Fold) -> bool:
-        """Whether every tensor that the block returns stays the same with ``fold``, and some don't with half of it."""
-        modules = [self._block.model.get_submodule(name) for name in (fold.source, *fold.layers)]
-        K = input_weights(modules[1])[0].shape[-1]
-        scales = fold.tie(2.0 ** torch.randint(0, 3, (K,), generator=torch.Generator().manual_seed(0)))
-        with _as_they_were(modules):
-            fold.apply(self._block, scales)
-            changes = self._changes()
-        with _as_they_were(modules[:1]):
-            replace(fold, layers=()).apply(self._block, scales)
-            uncompensated = self._changes()
-        pairs = list(zip(changes, uncompensated, strict=True))
-        return all(change <= _TOLERANCE * limit for change, limit in pairs) and any(uncompensated)
+        ``half`` is the part of it that alone changes what the block returns: by that much, errors are measured.
+        """
+        with as_they_were(modules):
+            half()
+            limits = self._changes()
+        with as_they_were(modules) as keep:
+            change()
+            pairs = list(zip(self._changes(), limits, strict=True))
+            kept = all(error <= _TOLERANCE * limit for error, limit in pairs) and any(limits)
+            if kept:
+                keep()
+        return kept
 
     def _changes(self) -> list[float]:
         return [float((new - old).norm()) for new, old in zip(self._outputs(), self._expected, strict=True)]
 
     def _outputs(self) -> list[Tensor]:
-        return [tensor.double() for tensor in _tensors(next(self._block.run()))]
+        return [tensor.double() for tensor in float_tensors(next(self._block.run()))]
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def float_tensors(output: Any) -> Iterator[Tensor]:
     """The float tensors of what a module returned."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
     elif isinstance(output, Mapping | tuple | list):
         for part in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(part)
+            yield from float_tensors(part)
 
 
 def _norm_candidates(block: Block) -> list[list[Fold]]:
     """For each norm whose output goes into a layer to be quantized, the folds to try."""
+    return [
+        [Fold(norm, layers, gain_offset=offset) for offset in (0.0, 1.0)]
+        for norm, layers in norm_consumers(block).items()
+        if any(name in block.layers for name in layers)
+    ]
+
+
+def norm_consumers(block: Block) -> dict[str, tuple[str, ...]]:
+    """The norms in a block, and what is called with the very values that each one returns, by name.
+
+    Of modules with a weight that is known (``input_weights``); norms without any such aren't in it.
+    """
     prefix = f"{block.name}." if block.name else ""
     modules = {prefix + name: module for name, module in block.module.named_modules() if name}
     returned: dict[str, Tensor] = {}
@@ -263,11 +289,7 @@ def _norm_candidates(block: Block) -> list[list[Fold]]:
                 hook = match(name, weights[0].shape[-1])
                 stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         block.outputs()
-    return [
-        [Fold(norm, tuple(layers), gain_offset=offset) for offset in (0.0, 1.0)]
-        for norm, layers in consumers.items()
-        if any(name in block.layers for name in layers)
-    ]
+    return {norm: tuple(layers) for norm, layers in consumers.items()}
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -287,13 +309,20 @@ def _linear_candidates(block: Block) -> Iterator[list[Fold]]:
             module = block.model.get_submodule(source)
             if not (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
                 continue
-            holder = block.model.get_submodule(name.rpartition(".")[0])
             N, K = linear_weight(module).shape[0], linear_weight(work.module).shape[1]
-            if folds := [Fold(source, (name,), channels) for channels in _arrangements(N, K, holder)]:
+            head_dim = head_dim_of(block.model, (source, name)) or K
+            if folds := [Fold(source, (name,), channels) for channels in _arrangements(N, K, head_dim)]:
                 yield folds
 
 
-def _arrangements(N: int, K: int, holder: nn.Module) -> Iterator[Tensor | None]:
+def head_dim_of(model: nn.Module, names: Sequence[str]) -> int | None:
+    """The width of an attention's heads, of values if they have another, as a module around these layers has it."""
+    holders = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+    found = (getattr(holder, each, None) for holder in holders for each in _HEAD_DIMS)
+    return next((width for width in found if isinstance(width, int)), None)
+
+
+def _arrangements(N: int, K: int, head_dim: int) -> Iterator[Tensor | None]:
     """Which of ``N`` output channels may make each of the ``K`` input columns of the layer after, each way once."""
     if N == K:
         yield None
@@ -301,7 +330,6 @@ def _arrangements(N: int, K: int, holder: nn.Module) -> Iterator[Tensor | None]:
     column = torch.arange(K)
     if N == 2 * K:  # gates, then ups
         yield column + K
-    head_dim = next((d for d in (getattr(holder, each, None) for each in _HEAD_DIMS) if isinstance(d, int)), K)
     if K % head_dim:
         return
     head, within = column // head_dim, column % head_dim
@@ -325,15 +353,12 @@ def _arrangements(N: int, K: int, holder: nn.Module) -> Iterator[Tensor | None]:
 
 
 @contextmanager
-def _as_they_were(modules: Sequence[nn.Module], *, only_on_error: bool = False) -> Iterator[None]:
-    """At the end, the modules' own parameters are as they were at the beginning."""
+def as_they_were(modules: Sequence[nn.Module]) -> Iterator[Callable[[], None]]:
+    """At the end, the modules' own parameters are as they were, unless what this gives was called."""
     kept = [(p, p.detach().clone()) for module in modules for p in module.parameters(recurse=False)]
-    done = False
     try:
-        yield
-        done = only_on_error
+        yield kept.clear
     finally:
-        if not done:
-            with torch.no_grad():
-                for parameter, value in kept:
-                    parameter.copy_(value)
+        with torch.no_grad():
+            for parameter, value in kept:
+                parameter.copy_(value)

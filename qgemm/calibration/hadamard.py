@@ -1,0 +1,116 @@
+"""Hadamard rotations: outliers of a few channels are spread over many, which leaves less for rounding to lose.
+
+``(x H) (W H)^T = x W^T`` for the orthonormal Walsh-Hadamard matrix ``H``. Ashkboos et al. 2024, "QuaRot",
+arXiv 2404.00456. Two of its places:
+
+- ``online``: the layer itself rotates its input as it runs (scheme ``int8-hadamard``), which works for any layer and
+  takes time; made for down-projections, whose inputs have outliers that no norm ahead could take.
+- ``values``: between an attention's values and its output projection, per head, both weights are rotated beforehand:
+  attention sums values over tokens, each channel by itself, so it is exact and free. It is verified as a fold is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.calibration.folding import Fold, OutputCheck, find_folds, head_dim_of, input_weights
+from qgemm.calibration.method import Block, LayerWork, Method
+from qgemm.kernels.hadamard import block_size, hadamard
+from qgemm.nn.linear import linear_weight
+from qgemm.scheme import resolve_scheme
+
+_DOWN_PROJECTIONS = (
+    "down_proj",
+    "w2",
+    "wo",
+    "fc2",
+    "mlp.c_proj",
+    "dense_4h_to_h",
+    "lin2",
+    "output.dense",
+    "output_dense",
+    "ffn_output",
+)
+
+
+@dataclass(frozen=True)
+class HadamardRotation(Method):
+    """Rotates inputs; it goes before methods that decide weights.
+
+    - ``online``: which layers rotate their input as they run.
+    - ``values``: whether values are rotated, head by head, where that is verified to change nothing.
+    """
+
+    name: ClassVar[str] = "hadamard"
+    online: Literal["down-projections", "all", "none"] = "down-projections"
+    values: bool = True
+
+    def apply(self, block: Block) -> None:
+        """Changes weights in place, and layers' schemes."""
+        if self.values:
+            for fold in find_folds(block)[0]:
+                rotate_values(block, fold)
+        for work in block.layers.values():
+            if self.online == "all" or (self.online == "down-projections" and is_down_projection(work.name)):
+                _rotate_online(work)
+
+
+def is_down_projection(name: str) -> bool:
+    """Whether a layer is, by its name, the second one of a feed-forward network."""
+    return name.endswith(_DOWN_PROJECTIONS) and not name.endswith("attention.output.dense")
+
+
+def _rotate_online(work: LayerWork) -> None:
+    K = linear_weight(work.module).shape[1]
+    if block_size(K) == 1:
+        work.notes.append(f"hadamard: not rotated: it has {K} columns, an odd number")
+        return
+    try:
+        work.scheme = resolve_scheme(f"{work.scheme.name}-hadamard")
+    except ValueError:
+        work.notes.append(f"hadamard: not rotated: scheme {work.scheme.name!r} has no form with a rotation")
+    else:
+        work.weight = None
+
+
+@torch.no_grad()
+def rotate_values(block: Block, fold: Fold) -> bool:
+    """Rotates an attention's values and its output projection's columns in place; whether that could be done.
+
+    ``fold``: from the values to the output projection; nothing is done for any other. Blocks are the largest power of
+    two that divides a head's width.
+    """
+    source = block.model.get_submodule(fold.source)
+    layers = [block.model.get_submodule(name) for name in fold.layers]
+    width = block_size(head_dim_of(block.model, (fold.source, *fold.layers)) or 1)
+    columns = [weight for layer in layers for weight in input_weights(layer)]
+    K = columns[0].shape[-1]
+    if fold.is_norm(block) or width == 1 or K % width:
+        return False
+    channels = torch.arange(K) if fold.channels is None else fold.channels
+    groups = torch.unique(channels.view(-1, width), dim=0)
+
+    def rotate_source() -> None:
+        _rotate_rows(source, groups)
+
+    def rotate() -> None:
+        rotate_source()
+        for weight in columns:
+            weight.copy_(hadamard(weight.double().reshape(*weight.shape[:-1], -1, width)).reshape(weight.shape))
+
+    return OutputCheck(block).keeps_outputs([source, *layers], rotate, rotate_source)
+
+
+def _rotate_rows(linear: nn.Module, groups: Tensor) -> None:
+    """Rotates the output channels ``groups [n, width]`` of a layer, each row of them by itself."""
+    weight = linear_weight(linear).detach()
+    groups = groups.to(weight.device)
+    rows = weight[groups].double()  # [n, width, K]
+    weight[groups] = hadamard(rows.transpose(1, 2)).transpose(1, 2).to(weight.dtype)
+    if isinstance(linear.bias, Tensor):
+        bias = linear.bias.detach()
+        bias[groups] = hadamard(bias[groups].double()).to(bias.dtype)
