@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,12 +23,15 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qgemm.calibration.budget import Budget, assign_schemes
 from qgemm.calibration.collect import NO_BATCH, as_call, check_batches, run_batches
 from qgemm.calibration.method import Call, Method
 from qgemm.calibration.observers import Observer, resolve_observer
 from qgemm.calibration.pipeline import quantize_blocks
 from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.result import Calibration
+from qgemm.calibration.sensitivity import Sensitivity
+from qgemm.calibration.sensitivity import sensitivity as measure_sensitivity
 from qgemm.nn.linear import linear_weight
 from qgemm.offloading import check_hooks, weights_at_hand
 from qgemm.reporting import KEPT, LayerRecord, QuantReport
@@ -42,13 +45,15 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def quantize_model(
     model: Model,
-    scheme: str | QuantScheme = "int8",
+    scheme: str | QuantScheme | Sequence[str | QuantScheme] = "int8",
     *,
     skip: Pattern | Iterable[Pattern] | None = None,
     input_scales: Mapping[str, float | Tensor] | None = None,
     calibration: Calibration | Iterable[Any] | None = None,
     observer: str | Observer | None = None,
     recipe: Recipe | Sequence[Method] | None = None,
+    budget: Budget | None = None,
+    sensitivity: Sensitivity | None = None,
     device: torch.device | str | None = None,
     resume: str | Path | None = None,
     progress: bool | None = None,
@@ -58,7 +63,7 @@ def quantize_model(
     Output heads, layers that share their weight, and layers whose surroundings need a float weight stay as they are;
     ``qgemm.report(model)`` lists every layer with what was done or why not.
 
-    - ``scheme``: a name from ``SCHEMES``, or a scheme.
+    - ``scheme``: a name from ``SCHEMES``, or a scheme; with a ``budget``, also several to choose from.
     - ``skip``: layers to leave in float. A string is the dotted name of a layer, or of a module that contains layers;
       with ``*``, ``?`` or ``[`` in it, a glob over such names, in which ``*`` crosses dots. A compiled regular
       expression is searched for in the names of layers.
@@ -72,6 +77,10 @@ def quantize_model(
     - ``recipe``: methods from ``qgemm.calibration``, applied in order, block by block: ``[SmoothQuant(), GPTQ()]``.
       ``calibration`` must be batches, then also under schemes that aren't static. Layers that saw no token are
       quantized with ``"int8"``, with a warning.
+    - ``budget``: chooses for every layer one of the schemes, or float, within so many bytes or so much damage; see
+      ``qgemm.calibration.choose_schemes``. ``calibration`` must be batches.
+    - ``sensitivity``: what ``qgemm.sensitivity`` has measured, for ``budget``; None measures it on the batches first,
+      where the model is.
     - ``device``: with batches, works block by block, each moved to this device and back; the model stays where it is.
     - ``resume``: a folder in which finished blocks are kept, so that the same call goes on where it was killed. Remove
       it when the model is saved.
@@ -80,26 +89,40 @@ def quantize_model(
     A transformers model is told of it, so that ``save_pretrained`` works; it gets a copy of its config.
     A model on the meta device gets the structure alone. Raises ``ValueError``, with the model unchanged, if there is
     nothing to swap, the model is quantized already, a pattern matches no layer, a weight holds NaN or Inf,
-    ``input_scales`` or ``calibration`` doesn't fit, or a layer carries what a swap would lose (state-dict hooks;
-    weights that accelerate keeps on disk). What accelerate offloads to the CPU stays there, in int8.
+    ``input_scales``, ``calibration`` or ``budget`` doesn't fit, or a layer carries what a swap would lose (state-dict
+    hooks; weights that accelerate keeps on disk). What accelerate offloads to the CPU stays there, in int8.
     """
     if calibration is not None and input_scales is not None:
         raise ValueError("input_scales and calibration are both given, and each says what the scales are: pass one")
     if observer is not None and (calibration is None or isinstance(calibration, Calibration)):
         raise ValueError("observer is what makes scales of batches: pass those as calibration, or leave it out")
     observer = resolve_observer(observer or "min-max")
-    if recipe is not None or device is not None or resume is not None:
+    schemes = _resolve_schemes(scheme, budget, sensitivity)
+    notes: dict[str, str] = {}
+    if recipe is not None or device is not None or resume is not None or budget is not None:
         recipe = recipe if isinstance(recipe, Recipe) else Recipe([] if recipe is None else recipe)
-        plan, calls = _plan_blocks(model, scheme, skip, input_scales, calibration, recipe, device, resume)
+        wants_data = {"budget": budget is not None and sensitivity is None, "device": device is not None}
+        wants_data |= {"resume": resume is not None}
+        plan, calls = _plan_blocks(model, schemes, skip, input_scales, calibration, recipe, wants_data)
+        if device is not None:
+            _check_in_one_place(model)
+        if budget is not None:
+            sensitivity = sensitivity or measure_sensitivity(model, calls, schemes, skip=skip, progress=progress)
+            chosen, notes = assign_schemes(plan.layers, schemes, budget, sensitivity)
+            plan = replace(plan, schemes=chosen)
         layers = [(layer, plan.scheme_of(layer)) for layer in plan.chosen]
         place = None if device is None else torch.device(device)
         records = quantize_blocks(
             model, layers, recipe, calls, observer, device=place, resume=resume, progress=progress
         )
+        records = {
+            name: replace(record, note="; ".join(filter(None, (notes.get(name), record.note))))
+            for name, record in records.items()
+        }
     else:
         if calibration is not None:
-            input_scales = _calibrated_scales(model, scheme, skip, calibration, observer, progress)
-        plan = plan_swaps(model, scheme, skip, input_scales)
+            input_scales = _calibrated_scales(model, schemes[0], skip, calibration, observer, progress)
+        plan = plan_swaps(model, schemes[0], skip, input_scales)
         _check_finite(model, plan.chosen)
         records = {}
         show = None if progress is None else not progress
@@ -119,11 +142,16 @@ def quantize_model(
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """What is to become of every layer of a model. ``input_scales``: of the chosen layers, by name."""
+    """What is to become of every layer of a model.
+
+    - ``input_scales``: of the chosen layers, by name.
+    - ``schemes``: of those that have another one than ``scheme``, by name.
+    """
 
     scheme: QuantScheme
     layers: list[Layer]
     input_scales: dict[str, float | Tensor]
+    schemes: dict[str, QuantScheme] = field(default_factory=dict)
 
     @property
     def chosen(self) -> list[Layer]:
@@ -132,7 +160,7 @@ class SwapPlan:
 
     def scheme_of(self, layer: Layer) -> QuantScheme:
         """How a chosen layer is to be quantized: experts compute ``"int8"`` alone."""
-        return SCHEMES["int8"] if layer.is_experts else self.scheme
+        return SCHEMES["int8"] if layer.is_experts else self.schemes.get(layer.name, self.scheme)
 
 
 def plan_swaps(
@@ -156,34 +184,30 @@ def _plan_without_scales(
 
 def _plan_blocks(
     model: nn.Module,
-    scheme: str | QuantScheme,
+    schemes: list[QuantScheme],
     skip: Pattern | Iterable[Pattern] | None,
     input_scales: Mapping[str, float | Tensor] | None,
     calibration: Calibration | Iterable[Any] | None,
     recipe: Recipe,
-    device: torch.device | str | None,
-    resume: str | Path | None,
+    wants_data: Mapping[str, bool],
 ) -> tuple[SwapPlan, list[Call]]:
-    """The plan, and the calibration data, to quantize block by block; checks all that can be before it begins."""
-    plan = _plan_without_scales(model, scheme, skip)
+    """The plan, and the calibration data, to quantize block by block; checks all that can be before it begins.
+
+    ``wants_data``: which arguments of ``quantize_model`` need the data.
+    """
+    plan = _plan_without_scales(model, schemes[0], skip)
     if input_scales is not None:
         raise ValueError("input_scales are given, but a recipe finds scales by itself: pass batches as calibration")
     if isinstance(calibration, Calibration):
         raise ValueError("calibration is what was seen before, but blocks run on the data itself: pass the batches")
     if calibration is None:
         wanting = [f"the method {method.name}" for method in recipe if method.needs_data]
-        wanting += [f"the scheme {plan.scheme.name!r}"] if plan.scheme.is_static else []
-        wanting += ["device"] if device is not None else []
-        wanting += ["resume"] if resume is not None else []
+        wanting += [f"the scheme {scheme.name!r}" for scheme in schemes if scheme.is_static]
+        wanting += [name for name, wants in wants_data.items() if wants]
         if wanting:
             raise ValueError(f"{wanting[0]} needs batches to run the model on: pass them as calibration")
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise ValueError("a recipe needs weights, but the model has some on meta: load it, not offloaded by accelerate")
-    homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if device is not None and (len(homes) > 1 or any(hasattr(module, "_hf_hook") for module in model.modules())):
-        raise ValueError(
-            "device is given, but the model is spread over devices already: leave it out, or load on the CPU"
-        )
     _check_finite(model, plan.chosen)
     if calibration is None:
         return plan, []
@@ -192,6 +216,21 @@ def _plan_blocks(
     if not calls:
         raise ValueError(NO_BATCH)
     return plan, calls
+
+
+def _resolve_schemes(
+    scheme: str | QuantScheme | Sequence[str | QuantScheme], budget: Budget | None, sensitivity: Sensitivity | None
+) -> list[QuantScheme]:
+    """The schemes to choose from; a single one without a budget."""
+    if budget is None and sensitivity is not None:
+        raise ValueError("sensitivity is given without a budget to choose schemes within: pass budget=Budget(...)")
+    if isinstance(scheme, str) or not isinstance(scheme, Sequence):
+        return [resolve_scheme(scheme)]
+    if budget is None:
+        raise ValueError(f"scheme is {scheme!r}: pass one, or a budget to choose within")
+    if not scheme:
+        raise ValueError("scheme is empty: name those that the budget may choose from")
+    return [resolve_scheme(each) for each in scheme]
 
 
 def make_report(plan: SwapPlan, records: Mapping[str, LayerRecord]) -> QuantReport:
@@ -229,6 +268,14 @@ def _check_layers(model: nn.Module, layers: list[Layer]) -> None:
         raise ValueError(f"state-dict hooks of {listed(hooked)} would be lost: remove them, or skip these layers")
     if elsewhere:
         raise ValueError(f"{listed(elsewhere)} must be on cuda or cpu, where qgemm runs: move the model there")
+
+
+def _check_in_one_place(model: nn.Module) -> None:
+    homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(homes) > 1 or any(hasattr(module, "_hf_hook") for module in model.modules()):
+        raise ValueError(
+            "device is given, but the model is spread over devices already: leave it out, or load on the CPU"
+        )
 
 
 def _check_finite(model: nn.Module, layers: list[Layer]) -> None:

@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from qgemm.calibration.sensitivity import ERROR, KL, LayerSensitivity, Sensitivity
+from qgemm.scheme import SCHEMES, QuantScheme
+from qgemm.selection import listed
+from qgemm.survey import Layer
 from qgemm.tables import size
 
 _MOST_PAIRS = 1 << 14
@@ -71,6 +75,53 @@ def choose_schemes(sensitivity: Sensitivity, budget: Budget) -> dict[str, str | 
     chosen = pairs.choose(budget)
     best = {name: records[place] for (name, records), place in zip(options.items(), chosen, strict=True)}
     return {name: None if record is None else record.scheme for name, record in best.items()}
+
+
+def assign_schemes(
+    layers: Sequence[Layer], schemes: Sequence[QuantScheme], budget: Budget, sensitivity: Sensitivity
+) -> tuple[dict[str, QuantScheme], dict[str, str]]:
+    """For those of ``layers`` without a reason to stay in float: the scheme of each that gets one, and a note on it.
+
+    All others get their reason. Experts have ``"int8"`` or none. Raises ``ValueError`` as ``choose_schemes`` does, if
+    ``sensitivity`` is of another model or of other schemes, and if all layers stay in float.
+    """
+    if foreign := sorted({record.name for record in sensitivity.records} - {layer.name for layer in layers}):
+        raise ValueError(f"sensitivity was measured of {listed(foreign)}, but the model has no such layer")
+    waiting = [layer for layer in layers if not layer.reason]
+    options = {
+        (layer.name, scheme.name): scheme
+        for layer in waiting
+        for scheme in ([SCHEMES["int8"]] if layer.is_experts else schemes)
+    }
+    known = {record.scheme for record in sensitivity.records}
+    if unknown := sorted({scheme for _, scheme in options} - known):
+        raise ValueError(f"sensitivity wasn't measured under {listed(unknown)}: measure that, or leave it out")
+    sensitivity = _narrowed(sensitivity, options)
+    chosen = choose_schemes(sensitivity, budget)
+    damages: dict[str, dict[str, float]] = defaultdict(dict)
+    for record in sensitivity.records:
+        damages[record.name][record.scheme] = record.damage
+    notes = {}
+    for layer in waiting:
+        own, name = damages[layer.name], chosen.get(layer.name)
+        if name is not None:
+            notes[layer.name] = f"budget: {sensitivity.metric} {own[name]:.2g} alone"
+        elif own:
+            damage, scheme = min((damage, scheme) for scheme, damage in own.items())
+            layer.reason = f"budget: {sensitivity.metric} {damage:.2g} alone under {scheme!r}"
+        else:
+            layer.reason = "budget: it saw no tokens, so nothing is known of it"
+    if not notes:
+        raise ValueError("the budget leaves all layers in float, so there is nothing to quantize")
+    return {layer: options[layer, name] for layer, name in chosen.items() if name is not None}, notes
+
+
+def _narrowed(sensitivity: Sensitivity, options: Collection[tuple[str, str]]) -> Sensitivity:
+    """What was measured of these layers under these schemes alone; the bytes of other layers count as they are."""
+    records = tuple(record for record in sensitivity.records if (record.name, record.scheme) in options)
+    names = {record.name for record in records}
+    dropped = {record.name: record.bytes_before for record in sensitivity.records if record.name not in names}
+    return replace(sensitivity, other_bytes=sensitivity.other_bytes + sum(dropped.values()), records=records)
 
 
 def added_damage(record: LayerSensitivity, metric: str) -> float:

@@ -102,6 +102,8 @@ def check_batches(batches: Any) -> None:
 
 def as_call(batch: Any, index: int) -> Call:
     """What a batch, the one at ``index``, has the model called with; raises ``TypeError`` if it isn't a batch."""
+    if isinstance(batch, Call):
+        return batch
     if isinstance(batch, Mapping):
         return Call(kwargs=batch)
     if isinstance(batch, tuple | list):
