@@ -4,8 +4,10 @@ methods that keep a quantized model close to the float one.
 
 from qgemm.calibration.awq import AWQ
 from qgemm.calibration.bias_correction import BiasCorrection
+from qgemm.calibration.budget import Budget, choose_schemes
 from qgemm.calibration.collect import calibrate, run_batches
 from qgemm.calibration.gptq import GPTQ
+from qgemm.calibration.hadamard import HadamardRotation
 from qgemm.calibration.method import Block, Call, LayerWork, Method, QuantizedWeight
 from qgemm.calibration.observers import (
     OBSERVERS,
@@ -15,9 +17,12 @@ from qgemm.calibration.observers import (
     Observer,
     Percentile,
 )
+from qgemm.calibration.outlier_columns import OutlierColumns
 from qgemm.calibration.recipe import METHODS, Recipe
+from qgemm.calibration.residual_rotation import ResidualRotation
 from qgemm.calibration.result import Calibration
 from qgemm.calibration.rounding import MSEWeights
+from qgemm.calibration.sensitivity import LayerSensitivity, Sensitivity
 from qgemm.calibration.smoothquant import SmoothQuant
 from qgemm.calibration.statistics import InputStatistics
 
@@ -28,9 +33,12 @@ __all__ = [
     "OBSERVERS",
     "BiasCorrection",
     "Block",
+    "Budget",
     "Calibration",
     "Call",
+    "HadamardRotation",
     "InputStatistics",
+    "LayerSensitivity",
     "LayerWork",
     "MSEWeights",
     "MeanSquaredError",
@@ -38,10 +46,14 @@ __all__ = [
     "MinMax",
     "MovingAverage",
     "Observer",
+    "OutlierColumns",
     "Percentile",
     "QuantizedWeight",
     "Recipe",
+    "ResidualRotation",
+    "Sensitivity",
     "SmoothQuant",
     "calibrate",
+    "choose_schemes",
     "run_batches",
 ]

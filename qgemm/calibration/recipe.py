@@ -22,15 +22,28 @@ from torch import nn
 from qgemm.calibration.awq import AWQ
 from qgemm.calibration.bias_correction import BiasCorrection
 from qgemm.calibration.gptq import GPTQ
+from qgemm.calibration.hadamard import HadamardRotation
 from qgemm.calibration.method import Method, nearest
+from qgemm.calibration.outlier_columns import OutlierColumns
+from qgemm.calibration.residual_rotation import ResidualRotation
 from qgemm.calibration.rounding import MSEWeights
 from qgemm.calibration.smoothquant import SmoothQuant
 from qgemm.reporting import report, shortened
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (SmoothQuant, AWQ, GPTQ, MSEWeights, BiasCorrection)
+    method.name: method
+    for method in (
+        ResidualRotation,
+        SmoothQuant,
+        HadamardRotation,
+        OutlierColumns,
+        AWQ,
+        GPTQ,
+        MSEWeights,
+        BiasCorrection,
+    )
 }
-"""The methods, by name."""
+"""The methods, by name, in the order in which they usually come."""
 
 # A recipe of all methods with all settings has a thousand characters.
 _LARGEST_FILE = 100_000

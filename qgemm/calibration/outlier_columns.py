@@ -1,0 +1,79 @@
+"""Outlier columns: the few input channels with large values stay in 16 bits, so that the others are rounded finely.
+
+Dettmers et al. 2022, "LLM.int8()", arXiv 2208.07339: columns that hold a magnitude of 6 or more are multiplied apart.
+There they are found for every input as it comes; here once, from calibration data, since large models have their
+outliers in the same channels for all tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from qgemm.calibration.method import Block, LayerWork, Method
+from qgemm.scheme import resolve_scheme
+
+COLUMNS_AT_A_TIME = 16
+"""What counts of outlier columns are multiples of: as many as a tensor core takes at once."""
+
+# Beyond a quarter of all columns there is little left to gain from int8.
+_LARGEST_SHARE = 4
+
+
+@dataclass(frozen=True)
+class OutlierColumns(Method):
+    """Keeps the columns with the largest values of every layer's input in 16 bits, where its scheme has such a form.
+
+    - ``threshold``: those that reach this magnitude on the calibration data; a layer without any stays as it is.
+    - ``count``: instead, so many of every layer.
+
+    Either number is rounded up to a multiple of 16, with the next largest columns. It goes before methods that decide
+    weights. Layers that end up without such columns, or with fewer than reach the threshold, say why.
+    """
+
+    name: ClassVar[str] = "outlier-columns"
+    threshold: float = 6.0
+    count: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ``ValueError`` for a setting out of range."""
+        if not self.threshold > 0:
+            raise ValueError(f"threshold is {self.threshold}; it must be greater than 0")
+        if self.count is not None and self.count < 1:
+            raise ValueError(f"count is {self.count}; it must be 1 or more, or None")
+
+    def apply(self, block: Block) -> None:
+        """Chooses columns, and changes the layers' schemes."""
+        seen = block.collect()
+        for name, work in block.layers.items():
+            if name in seen:
+                self._choose(work, seen[name].channel_amax)
+            else:
+                work.notes.append("outlier-columns: it saw no tokens")
+
+    def _choose(self, work: LayerWork, channel_amax: Tensor) -> None:
+        wanted = self.count or int((channel_amax >= self.threshold).sum())
+        if not wanted:
+            return
+        most = len(channel_amax) // _LARGEST_SHARE // COLUMNS_AT_A_TIME * COLUMNS_AT_A_TIME
+        count = min(-(-wanted // COLUMNS_AT_A_TIME) * COLUMNS_AT_A_TIME, most)
+        if not count:
+            work.notes.append(f"outlier-columns: it has too few columns, {len(channel_amax)}")
+            return
+        try:
+            scheme = resolve_scheme(f"{work.scheme.name}-outliers-{count}")
+        except ValueError:
+            work.notes.append(f"outlier-columns: scheme {work.scheme.name!r} has no form with them")
+            return
+        if count < wanted:
+            work.notes.append(f"outlier-columns: the largest {count} of {wanted}")
+        work.scheme, work.weight = scheme, None
+        work.outlier_columns = largest_columns(channel_amax, count)
+
+
+def largest_columns(channel_amax: Tensor, count: int) -> Tensor:
+    """The ``count`` columns of largest magnitude, int64, ascending; of equal ones the first."""
+    return torch.sort(channel_amax, descending=True, stable=True).indices[:count].sort().values
