@@ -188,7 +188,7 @@ def _derive_record(name: str, layer: QuantLayer) -> LayerRecord:
     biases = [parameter for key, parameter in own.items() if key not in layer.fixed_names]
     count = sum(parameter.numel() for parameter in biases)
     if isinstance(layer, LinearLayer):
-        kind, count = "Linear", layer.in_features * layer.out_features + (layer.bias is not None) * layer.out_features
+        kind, count = "Linear", layer.in_features * layer.out_features + layer.has_bias * layer.out_features
     else:
         kind, count = "Experts", count + sum(own[key].numel() for key in layer.weight_names)
     before = count * (biases[0].element_size() if biases else 4)

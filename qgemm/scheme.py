@@ -82,6 +82,7 @@ SCHEMES: dict[str, QuantScheme] = {
     for scheme in (
         QuantScheme("int8", _INT8_WEIGHT, TensorScheme("int8", "token", dynamic=True)),
         QuantScheme("int8-static", _INT8_WEIGHT, TensorScheme("int8", "tensor")),
+        QuantScheme("int8-static-asymmetric", _INT8_WEIGHT, TensorScheme("int8", "tensor", symmetric=False)),
         QuantScheme("int8-hadamard", _INT8_WEIGHT, TensorScheme("int8", "token", dynamic=True, rotation="hadamard")),
         QuantScheme("int8-static-hadamard", _INT8_WEIGHT, TensorScheme("int8", "tensor", rotation="hadamard")),
         QuantScheme("int4", TensorScheme("int4", "group", group_size=128), None),
@@ -92,6 +93,7 @@ SCHEMES: dict[str, QuantScheme] = {
 
 - ``int8``: int8 products; activations get a scale per token as they come.
 - ``int8-static``: int8 products; one scale for all activations, given beforehand.
+- ``int8-static-asymmetric``: as ``int8-static``, with a zero point.
 - ``int8-hadamard``, ``int8-static-hadamard``: the same, with activations rotated before they are quantized.
 - ``int4``: weights of 4 bits, a scale for each group of 128 along K; products are in float.
 - ``int4-channel``: as ``int4``, with one scale for each output channel.

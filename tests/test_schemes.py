@@ -94,7 +94,7 @@ def test_the_report_of_a_model_put_together_by_hand(scheme: str) -> None:
         own = records[name]
         assert own.action == scheme
         assert own.kind == "Linear"
-        biases = 0 if layer.bias is None else layer.out_features
+        biases = layer.out_features if layer.has_bias else 0
         assert own.bytes_before == 4 * (layer.in_features * layer.out_features + biases)
         assert own.bytes_after == sum(p.numel() * p.element_size() for p in layer.parameters())
         assert own.bytes_after < own.bytes_before

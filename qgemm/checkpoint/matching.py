@@ -104,7 +104,8 @@ def _quantized_like(module: nn.Module, scheme: QuantScheme) -> QuantLayer:
 
 
 def _linear_like(module: nn.Module, in_features: int, out_features: int, scheme: QuantScheme) -> LinearLayer:
-    return linear_class(scheme)(in_features, out_features, module.bias is not None, "meta", scheme=scheme)
+    has_bias = module.has_bias if isinstance(module, LinearLayer) else module.bias is not None
+    return linear_class(scheme)(in_features, out_features, has_bias, "meta", scheme=scheme)
 
 
 def _check_ties(

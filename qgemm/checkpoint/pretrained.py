@@ -250,6 +250,6 @@ def _float_dtype(model: nn.Module) -> torch.dtype:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             # The scales of a quantized layer are float32 in a model of any dtype.
-            if parameter.dtype in FLOAT_DTYPES and not (isinstance(module, QuantLayer) and name in module.scale_names):
+            if parameter.dtype in FLOAT_DTYPES and not (isinstance(module, QuantLayer) and name in module.fixed_names):
                 return parameter.dtype
     return torch.float32

@@ -1,5 +1,6 @@
 """Quantized modules."""
 
+from qgemm.nn.asymmetric import AsymmetricLinear
 from qgemm.nn.experts import QuantExperts
 from qgemm.nn.kinds import linear_class
 from qgemm.nn.linear import QuantLinear
@@ -8,4 +9,13 @@ from qgemm.nn.packed import PackedLinear
 from qgemm.nn.quant_layer import QuantLayer
 from qgemm.nn.rotated import RotatedLinear
 
-__all__ = ["LinearLayer", "PackedLinear", "QuantExperts", "QuantLayer", "QuantLinear", "RotatedLinear", "linear_class"]
+__all__ = [
+    "AsymmetricLinear",
+    "LinearLayer",
+    "PackedLinear",
+    "QuantExperts",
+    "QuantLayer",
+    "QuantLinear",
+    "RotatedLinear",
+    "linear_class",
+]

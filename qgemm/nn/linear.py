@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.kernels import quantize_rows
-from qgemm.nn.linear_layer import LinearLayer, check_values, linear_weight
+from qgemm.nn.linear_layer import InputScale, LinearLayer, check_values, linear_weight
 from qgemm.nn.quant_layer import frozen
 from qgemm.ops import quant_linear
 from qgemm.scheme import QuantScheme
@@ -89,11 +89,13 @@ class QuantLinear(LinearLayer):
         """Raises ``ValueError`` unless they are int8 ``[N, K]``, -127 to 127, and float32 ``[N]``, above 0."""
         check_values(values, scale, (self.out_features, self.in_features), (self.out_features,), (-127, 127))
 
-    def take_input_scale(self, input_scale: Tensor | float | None, device: torch.device) -> None:
+    def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:
         """Sets ``input_scale``, for a static scheme."""
         super().take_input_scale(input_scale, device)
         if input_scale is None:
             return
+        if isinstance(input_scale, tuple | list):
+            raise ValueError(f"input_scale is {input_scale!r}; scheme {self.scheme.name!r} takes a single number")
         value = torch.as_tensor(input_scale, dtype=torch.float32, device=device).detach()
         if value.numel() != 1:
             raise ValueError(f"input_scale has shape {list(value.shape)}; it must be a single number")

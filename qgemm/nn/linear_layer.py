@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,22 @@ from qgemm.scheme import QuantScheme, resolve_scheme
 
 Linear = TypeVar("Linear", bound="LinearLayer")
 
+InputScale: TypeAlias = "Tensor | float | tuple[Tensor | float, Tensor | int]"
+"""The scale of a static activation, or, for an asymmetric scheme, the pair of a scale and a zero point."""
+
 
 class LinearLayer(QuantLayer):
     """A quantized ``nn.Linear``: float ``[..., in_features]`` to ``[..., out_features]``.
 
     - ``row_names``: its parameters that have a row for each row of the weight, which ``quantize_rows`` makes.
-    - ``bias``: ``[out_features]``, or None.
+    - ``bias``: ``[out_features]``, or None. ``has_bias``: whether the float layer has one.
     """
 
     made_by = "from_linear"
     row_names: ClassVar[tuple[str, ...]]
     in_features: int
     out_features: int
+    has_bias: bool
     bias: nn.Parameter | None
 
     def __init__(
@@ -48,6 +52,7 @@ class LinearLayer(QuantLayer):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
+        self.has_bias = bias
         self.scheme = resolve_scheme(scheme)
         if not self.computes(self.scheme):
             raise ValueError(f"scheme {self.scheme.name!r} isn't for {type(self).__name__}: ask qgemm.nn.linear_class")
@@ -88,13 +93,13 @@ class LinearLayer(QuantLayer):
         cls: type[Linear],
         linear: nn.Module,
         scheme: str | QuantScheme = "int8",
-        input_scale: Tensor | float | None = None,
+        input_scale: InputScale | None = None,
         *,
         weight: tuple[Tensor, Tensor] | None = None,
     ) -> Linear:
         """A layer quantized from ``linear``, on its device: an ``nn.Linear``, or transformers' ``Conv1D``.
 
-        - ``input_scale``: the activation's scale, for a static scheme.
+        - ``input_scale``: the activation's scale, for a static scheme; with its zero point for an asymmetric one.
         - ``weight``: quantized values and their scales, as a method such as GPTQ decided them: int8
           ``[out_features, in_features]``, and float32 ``[out_features]``. None rounds to nearest.
 
@@ -121,31 +126,40 @@ class LinearLayer(QuantLayer):
             )
             for name, value in made.items():
                 setattr(layer, name, frozen(value))
-        if bias is not None:
-            layer.bias = frozen(bias.detach().float() if bias.dtype == torch.float64 else bias.detach())
+        layer.take_bias(None if bias is None else bias.detach())
         return layer.train(linear.training)
 
-    def take_input_scale(self, input_scale: Tensor | float | None, device: torch.device) -> None:
+    def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:
         """Sets the activation's scale, on ``device``. Raises ``ValueError`` unless it goes with the scheme."""
         if self.is_static != (input_scale is not None):
             wants = "needs an input_scale" if self.is_static else "takes no input_scale"
             raise ValueError(f"scheme {self.scheme.name!r} {wants}")
 
+    def take_bias(self, bias: Tensor | None) -> None:
+        """Sets the bias, once the weight is there, to that of the float layer."""
+        if bias is not None:
+            self.bias = frozen(bias.float() if bias.dtype == torch.float64 else bias)
+
+    def float_bias(self) -> Tensor | None:
+        """The bias of the float layer."""
+        return self.bias
+
     def dequantize(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """The float layer with the weight that this one stands for, in ``dtype``: by default the bias's, or float32."""
-        dtype = dtype or (torch.float32 if self.bias is None else self.bias.dtype)
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta", dtype=dtype)
+        bias = self.float_bias()
+        dtype = dtype or (torch.float32 if bias is None else bias.dtype)
+        linear = nn.Linear(self.in_features, self.out_features, bias is not None, device="meta", dtype=dtype)
         parameters = {name: getattr(self, name).detach() for name in self.row_names}
         exact = self.restore_rows(parameters, torch.float64 if dtype == torch.float64 else torch.float32)
         linear.weight = nn.Parameter(exact.to(dtype))
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias.detach().to(dtype))
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.detach().to(dtype))
         return linear.train(self.training)
 
     def extra_repr(self) -> str:
         """Sizes and scheme, for ``print``."""
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}, "
             f"scheme={self.scheme.name!r}"
         )
 

@@ -7,11 +7,20 @@ from torch import Tensor, nn
 
 from qgemm.nn import LinearLayer, linear_class
 from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import InputScale
 from qgemm.scheme import QuantScheme, resolve_scheme
 from qgemm.selection import select_layers
 from qgemm.swap import put
 
-EVERY_SCHEME = ["int8", "int8-static", "int4", "int4-channel", "int8-hadamard", "int8-static-hadamard"]
+EVERY_SCHEME = [
+    "int8",
+    "int8-static",
+    "int4",
+    "int4-channel",
+    "int8-hadamard",
+    "int8-static-hadamard",
+    "int8-static-asymmetric",
+]
 """One of each family."""
 
 
@@ -21,8 +30,11 @@ def quantized_layer(linear: nn.Module, scheme: str, weight: tuple[Tensor, Tensor
     return linear_class(found).from_linear(linear, found, input_scale_for(found), weight=weight)
 
 
-def input_scale_for(scheme: QuantScheme) -> float | None:
-    return 4 / 127 if scheme.is_static else None
+def input_scale_for(scheme: QuantScheme) -> InputScale | None:
+    if scheme.activation is None or not scheme.is_static:
+        return None
+    # Of an asymmetric one, for -4 to 4.5.
+    return 4 / 127 if scheme.activation.symmetric else (8.5 / 255, -8)
 
 
 def quantized_model(model: nn.Module, scheme: str) -> nn.Module:

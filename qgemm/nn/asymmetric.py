@@ -1,0 +1,92 @@
+"""``AsymmetricLinear``: an int8 linear layer whose static activations have a zero point.
+
+``x ~ (q - zero_point) * input_scale`` uses all 256 values of int8 for the range that ``x`` has, where a symmetric scale
+would leave those of one sign nearly unused, as after ReLU or GELU. The product stays the symmetric one; what the zero
+point adds to it is the same for every row, and is taken off in the bias (``qgemm.kernels.asymmetric``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.kernels.asymmetric import HIGH, LOW, correction
+from qgemm.nn.linear import QuantLinear
+from qgemm.nn.linear_layer import InputScale
+from qgemm.nn.quant_layer import frozen
+from qgemm.scheme import QuantScheme
+
+
+class AsymmetricLinear(QuantLinear):
+    """``QuantLinear`` with a static scale and a zero point. Parameters that differ:
+
+    - ``bias``: float32 ``[out_features]``, also for a float layer without one, and whatever dtype the model has: the
+      float layer's, less ``zero_point * input_scale * weight_scale * sum_k weight``.
+    - ``input_zero_point``: one int8 number.
+    """
+
+    index_names = ("bias", "input_zero_point")
+    input_zero_point: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        scheme: str | QuantScheme = "int8-static-asymmetric",
+    ) -> None:
+        """``bias``: whether the float layer has one."""
+        super().__init__(in_features, out_features, True, device, torch.float32, scheme)
+        self.has_bias = bias
+        self.input_zero_point = frozen(torch.zeros((), dtype=torch.int8, device=device))
+
+    @classmethod
+    def computes(cls, scheme: QuantScheme) -> bool:
+        """Whether activations have a zero point."""
+        return scheme.activation is not None and not scheme.activation.symmetric
+
+    def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:
+        """Sets ``input_scale`` and ``input_zero_point``, from a pair of them."""
+        if input_scale is None:
+            super().take_input_scale(None, device)
+        if not isinstance(input_scale, tuple | list) or len(input_scale) != 2:
+            raise ValueError(
+                f"input_scale is {input_scale!r}; scheme {self.scheme.name!r} takes a pair, of a scale and a zero point"
+            )
+        scale, zero_point = input_scale
+        super().take_input_scale(scale, device)
+        value = torch.as_tensor(zero_point, device=device).detach()
+        if value.numel() != 1 or (value.device.type != "meta" and not _is_int8(float(value))):
+            raise ValueError(f"the zero point in input_scale is {zero_point}; it must be a whole number, -128 to 127")
+        self.input_zero_point = frozen(value.reshape(()).to(torch.int8))
+
+    def take_bias(self, bias: Tensor | None) -> None:
+        """Sets ``bias`` to that of the float layer, less the correction."""
+        if self.weight.device.type == "meta":
+            return
+        exact = -self._correction() if bias is None else bias.double() - self._correction()
+        self.bias = frozen(exact.float())
+
+    @torch.no_grad()
+    def float_bias(self) -> Tensor | None:
+        """The bias of the float layer, as far as float32 still tells; None if it has none."""
+        assert self.bias is not None
+        return (self.bias.double() + self._correction()).float() if self.has_bias else None
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
+        out: Tensor = torch.ops.qgemm.quant_linear_asymmetric(
+            input, self.weight, self.weight_scale, self.bias, self.input_scale, self.input_zero_point
+        )
+        return out
+
+    def _correction(self) -> Tensor:
+        assert self.input_scale is not None
+        parameters = (self.weight, self.weight_scale, self.input_scale, self.input_zero_point)
+        return correction(*(parameter.detach() for parameter in parameters))
+
+
+def _is_int8(value: float) -> bool:
+    return value.is_integer() and LOW <= value <= HIGH
