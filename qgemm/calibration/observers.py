@@ -1,15 +1,18 @@
 """Observers: what is kept of a layer's inputs, and the static scale that is made of it.
 
-``scale = clip / 127``, and values beyond ``clip`` saturate. Observers differ in ``clip``:
+``scale = clip / 127``, and values beyond ``clip`` saturate. With a zero point, ``scale = (high - low) / 255``, where
+``low`` and ``high`` are the least and the largest value, but not beyond ``-clip`` and ``clip``. Observers differ in
+``clip``:
 
 - ``MinMax``: the largest magnitude that was seen, so that nothing saturates.
 - ``MovingAverage``: of the batches' largest magnitudes, each counting less with every batch after it.
 - ``Percentile``: what so many per cent of the values don't exceed.
 - ``MeanSquaredError``: what makes the squared error of int8 least.
 
-An observer is a value: ``update`` and ``merge`` return another one. All keep the largest magnitude of every input
-column, which costs them nothing. Of ``MinMax``, ``Percentile`` and ``MeanSquaredError``, merging in any order, and one
-pass over the same values in any batches, give the same bits; a ``MovingAverage`` depends on the order and the batches.
+An observer is a value: ``update`` and ``merge`` return another one. All keep the least and the largest value of every
+input column, which costs them nothing. Of ``MinMax``, ``Percentile`` and ``MeanSquaredError``, merging in any order,
+and one pass over the same values in any batches, give the same bits; a ``MovingAverage`` depends on the order and the
+batches.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ import torch
 from torch import Tensor
 
 from qgemm.calibration.histogram import BINS, Histogram
+from qgemm.kernels.asymmetric import range_to_scale
 from qgemm.kernels.reference import MIN_SCALE, QMAX
+from qgemm.scheme import QuantScheme
 
 Kind = TypeVar("Kind", bound="Observer")
 HistogramKind = TypeVar("HistogramKind", bound="HistogramObserver")
@@ -34,14 +39,23 @@ class Observer(ABC):
     """What was seen of the inputs of one layer, ``[..., K]``; as it is made, nothing.
 
     - ``tokens``: how many rows.
-    - ``channel_amax [K]``: float32, on the CPU: the largest magnitude in each column; None before any row.
+    - ``channel_min [K]``, ``channel_max [K]``: float32, on the CPU: the least and the largest value in each column;
+      None before any row.
     """
 
     name: ClassVar[str]
     """What ``calibrate(observer=...)`` calls it."""
 
     tokens: int = field(default=0, kw_only=True)
-    channel_amax: Tensor | None = field(default=None, kw_only=True, repr=False)
+    channel_min: Tensor | None = field(default=None, kw_only=True, repr=False)
+    channel_max: Tensor | None = field(default=None, kw_only=True, repr=False)
+
+    @property
+    def channel_amax(self) -> Tensor | None:
+        """The largest magnitude in each column."""
+        if self.channel_min is None or self.channel_max is None:
+            return None
+        return torch.maximum(-self.channel_min, self.channel_max)
 
     @property
     def amax(self) -> float:
@@ -58,10 +72,11 @@ class Observer(ABC):
 
         Raises ``ValueError`` if ``x`` holds NaN or Inf.
         """
-        rows = x.detach().reshape(-1, x.shape[-1]).abs()
+        rows = x.detach().reshape(-1, x.shape[-1])
         if rows.shape[0] == 0:
             return self
-        batch = replace(self._blank(), tokens=rows.shape[0], channel_amax=rows.amax(0).float().cpu())
+        low, high = (bound.float().cpu() for bound in rows.aminmax(dim=0))
+        batch = replace(self._blank(), tokens=rows.shape[0], channel_min=low, channel_max=high)
         if not math.isfinite(batch.amax):
             raise ValueError(
                 "x holds NaN or Inf, of which no scale can be made: leave this batch out, or find what makes them"
@@ -76,15 +91,18 @@ class Observer(ABC):
             return self
         if not self.tokens:
             return other
-        assert self.channel_amax is not None
-        assert other.channel_amax is not None
-        if self.channel_amax.shape != other.channel_amax.shape:
-            widths = f"{len(self.channel_amax)} and {len(other.channel_amax)}"
+        assert self.channel_min is not None
+        assert self.channel_max is not None
+        assert other.channel_min is not None
+        assert other.channel_max is not None
+        if self.channel_min.shape != other.channel_min.shape:
+            widths = f"{len(self.channel_min)} and {len(other.channel_min)}"
             raise ValueError(f"statistics of inputs with {widths} columns can't be merged: they are of two layers")
         merged = replace(
             self,
             tokens=self.tokens + other.tokens,
-            channel_amax=torch.maximum(self.channel_amax, other.channel_amax),
+            channel_min=torch.minimum(self.channel_min, other.channel_min),
+            channel_max=torch.maximum(self.channel_max, other.channel_max),
         )
         return merged._join(self, other)
 
@@ -98,6 +116,19 @@ class Observer(ABC):
         clip = self._clip()
         return max(clip / QMAX, MIN_SCALE) if clip else 1.0
 
+    def scale_and_zero_point(self) -> tuple[float, int]:
+        """The pair that ``input_scales`` has for an asymmetric scheme; raises as ``scale``."""
+        if self.channel_min is None or self.channel_max is None:
+            raise ValueError("nothing was seen, so there is no scale")
+        clip = self._clip()
+        low, high = float(self.channel_min.min()), float(self.channel_max.max())
+        return range_to_scale(min(max(low, -clip), 0.0), max(min(high, clip), 0.0))
+
+    def input_scale(self, scheme: QuantScheme) -> float | tuple[float, int]:
+        """What ``input_scales`` has for a layer of ``scheme``, a static one; raises as ``scale``."""
+        is_symmetric = scheme.activation is None or scheme.activation.symmetric
+        return self.scale() if is_symmetric else self.scale_and_zero_point()
+
     def _blank(self: Kind) -> Kind:
         return type(self)(**self.settings)
 
@@ -106,11 +137,11 @@ class Observer(ABC):
         return self.merge(batch)
 
     def _see(self: Kind, rows: Tensor) -> Kind:
-        """As it is, with what is kept of these magnitudes ``[tokens, K]`` beyond ``channel_amax``."""
+        """As it is, with what is kept of these rows ``[tokens, K]`` beyond ``channel_min`` and ``channel_max``."""
         return self
 
     def _join(self: Kind, first: Kind, second: Kind) -> Kind:
-        """As it is, with what ``first`` and ``second`` keep beyond ``channel_amax``."""
+        """As it is, with what ``first`` and ``second`` keep beyond ``channel_min`` and ``channel_max``."""
         return self
 
     @abstractmethod
@@ -175,7 +206,7 @@ class HistogramObserver(Observer):
         return Histogram(self.counts, self.amax)
 
     def _see(self: HistogramKind, rows: Tensor) -> HistogramKind:
-        return replace(self, counts=Histogram.of(rows, self.amax).counts)
+        return replace(self, counts=Histogram.of(rows.abs(), self.amax).counts)
 
     def _join(self: HistogramKind, first: HistogramKind, second: HistogramKind) -> HistogramKind:
         return replace(self, counts=first.histogram.merge(second.histogram).counts)

@@ -1,12 +1,14 @@
 """``Calibration``: the statistics of a model's layers, by name.
 
-They are kept in one safetensors file: of layer ``x`` the tensors ``x.tokens``, ``x.channel_amax`` and whatever else its
-observer keeps. The header's metadata has the observer's name and settings, as JSON under ``qgemm_calibration``.
+They are kept in one safetensors file: of layer ``x`` the tensors ``x.tokens``, ``x.channel_min``, ``x.channel_max`` and
+whatever else its observer keeps. The header's metadata has the observer's name and settings, as JSON under
+``qgemm_calibration``.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -27,11 +29,14 @@ METADATA = "qgemm_calibration"
 # The dtype and the number of dimensions of what observers keep.
 _STORED = {
     "tokens": (torch.int64, 0),
-    "channel_amax": (torch.float32, 1),
+    "channel_min": (torch.float32, 1),
+    "channel_max": (torch.float32, 1),
     "average": (torch.float64, 0),
     "batches": (torch.int64, 0),
     "counts": (torch.int64, 1),
 }
+# The least that they may be, where that isn't 0.
+_LEAST: dict[str, float] = {"tokens": 1, "batches": 1, "channel_min": -math.inf, "channel_max": -math.inf}
 # Of one bin: so the sum of all fits into int64.
 _MOST = 1 << 50
 
@@ -49,7 +54,10 @@ class Calibration:
 
     @property
     def input_scales(self) -> dict[str, float]:
-        """The scale of each layer's input, for ``quantize_model(..., input_scales=)``, its like, and JSON."""
+        """The scale of each layer's input, for ``quantize_model(..., input_scales=)``, its like, and JSON.
+
+        For schemes without a zero point.
+        """
         return {name: observer.scale() for name, observer in self.statistics.items()}
 
     def merge(self, other: Calibration) -> Calibration:
@@ -100,8 +108,11 @@ class Calibration:
             state: dict[str, Any] = {}
             for key in kept:
                 value = values[f"{layer}.{key}"]
-                _check_value(path, f"{layer}.{key}", value, positive=key in ("tokens", "batches"))
+                _check_value(path, f"{layer}.{key}", value, _LEAST.get(key, 0))
                 state[key] = value if value.ndim else value.item()
+            low, high = state["channel_min"], state["channel_max"]
+            if low.shape != high.shape or bool((low > high).any()):
+                raise CheckpointError(f"{path}: {layer}.channel_min must be as long as {layer}.channel_max, and below")
             statistics[layer] = replace(observer, **state)
         return cls(observer, statistics)
 
@@ -138,8 +149,9 @@ def _layer_names(path: Path, stored: dict[str, StoredTensor], kept: Iterable[str
     return layers
 
 
-def _check_value(path: Path, name: str, value: Tensor, positive: bool) -> None:
-    if not value.numel() or not bool((value.isfinite() & (value >= int(positive))).all()):
-        raise CheckpointError(f"{path}: {name} must be finite numbers, {int(positive)} or more")
+def _check_value(path: Path, name: str, value: Tensor, least: float) -> None:
+    if not value.numel() or not bool((value.isfinite() & (value >= least)).all()):
+        wanted = "finite numbers" if least == -math.inf else f"finite numbers, {least} or more"
+        raise CheckpointError(f"{path}: {name} must be {wanted}")
     if not value.is_floating_point() and int(value.max()) > _MOST:
         raise CheckpointError(f"{path}: {name} counts more than {_MOST}")

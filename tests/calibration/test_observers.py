@@ -13,6 +13,7 @@ from qgemm.calibration import OBSERVERS, MeanSquaredError, MinMax, MovingAverage
 from qgemm.calibration.histogram import Histogram
 from qgemm.calibration.observers import resolve_observer, squared_error
 from qgemm.kernels.reference import MIN_SCALE, quantize_rows_reference
+from qgemm.scheme import resolve_scheme
 
 ORDERLESS = [MinMax, Percentile, MeanSquaredError]
 
@@ -39,12 +40,40 @@ def test_what_every_observer_keeps(name: str) -> None:
     assert seen.tokens == len(rows)
     assert seen.channel_amax is not None
     assert seen.channel_amax.tolist() == np.abs(rows).max(0).tolist()
+    assert seen.channel_min.tolist() == rows.min(0).tolist()
+    assert seen.channel_max.tolist() == rows.max(0).tolist()
     assert seen.amax == np.abs(rows).max()
 
 
 def test_min_max() -> None:
     xs = batches()
     assert observed(MinMax(), xs).scale() == max(float(x.abs().max()) for x in xs) / 127
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+@pytest.mark.parametrize("shift", [-3.0, 0.0, 5.0, 100.0])
+def test_scales_with_a_zero_point(name: str, shift: float) -> None:
+    xs = [x + shift for x in batches()]
+    seen = observed(OBSERVERS[name](), xs)
+    scale, zero_point = seen.scale_and_zero_point()
+    rows, clip = torch.cat(xs).flatten(), seen.scale() * 127
+    low, high = min(max(float(rows.min()), -clip), 0.0), max(min(float(rows.max()), clip), 0.0)
+    assert scale == pytest.approx((high - low) / 255, rel=1e-6)
+    assert zero_point == max(-128, min(127, round(-128 - low / scale)))
+    asymmetric, symmetric = (resolve_scheme(scheme) for scheme in ("int8-static-asymmetric", "int8-static"))
+    assert seen.input_scale(asymmetric) == (scale, zero_point)
+    assert seen.input_scale(symmetric) == seen.scale()
+    if name == "min-max":
+        q, _ = quantize_rows_reference(rows, torch.tensor(scale), torch.tensor(zero_point, dtype=torch.int8))
+        error = ((q.double() - zero_point) * scale - rows.double()).abs().max()
+        # Nothing saturates by more than a rounding of the zero point.
+        assert error <= scale * 1.001
+
+
+def test_zeros_and_nothing_with_a_zero_point() -> None:
+    assert MinMax().update(torch.zeros(3, 4)).scale_and_zero_point() == (1.0, 0)
+    with pytest.raises(ValueError, match="nothing was seen"):
+        MinMax().scale_and_zero_point()
 
 
 def test_moving_average() -> None:

@@ -70,7 +70,7 @@ def test_a_saved_calibration_comes_back(tmp_path: Path, observer: Any) -> None:
     assert loaded.observer.settings == calibration.observer.settings
     assert loaded.input_scales == calibration.input_scales
     # The library reads it too, and nothing else lies there.
-    assert load_file(path)["a.channel_amax"].tolist() == calibration.statistics["a"].channel_amax.tolist()
+    assert load_file(path)["a.channel_min"].tolist() == calibration.statistics["a"].channel_min.tolist()
     assert [file.name for file in path.parent.iterdir()] == ["statistics.safetensors"]
     # It goes on where it was.
     assert loaded.merge(calibration).statistics["a"].tokens == 16
@@ -93,7 +93,8 @@ ABOUT = {"observer": "percentile", "settings": {"percentile": 99.0}}
 def sound() -> dict[str, Tensor]:
     return {
         "a.tokens": torch.tensor(3),
-        "a.channel_amax": torch.ones(8),
+        "a.channel_min": -torch.ones(8),
+        "a.channel_max": torch.ones(8),
         "a.counts": torch.ones(4096, dtype=torch.int64),
     }
 
@@ -119,8 +120,14 @@ def test_the_sound_file_of_the_tests_below_loads(tmp_path: Path) -> None:
         ({"a.tokens": torch.tensor(0)}, "a.tokens must be finite numbers, 1 or more"),
         ({"a.counts": torch.full((4096,), 2**62)}, "a.counts counts more than"),
         ({"a.counts": torch.full((4096,), -1)}, "a.counts must be finite numbers, 0 or more"),
-        ({"a.channel_amax": torch.tensor([1.0, torch.nan])}, "a.channel_amax must be finite"),
-        ({"a.channel_amax": torch.ones(0)}, "a.channel_amax must be finite"),
+        ({"a.channel_max": torch.tensor([1.0, torch.nan])}, "a.channel_max must be finite"),
+        ({"a.channel_min": torch.ones(0)}, "a.channel_min must be finite"),
+        ({"a.channel_max": torch.ones(7)}, r"a.channel_min must be as long as a.channel_max, and below"),
+        ({"a.channel_min": torch.full((8,), 2.0)}, r"a.channel_min must be as long as a.channel_max, and below"),
+        (
+            {"a.channel_min": None, "a.channel_max": None, "a.channel_amax": torch.ones(8)},
+            "a.channel_m.. is missing|no",
+        ),
     ],
 )
 def test_damaged_values_are_refused(tmp_path: Path, changed: dict[str, Tensor | None], message: str) -> None:
