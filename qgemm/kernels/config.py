@@ -35,7 +35,8 @@ _STREAMK_ATOMICS = 0.87
 # Hopper's kernel.
 _HOPPER_MACS = 3540
 _HOPPER_SHARED_BYTES = 186.0
-_HOPPER_CACHE_BYTES_OF_ALL = 9120.0
+_HOPPER_LEAST = 0.9  # of an instruction, for one value of K: pieces of few columns take no less
+_HOPPER_CACHE_BYTES_OF_ALL = 10_000.0
 _HOPPER_MEMORY_LATENCY = 2060.0
 _HOPPER_START = 4000.0  # beside which Stream-K's is nothing
 _HOPPER_EARLY_START = 1690.0  # where the kernel ahead leaves room
@@ -55,7 +56,8 @@ Schedule = Literal["tiles", "persistent", "streamk", "specialized"]
 class GemmConfig:
     """Tile shape, pipeline and schedule of one GEMM kernel variant.
 
-    ``block_k`` counts elements. ``num_warps`` multiply; ``"specialized"`` has more, to load.
+    ``block_k`` counts elements. ``num_warps`` multiply; ``"specialized"`` has more, to load. Blocks are powers of 2; of
+    ``"specialized"``, ``block_n`` may be a sum of two.
     """
 
     block_m: int
@@ -77,8 +79,19 @@ class GemmConfig:
         return self.num_stages * loaded * self.block_k * itemsize + max(rows, 64) * self.stored_columns * 2 + 1024
 
     @property
+    def widths(self) -> tuple[int, ...]:
+        """The pieces of ``block_n`` columns that Hopper's kernel multiplies: the largest power of 2, and the rest."""
+        main = 1 << max(self.block_n.bit_length() - 1, 0)
+        return (main, self.block_n - main) if main < self.block_n else (main,)
+
+    @property
     def stored_columns(self) -> int:
-        """How many columns of a tile Hopper's kernel stores at a time: half of a large one's, which leaves room."""
+        """How many columns of a tile Hopper's kernel stores at a time.
+
+        The narrower piece's of two, and half of a large tile's, which leaves room.
+        """
+        if len(self.widths) > 1:
+            return self.widths[-1]
         return self.block_n // 2 if self.block_m > 128 else self.block_n
 
 
@@ -130,6 +143,11 @@ CANDIDATES: tuple[GemmConfig, ...] = (
     GemmConfig(64, 128, 128, num_warps=4, num_stages=8, schedule="specialized"),
     GemmConfig(64, 64, 256, num_warps=4, num_stages=6, schedule="specialized"),
     GemmConfig(64, 32, 256, num_warps=4, num_stages=7, schedule="specialized"),
+    # Other widths: where those above leave many multiprocessors with nothing to do in the last round.
+    GemmConfig(128, 192, 128, num_warps=8, num_stages=5, schedule="specialized"),
+    GemmConfig(128, 160, 128, num_warps=8, num_stages=6, schedule="specialized"),
+    GemmConfig(64, 160, 128, num_warps=4, num_stages=7, schedule="specialized"),
+    GemmConfig(64, 80, 256, num_warps=4, num_stages=6, schedule="specialized"),
     # Two or three programs a multiprocessor.
     GemmConfig(16, 32, 256, num_warps=4, num_stages=6, schedule="specialized"),
     GemmConfig(16, 32, 256, num_warps=4, num_stages=4, schedule="specialized"),
@@ -164,19 +182,22 @@ CANDIDATES: tuple[GemmConfig, ...] = (
 def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
     """Whether ``config`` can run on operands of ``itemsize`` bytes.
 
-    Its blocks are powers of 2 that tensor cores take, as many warps as a program may have, its pipeline fits in shared
-    memory, its accumulator in registers, Stream-K has integers to add, and Hopper's kernel has its instructions.
+    Its blocks are powers of 2 that tensor cores take (the columns of Hopper's kernel: one or two), as many warps as a
+    program may have, its pipeline fits in shared memory, its accumulator in registers, Stream-K has integers to add,
+    and Hopper's kernel has its instructions.
     """
     if config.schedule == "specialized" and not (
         limits.hopper
         and itemsize == 1
-        and config.num_warps == max(4, config.block_m // 32)
+        and config.num_warps in (4, 8)
+        and 16 * config.num_warps <= max(config.block_m, 64)
         and (config.block_m in (64, 128, 256) or config.block_m + config.block_n <= 64)
-        and config.block_n <= 128 <= config.block_k
+        and config.widths[0] <= 128 <= config.block_k
         and config.num_stages >= 2
     ):
         return False
-    blocks = (config.block_m, config.block_n, config.block_k)
+    cols = config.widths if config.schedule == "specialized" else (config.block_n,)
+    blocks = (config.block_m, *cols, config.block_k)
     return (
         all(block >= 16 and block & (block - 1) == 0 for block in blocks)
         and config.num_warps in (1, 2, 4, 8, 16)
@@ -249,10 +270,13 @@ def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: D
 
 
 def _hopper_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, limits: DeviceLimits) -> float:
-    rows, cols, depth = max(config.block_m, 64), config.block_n, config.block_k
-    # An instruction multiplies 64 rows by all columns, and reads both from shared memory.
-    macs = max(rows * cols / _HOPPER_MACS, rows / 64 * (64 + cols) / _HOPPER_SHARED_BYTES) * depth
-    loads = (min(config.block_m, M) + cols) * depth
+    rows, depth = max(config.block_m, 64), config.block_k
+    # An instruction multiplies 64 rows by the columns of a piece, and reads both from shared memory.
+    macs = depth * sum(
+        rows / 64 * max(64 * cols / _HOPPER_MACS, (64 + cols) / _HOPPER_SHARED_BYTES, _HOPPER_LEAST)
+        for cols in config.widths
+    )
+    loads = (min(config.block_m, M) + config.block_n) * depth
     shared = max(macs, loads * min(tiles, limits.num_sms) / _HOPPER_CACHE_BYTES_OF_ALL)
     alone = _HOPPER_MEMORY_LATENCY / config.num_stages
     return blocks * _rounds(alone, shared, tiles, programs_per_sm(config, 1, limits), limits)

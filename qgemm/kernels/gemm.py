@@ -212,17 +212,19 @@ def _hopper_launch(
 
     stride_am, _, _, stride_bn, stride_cm, _, *epilogue_strides = strides
     rows, cols, stored, panel = config.block_m, config.block_n, config.stored_columns, PANEL.value
+    b_part = config.widths[-1]
     part, last_parts = rows_at_a_time(M, rows)
     maps = {
         0: TensorMap((M, K), (stride_am, 1), (part, panel), block_layout(part, panel, torch.int8)),
-        1: TensorMap((N, K), (stride_bn, 1), (cols, panel), block_layout(cols, panel, torch.int8)),
+        1: TensorMap((N, K), (stride_bn, 1), (b_part, panel), block_layout(b_part, panel, torch.int8)),
         2: TensorMap((M, N), (stride_cm, 1), (rows, stored), block_layout(rows, stored, out_dtype)),
     }
     numbers = (M, N, K, *epilogue_strides)
     # A kernel that starts early wants room beside this one.
     next_early = constant_b and resident > 1
     constants = (
-        rows, cols, config.block_k, config.group_size_m, slots, config.num_stages, last_parts, constant_b, next_early,
+        rows, cols, config.block_k, config.widths, config.group_size_m, slots, config.num_stages, last_parts,
+        constant_b, next_early,
     )  # fmt: skip
     return Launch(
         _gemm_hopper_kernel, grid, numbers, constants, config.num_warps, pdl=True, maps=maps,

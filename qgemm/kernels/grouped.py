@@ -61,7 +61,7 @@ def takes_hopper_kernel(N: int, K: int, out_dtype: torch.dtype, device: torch.de
 
 def is_grouped(config: GemmConfig, limits: DeviceLimits) -> bool:
     """Whether ``config`` can run grouped products."""
-    if config.schedule == "specialized" and config.block_m < 64:
+    if config.schedule == "specialized" and (config.block_m < 64 or len(config.widths) > 1):
         return False
     return is_valid(config, 1, limits) and config.schedule != "streamk"
 

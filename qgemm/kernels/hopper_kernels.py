@@ -20,10 +20,15 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
   fewer bytes from the cache than 128 x 128, 3 to 8 % in runs of 0.1 s and more. They want a fourth stage, so they are
   stored by halves. In runs of 5 ms, at a clock that others set, they look slower.
 - Scales loaded before the loop over K, not after it, gave 2 %.
+- Where tiles leave many multiprocessors idle in the last round, other widths: 80, 160 and 192 columns, up to 20 % at
+  M = 64 to 512 (N = 10240 makes 128 tiles of 80 columns for 132 multiprocessors). Instructions are as wide as a power
+  of 2 here, so there are two for each block of K; the narrower takes no less time than one of 32 columns.
 
 What gave nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps for
-128 x 128, tiles of 128 x 256 (as good as 256 x 128), groups of 4 or 16 tiles. A in registers gave wrong sums on Triton
-3.6. Instructions of 256 columns aren't made for int8 there.
+128 x 128, tiles of 128 x 256 (as good as 256 x 128), groups of 4 or 16 tiles. Stream-K, where programs cut the sums
+over K between them, makes the loop 5 us of 29 faster (N = 10240, K = 8192, M = 128), but handing over and adding
+partial sums takes 9 us, and zeroing their counts 4. A in registers gave wrong sums on Triton 3.6. Instructions of 256
+columns aren't made for int8 there.
 """
 
 import functools
@@ -71,16 +76,21 @@ class Ring:
     Instructions read ``MMA_ROWS`` rows of A at least. Where A's block and B's have no more together, they share the
     rows of a panel, ``a_panels`` and ``b_panels`` being the same: A's ``block_m`` come first, B's begin at ``b_start``
     and go to the end. What is multiplied besides A's rows isn't stored.
+
+    Sizes are powers of 2 here, so B's block of another number of rows is in two pieces (``widths``), the largest power
+    of 2 and the rest, which has ``rest_panels`` and sums of its own.
     """
 
     a_panels: gl.shared_memory_descriptor
     b_panels: gl.shared_memory_descriptor
+    rest_panels: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     depth: gl.constexpr
     panels: gl.constexpr
     last_parts: gl.constexpr
     block_m: gl.constexpr
+    widths: gl.constexpr
     b_start: gl.constexpr
 
     @gluon.jit
@@ -91,13 +101,20 @@ class Ring:
         ends = row + self.block_m > A.shape[0]
         mbarrier.wait(self.empty.index(slot), (step // self.depth + 1) & 1)
         full = self.full.index(slot)
+        B_PART: gl.constexpr = B.block_shape[0]
+        B_PARTS: gl.constexpr = self.widths[0] // B_PART
         part_bytes: gl.constexpr = self.panels * A.block_type.nbytes
-        b_bytes: gl.constexpr = self.panels * B.block_type.nbytes
+        b_bytes: gl.constexpr = self.panels * (B_PARTS + len(self.widths) - 1) * B.block_type.nbytes
         mbarrier.expect(full, PARTS * part_bytes + b_bytes, pred=not ends)
         mbarrier.expect(full, self.last_parts * part_bytes + b_bytes, pred=ends)
         for i in gl.static_range(self.panels):
             panel = self.b_panels.index(slot * self.panels + i)
-            _load_block(B, [col, k + i * PANEL], full, panel.slice(self.b_start, B.block_shape[0]))
+            for part in gl.static_range(B_PARTS):
+                to = panel.slice(self.b_start + part * B_PART, B_PART)
+                _load_block(B, [col + part * B_PART, k + i * PANEL], full, to)
+            if len(self.widths) > 1:
+                to = self.rest_panels.index(slot * self.panels + i)
+                _load_block(B, [col + self.widths[0], k + i * PANEL], full, to)
 
     @gluon.jit
     def fill_a(self, step, A, row, k):
@@ -118,16 +135,37 @@ class Ring:
                 _load_block(A, [row + part * PART, k + i * PANEL], full, panel.slice(part * PART, PART), pred=needed)
 
     @gluon.jit
-    def multiply(self, step, acc):
-        """Starts ``acc += a @ b.T`` of the slot's blocks, once they have arrived."""
+    def multiply(self, step, accs):
+        """Starts ``acc += a @ b.T`` of the slot's blocks, once they have arrived: for each piece of B its ``acc``."""
         slot = step % self.depth
-        COLS: gl.constexpr = self.b_panels.shape[1] - self.b_start
         mbarrier.wait(self.full.index(slot), step // self.depth & 1)
         for i in gl.static_range(self.panels):
             panel = slot * self.panels + i
-            b = self.b_panels.index(panel).slice(self.b_start, COLS).permute((1, 0))
-            acc = warpgroup_mma(self.a_panels.index(panel), b, acc, is_async=True)
-        return acc
+            a = self.a_panels.index(panel)
+            b = self.b_panels.index(panel).slice(self.b_start, self.widths[0]).permute((1, 0))
+            acc = warpgroup_mma(a, b, accs[0], is_async=True)
+            if len(self.widths) == 1:
+                accs = (acc,)
+            else:
+                b = self.rest_panels.index(panel).permute((1, 0))
+                accs = (acc, warpgroup_mma(a, b, accs[1], is_async=True))
+        return accs
+
+    @gluon.jit
+    def settle(self, accs, SLOTS: gl.constexpr):
+        """Waits until no more than the last ``SLOTS`` slots' products are in flight."""
+        if len(self.widths) == 1:
+            return (warpgroup_mma_wait(SLOTS * self.panels, deps=accs),)
+        else:
+            return warpgroup_mma_wait(SLOTS * self.panels * 2, deps=accs)
+
+    @gluon.jit
+    def resume(self, sums):
+        """What ``settle`` has waited for, to go on with."""
+        if len(self.widths) == 1:
+            return (warpgroup_mma_init(sums[0]),)
+        else:
+            return (warpgroup_mma_init(sums[0]), warpgroup_mma_init(sums[1]))
 
     @gluon.jit
     def release(self, step):
@@ -186,47 +224,77 @@ def _store(C, staging, row, col, out, ROWS: gl.constexpr):
 
 
 @gluon.jit
+def _store_pieces(C, staging, row, col, out, ROWS: gl.constexpr):
+    """As ``_store``, by as many columns at a time as ``staging`` has."""
+    if out.shape[1] == staging.shape[1]:
+        _store(C, staging, row, col, out, ROWS)
+    else:
+        HALF: gl.constexpr = out.shape[1] // 2
+        halves = out.reshape([out.shape[0], 2, HALF]).permute(0, 2, 1).split()
+        for i in gl.static_range(2):
+            _store_pieces(C, staging, row, col + i * HALF, halves[i], ROWS)
+
+
+@gluon.jit
+def _load_scales(epilogue, sched, rows, cols):
+    A_scale, B_scale, _, stride_a_scale, stride_b_scale, _ = epilogue
+    a_scale = gl.load(A_scale + rows * stride_a_scale, mask=rows < sched.M, other=0.0)
+    b_scale = gl.load(B_scale + cols * stride_b_scale, mask=cols < sched.N, other=0.0)
+    return a_scale, b_scale
+
+
+@gluon.jit
+def _apply_epilogue(sums, scales, epilogue, sched, cols):
+    a_scale, b_scale = scales
+    _, _, bias, _, _, stride_bias = epilogue
+    out = sums.to(gl.float32) * gl.expand_dims(a_scale, 1) * gl.expand_dims(b_scale, 0)
+    if bias is not None:
+        values = gl.load(bias + cols * stride_bias, mask=cols < sched.N, other=0.0)
+        out = out + gl.expand_dims(values.to(gl.float32), 0)
+    return out
+
+
+@gluon.jit
 def _consume(C, epilogue, ring, staging, sched, num_k):
     gdc_wait()
-    A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias = epilogue
     BLOCK_M: gl.constexpr = sched.ctx.block_m
     BLOCK_N: gl.constexpr = sched.ctx.block_n
     ROWS: gl.constexpr = staging.shape[0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 32])
+    MAIN: gl.constexpr = ring.widths[0]
+    REST: gl.constexpr = ring.widths[-1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, MAIN, 32])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, REST, 32])
 
     start, total, stride = sched.persistent_tile_range()
     step = 0
     for tile_id in range(start, total, stride):
         tile = sched.get_tile_from_idx(tile_id)
-        rows = tile.pid_m * BLOCK_M + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-        cols = tile.pid_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        a_scale = gl.load(A_scale + rows * stride_a_scale, mask=rows < sched.M, other=0.0)
-        b_scale = gl.load(B_scale + cols * stride_b_scale, mask=cols < sched.N, other=0.0)
+        row, col = tile.pid_m * BLOCK_M, tile.pid_n * BLOCK_N
+        cols = col + gl.arange(0, MAIN, gl.SliceLayout(0, layout))
+        scales = _load_scales(epilogue, sched, row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), cols)
+        accs = (warpgroup_mma_init(gl.zeros((ROWS, MAIN), gl.int32, layout)),)
+        if MAIN < BLOCK_N:
+            rest_cols = col + MAIN + gl.arange(0, REST, gl.SliceLayout(0, rest_layout))
+            rest_rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, rest_layout))
+            rest_scales = _load_scales(epilogue, sched, rest_rows, rest_cols)
+            accs = accs + (warpgroup_mma_init(gl.zeros((ROWS, REST), gl.int32, rest_layout)),)
 
-        acc = warpgroup_mma_init(gl.zeros((ROWS, BLOCK_N), gl.int32, layout))
-        acc = ring.multiply(step, acc)
+        accs = ring.multiply(step, accs)
         for _ in range(1, num_k):
-            acc = ring.multiply(step + 1, acc)
+            accs = ring.multiply(step + 1, accs)
             # One slot's products stay in flight; those before have read theirs.
-            acc = warpgroup_mma_init(warpgroup_mma_wait(ring.panels, deps=(acc,)))
+            accs = ring.resume(ring.settle(accs, 1))
             ring.release(step)
             step += 1
-        sums = warpgroup_mma_wait(0, deps=(acc,))
+        sums = ring.settle(accs, 0)
         ring.release(step)
         step += 1
 
-        out = sums.to(gl.float32) * gl.expand_dims(a_scale, 1) * gl.expand_dims(b_scale, 0)
-        if bias is not None:
-            values = gl.load(bias + cols * stride_bias, mask=cols < sched.N, other=0.0)
-            out = out + gl.expand_dims(values.to(gl.float32), 0)
-        out = out.to(C.dtype)
-        if staging.shape[1] == BLOCK_N:
-            _store(C, staging, tile.pid_m * BLOCK_M, tile.pid_n * BLOCK_N, out, BLOCK_M)
-        else:
-            HALF: gl.constexpr = BLOCK_N // 2
-            halves = out.reshape([ROWS, 2, HALF]).permute(0, 2, 1).split()
-            for i in gl.static_range(2):
-                _store(C, staging, tile.pid_m * BLOCK_M, tile.pid_n * BLOCK_N + i * HALF, halves[i], BLOCK_M)
+        out = _apply_epilogue(sums[0], scales, epilogue, sched, cols)
+        _store_pieces(C, staging, row, col, out.to(C.dtype), BLOCK_M)
+        if MAIN < BLOCK_N:
+            out = _apply_epilogue(sums[1], rest_scales, epilogue, sched, rest_cols)
+            _store_pieces(C, staging, row, col + MAIN, out.to(C.dtype), BLOCK_M)
     tma.store_wait(0)
 
 
@@ -235,14 +303,14 @@ def _gemm_hopper_kernel(
     A, B, C, A_scale, B_scale, bias,
     M, N, K,
     stride_a_scale, stride_b_scale, stride_bias,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WIDTHS: gl.constexpr,
     GROUP_SIZE_M: gl.constexpr, NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, LAST_PARTS: gl.constexpr,
     CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """``A``, ``B``, ``C``: tensor maps of ``[M, K]``, ``[N, K]`` and ``[M, N]``.
 
-    Their blocks: ``PANEL`` columns and a part of ``BLOCK_M`` rows; ``PANEL`` columns and ``BLOCK_N`` rows; a tile, or
-    half its columns.
+    Their blocks: ``PANEL`` columns and a part of ``BLOCK_M`` rows; ``PANEL`` columns and as many rows as the last of
+    ``WIDTHS``, which make ``BLOCK_N``; a tile, or some of its columns.
     ``LAST_PARTS``: parts with rows of A in the last row of tiles. ``CONSTANT_B``: no kernel that may still run writes
     B, so loading it needn't wait. ``NEXT_EARLY``: let the next kernel start when the one ahead has ended, not only when
     this one has loaded all.
@@ -258,10 +326,14 @@ def _gemm_hopper_kernel(
         b_panels = a_panels
         b_start: gl.constexpr = MMA_ROWS - BLOCK_N
     else:
-        b_panels = gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, BLOCK_N, PANEL], B.layout)
+        b_panels = gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, WIDTHS[0], PANEL], B.layout)
         b_start: gl.constexpr = 0
+    if len(WIDTHS) > 1:
+        rest_panels = gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, WIDTHS[1], PANEL], B.layout)
+    else:
+        rest_panels = b_panels
     full, empty = _barriers(NUM_STAGES), _barriers(NUM_STAGES)
-    ring = Ring(a_panels, b_panels, full, empty, NUM_STAGES, panels, LAST_PARTS, BLOCK_M, b_start)
+    ring = Ring(a_panels, b_panels, rest_panels, full, empty, NUM_STAGES, panels, LAST_PARTS, BLOCK_M, WIDTHS, b_start)
     staging = gl.allocate_shared_memory(C.dtype, [ROWS, C.block_shape[1]], C.layout)
     epilogue = (A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias)
     gl.warp_specialize(

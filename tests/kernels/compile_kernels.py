@@ -26,7 +26,7 @@ from qgemm.kernels.gemm import hopper_registers
 from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
 from qgemm.kernels.hopper_kernels import _gemm_hopper_kernel, block_layout
 from qgemm.kernels.linear_kernels import _quant_linear_kernel
-from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
+from qgemm.kernels.quantize_kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE
 
 TARGETS: dict[str, tuple[GPUTarget, DeviceLimits]] = {
@@ -117,12 +117,12 @@ def hopper_arguments(config: GemmConfig, limits: DeviceLimits, out: torch.dtype,
     """As ``gemm_arguments``. ``part``: how many rows of A are loaded at a time."""
     return {
         "A": tensor_map("i8", part, 128, torch.int8),
-        "B": tensor_map("i8", config.block_n, 128, torch.int8),
+        "B": tensor_map("i8", config.widths[-1], 128, torch.int8),
         "C": tensor_map(POINTERS[out][1:], config.block_m, config.stored_columns, out),
         **{"A_scale": "*fp32", "B_scale": "*fp32", "bias": "*bf16"},
         **{"M": "i32", "N": "i32", "K": "i32"},
         **{"stride_a_scale": 1, "stride_b_scale": 1, "stride_bias": 1},
-        **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
+        **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "WIDTHS": config.widths},
         **{"GROUP_SIZE_M": config.group_size_m, "NUM_SMS": limits.num_sms},
         **{"NUM_STAGES": config.num_stages, "LAST_PARTS": 1},
         **{"CONSTANT_B": True, "NEXT_EARLY": programs_per_sm(config, 1, limits) > 1},
@@ -214,6 +214,10 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
         name = f"quantize_rows {K} {dtype} {'static' if static else 'dynamic'}".replace("torch.", "")
         arguments = quantize_arguments(dtype, block, blocks, static, limits.pdl)
         yield name, _quantize_rows_kernel, arguments, threads // limits.warp_size
+        if static and dtype == bf16:
+            del arguments["NEXT_EARLY"]
+            name, arguments = name.replace("static", "asymmetric"), {**arguments, "zero_ptr": "*i8"}
+            yield name, _quantize_rows_asymmetric_kernel, arguments, threads // limits.warp_size
 
     config = linear.FUSED_CONFIG
     if is_valid(config, 1, limits):

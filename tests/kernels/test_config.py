@@ -1,6 +1,7 @@
 """``is_valid`` and ``select_config``: what they promise, on devices large and small."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def select(M: int, N: int, K: int, dtype: torch.dtype, limits: DeviceLimits) -> 
     ("changed", "why"),
     [
         ({"block_m": 24}, "no power of 2"),
+        ({"block_n": 96}, "two powers of 2, which Hopper's kernel alone takes"),
         ({"block_n": 8}, "less than a tensor core's tile"),
         ({"block_k": 16}, "int8 instructions take 32 values of K"),
         ({"block_k": 0}, "an empty block"),
@@ -55,6 +57,24 @@ def select(M: int, N: int, K: int, dtype: torch.dtype, limits: DeviceLimits) -> 
 def test_what_is_not_valid(changed: dict[str, int], why: str) -> None:
     assert is_valid(VALID, 1, H200)
     assert not is_valid(GemmConfig(**{**vars(VALID), **changed}), 1, H200), why
+
+
+@pytest.mark.parametrize(
+    ("block_n", "widths", "valid"),
+    [
+        (64, (64,), True),
+        (80, (64, 16), True),
+        (192, (128, 64), True),
+        (72, (64, 8), False),  # less than a tensor core's tile
+        (112, (64, 48), False),  # three powers of 2
+        (256, (256,), False),  # no such instruction for int8
+        (0, (1,), False),
+    ],
+)
+def test_widths_of_hoppers_tiles(block_n: int, widths: tuple[int, ...], valid: bool) -> None:
+    config = GemmConfig(64, block_n, 128, num_warps=4, num_stages=4, schedule="specialized")
+    assert config.widths == widths
+    assert is_valid(config, 1, replace(H200, hopper=True)) == valid
 
 
 def test_what_is_valid_depends_on_the_operands_and_the_device() -> None:
