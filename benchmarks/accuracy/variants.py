@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 import qgemm
 from benchmarks.accuracy.results import SUBJECTS
+from qgemm.calibration import AWQ, GPTQ, BiasCorrection, HadamardRotation, Method, OutlierColumns, SmoothQuant
 
 Build = Callable[[Any, list[Any]], Any]
 """Quantizes a model, in place or not, and returns it; batches are mappings of keyword arguments."""
@@ -34,26 +35,34 @@ class Variant:
 
 
 def variants() -> list[Variant]:
-    """qgemm's, the float model first."""
-    smooth, search = _Step("SmoothQuant", {"alpha": 0.5}), _Step("SmoothQuant", {"alpha": "search"})
-    gptq, awq, bias, columns = (_Step(name, {}) for name in ("GPTQ", "AWQ", "BiasCorrection", "OutlierColumns"))
+    """The float model, then qgemm's rows."""
+    smooth, searched = SmoothQuant(alpha=0.5), SmoothQuant(alpha="search")
+    rotated = HadamardRotation(online="all")
     return [
         Variant(BASELINE, lambda model, batches: _as_bf16(model), seeded=False),
         _qgemm("int8", "int8"),
         _qgemm("int8 + SmoothQuant", "int8", smooth),
-        _qgemm("int8 + GPTQ", "int8", gptq),
-        _qgemm("int8 + SmoothQuant + GPTQ", "int8", search, gptq, bias),
-        _qgemm("int8, outlier columns", "int8", columns),
+        _qgemm("int8 + GPTQ", "int8", GPTQ()),
+        _qgemm("int8, outlier columns", "int8", OutlierColumns()),
+        _qgemm("int8 + Hadamard + GPTQ", "int8", rotated, GPTQ()),
+        _qgemm("int8 + SmoothQuant + GPTQ + bias correction", "int8", searched, GPTQ(), BiasCorrection()),
+        _qgemm("int8, 16 columns + GPTQ + bias correction", "int8", OutlierColumns(count=16), GPTQ(), BiasCorrection()),
         _qgemm("int8-static", "int8-static"),
         _qgemm("int8-static + SmoothQuant", "int8-static", smooth),
-        _qgemm("int8-static + GPTQ", "int8-static", gptq),
-        _qgemm("int8-static + SmoothQuant + GPTQ", "int8-static", search, gptq, bias),
-        _qgemm("int8-static-asymmetric + SmoothQuant + GPTQ", "int8-static-asymmetric", search, gptq, bias),
-        _qgemm("int8-static-hadamard + SmoothQuant + GPTQ", "int8-static-hadamard", search, gptq, bias),
+        _qgemm("int8-static + GPTQ", "int8-static", GPTQ()),
+        _qgemm("int8-static + Hadamard + GPTQ", "int8-static", rotated, GPTQ()),
+        _qgemm("int8-static + SmoothQuant + GPTQ + bias correction", "int8-static", searched, GPTQ(), BiasCorrection()),
+        _qgemm(
+            "int8-static-asymmetric + SmoothQuant + GPTQ + bias correction",
+            "int8-static-asymmetric",
+            searched,
+            GPTQ(),
+            BiasCorrection(),
+        ),
         _qgemm("int4 RTN", "int4", note=IN_16_BITS),
-        _qgemm("int4 GPTQ", "int4", gptq, note=IN_16_BITS),
-        _qgemm("int4 AWQ", "int4", awq, note=IN_16_BITS),
-        _qgemm("int4 AWQ + GPTQ", "int4", awq, gptq, note=IN_16_BITS),
+        _qgemm("int4 GPTQ", "int4", GPTQ(), note=IN_16_BITS),
+        _qgemm("int4 AWQ", "int4", AWQ(), note=IN_16_BITS),
+        _qgemm("int4 AWQ + GPTQ", "int4", AWQ(), GPTQ(), note=IN_16_BITS),
     ]
 
 
@@ -65,20 +74,14 @@ def named(table: Sequence[Variant], names: Sequence[str] | None) -> list[Variant
     return [one for one in table if names is None or one.name in names]
 
 
-class _Step(NamedTuple):
-    method: str
-    settings: dict[str, Any]
-
-
-def _qgemm(name: str, scheme: str, *steps: _Step, note: str = "") -> Variant:
-    seeded = bool(steps) or "static" in scheme
+def _qgemm(name: str, scheme: str, *recipe: Method, note: str = "") -> Variant:
+    seeded = bool(recipe) or "static" in scheme
 
     def build(model: nn.Module, batches: list[Any]) -> nn.Module:
-        recipe = [getattr(qgemm.calibration, method)(**settings) for method, settings in steps]
-        # What needs no data gets none, and its row is of one run.
-        options: dict[str, Any] = {"calibration": batches} if seeded else {}
-        if recipe:
-            options["recipe"] = recipe
+        # Without methods there is no recipe: the scheme as quantize_model applies it by itself.
+        options: dict[str, Any] = {"recipe": list(recipe)} if recipe else {}
+        if seeded:
+            options["calibration"] = batches
         return qgemm.quantize_model(model, scheme, progress=False, **options)
 
     return Variant(name, build, seeded, note=note)
