@@ -33,6 +33,7 @@ from qgemm.calibration.result import Calibration
 from qgemm.calibration.sensitivity import Sensitivity
 from qgemm.calibration.sensitivity import sensitivity as measure_sensitivity
 from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import InputScale
 from qgemm.offloading import check_hooks, weights_at_hand
 from qgemm.reporting import KEPT, LayerRecord, QuantReport
 from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
@@ -48,7 +49,7 @@ def quantize_model(
     scheme: str | QuantScheme | Sequence[str | QuantScheme] = "int8",
     *,
     skip: Pattern | Iterable[Pattern] | None = None,
-    input_scales: Mapping[str, float | Tensor] | None = None,
+    input_scales: Mapping[str, InputScale] | None = None,
     calibration: Calibration | Iterable[Any] | None = None,
     observer: str | Observer | None = None,
     recipe: Recipe | Sequence[Method] | None = None,
@@ -98,14 +99,15 @@ def quantize_model(
         raise ValueError("observer is what makes scales of batches: pass those as calibration, or leave it out")
     observer = resolve_observer(observer or "min-max")
     schemes = _resolve_schemes(scheme, budget, sensitivity)
-    notes: dict[str, str] = {}
-    if recipe is not None or device is not None or resume is not None or budget is not None:
-        recipe = recipe if isinstance(recipe, Recipe) else Recipe([] if recipe is None else recipe)
+    by_blocks = recipe is not None or device is not None or resume is not None or budget is not None
+    if by_blocks or (_rotates(schemes[0]) and calibration is not None and not isinstance(calibration, Calibration)):
+        methods = recipe if isinstance(recipe, Recipe) else Recipe([] if recipe is None else recipe)
         wants_data = {"budget": budget is not None and sensitivity is None, "device": device is not None}
         wants_data |= {"resume": resume is not None}
-        plan, calls = _plan_blocks(model, schemes, skip, input_scales, calibration, recipe, wants_data)
+        plan, calls = _plan_blocks(model, schemes, skip, input_scales, calibration, methods, wants_data)
         if device is not None:
             _check_in_one_place(model)
+        notes: dict[str, str] = {}
         if budget is not None:
             sensitivity = sensitivity or measure_sensitivity(model, calls, schemes, skip=skip, progress=progress)
             chosen, notes = assign_schemes(plan.layers, schemes, budget, sensitivity)
@@ -113,12 +115,11 @@ def quantize_model(
         layers = [(layer, plan.scheme_of(layer)) for layer in plan.chosen]
         place = None if device is None else torch.device(device)
         records = quantize_blocks(
-            model, layers, recipe, calls, observer, device=place, resume=resume, progress=progress
+            model, layers, methods, calls, observer, device=place, resume=resume, progress=progress
         )
-        records = {
-            name: replace(record, note="; ".join(filter(None, (notes.get(name), record.note))))
-            for name, record in records.items()
-        }
+        for name, note in notes.items():
+            if name in records:
+                records[name] = replace(records[name], note="; ".join(filter(None, (note, records[name].note))))
     else:
         if calibration is not None:
             input_scales = _calibrated_scales(model, schemes[0], skip, calibration, observer, progress)
@@ -130,7 +131,7 @@ def quantize_model(
             records[layer.name] = swap(model, layer, plan.scheme_of(layer), plan.input_scales.get(layer.name))
     report = make_report(plan, records)
     if recipe is not None:
-        report = replace(report, recipe=recipe.to_dict())
+        report = replace(report, recipe=methods.to_dict())
     model._qgemm_report = report  # type: ignore[assignment]
     _warn_of_experts(plan.layers)
     if _holds_pretrained(model):
@@ -150,7 +151,7 @@ class SwapPlan:
 
     scheme: QuantScheme
     layers: list[Layer]
-    input_scales: dict[str, float | Tensor]
+    input_scales: dict[str, InputScale]
     schemes: dict[str, QuantScheme] = field(default_factory=dict)
 
     @property
@@ -167,7 +168,7 @@ def plan_swaps(
     model: nn.Module,
     scheme: str | QuantScheme,
     skip: Pattern | Iterable[Pattern] | None,
-    input_scales: Mapping[str, float | Tensor] | None,
+    input_scales: Mapping[str, InputScale] | None,
 ) -> SwapPlan:
     """Looks at every layer and checks everything but the weights' values; raises as ``quantize_model`` does."""
     plan = _plan_without_scales(model, scheme, skip)
@@ -186,7 +187,7 @@ def _plan_blocks(
     model: nn.Module,
     schemes: list[QuantScheme],
     skip: Pattern | Iterable[Pattern] | None,
-    input_scales: Mapping[str, float | Tensor] | None,
+    input_scales: Mapping[str, InputScale] | None,
     calibration: Calibration | Iterable[Any] | None,
     recipe: Recipe,
     wants_data: Mapping[str, bool],
@@ -231,6 +232,11 @@ def _resolve_schemes(
     if not scheme:
         raise ValueError("scheme is empty: name those that the budget may choose from")
     return [resolve_scheme(each) for each in scheme]
+
+
+def _rotates(scheme: QuantScheme) -> bool:
+    """Whether activations are rotated before they get a static scale, which calibration by itself doesn't see."""
+    return scheme.is_static and scheme.activation is not None and scheme.activation.rotation is not None
 
 
 def make_report(plan: SwapPlan, records: Mapping[str, LayerRecord]) -> QuantReport:
@@ -308,11 +314,15 @@ def _calibrated_scales(
     calibration: Calibration | Iterable[Any],
     observer: Observer,
     progress: bool | None,
-) -> dict[str, float | Tensor]:
+) -> dict[str, InputScale]:
     """``input_scales`` of a calibration, or of the batches for one."""
     scheme = resolve_scheme(scheme)
     if not scheme.is_static:
         raise ValueError(f"scheme {scheme.name!r} finds scales as it runs: calibration is for a static scheme")
+    if _rotates(scheme):
+        raise ValueError(
+            f"scheme {scheme.name!r} rotates activations first, which calibration hasn't seen: pass batches"
+        )
     chosen = [layer for layer in select_layers(model, skip) if not layer.reason]
     linears = [layer for layer in chosen if not layer.is_experts]
     if not isinstance(calibration, Calibration):
@@ -320,7 +330,7 @@ def _calibrated_scales(
         calibration = run_batches(model, [layer.name for layer in linears], calibration, observer, progress)
     if unseen := [layer.name for layer in linears if layer.name not in calibration.statistics]:
         raise ValueError(f"calibration has nothing of {listed(unseen)}: run batches that reach them, or skip them")
-    scales: dict[str, float | Tensor] = {}
+    scales: dict[str, InputScale] = {}
     for layer in linears:
         seen = calibration.statistics[layer.name]
         width = linear_weight(model.get_submodule(layer.name)).shape[1]
@@ -329,7 +339,7 @@ def _calibrated_scales(
             raise ValueError(
                 f"calibration saw {columns} input columns of {layer.name!r}, which has {width}: it is of another model"
             )
-        scales[layer.name] = seen.scale()
+        scales[layer.name] = seen.input_scale(scheme)
     return scales
 
 
@@ -337,8 +347,8 @@ def _check_input_scales(
     scheme: QuantScheme,
     chosen: list[Layer],
     layers: list[Layer],
-    input_scales: Mapping[str, float | Tensor] | None,
-) -> dict[str, float | Tensor]:
+    input_scales: Mapping[str, InputScale] | None,
+) -> dict[str, InputScale]:
     if not scheme.is_static:
         if input_scales is not None:
             raise ValueError(f"scheme {scheme.name!r} finds scales as it runs: input_scales is for a static scheme")
@@ -351,10 +361,21 @@ def _check_input_scales(
     if missing := [layer.name for layer in chosen if layer.name not in scales and not layer.is_experts]:
         raise ValueError(f"scheme {scheme.name!r} needs input_scales for {listed(missing)} too: add or skip them")
     for name, value in scales.items():
-        scale = torch.as_tensor(value, dtype=torch.float32)
-        if scale.numel() != 1 or (scale.device.type != "meta" and not (scale > 0 and scale.isfinite())):
-            raise ValueError(f"input_scales[{name!r}] is {value}; it must be one finite number greater than 0")
+        _check_input_scale(name, value, scheme)
     return scales
+
+
+def _check_input_scale(name: str, value: InputScale, scheme: QuantScheme) -> None:
+    is_pair = scheme.activation is not None and not scheme.activation.symmetric
+    if isinstance(value, tuple | list) != is_pair or (isinstance(value, tuple | list) and len(value) != 2):
+        wanted = "a pair, of a scale and a zero point" if is_pair else "one number"
+        raise ValueError(f"input_scales[{name!r}] is {value}; scheme {scheme.name!r} takes {wanted}")
+    number, zero_point = value if isinstance(value, tuple | list) else (value, 0)
+    scale, zero = (torch.as_tensor(each, dtype=torch.float32) for each in (number, zero_point))
+    if scale.numel() != 1 or (scale.device.type != "meta" and not (scale > 0 and scale.isfinite())):
+        raise ValueError(f"input_scales[{name!r}] is {value}; it must be one finite number greater than 0")
+    if zero.numel() != 1 or (zero.device.type != "meta" and not (-128 <= zero <= 127 and zero == zero.round())):
+        raise ValueError(f"input_scales[{name!r}] is {value}; its zero point must be a whole number, -128 to 127")
 
 
 def _warn_of_experts(layers: list[Layer]) -> None:

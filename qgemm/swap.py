@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import InputScale
 from qgemm.offloading import carry_hooks, weights_at_hand
 from qgemm.reporting import LayerRecord, parameter_bytes
 from qgemm.scheme import QuantScheme
@@ -22,7 +23,7 @@ from qgemm.survey import Layer
 
 
 def swap(
-    model: nn.Module, layer: Layer, scheme: QuantScheme, input_scale: float | Tensor | None = None, **decided: Any
+    model: nn.Module, layer: Layer, scheme: QuantScheme, input_scale: InputScale | None = None, **decided: Any
 ) -> LayerRecord:
     """Puts a quantized layer in the place of one layer of ``model``, under all its names.
 

@@ -31,6 +31,7 @@ from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.resume import ResumeFolder, hash_of_data, hash_of_model
 from qgemm.calibration.rounded_part import rounded_part
 from qgemm.calibration.statistics import StatisticsSum
+from qgemm.nn.linear_layer import InputScale
 from qgemm.reporting import LayerRecord
 from qgemm.scheme import SCHEMES, QuantScheme
 from qgemm.selection import listed
@@ -175,7 +176,7 @@ class _Run:
                     record = replace(record, note="experts are rounded to nearest, whatever the recipe")
             self._finish(record)
 
-    def _swap(self, work: LayerWork, input_scale: float | None, sample: Tensor | None) -> LayerRecord:
+    def _swap(self, work: LayerWork, input_scale: InputScale | None, sample: Tensor | None) -> LayerRecord:
         if work.scheme.is_static and input_scale is None:
             work.scheme, work.weight, work.outlier_columns = SCHEMES["int8"], None, None
             work.notes.append("it saw no tokens, so it finds the scales of its input as it runs")
@@ -191,7 +192,7 @@ class _Run:
             error = _output_error(work.module, self.model.get_submodule(work.name), sample)
         return replace(record, note="; ".join(work.notes), output_error=error)
 
-    def _observe(self, block: Block) -> tuple[dict[str, float], dict[str, Tensor]]:
+    def _observe(self, block: Block) -> tuple[dict[str, InputScale], dict[str, Tensor]]:
         """The scales of static layers' inputs, and some of all layers' inputs, from one run of the block."""
         seen = {name: self.observer for name, work in block.layers.items() if work.scheme.is_static}
         sums = {name: StatisticsSum(rows=_ROWS) for name in block.layers}
@@ -213,7 +214,9 @@ class _Run:
                 stack.callback(work.module.register_forward_pre_hook(hook(work), with_kwargs=True).remove)
             for _ in block.run():
                 pass
-        scales = {name: observer.scale() for name, observer in seen.items() if observer.tokens}
+        scales: dict[str, InputScale] = {
+            name: observer.input_scale(block.layers[name].scheme) for name, observer in seen.items() if observer.tokens
+        }
         results = {name: total.result for name, total in sums.items()}
         return scales, {name: seen.rows for name, seen in results.items() if seen is not None and seen.rows is not None}
 

@@ -1,0 +1,143 @@
+"""Recipes on models with outlier channels, and saved and loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from models import FAMILIES
+from torch import nn
+
+import qgemm
+from calibration.blocks import llama_with_outliers
+from qgemm.calibration import AWQ, GPTQ, METHODS, BiasCorrection, Method, MSEWeights, Recipe, SmoothQuant
+
+SCHEMES = list(qgemm.SCHEMES)
+
+
+def relative_error(model: nn.Module, inputs: dict[str, torch.Tensor], expected: torch.Tensor) -> float:
+    with torch.no_grad():
+        out = model(**inputs).logits
+    return float((out - expected).norm() / expected.norm())
+
+
+def error_with(scheme: str, recipe: list[Method] | None, factor: float = 30.0) -> float:
+    """Of the logits of a model with outliers, on other tokens than those of the calibration."""
+    model = llama_with_outliers(factor)[0]
+    tokens = torch.randint(5, 97, (72, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(tokens[64:]).logits
+    qgemm.quantize_model(model, scheme, calibration=tokens[:64].split(16), recipe=recipe)
+    return relative_error(model, {"input_ids": tokens[64:]}, expected)
+
+
+def test_outliers_are_what_smoothquant_and_gptq_help_against() -> None:
+    static = error_with("int8-static", None)
+    smoothed = error_with("int8-static", [SmoothQuant()])
+    both = error_with("int8-static", [SmoothQuant(), GPTQ()])
+    assert smoothed < 0.5 * static
+    assert both < smoothed
+    # As without outliers.
+    assert both < error_with("int8-static", None, factor=1.0)
+
+
+def test_methods_for_weights_help_at_4_bits() -> None:
+    nearest, gptq, awq = (
+        error_with("int4", recipe, factor=1.0) for recipe in ([], [GPTQ()], [AWQ(clip=False), GPTQ()])
+    )
+    assert awq < gptq < 0.9 * nearest
+
+
+def recipe_for(name: str) -> list[Method]:
+    return {
+        "nearest": [],
+        "weights": [MSEWeights(), GPTQ(act_order=False)],
+        "everything": [SmoothQuant(), *(m() for m in METHODS.values() if m not in (SmoothQuant, GPTQ)), GPTQ()],
+    }[name]
+
+
+@pytest.mark.parametrize("recipe", ["nearest", "weights", "everything"])
+@pytest.mark.parametrize(
+    ("family", "scheme"), [("llama", s) for s in SCHEMES] + [("bert", "int8-static"), ("t5", "int4")]
+)
+def test_every_combination_is_saved_and_loaded_bit_for_bit(
+    family: str, scheme: str, recipe: str, tmp_path: Path
+) -> None:
+    example = FAMILIES[family]()
+    model = qgemm.quantize_model(
+        example.model, scheme, calibration=[example.inputs], recipe=recipe_for(recipe), progress=False
+    )
+    expected = example.output()
+    assert expected.isfinite().all()
+    qgemm.save_quantized(model, tmp_path)
+    loaded = qgemm.load_quantized(tmp_path)
+    example.model = loaded
+    assert torch.equal(example.output(), expected)
+    assert qgemm.report(loaded) == qgemm.report(model)
+    assert Recipe.of(loaded) == Recipe(recipe_for(recipe))
+    left, right = model.state_dict(), loaded.state_dict()
+    assert set(left) == set(right)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_save_pretrained_keeps_the_recipe(tmp_path: Path) -> None:
+    example = FAMILIES["llama"]()
+    recipe = Recipe([SmoothQuant(alpha=0.7), GPTQ()])
+    qgemm.quantize_model(example.model, "int8-static", calibration=[example.inputs], recipe=recipe)
+    expected = example.output()
+    example.model.save_pretrained(tmp_path)
+    example.model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(example.output(), expected)
+    assert Recipe.of(example.model) == recipe
+    assert "recipe: smoothquant, gptq" in str(qgemm.report(example.model))
+
+
+def test_without_a_recipe_there_is_none(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    qgemm.quantize_model(model)
+    assert Recipe.of(model) is None
+    qgemm.save_quantized(model, tmp_path)
+    assert "recipe" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ([], "report can't be read: recipe of the report must be a dictionary"),
+        ({"methods": {}}, "report can't be read: recipe of the report must be a dictionary"),
+        ({"methods": [{"gptq": {"damping": [1]}}]}, "report can't be read: recipe of the report holds"),
+        # Of a newer qgemm: the model still loads.
+        ({"methods": [{"gptq": {"phase": 1}}, {"newer": {}}]}, None),
+    ],
+)
+def test_recipes_of_others(recipe: Any, message: str | None, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    qgemm.quantize_model(model, recipe=[MSEWeights()])
+    qgemm.save_quantized(model, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["report"]["recipe"] = recipe
+    path.write_text(json.dumps(config))
+    source = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
+    if message is not None:
+        with pytest.raises(qgemm.CheckpointError, match=message):
+            qgemm.load_quantized(tmp_path, model=source)
+        return
+    loaded = qgemm.load_quantized(tmp_path, model=source)
+    assert "recipe: gptq, newer" in str(qgemm.report(loaded))
+    with pytest.raises(ValueError, match="gptq has no setting 'phase'"):
+        Recipe.of(loaded)
+
+
+def test_methods_without_data_need_none() -> None:
+    model, plain = (nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 4)).requires_grad_(False) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    qgemm.quantize_model(model, recipe=[MSEWeights()])
+    qgemm.quantize_model(plain)
+    errors = [[record.weight_error for record in qgemm.report(each).records] for each in (model, plain)]
+    assert all(one is not None and other is not None and one < other for one, other in zip(*errors, strict=True))
+    assert BiasCorrection.needs_data

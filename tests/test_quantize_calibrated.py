@@ -1,0 +1,126 @@
+"""quantize_model with calibration data: the scales that it finds, and what doesn't go together."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+
+from qgemm import Calibration, calibrate
+from qgemm.calibration import GPTQ, MinMax
+from qgemm.quantize import quantize_model
+from qgemm.reporting import report
+
+
+def two_layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0.1, "takes a pair, of a scale and a zero point"),
+        ((0.1, 3, 4), "takes a pair"),
+        ((-0.1, 3), "one finite number greater than 0"),
+        ((0.1, 3.5), "its zero point must be a whole number, -128 to 127"),
+        ((0.1, 128), "its zero point must be a whole number"),
+    ],
+)
+def test_zero_points_that_do_not_fit(value: Any, message: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    with pytest.raises(ValueError, match=message):
+        quantize_model(model, "int8-static-asymmetric", input_scales={"0": value})
+    with pytest.raises(ValueError, match="takes one number"):
+        quantize_model(model, "int8-static", input_scales={"0": (0.1, 3)})
+    assert type(model[0]) is nn.Linear
+    quantize_model(model, "int8-static-asymmetric", input_scales={"0": (0.1, 3)})
+    assert model[0].input_zero_point == 3
+
+
+def test_zero_points_are_found_from_batches_and_statistics() -> None:
+    x = torch.rand(50, 16) * 3 - 1
+    layers = [nn.Sequential(nn.Linear(16, 8)).eval() for _ in range(3)]
+    with calibrate(layers[0]) as calibration:
+        layers[0](x)
+    quantize_model(layers[0], "int8-static-asymmetric", calibration=calibration)
+    quantize_model(layers[1], "int8-static-asymmetric", calibration=[x])
+    quantize_model(layers[2], "int8-static-asymmetric", calibration=[x], recipe=[])
+    low, high = float(x.min()), float(x.max())
+    for model in layers:
+        assert model[0].input_scale == pytest.approx((high - low) / 255)
+        assert model[0].input_zero_point == round(-128 - low * 255 / (high - low))
+
+
+def test_static_scales_of_a_rotated_layer_are_of_rotated_inputs() -> None:
+    x = torch.zeros(50, 16)
+    x[:, 3] = 1.0  # rotated, it is 1/4 everywhere
+    model = nn.Sequential(nn.Linear(16, 8)).eval()
+    with calibrate(model) as calibration:
+        model(x)
+    with pytest.raises(ValueError, match="rotates activations first, which calibration hasn't seen: pass batches"):
+        quantize_model(model, "int8-static-hadamard", calibration=calibration)
+    quantize_model(model, "int8-static-hadamard", calibration=[x])
+    assert model[0].input_scale == pytest.approx(0.25 / 127)
+    assert report(model).recipe is None
+
+
+BATCH = torch.randn(3, 32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"recipe": [GPTQ()]},
+            ValueError,
+            "the method gptq needs batches to run the model on: pass them as calibration",
+        ),
+        ({"recipe": [], "scheme": "int8-static"}, ValueError, "the scheme 'int8-static' needs batches"),
+        ({"device": "cpu"}, ValueError, "device needs batches"),
+        ({"resume": "folder"}, ValueError, "resume needs batches"),
+        ({"recipe": [GPTQ()], "calibration": Calibration(MinMax())}, ValueError, "pass the batches"),
+        (
+            {"recipe": [], "scheme": "int8-static", "input_scales": {"0": 0.1}},
+            ValueError,
+            "a recipe finds scales by itself",
+        ),
+        ({"recipe": [GPTQ()], "calibration": []}, ValueError, "calibration has no batch"),
+        ({"recipe": [GPTQ()], "calibration": BATCH}, TypeError, "put a single batch into a list"),
+        ({"recipe": [GPTQ()], "calibration": [BATCH, "text"]}, TypeError, "batch 1 of calibration is a str"),
+        ({"recipe": GPTQ(), "calibration": [BATCH]}, TypeError, "it must be a list of methods"),
+        ({"recipe": [GPTQ], "calibration": [BATCH]}, TypeError, r"make a method of it: GPTQ\(\)"),
+        ({"observer": "mse"}, ValueError, "observer is what makes scales of batches"),
+        (
+            {"observer": "mse", "calibration": Calibration(MinMax())},
+            ValueError,
+            "observer is what makes scales of batches",
+        ),
+        ({"observer": "best", "calibration": [BATCH], "recipe": []}, ValueError, "observer is 'best'"),
+        ({"calibration": [BATCH]}, ValueError, "calibration is for a static scheme"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(
+    settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    model = two_layers()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(error, match=message):
+        quantize_model(model, **settings)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_blocks_need_weights_in_one_place() -> None:
+    with pytest.raises(ValueError, match="a recipe needs weights, but the model has some on meta"):
+        quantize_model(two_layers().to("meta"), calibration=[BATCH], recipe=[])
+    model = accelerate.cpu_offload(two_layers(), execution_device="cpu")
+    with pytest.raises(ValueError, match="a recipe needs weights, but the model has some on meta"):
+        quantize_model(model, calibration=[BATCH], recipe=[])
+    model = accelerate.dispatch_model(two_layers(), {"": "cpu"}, force_hooks=True)
+    with pytest.raises(ValueError, match="device is given, but the model is spread over devices already"):
+        quantize_model(model, calibration=[BATCH], device="cpu")
+    expected = quantize_model(copy.deepcopy(model), calibration=[BATCH], recipe=[])(BATCH)
+    assert expected.isfinite().all()
