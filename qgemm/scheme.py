@@ -7,7 +7,8 @@ holds those with a name; ``resolve_scheme`` takes a name or a scheme.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 Granularity = Literal["tensor", "channel", "token", "group"]
@@ -89,7 +90,7 @@ SCHEMES: dict[str, QuantScheme] = {
         QuantScheme("int4-channel", TensorScheme("int4", "channel"), None),
     )
 }
-"""The schemes, by name.
+"""The schemes with a fixed name.
 
 - ``int8``: int8 products; activations get a scale per token as they come.
 - ``int8-static``: int8 products; one scale for all activations, given beforehand.
@@ -97,12 +98,29 @@ SCHEMES: dict[str, QuantScheme] = {
 - ``int8-hadamard``, ``int8-static-hadamard``: the same, with activations rotated before they are quantized.
 - ``int4``: weights of 4 bits, a scale for each group of 128 along K; products are in float.
 - ``int4-channel``: as ``int4``, with one scale for each output channel.
+
+``int8-outliers-16`` and ``int8-static-outliers-16`` keep the largest 16 columns of activations in float, or any other
+multiple of 16.
 """
+
+_OUTLIERS = re.compile(r"(int8|int8-static)-outliers-([1-9][0-9]{1,4})")
 
 
 def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
-    """The scheme of that name, or the scheme itself; raises ``ValueError`` for one that ``SCHEMES`` doesn't hold."""
-    known = SCHEMES.get(scheme if isinstance(scheme, str) else scheme.name)
+    """The scheme of that name, or the scheme itself; raises ``ValueError`` for one that isn't among ``SCHEMES``."""
+    known = _find(scheme if isinstance(scheme, str) else scheme.name)
     if known is None or (isinstance(scheme, QuantScheme) and scheme != known):
-        raise ValueError(f"scheme is {scheme!r}; it must be one of {sorted(SCHEMES)}")
+        raise ValueError(
+            f"scheme is {scheme!r}; it must be one of {sorted(SCHEMES)}, or as 'int8-outliers-16' or "
+            "'int8-static-outliers-16' with any multiple of 16"
+        )
     return known
+
+
+def _find(name: str) -> QuantScheme | None:
+    if (match := _OUTLIERS.fullmatch(name)) is None:
+        return SCHEMES.get(name)
+    base, count = SCHEMES[match[1]], int(match[2])
+    if count % 16 or base.activation is None:
+        return None
+    return QuantScheme(name, base.weight, replace(base.activation, outlier_columns=count))

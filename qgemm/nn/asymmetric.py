@@ -25,6 +25,7 @@ class AsymmetricLinear(QuantLinear):
     - ``input_zero_point``: one int8 number.
     """
 
+    folds_bias = True
     index_names = ("bias", "input_zero_point")
     input_zero_point: nn.Parameter
 

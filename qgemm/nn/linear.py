@@ -7,7 +7,7 @@ in the dtype of ``x``. The weight takes a quarter of float32's memory, half of b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class QuantLinear(LinearLayer):
 
     weight_names = ("weight",)
     scale_names = ("weight_scale", "input_scale")
-    row_names = ("weight", "weight_scale")
+    row_names: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
     weight: nn.Parameter
     weight_scale: nn.Parameter
     input_scale: nn.Parameter | None

@@ -21,16 +21,20 @@ Linear = TypeVar("Linear", bound="LinearLayer")
 InputScale: TypeAlias = "Tensor | float | tuple[Tensor | float, Tensor | int]"
 """The scale of a static activation, or, for an asymmetric scheme, the pair of a scale and a zero point."""
 
+NOT_FINITE = "weight holds NaN or Inf, which can't be quantized: mend the checkpoint or skip the layer"
+
 
 class LinearLayer(QuantLayer):
     """A quantized ``nn.Linear``: float ``[..., in_features]`` to ``[..., out_features]``.
 
     - ``row_names``: its parameters that have a row for each row of the weight, which ``quantize_rows`` makes.
+    - ``folds_bias``: whether ``bias`` depends on the weight, so that it can't be stored as it is in the float layer.
     - ``bias``: ``[out_features]``, or None. ``has_bias``: whether the float layer has one.
     """
 
     made_by = "from_linear"
     row_names: ClassVar[tuple[str, ...]]
+    folds_bias: ClassVar[bool] = False
     in_features: int
     out_features: int
     has_bias: bool
@@ -71,7 +75,7 @@ class LinearLayer(QuantLayer):
 
     @abstractmethod
     def store_rows(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        """The parameters called ``row_names`` for rows of quantized values, int8 ``[n, K]``, and their scales."""
+        """The other ones for rows of quantized values, int8 ``[n, K]``, and their scales."""
 
     @abstractmethod
     def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -85,8 +89,12 @@ class LinearLayer(QuantLayer):
         """The parameters called ``row_names`` for float rows ``[n, K]``. Raises ``ValueError`` for NaN or Inf."""
         values, scale = self.round_rows(weight.float() if weight.dtype == torch.float64 else weight)
         if not scale.isfinite().all():
-            raise ValueError("weight holds NaN or Inf, which can't be quantized: mend the checkpoint or skip the layer")
-        return self.store_rows(values, scale)
+            raise ValueError(NOT_FINITE)
+        return {**self.store_rows(values, scale), **self.keep_rows(weight)}
+
+    def keep_rows(self, weight: Tensor) -> dict[str, Tensor]:
+        """Those of the parameters called ``row_names`` that hold part of float rows ``[n, K]`` as it is."""
+        return {}
 
     @classmethod
     def from_linear(
@@ -96,16 +104,19 @@ class LinearLayer(QuantLayer):
         input_scale: InputScale | None = None,
         *,
         weight: tuple[Tensor, Tensor] | None = None,
+        outlier_columns: Tensor | None = None,
     ) -> Linear:
         """A layer quantized from ``linear``, on its device: an ``nn.Linear``, or transformers' ``Conv1D``.
 
         - ``input_scale``: the activation's scale, for a static scheme; with its zero point for an asymmetric one.
         - ``weight``: quantized values and their scales, as a method such as GPTQ decided them: int8
-          ``[out_features, in_features]``, and float32 ``[out_features]``. None rounds to nearest.
+          ``[out_features, in_features]``, and float32 ``[out_features]``, or ``[out_features, groups]`` for a scheme
+          with groups. They are those of the weight as the layer has it: of a rotated one, say. None rounds to nearest.
+        - ``outlier_columns``: int64, ascending, for a scheme that keeps columns in float: which.
 
         Raises ``ValueError`` if the weight holds NaN or Inf, if ``weight`` isn't one for this layer, or if
-        ``input_scale`` and ``scheme`` don't go together; ``TypeError`` if ``linear`` is no linear layer. ``linear`` is
-        left as it is; the bias is shared.
+        ``input_scale`` or ``outlier_columns`` doesn't go with ``scheme``; ``TypeError`` if ``linear`` is no linear
+        layer. ``linear`` is left as it is; the bias is shared.
         """
         if not (isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"):
             raise TypeError(f"linear is a {type(linear).__name__}; from_linear takes an nn.Linear or a Conv1D")
@@ -114,16 +125,18 @@ class LinearLayer(QuantLayer):
             raise TypeError(f"linear's weight is {source.dtype}; from_linear quantizes float16, bfloat16 and wider")
         bias: Tensor | None = linear.bias  # type: ignore[assignment]
         out_features, in_features = source.shape
-        layer = cls(in_features, out_features, bias is not None, "meta", source.dtype, scheme)
+        dtype = torch.float32 if source.dtype == torch.float64 else source.dtype
+        layer = cls(in_features, out_features, bias is not None, "meta", dtype, scheme)
         layer.take_input_scale(input_scale, source.device)
+        layer.take_outlier_columns(outlier_columns, source.device)
         if weight is not None:
             layer.check_weight(*weight)
         if source.device.type != "meta":
-            made = (
-                layer.quantize_rows(source)
-                if weight is None
-                else layer.store_rows(*(part.detach().to(source.device) for part in weight))
-            )
+            if weight is None:
+                made = layer.quantize_rows(source)
+            else:
+                values, scale = (part.detach().to(source.device) for part in weight)
+                made = {**layer.store_rows(values, scale), **layer.keep_rows(source)}
             for name, value in made.items():
                 setattr(layer, name, frozen(value))
         layer.take_bias(None if bias is None else bias.detach())
@@ -134,6 +147,11 @@ class LinearLayer(QuantLayer):
         if self.is_static != (input_scale is not None):
             wants = "needs an input_scale" if self.is_static else "takes no input_scale"
             raise ValueError(f"scheme {self.scheme.name!r} {wants}")
+
+    def take_outlier_columns(self, columns: Tensor | None, device: torch.device) -> None:
+        """Sets which columns stay in float, on ``device``. Raises ``ValueError`` unless they go with the scheme."""
+        if columns is not None:
+            raise ValueError(f"scheme {self.scheme.name!r} keeps no columns in float, so it takes no outlier_columns")
 
     def take_bias(self, bias: Tensor | None) -> None:
         """Sets the bias, once the weight is there, to that of the float layer."""

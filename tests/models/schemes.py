@@ -15,11 +15,13 @@ from qgemm.swap import put
 EVERY_SCHEME = [
     "int8",
     "int8-static",
-    "int4",
-    "int4-channel",
+    "int8-static-asymmetric",
     "int8-hadamard",
     "int8-static-hadamard",
-    "int8-static-asymmetric",
+    "int8-outliers-16",
+    "int8-static-outliers-32",
+    "int4",
+    "int4-channel",
 ]
 """One of each family."""
 
@@ -27,7 +29,16 @@ EVERY_SCHEME = [
 def quantized_layer(linear: nn.Module, scheme: str, weight: tuple[Tensor, Tensor] | None = None) -> LinearLayer:
     """``linear`` under ``scheme``; a static one gets a scale for inputs of about -4 to 4."""
     found = resolve_scheme(scheme)
-    return linear_class(found).from_linear(linear, found, input_scale_for(found), weight=weight)
+    columns = outlier_columns_for(found, linear_weight(linear).shape[1])
+    return linear_class(found).from_linear(
+        linear, found, input_scale_for(found), weight=weight, outlier_columns=columns
+    )
+
+
+def outlier_columns_for(scheme: QuantScheme, K: int) -> Tensor | None:
+    """Every other one of the last columns."""
+    count = 0 if scheme.activation is None else scheme.activation.outlier_columns
+    return torch.arange(K)[K - 2 * count :: 2] if count else None
 
 
 def input_scale_for(scheme: QuantScheme) -> InputScale | None:

@@ -365,6 +365,11 @@ def sizes() -> list[tuple[int, int]]:
 @SCHEME
 @pytest.mark.parametrize(("features_in", "features_out"), sizes())
 def test_degenerate_sizes(scheme: str, features_in: int, features_out: int, device: torch.device) -> None:
+    activation = resolve_scheme(scheme).activation
+    if activation is not None and features_in < activation.outlier_columns:
+        with pytest.raises(ValueError, match=f"columns in float, and in_features is {features_in}: use"):
+            linear_class(scheme)(features_in, features_out, device=device, scheme=scheme)
+        return
     layer = linear_class(scheme)(features_in, features_out, device=device, scheme=scheme)
     parameters: dict[str, Tensor] = dict(layer.named_parameters())
     if layer.is_static:

@@ -1,0 +1,112 @@
+"""``OutlierLinear``: an int8 linear layer that keeps a few columns of its input in 16 bits.
+
+``y = int8(x_rest @ weight.T) + x[:, columns] @ outlier_weight.T + bias``, where ``x_rest`` is ``x`` with zeros in
+``columns``. It is the decomposition of LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339): in large models a few
+channels of the activations are far larger than all others, and the scale of a row that has to hold them leaves nothing
+of the rest. There the columns are found for every input as it comes; here they are fixed, found in calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.nn.linear import QuantLinear
+from qgemm.nn.linear_layer import NOT_FINITE
+from qgemm.nn.quant_layer import frozen
+from qgemm.ops import quant_linear
+from qgemm.scheme import QuantScheme
+
+
+class OutlierLinear(QuantLinear):
+    """``QuantLinear`` beside a float product of a few columns. Parameters that differ, for ``c`` columns:
+
+    - ``weight``: has zeros in those columns, and its scales are found without them.
+    - ``outlier_columns``: int64 ``[c]``, ascending.
+    - ``outlier_weight``: those columns of the float weight, ``[out_features, c]`` in ``dtype``.
+
+    Both products are sums in float32 or int32. The first is rounded to the dtype of ``x``, as is the sum of the two.
+    """
+
+    row_names = ("weight", "weight_scale", "outlier_weight")
+    index_names = ("outlier_columns",)
+    outlier_columns: nn.Parameter
+    outlier_weight: nn.Parameter
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        scheme: str | QuantScheme = "int8-outliers-16",
+    ) -> None:
+        """Raises ``ValueError`` if there are fewer columns than ``scheme`` keeps. A new layer keeps the first ones."""
+        super().__init__(in_features, out_features, bias, device, dtype, scheme)
+        assert self.scheme.activation is not None
+        count = self.scheme.activation.outlier_columns
+        if in_features < count:
+            raise ValueError(
+                f"scheme {self.scheme.name!r} keeps {count} columns in float, and in_features is {in_features}: use "
+                '"int8", or skip the layer'
+            )
+        self.outlier_weight = frozen(torch.zeros(out_features, count, dtype=dtype, device=device))
+        self.outlier_columns = frozen(torch.arange(count, dtype=torch.int64, device=device))
+
+    @classmethod
+    def computes(cls, scheme: QuantScheme) -> bool:
+        """Whether activations have columns that are kept out of int8."""
+        return scheme.activation is not None and scheme.activation.outlier_columns > 0
+
+    def problem_with(self, name: str, value: Tensor) -> str:
+        """As ``QuantLayer``; columns must be ones of the weight, ascending."""
+        if name == "outlier_columns" and value.numel():
+            if not (int(value[0]) >= 0 and int(value[-1]) < self.in_features and bool((value.diff() > 0).all())):
+                return f"must be ascending columns of a weight that has {self.in_features}"
+        return super().problem_with(name, value)
+
+    def take_outlier_columns(self, columns: Tensor | None, device: torch.device) -> None:
+        """Sets ``outlier_columns``. Raises ``ValueError`` unless they are as many as the scheme keeps, ascending."""
+        if columns is None:
+            raise ValueError(f"scheme {self.scheme.name!r} needs outlier_columns, which are found in calibration")
+        if columns.dtype != torch.int64 or columns.shape != self.outlier_columns.shape:
+            wanted = list(self.outlier_columns.shape)
+            raise ValueError(f"outlier_columns is {columns.dtype} {list(columns.shape)}; it must be int64 {wanted}")
+        if columns.device.type != "meta" and (problem := self.problem_with("outlier_columns", columns)):
+            raise ValueError(f"outlier_columns {problem}")
+        self.outlier_columns = frozen(columns.detach().to(device).clone())
+
+    def keep_rows(self, weight: Tensor) -> dict[str, Tensor]:
+        """``outlier_weight``: the outlier columns of float rows. Raises ``ValueError`` for NaN or Inf."""
+        kept = weight.index_select(1, self.outlier_columns)
+        if not bool(kept.isfinite().all()):
+            raise ValueError(NOT_FINITE)
+        return {"outlier_weight": kept.float() if kept.dtype == torch.float64 else kept}
+
+    def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """As ``QuantLinear``, with zeros in the outlier columns."""
+        return super().round_rows(weight.index_fill(1, self.outlier_columns, 0))
+
+    def store_rows(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
+        """``weight``, with zeros in the outlier columns, and ``weight_scale``."""
+        return super().store_rows(values.index_fill(1, self.outlier_columns, 0), scale)
+
+    def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """``weight * weight_scale[:, None]``, and the outlier columns in their places."""
+        rows = super().restore_rows(parameters, dtype)
+        return rows.index_copy(1, self.outlier_columns, parameters["outlier_weight"].to(dtype))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
+        if input.ndim == 0 or input.shape[-1] != self.in_features or input.device != self.weight.device:
+            return super().forward(input)  # which says what is wrong
+        rest = input.index_fill(-1, self.outlier_columns, 0)
+        out = quant_linear(rest, self.weight, self.weight_scale, self.bias, self.input_scale)
+        outliers = input.index_select(-1, self.outlier_columns)
+        with torch.autocast("cuda" if input.is_cuda else "cpu", enabled=False):  # not for meta
+            rows = outliers.reshape(-1, outliers.shape[-1])
+            both = torch.addmm(out.reshape(-1, self.out_features), rows, self.outlier_weight.t().to(input.dtype))
+        return both.view(out.shape)
