@@ -41,7 +41,7 @@ class SmoothQuant(Method):
     """
 
     name: ClassVar[str] = "smoothquant"
-    alpha: float | Literal["search"] = 0.5
+    alpha: float | Literal["search"] = "search"
     through_linear: bool = True
 
     def __post_init__(self) -> None:

@@ -37,8 +37,8 @@ def error_with(scheme: str, recipe: list[Method] | None, factor: float = 30.0) -
 
 def test_outliers_are_what_smoothquant_and_gptq_help_against() -> None:
     static = error_with("int8-static", None)
-    smoothed = error_with("int8-static", [SmoothQuant()])
-    both = error_with("int8-static", [SmoothQuant(), GPTQ()])
+    smoothed = error_with("int8-static", [SmoothQuant(0.5)])
+    both = error_with("int8-static", [SmoothQuant(0.5), GPTQ()])
     assert smoothed < 0.5 * static
     assert both < smoothed
     # As without outliers.
