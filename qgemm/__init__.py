@@ -3,6 +3,7 @@
 - ``quantize_model(model)`` swaps the linear layers and experts of a model, in place; ``report(model)`` says what became
   of each.
 - ``calibrate(model)`` finds the scales that static schemes want.
+- ``sensitivity(model, data)`` ranks layers by the damage that each does alone; ``Budget`` chooses schemes by it.
 - ``QuantLinear`` is the layer, ``QuantExperts`` a mixture of experts.
 - ``save_quantized(model, folder)`` and ``load_quantized(folder)`` keep a quantized model in safetensors.
 - ``quantize_checkpoint(source, destination)`` quantizes from files to files, for models larger than memory.
@@ -14,7 +15,8 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from qgemm.calibration import Calibration, calibrate
+from qgemm.calibration import Budget, Calibration, Sensitivity, calibrate
+from qgemm.calibration.sensitivity import sensitivity
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
 from qgemm.integrations.on_import import when_imported
 from qgemm.nn import QuantExperts, QuantLinear
@@ -29,12 +31,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SCHEMES",
+    "Budget",
     "Calibration",
     "CheckpointError",
     "QuantExperts",
     "QuantLinear",
     "QuantReport",
     "QuantScheme",
+    "Sensitivity",
     "__version__",
     "calibrate",
     "load_quantized",
@@ -42,6 +46,7 @@ __all__ = [
     "quantize_model",
     "report",
     "save_quantized",
+    "sensitivity",
 ]
 
 # So that from_pretrained knows the method "qgemm" and LoRA knows QuantLinear, in whatever order things are imported.

@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from qgemm.calibration.collect import as_call, check_batches, in_eval_mode, run_batches
 from qgemm.calibration.method import Call, first_tensor
+from qgemm.calibration.observers import MinMax, Observer
 from qgemm.nn import QuantExperts, QuantLayer, linear_class
 from qgemm.offloading import weights_at_hand
 from qgemm.reporting import parameter_bytes, shortened
@@ -180,7 +181,8 @@ def sensitivity(
 
     - ``data``: batches as ``quantize_model(calibration=)`` takes them. The model runs on them in eval mode, without
       gradients, ``1 + layers * schemes`` times; once more if a scheme is static, whose scales are then ``"min-max"``.
-    - ``schemes``: one or more, each tried on every layer. Experts have ``"int8"`` for any.
+    - ``schemes``: one or more, each tried on every layer: those without outlier columns, and without a rotation before
+      a static scale. Experts have ``"int8"`` for any.
     - ``skip``: as ``quantize_model`` has it: layers that aren't measured.
 
     The model stays as it is, also after an error. Warns of layers that no token reaches; they have no record. Raises
@@ -188,21 +190,20 @@ def sensitivity(
     """
     check_batches(data)
     wanted = [schemes] if isinstance(schemes, str | QuantScheme) else list(schemes)
-    resolved = [resolve_scheme(scheme) for scheme in wanted]
+    resolved = [_measurable(resolve_scheme(scheme)) for scheme in wanted]
     layers = [layer for layer in select_layers(model, skip) if not layer.reason]
     batches = list(data)
     calls = [as_call(batch, index) for index, batch in enumerate(batches)]
     if not calls:
         raise ValueError("data has no batch: an iterator that was used up gives nothing a second time")
-    scales: dict[str, float] = {}
+    seen: dict[str, Observer] = {}
     if any(scheme.is_static for scheme in resolved):
         linears = [layer.name for layer in layers if not layer.is_experts]
-        scales = run_batches(model, linears, batches, progress=progress).input_scales
-    # A layer without a scale isn't called either.
+        seen = run_batches(model, linears, batches, progress=progress).statistics
     trials = [
-        _Trial(layer, scheme, scales.get(layer.name, 1.0))
+        _Trial(layer, scheme, seen.get(layer.name))
         for layer in layers
-        for scheme in _schemes_of(layer, resolved)
+        for scheme in ([SCHEMES["int8"]] if layer.is_experts else dict.fromkeys(resolved))
     ]
     outputs = _Outputs()
     hidden = None if progress is None else not progress
@@ -231,9 +232,11 @@ def sensitivity(
 class _Trial:
     """One layer under one scheme, as the batches come."""
 
-    def __init__(self, layer: Layer, scheme: QuantScheme, input_scale: float) -> None:
+    def __init__(self, layer: Layer, scheme: QuantScheme, seen: Observer | None) -> None:
         self.layer, self.scheme = layer, scheme
-        self._input_scale = input_scale if scheme.is_static else None
+        # A layer that wasn't seen isn't called either: any scale will do.
+        seen = seen or MinMax().update(torch.zeros(1, 1))
+        self._input_scale = seen.input_scale(scheme) if scheme.is_static else None
         self.damage = 0.0
         self._bytes = 0
         # Of the difference and of the float output.
@@ -363,9 +366,14 @@ def _without_nan(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def _schemes_of(layer: Layer, schemes: list[QuantScheme]) -> list[QuantScheme]:
-    """The schemes to try on a layer, each once: experts compute ``"int8"`` alone."""
-    return [SCHEMES["int8"]] if layer.is_experts else list(dict.fromkeys(schemes))
+def _measurable(scheme: QuantScheme) -> QuantScheme:
+    """The scheme, if nothing but rounding to nearest is needed for it."""
+    activation = scheme.activation
+    if activation is not None and activation.outlier_columns:
+        raise ValueError(f"scheme {scheme.name!r} needs columns that a method chooses: sensitivity only rounds")
+    if activation is not None and activation.rotation and scheme.is_static:
+        raise ValueError(f"scheme {scheme.name!r} needs scales of rotated inputs, which sensitivity doesn't find")
+    return scheme
 
 
 def _check(where: str, values: Any, fields: Mapping[str, type]) -> dict[str, Any]:

@@ -64,6 +64,23 @@ def test_damage_is_that_of_swapping_one_layer(family: str) -> None:
     assert result.other_bytes == sum(tensor.nbytes for tensor in tensors.values()) - inside
 
 
+def test_schemes_of_all_kinds() -> None:
+    example = FAMILIES["llama"]()
+    schemes = ["int8", "int8-static-asymmetric", "int8-hadamard", "int4", "int4-channel", "int8"]
+    result = sensitivity(example.model, [example.inputs], schemes, skip="*self_attn*", progress=False)
+    by_scheme = {scheme: [r.damage for r in result.records if r.scheme == scheme] for scheme in schemes}
+    assert [len(damages) for damages in by_scheme.values()] == [6] * 5
+    assert 0 < max(sum(by_scheme[scheme]) for scheme in schemes[:3]) < sum(by_scheme["int4"])
+    for record in result.records[1::5]:
+        alone = copy.deepcopy(example.model)
+        skip = [r.name for r in result.records if r.name != record.name] + ["*self_attn*"]
+        calibration = [example.inputs] if "static" in record.scheme else None
+        qgemm.quantize_model(alone, record.scheme, skip=skip, calibration=calibration, progress=False)
+        with torch.no_grad():
+            expected = divergence(example.output(), alone(**example.inputs).logits)
+        assert record.damage == pytest.approx(expected, rel=1e-5)
+
+
 def test_experts_are_measured_once_for_both_schemes() -> None:
     example = MIXTURES["mixtral"]()
     result = sensitivity(example.model, [example.inputs], ["int8", "int8-static"], progress=False)
@@ -209,6 +226,9 @@ def test_what_is_refused() -> None:
         sensitivity(model, x)
     with pytest.raises(ValueError, match="scheme is 'int3'"):
         sensitivity(model, [x], "int3")
+    for scheme, message in (("int8-outliers-16", "needs columns"), ("int8-static-hadamard", "needs scales of rotated")):
+        with pytest.raises(ValueError, match=f"scheme '{scheme}' {message}"):
+            sensitivity(model, [x], ["int8", scheme])
     with pytest.raises(ValueError, match="the model's output holds NaN on batch 1"):
         sensitivity(model, [x, x / 0 - x / 0], progress=False)
 
