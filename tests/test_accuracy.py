@@ -227,7 +227,7 @@ def test_variants_by_name() -> None:
 
 def test_peers_that_are_missing_are_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    rows, missing = peers.peers()
+    rows, missing = peers.installed_peers()
     assert not rows
     assert [line.rsplit(": ")[-1] for line in missing] == [
         "torchao is not installed",
@@ -236,10 +236,22 @@ def test_peers_that_are_missing_are_a_line(monkeypatch: pytest.MonkeyPatch) -> N
     ]
 
 
+def test_bitsandbytes_keeps_outliers_in_16_bits(folder: Path) -> None:
+    theirs, int8 = named(peers.PEERS, ["bitsandbytes int8"])[0], named(variants(), ["int8"])[0]
+    subject = language(folder, OUTLIERS)
+    found, ours = measure.measure(subject, theirs, 0), measure.measure(subject, int8, 0)
+    assert found.reason is None
+    assert found.kl is not None
+    assert ours.kl is not None
+    assert 0 < found.kl < ours.kl
+    assert found.bytes is not None
+    assert found.bytes < weight_bytes(subject.model)
+
+
 def run_of(*results: Result) -> Run:
     about = {"device": "a CPU", "versions": {"torch": "2.11"}, "commit": "abc", "date": "2026-01-01"}
     settings = dataclasses.asdict(EFFORT) | {"parameters": 31_500_000, "tokens": 200_000}
-    return Run(about, settings, list(results))
+    return Run(about, settings, [dataclasses.replace(one, device="a CPU") for one in results])
 
 
 def test_the_table_has_means_ranges_and_reasons(tmp_path: Path) -> None:
@@ -264,6 +276,9 @@ def test_the_table_has_means_ranges_and_reasons(tmp_path: Path) -> None:
     )
     assert "- y (plain, outliers): RuntimeError: no kernel" in text
     assert "31.5 million parameters; 200,000 held-out tokens in windows of 16" in text
+    assert "a CPU; torch 2.11; commit abc; 2026-01-01." in text
+    mixed = Run(again.environment, again.settings, [*again.results, Result("z", MINILM, 0, device="a GPU")])
+    assert "a CPU (plain, outliers, minilm), a GPU (minilm); torch" in tables.report(mixed)
     document = tmp_path / "accuracy.md"
     document.write_text(f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n")
     for _ in range(2):
@@ -299,6 +314,12 @@ def test_the_command_from_end_to_end(
     loaded = command.main(["--load", str(output)])
     assert loaded.results == more.results
     assert "perplexity with outliers" in capsys.readouterr().out
+    # What isn't installed is a line, and what failed before stays in the file unless it is tried again.
+    broken = Result("torchao fp8", PLAIN, 0, reason="wants a GPU")
+    dataclasses.replace(more, results=[*more.results, broken]).save(output)
+    monkeypatch.setattr(minilm, "PACKAGE", "no_such_package")
+    assert command.main([*options, "--subject", MINILM]).results == [*more.results, broken]
+    assert "left out: minilm: the weights are missing" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="measured with other settings"):
         command.main([*options, "--seeds", "1"])
     with pytest.raises(SystemExit, match="holds no model"):

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from benchmarks.accuracy import plots, tables
 from benchmarks.accuracy.measure import QUICK, Effort, Subject, language_subjects, measure, minilm_subject, pending
-from benchmarks.accuracy.peers import peers
+from benchmarks.accuracy.peers import PEERS, installed_peers
 from benchmarks.accuracy.results import MINILM, SUBJECTS, Result, Run
 from benchmarks.accuracy.variants import Variant, named, variants
 from benchmarks.results import environment
@@ -54,26 +54,38 @@ def _measure(args: argparse.Namespace) -> Run:
         if earlier.settings != run.settings:
             raise SystemExit(f"{args.json} was measured with other settings: name another file, or pass --again")
         about["versions"] = earlier.environment["versions"] | about["versions"]
-        run.results = [one for one in earlier.results if one.reason is None]
+        run.results = earlier.results
     todo = pending(args.subject or SUBJECTS, table, effort.seeds, run.results)
-    subjects: dict[str, Subject] = {}
-    if {name for name, _, _ in todo} - {MINILM}:
-        subjects = {one.name: one for one in language_subjects(args.model, effort, device)}
-    if any(name == MINILM for name, _, _ in todo):
-        subjects[MINILM] = minilm_subject(args.model, effort, device)
+    again = {(variant.name, subject, seed) for subject, variant, seed in todo}
+    run.results = [one for one in run.results if (one.variant, one.subject, one.seed) not in again]
+    subjects = _subjects({subject for subject, _, _ in todo}, args.model, effort, device)
+    todo = [one for one in todo if one[0] in subjects]
     with tqdm(todo, unit="model", disable=None) as progress:
         for subject, variant, seed in progress:
             progress.set_description(f"{variant.name}, {subject}")
-            result = measure(subjects[subject], variant, seed)
+            result = measure(subjects[subject], variant, seed, about["device"])
             tqdm.write(_line(result), file=sys.stderr)
             run.results.append(result)
             if args.json:  # what is done is kept if the rest breaks off
                 run.save(args.json)
-    order = [one.name for one in table]
-    run.results.sort(key=lambda one: order.index(one.variant) if one.variant in order else len(order))
+    order = [one.name for one in (*variants(), *PEERS)]
+    run.results.sort(key=lambda one: order.index(one.variant))
     if args.json:
         run.save(args.json)
     return run
+
+
+def _subjects(names: set[str], folder: Path, effort: Effort, device: torch.device) -> dict[str, Subject]:
+    """The models with these names, but for one that isn't installed, which is a line of output."""
+    found: dict[str, Subject] = {}
+    if names - {MINILM}:
+        found = {one.name: one for one in language_subjects(folder, effort, device)}
+    if MINILM in names:
+        try:
+            found[MINILM] = minilm_subject(folder, effort, device)
+        except ModuleNotFoundError as error:
+            print(f"left out: {MINILM}: {error}")
+    return found
 
 
 def _line(result: Result) -> str:
@@ -88,7 +100,7 @@ def _line(result: Result) -> str:
 
 def _table(names: list[str] | None) -> list[Variant]:
     """The rows to measure. What isn't installed is a line of output, unless it was asked for by name."""
-    rows, missing = peers()
+    rows, missing = installed_peers()
     for line in missing:
         print(f"left out: {line}")
     try:

@@ -99,10 +99,13 @@ def draw(rows: Tensor, count: int, seed: int) -> Tensor:
     return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]]
 
 
-def measure(subject: Subject, variant: Variant, seed: int) -> Result:
-    """Quantizes a copy of the subject's model and evaluates it. A variant that raises has a result with its reason."""
+def measure(subject: Subject, variant: Variant, seed: int, device: str = "") -> Result:
+    """Quantizes a copy of the subject's model and evaluates it. A variant that raises has a result with its reason.
+
+    ``device``: the name of what it runs on.
+    """
     torch.manual_seed(seed)
-    result = Result(variant.name, subject.name, seed, note=variant.note)
+    result = Result(variant.name, subject.name, seed, variant.note, device)
     try:
         batches = subject.calibration(seed)
         started = time.perf_counter()

@@ -30,15 +30,15 @@ from benchmarks.accuracy.variants import IN_16_BITS, Variant
 _LANGUAGE = (PLAIN, OUTLIERS)
 
 
-def peers() -> tuple[list[Variant], list[str]]:
+def installed_peers() -> tuple[list[Variant], list[str]]:
     """The rows of the libraries that are installed, and a line for each of the others."""
-    rows: list[Variant] = []
-    missing: list[str] = []
-    for package, table in _PEERS.items():
-        if importlib.util.find_spec(package) is None:
-            missing.append(f"{', '.join(row.name for row in table)}: {package} is not installed")
-        else:
-            rows += table
+    installed = {package: importlib.util.find_spec(package) is not None for package in _PACKAGES}
+    rows = [row for package, table in _PACKAGES.items() if installed[package] for row in table]
+    missing = [
+        f"{', '.join(row.name for row in table)}: {package} is not installed"
+        for package, table in _PACKAGES.items()
+        if not installed[package]
+    ]
     return rows, missing
 
 
@@ -106,7 +106,7 @@ def _is_chosen(module: nn.Module, name: str = "") -> bool:
     return type(module) is nn.Linear and "lm_head" not in name
 
 
-_PEERS: dict[str, list[Variant]] = {
+_PACKAGES: dict[str, list[Variant]] = {
     "torchao": [
         Variant("torchao int8", _torchao_int8, seeded=False),
         Variant("torchao fp8", _torchao_fp8, seeded=False),
@@ -119,3 +119,5 @@ _PEERS: dict[str, list[Variant]] = {
         Variant("llm-compressor GPTQ, W4A16", _gptq_4_bits, subjects=_LANGUAGE, note=IN_16_BITS, bytes_of=_saved_bytes),
     ],
 }
+PEERS = [row for table in _PACKAGES.values() for row in table]
+"""All rows, installed or not."""

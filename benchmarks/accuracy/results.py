@@ -18,14 +18,15 @@ SUBJECTS = (PLAIN, OUTLIERS, MINILM)
 class Result:
     """One variant of one model, calibrated on data of one seed. Where it failed, ``reason`` says why.
 
-    ``bytes``: of all weights. ``perplexity`` and ``kl`` are those of the language model, the cosines and
-    ``neighbours`` those of MiniLM; ``seconds``: to quantize.
+    ``device``: what it ran on. ``bytes``: of all weights. ``perplexity`` and ``kl`` are of the language model, the
+    cosines and ``neighbours`` of MiniLM; ``seconds``: to quantize.
     """
 
     variant: str
     subject: str
     seed: int
     note: str = ""
+    device: str = ""
     bytes: int | None = None
     perplexity: float | None = None
     kl: float | None = None

@@ -34,12 +34,22 @@ def report(run: Run, *, markdown: bool = False) -> str:
         f"MiniLM: {settings['sentences']:,} sentences, calibration on {settings['calibration_sentences']} others.",
         f"Seeds of calibration data: {len(settings['seeds'])}; a figure is their mean, ± half of their range.",
         "Perplexity, in brackets its change against bf16; KL of the logits from the bf16 model's, in nats per token.",
-        f"{about['device']}; {versions}; commit {about['commit']}; {about['date']}.",
+        f"{_devices(run)}; {versions}; commit {about['commit']}; {about['date']}.",
     ]
     parts = [render((HEADER, rows), markdown), ("  \n" if markdown else "\n").join(lines)]
     if failed := _failed(run):
         parts += ["Left out:", "\n".join(f"- {line}" for line in failed)]
     return "\n\n".join(parts)
+
+
+def _devices(run: Run) -> str:
+    """What was measured on what: ``NVIDIA H200 (plain, outliers), CPU (minilm)``."""
+    subjects: dict[str, dict[str, None]] = {}
+    for one in run.results:
+        subjects.setdefault(one.device, {})[one.subject] = None
+    if len(subjects) == 1:
+        return next(iter(subjects))
+    return ", ".join(f"{device} ({', '.join(names)})" for device, names in subjects.items())
 
 
 def put_into(document: Path, run: Run) -> None:
