@@ -1,32 +1,20 @@
-"""Which columns stay in 16 bits."""
+"""Which columns stay in 16 bits, and what that saves."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from qgemm.calibration import outlier_columns
-from qgemm.calibration.method import Block, Call, LayerWork, QuantizedWeight
+import qgemm
+from calibration.blocks import llama_with_outliers
+from qgemm.calibration.gptq import GPTQ
+from qgemm.calibration.method import Block, Call, LayerWork, Method, QuantizedWeight
 from qgemm.calibration.outlier_columns import OutlierColumns, largest_columns
-from qgemm.scheme import SCHEMES, QuantScheme
-
-
-@pytest.fixture(autouse=True)
-def _schemes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those with outlier columns that are made of ``int8``, whatever number."""
-
-    def resolve(name: str) -> QuantScheme:
-        scheme = SCHEMES["int8"]
-        if not name.startswith("int8-outliers-"):
-            raise ValueError(name)
-        assert scheme.activation is not None
-        count = int(name.rpartition("-")[2])
-        return QuantScheme(name, scheme.weight, replace(scheme.activation, outlier_columns=count))
-
-    monkeypatch.setattr(outlier_columns, "resolve_scheme", resolve)
+from qgemm.scheme import SCHEMES
 
 
 def chosen(method: OutlierColumns, x: Tensor, scheme: str = "int8") -> LayerWork:
@@ -104,6 +92,22 @@ def test_a_layer_that_saw_nothing_says_so() -> None:
 
 def test_of_equal_columns_the_first_come() -> None:
     assert largest_columns(torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0]), 2).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-static"])
+@pytest.mark.parametrize("then", [[], [GPTQ()]], ids=["nearest", "gptq"])
+def test_outlier_channels_lose_their_harm(scheme: str, then: list[Method]) -> None:
+    model, inputs = llama_with_outliers(100)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    errors = []
+    for recipe in ([], [OutlierColumns(), *then]):
+        quantized: Any = copy.deepcopy(model)
+        qgemm.quantize_model(quantized, scheme, calibration=[inputs], recipe=recipe)
+        with torch.no_grad():
+            errors.append(float((quantized(**inputs).logits - expected).norm()))
+    assert {record.action for record in qgemm.report(quantized).quantized} == {scheme, f"{scheme}-outliers-16"}
+    assert errors[1] < 0.2 * errors[0], errors
 
 
 def test_settings() -> None:
