@@ -247,7 +247,7 @@ def _suits(config: GemmConfig, M: int, limits: DeviceLimits) -> bool:
     if config.schedule != "specialized" or config.block_m < min(M, 64):
         return False
     # Up to 32 rows there are tiles made for them; the model would now and then prefer others by mistake.
-    return M > 32 or config.block_m < 64 or (config.block_n <= 64 and programs_per_sm(config, 1, limits) == 1)
+    return M > 32 or config.block_m < 64 or (config.block_n <= 80 and programs_per_sm(config, 1, limits) == 1)
 
 
 @functools.cache
