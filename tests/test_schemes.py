@@ -24,7 +24,8 @@ from qgemm.scheme import resolve_scheme
 
 SCHEME = pytest.mark.parametrize("scheme", EVERY_SCHEME)
 # Those that need nothing but the weights.
-UNCALIBRATED = pytest.mark.parametrize("scheme", ["int8", "int4", "int4-channel", "int8-hadamard"])
+NO_CALIBRATION = ["int8", "int4", "int4-channel", "int8-hadamard"]
+UNCALIBRATED = pytest.mark.parametrize("scheme", NO_CALIBRATION)
 # Plain; weights stored transposed, in a Conv1D, and a tied head; code that asks a layer for its weight.
 FAMILY = pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 
@@ -75,6 +76,45 @@ def test_quantized_in_place_on_load_and_from_files(family: str, scheme: str, tmp
     assert {record.action for record in report.quantized} == {scheme}
     on_load.save_pretrained(tmp_path / "on_load")
     assert_same(cls.from_pretrained(tmp_path / "on_load"), in_place)
+
+
+@SCHEME
+def test_quantized_with_calibration(scheme: str, tmp_path: Path) -> None:
+    example = FAMILIES["llama"]()
+    wanted = example.output()
+    calibration = [{"input_ids": torch.randint(0, 97, (4, 24))} for _ in range(3)]
+    if scheme in NO_CALIBRATION:
+        qgemm.quantize_model(example.model, scheme)
+    else:
+        qgemm.quantize_model(example.model, scheme, calibration=calibration, progress=False)
+    assert {layer.scheme.name for layer in linear_layers(example.model).values()} == {scheme}
+    output = example.output()
+    assert (output - wanted).norm() < (0.5 if scheme.startswith("int4") else 0.12) * wanted.norm()
+    example.model.save_pretrained(tmp_path)
+    loaded = type(example.model).from_pretrained(tmp_path)
+    assert torch.equal(Example(loaded, example.inputs).output(), output)
+    assert qgemm.report(loaded).to_dict() == qgemm.report(example.model).to_dict()
+
+
+REFUSED = [
+    ("int8-static-asymmetric", "scheme 'int8-static-asymmetric' changes biases, which can't be done"),
+    ("int8-outliers-16", "scheme 'int8-outliers-16' keeps columns in float that are found in calibration"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "message"), REFUSED)
+def test_what_needs_the_whole_model_is_refused_elsewhere(scheme: str, message: str, tmp_path: Path) -> None:
+    example = FAMILIES["llama"]()
+    cls: Any = type(example.model)
+    example.model.save_pretrained(tmp_path / "float")
+    with pytest.raises(ValueError, match=message):
+        cls.from_pretrained(tmp_path / "float", quantization_config=qgemm.QGemmConfig(scheme))
+    with pytest.raises(ValueError, match=message):
+        qgemm.quantize_checkpoint(tmp_path / "float", tmp_path / "streamed", scheme)
+    assert not (tmp_path / "streamed").exists()
+    with pytest.raises(ValueError, match=r"needs input_scales|keeps columns in float"):
+        qgemm.quantize_model(example.model, scheme)
+    assert not linear_layers(example.model)
 
 
 @UNCALIBRATED

@@ -1,8 +1,8 @@
 """The quantizer of Hugging Face transformers: ``from_pretrained`` and ``save_pretrained`` know qgemm.
 
 - ``QGemmConfig(...)`` as ``quantization_config`` of ``from_pretrained`` quantizes a float checkpoint as it is read:
-  each weight becomes int8 when it arrives, so memory peaks at the int8 model and one float weight. The result is that
-  of ``quantize_model``, bit for bit.
+  each weight is quantized when it arrives, so memory peaks at the quantized model and one float weight. The result is
+  that of ``quantize_model``, bit for bit.
 - A folder that ``save_pretrained`` or ``qgemm.save_quantized`` wrote holds a ``Manifest``; quantized layers
   are put into the model before the int8 values are read into them.
 - ``attach_quantizer`` is for a model that was quantized in place: ``save_pretrained`` then writes that manifest.
@@ -49,7 +49,7 @@ from qgemm.integrations.transformers_checkpoint import (
     manifest_for,
     name_in,
 )
-from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.float_experts import describe_experts
 from qgemm.quantize import SwapPlan, make_report, plan_swaps
 from qgemm.reporting import LayerRecord, QuantReport
@@ -193,12 +193,15 @@ class QGemmQuantizer(HfQuantizer):
             )
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Whether this weight of a float checkpoint is to become int8."""
+        """Whether this weight of a float checkpoint is to be quantized."""
         return param_name in self.waiting
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
-        """Bytes per value, by which ``device_map="auto"`` counts: a weight takes one when it has arrived."""
-        return 1 if param_name in self.waiting else param.element_size()
+        """Bytes per value, by which ``device_map="auto"`` counts: those of a weight once it has arrived."""
+        if param_name not in self.waiting:
+            return param.element_size()
+        is_packed = self.quantization_config.scheme.weight.dtype == "int4" and not self.waiting[param_name].is_experts
+        return 0.5 if is_packed else 1
 
     def get_quantize_ops(self) -> ConversionOps:
         """What is done with a weight for which ``param_needs_quantization``."""
@@ -256,6 +259,12 @@ class QGemmQuantizer(HfQuantizer):
                 "of a weight: quantize and save the model first, and load that folder with this distributed_config"
             )
         config = self.quantization_config
+        if linear_class(config.scheme).folds_bias:
+            # A bias may come before its weight, or after.
+            raise ValueError(
+                f"scheme {config.scheme.name!r} changes biases, which can't be done as a model loads: load it in "
+                "float, and pass it to qgemm.quantize_model"
+            )
         with _as_it_will_be(model):
             self._plan = plan_swaps(model, config.scheme, config.skip, config.input_scales)
         self.waiting = {

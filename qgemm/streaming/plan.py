@@ -17,11 +17,11 @@ from qgemm.checkpoint.layout import parse_size, split_into_shards
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.save import text_files
 from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors
-from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.float_experts import describe_experts
 from qgemm.quantize import quantize_model
 from qgemm.reporting import QuantReport, report
-from qgemm.scheme import QuantScheme
+from qgemm.scheme import QuantScheme, resolve_scheme
 from qgemm.selection import Pattern
 from qgemm.streaming.float_tensors import BuiltFloat, FloatTensor, OrderedExperts
 from qgemm.streaming.loading import plan_loading
@@ -86,6 +86,12 @@ def make_plan(
 ) -> Plan:
     """What is to be written of ``source``; raises as ``quantize_model`` and ``plan_loading`` do."""
     limit = parse_size(max_shard_size)
+    scheme = resolve_scheme(scheme)
+    if linear_class(scheme).folds_bias:
+        raise ValueError(
+            f"scheme {scheme.name!r} changes biases, which can't be done from files to files: load the float model, "
+            "and pass it to qgemm.quantize_model"
+        )
     loading = plan_loading(source, drop)
     model = copy.deepcopy(loading.model)
     quantize_model(model, scheme, skip=skip, input_scales=input_scales, progress=False)
