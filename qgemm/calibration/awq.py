@@ -37,6 +37,7 @@ from qgemm.calibration.rounding import (
     mse_scale,
     nearest_scale,
     output_loss,
+    output_power,
     round_to_nearest,
     round_weight,
     weight_grid,
@@ -70,17 +71,18 @@ def awq_scales(
     - ``grids``: how each weight is to be rounded.
     - ``tie``: what makes scales equal that must be (``Fold.tie``).
     """
-    power = second_moment.diagonal().float()
-    alive = power > 0
-    mean = power[alive].log().mean().exp() if alive.any() else power.new_ones(())
-    magnitude = torch.where(alive, power / mean, 1.0).sqrt()
+    squares = second_moment.diagonal().float()
+    alive = squares > 0
+    mean = squares[alive].log().mean().exp() if alive.any() else squares.new_ones(())
+    magnitude = torch.where(alive, squares / mean, 1.0).sqrt()
+    powers = [output_power(weight, second_moment) for weight in weights]
     best: AWQScales | None = None
     for ratio in RATIOS:
         scales = tie(magnitude**ratio)
         loss = 0.0
-        for weight, (bits, group_size) in zip(weights, grids, strict=True):
+        for weight, (bits, group_size), power in zip(weights, grids, powers, strict=True):
             rounded = dequantize(round_to_nearest(weight.float() * scales, bits, group_size), group_size)
-            loss += output_loss(weight, rounded / scales, second_moment)
+            loss += output_power(rounded / scales - weight, second_moment) / power if power else 0.0
         if best is None or loss < best.loss:
             best = AWQScales(scales, ratio, loss)
     assert best is not None

@@ -86,13 +86,12 @@ def gptq(
     N, K = weight.shape
     if scale is None:
         scale = nearest_scale(weight, bits, group_size)
-    moment = second_moment.double()
-    if not moment.isfinite().all():
+    if not second_moment.isfinite().all():
         raise SingularHessian("the second moment holds NaN or Inf")
-    order = torch.argsort(moment.diagonal(), descending=True, stable=True)
+    order = torch.argsort(second_moment.diagonal(), descending=True, stable=True)
     if not act_order:
         order = torch.arange(K, device=weight.device)
-    factor, damping = _inverse_factor(moment[order][:, order], damping)
+    factor, damping = _inverse_factor(second_moment, order, damping)
     # Columns as rows, so that each is contiguous.
     columns = weight.detach().to(dtype).t()[order].contiguous()
     values = _round_columns(
@@ -167,19 +166,24 @@ class GPTQ(Method):
             work.notes.append(f"gptq: singular with a damping of {self.damping:g}, so {result.damping:g} was taken")
 
 
-def _inverse_factor(moment: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Upper triangular ``U`` with ``U^T U = inv(moment + damping)``, and the damping that it took."""
-    diagonal = moment.diagonal()
+def _inverse_factor(moment: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:
+    """Upper triangular ``U``, columns in ``order``, with ``U^T U = inv(moment + damping)``; and what damping it took.
+
+    Beside ``moment``, no more than three matrices of its size, in float64, are there at a time.
+    """
+    backwards = order.flip(0)
+    flipped = moment[backwards][:, backwards].double()
+    diagonal = flipped.diagonal().clone()
     dead = diagonal == 0
     mean = diagonal[~dead].mean() if not dead.all() else diagonal.new_ones(())
     for attempt in (damping, 10 * max(damping, 0.001), 100 * max(damping, 0.001)):
-        damped = moment + torch.diag(torch.where(dead, mean, attempt * mean))
-        lower, info = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        flipped.diagonal().copy_(torch.where(dead, mean, diagonal + attempt * mean))
+        lower, info = torch.linalg.cholesky_ex(flipped)
         if info.item() == 0:
-            one = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
-            factor = torch.linalg.solve_triangular(lower, one, upper=False).flip(0, 1)
-            if factor.isfinite().all():
-                return factor, attempt
+            inverse = torch.eye(len(moment), dtype=torch.float64, device=moment.device)
+            torch.linalg.solve_triangular(lower, inverse, upper=False, out=inverse)
+            if inverse.isfinite().all():
+                return inverse.flip(0, 1), attempt
     raise SingularHessian(f"the second moment is singular, even with a damping of {attempt:g}")
 
 

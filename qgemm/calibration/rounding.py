@@ -103,10 +103,15 @@ def output_loss(weight: Tensor, approximation: Tensor, second_moment: Tensor) ->
     Both ``[N, K]``; of ``x``, ``second_moment [K, K]`` is all that matters. 0 where the layer's output is 0.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    moment, wanted = second_moment.to(dtype), weight.to(dtype)
-    error = wanted - approximation.to(dtype)
-    lost, whole = ((part @ moment).mul_(part).sum(dtype=torch.float64).item() for part in (error, wanted))
-    return max(lost, 0.0) / whole if whole > 0 else 0.0
+    whole = output_power(weight, second_moment)
+    return output_power(weight.to(dtype) - approximation.to(dtype), second_moment) / whole if whole else 0.0
+
+
+@torch.no_grad()
+def output_power(weight: Tensor, second_moment: Tensor) -> float:
+    """``mean |x W^T|^2 = trace(W S W^T)`` for a weight ``[N, K]`` and inputs ``x`` of this ``second_moment [K, K]``."""
+    values = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return max((values @ second_moment.to(values.dtype)).mul_(values).sum(dtype=torch.float64).item(), 0.0)
 
 
 @dataclass(frozen=True)
