@@ -100,7 +100,8 @@ def quantize_model(
     observer = resolve_observer(observer or "min-max")
     schemes = _resolve_schemes(scheme, budget, sensitivity)
     by_blocks = recipe is not None or device is not None or resume is not None or budget is not None
-    if by_blocks or (_rotates(schemes[0]) and calibration is not None and not isinstance(calibration, Calibration)):
+    takes_batches = calibration is not None and not isinstance(calibration, Calibration)
+    if by_blocks or (takes_batches and (_rotates(schemes[0]) or _keeps_columns(schemes[0]))):
         methods = recipe if isinstance(recipe, Recipe) else Recipe([] if recipe is None else recipe)
         wants_data = {"budget": budget is not None and sensitivity is None, "device": device is not None}
         wants_data |= {"resume": resume is not None}
@@ -172,6 +173,11 @@ def plan_swaps(
 ) -> SwapPlan:
     """Looks at every layer and checks everything but the weights' values; raises as ``quantize_model`` does."""
     plan = _plan_without_scales(model, scheme, skip)
+    if _keeps_columns(plan.scheme):
+        raise ValueError(
+            f"scheme {plan.scheme.name!r} keeps columns in float that are found in calibration: load the float model, "
+            "and pass it to quantize_model with batches as calibration"
+        )
     return replace(plan, input_scales=_check_input_scales(plan.scheme, plan.chosen, plan.layers, input_scales))
 
 
@@ -203,7 +209,7 @@ def _plan_blocks(
         raise ValueError("calibration is what was seen before, but blocks run on the data itself: pass the batches")
     if calibration is None:
         wanting = [f"the method {method.name}" for method in recipe if method.needs_data]
-        wanting += [f"the scheme {scheme.name!r}" for scheme in schemes if scheme.is_static]
+        wanting += [f"the scheme {scheme.name!r}" for scheme in schemes if scheme.is_static or _keeps_columns(scheme)]
         wanting += [name for name, wants in wants_data.items() if wants]
         if wanting:
             raise ValueError(f"{wanting[0]} needs batches to run the model on: pass them as calibration")
@@ -232,6 +238,11 @@ def _resolve_schemes(
     if not scheme:
         raise ValueError("scheme is empty: name those that the budget may choose from")
     return [resolve_scheme(each) for each in scheme]
+
+
+def _keeps_columns(scheme: QuantScheme) -> bool:
+    """Whether some columns of activations stay in float, which are chosen block by block."""
+    return scheme.activation is not None and scheme.activation.outlier_columns > 0
 
 
 def _rotates(scheme: QuantScheme) -> bool:
@@ -317,12 +328,13 @@ def _calibrated_scales(
 ) -> dict[str, InputScale]:
     """``input_scales`` of a calibration, or of the batches for one."""
     scheme = resolve_scheme(scheme)
+    if _keeps_columns(scheme) or _rotates(scheme):
+        raise ValueError(
+            f"scheme {scheme.name!r} rotates activations, or keeps columns of them in float, which calibration hasn't "
+            "seen: pass batches"
+        )
     if not scheme.is_static:
         raise ValueError(f"scheme {scheme.name!r} finds scales as it runs: calibration is for a static scheme")
-    if _rotates(scheme):
-        raise ValueError(
-            f"scheme {scheme.name!r} rotates activations first, which calibration hasn't seen: pass batches"
-        )
     chosen = [layer for layer in select_layers(model, skip) if not layer.reason]
     linears = [layer for layer in chosen if not layer.is_experts]
     if not isinstance(calibration, Calibration):
