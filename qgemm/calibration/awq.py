@@ -104,6 +104,9 @@ class AWQ(Method):
         folds, refused = find_folds(block)
         for fold in folds:
             quantized = [name for name in fold.layers if name in block.layers]
+            if any(_is_rotated(block.layers[name]) for name in quantized):
+                refused |= dict.fromkeys(quantized, "a rotation mixes its input's channels")
+                continue
             if not (seen := block.collect(quantized[:1], second_moment=True)):
                 continue  # said below
             moment = seen[quantized[0]].second_moment
@@ -129,6 +132,11 @@ class AWQ(Method):
         scale = mse_scale(weight, bits, group_size, moment) if self.clip else nearest_scale(weight, bits, group_size)
         work.weight = round_weight(weight, scale, bits, group_size)
         work.loss = output_loss(weight, dequantize(work.weight, group_size), moment)
+
+
+def _is_rotated(work: LayerWork) -> bool:
+    activation = work.scheme.activation
+    return activation is not None and activation.rotation is not None
 
 
 def _weights(block: Block, fold: Fold) -> tuple[list[Tensor], list[Grid]]:

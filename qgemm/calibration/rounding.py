@@ -132,14 +132,11 @@ class MSEWeights(Method):
             raise ValueError(
                 "mse-weights with by_input needs calibration data: pass calibration, or leave by_input out"
             )
+        seen = block.collect(second_moment=True) if self.by_input else {}
         for name, work in block.layers.items():
-            moment = None
-            if self.by_input:
-                seen = block.collect([name], second_moment=True)
-                if name not in seen:
-                    work.notes.append("mse-weights: saw no tokens, so all inputs count alike")
-                else:
-                    moment = rounded_moment(work, seen[name])
+            moment = rounded_moment(work, seen.pop(name)) if name in seen else None
+            if self.by_input and moment is None:
+                work.notes.append("mse-weights: it saw no tokens, so all inputs count alike")
             bits, group_size = weight_grid(work.scheme.weight)
             weight = rounded_weight(work)
             work.weight = round_weight(weight, mse_scale(weight, bits, group_size, moment), bits, group_size)

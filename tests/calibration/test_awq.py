@@ -151,6 +151,16 @@ def test_a_block_computes_the_same_and_rounds_better(clip: bool) -> None:
     assert scaled[[3, 17, 40]].max() < 0.7 * scaled[others].min()
 
 
+def test_rotated_layers_are_not_scaled() -> None:
+    block = gated([torch.randn(300, K)])
+    before = block.model.get_submodule("up_proj").weight.clone()
+    block.layers["gate_proj"].scheme = SCHEMES["int8-hadamard"]
+    AWQ().apply(block)
+    for name in ("gate_proj", "up_proj"):
+        assert block.layers[name].notes == ["awq: not scaled: a rotation mixes its input's channels"]
+    assert torch.equal(block.model.get_submodule("up_proj").weight, before)
+
+
 def test_layers_that_saw_no_tokens_are_noted() -> None:
     block = gated([torch.empty(0, K)])
     before = {name: value.clone() for name, value in block.model.state_dict().items()}

@@ -150,5 +150,5 @@ def test_what_the_method_has_no_data_for() -> None:
     block = block_of(linear, [torch.empty(0, 64)])
     MSEWeights(by_input=True).apply(block)
     work = block.layers["0"]
-    assert work.notes == ["mse-weights: saw no tokens, so all inputs count alike"]
+    assert work.notes == ["mse-weights: it saw no tokens, so all inputs count alike"]
     assert torch.equal(work.weight.scale, mse_scale(linear.weight.detach()))  # type: ignore[union-attr]
