@@ -186,11 +186,11 @@ def _held_elsewhere(block: Block) -> dict[int, str]:
 def input_weights(module: nn.Module) -> list[Tensor]:
     """Views ``[..., K]`` of the weights by which ``module`` multiplies its input; none if it isn't known how it does.
 
-    Linear layers, routers that hold a weight ``[E, K]``, and fused experts' first weight.
+    Linear layers, routers that hold a weight ``[E, K]``, and fused experts' first weight; in float.
     """
     weight = module._parameters.get("weight")
     if weight is not None and weight.ndim == 2:
-        return [linear_weight(module).detach()]
+        return [linear_weight(module).detach()] if weight.is_floating_point() else []
     if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
         try:
             experts = describe_experts(module)

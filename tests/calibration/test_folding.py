@@ -13,8 +13,10 @@ from torch.nn import functional as F
 
 from calibration.blocks import block_of
 from qgemm.calibration.folding import Fold, find_folds, input_weights
-from qgemm.calibration.method import Block, Call
+from qgemm.calibration.method import Block, Call, LayerWork
+from qgemm.nn import QuantLinear
 from qgemm.nn.linear import linear_weight
+from qgemm.scheme import SCHEMES
 
 
 def build(family: str) -> tuple[Example, Block]:
@@ -123,6 +125,19 @@ def test_powers_of_two_keep_the_bits(family: str) -> None:
     assert torch.equal(example.output(), expected)
 
 
+def test_transposed_experts_take_scales() -> None:
+    example, block = build("gpt_oss")
+    expected = example.output()
+    layer = "model.layers.1"
+    fold = Fold(f"{layer}.post_attention_layernorm", (f"{layer}.mlp.router", f"{layer}.mlp.experts"))
+    weight = example.model.get_parameter(f"{layer}.mlp.experts.gate_up_proj").detach().clone()
+    scales = 2.0 ** torch.randint(-3, 4, (64,))
+    fold.apply(block, scales)
+    # [E, K, N].
+    assert torch.equal(example.model.get_parameter(f"{layer}.mlp.experts.gate_up_proj"), weight * scales[:, None])
+    assert torch.equal(example.output(), expected)
+
+
 def test_inputs_are_divided_and_columns_multiplied() -> None:
     _, block = build("opt")
     fold = next(fold for fold in find_folds(block)[0] if fold.source.endswith("layers.0.final_layer_norm"))
@@ -216,6 +231,15 @@ def test_a_consumer_out_of_sight_refuses_the_fold() -> None:
     assert [ends(fold) for fold in folds] == [("norm", {"first", "second"})]
     assert not refused
     folds, refused = find_folds(block_of(Hidden(False), x))
+    assert not folds
+    assert refused["first"] == "scales in 'norm' don't verifiably keep what the block computes"
+
+
+def test_a_consumer_that_is_quantized_already_refuses_the_fold() -> None:
+    model = Hidden(True)
+    model.second = QuantLinear.from_linear(model.second)  # type: ignore[assignment]
+    layers = {"first": LayerWork("first", model.first, SCHEMES["int8"])}
+    folds, refused = find_folds(Block("", model, model, layers, [Call((torch.randn(4, 32),))]))
     assert not folds
     assert refused["first"] == "scales in 'norm' don't verifiably keep what the block computes"
 
