@@ -28,6 +28,9 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_u
 
 from qgemm.calibration.method import Call
 
+# Bytes at a time, so that comparing needs little memory.
+_PIECE = 1 << 26
+
 
 @dataclass(frozen=True)
 class Link:
@@ -442,15 +445,22 @@ def _shape(leaf: Any) -> Any:
 
 
 def _digest(leaf: Any) -> Any:
-    """What is equal for equal values, bit for bit; None for objects that can't be compared."""
+    """What is equal for equal values, bit for bit; None for what can't be compared."""
     if not isinstance(leaf, Tensor):
         return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str | None) else None
+    if leaf.is_nested or leaf.layout != torch.strided:
+        return None
     content = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
-    content = torch.cat((content, content.new_zeros(-content.numel() % 8)))
-    words = content.view(torch.int64)
-    # Each word times an odd number of its own, modulo 2^64.
-    factors = torch.arange(1, 2 * len(words) + 1, 2, device=words.device)
-    return leaf.shape, leaf.dtype, int((words * factors).sum())
+    total = 0
+    for start in range(0, content.numel(), _PIECE):
+        piece = content[start : start + _PIECE]
+        if piece.numel() % 8 or piece.storage_offset() % 8:
+            piece = torch.cat((piece, piece.new_zeros(-piece.numel() % 8)))
+        words = piece.view(torch.int64)
+        # Each word times an odd number of its own, modulo 2^64.
+        factors = torch.arange(2 * start + 1, 2 * (start + len(words)), 2, device=words.device)
+        total += int((words * factors).sum())
+    return leaf.shape, leaf.dtype, total % 2**64
 
 
 def _digests(leaves: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from models.mixtures import MIXTURES
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from qgemm.calibration import blocks
 from qgemm.calibration.blocks import Chain, capture, find_chains, without_cache
 from qgemm.calibration.method import Call
 from qgemm.selection import select_layers
@@ -330,6 +331,28 @@ def test_batches_that_take_another_way() -> None:
     with pytest.raises(RuntimeError, match=r"a batch of calibration reaches blocks\.0 but not blocks\.2"):
         capture(model, chain, [*calls, Call((torch.randn(1, 8),))])
     assert all("forward" not in vars(block) and not block._forward_pre_hooks for block in model.blocks)
+
+
+def digests_of(x: Tensor) -> Any:
+    return blocks._digest(x)
+
+
+def test_tensors_are_compared_by_all_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_PIECE", 24)
+    for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex64):
+        x = torch.arange(35).reshape(5, 7).to(dtype)
+        assert digests_of(x) == digests_of(x.clone()) == digests_of(x.t().contiguous().t())
+        others = [x.t(), x.reshape(7, 5), x.flip(0), x[:4], torch.cat([x[3:], x[:3]])]
+        for place in range(35):
+            changed = x.clone()
+            changed.view(-1)[place] = (
+                0 if dtype == torch.bool and x.view(-1)[place] else 77 if dtype != torch.bool else 1
+            )
+            others.append(changed)
+        assert all(digests_of(other) != digests_of(x) for other in others)
+    assert digests_of(torch.empty(0, 3)) == digests_of(torch.zeros(0, 3))
+    assert digests_of(torch.eye(3).to_sparse()) is None
+    assert digests_of(torch.zeros(())) != digests_of(torch.tensor(-0.0))
 
 
 def test_calls_are_a_sequence() -> None:

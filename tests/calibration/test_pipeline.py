@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import accelerate
 import pytest
 import torch
 from models import FAMILIES
@@ -284,6 +285,18 @@ def test_a_device_given_changes_no_bit(family: str) -> None:
     qgemm.quantize_model(one.model, "int8-static", calibration=batches_for(one.inputs), **settings)
     qgemm.quantize_model(other.model, "int8-static", calibration=batches_for(one.inputs), device="cpu", **settings)
     assert same_state(one.model, other.model)
+
+
+def test_models_that_accelerate_has_spread_are_worked_on_where_they_are() -> None:
+    one, other = FAMILIES["t5"](), FAMILIES["t5"]()
+    accelerate.dispatch_model(other.model, {"": "cpu"}, force_hooks=True)
+    for example in (one, other):
+        qgemm.quantize_model(
+            example.model, "int8-static", calibration=batches_for(one.inputs), recipe=[SmoothQuant(), GPTQ()]
+        )
+    assert same_state(one.model, other.model)
+    assert torch.equal(one.output(), other.output())
+    assert all(hasattr(module, "_hf_hook") for module in other.model.modules() if isinstance(module, qgemm.QuantLinear))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
