@@ -80,6 +80,12 @@ class Fold:
         """Whether the source is a norm, not a linear layer."""
         return _is_norm(block.model.get_submodule(self.source))
 
+    def undecide(self, block: Block) -> None:
+        """Takes back what methods have decided for weights that the fold changes."""
+        for name in (self.source, *self.layers):
+            if name in block.layers:
+                block.layers[name].undecide()
+
     def tie(self, values: Tensor) -> Tensor:
         """``values [K]`` with the largest of them wherever columns come from one channel: they share their scale."""
         if self.channels is None:

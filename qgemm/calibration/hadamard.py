@@ -53,7 +53,8 @@ class HadamardRotation(Method):
         """Changes weights in place, and layers' schemes."""
         if self.values:
             for fold in find_folds(block)[0]:
-                rotate_values(block, fold)
+                if rotate_values(block, fold):
+                    fold.undecide(block)
         for work in block.layers.values():
             if self.online == "all" or (self.online == "down-projections" and is_down_projection(work.name)):
                 _rotate_online(work)
@@ -74,7 +75,7 @@ def _rotate_online(work: LayerWork) -> None:
     except ValueError:
         work.notes.append(f"hadamard: not rotated: scheme {work.scheme.name!r} has no form with a rotation")
     else:
-        work.weight = None
+        work.undecide()
 
 
 @torch.no_grad()

@@ -62,6 +62,14 @@ class LayerWork:
     notes: list[str] = field(default_factory=list)
     loss: float | None = None
 
+    def undecide(self) -> None:
+        """Takes back the weight that a method has decided, if there is one: what it was decided for has changed."""
+        if self.weight is not None:
+            self.weight = self.loss = None
+            self.notes.append(
+                "its weight was decided before a later method changed what is rounded: put that one first"
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class Call:

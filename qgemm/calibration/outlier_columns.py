@@ -70,8 +70,28 @@ class OutlierColumns(Method):
             return
         if count < wanted:
             work.notes.append(f"outlier-columns: the largest {count} of {wanted}")
-        work.scheme, work.weight = scheme, None
-        work.outlier_columns = largest_columns(channel_amax, count)
+        work.scheme, work.outlier_columns = scheme, largest_columns(channel_amax, count)
+        work.undecide()
+
+
+def fill_columns(block: Block) -> None:
+    """Chooses the columns of layers whose scheme keeps some, where no method has: those with the largest values.
+
+    A layer that saw no tokens, or has fewer columns than that, gets the scheme without them, and says so.
+    """
+    works = {}
+    for name, work in block.layers.items():
+        activation = work.scheme.activation
+        if activation is not None and activation.outlier_columns and work.outlier_columns is None:
+            works[name] = work, activation.outlier_columns
+    seen = block.collect(works) if works else {}
+    for name, (work, count) in works.items():
+        if name in seen and count <= len(seen[name].channel_amax):
+            work.outlier_columns = largest_columns(seen[name].channel_amax, count)
+        else:
+            why = "it saw no tokens" if name not in seen else f"it has {len(seen[name].channel_amax)} columns"
+            work.notes.append(f"no columns are kept in 16 bits: {why}")
+            work.scheme = resolve_scheme(work.scheme.name.removesuffix(f"-outliers-{count}"))
 
 
 def largest_columns(channel_amax: Tensor, count: int) -> Tensor:

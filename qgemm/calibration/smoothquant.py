@@ -65,6 +65,8 @@ class SmoothQuant(Method):
                     self._scale(block, fold, seen[quantized[0]])
                 except ValueError as error:
                     refused |= dict.fromkeys(quantized, str(error))
+                else:
+                    fold.undecide(block)
         for name, reason in refused.items():
             block.layers[name].notes.append(f"smoothquant: not scaled: {reason}")
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import qgemm
 from calibration.blocks import block_of, llama_with_outliers
+from qgemm.calibration.gptq import GPTQ
 from qgemm.calibration.method import LayerWork
 from qgemm.calibration.smoothquant import ALPHAS, SmoothQuant, smoothed_loss, smoothing_scales
 from qgemm.calibration.statistics import InputStatistics, StatisticsSum
@@ -156,6 +157,22 @@ def test_layers_that_cannot_be_scaled_say_why() -> None:
         "what the block computes"
     ]
     assert block.layers["bert.encoder.layer.1.attention.output.dense"].notes == []
+
+
+def test_weights_that_were_decided_before_are_taken_back() -> None:
+    example = FAMILIES["bert"]()
+    block = block_of(example.model, example.inputs)
+    GPTQ().apply(block)
+    SmoothQuant().apply(block)
+    late = "its weight was decided before a later method changed what is rounded: put that one first"
+    layer = "bert.encoder.layer.1"
+    # Scales of the second of these two go into the first.
+    for name in ("attention.self.value", "attention.output.dense"):
+        assert block.layers[f"{layer}.{name}"].weight is None
+        assert late in block.layers[f"{layer}.{name}"].notes
+    untouched = block.layers[f"{layer}.intermediate.dense"]
+    assert untouched.weight is not None
+    assert late not in untouched.notes
 
 
 def test_inputs_in_float_need_no_smoothing() -> None:
