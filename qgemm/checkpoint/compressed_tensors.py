@@ -1,9 +1,11 @@
-"""Checkpoints of the compressed-tensors library (LLM Compressor, vLLM): format ``int-quantized``, int8 by int8.
+"""Checkpoints of the compressed-tensors library (LLM Compressor, vLLM): int8 by int8, and packed 4-bit weights.
+
+Here is format ``int-quantized``; ``pack_quantized.py`` has the packed one.
 
 Reading: ``<layer>.weight`` int8 ``[N, K]``; ``<layer>.weight_scale`` in any float dtype, ``[N, 1]`` per channel or
 ``[1]`` per tensor; for static activations ``<layer>.input_scale`` ``[1]``. The files say which layers are quantized:
 those with a ``weight_scale``. The config's targets, which may be anyone's regular expressions, are not evaluated;
-instead every group must be something that ``QuantLinear`` computes.
+instead every group must be something that qgemm computes.
 
 Writing: the same, per channel, with scales in float32, so that none is rounded. transformers reads them in the model's
 dtype, as if they had been stored in it; vLLM's are float32.
@@ -19,17 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qgemm.checkpoint import pack_quantized
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.pretrained import is_pretrained, parameters_on_meta
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name, transient_names
-from qgemm.nn import QuantLayer, QuantLinear
+from qgemm.nn import LinearLayer, PackedLinear, QuantLayer, QuantLinear
 from qgemm.scheme import SCHEMES
 
 QUANT_METHOD = "compressed-tensors"
 FORMAT = "int-quantized"
+MIXED = "mixed-precision"
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
@@ -41,7 +45,9 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
     for name, tensor in stored.items():
         layer, leaf = split_name(name)
-        if leaf == "weight_scale":
+        if leaf == "weight_packed":
+            pack_quantized.note_layer(contents, layer, tensor, schemes)
+        elif leaf == "weight_scale" and f"{layer}.weight_packed" not in stored:
             scheme = "int8-static" if f"{layer}.input_scale" in stored else "int8"
             if scheme not in schemes:
                 said = "static" if scheme == "int8" else "dynamic"
@@ -99,7 +105,9 @@ def _check_groups(
     """The weights' granularities and the schemes in use; raises ``CheckpointError`` if qgemm doesn't know one."""
     status = quantization.get("quantization_status")
     if status != "compressed":
-        raise CheckpointError(f"{config_path}: quantization_status is {status!r}; only 'compressed' files hold int8")
+        raise CheckpointError(
+            f"{config_path}: quantization_status is {status!r}; only 'compressed' files hold quantized values"
+        )
     for feature in ("kv_cache_scheme", "transform_config"):
         if quantization.get(feature):
             raise CheckpointError(f"{config_path}: it has a {feature}, which qgemm doesn't compute")
@@ -114,6 +122,9 @@ def _check_groups(
         if not isinstance(group, dict):
             raise CheckpointError(f"{config_path}: config_groups.{name} must be an object")
         try:
+            if (packed := pack_quantized.scheme_of_group(group, quantization.get("format"))) is not None:
+                schemes.add(packed)
+                continue
             weights, activations = _arguments(group, "weights"), _arguments(group, "input_activations")
             strategies.add(_weight_strategy(group, weights, quantization.get("format")))
             schemes.add(_activation_scheme(group, activations))
@@ -126,7 +137,8 @@ def _check_groups(
 
 _SUPPORTED = (
     f"qgemm runs {FORMAT} int8 weights, symmetric, per channel or tensor, with symmetric int8 activations, dynamic per "
-    "token or static per tensor"
+    f"token or static per tensor; and {pack_quantized.FORMAT} int4 weights, symmetric, per channel or in groups of "
+    f"{pack_quantized.GROUP_SIZE}, with activations in float"
 )
 
 
@@ -200,14 +212,19 @@ def tensors_to_write(
 
     Of two that are ``ties`` only those that transformers ties by itself are left out, and buffers that ``state_dict``
     leaves out. Raises ``ValueError`` for layers that transformers builds as ``Conv1D``, which the library doesn't know,
-    and for experts, of which its files have one layer each.
+    for experts, of which its files have one layer each, and for schemes that it has no form for.
     """
-    linear = {name: layer for name, layer in layers.items() if isinstance(layer, QuantLinear)}
-    if fused := [name for name in layers if name not in linear]:
+    if fused := [name for name, layer in layers.items() if not isinstance(layer, LinearLayer)]:
         raise ValueError(
             f"{fused[0]} holds fused experts, which can't be written for compressed-tensors yet: save the model with "
             'format="qgemm"'
         )
+    for name, layer in layers.items():
+        if type(layer) not in (QuantLinear, PackedLinear):
+            raise ValueError(
+                f"{name} has the scheme {layer.scheme.name!r}, which compressed-tensors has no form for: save it with "
+                'format="qgemm"'
+            )
     if transposed := _conv1d_names(model, layers):
         raise ValueError(
             f"{transposed[0]} is a Conv1D in {type(model).__name__}, and compressed-tensors knows only nn.Linear: "
@@ -217,10 +234,13 @@ def tensors_to_write(
     known = dict(known_ties) if isinstance(known_ties, dict) else {}
     left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name}
     written = {name: tensor for name, tensor in tensors.items() if name not in left_out}
-    for name, layer in linear.items():
-        written[f"{name}.weight_scale"] = layer.weight_scale.detach()[:, None]
-        if layer.input_scale is not None:
-            written[f"{name}.input_scale"] = layer.input_scale.detach().reshape(1)
+    for name, layer in layers.items():
+        if isinstance(layer, PackedLinear):
+            written.update(pack_quantized.tensors_to_write(name, layer))
+        elif isinstance(layer, QuantLinear):
+            written[f"{name}.weight_scale"] = layer.weight_scale.detach()[:, None]
+            if layer.input_scale is not None:
+                written[f"{name}.input_scale"] = layer.input_scale.detach().reshape(1)
     return written
 
 
@@ -238,21 +258,25 @@ def _conv1d_names(model: nn.Module, layers: dict[str, QuantLayer]) -> list[str]:
 def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict[str, Any]:
     """The ``quantization_config`` of ``model``, whose quantized layers are ``layers``."""
     used = {layer.scheme.name: layer.scheme for layer in layers.values()}
-    groups = {}
+    groups: dict[str, dict[str, Any]] = {}
     for index, scheme in enumerate(used.values()):
         names = [name for name, layer in layers.items() if layer.scheme == scheme]
-        assert scheme.activation is not None
+        targets = ["Linear"] if len(used) == 1 else names
+        if scheme.activation is None:
+            groups[f"group_{index}"] = pack_quantized.to_group(scheme, targets)
+            continue
         groups[f"group_{index}"] = {
             "format": FORMAT,
-            "targets": ["Linear"] if len(used) == 1 else names,
+            "targets": targets,
             "weights": _to_arguments("channel", dynamic=False),
             "input_activations": _to_arguments(scheme.activation.granularity, scheme.activation.dynamic),
             "output_activations": None,
         }
     modules = model.named_modules(remove_duplicate=False)
+    formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": QUANT_METHOD,
-        "format": FORMAT,
+        "format": formats.pop() if len(formats) == 1 else MIXED,
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": [name for name, module in modules if name and _is_target(module)],
@@ -262,7 +286,7 @@ def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict
 
 def _is_target(module: nn.Module) -> bool:
     """Whether the library or vLLM would take a float module for a target ``Linear``, which vLLM does with routers."""
-    if isinstance(module, QuantLinear):
+    if isinstance(module, LinearLayer):
         return False
     is_router = re.search(r"Router|Gating|Gate(?![a-z])", type(module).__name__) is not None
     return is_router or any(cls.__name__ in ("Linear", "LinearBase") for cls in type(module).__mro__)

@@ -19,7 +19,7 @@ _READERS = {
     compressed_tensors.QUANT_METHOD: compressed_tensors.read,
     bitsandbytes.QUANT_METHOD: bitsandbytes.read,
 }
-SUPPORTED = "'qgemm', 'compressed-tensors' (int-quantized, 8 bits by 8), 'bitsandbytes' (int8)"
+SUPPORTED = "'qgemm', 'compressed-tensors' (int-quantized, 8 bits by 8; pack-quantized, 4 bits), 'bitsandbytes' (int8)"
 
 
 def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Contents:
@@ -40,7 +40,7 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
         raise CheckpointError(f"{config_path}: quant_method is {method!r}; the formats supported are {SUPPORTED}")
     contents = reader(quantization, read_headers(folder), config_path)
     if not contents.manifest.layers:
-        raise CheckpointError(f"{folder} says that it is {method}, but no file holds an int8 layer of that format")
+        raise CheckpointError(f"{folder} says that it is {method}, but no file holds a quantized layer of that format")
     return contents
 
 

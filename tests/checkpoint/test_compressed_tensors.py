@@ -267,9 +267,9 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "packed": (
         add("weight_packed", torch.ones(32, 8, dtype=torch.int32)),
-        r"holds tensors that the model doesn't have",
+        r"has a weight_packed, which the config says nothing of",
     ),
-    "no layer": (only_floats, r"no file holds an int8 layer"),
+    "no layer": (only_floats, r"no file holds a quantized layer"),
     "unknown layer": (
         lambda t: t.update({"a.weight": torch.ones(2, 2, dtype=torch.int8), "a.weight_scale": torch.ones(2, 1)}),
         r"quantized layer 'a', which the model doesn't have",

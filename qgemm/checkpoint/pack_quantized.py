@@ -1,0 +1,104 @@
+"""The packed 4-bit weights of compressed-tensors: format ``pack-quantized``, int4 with activations in float (W4A16).
+
+``<layer>.weight_packed`` int32 ``[N, ceil(K / 8)]``, which is what ``PackedLinear`` holds; ``<layer>.weight_scale`` in
+any float dtype, ``[N, K / 128]`` for groups of 128 or ``[N, 1]`` for a scale per channel; ``<layer>.weight_shape``
+int64 ``[2]``, which is ``[N, K]``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm.kernels.int4 import words
+from qgemm.nn import PackedLinear
+from qgemm.scheme import SCHEMES, QuantScheme
+
+FORMAT = "pack-quantized"
+GROUP_SIZE = SCHEMES["int4"].weight.group_size
+
+
+def scheme_of_group(group: dict[str, Any], whole_format: object) -> str | None:
+    """The scheme of the layers of a group in ``config_groups``; None for one that qgemm doesn't run packed."""
+    weights = group.get("weights")
+    if (group.get("format") or whole_format) != FORMAT or not isinstance(weights, dict):
+        return None
+    if group.get("input_activations") is not None or group.get("output_activations") is not None:
+        return None
+    bits, size = weights.get("num_bits"), weights.get("group_size")
+    plain = weights.get("type", "int") == "int" and weights.get("symmetric", True) is True
+    if isinstance(bits, bool) or bits != 4 or not plain or weights.get("dynamic", False) is not False:
+        return None
+    by_size = "channel" if size == -1 else "tensor" if size is None else "group"
+    strategy = weights.get("strategy") or by_size
+    if strategy == "channel":
+        return "int4-channel"
+    return "int4" if strategy == "group" and size == GROUP_SIZE and not isinstance(size, bool) else None
+
+
+def note_layer(contents: Contents, layer: str, packed: StoredTensor, schemes: set[str]) -> None:
+    """Notes a layer that has a ``weight_packed``. ``schemes``: those that the config names.
+
+    Raises ``CheckpointError`` unless its tensors are as above.
+    """
+    if not schemes & {"int4", "int4-channel"}:
+        raise CheckpointError(f"{packed.path}: {layer} has a weight_packed, which the config says nothing of")
+    if f"{layer}.weight_g_idx" in contents.stored:
+        raise CheckpointError(
+            f"{packed.path}: {layer} has a weight_g_idx: its groups are of columns that don't lie side by side, which "
+            "qgemm doesn't compute"
+        )
+    scale, shape = contents.stored.get(f"{layer}.weight_scale"), contents.stored.get(f"{layer}.weight_shape")
+    if packed.dtype != torch.int32 or len(packed.shape) != 2:
+        raise CheckpointError(
+            f"{packed.path}: {layer}.weight_packed is {packed.dtype} {list(packed.shape)}; it must be int32, [N, K / 8]"
+        )
+    if scale is None or scale.dtype not in FLOAT_DTYPES or len(scale.shape) != 2 or scale.shape[0] != packed.shape[0]:
+        found = "is missing" if scale is None else f"is {scale.dtype} {list(scale.shape)}"
+        raise CheckpointError(
+            f"{packed.path}: {layer}.weight_scale {found}; it must be of a float dtype, [{packed.shape[0]}, groups]"
+        )
+    if shape is None or shape.dtype not in (torch.int64, torch.int32) or shape.shape != (2,):
+        found = "is missing" if shape is None else f"is {shape.dtype} {list(shape.shape)}"
+        raise CheckpointError(f"{packed.path}: {layer}.weight_shape {found}; it must be int64, [2]")
+    # One group is one scale per channel, where both are in use.
+    by_channel = scale.shape[1] == 1 and "int4-channel" in schemes
+    contents.manifest.layers[layer] = SCHEMES["int4-channel" if by_channel or "int4" not in schemes else "int4"]
+    contents.convert(f"{layer}.weight_scale", f"{layer}.weight_scale", scale.shape, Tensor.float)
+
+    def must_fit(value: Tensor) -> Tensor:
+        N, K = value.tolist()
+        if (N, words(K)) != packed.shape:
+            raise ValueError(f"it says [{N}, {K}], and weight_packed is {list(packed.shape)}")
+        return value
+
+    contents.look_at(f"{layer}.weight_shape", must_fit)
+
+
+def tensors_to_write(name: str, layer: PackedLinear) -> dict[str, Tensor]:
+    """What the files hold of a layer beside its parameters. Raises ``ValueError`` for groups that aren't whole."""
+    if layer.scheme.weight.group_size is not None and layer.in_features % layer.group_size:
+        raise ValueError(
+            f"{name} has {layer.in_features} input columns, no whole number of groups of {layer.group_size}, which "
+            'compressed-tensors doesn\'t know: save it with format="qgemm"'
+        )
+    return {f"{name}.weight_shape": torch.tensor([layer.out_features, layer.in_features])}
+
+
+def to_group(scheme: QuantScheme, targets: list[str]) -> dict[str, Any]:
+    """The group in ``config_groups`` of layers with ``scheme``."""
+    by_group = scheme.weight.granularity == "group"
+    sizes = {"strategy": "group", "group_size": scheme.weight.group_size} if by_group else {"strategy": "channel"}
+    return {
+        "format": FORMAT,
+        "targets": targets,
+        "weights": {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, **sizes},
+        "input_activations": None,
+        "output_activations": None,
+    }
