@@ -315,10 +315,10 @@ def test_the_command_from_end_to_end(
     assert loaded.results == more.results
     assert "perplexity with outliers" in capsys.readouterr().out
     # What isn't installed is a line, and what failed before stays in the file unless it is tried again.
-    broken = Result("torchao fp8", PLAIN, 0, reason="wants a GPU")
-    dataclasses.replace(more, results=[*more.results, broken]).save(output)
+    broken, gone = Result("torchao fp8", PLAIN, 0, reason="wants a GPU"), Result("a former row", PLAIN, 0, kl=0.5)
+    dataclasses.replace(more, results=[gone, *more.results, broken]).save(output)
     monkeypatch.setattr(minilm, "PACKAGE", "no_such_package")
-    assert command.main([*options, "--subject", MINILM]).results == [*more.results, broken]
+    assert command.main([*options, "--subject", MINILM]).results == [*more.results, broken, gone]
     assert "left out: minilm: the weights are missing" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="measured with other settings"):
         command.main([*options, "--seeds", "1"])

@@ -69,7 +69,8 @@ def _measure(args: argparse.Namespace) -> Run:
             if args.json:  # what is done is kept if the rest breaks off
                 run.save(args.json)
     order = [one.name for one in (*variants(), *PEERS)]
-    run.results.sort(key=lambda one: order.index(one.variant))
+    # What a file has from a table with other rows comes last.
+    run.results.sort(key=lambda one: order.index(one.variant) if one.variant in order else len(order))
     if args.json:
         run.save(args.json)
     return run
