@@ -98,7 +98,9 @@ def inspect(
 def quantize(
     source: Annotated[Path, typer.Argument(help="The folder of a float model, as transformers saves it.")],
     destination: Annotated[Path, typer.Argument(help="A folder for the quantized model.")],
-    scheme: Annotated[str, typer.Option(help="int8, or int8-static, which wants --input-scales.")] = "int8",
+    scheme: Annotated[
+        str, typer.Option(help="int8, int4, another of qgemm's; int8-static wants --input-scales.")
+    ] = "int8",
     skip: Annotated[
         list[str] | None,
         typer.Option(help="Leave this in float: a name, a glob, or re: and a regular expression. May be repeated."),

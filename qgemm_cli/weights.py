@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm.nn import QuantLinear, linear_class
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
+from qgemm.scheme import QuantScheme
 from qgemm.streaming.float_tensors import FloatTensor, OrderedExperts, StoredFloat
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
@@ -61,6 +63,31 @@ class Dequantized(FloatTensor):
             f"{stored.path}: {self._scale_name} has shape {list(scale.shape)}, which doesn't fit a weight of "
             f"{list(self.shape)}"
         )
+
+
+class Restored(FloatTensor):
+    """The weight of a layer whose scheme has more to it than a scale: packed, rotated, or with columns in float."""
+
+    def __init__(self, source: Source, stored: StoredLayer, scheme: QuantScheme) -> None:
+        """``source``: holds the tensors of ``stored``."""
+        super().__init__(stored.shape, torch.float32)
+        self._source, self._stored = source, stored
+        N, K = stored.shape
+        self._layer = linear_class(scheme)(K, N, False, "meta", scheme=scheme)
+        for leaf in self._layer.index_names:
+            if (tensor := stored.tensors.get(leaf)) is not None and tensor.shape:
+                values = source.read_rows(stored.full_name(leaf), 0, tensor.shape[0])
+                if problem := self._layer.problem_with(leaf, values):
+                    raise CheckpointError(f"{tensor.path}: {stored.full_name(leaf)} {problem}")
+                setattr(self._layer, leaf, nn.Parameter(values, requires_grad=False))
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Reads them."""
+        parameters = {}
+        for leaf in self._layer.row_names:
+            values = self._source.read_rows(self._stored.full_name(leaf), start, stop)
+            parameters[leaf] = values.float() if leaf in self._layer.scale_names else values
+        return self._layer.restore_rows(parameters, torch.float32)
 
 
 def _block_size(whole: int, blocks: int) -> int:
@@ -111,8 +138,9 @@ def _pair(a: dict[str, FloatTensor], b: dict[str, FloatTensor], tied_in_b: dict[
 def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, FloatTensor]]:
     """The tensors of ``checkpoint`` by the model's names, if they are known, and by those in the files."""
     in_files: dict[str, FloatTensor] = {}
+    schemes = {} if checkpoint.contents is None else checkpoint.contents.manifest.layers
     for layer in find_layers(checkpoint.stored, checkpoint.bits):
-        in_files.update(_of_layer(layer, source))
+        in_files.update(_of_layer(layer, source, schemes.get(layer.name)))
     if checkpoint.format == FLOAT and checkpoint.config:
         try:
             loading = plan_loading(source, drop=["*"])
@@ -140,10 +168,16 @@ def _order_experts(tensors: dict[str, FloatTensor], model: nn.Module) -> dict[st
     return ordered
 
 
-def _of_layer(layer: StoredLayer, source: Source) -> Iterable[tuple[str, FloatTensor]]:
+def _of_layer(layer: StoredLayer, source: Source, scheme: QuantScheme | None) -> Iterable[tuple[str, FloatTensor]]:
     main = "" if layer.kind == "experts" else "weight"
     weight = layer.tensors.get(main)
-    if layer.is_quantized:
+    kind = QuantLinear if scheme is None or layer.kind != "linear" else linear_class(scheme)
+    others: tuple[str, ...] = ()
+    if scheme is not None and kind is not QuantLinear:
+        yield layer.full_name(main), Restored(source, layer, scheme)
+        # What is part of the weight, and a bias that isn't the float layer's.
+        others = kind.row_names + kind.index_names
+    elif layer.is_quantized:
         leaf = next(
             (leaf for leaf in ("weight_scale", "weight_scale_inv", "SCB", "_scale") if leaf in layer.tensors), ""
         )
@@ -154,7 +188,7 @@ def _of_layer(layer: StoredLayer, source: Source) -> Iterable[tuple[str, FloatTe
         yield layer.full_name(main), Dequantized(source, layer, weight, layer.full_name(leaf))
     for leaf, tensor in layer.tensors.items():
         is_scale = layer.is_quantized and layer.full_name(leaf) in layer.scales
-        if tensor.dtype in FLOAT_DTYPES and (leaf == "input_scale" or not is_scale):
+        if leaf not in others and tensor.dtype in FLOAT_DTYPES and (leaf == "input_scale" or not is_scale):
             found = StoredFloat(source, layer.full_name(leaf), torch.float32)
             found.shape = found.shape or (1,)  # one number has either shape, by the format
             yield layer.full_name(leaf), found
