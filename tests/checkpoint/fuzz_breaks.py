@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from models.schemes import EVERY_SCHEME
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 
@@ -217,7 +218,7 @@ def add_to_layers(rng: random.Random, files: Files) -> None:
         name, other = rng.choice(names), rng.choice(names)
         what = rng.randrange(4)
         if what == 0:
-            manifest["layers"][name.rpartition(".")[0]] = rng.choice(["int8", "int8-static"])
+            manifest["layers"][name.rpartition(".")[0]] = rng.choice([*EVERY_SCHEME, "int8-outliers-16"])
         elif what == 1:
             manifest["tied"][name] = other
         elif what == 2:

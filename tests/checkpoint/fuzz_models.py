@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from models.schemes import EVERY_SCHEME, input_scale_for
 from torch import Tensor, nn
 
 from qgemm import QuantExperts, QuantLinear
 from qgemm.checkpoint import load_quantized, save_quantized
+from qgemm.nn import linear_class
+from qgemm.scheme import resolve_scheme
 
 CONFIG, INDEX, GENERATION = "config.json", "model.safetensors.index.json", "generation_config.json"
 
@@ -19,15 +22,15 @@ CONFIG, INDEX, GENERATION = "config.json", "model.safetensors.index.json", "gene
 class FuzzNet(nn.Module):
     """Four linear layers of 8 x 8, one of them static, a tied head, buffers of both kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8, count: int = 4) -> None:
         super().__init__()
-        self.embed = nn.Embedding(8, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=i % 2 == 0) for i in range(4))
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 8, bias=False)
+        self.embed = nn.Embedding(8, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=i % 2 == 0) for i in range(count))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 8, bias=False)
         self.head.weight = self.embed.weight
-        self.register_buffer("offset", torch.linspace(-1, 1, 8))
-        self.register_buffer("warp", torch.linspace(1, 2, 8), persistent=False)
+        self.register_buffer("offset", torch.linspace(-1, 1, width))
+        self.register_buffer("warp", torch.linspace(1, 2, width), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) * self.warp + self.offset
@@ -44,6 +47,29 @@ def quantized_fuzz_net(middle: str = "int8-static") -> FuzzNet:
         static = i == 1 and middle == "int8-static"
         layer = QuantLinear.from_linear(model.layers[i], "int8-static" if static else "int8", 0.05 if static else None)
         model.layers[i] = layer
+    return model.eval()
+
+
+class FuzzNetOfKinds(FuzzNet):
+    """A layer for each kind there is, all of them larger than the columns that one keeps in float."""
+
+    def __init__(self) -> None:
+        super().__init__(24, len(EVERY_SCHEME))
+
+
+def quantized_net_of_kinds() -> FuzzNet:
+    torch.manual_seed(0)
+    model = FuzzNetOfKinds()
+    for i, scheme in enumerate(EVERY_SCHEME):
+        scheme = scheme.replace("outliers-32", "outliers-16")
+        K, resolved = model.layers[i].in_features, resolve_scheme(scheme)
+        keeps = resolved.activation is not None and resolved.activation.outlier_columns
+        model.layers[i] = linear_class(resolved).from_linear(
+            model.layers[i],
+            resolved,
+            input_scale_for(resolved),
+            outlier_columns=torch.arange(K)[K - 16 :] if keeps else None,
+        )
     return model.eval()
 
 
@@ -121,7 +147,10 @@ def output_of(model: nn.Module) -> Tensor:
 
 
 def make_good(folder: Path) -> list[Good]:
-    """The good checkpoints: several shards, one file, three transformers models; written into ``folder`` on the way."""
+    """The good checkpoints, written into ``folder`` on the way.
+
+    Several shards, one file, three transformers models, every kind of layer.
+    """
     made = []
     plain = quantized_fuzz_net()
     for name, model, build, shard_size in (
@@ -130,6 +159,7 @@ def make_good(folder: Path) -> list[Good]:
         ("llama", quantized_llama(), None, 1500),
         ("gpt_neo", quantized_gpt_neo(), None, 5000),
         ("gpt_oss", quantized_gpt_oss(), None, 5000),
+        ("kinds", quantized_net_of_kinds(), FuzzNetOfKinds, 5000),
     ):
         save_quantized(model, folder / name, max_shard_size=shard_size)
         files: Files = {path.name: path.read_bytes() for path in sorted((folder / name).iterdir())}
