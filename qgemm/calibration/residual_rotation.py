@@ -29,8 +29,8 @@ from qgemm.nn.float_experts import UnknownExperts, describe_experts
 # Ends of the names of linear layers whose output is added to the residual stream.
 _WRITERS = ("o_proj", "out_proj", "down_proj", "w2")
 _TOKENS = (2, 32)
-# Of the logits of half of the tokens: where there are experts, rounding alone sends a few to other ones. Measured for the
-# models of the tests: 1e-6 in float32 and 0.02 in bfloat16; 0.4 and more where a kind of weight was missed.
+# Of the logits of half of the tokens: where there are experts, rounding alone sends a few to other ones. Measured for
+# the models of the tests: 1e-6 in float32 and 0.02 in bfloat16; 0.4 and more where a kind of weight was missed.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
