@@ -233,6 +233,27 @@ class Sided(nn.Module):
         return self.side(self.up(x)) if with_side else self.up(x)
 
 
+def test_a_layer_that_two_blocks_share_is_seen_in_both() -> None:
+    class Scaled(nn.Module):
+        def __init__(self, shared: nn.Linear, gain: float) -> None:
+            super().__init__()
+            self.own, self.shared, self.gain = nn.Linear(16, 16), shared, gain
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.shared(self.own(x) * self.gain)
+
+    torch.manual_seed(0)
+    shared = nn.Linear(16, 16)
+    model = nn.Sequential(Scaled(shared, 0.1), Scaled(shared, 10.0)).eval()
+    probe, x = Probe(), torch.randn(20, 16)
+    expected = model(x)
+    qgemm.quantize_model(model, "int8-static", calibration=[x], recipe=[probe])
+    assert probe.seen[1:] == [("0", ["0.own"], 1), ("1", ["1.own"], 1), ("", ["0.shared"], 1)]
+    assert model[0].shared is model[1].shared
+    # The scale is one for the larger inputs, those in the second block.
+    assert (model(x) - expected).norm() / expected.norm() < 0.05
+
+
 def test_layers_that_saw_nothing_find_their_scales_as_they_run() -> None:
     model, plain = Sided(), Sided()
     with pytest.warns(UserWarning, match="'side' saw no tokens of calibration") as caught:
