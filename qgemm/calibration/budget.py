@@ -4,7 +4,8 @@ From what each layer's quantization does alone (``sensitivity``), each gets a sc
 with the least damage that fits into so many bytes, or in the fewest bytes that do no more damage.
 
 Damages of layers are taken to add up, divergences as they are and relative errors in squares, as independent errors do.
-They do so roughly: measure the model that comes of it.
+They do so roughly, and to more than comes of them in a model of 16 bits, where any change, however small, has later
+layers round differently, which each layer's damage has in it: in a small one by 2 to 6 times. So measure the result.
 
 That is a knapsack with one choice per layer. It is solved layer by layer over all pairs of bytes and damage that no
 other pair beats in both, which is exact as long as there are few of them, as in models of equal blocks. Of more than

@@ -49,7 +49,7 @@ KL, ERROR = "kl", "error"
 
 # Logits at a time, in float64.
 _PIECE = 1 << 24
-_MOST_BARS = 40
+_MOST_LAYERS = 40
 
 
 @dataclass(frozen=True)
@@ -132,33 +132,32 @@ class Sensitivity:
         return [f"{self.metric}: {meaning}, with this layer alone quantized; over {self.tokens} tokens"]
 
     def plot(self, path: str | Path) -> None:
-        """Writes the 40 worst layers as bars of damage, a color for each scheme, in the format of ``path``'s suffix.
+        """Draws the damage of the 40 worst layers, a color for each scheme, in the format of the suffix of ``path``.
 
         Raises ``ImportError`` without matplotlib.
         """
         try:
             from matplotlib.figure import Figure
+            from matplotlib.ticker import LogLocator, NullFormatter
         except ImportError as error:
             raise ImportError(f'a plot needs matplotlib: pip install "qgemm[bench]" ({error})') from error
-        names = list(dict.fromkeys(record.name for record in self.ranked()))[:_MOST_BARS]
-        schemes = list(dict.fromkeys(record.scheme for record in self.records))
-        places = {name: len(names) - 1 - place for place, name in enumerate(names)}
-        height = 0.8 / max(len(schemes), 1)
-        figure = Figure(figsize=(8, 1.5 + 0.22 * len(names) * max(len(schemes), 1)), layout="constrained")
+        names = list(dict.fromkeys(record.name for record in self.ranked()))[:_MOST_LAYERS]
+        places = {name: place for place, name in enumerate(names)}
+        figure = Figure(figsize=(8, 1.2 + 0.2 * len(names)), layout="constrained")
         axis = figure.add_subplot()
-        for index, scheme in enumerate(schemes):
+        for scheme in dict.fromkeys(record.scheme for record in self.records):
             shown = [record for record in self.records if record.scheme == scheme and record.name in places]
-            offset = 0.4 - (index + 0.5) * height
-            axis.barh(
-                [places[record.name] + offset for record in shown],
-                [record.damage for record in shown],
-                height=height,
-                label=scheme,
-            )
-        axis.set_yticks(list(places.values()), list(places), fontsize=7)
+            damages = [record.damage for record in shown]
+            axis.plot(damages, [places[record.name] for record in shown], "o", ms=5, alpha=0.8, label=scheme)
+        axis.set_yticks(range(len(names)), names, fontsize=7)
+        axis.set_ylim(len(names) - 0.5, -0.5)
         axis.set_xscale("log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter(lambda damage, place: f"{damage:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.tick_params(axis="x", labelsize=7)
         axis.set_xlabel(self._summary()[0], fontsize=8)
-        axis.grid(axis="x", alpha=0.3)
+        axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
         figure.savefig(path, dpi=150)
 
