@@ -61,11 +61,31 @@ def test_static_scales_of_a_rotated_layer_are_of_rotated_inputs() -> None:
     model = nn.Sequential(nn.Linear(16, 8)).eval()
     with calibrate(model) as calibration:
         model(x)
-    with pytest.raises(ValueError, match="rotates activations first, which calibration hasn't seen: pass batches"):
+    with pytest.raises(ValueError, match="which calibration hasn't seen: pass batches"):
         quantize_model(model, "int8-static-hadamard", calibration=calibration)
     quantize_model(model, "int8-static-hadamard", calibration=[x])
     assert model[0].input_scale == pytest.approx(0.25 / 127)
     assert report(model).recipe is None
+
+
+def test_columns_that_stay_in_float_are_the_largest() -> None:
+    x = torch.randn(50, 48)
+    columns = torch.tensor([1, 4, *range(20, 34)])
+    x[:, columns] *= 20
+    model, plain = (nn.Sequential(nn.Linear(48, 20), nn.ReLU(), nn.Linear(20, 4)).eval() for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    expected = model(x)
+    for scheme in ("int8-outliers-16", "int8-static-outliers-16"):
+        quantized = quantize_model(copy.deepcopy(model), scheme, calibration=[x])
+        assert torch.equal(quantized[0].outlier_columns, columns)
+        assert (quantized(x) - expected).norm() / expected.norm() < 0.01
+        assert quantized[0].scheme.name == scheme
+    # Where there are too few columns, or no input was seen.
+    few = quantize_model(copy.deepcopy(model), "int8-outliers-32", calibration=[x])
+    assert (few[0].scheme.name, few[2].scheme.name) == ("int8-outliers-32", "int8")
+    assert report(few).records[1].note == "no columns are kept in 16 bits: it has 20 columns"
+    with pytest.raises(ValueError, match="keeps columns in float that are found in calibration"):
+        quantize_model(plain, "int8-outliers-16")
 
 
 BATCH = torch.randn(3, 32)

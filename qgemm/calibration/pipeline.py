@@ -27,6 +27,7 @@ from qgemm.calibration.blocks import Chain, capture, find_chains, without_cache
 from qgemm.calibration.collect import in_eval_mode
 from qgemm.calibration.method import Block, Call, LayerWork, Method
 from qgemm.calibration.observers import Observer
+from qgemm.calibration.outlier_columns import fill_columns
 from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.resume import ResumeFolder, hash_of_data, hash_of_model
 from qgemm.calibration.rounded_part import rounded_part
@@ -164,8 +165,10 @@ class _Run:
 
     def _quantize_block(self, block: Block, names: list[str]) -> None:
         """Quantizes the layers called ``names``: those of ``block``, and experts."""
+        fill_columns(block)  # before weights are decided
         for method in self.recipe:
             _apply(method, block)
+        fill_columns(block)
         scales, samples = self._observe(block)
         for name in names:
             if name in block.layers:

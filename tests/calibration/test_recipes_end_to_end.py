@@ -16,7 +16,7 @@ import qgemm
 from calibration.blocks import llama_with_outliers
 from qgemm.calibration import AWQ, GPTQ, METHODS, BiasCorrection, Method, MSEWeights, Recipe, SmoothQuant
 
-SCHEMES = list(qgemm.SCHEMES)
+SCHEMES = [*qgemm.SCHEMES, "int8-outliers-16", "int8-static-outliers-16"]
 
 
 def relative_error(model: nn.Module, inputs: dict[str, torch.Tensor], expected: torch.Tensor) -> float:
