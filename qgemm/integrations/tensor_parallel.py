@@ -4,6 +4,8 @@ A layer that is cut by output channels (``colwise``) has its weight, scales and 
 by itself. One that is cut along K (``rowwise``) multiplies its part of the input by its part of the weight, and the
 products are added up: its scales, one an output channel, are needed whole everywhere. So is ``input_scale``, a number.
 
+Layers of other classes (packed, rotated, with a zero point or columns in float) are refused, and so are experts.
+
 In a ``rowwise`` layer each process quantizes its own part of a row. With scales that are found at run time, the output
 is therefore not that of one process bit for bit; it is as close to the float layer's.
 """

@@ -19,6 +19,7 @@ from checkpoint.fuzz_json import NUMBERS, OTHERS, Unfit, break_manifest, content
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, FuzzNet, Good, output_of, quantized_fuzz_net, quantized_llama
 from qgemm import QuantExperts, QuantLinear
 from qgemm.checkpoint import compressed_tensors, load_quantized, save_quantized
+from qgemm.nn import linear_class
 
 Tensors = dict[str, Tensor]
 
@@ -26,7 +27,7 @@ Tensors = dict[str, Tensor]
 def make_foreign(folder: Path) -> list[Good]:
     """Both formats, of a transformers model and of another, in several files and in one; written into ``folder``.
 
-    And one with a layer for each expert, which is put together as it is read.
+    And one with packed weights, and one with a layer for each expert, which is put together as it is read.
     """
     made = []
     for name, model, build, shard_size in (
@@ -36,6 +37,8 @@ def make_foreign(folder: Path) -> list[Good]:
         save_quantized(model, folder / name, max_shard_size=shard_size, format="compressed-tensors")
         _edit_shards(folder / name, _as_the_library_has_them)
         made.append(_good(folder / name, build, from_compressed_tensors))
+    save_quantized(packed_net(), folder / "packed", format="compressed-tensors")
+    made.append(_good(folder / "packed", PackedNet, from_compressed_tensors))
     _write_mixture(quantized_mixture(), folder / "mixture")
     made.append(_good(folder / "mixture", None, mixture_from_compressed_tensors))
     for name, model, build, shard_size in (
@@ -54,6 +57,22 @@ def make_foreign(folder: Path) -> list[Good]:
 def _good(folder: Path, build: Callable[[], nn.Module] | None, meaning: Callable[[Tensors], Tensors]) -> Good:
     files: Files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     return Good(files, build, output_of(load_quantized(folder, model=build)), meaning, FOREIGN_BREAKS)
+
+
+class PackedNet(FuzzNet):
+    """Three layers of two groups of 4-bit weights."""
+
+    def __init__(self) -> None:
+        super().__init__(256, 3)
+
+
+def packed_net() -> FuzzNet:
+    """Groups, channels and int8 in one model."""
+    torch.manual_seed(0)
+    model = PackedNet()
+    for i, scheme in enumerate(("int4", "int4-channel", "int8")):
+        model.layers[i] = linear_class(scheme).from_linear(model.layers[i], scheme)
+    return model.eval()
 
 
 def quantized_mixture() -> nn.Module:
@@ -149,13 +168,15 @@ def from_compressed_tensors(files: Tensors) -> Tensors:
     """What the tensors of such files stand for in a model of qgemm; by the format's description, not by its reader."""
     found = {}
     for name, tensor in files.items():
-        if name.endswith(".weight_scale"):
+        if name.endswith(".weight_scale") and name.replace("weight_scale", "weight_packed") in files:
+            tensor = tensor.float()
+        elif name.endswith(".weight_scale"):
             rows = files[name.replace("weight_scale", "weight")].shape[0]
             tensor = tensor.float().flatten()
             tensor = tensor if len(tensor) == rows else tensor.repeat(rows)
         elif name.endswith(".input_scale"):
             tensor = tensor.float().squeeze()
-        if not name.endswith("zero_point"):
+        if not name.endswith(("zero_point", "weight_shape")):
             found[name] = tensor
     return found
 
@@ -246,6 +267,24 @@ def break_weight(rng: random.Random, files: Files) -> None:
         tensors[name] = weight
     tensors = {key: value.contiguous() for key, value in tensors.items()}
     files[shard] = save(tensors)
+
+
+def break_packed(rng: random.Random, files: Files) -> None:
+    """Packed values, or the shape that they say they have."""
+    shard, tensors = _shard(rng, files)
+    layer, name = _layer_in(rng, tensors, "weight_packed", "weight_shape")
+    value = tensors.pop(name)
+    what = rng.randrange(5)
+    if what == 0:
+        tensors[name] = value.to(rng.choice([torch.int8, torch.int32, torch.int64, torch.float32]))
+    elif what == 1:
+        tensors[name] = rng.choice([value.flatten(), value[:1], value[None], torch.cat([value, value]), value.t()])
+    elif what == 2 and name.endswith("shape"):
+        tensors[name] = torch.tensor(rng.choice([[256, 255], [256, 250], [255, 256], [-256, 256], [2**62, 2**62]]))
+    elif what == 3:
+        tensors[f"{layer}.weight"] = torch.ones(256, 256, dtype=rng.choice([torch.int8, torch.float32]))
+        tensors[name] = value
+    files[shard] = save({key: tensor.contiguous() for key, tensor in tensors.items()})
 
 
 def add_tensor(rng: random.Random, files: Files) -> None:
@@ -352,5 +391,5 @@ def break_quantization(rng: random.Random, files: Files) -> None:
 
 # Those of qgemm's own format are left out: its manifest, and tensors written anew with checksums.
 _GENERAL = [one for one in BREAKS if one not in (add_to_layers, retie, rewrite_values)]
-_OWN = [break_scale, break_weight, add_tensor, drop_tensor, break_quantization]
+_OWN = [break_scale, break_weight, break_packed, add_tensor, drop_tensor, break_quantization]
 FOREIGN_BREAKS: list[Break] = _GENERAL + 6 * _OWN + 3 * [break_manifest]

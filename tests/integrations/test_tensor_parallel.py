@@ -20,6 +20,7 @@ import qgemm
 from integrations.folders import assert_same
 from qgemm import QuantLinear
 from qgemm.integrations.tensor_parallel import WHOLE, plan_layers
+from qgemm.nn import LinearLayer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -107,6 +108,16 @@ def test_a_style_in_which_scales_do_not_follow(entry: str) -> None:
     # Packed weights are cut into halves of halves, vectors beside them in one piece.
     with pytest.raises(ValueError, match=r"would cut model\.layers\.0\.mlp\.up_proj, a QuantLinear, .* packed_colwise"):
         planned(quantized("int8").model, {entry: "packed_colwise"})
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8-hadamard"])
+@pytest.mark.parametrize("style", ["rowwise", "colwise"])
+def test_other_schemes_are_refused(scheme: str, style: str) -> None:
+    # A part of a packed word, or of what a rotation mixes, is of no use by itself.
+    layers = {name: layer for name, layer in quantized(scheme).model.named_modules() if isinstance(layer, LinearLayer)}
+    config = SimpleNamespace(distributed_config=SimpleNamespace(tp_plan={"model.layers.*.mlp.up_proj": style}))
+    with pytest.raises(ValueError, match=r"would cut model\.layers\.0\.mlp\.up_proj, a (Packed|Rotated)Linear"):
+        plan_layers(SimpleNamespace(config=config, tp_plan={}), layers)  # type: ignore[arg-type]
 
 
 def test_experts_are_refused() -> None:
