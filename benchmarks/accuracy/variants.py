@@ -10,7 +10,7 @@ from torch import nn
 
 import qgemm
 from benchmarks.accuracy.results import SUBJECTS
-from qgemm.calibration import AWQ, GPTQ, BiasCorrection, HadamardRotation, Method, OutlierColumns, SmoothQuant
+from qgemm.calibration import AWQ, GPTQ, HadamardRotation, Method, OutlierColumns, SmoothQuant
 
 Build = Callable[[Any, list[Any]], Any]
 """Quantizes a model, in place or not, and returns it; batches are mappings of keyword arguments."""
@@ -43,22 +43,16 @@ def variants() -> list[Variant]:
         _qgemm("int8", "int8"),
         _qgemm("int8 + SmoothQuant", "int8", smooth),
         _qgemm("int8 + GPTQ", "int8", GPTQ()),
+        _qgemm("int8 + SmoothQuant + GPTQ", "int8", searched, GPTQ()),
         _qgemm("int8, outlier columns", "int8", OutlierColumns()),
+        _qgemm("int8, outlier columns + GPTQ", "int8", OutlierColumns(), GPTQ()),
         _qgemm("int8 + Hadamard + GPTQ", "int8", rotated, GPTQ()),
-        _qgemm("int8 + SmoothQuant + GPTQ + bias correction", "int8", searched, GPTQ(), BiasCorrection()),
-        _qgemm("int8, 16 columns + GPTQ + bias correction", "int8", OutlierColumns(count=16), GPTQ(), BiasCorrection()),
         _qgemm("int8-static", "int8-static"),
         _qgemm("int8-static + SmoothQuant", "int8-static", smooth),
         _qgemm("int8-static + GPTQ", "int8-static", GPTQ()),
+        _qgemm("int8-static + SmoothQuant + GPTQ", "int8-static", searched, GPTQ()),
+        _qgemm("int8-static, asymmetric + SmoothQuant + GPTQ", "int8-static-asymmetric", searched, GPTQ()),
         _qgemm("int8-static + Hadamard + GPTQ", "int8-static", rotated, GPTQ()),
-        _qgemm("int8-static + SmoothQuant + GPTQ + bias correction", "int8-static", searched, GPTQ(), BiasCorrection()),
-        _qgemm(
-            "int8-static-asymmetric + SmoothQuant + GPTQ + bias correction",
-            "int8-static-asymmetric",
-            searched,
-            GPTQ(),
-            BiasCorrection(),
-        ),
         _qgemm("int4 RTN", "int4", note=IN_16_BITS),
         _qgemm("int4 GPTQ", "int4", GPTQ(), note=IN_16_BITS),
         _qgemm("int4 AWQ", "int4", AWQ(), note=IN_16_BITS),
