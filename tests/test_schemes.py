@@ -78,6 +78,19 @@ def test_quantized_in_place_on_load_and_from_files(family: str, scheme: str, tmp
     assert_same(cls.from_pretrained(tmp_path / "on_load"), in_place)
 
 
+@pytest.mark.parametrize("scheme", ["int8-static", "int8-static-hadamard"])
+def test_given_scales_in_place_on_load_and_from_files(scheme: str, tmp_path: Path) -> None:
+    model = FAMILIES["llama"]().model
+    model.save_pretrained(tmp_path / "float")
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear and name != "lm_head"]
+    options: dict[str, Any] = {"scheme": scheme, "input_scales": {name: 0.03 + i / 997 for i, name in enumerate(names)}}
+    in_place = quantize_whole(tmp_path / "float", tmp_path / "whole", **options)
+    on_load = type(model).from_pretrained(tmp_path / "float", quantization_config=qgemm.QGemmConfig(**options))
+    assert_same(on_load, in_place)
+    qgemm.quantize_checkpoint(tmp_path / "float", tmp_path / "streamed", **options)
+    assert_same_files(tmp_path / "whole", tmp_path / "streamed")
+
+
 @SCHEME
 def test_quantized_with_calibration(scheme: str, tmp_path: Path) -> None:
     example = FAMILIES["llama"]()

@@ -75,7 +75,7 @@ class LinearLayer(QuantLayer):
 
     @abstractmethod
     def store_rows(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        """The other ones for rows of quantized values, int8 ``[n, K]``, and their scales."""
+        """Those of the parameters called ``row_names`` that hold quantized rows, int8 ``[n, K]``, and their scales."""
 
     @abstractmethod
     def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -83,7 +83,7 @@ class LinearLayer(QuantLayer):
 
     @abstractmethod
     def check_weight(self, values: Tensor, scale: Tensor) -> None:
-        """Raises ``ValueError`` or ``TypeError`` unless this is a quantized weight of the layer's size and scheme."""
+        """Raises ``ValueError`` unless this is a quantized weight of the layer's size and scheme."""
 
     def quantize_rows(self, weight: Tensor) -> dict[str, Tensor]:
         """The parameters called ``row_names`` for float rows ``[n, K]``. Raises ``ValueError`` for NaN or Inf."""
@@ -93,7 +93,7 @@ class LinearLayer(QuantLayer):
         return {**self.store_rows(values, scale), **self.keep_rows(weight)}
 
     def keep_rows(self, weight: Tensor) -> dict[str, Tensor]:
-        """Those of the parameters called ``row_names`` that hold part of float rows ``[n, K]`` as it is."""
+        """The others of ``row_names``: those that hold part of float rows ``[n, K]`` as it is; most have none."""
         return {}
 
     @classmethod
