@@ -5,7 +5,7 @@
 | qgemm, compressed-tensors | ``weight`` int8 with ``weight_scale`` ``[N]``, ``[N, 1]`` or ``[1]`` |
 | bitsandbytes | ``weight`` int8 with ``SCB`` ``[N]``; in 4 bits ``weight`` uint8 with ``weight.quant_state...`` |
 | fp8 | ``weight`` float8 with ``weight_scale`` or, in blocks, ``weight_scale_inv`` |
-| compressed-tensors, packed | ``weight_packed`` int32 ``[N, K * bits / 32]`` with ``weight_scale`` ``[N, groups]`` |
+| both, packed | ``weight_packed`` int32 ``[N, K * bits / 32]`` with ``weight_scale`` ``[N, groups]`` |
 | fp4 | ``weight_packed`` or ``weight`` uint8 ``[N, K / 2]`` with ``weight_scale``; of experts ``..._blocks`` |
 | GPTQ | ``qweight`` int32 ``[K * bits / 32, N]`` with ``scales`` ``[groups, N]`` and ``qzeros`` |
 | AWQ | ``qweight`` int32 ``[K, N * bits / 32]`` with the same |

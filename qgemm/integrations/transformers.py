@@ -79,9 +79,15 @@ class QGemmConfig(QuantizationConfigMixin):
         skip: Pattern | Iterable[Pattern] | None = None,
         input_scales: Mapping[str, float | Tensor] | None = None,
     ) -> None:
-        """Raises ``ValueError`` for an unknown scheme."""
+        """Raises ``ValueError`` for an unknown scheme, or one that can't be applied as a model loads."""
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.scheme = resolve_scheme(scheme)
+        if linear_class(self.scheme).folds_bias:
+            # A bias may come before its weight, or after.
+            raise ValueError(
+                f"scheme {self.scheme.name!r} changes biases, which can't be done as a model loads: load it in float, "
+                "and pass it to qgemm.quantize_model"
+            )
         self.skip = [] if skip is None else [skip] if isinstance(skip, str | re.Pattern) else list(skip)
         self.input_scales = None if input_scales is None else dict(input_scales)
         self.manifest: Manifest | None = None
@@ -259,12 +265,6 @@ class QGemmQuantizer(HfQuantizer):
                 "of a weight: quantize and save the model first, and load that folder with this distributed_config"
             )
         config = self.quantization_config
-        if linear_class(config.scheme).folds_bias:
-            # A bias may come before its weight, or after.
-            raise ValueError(
-                f"scheme {config.scheme.name!r} changes biases, which can't be done as a model loads: load it in "
-                "float, and pass it to qgemm.quantize_model"
-            )
         with _as_it_will_be(model):
             self._plan = plan_swaps(model, config.scheme, config.skip, config.input_scales)
         self.waiting = {
