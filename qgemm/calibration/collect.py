@@ -19,6 +19,7 @@ from qgemm.calibration.observers import Observer, resolve_observer
 from qgemm.calibration.result import Calibration
 from qgemm.nn.float_experts import describe_experts
 from qgemm.selection import Pattern, listed, select_layers
+from qgemm.survey import find_layers
 
 NO_BATCH = "calibration has no batch: an iterator that was used up gives nothing a second time"
 
@@ -47,15 +48,10 @@ def calibrate(
     calibration = Calibration(resolve_observer(observer))
     with (
         _watched(model, names, calibration),
-        _counted(model, [layer.name for layer in layers if layer.is_experts]) as tokens,
+        counted_experts(model, [layer.name for layer in layers if layer.is_experts]) as tokens,
     ):
         yield calibration
-    if unused := _unused_experts(tokens):
-        warnings.warn(
-            f"{listed(unused)} saw no tokens, so what calibration finds around them says nothing of tokens that need "
-            "them: run more batches, or more various ones",
-            stacklevel=3,
-        )
+    warn_of_unused(unused_experts(tokens), stacklevel=4)
     if unseen := [name for name in names if name not in calibration.statistics]:
         warnings.warn(
             f"{listed(unseen)} saw no tokens, so there are no scales for them: run batches that reach them, or pass "
@@ -74,20 +70,27 @@ def run_batches(
     """The statistics of the layers called ``names`` on ``batches``, in eval mode and without gradients.
 
     A batch is a mapping of keyword arguments, a tuple or list of arguments, or a tensor, on the model's device. Modules
-    are put back into the mode that they were in. Raises ``TypeError`` for any other batch, ``ValueError`` if there is
-    none.
+    are put back into the mode that they were in. Warns of experts to which no token went. Raises ``TypeError`` for any
+    other batch, ``ValueError`` if there is none.
     """
     check_batches(batches)
+    experts = [layer.name for layer in find_layers(model) if layer.is_experts and not layer.reason]
     bar = tqdm(batches, desc="calibrate", unit="batch", disable=None if progress is None else not progress)
     count = 0
     calibration = Calibration(resolve_observer(observer))
-    with _watched(model, names, calibration), in_eval_mode(model), torch.no_grad():
+    with (
+        _watched(model, names, calibration),
+        counted_experts(model, experts) as tokens,
+        in_eval_mode(model),
+        torch.no_grad(),
+    ):
         for batch in bar:
             call = as_call(batch, count)
             model(*call.args, **call.kwargs)
             count += 1
         if not count:
             raise ValueError(NO_BATCH)
+    warn_of_unused(unused_experts(tokens), stacklevel=5)  # of quantize_model
     return calibration
 
 
@@ -127,7 +130,7 @@ def _watched(model: nn.Module, names: list[str], calibration: Calibration) -> It
 
 
 @contextmanager
-def _counted(model: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
+def counted_experts(model: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
     """Inside, the tokens that go to each expert of the modules called ``names`` are counted: by name, int64 ``[E]``."""
     tokens: dict[str, Tensor] = {}
     with ExitStack() as stack:
@@ -155,13 +158,23 @@ def _counting_hook(tokens: Tensor, takes_sorted_rows: bool) -> Any:
     return count
 
 
-def _unused_experts(tokens: Mapping[str, Tensor]) -> list[str]:
+def unused_experts(tokens: Mapping[str, Tensor]) -> list[str]:
     """The experts without tokens, as ``name[expert]``; a module's name alone if none of its experts has any."""
     unused = []
     for name, counts in tokens.items():
         without = (counts == 0).nonzero().flatten().tolist()
         unused += [name] if len(without) == len(counts) else [f"{name}[{expert}]" for expert in without]
     return unused
+
+
+def warn_of_unused(experts: list[str], stacklevel: int) -> None:
+    """Warns of ``unused_experts``, if there are any."""
+    if experts:
+        warnings.warn(
+            f"{listed(experts)} saw no tokens, so what calibration finds around them says nothing of tokens that need "
+            "them: run more batches, or more various ones",
+            stacklevel=stacklevel,
+        )
 
 
 def _hook(calibration: Calibration, name: str) -> Any:

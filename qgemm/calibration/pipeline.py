@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qgemm.calibration.blocks import Chain, capture, find_chains, without_cache
-from qgemm.calibration.collect import in_eval_mode
+from qgemm.calibration.collect import counted_experts, in_eval_mode, unused_experts, warn_of_unused
 from qgemm.calibration.method import Block, Call, LayerWork, Method
 from qgemm.calibration.observers import Observer
 from qgemm.calibration.outlier_columns import fill_columns
@@ -82,6 +82,7 @@ def quantize_blocks(
         for chain in chains:
             run.quantize_chain(chain, calls)
         run.quantize_rest(calls)
+    warn_of_unused(run.unused, stacklevel=4)  # of quantize_model
     if run.unseen:
         warnings.warn(
             f"{listed(run.unseen)} saw no tokens of calibration, so there are no scales for their inputs: they find "
@@ -120,6 +121,7 @@ class _Run:
         self.contents: dict[str, list[str]] = {}
         self.records: dict[str, LayerRecord] = {}
         self.unseen: list[str] = []
+        self.unused: list[str] = []
 
     def divide(self, chains: Sequence[Chain]) -> None:
         """Finds the block of each layer; a layer that is in several blocks belongs to the rest of the model."""
@@ -169,7 +171,10 @@ class _Run:
         for method in self.recipe:
             _apply(method, block)
         fill_columns(block)
-        scales, samples = self._observe(block)
+        with counted_experts(self.model, [name for name in names if name not in block.layers]) as tokens:
+            scales, samples = self._observe(block)
+        if block.calls:
+            self.unused += unused_experts(tokens)
         for name in names:
             if name in block.layers:
                 record = self._swap(block.layers.pop(name), scales.get(name), samples.get(name))

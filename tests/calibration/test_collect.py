@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -147,6 +148,14 @@ def test_experts_that_saw_no_tokens_are_named(family: str, router: str, place: i
     shown = ", ".join(map(repr, expected[:5])) + (" and 1 more" if len(expected) == 6 else "")
     assert [str(warning.message).partition(" saw no tokens, so what")[0] for warning in caught] == [shown]
     assert caught[0].filename == __file__
+
+    # As quantize_model finds it, with a recipe and without.
+    for settings in ({"scheme": "int8-static"}, {"recipe": []}):
+        with warnings.catch_warnings(record=True) as caught:
+            quantized = copy.deepcopy(model)
+            qgemm.quantize_model(quantized, calibration=[{"input_ids": token}], progress=False, **settings)
+        assert [str(warning.message).partition(" saw no tokens, so what")[0] for warning in caught] == [shown]
+        assert caught[0].filename == __file__
 
     # A module that none reaches goes by its name alone.
     with warnings.catch_warnings(record=True) as caught, qgemm.calibrate(model):
