@@ -16,8 +16,8 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
-from qgemm.kernels.int4 import words
 from qgemm.nn import PackedLinear
+from qgemm.nn.packed import packed_shape
 from qgemm.scheme import SCHEMES, QuantScheme
 
 FORMAT = "pack-quantized"
@@ -74,7 +74,7 @@ def note_layer(contents: Contents, layer: str, packed: StoredTensor, schemes: se
 
     def must_fit(value: Tensor) -> Tensor:
         N, K = value.tolist()
-        if (N, words(K)) != packed.shape:
+        if packed_shape(N, K) != packed.shape:
             raise ValueError(f"it says [{N}, {K}], and weight_packed is {list(packed.shape)}")
         return value
 

@@ -50,7 +50,7 @@ class PackedLinear(LinearLayer):
     ) -> None:
         """``dtype``: of the bias, PyTorch's default dtype if None."""
         super().__init__(in_features, out_features, bias, device, dtype, scheme)
-        shape = out_features, int4.words(in_features)
+        shape = packed_shape(out_features, in_features)
         self.weight_packed = frozen(torch.full(shape, _ZEROS, dtype=torch.int32, device=device))
         self.bias = frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         scales = out_features, int4.groups(in_features, self.group_size)
@@ -103,3 +103,8 @@ class PackedLinear(LinearLayer):
             input, self.weight_packed, self.weight_scale, self.in_features, self.group_size, self.bias
         )
         return out
+
+
+def packed_shape(out_features: int, in_features: int) -> tuple[int, int]:
+    """The shape of ``weight_packed``."""
+    return out_features, int4.words(in_features)
