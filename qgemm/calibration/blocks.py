@@ -146,16 +146,18 @@ def find_chains(model: nn.Module, call: Call, layers: Iterable[nn.Module]) -> li
 
 
 def _members(model: nn.Module, wanted: set[nn.Module]) -> dict[str, dict[str, nn.Module]]:
-    """The members of each list, outer lists first. Layers aren't blocks: methods work on what is around a layer too."""
-    return {
-        name: {
-            f"{name}.{key}" if name else key: member
-            for key, member in module._modules.items()
-            if member is not None and member not in wanted
-        }
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
-    }
+    """The members of each list, outer lists first; a module that is in two lists counts in the first one.
+
+    Layers aren't blocks: methods work on what is around a layer too.
+    """
+    seen = set(wanted)
+    members: dict[str, dict[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            new = {key: member for key, member in module._modules.items() if member is not None and member not in seen}
+            members[name] = {f"{name}.{key}" if name else key: member for key, member in new.items()}
+            seen.update(new.values())
+    return members
 
 
 @torch.no_grad()

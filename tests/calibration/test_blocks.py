@@ -264,6 +264,13 @@ def test_a_sequential_is_a_list_too_unless_its_members_are_layers() -> None:
     assert find_chains(alone, call, layers_of(alone)) == []
 
 
+def test_blocks_that_are_in_two_lists_are_one_chain() -> None:
+    model = Model(plain)
+    model.again = nn.ModuleList([nn.Identity(), *model.blocks])
+    (chain,) = find_chains(model, Call((torch.randn(3, 8),)), layers_of(model))
+    assert chain.names == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+
+
 def test_blocks_without_layers_are_left_out_at_the_ends_only() -> None:
     model = Model(plain, count=5)
     (chain,) = find_chains(model, Call((torch.randn(3, 8),)), [model.blocks[1].linear, model.blocks[3].linear])
