@@ -299,7 +299,7 @@ def test_modes_caches_and_hooks_are_as_before() -> None:
         assert "forward" not in vars(module)
 
 
-@pytest.mark.parametrize("family", ["llama", "t5", "opt"])
+@pytest.mark.parametrize("family", ["t5", "opt"])
 def test_a_device_given_changes_no_bit(family: str) -> None:
     one, other = FAMILIES[family](), FAMILIES[family]()
     settings: dict[str, Any] = {"recipe": [SmoothQuant(), GPTQ()], "observer": "mse"}
@@ -347,8 +347,9 @@ RECIPES: dict[str, list[Method]] = {
 }
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("family", ["llama", "bert", "t5"])
+@pytest.mark.parametrize(
+    ("family", "recipe"), [("llama", "all"), ("bert", "all"), ("bert", "gptq"), ("t5", "awq"), ("t5", "gptq")]
+)
 def test_the_same_call_gives_the_same_bits(family: str, recipe: str) -> None:
     models = []
     for seed in (1, 2):

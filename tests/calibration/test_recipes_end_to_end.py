@@ -54,13 +54,12 @@ def test_methods_for_weights_help_at_4_bits() -> None:
 
 def recipe_for(name: str) -> list[Method]:
     return {
-        "nearest": [],
         "weights": [MSEWeights(), GPTQ(act_order=False)],
         "everything": [SmoothQuant(), *(m() for m in METHODS.values() if m not in (SmoothQuant, GPTQ)), GPTQ()],
     }[name]
 
 
-@pytest.mark.parametrize("recipe", ["nearest", "weights", "everything"])
+@pytest.mark.parametrize("recipe", ["weights", "everything"])
 @pytest.mark.parametrize(
     ("family", "scheme"), [("llama", s) for s in SCHEMES] + [("bert", "int8-static"), ("t5", "int4")]
 )
