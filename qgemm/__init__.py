@@ -3,6 +3,7 @@
 - ``quantize_model(model)`` swaps the linear layers and experts of a model, in place; ``report(model)`` says what became
   of each.
 - ``calibrate(model)`` finds the scales that static schemes want.
+- ``qgemm.calibration`` has the methods of recipes: ``quantize_model(..., calibration=batches, recipe=[GPTQ()])``.
 - ``sensitivity(model, data)`` ranks layers by the damage that each does alone; ``Budget`` chooses schemes by it.
 - ``QuantLinear`` is the layer, ``QuantExperts`` a mixture of experts.
 - ``save_quantized(model, folder)`` and ``load_quantized(folder)`` keep a quantized model in safetensors.
