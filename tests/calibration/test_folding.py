@@ -235,6 +235,30 @@ def test_a_consumer_out_of_sight_refuses_the_fold() -> None:
     assert refused["first"] == "scales in 'norm' don't verifiably keep what the block computes"
 
 
+class Values(nn.Module):
+    """As an attention whose values later layers take from a dictionary, if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v_proj, self.o_proj = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, shared: dict[str, Tensor] | None = None) -> Tensor:
+        v = self.v_proj(x)
+        if shared is not None:
+            shared["values"] = v
+        out: Tensor = x + self.o_proj(v)
+        return out
+
+
+def test_values_that_are_handed_on_take_no_scales() -> None:
+    block = block_of(Values(), {"x": torch.randn(4, 32)})
+    assert [ends(fold) for fold in find_folds(block)[0]] == [("v_proj", {"o_proj"})]
+    block.calls = [Call((), {"x": torch.randn(4, 32), "shared": {}})]
+    folds, refused = find_folds(block)
+    assert not folds
+    assert refused["o_proj"] == "scales in 'v_proj' don't verifiably keep what the block computes"
+
+
 def test_a_consumer_that_is_quantized_already_refuses_the_fold() -> None:
     model = Hidden(True)
     model.second = QuantLinear.from_linear(model.second)  # type: ignore[assignment]
