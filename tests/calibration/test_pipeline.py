@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -152,6 +153,24 @@ def test_a_method_sees_what_the_one_before_it_changed_and_what_quantized_blocks_
     example.output()
     rows = seen[0].reshape(-1, 64)
     assert all(any(torch.equal(row, other) for other in rows) for row in inputs[3])
+
+
+def test_float_weights_are_freed_block_by_block() -> None:
+    example = FAMILIES["llama"]()
+    weights = {
+        block: [weakref.ref(linear.weight) for linear in layer.modules() if isinstance(linear, nn.Linear)]
+        for block, layer in example.model.model.layers.named_children()
+    }
+    alive: list[bool] = []
+
+    def look(block: Block) -> None:
+        alive.append(any(weight() is not None for weight in weights["0"]))
+
+    qgemm.quantize_model(
+        example.model, "int8-static", calibration=[example.inputs], recipe=[SmoothQuant(), GPTQ(), Probe(does=look)]
+    )
+    assert alive == [True, False]
+    assert all(weight() is None for weight in weights["1"])
 
 
 def test_a_methods_weights_schemes_and_notes_are_used() -> None:

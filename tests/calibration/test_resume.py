@@ -101,6 +101,16 @@ def test_a_run_goes_on_at_the_last_finished_block(family: str, block: str, tmp_p
     assert third.seen == [block for block in BLOCKS[family] if not block]
 
 
+@pytest.mark.parametrize(
+    "scheme", ["int4", "int8-static-asymmetric", "int8-static-hadamard", "int8-outliers-16", "int8-static-outliers-16"]
+)
+def test_layers_of_every_kind_come_back(scheme: str, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        quantize(build("bert"), KilledAt("bert.encoder.layer.1"), resume=tmp_path, scheme=scheme)
+    resumed = quantize(build("bert"), resume=tmp_path, scheme=scheme)
+    assert_same(resumed, quantize(build("bert"), scheme=scheme))
+
+
 def test_killed_twice(tmp_path: Path) -> None:
     expected = quantize(build("t5"))
     for block in ("encoder.block.1", "decoder.block.1"):
