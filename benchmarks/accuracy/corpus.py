@@ -14,8 +14,10 @@ import builtins
 import hashlib
 import json
 import lzma
+import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from importlib import import_module
 from inspect import getdoc
 from pathlib import Path
@@ -23,8 +25,8 @@ from typing import Literal
 
 Split = Literal["train", "validation", "held-out"]
 
-_SKIPPED_FOLDERS = frozenset({"site-packages", "__pycache__", "lib-dynload", "encodings", "cjkencodings"})
-"""Other people's packages, caches, and tables of characters, which are no text."""
+_SKIPPED_FOLDERS = frozenset({"site-packages", "__pycache__", "lib-dynload", "encodings", "cjkencodings", "pydoc_data"})
+"""Other people's packages, caches, tables of characters, and pydoc's topics as one literal: they are read apart."""
 _SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 """What describes the machine that Python was built on."""
 _MAX_BYTES = 400_000
@@ -38,7 +40,7 @@ def documents() -> dict[str, str]:
     help topics of ``pydoc``, and the docstrings of modules written in C.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = {path.relative_to(root).as_posix(): text for path in root.rglob("*") if (text := _read(path, root))}
+    found = {path.relative_to(root).as_posix(): text for path in _files(root) if (text := _read(path)) is not None}
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
     found |= {f"pydoc/{topic}": text for topic, text in topics.items()}
     found |= {f"docstrings/{name}": _docstrings(name) for name in sys.builtin_module_names}
@@ -73,14 +75,20 @@ def load_corpus(path: Path) -> dict[str, str]:
     return corpus
 
 
-def _read(path: Path, root: Path) -> str | None:
-    """The text of a file that belongs to the corpus, or None."""
-    parts = path.relative_to(root).parts
-    if path.suffix not in (".py", ".rst", ".txt") or not path.is_file() or path.stat().st_size > _MAX_BYTES:
-        return None
-    if _SKIPPED_FOLDERS & set(parts) or any(part.startswith(_SKIPPED_PREFIXES) for part in parts):
-        return None
-    if parts[0] == "pydoc_data":  # the topics as one string literal: they are documents of their own
+def _files(root: Path) -> Iterator[Path]:
+    """The files under a folder that belong to the corpus by their names."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [
+            name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(_SKIPPED_PREFIXES)
+        ]
+        for name in names:
+            if name.endswith((".py", ".rst", ".txt")) and not name.startswith(_SKIPPED_PREFIXES):
+                yield Path(folder, name)
+
+
+def _read(path: Path) -> str | None:
+    """The text of a file, or None for one that is too large or no text."""
+    if not path.is_file() or path.stat().st_size > _MAX_BYTES:
         return None
     try:
         return path.read_text(encoding="utf-8")
