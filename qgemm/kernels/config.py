@@ -10,9 +10,10 @@ timed, so the answer is the same on every run. ``scaled_mm(..., config=...)`` an
 The constants are cycles and bytes per cycle of one multiprocessor. Those of the kernel for all devices were fitted on
 an H200 to 3,200 timings of 294 products, those of Hopper's to 1,960 timings of 280 (20 sizes of weight, M from 1 to
 8,192), and for tiles in two pieces to 500 more of 99. There tiles of 256 rows count as 7 % faster than timed: timings
-in short turns miss what they save in power. On 48 products of 6 other sizes the choice takes 1.010 times as long as the
-best of all candidates (geometric mean) and 1.055 times at worst (``python -m benchmarks --check-configs``). Only ratios
-of constants matter, so other devices get a sensible, if less exact, answer.
+in short turns miss what they save in power. On 48 products of 6 other sizes the choice took 1.010 times as long as the
+best of all candidates (geometric mean) and 1.055 times at worst (``python -m benchmarks --check-configs``), before
+there were tiles in two pieces; on 44 products that those were timed on, 1.006 and 1.08. Only ratios of constants
+matter, so other devices get a sensible, if less exact, answer.
 """
 
 import functools
