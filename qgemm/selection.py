@@ -52,11 +52,22 @@ def _check_not_quantized(model: nn.Module) -> None:
         )
 
 
-def _apply_skip(layers: list[Layer], skip: Pattern | Iterable[Pattern] | None) -> None:
-    patterns = [] if skip is None else [skip] if isinstance(skip, str | re.Pattern) else list(skip)
+def as_patterns(skip: Pattern | Iterable[Pattern] | None) -> list[Pattern]:
+    """What ``skip`` holds, a list; raises ``TypeError`` if that is anything but patterns."""
+    if skip is None or isinstance(skip, str | re.Pattern):
+        return [] if skip is None else [skip]
+    wanted = "names, globs and compiled regular expressions"
+    if not isinstance(skip, Iterable):
+        raise TypeError(f"skip is {skip!r}; it takes {wanted}, one or several")
+    patterns = list(skip)
     for pattern in patterns:
         if not isinstance(pattern, str | re.Pattern):
-            raise TypeError(f"skip holds {pattern!r}; it takes names, globs and compiled regular expressions")
+            raise TypeError(f"skip holds {pattern!r}; it takes {wanted}")
+    return patterns
+
+
+def _apply_skip(layers: list[Layer], skip: Pattern | Iterable[Pattern] | None) -> None:
+    for pattern in as_patterns(skip):
         matched = [layer for layer in layers if any(_matches(pattern, name) for name in layer.names)]
         if not matched:
             raise ValueError(_no_match(pattern, layers))

@@ -26,6 +26,8 @@ from qgemm.streaming.source import Source
 from qgemm_cli.layers import FP8_DTYPES, StoredLayer, find_layers
 from qgemm_cli.reading import FLOAT, Checkpoint
 
+MOST_PREFIXES = 32
+
 
 class Dequantized(FloatTensor):
     """An int8 or float8 weight, multiplied by its scales: one for all, one a row, or one a block."""
@@ -213,6 +215,10 @@ def match_names(names: Iterable[str], others: Iterable[str]) -> dict[str, str]:
 
 
 def _prefixes(names: list[str], others: set[str]) -> list[str]:
-    """What ``others`` might have before ``names``."""
+    """What ``others`` might have before ``names``: the shortest of what they have before the longest of these.
+
+    No model is a part of so many; each one is tried on every name.
+    """
     longest = max(names, key=len, default="")
-    return sorted({other.removesuffix(longest) for other in others if other.endswith(f".{longest}")})
+    found = {other.removesuffix(longest) for other in others if other.endswith(f".{longest}")}
+    return sorted(found, key=lambda prefix: (len(prefix), prefix))[:MOST_PREFIXES]

@@ -284,6 +284,8 @@ def test_a_pattern_that_matches_nothing_is_an_error(skip: Any, message: str) -> 
 def test_skip_of_a_wrong_type() -> None:
     with pytest.raises(TypeError, match="skip holds 3"):
         quantize_model(Stack(1), skip=[3])
+    with pytest.raises(TypeError, match="skip is 3"):
+        quantize_model(Stack(1), skip=3)
 
 
 def test_a_layer_that_stays_float_anyway_may_be_skipped() -> None:

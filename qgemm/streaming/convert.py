@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,12 +20,12 @@ from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, parse_s
 from qgemm.device import find_device
 from qgemm.reporting import QuantReport
 from qgemm.scheme import QuantScheme
-from qgemm.selection import Pattern
+from qgemm.selection import Pattern, as_patterns
 from qgemm.streaming.companions import find_companions
 from qgemm.streaming.plan import Plan, make_plan
 from qgemm.streaming.shards import bytes_to_read, write_shard
 from qgemm.streaming.source import Source, open_source
-from qgemm.streaming.workspace import Workspace, open_workspace
+from qgemm.streaming.workspace import Workspace, open_workspace, partial_folder
 from qgemm.version import __version__
 
 
@@ -65,8 +64,8 @@ def quantize_checkpoint(
     """
     source, destination = Path(source), Path(destination).absolute()
     device = find_device(device)
-    drop = [drop] if isinstance(drop, str) else list(drop)
-    skip = None if skip is None else [skip] if isinstance(skip, str | re.Pattern) else list(skip)
+    drop = _names(drop)
+    skip = as_patterns(skip)
     with open_source(source) as opened:
         plan = make_plan(opened, scheme, skip, input_scales, drop, max_shard_size)
         companions, code = find_companions(source)
@@ -122,18 +121,27 @@ def _explained(destination: Path) -> Iterator[None]:
     except FileExistsError:
         raise
     except OSError as error:
-        raise OSError(
-            error.errno,
-            f"{destination} can't be written: {error.strerror or error}. What is finished is kept beside it; "
-            "the same call goes on from there",
-        ) from error
+        kept = (
+            ". What is finished is kept beside it; the same call goes on from there"
+            if partial_folder(destination).exists()
+            else ""
+        )
+        raise OSError(error.errno, f"{destination} can't be written: {error.strerror or error}{kept}") from error
+
+
+def _names(drop: str | Iterable[str]) -> list[str]:
+    names = [drop] if isinstance(drop, str) else list(drop) if isinstance(drop, Iterable) else [drop]
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"drop holds {name!r}; it takes names and globs of tensors")
+    return names
 
 
 def _describe_job(
     source: Source,
     plan: Plan,
     scheme: str | QuantScheme,
-    skip: list[Pattern] | None,
+    skip: list[Pattern],
     input_scales: Mapping[str, float | Tensor] | None,
     max_shard_size: int | str,
 ) -> dict[str, Any]:
@@ -146,7 +154,7 @@ def _describe_job(
         "source": source.fingerprints,
         **{name: _hash_file(source.folder / name) for name in (CONFIG_FILE, GENERATION_CONFIG_FILE)},
         "scheme": scheme if isinstance(scheme, str) else scheme.name,
-        "skip": [pattern if isinstance(pattern, str) else repr(pattern) for pattern in skip or ()],
+        "skip": [pattern if isinstance(pattern, str) else repr(pattern) for pattern in skip],
         "input_scales": scales,
         "max_shard_size": parse_size(max_shard_size),
         "layout": hashlib.sha256(json.dumps([layout, plan.shards]).encode()).hexdigest(),

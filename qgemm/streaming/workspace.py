@@ -32,6 +32,11 @@ _UNFINISHED = ".unfinished"
 _BYTES_AT_A_TIME = 16 << 20
 
 
+def partial_folder(destination: Path) -> Path:
+    """Where the files for a destination are until all are done."""
+    return destination.with_name(destination.name + ".partial")
+
+
 @dataclass(frozen=True)
 class Finished:
     """A file that is done: what it is known by, and the errors of the weights in it, by layer."""
@@ -46,7 +51,7 @@ class Workspace:
     def __init__(self, destination: Path, job: dict[str, Any]) -> None:
         """``job``: JSON-ready values that say what is being made of what."""
         self.destination = destination
-        self.folder = destination.with_name(destination.name + ".partial")
+        self.folder = partial_folder(destination)
         self.content = self.folder / _CONTENT
         self.finished: dict[str, Finished] = {}
         self._job: dict[str, Any] = json.loads(json.dumps(job))
@@ -199,7 +204,7 @@ def _is_sound(path: Path, fingerprint: str, read: Callable[[int], object]) -> bo
             for name, (start, end) in _places(layout.header):
                 if format_checksum(_sum(file, layout.begin + start, end - start, read)) != checksums[name]:
                     return False
-    except (CheckpointError, OSError, KeyError, ValueError):
+    except (CheckpointError, OSError, KeyError, TypeError, ValueError):
         return False
     return True
 

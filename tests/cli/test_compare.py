@@ -152,6 +152,13 @@ def test_a_prefix_on_all_names_is_seen_through() -> None:
     assert match_names(["a"], ["b"]) == {}
 
 
+def test_names_with_prefixes_without_number() -> None:
+    # Trying each on every name would take minutes.
+    names = [f"{number}.weight" for number in range(10_000)]
+    others = [f"part{number}.{names[-1]}" for number in range(10_000)]
+    assert match_names(names, others) == {names[-1]: f"part0.{names[-1]}"}
+
+
 def test_tolerance_and_shapes_make_the_exit_code(float_folder: Path, int8_folder: Path) -> None:
     found = run_json("compare", float_folder, int8_folder, "--tolerance", 0.001, exit_code=1)
     assert len(found["differences"]) == 14

@@ -169,8 +169,22 @@ def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.
 def test_a_place_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
     # A file where a folder is wanted: root, as which tests may run, may write everywhere else.
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"file/streamed can't be written: Not a directory"):
+    with pytest.raises(OSError, match=r"file/streamed can't be written: Not a directory$"):
         quantize_checkpoint(source, tmp_path / "file" / "streamed")
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"drop": 3}, "drop holds 3; it takes names"),
+        ({"drop": ["a", None]}, "drop holds None; it takes names"),
+        ({"skip": 3}, "skip is 3; it takes names, globs"),
+        ({"skip": [b"a"]}, "skip holds b'a'; it takes names, globs"),
+    ],
+)
+def test_arguments_of_a_wrong_type(source: Path, tmp_path: Path, argument: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        quantize_checkpoint(source, tmp_path / "streamed", **argument)
 
 
 def test_progress_counts_the_bytes_that_are_read(
