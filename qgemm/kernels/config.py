@@ -190,8 +190,7 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
     if config.schedule == "specialized" and not (
         limits.hopper
         and itemsize == 1
-        and config.num_warps in (4, 8)
-        and 16 * config.num_warps <= max(config.block_m, 64)
+        and config.num_warps == (8 if config.block_m == 256 or config.block_m * config.block_n > 128 * 128 else 4)
         and (config.block_m in (64, 128, 256) or config.block_m + config.block_n <= 64)
         and config.widths[0] <= 128 <= config.block_k
         and config.num_stages >= 2

@@ -77,6 +77,16 @@ def test_widths_of_hoppers_tiles(block_n: int, widths: tuple[int, ...], valid: b
     assert is_valid(config, 1, replace(H200, hopper=True)) == valid
 
 
+@pytest.mark.parametrize(
+    ("block_m", "block_n", "num_warps"), [(64, 128, 4), (128, 128, 4), (128, 160, 8), (256, 64, 8), (256, 128, 8)]
+)
+def test_warps_of_hoppers_tiles(block_m: int, block_n: int, num_warps: int) -> None:
+    # Warps multiply 16 rows each: eight would find nothing to do in half a tile of 128 rows, as grouped products have.
+    for warps in (4, 8):
+        config = GemmConfig(block_m, block_n, 128, num_warps=warps, num_stages=4, schedule="specialized")
+        assert is_valid(config, 1, replace(H200, hopper=True)) == (warps == num_warps)
+
+
 def test_what_is_valid_depends_on_the_operands_and_the_device() -> None:
     assert is_valid(GemmConfig(64, 64, 16, num_warps=4, num_stages=2), 2, H200)  # 16 values of 2 bytes
     streamk = GemmConfig(64, 64, 128, num_warps=4, num_stages=2, schedule="streamk")
