@@ -30,7 +30,7 @@ def check_config(
     weight = weights[0][0] * weights[0][1][:, None]
 
     def make_pass(config: GemmConfig) -> Pass:
-        return Pass(lambda b: scaled_mm(a, b[0].t(), a_scale, b[1], config=config), weights, device)
+        return Pass(lambda b: scaled_mm(a, b[0].t(), a_scale, b[1], constant_b=True, config=config), weights, device)
 
     passes = {str(config): make_pass(config) for config in configs}
     errors = largest_errors(x, weight, {name: one.checked_output() for name, one in passes.items()})

@@ -16,6 +16,7 @@ from qgemm_cli.check import largest_errors
 from qgemm_cli.timing import SUSTAINED, Effort, Pass, copy_count, host_seconds, median_seconds
 
 HOST_SHAPE = WeightShape("host", 1024, 1024)
+HOST_ROWS = (1, 16, 256, 2048)
 BUSY_ROWS = 256
 """From so many on, the tensor cores of a GPU are busy, not its memory."""
 
@@ -126,22 +127,26 @@ def _measurement(
     )
 
 
-def measure_host(providers: Sequence[Provider], device: torch.device) -> dict[str, float]:
-    """Microseconds of the host for one eager call of each layer, by provider: one row through a weight 1024 x 1024."""
-    x = random_operand(1, HOST_SHAPE.K, device)
+def measure_host(providers: Sequence[Provider], device: torch.device) -> dict[str, dict[str, float]]:
+    """Microseconds of the host for one eager call of each layer, by provider, then by rows of ``HOST_ROWS``."""
     weight = random_operand(HOST_SHAPE.N, HOST_SHAPE.K, device)
-    runs = {}
-    for provider in providers:
-        if "layer" not in provider.levels:
-            continue
-        try:
-            a, b = provider.prepare_input(x), provider.prepare_weight(weight)
-            provider.run(a, b)
-        except Exception as error:
-            print(f"host, {provider.name}: left out ({first_line(error)})")
-            continue
-        runs[provider.name] = partial(provider.run, a, b)
-    return {name: seconds * 1e6 for name, seconds in host_seconds(runs).items()}
+    found: dict[str, dict[str, float]] = {}
+    for M in HOST_ROWS:
+        x = random_operand(M, HOST_SHAPE.K, device)
+        runs = {}
+        for provider in providers:
+            if "layer" not in provider.levels:
+                continue
+            try:
+                a, b = provider.prepare_input(x), provider.prepare_weight(weight)
+                provider.run(a, b)
+            except Exception as error:
+                print(f"host, {provider.name}, M = {M}: left out ({first_line(error)})")
+                continue
+            runs[provider.name] = partial(provider.run, a, b)
+        for name, seconds in host_seconds(runs).items():
+            found.setdefault(name, {})[str(M)] = seconds * 1e6
+    return found
 
 
 def random_operand(rows: int, columns: int, device: torch.device) -> Tensor:

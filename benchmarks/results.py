@@ -66,7 +66,8 @@ class Run:
     bandwidth: float
     peak_tops: dict[str, float]
     measurements: list[Measurement] = field(default_factory=list)
-    host_us: dict[str, float] = field(default_factory=dict)
+    host_us: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By provider, then by rows."""
     config_checks: list[ConfigCheck] = field(default_factory=list)
 
     @property

@@ -102,11 +102,18 @@ def shape_table(measurements: Sequence[Measurement], level: str) -> Table:
     return ["N x K", "M", *names, *([f"{OURS} TOPS", "TB/s", "of the limit"] if OURS in names else [])], rows
 
 
-def host_table(host_us: dict[str, float]) -> Table:
-    """Host microseconds of an eager call, and the ratio to bf16's."""
-    base = host_us.get("bf16")
-    rows = [[name, f"{us:.1f}", f"{us / base:.2f}" if base else "-"] for name, us in host_us.items()]
-    return ["layer", "us", "of bf16's"], rows
+def host_table(host_us: dict[str, dict[str, float]]) -> Table:
+    """Host microseconds of an eager call by rows, and the ratio to bf16's."""
+    base = host_us.get("bf16", {})
+    every = list(dict.fromkeys(M for times in host_us.values() for M in times))
+    rows = []
+    for name, times in host_us.items():
+        row = [name]
+        for M in every:
+            us, bf16 = times.get(M), base.get(M)
+            row += ["-" if us is None else f"{us:.1f}", f"{us / bf16:.2f}" if us and bf16 else "-"]
+        rows.append(row)
+    return ["layer", *(title for M in every for title in (f"M = {M}, us", "of bf16's"))], rows
 
 
 def config_table(checks: Sequence[ConfigCheck]) -> Table:

@@ -28,6 +28,7 @@ from torch.autograd import forward_ad
 
 from qgemm.kernels import asymmetric, dispatch, int4
 from qgemm.kernels.hadamard import hadamard
+from qgemm.kernels.recall import recall, remember
 
 torch.library.define("qgemm::quantize_rows", "(Tensor x, Tensor? scale, Tensor? zero_point=None) -> (Tensor, Tensor)")
 torch.library.define("qgemm::int_mm", "(Tensor a, Tensor b) -> Tensor")
@@ -67,12 +68,24 @@ def quant_linear(
     """``torch.ops.qgemm.quant_linear``, for less host time where it can be.
 
     The way through the dispatcher to a function in Python and back takes about 7 us of a call. Where nobody on that way
-    would see it, the function is called directly.
+    would see it, the function is called directly, and on a GPU what it finds out about a call is remembered for others
+    like it.
     """
-    if torch.compiler.is_compiling() or seen_by_others(x, weight, weight_scale, bias, input_scale):
+    if torch.compiler.is_compiling():
         out: Tensor = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale)
         return out
-    return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale)
+    run = recall(x, weight, weight_scale, bias, input_scale)
+    if run is None:
+        if seen_by_others(x, weight, weight_scale, bias, input_scale):
+            out = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale)
+            return out
+        if not x.is_cuda or x.is_neg():
+            return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale)
+        plan = dispatch.plan_quant_linear(x, weight, weight_scale, bias, input_scale)
+        if plan.aligned:
+            remember(plan, x, weight, weight_scale, bias, input_scale)
+        run = plan
+    return run(x, weight, weight_scale, bias, input_scale)
 
 
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}

@@ -248,7 +248,7 @@ def test_markdown_of_a_run() -> None:
         measured("bf16", 1, 16.0, level="layer"),
         checks=(ConfigCheck(8, 8, 1, "GemmConfig(block_m=16)", 11.0, "GemmConfig(block_m=32)", 10.0),),
     )
-    run.host_us = {"qgemm": 20.0, "bf16": 16.0}
+    run.host_us = {"qgemm": {"1": 20.0, "16": 8.0}, "bf16": {"1": 16.0, "16": 16.0}, "other": {"16": 9.0}}
     lines = tables.report(run, markdown=True).splitlines()
     assert "## Times as fast as others over 2 weight shapes of Llama 3: geometric mean (least)" in lines
     assert "| M | bf16, gemm | bf16, layer |" in lines
@@ -258,7 +258,9 @@ def test_markdown_of_a_run() -> None:
     assert "- Highest rate: 7.3 TOPS (M = 1, 28672 x 4096)." in lines
     assert any(line.startswith("- Weights of 100 MB and more, M up to 16: 3.67 TB/s") for line in lines)
     assert "- fp8, gemm: RuntimeError: no (M = 1, 4096 x 4096)" in lines
-    assert "| qgemm | 20.0 | 1.25 |" in lines
+    assert "| layer | M = 1, us | of bf16's | M = 16, us | of bf16's |" in lines
+    assert "| qgemm | 20.0 | 1.25 | 8.0 | 0.50 |" in lines
+    assert "| other | - | - | 9.0 | 0.56 |" in lines
     assert "| 8 x 8 | 1 | 11.0 | 10.0 | 1.100 | block_m=16 | block_m=32 |" in lines
     assert "Chosen / fastest over 1 products: 1.100 in the geometric mean, 1.100 at worst (M = 1, 8 x 8)." in lines
 
@@ -289,7 +291,7 @@ def test_a_part_of_a_saved_run(tmp_path: Path) -> None:
         for N in (4096, 6144)
     ]
     run = run_of(*entries)
-    run.host_us = {"qgemm": 1.0}
+    run.host_us = {"qgemm": {"1": 1.0}}
     run.save(tmp_path / "run.json")
     options = ["--m", "2", "--level", "gemm", "--shape", "6144x4096", "--provider", "qgemm", "--provider", "bf16"]
     part = main(["--load", str(tmp_path / "run.json"), *options])
@@ -328,7 +330,8 @@ def test_without_matplotlib_there_is_a_line(
 
 def test_config_check_refuses_wrong_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(wrong: bool) -> None:
-        def scaled(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, *, config: object) -> Tensor:
+        def scaled(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, **options: object) -> Tensor:
+            assert options.keys() == {"constant_b", "config"}
             out = (a.float() @ b.float()) * a_scale[:, None] * b_scale
             return out * 1.1 if wrong else out
 

@@ -1,5 +1,6 @@
 """``torch.ops.qgemm.*``: registration, gradients, tracing."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qgemm.ops
-from qgemm.kernels import asymmetric, dispatch, int4
+from qgemm.kernels import asymmetric, dispatch, int4, recall
 from qgemm.kernels.hadamard import hadamard
 
 ops = torch.ops.qgemm
@@ -347,14 +348,26 @@ def test_mixed_devices_are_refused(position: int, device: torch.device) -> None:
 def direct(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The inputs of the calls that went past the dispatcher."""
     seen: list[Any] = []
-    implementation = dispatch.quant_linear
+    implementation, make_plan, recall = dispatch.quant_linear, dispatch.plan_quant_linear, qgemm.ops.recall
 
     def record(x: Tensor, *rest: Any) -> Tensor:
         seen.append(x)
         return implementation(x, *rest)
 
+    def record_plan(x: Tensor, *rest: Any) -> Any:
+        seen.append(x)
+        return make_plan(x, *rest)
+
+    def record_recall(x: Tensor, *rest: Any) -> Any:
+        found = recall(x, *rest)
+        if found is not None:
+            seen.append(x)
+        return found
+
     # The operator keeps the implementation itself, so this is out of its way.
     monkeypatch.setattr(dispatch, "quant_linear", record)
+    monkeypatch.setattr(dispatch, "plan_quant_linear", record_plan)
+    monkeypatch.setattr(qgemm.ops, "recall", record_recall)
     return seen
 
 
@@ -442,6 +455,84 @@ def test_a_call_that_others_see(what: str, direct: list[Any], device: torch.devi
     out, wanted = result(qgemm.ops.quant_linear), result(ops.quant_linear)
     assert not direct
     assert torch.equal(out, wanted) if isinstance(out, Tensor) else out is wanted
+
+
+@pytest.fixture
+def remembered(device: torch.device) -> tuple[Any, tuple[Any, ...]]:
+    """A plan, and the arguments of the call that it is remembered for."""
+    arguments = quant_linear_arguments(device)
+    recall._known.clear()
+    recall.remember(ops.quant_linear, *arguments)
+    assert recall.recall(*arguments) is ops.quant_linear
+    return ops.quant_linear, arguments
+
+
+@pytest.mark.parametrize("what", [what for what in SEEN_BY_OTHERS if what != "torch.compile"])
+def test_a_plan_is_not_recalled_for_a_call_that_others_see(what: str, remembered: tuple[Any, tuple[Any, ...]]) -> None:
+    run, arguments = remembered
+    found: list[Any] = []
+
+    def call(*given: Any) -> Tensor:
+        found.append(recall.recall(*given))
+        out: Tensor = run(*given)
+        return out
+
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # what the operator can't do: forward gradients
+        SEEN_BY_OTHERS[what](call, *arguments)
+    assert found
+    assert not any(found)
+
+
+def test_a_plan_is_recalled_for_tensors_like_those_alone(
+    remembered: tuple[Any, tuple[Any, ...]], device: torch.device
+) -> None:
+    run, (x, weight, scale, bias, none) = remembered
+    assert recall.recall(torch.randn_like(x), weight.clone(), scale.clone(), bias.clone(), none) is run
+    wide = torch.empty(x.shape[0], 2 * x.shape[1], device=device)
+    for other in (
+        (x[1:], weight, scale, bias, none),
+        (x.half(), weight, scale, bias, none),
+        (wide[:, ::2], weight, scale, bias, none),
+        (x, weight.t().contiguous().t(), scale, bias, none),
+        (x, weight, scale.double(), bias, none),
+        (x, weight, scale, bias.half(), none),
+        (x, weight, scale, None, none),
+        (x, weight, scale, bias, scale[0]),
+        (x.to("meta"), weight, scale, bias, none),
+        (x.to_sparse(), weight, scale, bias, none),
+        (nn.Parameter(x, requires_grad=False), weight, scale, bias, none),
+    ):
+        assert recall.recall(*other) is None
+
+
+def test_nothing_is_remembered_of_what_requires_gradients(device: torch.device) -> None:
+    x, *rest = quant_linear_arguments(device)
+    recall._known.clear()
+    with torch.no_grad():
+        recall.remember(ops.quant_linear, x.requires_grad_(), *rest)
+        assert recall.recall(x, *rest) is None
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(recall, "MOST_SIZES", 3)
+    monkeypatch.setattr(recall, "MOST_GUARDS", 2)
+    recall._known.clear()
+    x, *rest = quant_linear_arguments(device)
+    for rows in range(1, 8):
+        some = x[:1].expand(rows, -1).contiguous()
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            recall.remember(ops.quant_linear, some.to(dtype), *rest)
+            assert recall.recall(some.to(dtype), *rest) is ops.quant_linear
+        assert len(recall._known) <= 3
+        assert all(len(found) <= 2 for found in recall._known.values())
+
+
+def test_without_pytorch_s_guards_nothing_is_recalled(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(recall, "_Guards", None)
+    recall._known.clear()
+    arguments = quant_linear_arguments(device)
+    recall.remember(ops.quant_linear, *arguments)
+    assert recall.recall(*arguments) is None
 
 
 def test_a_profile_names_the_operator(device: torch.device) -> None:

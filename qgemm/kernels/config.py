@@ -8,12 +8,10 @@ timed, so the answer is the same on every run. ``scaled_mm(..., config=...)`` an
 ``GemmConfig``.
 
 The constants are cycles and bytes per cycle of one multiprocessor. Those of the kernel for all devices were fitted on
-an H200 to 3,200 timings of 294 products, those of Hopper's to 1,960 timings of 280 (20 sizes of weight, M from 1 to
-8,192), and for tiles in two pieces to 500 more of 99. There tiles of 256 rows count as 7 % faster than timed: timings
-in short turns miss what they save in power. On 48 products of 6 other sizes the choice took 1.010 times as long as the
-best of all candidates (geometric mean) and 1.055 times at worst (``python -m benchmarks --check-configs``), before
-there were tiles in two pieces; on 44 products that those were timed on, 1.006 and 1.08. Only ratios of constants
-matter, so other devices get a sensible, if less exact, answer.
+an H200 to 3,200 timings of 294 products, those of Hopper's to 6,100 of 428 (32 sizes of weight, M from 1 to 3,072; from
+M = 768 on in turns of 50 ms, at the power limit). There the choice took 1.011 times as long as the best of all
+candidates (geometric mean) and 1.16 times at worst. @HELD@ Only ratios of constants matter, so other devices get a
+sensible, if less exact, answer.
 """
 
 import functools
@@ -33,14 +31,18 @@ _BLOCK_LATENCY = 340.0
 _BLOCK_LATENCY_BYTES = 72.1
 _STREAMK_LATENCY = 9000.0  # zeroing the workspace, and the last arrival's wait
 _STREAMK_ATOMICS = 0.87
-# Hopper's kernel.
-_HOPPER_MACS = 3540
-_HOPPER_SHARED_BYTES = 186.0
-_HOPPER_LEAST = 1.05  # of an instruction, for one value of K: pieces of few columns take no less
-_HOPPER_CACHE_BYTES_OF_ALL = 10_000.0
-_HOPPER_MEMORY_LATENCY = 2060.0
-_HOPPER_START = 4000.0  # beside which Stream-K's is nothing
-_HOPPER_EARLY_START = 1690.0  # where the kernel ahead leaves room
+# Hopper's kernel, whose multiplying and loading hardly overlap.
+_HOPPER_OVERLAP_LOSS = 0.71
+_HOPPER_MACS = 6240
+_HOPPER_SHARED_BYTES = 202.0
+_HOPPER_LEAST = 0.326  # of an instruction, for one value of K: pieces of few columns take no less
+_HOPPER_PIECES = 1.14  # how much longer tiles in two pieces take, where a multiprocessor has several tiles
+_HOPPER_TALL = 0.96  # and those of 256 rows: their fewer loads leave power to multiply
+_HOPPER_CACHE_BYTES_OF_ALL = 15_800.0
+_HOPPER_MEMORY_LATENCY = 1228.0
+_HOPPER_START = 3150.0  # beside which Stream-K's is nothing
+_HOPPER_START_BESIDE = 2025.0  # where the kernel ahead leaves multiprocessors free
+_HOPPER_EARLY_START = 1206.0  # where it leaves room on each
 
 
 Schedule = Literal["tiles", "persistent", "streamk", "specialized"]
@@ -149,6 +151,9 @@ CANDIDATES: tuple[GemmConfig, ...] = (
     GemmConfig(128, 160, 128, num_warps=8, num_stages=6, schedule="specialized"),
     GemmConfig(64, 160, 128, num_warps=4, num_stages=7, schedule="specialized"),
     GemmConfig(64, 80, 256, num_warps=4, num_stages=6, schedule="specialized"),
+    # Few rows and long sums.
+    GemmConfig(32, 32, 512, num_warps=4, num_stages=6, schedule="specialized"),
+    GemmConfig(64, 32, 512, num_warps=4, num_stages=4, schedule="specialized"),
     # Two or three programs a multiprocessor.
     GemmConfig(16, 32, 256, num_warps=4, num_stages=6, schedule="specialized"),
     GemmConfig(16, 32, 256, num_warps=4, num_stages=4, schedule="specialized"),
@@ -191,7 +196,7 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
         limits.hopper
         and itemsize == 1
         and config.num_warps == (8 if config.block_m == 256 or config.block_m * config.block_n > 128 * 128 else 4)
-        and (config.block_m in (64, 128, 256) or config.block_m + config.block_n <= 64)
+        and (config.block_m in (64, 128, 256) or (config.block_m + config.block_n <= 64 and len(config.widths) == 1))
         and config.widths[0] <= 128 <= config.block_k
         and config.num_stages >= 2
     ):
@@ -238,16 +243,16 @@ def select_config(M: int, N: int, K: int, dtype: torch.dtype, device: torch.devi
         configs = [config for config in configs if config.schedule != "streamk"]
     if any(config.schedule == "specialized" for config in configs):
         # Only Stream-K is ever much faster than it (on few weights with long sums).
-        configs = [config for config in configs if config.schedule == "streamk" or _suits(config, M, limits)]
+        configs = [config for config in configs if config.schedule == "streamk" or _suits(config, M)]
     return min(configs, key=lambda config: _cycles(config, M, N, K, dtype.itemsize, limits))
 
 
-def _suits(config: GemmConfig, M: int, limits: DeviceLimits) -> bool:
-    """Whether ``config`` is one for so many rows with Hopper's kernel, which multiplies fewer than 64 as if 64."""
-    if config.schedule != "specialized" or config.block_m < min(M, 64):
-        return False
-    # Up to 32 rows there are tiles made for them; the model would now and then prefer others by mistake.
-    return M > 32 or config.block_m < 64 or (config.block_n <= 80 and programs_per_sm(config, 1, limits) == 1)
+def _suits(config: GemmConfig, M: int) -> bool:
+    """Whether ``config`` is one for so many rows with Hopper's kernel, which multiplies fewer than 64 as if 64.
+
+    Up to 32 rows memory decides, and it reads long pieces of weights faster than the model knows.
+    """
+    return config.schedule == "specialized" and config.block_m >= min(M, 64) and (M > 32 or config.block_k > 128)
 
 
 @functools.cache
@@ -261,12 +266,16 @@ def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: D
     blocks = max(1, -(-K // config.block_k))
     if config.schedule == "specialized":
         compute = _hopper_cycles(config, M, tiles, blocks, limits)
-        start = _HOPPER_START if programs_per_sm(config, itemsize, limits) == 1 else _HOPPER_EARLY_START
+        start, loss = _HOPPER_START, _HOPPER_OVERLAP_LOSS
+        if programs_per_sm(config, itemsize, limits) > 1:
+            start = _HOPPER_EARLY_START
+        elif 2 * tiles <= limits.num_sms:
+            start = _HOPPER_START_BESIDE
     else:
         compute = _loop_cycles(config, M, tiles, blocks, itemsize, limits)
-        start = 0.0
+        start, loss = 0.0, _OVERLAP_LOSS
     memory = ((M + N) * K * itemsize + 2 * M * N) / (_MEMORY_BYTES * limits.num_sms)
-    return start + max(compute, memory) + _OVERLAP_LOSS * min(compute, memory)
+    return start + max(compute, memory) + loss * min(compute, memory)
 
 
 def _hopper_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, limits: DeviceLimits) -> float:
@@ -279,7 +288,10 @@ def _hopper_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, limits: 
     loads = (min(config.block_m, M) + config.block_n) * depth
     shared = max(macs, loads * min(tiles, limits.num_sms) / _HOPPER_CACHE_BYTES_OF_ALL)
     alone = _HOPPER_MEMORY_LATENCY / config.num_stages
-    return blocks * _rounds(alone, shared, tiles, programs_per_sm(config, 1, limits), limits)
+    cycles = blocks * _rounds(alone, shared, tiles, programs_per_sm(config, 1, limits), limits)
+    if tiles > limits.num_sms:
+        cycles *= _HOPPER_PIECES if len(config.widths) > 1 else _HOPPER_TALL if config.block_m == 256 else 1.0
+    return cycles
 
 
 def _loop_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, itemsize: int, limits: DeviceLimits) -> float:

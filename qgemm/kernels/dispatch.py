@@ -118,6 +118,13 @@ def quant_linear(
     return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
 
 
+def plan_quant_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+) -> Any:
+    """What ``quant_linear`` does with tensors like these on a GPU: a function of its arguments (``linear.Plan``)."""
+    return _gpu().plan_quant_linear(x, weight, weight_scale, bias, input_scale)
+
+
 def grouped_mm(
     a: Tensor,
     b: Tensor,

@@ -2,7 +2,8 @@
 
 Triton's launcher asks the driver about every pointer and parses every argument at each call. Nearly all of that is the
 same each time, so here the memory that the driver reads is laid out once, and a call writes into it only what changes:
-the stream and the pointers.
+the stream and the pointers, or the tensor maps of what they point to. PyTorch hands out the same addresses again and
+again, so those bytes are kept too.
 
 A kernel compiled by Triton takes the arguments that are left at run time, in order, then two pointers to scratch
 memory, which are null where it needs none. A tensor descriptor becomes a tensor map (``tensor_map.py``), then the
@@ -22,6 +23,7 @@ import torch
 
 from qgemm.kernels.tensor_map import EncodedMaps
 
+MOST_PACKED = 512  # sets of arguments that a launch keeps
 LARGEST_SHARED_MEMORY = 227 * 1024  # bytes; more than any device of today has takes an attribute that isn't set here
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
@@ -67,19 +69,16 @@ class DriverLaunch:
         """``launch``: ``cuLaunchKernelEx``."""
         changing = [argument for argument in program.arguments if not isinstance(argument, bytes)]
         self._maps = [(index, maps) for index, maps in enumerate(changing) if maps is not None]
-        self._pack_into = struct.Struct(_format(changing)).pack_into
+        self._pack = struct.Struct(_format(changing)).pack
+        self._packed: dict[tuple[int, ...], bytes] = {}
         self._block = _Block(program, launch)
 
-    def __call__(self, stream: int, pointers: Sequence[int]) -> None:
+    def __call__(self, stream: int, pointers: tuple[int, ...]) -> None:
         """``pointers``: those of the kernel's arguments, in order."""
-        values: Sequence[int | bytes] = pointers
-        if self._maps:
-            values = list(pointers)
-            for index, maps in self._maps:
-                values[index] = maps(pointers[index])
-        config, memory, launch = self._block.parts
+        packed = self._packed.get(pointers) or self._pack_new(pointers)
+        config, changing, launch = self._block.parts
         config.stream = stream
-        self._pack_into(memory, 0, *values)
+        changing[:] = packed
         error = launch()
         if error == _INVALID_CONTEXT:
             # A thread that has only used memory from PyTorch's cache has no context yet.
@@ -87,6 +86,16 @@ class DriverLaunch:
             error = launch()
         if error:
             raise RuntimeError(f"cuLaunchKernelEx failed: {_describe(error)}")
+
+    def _pack_new(self, pointers: tuple[int, ...]) -> bytes:
+        values: list[int | bytes] = list(pointers)
+        for index, maps in self._maps:
+            values[index] = maps(pointers[index])
+        packed = self._pack(*values)
+        if len(self._packed) >= MOST_PACKED:
+            self._packed.clear()
+        self._packed[pointers] = packed
+        return packed
 
 
 class _Block(threading.local):
@@ -96,10 +105,11 @@ class _Block(threading.local):
     """
 
     def __init__(self, program: Program, launch: Callable[..., int]) -> None:
-        # What changes comes first, so that one pack_into writes it.
+        # What changes comes first, so that one assignment writes it.
         changing = [argument for argument in program.arguments if not isinstance(argument, bytes)]
         fixed = [argument.ljust(8, b"\0") for argument in program.arguments if isinstance(argument, bytes)]
-        offset, fixed_offset = 0, struct.calcsize(_format(changing))
+        size = struct.calcsize(_format(changing))
+        offset, fixed_offset = 0, size
         null = bytes(8)
         memory = ctypes.create_string_buffer(bytes(fixed_offset) + b"".join(fixed) + null)
         start = ctypes.addressof(memory)
@@ -122,7 +132,7 @@ class _Block(threading.local):
         # Pointers made beforehand: ctypes would make them of numbers at each call.
         addresses_of = [ctypes.c_void_p(ctypes.addressof(part)) for part in (config, parameters)]
         prepared = functools.partial(launch, addresses_of[0], ctypes.c_void_p(program.function), addresses_of[1], None)
-        self.parts = config, memory, prepared
+        self.parts = config, memoryview(memory).cast("B")[:size], prepared
 
 
 def _format(changing: Sequence[EncodedMaps | None]) -> str:

@@ -63,7 +63,17 @@ def _quantize_pairs_kernel(
     if place >= 0:
         row = place.to(tl.int64)
         token = (pair // TOP_K).to(tl.int64)
-        _quantize_row(x + token * stride_xm, q + row * K, q_scale + row, None, K, stride_xk, MIN_SCALE, BLOCK, BLOCKS)
+        _quantize_row(
+            x + token * stride_xm,
+            q + row * K,
+            q_scale + row,
+            None,
+            K,
+            stride_xk,
+            tl.arange(0, BLOCK),
+            MIN_SCALE,
+            BLOCKS,
+        )
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -187,7 +197,7 @@ def _quantize_tokens_kernel(
                     k = i * BLOCK + offsets
                     tl.store(q + row * K + k, values[i], mask=k < K)
             else:
-                _quantize_row(x_row, q + row * K, q_scale + row, None, K, stride_xk, MIN_SCALE, BLOCK, BLOCKS)
+                _quantize_row(x_row, q + row * K, q_scale + row, None, K, stride_xk, offsets, MIN_SCALE, BLOCKS)
 
 
 @triton.jit

@@ -16,10 +16,6 @@ from torch import Tensor
 from qgemm.kernels.config import GemmConfig, device_limits, is_valid, programs_per_sm, select_config
 from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
 from qgemm.kernels.launch import ALIGNMENT, Launch
-from qgemm.kernels.tensor_map import TensorMap
-
-REGISTERS = 65_536  # of a multiprocessor
-HOPPER_THREADS = 256  # of a program: four warps that multiply, and four for the one that loads
 
 
 def scaled_mm(
@@ -74,6 +70,7 @@ def _launch(
 class Product(NamedTuple):
     """A kernel bound to everything about a product but its tensors."""
 
+    config: GemmConfig
     launch: Launch
     workspace: int
     """How many int32 zeros the kernel needs: the output's partial sums, then a count for each tile."""
@@ -106,8 +103,9 @@ def plan(
     """
     M, K = a.shape
     N = b.shape[1]
+    epilogue_strides = vector_stride(a_scale, M), vector_stride(b_scale, N), vector_stride(bias, N)
     return _plan(
-        M, N, K, (*a.stride(), *b.stride(), N, 1, _stride(a_scale, M), _stride(b_scale, N), _stride(bias, N)),
+        M, N, K, (*a.stride(), *b.stride(), N, 1, *epilogue_strides),
         a.dtype, out_dtype, a_scale is None, None if bias is None else bias.dtype, activation,
         # allow_tf32, the older name, raises once a user has set this one.
         a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
@@ -134,12 +132,9 @@ def _plan(
 ) -> Product:
     """As ``plan``. The dtypes are here to tell one ``Launch`` from another."""
     limits = device_limits(device)
-    stride_am, stride_ak, stride_bk, stride_bn = strides[:4]
-    # What the copy engine takes.
     hopper = (
         limits.hopper and _has_hopper_kernel() and dtype == torch.int8 and not raw and out_dtype.itemsize == 2 and K > 0
-        and aligned and stride_ak == stride_bk == 1 and stride_am % 16 == stride_bn % 16 == N % 8 == 0
-        and min(stride_am, stride_bn) >= K
+        and aligned and _copy_engine_takes(N, K, *strides[:4])
     )  # fmt: skip
     if config is None:
         config = select_config(M, N, K, dtype, device, hopper)
@@ -153,13 +148,13 @@ def _plan(
             "of 16 bytes, N a multiple of 8, and gives float16 or bfloat16; omit it to have one chosen"
         )
 
-    tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    resident = programs_per_sm(config, dtype.itemsize, limits)
-    slots = limits.num_sms * resident
     if config.schedule == "specialized":
-        launch = _hopper_launch(config, min(tiles, slots), slots, resident, M, N, K, strides, out_dtype, constant_b)
-        return Product(launch, 0)
+        from qgemm.kernels.hopper import gemm_launch
 
+        return Product(config, gemm_launch(config, M, N, K, strides, out_dtype, constant_b, limits), 0)
+
+    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    slots = limits.num_sms * programs_per_sm(config, dtype.itemsize, limits)
     numbers = (M, N, K, *strides)
     constants: tuple[Any, ...] = (
         config.block_m, config.block_n, config.block_k, config.group_size_m,
@@ -168,7 +163,7 @@ def _plan(
     if config.schedule == "streamk" and K > 0:
         constants = (*constants, slots)
         launch = Launch(_gemm_streamk_kernel, slots, numbers, constants, config.num_warps, config.num_stages)
-        return Product(launch, M * N + tiles)
+        return Product(config, launch, M * N + tiles)
 
     # Only persistent programs are renumbered for chiplets.
     persistent = config.schedule != "tiles" or limits.num_xcds > 1
@@ -177,7 +172,15 @@ def _plan(
     epilogue = ACTIVATION_FUNCTIONS[activation] if activation else None
     constants = (*constants, not dtype.is_floating_point, allow_tf32, epilogue, persistent, limits.pdl)
     launch = Launch(_gemm_kernel, grid, numbers, constants, config.num_warps, config.num_stages, limits.pdl)
-    return Product(launch, 0)
+    return Product(config, launch, 0)
+
+
+def _copy_engine_takes(N: int, K: int, stride_am: int, stride_ak: int, stride_bk: int, stride_bn: int) -> bool:
+    return (
+        stride_ak == stride_bk == 1
+        and stride_am % 16 == stride_bn % 16 == N % 8 == 0
+        and min(stride_am, stride_bn) >= K
+    )
 
 
 @functools.cache
@@ -195,61 +198,6 @@ def _has_hopper_kernel() -> bool:
     return True
 
 
-def _hopper_launch(
-    config: GemmConfig,
-    grid: int,
-    slots: int,
-    resident: int,
-    M: int,
-    N: int,
-    K: int,
-    strides: tuple[int, ...],
-    out_dtype: torch.dtype,
-    constant_b: bool,
-) -> Launch:
-    """``resident``: how many programs share a multiprocessor. ``slots``: how many the device holds."""
-    from qgemm.kernels.hopper_kernels import PANEL, _gemm_hopper_kernel, block_layout
-
-    stride_am, _, _, stride_bn, stride_cm, _, *epilogue_strides = strides
-    rows, cols, stored, panel = config.block_m, config.block_n, config.stored_columns, PANEL.value
-    b_part = config.widths[-1]
-    part, last_parts = rows_at_a_time(M, rows)
-    maps = {
-        0: TensorMap((M, K), (stride_am, 1), (part, panel), block_layout(part, panel, torch.int8)),
-        1: TensorMap((N, K), (stride_bn, 1), (b_part, panel), block_layout(b_part, panel, torch.int8)),
-        2: TensorMap((M, N), (stride_cm, 1), (rows, stored), block_layout(rows, stored, out_dtype)),
-    }
-    numbers = (M, N, K, *epilogue_strides)
-    # A kernel that starts early wants room beside this one.
-    next_early = constant_b and resident > 1
-    constants = (
-        rows, cols, config.block_k, config.widths, config.group_size_m, slots, config.num_stages, last_parts,
-        constant_b, next_early,
-    )  # fmt: skip
-    return Launch(
-        _gemm_hopper_kernel, grid, numbers, constants, config.num_warps, pdl=True, maps=maps,
-        max_registers=hopper_registers(resident),
-    )  # fmt: skip
-
-
-def hopper_registers(resident: int) -> int | None:
-    """The registers of a thread of Hopper's kernel where ``resident`` programs share a multiprocessor; None for all."""
-    return None if resident == 1 else REGISTERS // (resident * HOPPER_THREADS) // 8 * 8
-
-
-def rows_at_a_time(M: int, block_m: int) -> tuple[int, int]:
-    """``(part, last_parts)``: how many rows of A the copy engine loads at a time, and how often in the last tile.
-
-    Few numbers, since each pair is a kernel of its own.
-    """
-    last = M % block_m or block_m
-    if block_m >= M or last == block_m:
-        part = next((part for part in (block_m, 32, 16) if last % part == 0), 8)
-    else:
-        part = min(block_m, 32 if last % 32 == 0 or M > 1024 else 16)
-    return part, -(-last // part)
-
-
-def _stride(vector: Tensor | None, length: int) -> int:
+def vector_stride(vector: Tensor | None, length: int) -> int:
     """The stride of an epilogue's vector; 0 repeats a single value."""
     return vector.stride(0) if vector is not None and vector.ndim and vector.shape[0] == length else 0

@@ -47,6 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qgemm.kernels.hopper_quantize_kernels import _quantize_together
 from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import aggregate
 
@@ -182,7 +183,9 @@ def _barriers(count: gl.constexpr):
 
 
 @gluon.jit
-def _produce(A, B, ring, sched, num_k, CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr):
+def _produce(
+    A, B, ring, sched, num_k, ready, QUANTIZES: gl.constexpr, CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr
+):  # fmt: skip
     BLOCK_K: gl.constexpr = sched.ctx.block_k
     start, total, stride = sched.persistent_tile_range()
     tile = sched.get_tile_from_idx(start)
@@ -196,6 +199,8 @@ def _produce(A, B, ring, sched, num_k, CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.
     gdc_wait()
     if NEXT_EARLY:
         gdc_launch_dependents()
+    if QUANTIZES:
+        mbarrier.wait(ready, 0)
     if CONSTANT_B:
         for k_idx in range(ahead):
             ring.fill_a(k_idx, A, row, k_idx * BLOCK_K)
@@ -255,8 +260,10 @@ def _apply_epilogue(sums, scales, epilogue, sched, cols):
 
 
 @gluon.jit
-def _consume(C, epilogue, ring, staging, sched, num_k):
+def _consume(C, epilogue, ring, staging, sched, num_k, quantization, ready, ROW: gl.constexpr):
     gdc_wait()
+    if len(ROW) > 0:
+        _quantize_together(quantization, epilogue[0], sched.M, sched.K, ready, ROW)
     BLOCK_M: gl.constexpr = sched.ctx.block_m
     BLOCK_N: gl.constexpr = sched.ctx.block_n
     ROWS: gl.constexpr = staging.shape[0]
@@ -298,23 +305,17 @@ def _consume(C, epilogue, ring, staging, sched, num_k):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M"])
-def _gemm_hopper_kernel(
-    A, B, C, A_scale, B_scale, bias,
+@gluon.jit
+def _run(
+    A, B, C, A_scale, B_scale, bias, quantization,
     M, N, K,
     stride_a_scale, stride_b_scale, stride_bias,
+    ROW: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WIDTHS: gl.constexpr,
     GROUP_SIZE_M: gl.constexpr, NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, LAST_PARTS: gl.constexpr,
     CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """``A``, ``B``, ``C``: tensor maps of ``[M, K]``, ``[N, K]`` and ``[M, N]``.
-
-    Their blocks: ``PANEL`` columns and a part of ``BLOCK_M`` rows; ``PANEL`` columns and as many rows as the last of
-    ``WIDTHS``, which make ``BLOCK_N``; a tile, or some of its columns.
-    ``LAST_PARTS``: parts with rows of A in the last row of tiles. ``CONSTANT_B``: no kernel that may still run writes
-    B, so loading it needn't wait. ``NEXT_EARLY``: let the next kernel start when the one ahead has ended, not only when
-    this one has loaded all.
-    """
+    """``quantization``, ``ROW``: of ``_quantize_together``; empty if A holds the quantized rows already."""
     ctx = GemmContext(BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, 1, GROUP_SIZE_M, quantized=True)
     sched = ScheduleContext(M, N, K, ctx)
     num_k = gl.cdiv(K, BLOCK_K)
@@ -334,13 +335,61 @@ def _gemm_hopper_kernel(
         rest_panels = b_panels
     full, empty = _barriers(NUM_STAGES), _barriers(NUM_STAGES)
     ring = Ring(a_panels, b_panels, rest_panels, full, empty, NUM_STAGES, panels, LAST_PARTS, BLOCK_M, WIDTHS, b_start)
+    # Completes when all rows of A are quantized.
+    ready = _barriers(1).index(0)
     staging = gl.allocate_shared_memory(C.dtype, [ROWS, C.block_shape[1]], C.layout)
     epilogue = (A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias)
     gl.warp_specialize(
         [
-            (_consume, (C, epilogue, ring, staging, sched, num_k)),
-            (_produce, (A, B, ring, sched, num_k, CONSTANT_B, NEXT_EARLY)),
+            (_consume, (C, epilogue, ring, staging, sched, num_k, quantization, ready, ROW)),
+            (_produce, (A, B, ring, sched, num_k, ready, len(ROW) > 0, CONSTANT_B, NEXT_EARLY)),
         ],
         [1],
         [PRODUCER_REGISTERS],
     )
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _gemm_hopper_kernel(
+    A, B, C, A_scale, B_scale, bias,
+    M, N, K,
+    stride_a_scale, stride_b_scale, stride_bias,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WIDTHS: gl.constexpr,
+    GROUP_SIZE_M: gl.constexpr, NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, LAST_PARTS: gl.constexpr,
+    CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
+):  # fmt: skip
+    """``A``, ``B``, ``C``: tensor maps of ``[M, K]``, ``[N, K]`` and ``[M, N]``.
+
+    Their blocks: ``PANEL`` columns and a part of ``BLOCK_M`` rows; ``PANEL`` columns and as many rows as the last of
+    ``WIDTHS``, which make ``BLOCK_N``; a tile, or some of its columns.
+    ``LAST_PARTS``: parts with rows of A in the last row of tiles. ``CONSTANT_B``: no kernel that may still run writes
+    B, so loading it needn't wait. ``NEXT_EARLY``: let the next kernel start when the one ahead has ended, not only when
+    this one has loaded all.
+    """
+    _run(
+        A, B, C, A_scale, B_scale, bias, (), M, N, K, stride_a_scale, stride_b_scale, stride_bias, (),
+        BLOCK_M, BLOCK_N, BLOCK_K, WIDTHS, GROUP_SIZE_M, NUM_SMS, NUM_STAGES, LAST_PARTS, CONSTANT_B, NEXT_EARLY,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M"])
+def _quant_linear_hopper_kernel(
+    x, q, q_scale, x_scale, B, C, b_scale, bias, A, counts,
+    M, N, K,
+    stride_xm, stride_xk, stride_b_scale, stride_bias,
+    ROW: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WIDTHS: gl.constexpr,
+    GROUP_SIZE_M: gl.constexpr, NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, LAST_PARTS: gl.constexpr,
+    NEXT_EARLY: gl.constexpr,
+):  # fmt: skip
+    """A quantized linear layer in one launch: the programs quantize the rows of ``x`` together, then compute tiles.
+
+    ``x``: ``[M, K]``. ``q``, ``q_scale``: where its quantized rows go, ``[M, K]`` and ``[M]``, contiguous. ``A``: the
+    tensor map of ``q``. ``x_scale``, ``counts``, ``ROW``: see ``_quantize_together``. B is constant; the rest is as in
+    ``_gemm_hopper_kernel``.
+    """
+    _run(
+        A, B, C, q_scale, b_scale, bias, (x, q, x_scale, counts, stride_xm, stride_xk),
+        M, N, K, 1, stride_b_scale, stride_bias, ROW,
+        BLOCK_M, BLOCK_N, BLOCK_K, WIDTHS, GROUP_SIZE_M, NUM_SMS, NUM_STAGES, LAST_PARTS, True, NEXT_EARLY,
+    )  # fmt: skip

@@ -72,7 +72,7 @@ class Launch:
         if device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return self(*tensors)
-        pointers = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        pointers = tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
         alignment = _alignment(pointers)
         variant = self._variants.get(alignment)
         if variant is None:

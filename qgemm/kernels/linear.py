@@ -4,6 +4,18 @@ All about a call but its addresses follows from the sizes, strides, dtypes and d
 the weight's address is aligned. So the first call of a kind is checked and leaves a plan behind, and those like it are
 two allocations and one or two launches: the quantized rows and their scales share one buffer, which no tensor is made
 for. Calls of one launch share the buffer of their stream too: what runs on a stream runs in turn.
+
+One launch takes the host 5 us less than two, and a call in PyTorch's eager mode takes as long as the slower of host and
+device. On the device, one launch on Hopper is 1 to 2 us slower than two, which overlap. So it is for what takes the
+device no longer than the host (``hopper.in_one_launch``), and not for CUDA graphs. A layer on an H200 (bfloat16), us:
+
+| N x K | M | host: F.linear, one launch, two | device: one, two | eager: F.linear, one, two |
+|---|---|---|---|---|
+| 1024 x 1024 | 16 | 12.8, 10.9, 16.5 | 4.3, 2.7 | 13.2, 11.3, 19.6 |
+| 1024 x 1024 | 1024 | 13, 11, 16 | 8.6, 7.3 | 12.5, 11.0, 16.2 |
+| 4096 x 4096 | 64 | 13.1, 11.0, 16.3 | 8.9, 7.5 | 13.2, 11.2, 16.6 |
+| 8192 x 8192 | 16 | 13.4, 11.8, 18.2 | 20.0, 18.7 | 35.9, 21.3, 20.9 |
+| 28672 x 4096 (in two) | 16 | 13.1, 11.2, 16.6 | 32.9, 30.5 | 58.8, 33.9, 33.2 |
 """
 
 from __future__ import annotations
@@ -19,7 +31,7 @@ from torch._C._dynamo import guards
 from qgemm.kernels import gemm, quantize
 from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits, is_valid
 from qgemm.kernels.dispatch import check_quant_linear
-from qgemm.kernels.gemm import Product
+from qgemm.kernels.gemm import Product, vector_stride
 from qgemm.kernels.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.linear_kernels import _quant_linear_kernel
 from qgemm.kernels.reference import MIN_SCALE
@@ -38,17 +50,10 @@ _is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 MOST_PLANS = 4096
 MOST_STREAMS = 256  # that keep a buffer
 CACHE_LINE = 128  # bytes
+COUNTS = CACHE_LINE  # bytes, where programs that wait for one another count
 
-# One row takes one launch if it and the weight are short: each program quantizes the row, so there may not be more than
-# multiprocessors. The host saves a launch, 3 us. On the device two launches are no slower, since the product begins to
-# load its weights before the row is quantized. The layer on an H200 (bfloat16, in CUDA graphs, weights from memory), in
-# us:
-#
-# | N x K | one launch | two |
-# |---|---|---|
-# | 4096 x 4096 | 7.2 | 7.1 |
-# | 6144 x 4096 | 9.2 | 8.5 |
-# | 8192 x 8192 | 18.9 | 18.5 |
+# Where there is no kernel of Hopper's, one row takes one launch if it and the weight are short: each program quantizes
+# the row, so there may not be more than multiprocessors.
 LONGEST_FUSED_ROW = 8192  # bytes
 FUSED_CONFIG = GemmConfig(16, 32, 512, num_warps=4, num_stages=6, schedule="tiles")
 
@@ -57,13 +62,19 @@ def quant_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, input_scale: Tensor | None = None
 ) -> Tensor:
     """``dispatch.quant_linear`` on a GPU, which checks its arguments itself. ``x`` is no negative view."""
+    return plan_quant_linear(x, weight, weight_scale, bias, input_scale)(x, weight, weight_scale, bias, input_scale)
+
+
+def plan_quant_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+) -> Plan:
+    """The plan of such a call, checked and made if it is the first."""
     if x.layout is not torch.strided:
         check_quant_linear(x, weight, weight_scale, bias, input_scale)
-    weight_at = weight.data_ptr()
     kind = (
         x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device(),
         weight.shape, weight.is_contiguous() or weight.stride(), weight.dtype, weight.get_device(),
-        weight_at % ALIGNMENT == 0,
+        weight.data_ptr() % ALIGNMENT == 0,
         weight_scale.shape, weight_scale.is_contiguous() or weight_scale.stride(),
         weight_scale.dtype, weight_scale.get_device(),
         None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype, bias.get_device()),
@@ -76,109 +87,149 @@ def quant_linear(
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         _plans[kind] = plan
-    if plan.one_of_several and plan.device != torch._C._cuda_getDevice():
-        with torch.cuda.device(plan.device):
-            return quant_linear(x, weight, weight_scale, bias, input_scale)
-
-    out = _empty(plan.out_shape, plan.out_strides, x.dtype)
-    rows = x if plan.rows is None else x.reshape(plan.rows)
-    stream = torch._C._cuda_getCurrentRawStream(plan.device)
-    # Between two launches another thread may make its own on this stream. The default stream, 0, is never captured.
-    if plan.fused is None or (stream and _is_capturing()):
-        buffer = _empty((plan.buffer,), (1,), torch.int8)
-    else:
-        buffer = _shared_buffers.get((plan.device, stream), _NO_BUFFER)
-        if buffer.numel() < plan.buffer:
-            if len(_shared_buffers) >= MOST_STREAMS:
-                _shared_buffers.clear()
-            buffer = _shared_buffers[plan.device, stream] = _empty((plan.buffer,), (1,), torch.int8)
-
-    x_at, scale_at = rows.data_ptr(), weight_scale.data_ptr()
-    bias_at = 0 if bias is None else bias.data_ptr()
-    input_scale_at = 0 if input_scale is None else input_scale.data_ptr()
-    # What the launches of a plan by the driver aren't made for.
-    unusual = (x_at | weight_at | scale_at | bias_at | input_scale_at) % ALIGNMENT or hooked()
-    q_at = buffer.data_ptr()
-    q_scale_at = q_at + plan.q_scale
-    quantization = (x_at, q_at, q_scale_at) if input_scale is None else (x_at, q_at, q_scale_at, input_scale_at)
-    product = (weight_at, out.data_ptr(), scale_at) if bias is None else (weight_at, out.data_ptr(), scale_at, bias_at)
-    if plan.fused is not None:
-        fused = plan.fused.aligned
-        if fused is None or unusual:
-            plan.fused(rows, *plan.quantized(buffer), input_scale, weight, out, weight_scale, bias)
-        else:
-            fused(stream, quantization + product)
-    elif plan.quantize_rows is not None and plan.scaled_mm is not None:
-        quantize_rows, scaled_mm = plan.quantize_rows.aligned, plan.scaled_mm.launch.aligned
-        if quantize_rows is None or scaled_mm is None or plan.scaled_mm.workspace or unusual:
-            q, q_scale = plan.quantized(buffer)
-            plan.quantize_rows(rows, q, q_scale, input_scale)
-            plan.scaled_mm(q, weight.t(), out, q_scale, weight_scale, bias)
-        else:
-            quantize_rows(stream, quantization)
-            scaled_mm(stream, (q_at, *product[:2], q_scale_at, *product[2:]))
-    return out
+    return plan
 
 
-class _Plan(NamedTuple):
-    """What calls of a kind have in common. They make one launch, ``fused``, or two; none for an empty output."""
+class Plan(NamedTuple):
+    """What calls of a kind have in common. They make one launch, ``fused``, or two; none for an empty output.
+
+    Their buffer has ``COUNTS`` bytes of zeros first, then the quantized rows, then their scales.
+    """
 
     device: int
     one_of_several: bool
     """Whether there are other devices, so that another one may be the current one."""
     out_shape: tuple[int, ...]
     out_strides: tuple[int, ...]
+    aligned: bool
+    """Whether it is for weights whose address is a multiple of ``ALIGNMENT``."""
     M: int
     K: int
     rows: tuple[int, int] | None
     """The shape to bring ``x`` to; None where its memory is ``[M, K]`` as it is."""
     q_scale: int
-    """Where the scales begin in the buffer, in bytes; the quantized rows are at 0."""
+    """Where the scales begin, in bytes from the quantized rows."""
     buffer: int
     """Bytes."""
+    counts: bool
+    """Whether programs of ``fused`` wait for one another. Not in graphs, whose memory others use in between."""
     fused: Launch | None
     quantize_rows: Launch | None
     scaled_mm: Product | None
 
+    def __call__(
+        self, x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+    ) -> Tensor:
+        """The layer's output for tensors like those that it was made for."""
+        if self.one_of_several and self.device != torch._C._cuda_getDevice():
+            with torch.cuda.device(self.device):
+                return self(x, weight, weight_scale, bias, input_scale)
+
+        rows = x if self.rows is None else x.reshape(self.rows)
+        x_at, weight_at, scale_at = rows.data_ptr(), weight.data_ptr(), weight_scale.data_ptr()
+        bias_at = 0 if bias is None else bias.data_ptr()
+        input_scale_at = 0 if input_scale is None else input_scale.data_ptr()
+        # What the launches of a plan by the driver aren't made for.
+        unusual = (x_at | weight_at | scale_at | bias_at | input_scale_at) % ALIGNMENT or hooked()
+        if unusual and weight_at % ALIGNMENT and self.aligned:
+            return quant_linear(x, weight, weight_scale, bias, input_scale)
+
+        out = _empty(self.out_shape, self.out_strides, x.dtype)
+        out_at = out.data_ptr()
+        stream = torch._C._cuda_getCurrentRawStream(self.device)
+        # The default stream, 0, is never captured.
+        capturing = stream and _is_capturing()
+        in_one = self.fused if not (capturing and self.counts) else None
+        # Between two launches another thread may make its own on this stream.
+        if in_one is None or capturing:
+            buffer = _empty((self.buffer,), (1,), torch.int8)
+        else:
+            buffer = _shared_buffers.get((self.device, stream), _NO_BUFFER)
+            if buffer.numel() < self.buffer:
+                if len(_shared_buffers) >= MOST_STREAMS:
+                    _shared_buffers.clear()
+                buffer = _shared_buffers[self.device, stream] = _empty((self.buffer,), (1,), torch.int8).zero_()
+
+        counts_at = buffer.data_ptr()
+        q_at = counts_at + COUNTS
+        q_scale_at = q_at + self.q_scale
+        quantization = (x_at, q_at, q_scale_at) if input_scale is None else (x_at, q_at, q_scale_at, input_scale_at)
+        product = (weight_at, out_at, scale_at) if bias is None else (weight_at, out_at, scale_at, bias_at)
+        if in_one is not None:
+            fused = in_one.aligned
+            if fused is None or unusual:
+                q, q_scale = self.quantized(buffer)
+                more = (q, buffer[:COUNTS].view(torch.int32)) if self.counts else ()
+                in_one(rows, q, q_scale, input_scale, weight, out, weight_scale, bias, *more)
+            elif self.counts:
+                fused(stream, (*quantization, *product, q_at, counts_at))
+            else:
+                fused(stream, quantization + product)
+        elif self.quantize_rows is not None and self.scaled_mm is not None:
+            quantize_rows, scaled_mm = self.quantize_rows.aligned, self.scaled_mm.launch.aligned
+            if quantize_rows is None or scaled_mm is None or self.scaled_mm.workspace or unusual:
+                q, q_scale = self.quantized(buffer)
+                self.quantize_rows(rows, q, q_scale, input_scale)
+                self.scaled_mm(q, weight.t(), out, q_scale, weight_scale, bias)
+            else:
+                quantize_rows(stream, quantization)
+                scaled_mm(stream, (q_at, *product[:2], q_scale_at, *product[2:]))
+        return out
+
     def quantized(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
         """The quantized rows and their scales as tensors."""
-        q = buffer[: self.M * self.K].view(self.M, self.K)
-        return q, buffer[self.q_scale : self.q_scale + 4 * self.M].view(torch.float32)
+        q, scale = COUNTS, COUNTS + self.q_scale
+        return (
+            buffer[q : q + self.M * self.K].view(self.M, self.K),
+            buffer[scale : scale + 4 * self.M].view(torch.float32),
+        )
 
 
-_plans: dict[tuple[object, ...], _Plan] = {}
+_plans: dict[tuple[object, ...], Plan] = {}
 _NO_BUFFER = torch.empty(0, dtype=torch.int8)
 _shared_buffers: dict[tuple[int, int], Tensor] = {}
-"""Of plans with one launch, by device and stream; the largest is that of LONGEST_FUSED_ROW on every multiprocessor."""
+"""Of plans with one launch, by device and stream; no larger than the longest rows of those: some megabytes."""
 
 
 def _make_plan(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
-) -> _Plan:
+) -> Plan:
     N, K = weight.shape
     M = math.prod(x.shape[:-1])
     rows = x.reshape(M, K)
     out = x.new_empty((*x.shape[:-1], N))
     q_scale = -(-M * K // ALIGNMENT) * ALIGNMENT
-    buffer = q_scale + 4 * M
-    plan = _Plan(
-        x.device.index, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), M, K,
-        None if rows.data_ptr() == x.data_ptr() else (M, K), q_scale, buffer, None, None, None,
+    buffer = COUNTS + q_scale + 4 * M
+    plan = Plan(
+        x.device.index, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(),
+        weight.data_ptr() % ALIGNMENT == 0, M, K, None if rows.data_ptr() == x.data_ptr() else (M, K), q_scale, buffer,
+        False, None, None, None,
     )  # fmt: skip
     if not out.numel():
         return plan
-    config = fused_config(N, K, x.itemsize, device_limits(x.device)) if M == 1 else None
-    if config is not None:
-        part = -(-buffer // CACHE_LINE) * CACHE_LINE
-        programs = -(-N // config.block_n)
-        return plan._replace(
-            buffer=part * programs,
-            fused=_fused_launch(rows, weight, weight_scale, bias, config, programs, part),
-        )
+    limits = device_limits(x.device)
     q, scales = plan.quantized(x.new_empty(buffer, dtype=torch.int8))
+    product = gemm.plan(q, weight.t(), scales, weight_scale, bias, None, x.dtype, constant_b=True)
+    plan = plan._replace(quantize_rows=quantize.plan(rows, input_scale, next_early=True), scaled_mm=product)
+    if product.config.schedule == "specialized":
+        from qgemm.kernels import hopper
+
+        if hopper.in_one_launch(product.config, M, N, K, limits):
+            epilogue_strides = vector_stride(weight_scale, N), vector_stride(bias, N)
+            launch = hopper.quant_linear_launch(
+                product.config, M, N, K, rows.stride(), weight.stride(0), epilogue_strides, x.dtype, limits
+            )
+            return plan._replace(counts=True, fused=launch)
+        return plan
+
+    config = fused_config(N, K, x.itemsize, limits) if M == 1 else None
+    if config is None:
+        return plan
+    part = -(-(buffer - COUNTS) // CACHE_LINE) * CACHE_LINE
+    programs = -(-N // config.block_n)
     return plan._replace(
-        quantize_rows=quantize.plan(rows, input_scale, next_early=True),
-        scaled_mm=gemm.plan(q, weight.t(), scales, weight_scale, bias, None, x.dtype, constant_b=True),
+        buffer=COUNTS + part * programs,
+        fused=_fused_launch(rows, weight, weight_scale, bias, config, programs, part),
     )
 
 
@@ -195,7 +246,7 @@ def _fused_launch(
 ) -> Launch:
     N, K = weight.shape
     stride_bn, stride_bk = weight.stride()
-    stride_b_scale = weight_scale.stride(0) if weight_scale.shape == (N,) else 0
+    stride_b_scale = vector_stride(weight_scale, N)
     limits = device_limits(row.device)
     numbers = (
         N, K, part,

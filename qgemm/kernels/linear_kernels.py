@@ -57,7 +57,7 @@ def _quant_linear_kernel(
 
     if PDL:
         gdc_wait()
-    _quantize_row(x, q, q_scale, x_scale, K, stride_xk, MIN_SCALE, ROW_BLOCK, ROW_BLOCKS)
+    _quantize_row(x, q, q_scale, x_scale, K, stride_xk, tl.arange(0, ROW_BLOCK), MIN_SCALE, ROW_BLOCKS)
     # What one thread wrote, others read.
     tl.debug_barrier()
     acc = ctx.reduce_axis(tensorA, tensorB, out_tile)

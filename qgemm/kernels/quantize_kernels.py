@@ -99,10 +99,10 @@ def _quantize(x, scale, inverse, ONE_PRODUCT: tl.constexpr, STATIC: tl.constexpr
 
 
 @triton.jit
-def _quantize_any(x_row, q_row, K, stride_xk, scale, zero=None):
+def _quantize_any(x_row, q_row, K, stride_xk, scale, offsets, zero=None):
     """A row with any values and any scale, a division for each value."""
-    for start in range(0, K, 1024):
-        k = start + tl.arange(0, 1024)
+    for start in range(0, K, offsets.shape[0]):
+        k = start + offsets
         x = tl.load(x_row + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0).to(tl.float32)
         quotient = tl.math.div_rn(x, scale)
         if zero is not None:
@@ -116,24 +116,24 @@ def _quantize_any(x_row, q_row, K, stride_xk, scale, zero=None):
 
 @triton.jit
 def _quantize_row(
-    x_row, q_row, row_scale_ptr, scale_ptr, K, stride_xk,
-    MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    x_row, q_row, row_scale_ptr, scale_ptr, K, stride_xk, offsets,
+    MIN_SCALE: tl.constexpr, BLOCKS: tl.constexpr,
     zero_ptr=None,
 ):  # fmt: skip
     """Quantizes one row: ``K`` int8 values to ``q_row``, side by side, and its scale to ``row_scale_ptr``.
 
-    ``scale_ptr``: a static scale, or None. ``zero_ptr``: its zero point, or None. ``BLOCKS``: how many blocks of
-    ``BLOCK`` values hold the row; 0 to read it twice, a block at a time.
+    ``scale_ptr``: a static scale, or None. ``zero_ptr``: its zero point, or None. ``offsets``: those within a block.
+    ``BLOCKS``: how many blocks hold the row; 0 to read it twice, a block at a time.
     """
     STATIC: tl.constexpr = scale_ptr is not None
     ONE_PRODUCT: tl.constexpr = x_row.dtype.element_ty == tl.bfloat16 and not STATIC
-    offsets = tl.arange(0, BLOCK)
+    BLOCK: tl.constexpr = offsets.shape[0]
     zero = None
     if zero_ptr is not None:
         zero = tl.load(zero_ptr).to(tl.float32)
 
     blocks = ()
-    largest = _magnitude(tl.zeros((BLOCK,), dtype=x_row.dtype.element_ty))
+    largest = _magnitude((offsets * 0).to(x_row.dtype.element_ty))
     if BLOCKS:
         for i in tl.static_range(BLOCKS):
             k = i * BLOCK + offsets
@@ -167,7 +167,7 @@ def _quantize_row(
                 x = tl.load(x_row + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0)
                 tl.store(q_row + k, _quantize(x, scale, inverse, ONE_PRODUCT, STATIC, zero), mask=k < K)
     else:
-        _quantize_any(x_row, q_row, K, stride_xk, scale, zero)
+        _quantize_any(x_row, q_row, K, stride_xk, scale, offsets, zero)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -189,7 +189,7 @@ def _quantize_rows_kernel(
     if row < M:
         _quantize_row(
             x_ptr + row * stride_xm, q_ptr + row * K, row_scale_ptr + row, scale_ptr, K, stride_xk,
-            MIN_SCALE, BLOCK, BLOCKS,
+            tl.arange(0, BLOCK), MIN_SCALE, BLOCKS,
         )  # fmt: skip
 
 
@@ -205,5 +205,5 @@ def _quantize_rows_asymmetric_kernel(
     row = tl.program_id(0).to(tl.int64)
     _quantize_row(
         x_ptr + row * stride_xm, q_ptr + row * K, row_scale_ptr + row, scale_ptr, K, stride_xk,
-        MIN_SCALE, BLOCK, BLOCKS, zero_ptr,
+        tl.arange(0, BLOCK), MIN_SCALE, BLOCKS, zero_ptr,
     )  # fmt: skip

@@ -20,9 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from qgemm.kernels import linear, quantize
+from qgemm.kernels import hopper, linear, quantize
 from qgemm.kernels.config import CANDIDATES, DeviceLimits, GemmConfig, is_valid, programs_per_sm
-from qgemm.kernels.gemm import hopper_registers
 from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
 from qgemm.kernels.hopper_kernels import _gemm_hopper_kernel, block_layout
 from qgemm.kernels.linear_kernels import _quant_linear_kernel
@@ -244,7 +243,7 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | 
             "num_stages": 1 if config.schedule == "specialized" else config.num_stages,
         }
         if kernel is _gemm_hopper_kernel:
-            options["maxnreg"] = hopper_registers(programs_per_sm(config, 1, TARGETS["sm_90"][1]))
+            options["maxnreg"] = hopper.max_registers(programs_per_sm(config, 1, TARGETS["sm_90"][1]))
     else:
         options = {"num_warps": config, "num_stages": 1, "enable_fp_fusion": False}
     source = GluonASTSource if kernel.is_gluon() else ASTSource

@@ -59,7 +59,7 @@ def test_the_driver_reads_every_argument_in_order() -> None:
     seen: list[Seen] = []
     arguments = (None, struct.pack("<i", -5), maps, struct.pack("<q", 2**40), None, maps)
     launch = DriverLaunch(program(*arguments), recorder("QimqQm", seen))
-    launch(11, [2**63, 300, 2**20, 4])
+    launch(11, (2**63, 300, 2**20, 4))
     launch(12, (1, 2, 3, 4))
     assert [call.config.stream for call in seen] == [11, 12]
     assert seen[0].arguments == [2**63, -5, bytes([300 % 251]) * 128, 2**40, 2**20, bytes([4]) * 128]
@@ -75,7 +75,7 @@ def test_the_driver_reads_every_argument_in_order() -> None:
 
 def test_pdl_is_an_attribute() -> None:
     seen: list[Seen] = []
-    DriverLaunch(program(pdl=True), recorder("", seen))(0, [])
+    DriverLaunch(program(pdl=True), recorder("", seen))(0, ())
     assert seen[0].config.num_attributes == 1
     assert seen[0].attribute == (6, 1)
 
@@ -83,7 +83,7 @@ def test_pdl_is_an_attribute() -> None:
 def test_the_wrong_number_of_pointers_is_an_error() -> None:
     launch = DriverLaunch(program(None, None), recorder("QQ", []))
     with pytest.raises(struct.error):
-        launch(0, [1])
+        launch(0, (1,))
 
 
 def test_threads_have_memory_of_their_own() -> None:
@@ -97,7 +97,7 @@ def test_threads_have_memory_of_their_own() -> None:
         return record(*arguments)
 
     shared = DriverLaunch(program(None), launch)
-    threads = [threading.Thread(target=shared, args=(stream, [100 + stream])) for stream in (1, 2)]
+    threads = [threading.Thread(target=shared, args=(stream, (100 + stream,))) for stream in (1, 2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -113,7 +113,7 @@ def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) ->
     def launch(*arguments: Any) -> int:
         return recorder("Q", seen, error=0 if bound else driver._INVALID_CONTEXT)(*arguments)
 
-    DriverLaunch(program(None), launch)(0, [5])
+    DriverLaunch(program(None), launch)(0, (5,))
     assert bound == [True]
     assert len(seen) == 2
 
@@ -121,7 +121,7 @@ def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_error_of_the_driver_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_describe", lambda error: f"error {error}")
     with pytest.raises(RuntimeError, match="cuLaunchKernelEx failed: error 700"):
-        DriverLaunch(program(None), recorder("Q", [], error=700))(0, [5])
+        DriverLaunch(program(None), recorder("Q", [], error=700))(0, (5,))
 
 
 METADATA = {
@@ -169,7 +169,7 @@ ARGUMENTS = (torch.empty(1), None, 12, 1, 2**33, 64)
 def test_what_triton_compiled_is_launched(launched: list[Seen]) -> None:
     launch = driver_launch(compiled(SIGNATURE), 3, ARGUMENTS)
     assert launch is not None
-    launch(1, [4096])
+    launch(1, (4096,))
     assert launched[0].arguments == [4096, 12, 2**33]
     assert (launched[0].function, launched[0].config.block[0], launched[0].config.shared_memory) == (9, 128, 512)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import GemmConfig, gemm, scaled_mm
+from qgemm.kernels import GemmConfig, gemm, hopper, scaled_mm
 from qgemm.kernels.config import CANDIDATES, DeviceLimits
-from qgemm.kernels.gemm import rows_at_a_time
+from qgemm.kernels.hopper import rows_at_a_time
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -162,6 +162,7 @@ def plan(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch, **changes: Any) 
     monkeypatch.setattr(gemm, "device_limits", lambda device: limits)
     monkeypatch.setattr(gemm, "select_config", choose)
     monkeypatch.setattr(gemm, "Launch", record)
+    monkeypatch.setattr(hopper, "Launch", record)
     gemm._plan.__wrapped__(**arguments)
     return names[0]
 

@@ -1,0 +1,254 @@
+"""A quantized linear layer in one launch of Hopper's kernel, whose programs wait for one another.
+
+When it is made is tested everywhere; what it computes on a Hopper GPU only, as in ``test_hopper.py``.
+"""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from qgemm.kernels import GemmConfig, hopper, linear, select_config
+from qgemm.kernels.config import CANDIDATES, DeviceLimits
+from qgemm.kernels.linear import quant_linear
+from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
+from tests.kernels.test_hopper import on_hopper
+
+H200 = DeviceLimits(num_sms=132, shared_memory=232_448, hopper=True, pdl=True)
+FEW_ROWS = GemmConfig(16, 32, 256, num_warps=4, num_stages=6, schedule="specialized")
+TALL = GemmConfig(256, 128, 128, num_warps=8, num_stages=4, schedule="specialized")
+
+
+@pytest.mark.parametrize(
+    ("config", "M", "N", "K", "one"),
+    [
+        (FEW_ROWS, 1, 1024, 1024, True),
+        (FEW_ROWS, 16, 8192, 8192, True),
+        (FEW_ROWS, 16, 8192, 8208, False),  # a weight that takes the device longer than the host
+        (FEW_ROWS, 16 * 32, 1024, 1024, True),
+        (FEW_ROWS, 1, 32, 4096, True),
+        (FEW_ROWS, 16, 32, 4096, True),
+        (FEW_ROWS, 17, 16, 4096, True),  # two tiles, and so two programs
+        (FEW_ROWS, 33, 16, 4096, True),
+        (TALL, 256, 128, 256, False),  # one program would quantize all rows
+        (TALL, 256, 4096, 4096, True),
+        (TALL, 264, 4096, 4096, False),  # many products
+        (FEW_ROWS, 2048, 512, 1536, True),
+        (FEW_ROWS, 2056, 512, 1536, False),  # many values to quantize
+    ],
+)
+def test_when_a_layer_is_one_launch(config: GemmConfig, M: int, N: int, K: int, one: bool) -> None:
+    assert hopper.in_one_launch(config, M, N, K, H200) == one
+
+
+@pytest.mark.parametrize("K", [1, 16, 1024, 1025, 4096, 14_336, 28_672, 65_536])
+@pytest.mark.parametrize("config", [FEW_ROWS, TALL, GemmConfig(64, 64, 256, 4, 6, schedule="specialized")], ids=str)
+def test_blocks_hold_the_row_or_it_is_read_twice(config: GemmConfig, K: int) -> None:
+    block, blocks = hopper.row_blocks(config, K, H200)
+    assert block == 8 * 32 * config.num_warps
+    if blocks:
+        assert blocks & (blocks - 1) == 0
+        assert blocks * block >= K
+        assert blocks == 1 or blocks // 2 * block < K
+    else:
+        assert 8 * block < K
+
+
+# On a Hopper GPU
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> None:
+    linear._plans.clear()
+    linear._shared_buffers.clear()
+
+
+class Layer:
+    def __init__(self, N: int, K: int, dtype: torch.dtype = torch.bfloat16, static: bool = False) -> None:
+        self.weight = torch.randint(-127, 128, (N, K), dtype=torch.int8, device="cuda")
+        self.weight_scale = torch.rand(N, device="cuda")
+        self.bias = torch.randn(N, device="cuda").to(dtype)
+        self.input_scale = torch.tensor(0.03, device="cuda") if static else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return quant_linear(x, self.weight, self.weight_scale, self.bias, self.input_scale)
+
+    def expected(self, x: Tensor) -> Tensor:
+        q, scale = quantize_rows_reference(x, self.input_scale)
+        return scaled_mm_reference(q, self.weight.t(), scale, self.weight_scale, self.bias, x.dtype)
+
+
+def only_plan() -> linear.Plan:
+    (plan,) = linear._plans.values()
+    return plan
+
+
+def assert_counts_are_zero() -> None:
+    torch.cuda.synchronize()
+    for buffer in linear._shared_buffers.values():
+        assert not buffer[: linear.COUNTS].any()
+
+
+def same_bits(out: Tensor, wanted: Tensor) -> bool:
+    return torch.allclose(out, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@on_hopper
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("patience", [0, hopper.PATIENCE])
+@pytest.mark.parametrize(
+    ("M", "N", "K"),
+    [(1, 1024, 1024), (3, 264, 1040), (16, 4096, 4096), (64, 512, 40_000), (130, 1000, 272), (500, 640, 96)],
+)
+def test_the_reference_s_bits_every_time(
+    M: int, N: int, K: int, dtype: torch.dtype, patience: int, static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without patience every program quantizes every row.
+    monkeypatch.setattr(hopper, "PATIENCE", patience)
+    layer = Layer(N, K, dtype, static)
+    x = torch.randn(M, K, device="cuda").to(dtype)
+    x[-1, 0] = 300
+    if M > 2:
+        x[0, 5], x[1] = torch.nan, 0
+    wanted = layer.expected(x)
+    for _ in range(20):
+        assert same_bits(layer(x), wanted)
+    assert only_plan().counts
+    assert_counts_are_zero()
+
+
+@on_hopper
+@pytest.mark.parametrize("config", [config for config in CANDIDATES if config.schedule == "specialized"], ids=str)
+def test_every_config(config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qgemm.kernels import gemm
+
+    monkeypatch.setattr(gemm, "select_config", lambda *problem: config)
+    gemm._plan.cache_clear()
+    try:
+        for M in (1, 9, 64, 200):
+            layer = Layer(2056, 1040)
+            x = torch.randn(M, 1040, device="cuda", dtype=torch.bfloat16)
+            wanted = layer.expected(x)
+            for _ in range(3):
+                assert torch.equal(layer(x), wanted)
+        assert all(plan.counts for plan in linear._plans.values())
+    finally:
+        gemm._plan.cache_clear()
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "view", [lambda x: x[:, ::2], lambda x: x[::2], lambda x: x.t().contiguous().t(), lambda x: x[:, 1:]]
+)
+def test_any_strides(view: Callable[[Tensor], Tensor]) -> None:
+    x = view(torch.randn(24, 1025, device="cuda", dtype=torch.bfloat16))
+    x = x[:, : x.shape[1] // 16 * 16]
+    layer = Layer(512, x.shape[1])
+    for _ in range(3):
+        assert torch.equal(layer(x), layer.expected(x))
+    assert only_plan().counts
+
+
+@on_hopper
+def test_graphs_get_two_launches_and_run_beside_eager_calls() -> None:
+    layer = Layer(528, 1024)
+    x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16)
+    layer(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(x)
+    assert only_plan().counts
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    wanted = layer.expected(x)
+    for _ in range(20):
+        out.fill_(torch.nan)
+        graph.replay()
+        with torch.cuda.stream(stream):
+            eager = layer(x)
+        torch.cuda.synchronize()
+        assert torch.equal(out, wanted)
+        assert torch.equal(eager, wanted)
+    assert_counts_are_zero()
+
+
+@on_hopper
+def test_many_streams_at_once_wait_for_no_room() -> None:
+    """More programs than the device holds, of several launches: all have some that wait for others to start."""
+    layer = Layer(8192, 2048)
+    assert select_config(128, 8192, 2048, torch.int8, layer.weight.device).schedule == "specialized"
+    inputs = [torch.randn(128, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
+    wanted = [layer.expected(x) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        outs = []
+        for stream, x in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                outs.append(layer(x))
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, one) for out, one in zip(outs, wanted, strict=True))
+    assert only_plan().counts
+    assert_counts_are_zero()
+
+
+@on_hopper
+def test_threads_on_one_stream() -> None:
+    layer = Layer(1024, 1024)
+    inputs = [torch.randn(1 + 7 * m, 1024, device="cuda", dtype=torch.bfloat16) for m in range(8)]
+    wanted = [layer.expected(x) for x in inputs]
+    torch.cuda.synchronize()
+    start = threading.Barrier(len(inputs))
+    wrong: list[object] = []
+
+    def work(x: Tensor, one: Tensor) -> None:
+        try:
+            start.wait(60)
+            for _ in range(100):
+                if not torch.equal(layer(x), one):
+                    wrong.append(x.shape)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(inputs, wanted, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert_counts_are_zero()
+
+
+@on_hopper
+def test_weights_that_change_right_ahead_of_the_call() -> None:
+    layer = Layer(4096, 4096)
+    x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
+    weights = [layer.weight.clone(), torch.randint_like(layer.weight, -127, 128)]
+    wanted = []
+    for weight in weights:
+        layer.weight.copy_(weight)
+        wanted.append(layer.expected(x))
+    outs = []
+    for i in range(40):
+        torch.add(weights[i % 2], 0, out=layer.weight)
+        outs.append(layer(x))
+    assert all(torch.equal(out, wanted[i % 2]) for i, out in enumerate(outs))
+
+
+@on_hopper
+def test_a_weight_that_moves_where_the_copy_engine_cannot_read_it() -> None:
+    """The plan that a call recalls is for aligned weights."""
+    import qgemm
+
+    memory = torch.randint(-127, 128, (256 * 512 + 16,), dtype=torch.int8, device="cuda")
+    scale = torch.rand(256, device="cuda")
+    x = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16)
+    for offset in (0, 16, 8, 1, 0):
+        weight = memory[offset : offset + 256 * 512].view(256, 512)
+        for _ in range(3):
+            out = qgemm.ops.quant_linear(x, weight, scale, None, None)
+            q, row_scale = quantize_rows_reference(x)
+            assert torch.equal(out, scaled_mm_reference(q, weight.t(), row_scale, scale, None, x.dtype))
