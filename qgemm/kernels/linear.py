@@ -141,15 +141,8 @@ class Plan(NamedTuple):
         capturing = stream and _is_capturing()
         in_one = self.fused if not (capturing and self.counts) else None
         # Between two launches another thread may make its own on this stream.
-        if in_one is None or capturing:
-            buffer = _empty((self.buffer,), (1,), torch.int8)
-        else:
-            buffer = _shared_buffers.get((self.device, stream), _NO_BUFFER)
-            if buffer.numel() < self.buffer:
-                if len(_shared_buffers) >= MOST_STREAMS:
-                    _shared_buffers.clear()
-                buffer = _shared_buffers[self.device, stream] = _empty((self.buffer,), (1,), torch.int8).zero_()
-
+        own = in_one is None or capturing
+        buffer = _empty((self.buffer,), (1,), torch.int8) if own else _shared_buffer(self.device, stream, self.buffer)
         counts_at = buffer.data_ptr()
         q_at = counts_at + COUNTS
         q_scale_at = q_at + self.q_scale
@@ -189,6 +182,16 @@ _plans: dict[tuple[object, ...], Plan] = {}
 _NO_BUFFER = torch.empty(0, dtype=torch.int8)
 _shared_buffers: dict[tuple[int, int], Tensor] = {}
 """Of plans with one launch, by device and stream; no larger than the longest rows of those: some megabytes."""
+
+
+def _shared_buffer(device: int, stream: int, size: int) -> Tensor:
+    """Of ``size`` bytes at least. Its first ``COUNTS`` are zeros, but while a kernel runs."""
+    buffer = _shared_buffers.get((device, stream), _NO_BUFFER)
+    if buffer.numel() < size:
+        if len(_shared_buffers) >= MOST_STREAMS:
+            _shared_buffers.clear()
+        buffer = _shared_buffers[device, stream] = _empty((size,), (1,), torch.int8).zero_()
+    return buffer
 
 
 def _make_plan(
