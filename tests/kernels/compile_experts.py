@@ -44,8 +44,9 @@ def expert_kernels(limits: DeviceLimits) -> Iterator[Kernel]:
     vectors = {"y": "*bf16", "out": "*bf16", "position": "*i32", "weights": "*fp32"}
     yield "experts combine", _combine_kernel, {**vectors, "N": "i32", "TOP_K": 8, "BLOCK": 1024, **early}, 4
     bf16, fp32 = torch.bfloat16, torch.float32
-    for dtype, K in ((bf16, 7168), (fp32, LONGEST // 4 + 1)):
-        arguments, warps = token_arguments(dtype, K, limits)
+    # A long row's code is there once for each of the top experts: two of them, since eight compile for seconds.
+    for dtype, K, top_k in ((bf16, 7168, 8), (fp32, LONGEST // 4 + 1, 2)):
+        arguments, warps = token_arguments(dtype, K, top_k, limits)
         yield f"experts quantize tokens {dtype} {K}", _quantize_tokens_kernel, {**arguments, **early}, warps
         routing = {"ids": "*i64", "tiles": "*i32", "P": "i32", "E": "i32"}
         routing |= {"PAIRS": 512, "GROUPS": GROUPS, "BLOCK_M": 16}
@@ -99,12 +100,12 @@ def hopper_arguments(config: GemmConfig) -> dict[str, Any]:
     }
 
 
-def token_arguments(dtype: torch.dtype, K: int, limits: DeviceLimits) -> tuple[dict[str, Any], int]:
+def token_arguments(dtype: torch.dtype, K: int, top_k: int, limits: DeviceLimits) -> tuple[dict[str, Any], int]:
     block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, LONGEST, quantize.PART_OF_A_ROW)
     arguments = {
         **{"x": POINTERS[dtype], "q": "*i8", "q_scale": "*fp32", "position": "*i32"},
         **{"K": "i32", "stride_xm": "i32", "stride_xk": 1},
-        **{"TOP_K": 8, "MIN_SCALE": MIN_SCALE, "BLOCK": block, "BLOCKS": blocks},
+        **{"TOP_K": top_k, "MIN_SCALE": MIN_SCALE, "BLOCK": block, "BLOCKS": blocks},
     }
     return arguments, max(1, threads // limits.warp_size)
 

@@ -166,14 +166,14 @@ def linear_arguments(
 def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[str, Any], GemmConfig | int]]:
     """``(name, kernel, arguments, config or warps)`` of everything to compile for a target."""
     int8, bf16 = torch.int8, torch.bfloat16
-    for config in CANDIDATES:
+    for index, config in enumerate(CANDIDATES):
         if not is_valid(config, 1, limits):
             continue
         label = f"{config.schedule} {config.block_m}x{config.block_n}x{config.block_k}"
         if config.schedule == "specialized":
-            for out, part in ((bf16, config.block_m), (torch.float16, max(8, config.block_m // 16))):
-                arguments = hopper_arguments(config, limits, out, part)
-                yield f"hopper {label} {part}", _gemm_hopper_kernel, arguments, config
+            # A's blocks come whole or in parts: every other config has the one, those between the other.
+            out, part = ((bf16, config.block_m), (torch.float16, max(8, config.block_m // 16)))[index % 2]
+            yield f"hopper {label} {part}", _gemm_hopper_kernel, hopper_arguments(config, limits, out, part), config
         else:
             kernel = _gemm_streamk_kernel if config.schedule == "streamk" else _gemm_kernel
             yield f"scaled {label}", kernel, gemm_arguments(config, limits, int8, bf16, scaled=True, bias=True), config
@@ -207,6 +207,8 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
             for dtype in (torch.float16, bf16, torch.float32)
             for more in (0, 1)  # the most that is kept in registers; read twice
             for static in (False, True)
+            # Only bfloat16 with its own scale has steps of its own: of float16, each of the four is in one of two.
+            if dtype != torch.float16 or static == bool(more)
         ),
     ):
         block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, longest, quantize.PART_OF_A_ROW)
@@ -220,12 +222,12 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
 
     config = linear.FUSED_CONFIG
     if is_valid(config, 1, limits):
-        for dtype in (torch.float16, bf16, torch.float32):
-            for static in (False, True):
-                name = f"linear {config.block_n} {dtype} {'static' if static else 'dynamic'}"
-                K = linear.LONGEST_FUSED_ROW // dtype.itemsize
-                arguments = linear_arguments(config, limits, dtype, K, static)
-                yield name.replace("torch.", ""), _quant_linear_kernel, arguments, config
+        # A static scale gives every dtype the same steps.
+        for dtype, static in ((torch.float16, False), (bf16, False), (bf16, True), (torch.float32, False)):
+            name = f"linear {config.block_n} {dtype} {'static' if static else 'dynamic'}"
+            K = linear.LONGEST_FUSED_ROW // dtype.itemsize
+            arguments = linear_arguments(config, limits, dtype, K, static)
+            yield name.replace("torch.", ""), _quant_linear_kernel, arguments, config
     yield from expert_kernels(limits)
 
 
