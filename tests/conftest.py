@@ -12,8 +12,10 @@ if not torch.cuda.is_available():
 
 
 def _patch_once_a_launch() -> None:
-    """Makes the interpreter twice as fast: it puts its functions into Triton's language at every call of a device
-    function, though all of them are there from the launch, or the first call, on.
+    """Makes the interpreter twice as fast.
+
+    At every call of a device function it looks through Triton's language for what to replace by functions of its own,
+    though all of that is replaced from the launch, or the first call, on.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -39,6 +41,11 @@ def _patch_once_a_launch() -> None:
 
 if not torch.cuda.is_available():
     _patch_once_a_launch()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What compiles every kernel comes first: all of it goes to one of several workers, and none waits for it last."""
+    items.sort(key=lambda item: item.path.name != "test_compile.py")
 
 
 @pytest.fixture(scope="session")
