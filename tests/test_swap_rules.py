@@ -19,6 +19,7 @@ HARMLESS = {
     ("BloomAttention", "dense"),
     ("BloomMLP", "dense_4h_to_h"),
 }
+READ = re.compile(r"self\.\w+\.weight")
 LINEAR_CLASSES = {"Linear", "Conv1D", "FalconLinear"}
 
 
@@ -68,11 +69,15 @@ def _places() -> Iterator[tuple[str, str, str]]:
     models = Path(transformers.__file__).parent / "models"
     for file in sorted(models.glob("*/modeling_*.py")):
         text = file.read_text(encoding="utf-8")
-        if re.search(r"self\.\w+\.weight", text) is None:
+        # By line: most files and classes have no such place, and walking through their trees takes seconds.
+        reads = [number for number, line in enumerate(text.splitlines(), 1) if READ.search(line)]
+        if not reads:
             continue
         tree = ast.parse(text)
         classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
         for cls in classes.values():
+            if not any(cls.lineno <= line <= (cls.end_lineno or 0) for line in reads):
+                continue
             bases = [classes[base.id] for base in cls.bases if isinstance(base, ast.Name) and base.id in classes]
             names = set().union(*(_linear_attributes(one) for one in (cls, *bases))) - {"lm_head"}
             for name, line in _weight_reads(cls, names):
