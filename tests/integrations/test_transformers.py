@@ -34,6 +34,14 @@ from integrations.folders import IDS, assert_same, load, load_int8, quantized_na
 from qgemm.integrations.transformers import QGemmQuantizer, attach_quantizer
 
 
+def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_families(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -46,13 +54,19 @@ def test_families(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     assert_same(on_load, in_place)
     assert qgemm.report(on_load).to_dict() == qgemm.report(in_place).to_dict()
 
-    for number, model in enumerate((in_place, on_load)):
-        folder = tmp_path / f"pretrained-{number}"
+    folders = [tmp_path / "in_place", tmp_path / "on_load"]
+    for model, folder in zip((in_place, on_load), folders, strict=True):
         model.save_pretrained(folder, max_shard_size="20KB")
         assert len(list(folder.glob("*.safetensors"))) > 1
-        for device_map in (None, "cpu"):
-            assert_same(cls.from_pretrained(folder, device_map=device_map), model)
-        assert_same(qgemm.load_quantized(folder), model)
+    # The same is stored, so that each way to load it is tried on one of the two.
+    ours, theirs = (stored_tensors(folder) for folder in folders)
+    assert ours.keys() == theirs.keys()
+    assert all(same_values(ours[name], theirs[name]) for name in ours)
+    configs = [(folder / "config.json").read_text() for folder in folders]
+    assert configs[0] == configs[1]
+    assert_same(cls.from_pretrained(folders[0]), on_load)
+    assert_same(cls.from_pretrained(folders[1], device_map="cpu"), on_load)
+    assert_same(qgemm.load_quantized(folders[1]), on_load)
     qgemm.save_quantized(on_load, tmp_path / "ours")
     reloaded = cls.from_pretrained(tmp_path / "ours")
     assert_same(reloaded, on_load)
