@@ -23,7 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from qgemm.kernels import hopper, linear, quantize
 from qgemm.kernels.config import CANDIDATES, DeviceLimits, GemmConfig, is_valid, programs_per_sm
 from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
-from qgemm.kernels.hopper_kernels import _gemm_hopper_kernel, block_layout
+from qgemm.kernels.hopper_kernels import _gemm_hopper_kernel, _quant_linear_hopper_kernel, block_layout
 from qgemm.kernels.linear_kernels import _quant_linear_kernel
 from qgemm.kernels.quantize_kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE
@@ -57,6 +57,7 @@ INSTRUCTIONS = {
     "waits_for_previous": r"griddepcontrol\.wait",
     "packed_max": r"max\.[su]16x2",
 }
+FUSED_BLOCKS = ((16, 32), (64, 80), (256, 128))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -128,6 +129,21 @@ def hopper_arguments(config: GemmConfig, limits: DeviceLimits, out: torch.dtype,
     }
 
 
+def hopper_linear_arguments(
+    config: GemmConfig, limits: DeviceLimits, dtype: torch.dtype, K: int, static: bool
+) -> dict[str, Any]:
+    """As ``hopper_arguments``, for rows of ``K`` values in ``dtype``."""
+    arguments = hopper_arguments(config, limits, dtype, min(config.block_m, 16))
+    for name in ("A_scale", "B_scale", "stride_a_scale", "CONSTANT_B"):
+        del arguments[name]
+    return {
+        **arguments,
+        **{"x": POINTERS[dtype], "q": "*i8", "q_scale": "*fp32", "x_scale": "*fp32" if static else None},
+        **{"b_scale": "*fp32", "counts": "*i32", "stride_xm": "i32", "stride_xk": 1},
+        "ROW": (MIN_SCALE, *hopper.row_blocks(config, K, limits), hopper.PATIENCE),
+    }
+
+
 def tensor_map(element: str, rows: int, cols: int, dtype: torch.dtype) -> str:
     """The type of a tensor map as Triton writes it."""
     return f"tensordesc<{element}[{rows}, {cols}],{block_layout(rows, cols, dtype)!r}>"
@@ -177,6 +193,20 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
         else:
             kernel = _gemm_streamk_kernel if config.schedule == "streamk" else _gemm_kernel
             yield f"scaled {label}", kernel, gemm_arguments(config, limits, int8, bf16, scaled=True, bias=True), config
+
+    if limits.hopper:
+        few, mid, tall = (next(c for c in CANDIDATES if (c.block_m, c.block_n) == block) for block in FUSED_BLOCKS)
+        # Rows that registers hold where programs share them, and the longest where not; longer ones are read twice.
+        for config, dtype, K, static in (
+            (few, bf16, 8192, False),
+            (few, torch.float16, 8193, True),
+            (mid, torch.float16, 32_768, False),
+            (mid, bf16, 32_769, True),
+            (tall, bf16, 65_536, False),
+        ):
+            label = f"linear hopper {config.block_m}x{config.block_n} {dtype} {K}".replace("torch.", "")
+            arguments = hopper_linear_arguments(config, limits, dtype, K, static)
+            yield label, _quant_linear_hopper_kernel, arguments, config
 
     config = GemmConfig(64, 64, 64, num_warps=4, num_stages=2)
     streamk = GemmConfig(64, 64, 64, num_warps=4, num_stages=2, schedule="streamk")
@@ -244,7 +274,7 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | 
             "num_warps": config.num_warps,
             "num_stages": 1 if config.schedule == "specialized" else config.num_stages,
         }
-        if kernel is _gemm_hopper_kernel:
+        if kernel in (_gemm_hopper_kernel, _quant_linear_hopper_kernel):
             options["maxnreg"] = hopper.max_registers(programs_per_sm(config, 1, TARGETS["sm_90"][1]))
     else:
         options = {"num_warps": config, "num_stages": 1, "enable_fp_fusion": False}

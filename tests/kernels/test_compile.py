@@ -75,7 +75,7 @@ def test_hopper_gets_its_own_instructions_for_tiles_of_64_rows(results: list[Res
 
 
 def test_hoppers_kernel_copies_by_descriptor_and_multiplies_from_shared_memory(results: list[Result]) -> None:
-    for r in of(results, "sm_90", "hopper", "grouped hopper"):
+    for r in of(results, "sm_90", "hopper", "linear hopper", "grouped hopper"):
         assert all(r[name] for name in ("wgmma", "tma_load", "tma_store")), r["kernel"]
         assert not any(r[name] for name in ("mma_sync", "cp_async_16", "cp_async_narrow")), r["kernel"]
     assert not [r for r in results if r["target"] != "sm_90" and "hopper" in r["kernel"]]
@@ -97,13 +97,15 @@ def test_half_precision_products_run_on_tensor_cores(target: str, results: list[
 def test_operands_are_copied_16_bytes_at_a_time(target: str, results: list[Result]) -> None:
     # Narrower copies would mean that the compiler lost sight of an alignment that the arguments have.
     for r in of(results, target, *INT8, "matmul"):
+        if "hopper" in r["kernel"]:
+            continue
         assert r["cp_async_16"], r["kernel"]
         assert not r["cp_async_narrow"], r["kernel"]
 
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_rows_to_quantize_are_read_16_bytes_at_a_time(target: str, results: list[Result]) -> None:
-    for r in of(results, target, "quantize_rows"):
+    for r in of(results, target, "quantize_rows", *(["linear hopper"] if target == "sm_90" else [])):
         assert r["load_16"] >= 4, r["kernel"]
         # Two values to an instruction, where there is one for that: else a row takes twice the registers.
         if target != "sm_80" and "float16" in r["kernel"]:
@@ -123,5 +125,5 @@ def test_no_kernel_spills(target: str, results: list[Result]) -> None:
 @EVERY_TARGET
 def test_candidates_fit_in_shared_memory(target: str, results: list[Result]) -> None:
     limit = {"sm_80": 166_912, "gfx942": 65_536, "gfx950": 163_840}.get(target, 232_448)
-    for r in of(results, target, "scaled", "hopper", "grouped"):
+    for r in of(results, target, "scaled", "hopper", "linear", "grouped"):
         assert 0 < r["shared"] <= limit, r["kernel"]
