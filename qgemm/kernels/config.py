@@ -10,7 +10,7 @@ timed, so the answer is the same on every run. ``scaled_mm(..., config=...)`` an
 The constants are cycles and bytes per cycle of one multiprocessor. Those of the kernel for all devices were fitted on
 an H200 to 3,200 timings of 294 products, those of Hopper's to 6,100 of 428 (32 sizes of weight, M from 1 to 3,072; from
 M = 768 on in turns of 50 ms, at the power limit). There the choice took 1.011 times as long as the best of all
-candidates (geometric mean) and 1.16 times at worst, and on 48 products of 6 other sizes 1.017 times and 1.13 times at
+candidates (geometric mean) and 1.18 times at worst, and on 48 products of 6 other sizes 1.017 times and 1.13 times at
 worst (``python -m benchmarks --check-configs``). Only ratios of constants matter, so other devices get a sensible, if
 less exact, answer.
 """
@@ -39,6 +39,7 @@ _HOPPER_SHARED_BYTES = 202.0
 _HOPPER_LEAST = 0.326  # of an instruction, for one value of K: pieces of few columns take no less
 _HOPPER_PIECES = 1.14  # how much longer tiles in two pieces take, where a multiprocessor has several tiles
 _HOPPER_TALL = 0.96  # and those of 256 rows: their fewer loads leave power to multiply
+_HOPPER_IDLE = 0.2  # of a last round's idle multiprocessors, how much of memory's rate is lost with many rows
 _HOPPER_CACHE_BYTES_OF_ALL = 15_800.0
 _HOPPER_MEMORY_LATENCY = 1228.0
 _HOPPER_START = 3150.0  # beside which Stream-K's is nothing
@@ -265,6 +266,7 @@ def _valid_candidates(itemsize: int, limits: DeviceLimits) -> list[GemmConfig]:
 def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: DeviceLimits) -> float:
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     blocks = max(1, -(-K // config.block_k))
+    memory = ((M + N) * K * itemsize + 2 * M * N) / (_MEMORY_BYTES * limits.num_sms)
     if config.schedule == "specialized":
         compute = _hopper_cycles(config, M, tiles, blocks, limits)
         start, loss = _HOPPER_START, _HOPPER_OVERLAP_LOSS
@@ -272,10 +274,12 @@ def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: D
             start = _HOPPER_EARLY_START
         elif 2 * tiles <= limits.num_sms:
             start = _HOPPER_START_BESIDE
+        rounds = tiles / limits.num_sms
+        if rounds > 1 and M > 64:
+            memory *= 1 + _HOPPER_IDLE * (-(-tiles // limits.num_sms) / rounds - 1)
     else:
         compute = _loop_cycles(config, M, tiles, blocks, itemsize, limits)
         start, loss = 0.0, _OVERLAP_LOSS
-    memory = ((M + N) * K * itemsize + 2 * M * N) / (_MEMORY_BYTES * limits.num_sms)
     return start + max(compute, memory) + loss * min(compute, memory)
 
 
