@@ -19,6 +19,7 @@ MOST_GUARDS = 8  # of calls of the same sizes
 Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 _known: dict[tuple[Any, ...], list[tuple[Callable[..., bool], Run]]] = {}
+_PLAIN = {Tensor, torch.nn.Parameter}
 # Not public: without it nothing is ever found here.
 _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
@@ -27,6 +28,8 @@ def recall(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
 ) -> Run | None:
     """What ``remember`` was given for such a call, if nobody but the operator itself is concerned with it."""
+    if type(x) not in _PLAIN:  # whose sizes may be symbols
+        return None
     found = _known.get((x.shape, weight.shape, bias is None, input_scale is None))
     if (
         found is None

@@ -77,6 +77,12 @@ def test_widths_of_hoppers_tiles(block_n: int, widths: tuple[int, ...], valid: b
     assert is_valid(config, 1, replace(H200, hopper=True)) == valid
 
 
+@pytest.mark.parametrize(("block_m", "block_n", "valid"), [(16, 32, True), (32, 32, True), (16, 48, False)])
+def test_few_rows_share_panels_with_one_piece(block_m: int, block_n: int, valid: bool) -> None:
+    config = GemmConfig(block_m, block_n, 256, num_warps=4, num_stages=4, schedule="specialized")
+    assert is_valid(config, 1, replace(H200, hopper=True)) == valid
+
+
 @pytest.mark.parametrize(
     ("block_m", "block_n", "num_warps"), [(64, 128, 4), (128, 128, 4), (128, 160, 8), (256, 64, 8), (256, 128, 8)]
 )

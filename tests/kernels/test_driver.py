@@ -73,6 +73,24 @@ def test_the_driver_reads_every_argument_in_order() -> None:
         assert call.config.num_attributes == 0
 
 
+def test_arguments_are_kept_by_address_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "MOST_PACKED", 3)
+    encoded: list[int] = []
+
+    def maps(pointer: int) -> bytes:
+        encoded.append(pointer)
+        return bytes([pointer]) * 128
+
+    seen: list[Seen] = []
+    launch = DriverLaunch(program(None, maps), recorder("Qm", seen))
+    calls = [(address, address + 1) for address in (1, 2, 1, 1, 2, 3, 4, 5, 1)]
+    for pointers in calls:
+        launch(0, pointers)
+        assert len(launch._packed) <= 3
+    assert [call.arguments for call in seen] == [[a, bytes([b]) * 128] for a, b in calls]
+    assert encoded == [2, 3, 4, 5, 6, 2]
+
+
 def test_pdl_is_an_attribute() -> None:
     seen: list[Seen] = []
     DriverLaunch(program(pdl=True), recorder("", seen))(0, ())
