@@ -528,8 +528,15 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch, device: 
         assert all(len(found) <= 2 for found in recall._known.values())
 
 
-def test_without_pytorch_s_guards_nothing_is_recalled(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(recall, "_Guards", None)
+def guards_that_want_more(*tensors: Tensor) -> None:
+    """Those of another PyTorch."""
+
+
+@pytest.mark.parametrize("guards", [None, guards_that_want_more, lambda *tensors, **dims: object()])
+def test_without_pytorch_s_guards_nothing_is_recalled(
+    guards: Any, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(recall, "_Guards", guards)
     recall._known.clear()
     arguments = quant_linear_arguments(device)
     recall.remember(ops.quant_linear, *arguments)

@@ -59,8 +59,11 @@ def remember(
     # With gradients on, a call with such a tensor concerns autograd.
     if _Guards is None or any(tensor.requires_grad for tensor in tensors):
         return
-    guard = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    if not guard(*tensors):  # one tensor in two places
+    try:
+        guard = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        if not guard(*tensors):  # one tensor in two places
+            return
+    except (AttributeError, RuntimeError, SystemError, TypeError):  # those of another PyTorch
         return
     if len(_known) >= MOST_SIZES:
         _known.clear()
