@@ -8,8 +8,8 @@ BENCH ?= --json build/benchmark.json --markdown build/benchmark.md --plots build
 ACCURACY ?= --json build/accuracy/accuracy.json --markdown build/accuracy/accuracy.md --plot build/accuracy/accuracy.png
 MODEL ?= build/accuracy/model
 
-# pip compiles no modules: of torch's and transformers' thousands a few hundred are ever imported. Those are compiled then
-# and kept, whatever the shell says.
+# pip compiles no modules: most of torch's and transformers' thousands are never imported. Others are compiled when they
+# are, and kept, whatever the shell says.
 export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin

@@ -32,7 +32,7 @@ _BLOCK_LATENCY = 340.0
 _BLOCK_LATENCY_BYTES = 72.1
 _STREAMK_LATENCY = 9000.0  # zeroing the workspace, and the last arrival's wait
 _STREAMK_ATOMICS = 0.87
-# Hopper's kernel, whose multiplying and loading hardly overlap.
+# Hopper's kernel: all of it in units of the other's, so no figures of the chip.
 _HOPPER_OVERLAP_LOSS = 0.71
 _HOPPER_MACS = 6240
 _HOPPER_SHARED_BYTES = 202.0

@@ -16,11 +16,11 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
 - Few rows: weights that nobody changes are loaded before the kernel ahead in the stream has ended, into the half of
   shared memory that it leaves free, up to 15 %. The same loads into the L2 cache alone made it slower. No loads beyond
   the rows that A has, up to 50 % at M = 32.
-- Many rows: power is the limit, 1.1 to 1.5 * 10^15 operations a second for as long as it runs. A single launch on a
-  cool chip reaches 1.71 * 10^15 (8192 x 28672, M = 2048; tensor cores busy for 94 % of the cycles at 1.69 GHz, ncu);
-  after some milliseconds the clock is down by a sixth. Tiles of 256 x 128 take fewer bytes from the cache than
-  128 x 128, 3 to 8 % in runs of 0.1 s and more. They want a fourth stage, so they are stored by halves. In runs of
-  5 ms, at a clock that others set, they look slower.
+- Many rows: power is the limit, 1.1 to 1.5 * 10^15 operations a second for as long as it runs. A single launch by
+  itself reaches 1.71 * 10^15 (8192 x 28672, M = 2048; tensor cores busy for 94 % of the cycles at 1.69 GHz, ncu), turns
+  of 0.1 s a sixth less. Tiles of 256 x 128 take fewer bytes from the cache than 128 x 128, 3 to 8 % in runs of 0.1 s
+  and more. They want a fourth stage, so they are stored by halves. In runs of 5 ms, at a clock that others set, they
+  look slower.
 - Few tiles with long sums: blocks of 512 along K, read as 4 panels side by side, up to 50 % (1536 x 16384, M = 8).
 - Scales loaded before the loop over K, not after it, gave 2 %.
 - Where tiles leave many multiprocessors idle in the last round, other widths: 80, 160 and 192 columns, up to 20 % at

@@ -6,8 +6,9 @@ two allocations and one or two launches: the quantized rows and their scales sha
 for. Calls of one launch share the buffer of their stream too: what runs on a stream runs in turn.
 
 One launch takes the host 5 us less than two, and a call in PyTorch's eager mode takes as long as the slower of host and
-device. On the device, one launch on Hopper is 1 to 2 us slower than two, which overlap. So it is for what takes the
-device no longer than the host (``hopper.in_one_launch``), and not for CUDA graphs. A layer on an H200 (bfloat16), us:
+device. On the device, one launch on Hopper is 1 to 3 us slower than two, which overlap. So it is for what takes the
+device no longer than the host (``hopper.in_one_launch``), and not for CUDA graphs. A layer on an H200 (bfloat16), us,
+with the tiles that were chosen then:
 
 | N x K | M | host: F.linear, one launch, two | device: one, two | eager: F.linear, one, two |
 |---|---|---|---|---|
@@ -249,11 +250,10 @@ def _fused_launch(
 ) -> Launch:
     N, K = weight.shape
     stride_bn, stride_bk = weight.stride()
-    stride_b_scale = vector_stride(weight_scale, N)
     limits = device_limits(row.device)
     numbers = (
         N, K, part,
-        row.stride(1), stride_bk, stride_bn, stride_b_scale, 0 if bias is None else bias.stride(0),
+        row.stride(1), stride_bk, stride_bn, vector_stride(weight_scale, N), vector_stride(bias, N),
     )  # fmt: skip
     constants = (
         MIN_SCALE, *row_blocks(K, config.num_warps * limits.warp_size),

@@ -38,12 +38,7 @@ def recall(
         or torch._C._autograd._profiler_enabled()
     ):
         return None
-    if bias is None and input_scale is None:
-        for guard, run in found:
-            if guard(x, weight, weight_scale):
-                return run
-        return None
-    tensors = [tensor for tensor in (x, weight, weight_scale, bias, input_scale) if tensor is not None]
+    tensors = _given(x, weight, weight_scale, bias, input_scale)
     for guard, run in found:
         if guard(*tensors):
             return run
@@ -54,7 +49,7 @@ def remember(
     run: Run, x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
 ) -> None:
     """Keeps ``run`` for calls like this one, which concerns nobody but the operator itself."""
-    tensors = [tensor for tensor in (x, weight, weight_scale, bias, input_scale) if tensor is not None]
+    tensors = _given(x, weight, weight_scale, bias, input_scale)
     # With gradients on, a call with such a tensor concerns autograd.
     if _Guards is None or any(tensor.requires_grad for tensor in tensors):
         return
@@ -70,3 +65,7 @@ def remember(
     if len(found) >= MOST_GUARDS:
         found.clear()
     found.append((guard, run))
+
+
+def _given(x: Tensor, weight: Tensor, weight_scale: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    return x, weight, weight_scale, *(other for other in others if other is not None)

@@ -3,6 +3,7 @@
 Without a GPU the launches run in Triton's interpreter, on CPU tensors, with stand-ins for what asks CUDA for a device.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -402,11 +403,8 @@ def test_streams(device: torch.device) -> None:
         assert torch.equal(out, layer.expected(x))
 
 
-@needs_gpu
-def test_threads(device: torch.device) -> None:
-    """Threads with streams of their own, through the same plans and through different ones."""
-    layer = Parameters(device, 256, 512)
-    inputs = [torch.randn(1 + m % 5, 512, device=device) for m in range(16)]
+def wrong_in_threads(layer: Parameters, inputs: list[Tensor], own_streams: bool) -> list[object]:
+    """What goes wrong where each input has a thread, on a stream of its own or all on one."""
     expected = [layer.expected(x) for x in inputs]
     torch.cuda.synchronize()
     start = threading.Barrier(len(inputs))
@@ -414,11 +412,10 @@ def test_threads(device: torch.device) -> None:
 
     def work(x: Tensor, wanted: Tensor) -> None:
         try:
-            with torch.cuda.stream(torch.cuda.Stream()):
+            with torch.cuda.stream(torch.cuda.Stream()) if own_streams else contextlib.nullcontext():
                 start.wait(60)
                 for _ in range(200):
-                    out = layer(x)
-                    if not torch.equal(out, wanted):
+                    if not torch.equal(layer(x), wanted):
                         wrong.append(x.shape)
         except Exception as error:
             wrong.append(error)
@@ -428,7 +425,14 @@ def test_threads(device: torch.device) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    return wrong
+
+
+@needs_gpu
+def test_threads(device: torch.device) -> None:
+    """Threads with streams of their own, through the same plans and through different ones."""
+    inputs = [torch.randn(1 + m % 5, 512, device=device) for m in range(16)]
+    assert not wrong_in_threads(Parameters(device, 256, 512), inputs, own_streams=True)
 
 
 @needs_gpu

@@ -3,7 +3,6 @@
 When it is made is tested everywhere; what it computes on a Hopper GPU only, as in ``test_hopper.py``.
 """
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -12,10 +11,11 @@ from torch import Tensor
 
 from qgemm.kernels import GemmConfig, hopper, linear, select_config
 from qgemm.kernels.config import CANDIDATES, DeviceLimits
-from qgemm.kernels.linear import quant_linear
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
 from tests.kernels.test_hopper import on_hopper
+from tests.kernels.test_linear import Parameters, wrong_in_threads
 
+CUDA = torch.device("cuda")
 H200 = DeviceLimits(num_sms=132, shared_memory=232_448, hopper=True, pdl=True)
 FEW_ROWS = GemmConfig(16, 32, 256, num_warps=4, num_stages=6, schedule="specialized")
 TALL = GemmConfig(256, 128, 128, num_warps=8, num_stages=4, schedule="specialized")
@@ -65,21 +65,6 @@ def no_plans() -> None:
     linear._shared_buffers.clear()
 
 
-class Layer:
-    def __init__(self, N: int, K: int, dtype: torch.dtype = torch.bfloat16, static: bool = False) -> None:
-        self.weight = torch.randint(-127, 128, (N, K), dtype=torch.int8, device="cuda")
-        self.weight_scale = torch.rand(N, device="cuda")
-        self.bias = torch.randn(N, device="cuda").to(dtype)
-        self.input_scale = torch.tensor(0.03, device="cuda") if static else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return quant_linear(x, self.weight, self.weight_scale, self.bias, self.input_scale)
-
-    def expected(self, x: Tensor) -> Tensor:
-        q, scale = quantize_rows_reference(x, self.input_scale)
-        return scaled_mm_reference(q, self.weight.t(), scale, self.weight_scale, self.bias, x.dtype)
-
-
 def only_plan() -> linear.Plan:
     (plan,) = linear._plans.values()
     return plan
@@ -108,7 +93,7 @@ def test_the_reference_s_bits_every_time(
 ) -> None:
     # Without patience every program quantizes every row.
     monkeypatch.setattr(hopper, "PATIENCE", patience)
-    layer = Layer(N, K, dtype, static)
+    layer = Parameters(CUDA, N, K, static)
     x = torch.randn(M, K, device="cuda").to(dtype)
     x[-1, 0] = 300
     if M > 2:
@@ -129,7 +114,7 @@ def test_every_config(config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> No
     gemm._plan.cache_clear()
     try:
         for M in (1, 9, 64, 200):
-            layer = Layer(2056, 1040)
+            layer = Parameters(CUDA, 2056, 1040)
             x = torch.randn(M, 1040, device="cuda", dtype=torch.bfloat16)
             wanted = layer.expected(x)
             for _ in range(3):
@@ -146,7 +131,7 @@ def test_every_config(config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> No
 def test_any_strides(view: Callable[[Tensor], Tensor]) -> None:
     x = view(torch.randn(24, 1025, device="cuda", dtype=torch.bfloat16))
     x = x[:, : x.shape[1] // 16 * 16]
-    layer = Layer(512, x.shape[1])
+    layer = Parameters(CUDA, 512, x.shape[1])
     for _ in range(3):
         assert torch.equal(layer(x), layer.expected(x))
     assert only_plan().counts
@@ -154,7 +139,7 @@ def test_any_strides(view: Callable[[Tensor], Tensor]) -> None:
 
 @on_hopper
 def test_graphs_get_two_launches_and_run_beside_eager_calls() -> None:
-    layer = Layer(528, 1024)
+    layer = Parameters(CUDA, 528, 1024)
     x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16)
     layer(x)
     graph = torch.cuda.CUDAGraph()
@@ -178,7 +163,7 @@ def test_graphs_get_two_launches_and_run_beside_eager_calls() -> None:
 @on_hopper
 def test_many_streams_at_once_wait_for_no_room() -> None:
     """More programs than the device holds, of several launches: all have some that wait for others to start."""
-    layer = Layer(8192, 2048)
+    layer = Parameters(CUDA, 8192, 2048)
     assert select_config(128, 8192, 2048, torch.int8, layer.weight.device).schedule == "specialized"
     inputs = [torch.randn(128, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(8)]
     wanted = [layer.expected(x) for x in inputs]
@@ -197,34 +182,14 @@ def test_many_streams_at_once_wait_for_no_room() -> None:
 
 @on_hopper
 def test_threads_on_one_stream() -> None:
-    layer = Layer(1024, 1024)
     inputs = [torch.randn(1 + 7 * m, 1024, device="cuda", dtype=torch.bfloat16) for m in range(8)]
-    wanted = [layer.expected(x) for x in inputs]
-    torch.cuda.synchronize()
-    start = threading.Barrier(len(inputs))
-    wrong: list[object] = []
-
-    def work(x: Tensor, one: Tensor) -> None:
-        try:
-            start.wait(60)
-            for _ in range(100):
-                if not torch.equal(layer(x), one):
-                    wrong.append(x.shape)
-        except Exception as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(inputs, wanted, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    assert not wrong_in_threads(Parameters(CUDA, 1024, 1024), inputs, own_streams=False)
     assert_counts_are_zero()
 
 
 @on_hopper
 def test_weights_that_change_right_ahead_of_the_call() -> None:
-    layer = Layer(4096, 4096)
+    layer = Parameters(CUDA, 4096, 4096)
     x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
     weights = [layer.weight.clone(), torch.randint_like(layer.weight, -127, 128)]
     wanted = []

@@ -1,0 +1,243 @@
+"""``qgemm.ops.quant_linear``: past the dispatcher where only the implementation would see the call."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qgemm.ops
+from qgemm.kernels import dispatch, recall
+
+ops = torch.ops.qgemm
+
+
+@pytest.fixture
+def direct(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The inputs of the calls that went past the dispatcher."""
+    seen: list[Any] = []
+    implementation, make_plan, recall = dispatch.quant_linear, dispatch.plan_quant_linear, qgemm.ops.recall
+
+    def record(x: Tensor, *rest: Any) -> Tensor:
+        seen.append(x)
+        return implementation(x, *rest)
+
+    def record_plan(x: Tensor, *rest: Any) -> Any:
+        seen.append(x)
+        return make_plan(x, *rest)
+
+    def record_recall(x: Tensor, *rest: Any) -> Any:
+        found = recall(x, *rest)
+        if found is not None:
+            seen.append(x)
+        return found
+
+    # The operator keeps the implementation itself, so this is out of its way.
+    monkeypatch.setattr(dispatch, "quant_linear", record)
+    monkeypatch.setattr(dispatch, "plan_quant_linear", record_plan)
+    monkeypatch.setattr(qgemm.ops, "recall", record_recall)
+    return seen
+
+
+def quant_linear_arguments(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+    weight = torch.randint(-127, 128, (8, 16), dtype=torch.int8, device=device)
+    return torch.randn(5, 16, device=device), weight, torch.rand(8, device=device), torch.randn(8, device=device), None
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+DIRECT: dict[str, Any] = {
+    "plainly": lambda f, x, *rest: f(x, *rest),
+    "no bias": lambda f, x, weight, scale, bias, none: f(x, weight, scale, None, none),
+    "under no_grad, of what requires gradients": lambda f, x, *rest: torch.no_grad()(f)(x.requires_grad_(), *rest),
+    "in inference mode": lambda f, x, *rest: torch.inference_mode()(f)(x, *rest),
+    "of inference tensors": lambda f, x, *rest: f(torch.inference_mode()(x.clone)(), *rest),
+    "of parameters": lambda f, x, *rest: f(nn.Parameter(x, requires_grad=False), *rest),
+    "of a negative view": lambda f, x, *rest: f(torch.complex(x, -x).conj().imag, *rest),
+    "under autocast": lambda f, x, *rest: torch.autocast(x.device.type, torch.bfloat16)(f)(x, *rest),
+}
+
+
+@pytest.mark.parametrize("how", DIRECT)
+def test_a_call_past_the_dispatcher(how: str, direct: list[Any], device: torch.device) -> None:
+    arguments = quant_linear_arguments(device)
+    for _ in range(2):
+        out = DIRECT[how](qgemm.ops.quant_linear, *arguments)
+        wanted = DIRECT[how](ops.quant_linear, *arguments)
+        assert torch.equal(out, wanted)
+        assert (out.requires_grad, out.is_inference()) == (wanted.requires_grad, wanted.is_inference())
+    assert len(direct) == 2
+
+
+def within(context: Any, f: Any, *arguments: Any) -> Any:
+    with context:
+        return f(*arguments)
+
+
+def forward_gradient(f: Any, x: Tensor, *rest: Any) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        return f(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)), *rest)
+
+
+SEEN_BY_OTHERS: dict[str, Any] = {
+    "gradients of x": lambda f, x, *rest: f(x.requires_grad_(), *rest),
+    "gradients of the bias": lambda f, x, weight, scale, bias, none: f(x, weight, scale, bias.requires_grad_(), none),
+    "gradients of the scale": lambda f, x, weight, scale, *rest: f(x, weight, scale.requires_grad_(), *rest),
+    "forward gradients": forward_gradient,
+    "a function mode": lambda f, *rest: within(FunctionMode(), f, *rest),
+    "a dispatch mode": lambda f, *rest: within(DispatchMode(), f, *rest),
+    "a subclass": lambda f, x, *rest: f(x.as_subclass(Subclass), *rest).as_subclass(Tensor),
+    "a subclass among the parameters": lambda f, x, w, *rest: f(x, w.as_subclass(Subclass), *rest).as_subclass(Tensor),
+    "meta tensors": lambda f, *rest: torch.zeros(
+        f(*(value if value is None else value.to("meta") for value in rest)).shape
+    ),
+    "torch.func": lambda f, x, *rest: torch.func.grad(lambda x: f(x, *rest).sum())(x),
+    "functionalization": lambda f, x, *rest: torch.func.functionalize(lambda x: f(x, *rest))(x),
+    "a trace": lambda f, x, *rest: torch.jit.trace(lambda x: f(x, *rest), x, check_trace=False)(x),
+    "make_fx": lambda f, x, *rest: make_fx(lambda x: f(x, *rest))(x)(x),
+    "make_fx with symbols": lambda f, *rest: make_fx(f, tracing_mode="symbolic")(*rest)(*rest),
+    "torch.compile": lambda f, x, *rest: torch.compile(f, backend="eager", fullgraph=True)(x, *rest),
+    "a profiler": lambda f, *rest: within(torch.profiler.profile(), f, *rest),
+}
+
+
+@pytest.mark.parametrize("what", SEEN_BY_OTHERS)
+def test_a_call_that_others_see(what: str, direct: list[Any], device: torch.device) -> None:
+    def result(f: Any) -> Any:
+        torch.manual_seed(0)
+        try:
+            return SEEN_BY_OTHERS[what](f, *quant_linear_arguments(device))
+        except (NotImplementedError, RuntimeError) as error:  # what the operator can't do: forward gradients
+            return type(error)
+
+    out, wanted = result(qgemm.ops.quant_linear), result(ops.quant_linear)
+    assert not direct
+    assert torch.equal(out, wanted) if isinstance(out, Tensor) else out is wanted
+
+
+@pytest.fixture
+def remembered(device: torch.device) -> tuple[Any, tuple[Any, ...]]:
+    """A plan, and the arguments of the call that it is remembered for."""
+    arguments = quant_linear_arguments(device)
+    recall._known.clear()
+    recall.remember(ops.quant_linear, *arguments)
+    assert recall.recall(*arguments) is ops.quant_linear
+    return ops.quant_linear, arguments
+
+
+@pytest.mark.parametrize("what", [what for what in SEEN_BY_OTHERS if what != "torch.compile"])
+def test_a_plan_is_not_recalled_for_a_call_that_others_see(what: str, remembered: tuple[Any, tuple[Any, ...]]) -> None:
+    run, arguments = remembered
+    found: list[Any] = []
+
+    def call(*given: Any) -> Tensor:
+        found.append(recall.recall(*given))
+        out: Tensor = run(*given)
+        return out
+
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # what the operator can't do: forward gradients
+        SEEN_BY_OTHERS[what](call, *arguments)
+    assert found
+    assert not any(found)
+
+
+def test_a_plan_is_recalled_for_tensors_like_those_alone(
+    remembered: tuple[Any, tuple[Any, ...]], device: torch.device
+) -> None:
+    run, (x, weight, scale, bias, none) = remembered
+    assert recall.recall(torch.randn_like(x), weight.clone(), scale.clone(), bias.clone(), none) is run
+    wide = torch.empty(x.shape[0], 2 * x.shape[1], device=device)
+    for other in (
+        (x[1:], weight, scale, bias, none),
+        (x.half(), weight, scale, bias, none),
+        (wide[:, ::2], weight, scale, bias, none),
+        (x, weight.t().contiguous().t(), scale, bias, none),
+        (x, weight, scale.double(), bias, none),
+        (x, weight, scale, bias.half(), none),
+        (x, weight, scale, None, none),
+        (x, weight, scale, bias, scale[0]),
+        (x.to("meta"), weight, scale, bias, none),
+        (x.to_sparse(), weight, scale, bias, none),
+        (nn.Parameter(x, requires_grad=False), weight, scale, bias, none),
+    ):
+        assert recall.recall(*other) is None
+
+
+def test_nothing_is_remembered_of_what_requires_gradients(device: torch.device) -> None:
+    x, *rest = quant_linear_arguments(device)
+    recall._known.clear()
+    with torch.no_grad():
+        recall.remember(ops.quant_linear, x.requires_grad_(), *rest)
+        assert recall.recall(x, *rest) is None
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    monkeypatch.setattr(recall, "MOST_SIZES", 3)
+    monkeypatch.setattr(recall, "MOST_GUARDS", 2)
+    recall._known.clear()
+    x, *rest = quant_linear_arguments(device)
+    for rows in range(1, 8):
+        some = x[:1].expand(rows, -1).contiguous()
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            recall.remember(ops.quant_linear, some.to(dtype), *rest)
+            assert recall.recall(some.to(dtype), *rest) is ops.quant_linear
+        assert len(recall._known) <= 3
+        assert all(len(found) <= 2 for found in recall._known.values())
+
+
+def guards_that_want_more(*tensors: Tensor) -> None:
+    """Those of another PyTorch."""
+
+
+@pytest.mark.parametrize("guards", [None, guards_that_want_more, lambda *tensors, **dims: object()])
+def test_without_pytorch_s_guards_nothing_is_recalled(
+    guards: Any, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(recall, "_Guards", guards)
+    recall._known.clear()
+    arguments = quant_linear_arguments(device)
+    recall.remember(ops.quant_linear, *arguments)
+    assert recall.recall(*arguments) is None
+
+
+def test_a_profile_names_the_operator(device: torch.device) -> None:
+    arguments = quant_linear_arguments(device)
+    with torch.profiler.profile() as profile:
+        qgemm.ops.quant_linear(*arguments)
+    assert "qgemm::quant_linear" in {event.name for event in profile.events()}
+
+
+def test_the_same_errors_past_the_dispatcher(device: torch.device) -> None:
+    x, weight, scale, bias, _ = quant_linear_arguments(device)
+    for wrong in (
+        (x.double(), weight, scale, bias, None),
+        (x[:, :-1], weight, scale, bias, None),
+        (x, weight.float(), scale, bias, None),
+        (x, weight, scale[:-1], bias, None),
+        (x, weight, scale, bias[:-1], None),
+        (x, weight, scale, bias, scale),
+        (x, weight.to("meta"), scale, bias, None),
+        (x.to("meta"), weight, scale, bias, None),
+        (x, weight, scale, bias.to("meta"), None),
+    ):
+        with pytest.raises((TypeError, ValueError)) as one:
+            qgemm.ops.quant_linear(*wrong)
+        with pytest.raises((TypeError, ValueError)) as other:
+            ops.quant_linear(*wrong)
+        assert (one.type, str(one.value)) == (other.type, str(other.value))
