@@ -25,7 +25,7 @@ from qgemm.kernels.tensor_map import EncodedMaps
 
 MOST_PACKED = 512  # sets of arguments that a launch keeps
 LARGEST_SHARED_MEMORY = 227 * 1024  # bytes; more than any device of today has takes an attribute that isn't set here
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # of CUlaunchAttributeID
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _INTEGERS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
 
@@ -44,9 +44,14 @@ class _Config(ctypes.Structure):
 
 
 class _Attribute(ctypes.Structure):
-    """``CUlaunchAttribute``, of a kind whose value is one int."""
+    """``CUlaunchAttribute``, of a kind whose value is up to three ints."""
 
-    _fields_ = (("id", ctypes.c_int), ("_pad", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_char * 60))
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("_pad", ctypes.c_int),
+        ("value", ctypes.c_int * 3),
+        ("_rest", ctypes.c_char * 52),
+    )
 
 
 class Program(NamedTuple):
@@ -60,6 +65,22 @@ class Program(NamedTuple):
     pdl: bool
     arguments: tuple[bytes | EncodedMaps | None, ...]
     """For each run-time argument its bytes; None for a pointer; for a tensor map, the maps by pointer."""
+    cluster: int = 1
+    """How many programs in a row start together on multiprocessors beside one another."""
+
+    def config(self) -> tuple[_Config, ctypes.Array[_Attribute]]:
+        """What ``cuLaunchKernelEx`` takes but for the stream, and the attributes that it points to."""
+        attributes = []
+        if self.pdl:
+            attributes.append(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1,)))
+        if self.cluster > 1:
+            attributes.append(_Attribute(_CLUSTER_DIMENSION, 0, (self.cluster, 1, 1)))
+        array = (_Attribute * len(attributes))(*attributes)
+        config = _Config(
+            (self.grid, 1, 1), (self.threads, 1, 1), self.shared_memory,
+            attributes=ctypes.addressof(array), num_attributes=len(attributes),
+        )  # fmt: skip
+        return config, array
 
 
 class DriverLaunch:
@@ -123,12 +144,8 @@ class _Block(threading.local):
                 offset += struct.calcsize(_format([argument]))
         scratch = start + fixed_offset  # where null is
         parameters = (ctypes.c_void_p * (len(addresses) + 2))(*addresses, scratch, scratch)
-        attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-        config = _Config(
-            (program.grid, 1, 1), (program.threads, 1, 1), program.shared_memory,
-            attributes=ctypes.addressof(attribute), num_attributes=int(program.pdl),
-        )  # fmt: skip
-        self._kept_alive = parameters, attribute
+        config, attributes = program.config()
+        self._kept_alive = parameters, attributes
         # Pointers made beforehand: ctypes would make them of numbers at each call.
         addresses_of = [ctypes.c_void_p(ctypes.addressof(part)) for part in (config, parameters)]
         prepared = functools.partial(launch, addresses_of[0], ctypes.c_void_p(program.function), addresses_of[1], None)
@@ -155,11 +172,22 @@ def _takes(function: int, arguments: Sequence[bytes | EncodedMaps | None]) -> bo
     return found == [*sizes, 8, 8]
 
 
-def driver_launch(compiled: Any, grid: int, arguments: Sequence[Any]) -> DriverLaunch | None:
+def _run_at_once(program: Program) -> bool:
+    """Whether the device has room for all clusters of ``program`` at a time."""
+    clusters = ctypes.c_int()
+    config, _attributes = program.config()
+    error = _libcuda().cuOccupancyMaxActiveClusters(
+        ctypes.byref(clusters), ctypes.c_void_p(program.function), ctypes.byref(config)
+    )
+    return not error and program.grid <= clusters.value * program.cluster
+
+
+def driver_launch(compiled: Any, grid: int, arguments: Sequence[Any], cluster: int = 1) -> DriverLaunch | None:
     """A ``DriverLaunch`` of what Triton compiled and has run with ``arguments``; None if only Triton knows how.
 
     That is so on other devices than NVIDIA's, for kernels that need scratch memory, clusters or a cooperative grid, and
-    where a version of Triton says something that isn't known here.
+    where a version of Triton says something that isn't known here. ``cluster``: see ``Program``; without effect unless
+    all clusters run at once, since those left over would run after the others.
     """
     try:
         metadata = compiled.metadata
@@ -178,6 +206,8 @@ def driver_launch(compiled: Any, grid: int, arguments: Sequence[Any]) -> DriverL
             bool(metadata.launch_pdl),
             _run_time_arguments(compiled.src.signature, arguments, getattr(metadata, "tensordesc_meta", None)),
         )  # fmt: skip
+        if cluster > 1 and grid % cluster == 0 and _run_at_once(clustered := program._replace(cluster=cluster)):
+            program = clustered
         takes = _takes(program.function, program.arguments)
     except (AttributeError, KeyError, ValueError, struct.error):
         return None

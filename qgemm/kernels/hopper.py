@@ -13,13 +13,16 @@ from qgemm.kernels.reference import MIN_SCALE
 from qgemm.kernels.tensor_map import TensorMap
 
 REGISTERS = 65_536  # of a multiprocessor
+REGISTERS_BESIDE = {4: 128, 8: 144}  # of a thread, by warps that multiply: the fewest that hold the sums
 THREADS = 256  # of a program: four warps that multiply, and four for the one that loads
+SHORT_LOOP = 2048  # values of K, in all rounds
 PATIENCE = 64  # of programs that wait for the rows of others: how often they ask
 # A layer is one launch up to what the device works off in the time that the host takes for two, 16 us on an H200's.
 LARGEST_WEIGHT = 64 << 20  # bytes
 LARGEST_INPUT = 3 << 20  # values
 MOST_PRODUCTS = 4 << 30  # of two values
 MOST_ROWS_OF_A_PROGRAM = 16  # to quantize
+MOST_IN_CLUSTERS = 0.9  # of the programs that a device has room for: its parts have room for few clusters of 3 or 4
 
 
 def gemm_launch(
@@ -39,7 +42,41 @@ def gemm_launch(
     return _launch(
         _gemm_hopper_kernel, (0, 1, 2), config, M, N, K, (stride_am, stride_bn, stride_cm), out_dtype, limits,
         (M, N, K, *epilogue_strides), (*_constants(config, M, limits), constant_b, next_early),
+        max_registers(config, limits, beside=True), cluster(config, M, N, limits),
     )  # fmt: skip
+
+
+def cluster(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
+    """How many programs of a product start together, beside one another; 1 if it doesn't matter.
+
+    Tiles of the same columns follow one another and load the same blocks of B. Two to four programs that do so at the
+    same time, near one another, take less of the cache's bandwidth: up to 12 % less time where that is the limit. Three
+    or four only where each has a single tile: fewer of them run at a time.
+    """
+    rows = -(-M // config.block_m)
+    tiles = rows * -(-N // config.block_n)
+    if rows == 2 or (
+        rows in (3, 4) and programs_per_sm(config, 1, limits) == 1 and tiles <= MOST_IN_CLUSTERS * limits.num_sms
+    ):
+        return rows
+    return 1
+
+
+def starts_early(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits) -> bool:
+    """Whether a product may start before its rows are quantized, to load weights meanwhile.
+
+    That is 5 to 25 % of a layer's time for 65 to 512 rows. But its programs go wherever there is room, one after the
+    other, so those that load the same blocks of B are apart, unless they are a cluster: that took up to 1.6 times as
+    long. It matters little in products without many steps, or with large tiles.
+    """
+    slots = limits.num_sms * programs_per_sm(config, 1, limits)
+    rows = -(-M // config.block_m)
+    rounds = -(-rows * -(-N // config.block_n) // slots)
+    return (
+        rows == cluster(config, M, N, limits)
+        or rounds * K <= SHORT_LOOP
+        or (config.block_m >= 128 and rows <= 4 and rounds == 1)
+    )
 
 
 def in_one_launch(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits) -> bool:
@@ -69,7 +106,7 @@ def quant_linear_launch(
     return _launch(
         _quant_linear_hopper_kernel, (8, 4, 5), config, M, N, K, (K, stride_bn, N), dtype, limits,
         (M, N, K, *x_strides, *epilogue_strides),
-        (row, *_constants(config, M, limits), programs_per_sm(config, 1, limits) > 1),
+        (row, *_constants(config, M, limits), programs_per_sm(config, 1, limits) > 1), max_registers(config, limits),
     )  # fmt: skip
 
 
@@ -85,6 +122,8 @@ def _launch(
     limits: DeviceLimits,
     numbers: tuple[int, ...],
     constants: tuple[Any, ...],
+    registers: int | None,
+    cluster: int = 1,
 ) -> Launch:
     """``positions``, ``strides``: of A, B and C, among the kernel's tensors, and of their rows."""
     rows, panel, b_part = config.block_m, PANEL.value, config.widths[-1]
@@ -98,8 +137,7 @@ def _launch(
     )
     return Launch(
         kernel, programs(config, M, N, limits), numbers, constants, config.num_warps, pdl=True,
-        maps=dict(zip(positions, maps, strict=True)),
-        max_registers=max_registers(programs_per_sm(config, 1, limits)),
+        maps=dict(zip(positions, maps, strict=True)), max_registers=registers, cluster=cluster,
     )  # fmt: skip
 
 
@@ -118,9 +156,16 @@ def programs(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
     return min(tiles, limits.num_sms * programs_per_sm(config, 1, limits))
 
 
-def max_registers(resident: int) -> int | None:
-    """Of a thread where ``resident`` programs share a multiprocessor; None for all."""
-    return None if resident == 1 else REGISTERS // (resident * THREADS) // 8 * 8
+def max_registers(config: GemmConfig, limits: DeviceLimits, beside: bool = False) -> int | None:
+    """Of a thread; None for all that a multiprocessor has.
+
+    ``beside``: leave some to the kernel ahead in the stream; else no program starts before that one's on its
+    multiprocessor have ended. The largest sums need them all.
+    """
+    resident = programs_per_sm(config, 1, limits)
+    if resident > 1:
+        return REGISTERS // (resident * THREADS) // 8 * 8
+    return REGISTERS_BESIDE[config.num_warps] if beside and config.block_m < 256 else None
 
 
 def row_blocks(config: GemmConfig, K: int, limits: DeviceLimits) -> tuple[int, int]:

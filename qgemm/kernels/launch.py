@@ -39,9 +39,12 @@ class Launch:
         pdl: bool = False,
         maps: Mapping[int, TensorMap] | None = None,
         max_registers: int | None = None,
+        cluster: int = 1,
     ) -> None:
         """``numbers``: run-time arguments. ``constants``: compile-time ones. ``maps``: of tensors that the kernel takes
         as a tensor map, by position. ``max_registers``: of a thread; None leaves it to the compiler.
+
+        ``cluster``: so many programs in a row had better start together, beside one another (``DriverLaunch``).
 
         ``pdl``: programmatic dependent launch. The kernel may start before the one ahead of it in the stream has ended,
         so it must wait (``tl.extra.cuda.gdc_wait()``) before it reads what that one writes, or writes what it reads.
@@ -56,6 +59,7 @@ class Launch:
             self._options["maxnreg"] = max_registers
         self._pdl = pdl
         self._maps = dict(maps or {})
+        self._cluster = cluster
         self._variants: dict[int, _Variant] = {}
         self.aligned: DriverLaunch | None = None
         """For pointers that are all multiples of ``ALIGNMENT``, on the current device, unless ``hooked()``.
@@ -92,7 +96,7 @@ class Launch:
             options = {**options, "launch_pdl": True}
         arguments = self._for_triton(tensors)
         compiled = self._kernel[(self._grid,)](*arguments, **options)
-        return _Variant(driver_launch(compiled, self._grid, arguments), compiled[(self._grid, 1, 1)])
+        return _Variant(driver_launch(compiled, self._grid, arguments, self._cluster), compiled[(self._grid, 1, 1)])
 
     def _for_triton(self, tensors: tuple[Tensor | None, ...]) -> list[Any]:
         arguments: list[Any] = [*tensors, *self._rest]

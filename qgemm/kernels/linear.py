@@ -214,10 +214,12 @@ def _make_plan(
     limits = device_limits(x.device)
     q, scales = plan.quantized(x.new_empty(buffer, dtype=torch.int8))
     product = gemm.plan(q, weight.t(), scales, weight_scale, bias, None, x.dtype, constant_b=True)
-    plan = plan._replace(quantize_rows=quantize.plan(rows, input_scale, next_early=True), scaled_mm=product)
+    plan = plan._replace(scaled_mm=product)
     if product.config.schedule == "specialized":
         from qgemm.kernels import hopper
 
+        early = hopper.starts_early(product.config, M, N, K, limits)
+        plan = plan._replace(quantize_rows=quantize.plan(rows, input_scale, next_early=early))
         if hopper.in_one_launch(product.config, M, N, K, limits):
             epilogue_strides = vector_stride(weight_scale, N), vector_stride(bias, N)
             launch = hopper.quant_linear_launch(
@@ -226,6 +228,8 @@ def _make_plan(
             return plan._replace(counts=True, fused=launch)
         return plan
 
+    early = M <= quantize.MOST_ROWS_TO_OVERLAP
+    plan = plan._replace(quantize_rows=quantize.plan(rows, input_scale, next_early=early))
     config = fused_config(N, K, x.itemsize, limits) if M == 1 else None
     if config is None:
         return plan

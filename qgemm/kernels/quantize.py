@@ -13,7 +13,7 @@ from qgemm.kernels.reference import MIN_SCALE
 LONGEST_WHOLE_ROW = 131_072  # bytes of a row that a program keeps in registers
 PART_OF_A_ROW = 8192  # values at a time of a longer one
 # Up to so many rows, the product that follows may start before rows are quantized, to load its weights meanwhile: 0.5
-# to 2 us less for both on an H200. With more there is little to gain, and large products were up to 1.35 times slower.
+# to 2 us less for both on an H200. With more, Hopper's products may too (``hopper.starts_early``); others weren't tried.
 MOST_ROWS_TO_OVERLAP = 64
 
 
@@ -38,7 +38,6 @@ def plan(rows: Tensor, scale: Tensor | None, next_early: bool = False) -> Launch
     ``next_early``: what follows on the stream is one of qgemm's products, which may start early if it likes. Not for
     weights: a product may load those before it waits for this kernel.
     """
-    next_early = next_early and rows.shape[0] <= MOST_ROWS_TO_OVERLAP
     return _plan(
         *rows.shape, rows.stride(), rows.dtype, scale is None, rows.device, next_early, LONGEST_WHOLE_ROW, PART_OF_A_ROW
     )

@@ -275,7 +275,8 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | 
             "num_stages": 1 if config.schedule == "specialized" else config.num_stages,
         }
         if kernel in (_gemm_hopper_kernel, _quant_linear_hopper_kernel):
-            options["maxnreg"] = hopper.max_registers(programs_per_sm(config, 1, TARGETS["sm_90"][1]))
+            beside = kernel is _gemm_hopper_kernel
+            options["maxnreg"] = hopper.max_registers(config, TARGETS["sm_90"][1], beside)
     else:
         options = {"num_warps": config, "num_stages": 1, "enable_fp_fusion": False}
     source = GluonASTSource if kernel.is_gluon() else ASTSource

@@ -13,7 +13,7 @@ import torch
 from qgemm.kernels import driver
 from qgemm.kernels.driver import DriverLaunch, Program, driver_launch
 
-Seen = namedtuple("Seen", "config attribute function arguments scratch")
+Seen = namedtuple("Seen", "config attributes function arguments scratch")
 
 
 def recorder(kinds: str, seen: list[Seen], error: int = 0) -> Any:
@@ -22,7 +22,6 @@ def recorder(kinds: str, seen: list[Seen], error: int = 0) -> Any:
     def launch(config: ctypes.c_void_p, function: ctypes.c_void_p, parameters: ctypes.c_void_p, extra: None) -> int:
         assert extra is None
         copied = driver._Config.from_buffer_copy(ctypes.string_at(config, ctypes.sizeof(driver._Config)))
-        attribute = struct.unpack("iii", ctypes.string_at(copied.attributes, 12))[::2]
         addresses = (ctypes.c_void_p * (len(kinds) + 2)).from_address(parameters.value)
         arguments = [
             ctypes.string_at(address, 128)
@@ -31,10 +30,17 @@ def recorder(kinds: str, seen: list[Seen], error: int = 0) -> Any:
             for kind, address in zip(kinds, addresses, strict=False)
         ]
         scratch = [struct.unpack("Q", ctypes.string_at(address, 8))[0] for address in addresses[len(kinds) :]]
-        seen.append(Seen(copied, attribute, function.value, arguments, scratch))
+        seen.append(Seen(copied, attributes_of(copied), function.value, arguments, scratch))
         return error
 
     return launch
+
+
+def attributes_of(config: driver._Config) -> list[tuple[int, ...]]:
+    """The id and three ints of each."""
+    size = ctypes.sizeof(driver._Attribute)
+    memory = ctypes.string_at(config.attributes, size * config.num_attributes)
+    return [struct.unpack_from("i4x3i", memory, size * index) for index in range(config.num_attributes)]
 
 
 def program(*arguments: Any, **changed: Any) -> Program:
@@ -70,7 +76,7 @@ def test_the_driver_reads_every_argument_in_order() -> None:
         assert list(call.config.grid) == [66, 1, 1]
         assert list(call.config.block) == [256, 1, 1]
         assert call.config.shared_memory == 1000
-        assert call.config.num_attributes == 0
+        assert call.attributes == []
 
 
 def test_arguments_are_kept_by_address_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +97,18 @@ def test_arguments_are_kept_by_address_and_bounded(monkeypatch: pytest.MonkeyPat
     assert encoded == [2, 3, 4, 5, 6, 2]
 
 
-def test_pdl_is_an_attribute() -> None:
+@pytest.mark.parametrize(
+    ("changed", "attributes"),
+    [
+        ({"pdl": True}, [(6, 1, 0, 0)]),
+        ({"cluster": 3}, [(4, 3, 1, 1)]),
+        ({"pdl": True, "cluster": 2}, [(6, 1, 0, 0), (4, 2, 1, 1)]),
+    ],
+)
+def test_attributes(changed: dict[str, Any], attributes: list[tuple[int, ...]]) -> None:
     seen: list[Seen] = []
-    DriverLaunch(program(pdl=True), recorder("", seen))(0, ())
-    assert seen[0].config.num_attributes == 1
-    assert seen[0].attribute == (6, 1)
+    DriverLaunch(program(**changed), recorder("", seen))(0, ())
+    assert seen[0].attributes == attributes
 
 
 def test_the_wrong_number_of_pointers_is_an_error() -> None:
@@ -163,7 +176,11 @@ def compiled(signature: dict[str, str], **changed: Any) -> Any:
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
     """What a driver of one pointer, an i32 and an i64 was given."""
     seen: list[Seen] = []
-    libcuda = SimpleNamespace(cuLaunchKernelEx=recorder("Qiq", seen), cuFuncGetParamInfo=parameter_sizes(8, 4, 8, 8, 8))
+    libcuda = SimpleNamespace(
+        cuLaunchKernelEx=recorder("Qiq", seen),
+        cuFuncGetParamInfo=parameter_sizes(8, 4, 8, 8, 8),
+        cuOccupancyMaxActiveClusters=room_for(5),
+    )
     monkeypatch.setattr(driver, "_libcuda", lambda: libcuda)
     return seen
 
@@ -180,6 +197,19 @@ def parameter_sizes(*sizes: int) -> Any:
     return get
 
 
+def room_for(clusters: int, error: int = 0) -> Any:
+    """A ``cuOccupancyMaxActiveClusters`` of a device where 10 programs run at a time, but no more than ``clusters``."""
+
+    def get(found: Any, function: ctypes.c_void_p, config: Any) -> int:
+        assert function.value == 9
+        (attribute,) = attributes_of(config._obj)
+        assert attribute[::2] == (4, 1)
+        found._obj.value = min(clusters, 10 // attribute[1])
+        return error
+
+    return get
+
+
 SIGNATURE = {"x": "*fp32", "none": "constexpr", "M": "i32", "one": "constexpr", "stride": "i64", "BLOCK": "constexpr"}
 ARGUMENTS = (torch.empty(1), None, 12, 1, 2**33, 64)
 
@@ -190,6 +220,29 @@ def test_what_triton_compiled_is_launched(launched: list[Seen]) -> None:
     launch(1, (4096,))
     assert launched[0].arguments == [4096, 12, 2**33]
     assert (launched[0].function, launched[0].config.block[0], launched[0].config.shared_memory) == (9, 128, 512)
+
+
+@pytest.mark.parametrize(
+    ("grid", "cluster", "room", "given"),
+    [
+        (10, 2, room_for(5), [(4, 2, 1, 1)]),
+        (9, 3, room_for(5), [(4, 3, 1, 1)]),
+        (10, 1, room_for(5), []),
+        (9, 2, room_for(5), []),  # an odd one left
+        (10, 2, room_for(4), []),  # the last would run after the others
+        (12, 3, room_for(5), []),
+        (10, 2, room_for(5, error=1), []),
+    ],
+)
+def test_clusters_that_run_at_once(
+    grid: int, cluster: int, room: Any, given: list[tuple[int, ...]], launched: list[Seen]
+) -> None:
+    driver._libcuda().cuOccupancyMaxActiveClusters = room
+    launch = driver_launch(compiled(SIGNATURE), grid, ARGUMENTS, cluster)
+    assert launch is not None
+    launch(1, (4096,))
+    assert launched[0].attributes == given
+    assert launched[0].config.grid[0] == grid
 
 
 @pytest.mark.parametrize(

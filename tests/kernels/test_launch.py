@@ -35,7 +35,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """On CPU tensors: their device index is None, so that is the current one."""
     noted: Calls = []
 
-    def driver_launch(compiled: Any, grid: int, arguments: Any) -> Callable[..., None]:
+    def driver_launch(compiled: Any, grid: int, arguments: Any, cluster: int) -> Callable[..., None]:
         return lambda stream, pointers: noted.append(("driver", stream, list(pointers)))
 
     monkeypatch.setattr(module, "driver_launch", driver_launch)

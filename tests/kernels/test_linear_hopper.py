@@ -43,6 +43,41 @@ def test_when_a_layer_is_one_launch(config: GemmConfig, M: int, N: int, K: int, 
     assert hopper.in_one_launch(config, M, N, K, H200) == one
 
 
+def tiled(block_m: int, block_n: int, block_k: int = 128, stages: int = 6) -> GemmConfig:
+    return next(
+        config
+        for config in CANDIDATES
+        if config.schedule == "specialized"
+        and (config.block_m, config.block_n, config.block_k, config.num_stages) == (block_m, block_n, block_k, stages)
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "M", "N", "K", "cluster", "early"),
+    [
+        (tiled(64, 128, stages=8), 64, 57_344, 8192, 1, True),  # one row of tiles: nobody else loads a block of B
+        (tiled(64, 128, stages=8), 65, 57_344, 8192, 2, True),
+        (tiled(128, 128), 256, 57_344, 8192, 2, True),
+        (tiled(64, 128, stages=8), 192, 4096, 14_336, 3, True),
+        (tiled(64, 128, stages=8), 192, 10_240, 8192, 1, False),  # 240 tiles: several rounds
+        (tiled(64, 128, stages=8), 256, 3584, 18_944, 4, True),
+        (tiled(64, 128, stages=8), 256, 4096, 14_336, 1, False),  # 128 tiles: not as many of a cluster of 4 at a time
+        (tiled(64, 128, stages=8), 320, 1024, 4096, 1, False),
+        (tiled(128, 128), 512, 4096, 14_336, 1, True),  # large tiles, one each
+        (tiled(128, 128), 512, 28_672, 4096, 1, False),
+        (tiled(128, 128), 1024, 2048, 8192, 1, False),
+        (tiled(64, 64), 1024, 1024, 1024, 1, True),  # few steps
+        (tiled(64, 64), 1024, 1024, 4096, 1, False),
+        (tiled(64, 64), 192, 1024, 4096, 1, False),  # programs that share a multiprocessor
+    ],
+)
+def test_programs_that_start_together_and_early(
+    config: GemmConfig, M: int, N: int, K: int, cluster: int, early: bool
+) -> None:
+    assert hopper.cluster(config, M, N, H200) == cluster
+    assert hopper.starts_early(config, M, N, K, H200) == early
+
+
 @pytest.mark.parametrize("K", [1, 16, 1024, 1025, 4096, 14_336, 28_672, 65_536])
 @pytest.mark.parametrize("config", [FEW_ROWS, TALL, GemmConfig(64, 64, 256, 4, 6, schedule="specialized")], ids=str)
 def test_blocks_hold_the_row_or_it_is_read_twice(config: GemmConfig, K: int) -> None:
@@ -158,6 +193,31 @@ def test_graphs_get_two_launches_and_run_beside_eager_calls() -> None:
         assert torch.equal(out, wanted)
         assert torch.equal(eager, wanted)
     assert_counts_are_zero()
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(65, 1024, 8192), (128, 8192, 4096), (192, 1024, 1024), (256, 1536, 8192), (512, 4096, 2048)]
+)
+def test_layers_in_a_graph_that_start_before_those_ahead_have_ended(M: int, N: int, K: int) -> None:
+    config = select_config(M, N, K, torch.int8, torch.device("cuda", 0))
+    assert hopper.starts_early(config, M, N, K, H200)
+    down, up = Parameters(CUDA, N, K), Parameters(CUDA, K, N)
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+    wanted = x
+    for layer in (down, up) * 3:
+        wanted = layer.expected(wanted) / 64
+    for layer, like in ((down, x), (up, down(x))):
+        layer(like)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = x
+        for layer in (down, up) * 3:
+            out = layer(out) / 64
+    for _ in range(10):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, wanted)
 
 
 @on_hopper
