@@ -337,15 +337,16 @@ def _run(
     else:
         rest_panels = b_panels
     full, empty = _barriers(NUM_STAGES), _barriers(NUM_STAGES)
+    # Completes when all rows of A are quantized. Triton would reuse the memory of one that nobody waits for, and the
+    # copy engine, in clusters, store the barrier's state from there.
+    ready = _barriers(1) if len(ROW) > 0 else full
     ring = Ring(a_panels, b_panels, rest_panels, full, empty, NUM_STAGES, panels, LAST_PARTS, BLOCK_M, WIDTHS, b_start)
-    # Completes when all rows of A are quantized.
-    ready = _barriers(1).index(0)
     staging = gl.allocate_shared_memory(C.dtype, [ROWS, C.block_shape[1]], C.layout)
     epilogue = (A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias)
     gl.warp_specialize(
         [
-            (_consume, (C, epilogue, ring, staging, sched, num_k, quantization, ready, ROW)),
-            (_produce, (A, B, ring, sched, num_k, ready, len(ROW) > 0, CONSTANT_B, NEXT_EARLY)),
+            (_consume, (C, epilogue, ring, staging, sched, num_k, quantization, ready.index(0), ROW)),
+            (_produce, (A, B, ring, sched, num_k, ready.index(0), len(ROW) > 0, CONSTANT_B, NEXT_EARLY)),
         ],
         [1],
         [PRODUCER_REGISTERS],

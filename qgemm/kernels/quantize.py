@@ -13,7 +13,7 @@ from qgemm.kernels.reference import MIN_SCALE
 LONGEST_WHOLE_ROW = 131_072  # bytes of a row that a program keeps in registers
 PART_OF_A_ROW = 8192  # values at a time of a longer one
 # Up to so many rows, the product that follows may start before rows are quantized, to load its weights meanwhile: 0.5
-# to 2 us less for both on an H200. With more, Hopper's products may too (``hopper.starts_early``); others weren't tried.
+# to 2 us less for both on an H200. With more, Hopper's may too (``hopper.starts_early``); others weren't tried.
 MOST_ROWS_TO_OVERLAP = 64
 
 

@@ -283,6 +283,24 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | 
     return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options)
 
 
+def barriers_in_staging(ptx: str, config: GemmConfig) -> int:
+    """How many barriers of Hopper's kernels lie where tiles wait to be stored.
+
+    Triton reuses the memory of a barrier that nobody waits for, but the copy engine may then read the barrier's state.
+    """
+    offsets = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    barriers = re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)
+    stores = re.findall(r"cp\.async\.bulk\.tensor\.\w+\.global\.shared::cta\.bulk_group \[.*\], \[(%r\d+)\]", ptx)
+    assert barriers
+    assert stores
+    size = max(config.block_m, 64) * config.stored_columns * 2
+    return sum(
+        int(offsets[store]) <= int(offsets[barrier]) < int(offsets[store]) + size
+        for barrier in set(barriers)
+        for store in set(stores)
+    )
+
+
 def spilled(compiled: Any, target: GPUTarget) -> int:
     """Bytes of stack (NVIDIA) or spilled registers (AMD) that the machine code uses."""
     if target.backend == "hip":
@@ -306,6 +324,8 @@ def main() -> None:
                 assembly = compiled.asm["amdgcn" if target.backend == "hip" else "ptx"]
                 result |= {key: len(re.findall(pattern, assembly)) for key, pattern in INSTRUCTIONS.items()}
                 result |= {"spilled": spilled(compiled, target), "shared": compiled.metadata.shared}
+                if isinstance(config, GemmConfig) and "hopper" in label:
+                    result["barriers_in_staging"] = barriers_in_staging(assembly, config)
                 if isinstance(config, GemmConfig):
                     result |= {"block_m": config.block_m, "stages": config.num_stages}
             except Exception as error:  # one failure must not hide the others
