@@ -9,10 +9,10 @@ timed, so the answer is the same on every run. ``scaled_mm(..., config=...)`` an
 
 The constants are cycles and bytes per cycle of one multiprocessor. Those of the kernel for all devices were fitted on
 an H200 to 3,200 timings of 294 products, those of Hopper's to 6,100 of 428 (32 sizes of weight, M from 1 to 3,072; from
-M = 768 on in turns of 50 ms, at the power limit). There the choice took 1.011 times as long as the best of all
-candidates (geometric mean) and 1.18 times at worst, and on 48 products of 6 other sizes 1.017 times and 1.13 times at
-worst (``python -m benchmarks --check-configs``). Only ratios of constants matter, so other devices get a sensible, if
-less exact, answer.
+M = 768 on in turns of 50 ms, at the power limit) and to 1,100 of 99 layers. There the choice took 1.012 times as long
+as the best of all candidates (geometric mean; 1.16 times at worst), in layers 1.011 (1.12), and on 48 products of 6
+other sizes 1.017 (1.13; ``python -m benchmarks --check-configs``). Only ratios of constants matter, so other devices
+get a sensible, if less exact, answer.
 """
 
 import functools
@@ -43,8 +43,8 @@ _HOPPER_IDLE = 0.2  # of a last round's idle multiprocessors, how much of memory
 _HOPPER_CACHE_BYTES_OF_ALL = 15_800.0
 _HOPPER_MEMORY_LATENCY = 1228.0
 _HOPPER_START = 3150.0  # beside which Stream-K's is nothing
-_HOPPER_START_BESIDE = 2025.0  # where the kernel ahead leaves multiprocessors free
-_HOPPER_EARLY_START = 1206.0  # where it leaves room on each
+_HOPPER_START_BESIDE = 2400.0  # where the kernel ahead leaves multiprocessors free
+_HOPPER_EARLY_START = 1800.0  # where it leaves room on each
 
 
 Schedule = Literal["tiles", "persistent", "streamk", "specialized"]
