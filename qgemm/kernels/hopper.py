@@ -15,6 +15,8 @@ from qgemm.kernels.tensor_map import TensorMap
 REGISTERS = 65_536  # of a multiprocessor
 REGISTERS_BESIDE = {4: 128, 8: 144}  # of a thread, by warps that multiply: the fewest that hold the sums
 THREADS = 256  # of a program: four warps that multiply, and four for the one that loads
+# A product starts before its rows are quantized where that isn't much beside it, and hinders nobody.
+MOST_VALUES_TO_OVERLAP = 5 << 20  # to quantize
 SHORT_LOOP = 2048  # values of K, in all rounds
 PATIENCE = 64  # of programs that wait for the rows of others: how often they ask
 # A layer is one launch up to what the device works off in the time that the host takes for two, 16 us on an H200's.
@@ -65,10 +67,12 @@ def cluster(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
 def starts_early(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits) -> bool:
     """Whether a product may start before its rows are quantized, to load weights meanwhile.
 
-    That is 5 to 25 % of a layer's time for 65 to 512 rows. But its programs go wherever there is room, one after the
-    other, so those that load the same blocks of B are apart, unless they are a cluster: that took up to 1.6 times as
-    long. It matters little in products without many steps, or with large tiles.
+    That is 5 to 25 % of a layer's time for 65 to 512 rows; with more to quantize, nothing to -6 %. But its programs go
+    wherever there is room, one after the other, so those that load the same blocks of B are apart, unless they are a
+    cluster: that took up to 1.6 times as long. It matters little in products without many steps, or with large tiles.
     """
+    if M * K > MOST_VALUES_TO_OVERLAP:
+        return False
     slots = limits.num_sms * programs_per_sm(config, 1, limits)
     rows = -(-M // config.block_m)
     rounds = -(-rows * -(-N // config.block_n) // slots)

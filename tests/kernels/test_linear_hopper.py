@@ -63,7 +63,8 @@ def tiled(block_m: int, block_n: int, block_k: int = 128, stages: int = 6) -> Ge
         (tiled(64, 128, stages=8), 256, 3584, 18_944, 4, True),
         (tiled(64, 128, stages=8), 256, 4096, 14_336, 1, False),  # 128 tiles: not as many of a cluster of 4 at a time
         (tiled(64, 128, stages=8), 320, 1024, 4096, 1, False),
-        (tiled(128, 128), 512, 4096, 14_336, 1, True),  # large tiles, one each
+        (tiled(128, 128), 512, 4096, 8192, 1, True),  # large tiles, one each
+        (tiled(128, 128), 512, 4096, 14_336, 1, False),  # much to quantize
         (tiled(128, 128), 512, 28_672, 4096, 1, False),
         (tiled(128, 128), 1024, 2048, 8192, 1, False),
         (tiled(64, 64), 1024, 1024, 1024, 1, True),  # few steps
