@@ -22,16 +22,21 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
   and more. They want a fourth stage, so they are stored by halves. In runs of 5 ms, at a clock that others set, they
   look slower.
 - Few tiles with long sums: blocks of 512 along K, read as 4 panels side by side, up to 50 % (1536 x 16384, M = 8).
+- Two to four rows of tiles load the same blocks of B. As clusters, which start together and run side by side, they took
+  up to 12 % less (10240 x 8192, M = 96: 27.2 to 23.9 us); with more rows of tiles nothing was gained.
+- Registers left to the kernel ahead, so that programs start beside it: layers took 5 to 25 % less from M = 65 to 512
+  (``hopper.starts_early``).
 - Scales loaded before the loop over K, not after it, gave 2 %.
 - Where tiles leave many multiprocessors idle in the last round, other widths: 80, 160 and 192 columns, up to 20 % at
   M = 64 to 512 (N = 10240 makes 128 tiles of 80 columns for 132 multiprocessors). Instructions are as wide as a power
   of 2 here, so there are two for each block of K; the narrower takes no less time than one of 32 columns.
 
 What gave nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps for
-128 x 128, tiles of 128 x 256 (as good as 256 x 128), groups of 4 or 16 tiles. Stream-K, where programs cut the sums
-over K between them, makes the loop 5 us of 29 faster (N = 10240, K = 8192, M = 128), but handing over and adding
-partial sums takes 9 us, and zeroing their counts 4. A in registers gave wrong sums on Triton 3.6. Instructions of 256
-columns aren't made for int8 there.
+128 x 128, tiles of 128 x 256 (as good as 256 x 128) and of 256 x 192 (2 % faster at best, 23 % slower at worst), groups
+of 4 or 16 tiles, sums over K backwards in every other round. Stream-K, where programs cut the sums over K between them,
+makes the loop 5 us of 29 faster (N = 10240, K = 8192, M = 128), but handing over and adding partial sums takes 9 us,
+and zeroing their counts 4. A in registers gave wrong sums on Triton 3.6. Instructions of 256 columns aren't made for
+int8 there.
 """
 
 import functools
