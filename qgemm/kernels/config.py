@@ -11,7 +11,7 @@ The constants are cycles and bytes per cycle of one multiprocessor. Those of the
 an H200 to 3,200 timings of 294 products, those of Hopper's to 6,100 of 428 (32 sizes of weight, M from 1 to 3,072; from
 M = 768 on in turns of 50 ms, at the power limit) and to 1,100 of 99 layers. There the choice took 1.012 times as long
 as the best of all candidates (geometric mean; 1.16 times at worst), in layers 1.011 (1.12), and on 48 products of 6
-other sizes 1.017 (1.13; ``python -m benchmarks --check-configs``). Only ratios of constants matter, so other devices
+other sizes 1.019 (1.14; ``python -m benchmarks --check-configs``). Only ratios of constants matter, so other devices
 get a sensible, if less exact, answer.
 """
 
