@@ -13,11 +13,10 @@ from qgemm.kernels.reference import MIN_SCALE
 from qgemm.kernels.tensor_map import TensorMap
 
 REGISTERS = 65_536  # of a multiprocessor
-REGISTERS_BESIDE = {4: 128, 8: 144}  # of a thread, by warps that multiply: the fewest that hold the sums
+REGISTERS_BESIDE = {4: 128, 8: 144}  # of a thread, by warps that multiply: no config but the largest needs more
 THREADS = 256  # of a program: four warps that multiply, and four for the one that loads
-# A product starts before its rows are quantized where that isn't much beside it, and hinders nobody.
-MOST_VALUES_TO_OVERLAP = 5 << 20  # to quantize
-SHORT_LOOP = 2048  # values of K, in all rounds
+MOST_VALUES_TO_OVERLAP = 5 << 20  # to quantize while a product starts
+SHORT_LOOP = 2048  # values of K that a program goes through, in all rounds: too few to be slowed down much
 PATIENCE = 64  # of programs that wait for the rows of others: how often they ask
 # A layer is one launch up to what the device works off in the time that the host takes for two, 16 us on an H200's.
 LARGEST_WEIGHT = 64 << 20  # bytes
@@ -52,8 +51,8 @@ def cluster(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
     """How many programs of a product start together, beside one another; 1 if it doesn't matter.
 
     Tiles of the same columns follow one another and load the same blocks of B. Two to four programs that do so at the
-    same time, near one another, take less of the cache's bandwidth: up to 12 % less time where that is the limit. Three
-    or four only where each has a single tile: fewer of them run at a time.
+    same time, near one another, took up to 12 % less time on an H200; presumably their requests are answered together.
+    Three or four only where each has a single tile: fewer of them run at a time.
     """
     rows = -(-M // config.block_m)
     tiles = rows * -(-N // config.block_n)
@@ -67,9 +66,10 @@ def cluster(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
 def starts_early(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits) -> bool:
     """Whether a product may start before its rows are quantized, to load weights meanwhile.
 
-    That is 5 to 25 % of a layer's time for 65 to 512 rows; with more to quantize, nothing to -6 %. But its programs go
-    wherever there is room, one after the other, so those that load the same blocks of B are apart, unless they are a
-    cluster: that took up to 1.6 times as long. It matters little in products without many steps, or with large tiles.
+    Up to 512 rows that saved up to a quarter of a layer's time on an H200; with more to quantize it saved nothing, or
+    cost 6 %. But its programs go wherever there is room, one after the other, so those that load the same blocks of B
+    are apart, unless they are a cluster: that took up to 1.6 times as long. It matters little in products without many
+    steps, or with large tiles.
     """
     if M * K > MOST_VALUES_TO_OVERLAP:
         return False

@@ -24,8 +24,8 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
 - Few tiles with long sums: blocks of 512 along K, read as 4 panels side by side, up to 50 % (1536 x 16384, M = 8).
 - Two to four rows of tiles load the same blocks of B. As clusters, which start together and run side by side, they took
   up to 12 % less (10240 x 8192, M = 96: 27.2 to 23.9 us); with more rows of tiles nothing was gained.
-- Registers left to the kernel ahead, so that programs start beside it: layers took 5 to 25 % less from M = 65 to 512
-  (``hopper.starts_early``).
+- Registers left to the kernel ahead, so that programs start beside it: from M = 65 to 512 layers took up to a quarter
+  less (``hopper.starts_early``).
 - Scales loaded before the loop over K, not after it, gave 2 %.
 - Where tiles leave many multiprocessors idle in the last round, other widths: 80, 160 and 192 columns, up to 20 % at
   M = 64 to 512 (N = 10240 makes 128 tiles of 80 columns for 132 multiprocessors). Instructions are as wide as a power

@@ -8,7 +8,7 @@ for. Calls of one launch share the buffer of their stream too: what runs on a st
 One launch takes the host 5 us less than two, and a call in PyTorch's eager mode takes as long as the slower of host and
 device. On the device, one launch on Hopper is 1 to 3 us slower than two, which overlap. So it is for what takes the
 device no longer than the host (``hopper.in_one_launch``), and not for CUDA graphs. A layer on an H200 (bfloat16), us,
-with the tiles that were chosen then:
+with the tiles that were chosen then, and before products of more than 64 rows started early (``hopper.starts_early``):
 
 | N x K | M | host: F.linear, one launch, two | device: one, two | eager: F.linear, one, two |
 |---|---|---|---|---|
