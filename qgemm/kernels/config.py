@@ -78,10 +78,10 @@ class GemmConfig:
         rows, cols = self.block_m, self.block_n
         if self.schedule != "specialized":
             return self.num_stages * (rows + cols) * self.block_k * itemsize
-        # Instructions read 64 rows of A: few rows of A and B share them. A tile of 2-byte outputs waits there to be
-        # stored, and there are barriers.
-        loaded = 64 if rows + cols <= 64 else rows + cols
-        return self.num_stages * loaded * self.block_k * itemsize + max(rows, 64) * self.stored_columns * 2 + 1024
+        # Instructions read 64 rows of A, so with fewer of both there are some behind the last. A tile of 2-byte outputs
+        # waits to be stored, and there are barriers.
+        loaded = self.num_stages * (rows + cols) * self.block_k + max(64 - rows - cols, 0) * 128
+        return loaded + max(rows, 64) * self.stored_columns * 2 + 1024
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -198,7 +198,7 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
         limits.hopper
         and itemsize == 1
         and config.num_warps == (8 if config.block_m == 256 or config.block_m * config.block_n > 128 * 128 else 4)
-        and (config.block_m in (64, 128, 256) or (config.block_m + config.block_n <= 64 and len(config.widths) == 1))
+        and config.block_m in (16, 32, 64, 128, 256)
         and config.widths[0] <= 128 <= config.block_k
         and config.num_stages >= 2
     ):

@@ -9,7 +9,6 @@ import torch
 from qgemm.kernels.config import DeviceLimits, GemmConfig, programs_per_sm
 from qgemm.kernels.hopper_kernels import PANEL, _gemm_hopper_kernel, _quant_linear_hopper_kernel, block_layout
 from qgemm.kernels.launch import Launch
-from qgemm.kernels.reference import MIN_SCALE
 from qgemm.kernels.tensor_map import TensorMap
 
 REGISTERS = 65_536  # of a multiprocessor
@@ -17,7 +16,7 @@ REGISTERS_BESIDE = {4: 128, 8: 144}  # of a thread, by warps that multiply: no c
 THREADS = 256  # of a program: four warps that multiply, and four for the one that loads
 MOST_VALUES_TO_OVERLAP = 5 << 20  # to quantize while a product starts
 SHORT_LOOP = 2048  # values of K that a program goes through, in all rounds: too few to be slowed down much
-PATIENCE = 64  # of programs that wait for the rows of others: how often they ask
+PATIENCE = 128  # of programs that wait for the rows of others: how often they ask
 # A layer is one launch up to what the device works off in the time that the host takes for two, 16 us on an H200's.
 LARGEST_WEIGHT = 64 << 20  # bytes
 LARGEST_INPUT = 3 << 20  # values
@@ -106,7 +105,7 @@ def quant_linear_launch(
     limits: DeviceLimits,
 ) -> Launch:
     """A layer of rows ``[M, K]`` of ``dtype``. ``epilogue_strides``: of the weight's scale and the bias."""
-    row = (MIN_SCALE, *row_blocks(config, K, limits), PATIENCE)
+    row = (*row_blocks(config, K, limits), PATIENCE)
     return _launch(
         _quant_linear_hopper_kernel, (8, 4, 5), config, M, N, K, (K, stride_bn, N), dtype, limits,
         (M, N, K, *x_strides, *epilogue_strides),

@@ -55,7 +55,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.hopper_quantize_kernels import _quantize_together
+from qgemm.kernels.hopper_quantize_kernels import _await_rows, _forget_rows, _quantize_own
 from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import aggregate
 
@@ -64,8 +64,10 @@ _load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_share
 _store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 PANEL = gl.constexpr(128)  # bytes: as wide as the copy engine swizzles
+ATOM = gl.constexpr(8)  # rows, after which the swizzle repeats
 MMA_ROWS = gl.constexpr(64)  # the fewest that wgmma multiplies
 PRODUCER_REGISTERS = gl.constexpr(40)  # a thread
+QUANTIZING_REGISTERS = gl.constexpr(64)  # of one that may have to quantize
 
 
 @functools.cache
@@ -80,19 +82,17 @@ class Ring:
     """Slots of shared memory, each for a block of A and one of B, used round and round.
 
     Step ``i`` uses slot ``i % depth``. Barrier ``full`` completes when a slot's bytes have arrived, ``empty`` when a
-    consumer has read them. A slot has its blocks in ``panels`` of ``PANEL`` columns, as the tensor cores read them.
+    consumer has read them. A slot has its blocks in ``panels`` of ``PANEL`` columns, as the tensor cores read them: the
+    ``block_m`` rows of A first, then those of B. ``memory`` has ``ATOM`` rows in a piece, so that blocks begin anywhere.
 
-    Instructions read ``MMA_ROWS`` rows of A at least. Where A's block and B's have no more together, they share the
-    rows of a panel, ``a_panels`` and ``b_panels`` being the same: A's ``block_m`` come first, B's begin at ``b_start``
-    and go to the end. What is multiplied besides A's rows isn't stored.
+    Instructions read ``MMA_ROWS`` rows of A at least: beyond fewer ones whatever follows, up to ``slack`` rows behind
+    the last panel. What is multiplied there isn't stored.
 
-    Sizes are powers of 2 here, so B's block of another number of rows is in two pieces (``widths``), the largest power
-    of 2 and the rest, which has ``rest_panels`` and sums of its own.
+    Sizes of tensors are powers of 2 here, so B's block of another number of rows is in two pieces (``widths``), the
+    largest power of 2 and the rest, which has sums of its own.
     """
 
-    a_panels: gl.shared_memory_descriptor
-    b_panels: gl.shared_memory_descriptor
-    rest_panels: gl.shared_memory_descriptor
+    memory: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     depth: gl.constexpr
@@ -100,7 +100,13 @@ class Ring:
     last_parts: gl.constexpr
     block_m: gl.constexpr
     widths: gl.constexpr
-    b_start: gl.constexpr
+
+    @gluon.jit
+    def rows(self, slot, panel: gl.constexpr, START: gl.constexpr, COUNT: gl.constexpr):
+        """``COUNT`` rows of a panel, from ``START`` on: ``[COUNT, PANEL]``."""
+        block_n: gl.constexpr = self.widths[0] if len(self.widths) == 1 else self.widths[0] + self.widths[1]
+        first = ((slot * self.panels + panel) * (self.block_m + block_n) + START) // ATOM
+        return self.memory.index(first)._reinterpret(self.memory.dtype, [COUNT, PANEL], self.memory.layout)
 
     @gluon.jit
     def fill_b(self, step, A, B, row, col, k):
@@ -111,19 +117,15 @@ class Ring:
         mbarrier.wait(self.empty.index(slot), (step // self.depth + 1) & 1)
         full = self.full.index(slot)
         B_PART: gl.constexpr = B.block_shape[0]
-        B_PARTS: gl.constexpr = self.widths[0] // B_PART
+        B_PARTS: gl.constexpr = (self.widths[0] + (self.widths[1] if len(self.widths) > 1 else 0)) // B_PART
         part_bytes: gl.constexpr = self.panels * A.block_type.nbytes
-        b_bytes: gl.constexpr = self.panels * (B_PARTS + len(self.widths) - 1) * B.block_type.nbytes
+        b_bytes: gl.constexpr = self.panels * B_PARTS * B.block_type.nbytes
         mbarrier.expect(full, PARTS * part_bytes + b_bytes, pred=not ends)
         mbarrier.expect(full, self.last_parts * part_bytes + b_bytes, pred=ends)
         for i in gl.static_range(self.panels):
-            panel = self.b_panels.index(slot * self.panels + i)
             for part in gl.static_range(B_PARTS):
-                to = panel.slice(self.b_start + part * B_PART, B_PART)
+                to = self.rows(slot, i, self.block_m + part * B_PART, B_PART)
                 _load_block(B, [col + part * B_PART, k + i * PANEL], full, to)
-            if len(self.widths) > 1:
-                to = self.rest_panels.index(slot * self.panels + i)
-                _load_block(B, [col + self.widths[0], k + i * PANEL], full, to)
 
     @gluon.jit
     def fill_a(self, step, A, row, k):
@@ -138,25 +140,25 @@ class Ring:
         ends = row + self.block_m > A.shape[0]
         full = self.full.index(slot)
         for i in gl.static_range(self.panels):
-            panel = self.a_panels.index(slot * self.panels + i)
             for part in gl.static_range(self.block_m // PART):
                 needed = (part < self.last_parts) | (not ends)
-                _load_block(A, [row + part * PART, k + i * PANEL], full, panel.slice(part * PART, PART), pred=needed)
+                to = self.rows(slot, i, part * PART, PART)
+                _load_block(A, [row + part * PART, k + i * PANEL], full, to, pred=needed)
 
     @gluon.jit
     def multiply(self, step, accs):
         """Starts ``acc += a @ b.T`` of the slot's blocks, once they have arrived: for each piece of B its ``acc``."""
         slot = step % self.depth
         mbarrier.wait(self.full.index(slot), step // self.depth & 1)
+        ROWS: gl.constexpr = max(self.block_m, MMA_ROWS)
         for i in gl.static_range(self.panels):
-            panel = slot * self.panels + i
-            a = self.a_panels.index(panel)
-            b = self.b_panels.index(panel).slice(self.b_start, self.widths[0]).permute((1, 0))
+            a = self.rows(slot, i, 0, ROWS)
+            b = self.rows(slot, i, self.block_m, self.widths[0]).permute((1, 0))
             acc = warpgroup_mma(a, b, accs[0], is_async=True)
             if len(self.widths) == 1:
                 accs = (acc,)
             else:
-                b = self.rest_panels.index(panel).permute((1, 0))
+                b = self.rows(slot, i, self.block_m + self.widths[0], self.widths[1]).permute((1, 0))
                 accs = (acc, warpgroup_mma(a, b, accs[1], is_async=True))
         return accs
 
@@ -183,17 +185,19 @@ class Ring:
 
 
 @gluon.jit
-def _barriers(count: gl.constexpr):
+def _barriers(count: gl.constexpr, arrivals: gl.constexpr = 1):
     barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
-        mbarrier.init(barriers.index(i), count=1)
+        mbarrier.init(barriers.index(i), count=arrivals)
     return barriers
 
 
 @gluon.jit
 def _produce(
-    A, B, ring, sched, num_k, ready, QUANTIZES: gl.constexpr, CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr
+    A, B, row_scale, ring, sched, num_k, quantization, ready,
+    ROW: gl.constexpr, CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
+    QUANTIZES: gl.constexpr = len(ROW) > 0
     BLOCK_K: gl.constexpr = sched.ctx.block_k
     start, total, stride = sched.persistent_tile_range()
     tile = sched.get_tile_from_idx(start)
@@ -208,7 +212,7 @@ def _produce(
     if NEXT_EARLY:
         gdc_launch_dependents()
     if QUANTIZES:
-        mbarrier.wait(ready, 0)
+        _await_rows(quantization, row_scale, sched.M, sched.K, ready, ROW)
     if CONSTANT_B:
         for k_idx in range(ahead):
             ring.fill_a(k_idx, A, row, k_idx * BLOCK_K)
@@ -224,6 +228,8 @@ def _produce(
     if not NEXT_EARLY:
         # Earlier, programs of the next kernel would crowd onto the multiprocessors that happen to be free.
         gdc_launch_dependents()
+    if QUANTIZES:
+        _forget_rows(quantization, ready)
 
 
 @gluon.jit
@@ -271,7 +277,7 @@ def _apply_epilogue(sums, scales, epilogue, sched, cols):
 def _consume(C, epilogue, ring, staging, sched, num_k, quantization, ready, ROW: gl.constexpr):
     gdc_wait()
     if len(ROW) > 0:
-        _quantize_together(quantization, epilogue[0], sched.M, sched.K, ready, ROW)
+        _quantize_own(quantization, epilogue[0], sched.M, sched.K, ready, ROW)
     BLOCK_M: gl.constexpr = sched.ctx.block_m
     BLOCK_N: gl.constexpr = sched.ctx.block_n
     ROWS: gl.constexpr = staging.shape[0]
@@ -323,38 +329,29 @@ def _run(
     GROUP_SIZE_M: gl.constexpr, NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, LAST_PARTS: gl.constexpr,
     CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """``quantization``, ``ROW``: of ``_quantize_together``; empty if A holds the quantized rows already."""
+    """``quantization``, ``ROW``: of ``_quantize_own``; empty if A holds the quantized rows already."""
     ctx = GemmContext(BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, 1, GROUP_SIZE_M, quantized=True)
     sched = ScheduleContext(M, N, K, ctx)
     num_k = gl.cdiv(K, BLOCK_K)
 
     panels: gl.constexpr = BLOCK_K // PANEL
-    ROWS: gl.constexpr = MMA_ROWS if BLOCK_M < MMA_ROWS else BLOCK_M
-    a_panels = gl.allocate_shared_memory(A.dtype, [NUM_STAGES * panels, ROWS, PANEL], A.layout)
-    if BLOCK_M + BLOCK_N <= MMA_ROWS:
-        b_panels = a_panels
-        b_start: gl.constexpr = MMA_ROWS - BLOCK_N
-    else:
-        b_panels = gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, WIDTHS[0], PANEL], B.layout)
-        b_start: gl.constexpr = 0
-    if len(WIDTHS) > 1:
-        rest_panels = gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, WIDTHS[1], PANEL], B.layout)
-    else:
-        rest_panels = b_panels
+    ROWS: gl.constexpr = max(BLOCK_M, MMA_ROWS)
+    rows: gl.constexpr = NUM_STAGES * panels * (BLOCK_M + BLOCK_N) + max(MMA_ROWS - BLOCK_M - BLOCK_N, 0)
+    memory = gl.allocate_shared_memory(A.dtype, [rows // ATOM, ATOM, PANEL], A.layout)
     full, empty = _barriers(NUM_STAGES), _barriers(NUM_STAGES)
     # Completes when all rows of A are quantized. Triton would reuse the memory of one that nobody waits for, and the
     # copy engine, in clusters, store the barrier's state from there.
-    ready = _barriers(1) if len(ROW) > 0 else full
-    ring = Ring(a_panels, b_panels, rest_panels, full, empty, NUM_STAGES, panels, LAST_PARTS, BLOCK_M, WIDTHS, b_start)
+    ready = _barriers(1, 2) if len(ROW) > 0 else full
+    ring = Ring(memory, full, empty, NUM_STAGES, panels, LAST_PARTS, BLOCK_M, WIDTHS)
     staging = gl.allocate_shared_memory(C.dtype, [ROWS, C.block_shape[1]], C.layout)
     epilogue = (A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias)
     gl.warp_specialize(
         [
             (_consume, (C, epilogue, ring, staging, sched, num_k, quantization, ready.index(0), ROW)),
-            (_produce, (A, B, ring, sched, num_k, ready.index(0), len(ROW) > 0, CONSTANT_B, NEXT_EARLY)),
+            (_produce, (A, B, A_scale, ring, sched, num_k, quantization, ready.index(0), ROW, CONSTANT_B, NEXT_EARLY)),
         ],
         [1],
-        [PRODUCER_REGISTERS],
+        [QUANTIZING_REGISTERS if len(ROW) > 0 else PRODUCER_REGISTERS],
     )
 
 
@@ -394,7 +391,7 @@ def _quant_linear_hopper_kernel(
     """A quantized linear layer in one launch: the programs quantize the rows of ``x`` together, then compute tiles.
 
     ``x``: ``[M, K]``. ``q``, ``q_scale``: where its quantized rows go, ``[M, K]`` and ``[M]``, contiguous. ``A``: the
-    tensor map of ``q``. ``x_scale``, ``counts``, ``ROW``: see ``_quantize_together``. B is constant; the rest is as in
+    tensor map of ``q``. ``x_scale``, ``counts``, ``ROW``: see ``_quantize_own``. B is constant; the rest is as in
     ``_gemm_hopper_kernel``.
     """
     _run(

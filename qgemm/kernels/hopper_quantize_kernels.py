@@ -1,7 +1,8 @@
 """Row quantization within a product, for Hopper: the product's programs share the rows and wait for one another.
 
 So that a layer is one launch (``linear.py`` says when). The values are those of ``_quantize_rows_kernel``, bit for bit,
-and every row is quantized once: by the warps that multiply later, while the one that loads fills its ring with weights.
+and every row is quantized once: by the warps that multiply later, while the one that loads fills its ring with weights
+and then waits for all rows.
 
 Programs count in memory which rows are done. A program may wait for one that hasn't started: another stream's kernel
 can hold the room that it needs, and may itself wait for room. So nobody waits for long: a program that has asked
@@ -13,50 +14,76 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from qgemm.kernels.quantize_kernels import _quantize_row
+from qgemm.kernels.reference import MIN_SCALE
 
+SMALLEST_SCALE = gl.constexpr(MIN_SCALE)
 # Renamed in Triton 3.7.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @gluon.jit
-def _quantize_every(step, first, quantization, row_scale, M, K, ROW: gl.constexpr):
+def _quantize_every(step, first, quantization, row_scale, M, K, BLOCK: gl.constexpr, BLOCKS: gl.constexpr):
     """Quantizes every ``step``-th row from ``first`` on."""
     x, q, static_scale, _, stride_xm, stride_xk = quantization
-    offsets = gl.arange(0, ROW[1], gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+    offsets = gl.arange(0, BLOCK, gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
     for row in range(first, M, step):
         x_row, q_row = x + row.to(gl.int64) * stride_xm, q + row.to(gl.int64) * K
-        _quantize_row(x_row, q_row, row_scale + row, static_scale, K, stride_xk, offsets, ROW[0], ROW[2])
+        _quantize_row(x_row, q_row, row_scale + row, static_scale, K, stride_xk, offsets, SMALLEST_SCALE, BLOCKS)
 
 
 @gluon.jit
-def _quantize_together(quantization, row_scale, M, K, ready, ROW: gl.constexpr):
-    """Quantizes this program's rows, and completes the barrier ``ready`` when all programs have quantized theirs.
+def _quantize_own(quantization, row_scale, M, K, ready, ROW: gl.constexpr):
+    """Quantizes this program's rows, counts them, and returns when all programs have quantized theirs.
 
     ``quantization``: ``x [M, K]``; ``q``, int8, contiguous ``[M, K]``; a static scale or None; ``counts``; the strides
-    of ``x``. ``counts``: two int32 zeros, for the rows that are done and the programs that have seen it. The last of
-    those zeroes them again. ``ROW``: ``MIN_SCALE``, the length of a block and ``BLOCKS`` of ``_quantize_row``, and
-    ``PATIENCE``.
+    of ``x``. ``counts``: two int32 zeros, for the rows that are done and the programs that know of all of them.
+    ``ROW``: the length of a block and ``BLOCKS`` of ``_quantize_row``, and ``PATIENCE``.
+    """
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    _quantize_every(programs, program, quantization, row_scale, M, K, ROW[0], ROW[1])
+    if program < M:
+        # All threads' values come before the count.
+        _barrier()
+        gl.atomic_add(quantization[3], gl.cdiv(M - program, programs), sem="release", scope="gpu")
+    mbarrier.arrive(ready, count=1)
+    mbarrier.wait(ready, 0)
+
+
+@gluon.jit
+def _await_rows(quantization, row_scale, M, K, ready, ROW: gl.constexpr):
+    """Returns when all programs have quantized their rows, or this one all of them. By the warp that loads.
+
+    That is the second arrival at the barrier ``ready``.
     """
     counts = quantization[3]
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    _quantize_every(programs, program, quantization, row_scale, M, K, ROW)
-    # All threads' values come before the count.
-    _barrier()
-    own = gl.maximum(gl.cdiv(M - program, programs), 0)
-    done = gl.atomic_add(counts, own, sem="acq_rel", scope="gpu") + own
+    done = _load_acquire(counts)
     asked = 0
-    while (done < M) & (asked < ROW[3]):
-        done = gl.atomic_add(counts, 0, sem="acquire", scope="gpu")
+    while (done < M) & (asked < ROW[2]):
+        done = _load_acquire(counts)
         asked += 1
     if done < M:
-        _quantize_every(1, 0, quantization, row_scale, M, K, ROW)
+        _quantize_every(1, 0, quantization, row_scale, M, K, 256, 0)
     _fence_async()
-    _barrier()
     mbarrier.arrive(ready, count=1)
-    seen = gl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
-    if seen == programs - 1:
+
+
+@gluon.jit
+def _forget_rows(quantization, ready):
+    """Zeroes ``counts`` if this is the last program that needed them."""
+    counts = quantization[3]
+    # This program's own rows are counted.
+    mbarrier.wait(ready, 0)
+    others = gl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
+    if others == gl.num_programs(0) - 1:
         gl.store(counts, 0)
         gl.store(counts + 1, 0)
+
+
+@gluon.jit
+def _load_acquire(pointer):
+    """An int32 that other programs change, and what they wrote before they did. The same in all threads of a warp."""
+    asm: gl.constexpr = "ld.acquire.gpu.global.u32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, -1;"
+    return gl.inline_asm_elementwise(asm, "=r,l", [pointer.to(gl.uint64)], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -140,7 +140,7 @@ def hopper_linear_arguments(
         **arguments,
         **{"x": POINTERS[dtype], "q": "*i8", "q_scale": "*fp32", "x_scale": "*fp32" if static else None},
         **{"b_scale": "*fp32", "counts": "*i32", "stride_xm": "i32", "stride_xk": 1},
-        "ROW": (MIN_SCALE, *hopper.row_blocks(config, K, limits), hopper.PATIENCE),
+        "ROW": (*hopper.row_blocks(config, K, limits), hopper.PATIENCE),
     }
 
 
