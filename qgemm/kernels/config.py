@@ -78,9 +78,9 @@ class GemmConfig:
         rows, cols = self.block_m, self.block_n
         if self.schedule != "specialized":
             return self.num_stages * (rows + cols) * self.block_k * itemsize
-        # Instructions read 64 rows of A, so with fewer of both there are some behind the last. A tile of 2-byte outputs
-        # waits to be stored, and there are barriers.
-        loaded = self.num_stages * (rows + cols) * self.block_k + max(64 - rows - cols, 0) * 128
+        # Instructions read 64 rows of A, so behind fewer there are some more. A tile of 2-byte outputs waits to be
+        # stored, and there are barriers.
+        loaded = self.num_stages * (rows + cols) * self.block_k + max(64 - rows, 0) * 128
         return loaded + max(rows, 64) * self.stored_columns * 2 + 1024
 
     @property
@@ -111,6 +111,8 @@ class DeviceLimits:
     num_xcds: int = 1
     hopper: bool = False
     """Whether it has ``wgmma`` and the copy engine that goes with it: compute capability 9.0."""
+    hopper_rows: int = 16
+    """The fewest that a block of A has in Hopper's kernel, where instructions read 64."""
     pdl: bool = False
     """Whether it has programmatic dependent launch: compute capability 9.0 and later."""
 
@@ -136,30 +138,39 @@ def device_limits(device: torch.device) -> DeviceLimits:
         warp_size=properties.warp_size,
         num_xcds=max(1, num_sms // _CUS_PER_XCD[chip]) if chip in _CUS_PER_XCD else 1,
         hopper=torch.version.hip is None and (properties.major, properties.minor) == (9, 0),
+        hopper_rows=_hopper_rows(),
         pdl=torch.version.hip is None and properties.major >= 9,
     )
 
 
+def _hopper_rows() -> int:
+    """From Triton 3.8 on no view of shared memory may be larger than what it is a view of."""
+    import triton
+
+    return 16 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else 64
+
+
 # For 1-byte operands; wider ones get fewer elements along K in the same bytes.
 CANDIDATES: tuple[GemmConfig, ...] = (
-    # Hopper's kernel.
+    # Hopper's kernel. Few rows: as many weights on their way as a multiprocessor has room for.
+    GemmConfig(16, 64, 256, num_warps=4, num_stages=10, schedule="specialized"),
+    GemmConfig(16, 80, 256, num_warps=4, num_stages=9, schedule="specialized"),
+    GemmConfig(16, 32, 512, num_warps=4, num_stages=9, schedule="specialized"),
+    GemmConfig(32, 64, 256, num_warps=4, num_stages=8, schedule="specialized"),
+    GemmConfig(32, 80, 256, num_warps=4, num_stages=7, schedule="specialized"),
+    GemmConfig(32, 32, 512, num_warps=4, num_stages=6, schedule="specialized"),
     GemmConfig(256, 128, 128, num_warps=8, num_stages=4, schedule="specialized"),
     GemmConfig(128, 128, 128, num_warps=4, num_stages=6, schedule="specialized"),
     GemmConfig(64, 128, 128, num_warps=4, num_stages=8, schedule="specialized"),
     GemmConfig(64, 64, 256, num_warps=4, num_stages=6, schedule="specialized"),
     GemmConfig(64, 32, 256, num_warps=4, num_stages=7, schedule="specialized"),
+    GemmConfig(64, 32, 512, num_warps=4, num_stages=4, schedule="specialized"),
     # Other widths: where those above leave many multiprocessors with nothing to do in the last round.
     GemmConfig(128, 192, 128, num_warps=8, num_stages=5, schedule="specialized"),
     GemmConfig(128, 160, 128, num_warps=8, num_stages=6, schedule="specialized"),
     GemmConfig(64, 160, 128, num_warps=4, num_stages=7, schedule="specialized"),
     GemmConfig(64, 80, 256, num_warps=4, num_stages=6, schedule="specialized"),
-    # Few rows and long sums.
-    GemmConfig(32, 32, 512, num_warps=4, num_stages=6, schedule="specialized"),
-    GemmConfig(64, 32, 512, num_warps=4, num_stages=4, schedule="specialized"),
-    # Two or three programs a multiprocessor.
-    GemmConfig(16, 32, 256, num_warps=4, num_stages=6, schedule="specialized"),
-    GemmConfig(16, 32, 256, num_warps=4, num_stages=4, schedule="specialized"),
-    GemmConfig(32, 32, 256, num_warps=4, num_stages=6, schedule="specialized"),
+    # Two programs a multiprocessor.
     GemmConfig(64, 64, 128, num_warps=4, num_stages=6, schedule="specialized"),
     GemmConfig(64, 32, 256, num_warps=4, num_stages=4, schedule="specialized"),
     # Large tiles where it can't be used.
@@ -198,7 +209,7 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
         limits.hopper
         and itemsize == 1
         and config.num_warps == (8 if config.block_m == 256 or config.block_m * config.block_n > 128 * 128 else 4)
-        and config.block_m in (16, 32, 64, 128, 256)
+        and limits.hopper_rows <= config.block_m <= 256
         and config.widths[0] <= 128 <= config.block_k
         and config.num_stages >= 2
     ):

@@ -186,7 +186,7 @@ def _grouped_hopper_kernel(
     a_panels = gl.allocate_shared_memory(A.dtype, [NUM_STAGES * panels, BLOCK_M, PANEL], A.layout)
     b_panels = gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, BLOCK_N, PANEL], B.layout)
     full, empty = _barriers(NUM_STAGES), _barriers(NUM_STAGES)
-    ring = Ring(a_panels, b_panels, b_panels, full, empty, NUM_STAGES, panels, 1, BLOCK_M, (BLOCK_N,), 0)
+    ring = Ring(a_panels, b_panels, b_panels, full, empty, NUM_STAGES, panels, 1, BLOCK_M, (BLOCK_N,))
     staging = gl.allocate_shared_memory(out_map.dtype, [BLOCK_M, BLOCK_N], out_map.layout)
     ctx = GemmContext(BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, 1, GROUP_SIZE_M, quantized=True)
     product = GroupedProduct(ring, GroupTiles(tiles), ctx, N, K)

@@ -64,7 +64,6 @@ _load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_share
 _store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 PANEL = gl.constexpr(128)  # bytes: as wide as the copy engine swizzles
-ATOM = gl.constexpr(8)  # rows, after which the swizzle repeats
 MMA_ROWS = gl.constexpr(64)  # the fewest that wgmma multiplies
 PRODUCER_REGISTERS = gl.constexpr(40)  # a thread
 QUANTIZING_REGISTERS = gl.constexpr(64)  # of one that may have to quantize
@@ -82,17 +81,18 @@ class Ring:
     """Slots of shared memory, each for a block of A and one of B, used round and round.
 
     Step ``i`` uses slot ``i % depth``. Barrier ``full`` completes when a slot's bytes have arrived, ``empty`` when a
-    consumer has read them. A slot has its blocks in ``panels`` of ``PANEL`` columns, as the tensor cores read them: the
-    ``block_m`` rows of A first, then those of B. ``memory`` has ``ATOM`` rows in a piece, so that blocks begin anywhere.
+    consumer has read them. A slot has its blocks in ``panels`` of ``PANEL`` columns, as the tensor cores read them.
 
-    Instructions read ``MMA_ROWS`` rows of A at least: beyond fewer ones whatever follows, up to ``slack`` rows behind
-    the last panel. What is multiplied there isn't stored.
+    Instructions read ``MMA_ROWS`` rows of A at least. Where a block has fewer, they read on in what follows; what they
+    multiply there isn't stored.
 
-    Sizes of tensors are powers of 2 here, so B's block of another number of rows is in two pieces (``widths``), the
-    largest power of 2 and the rest, which has sums of its own.
+    Sizes are powers of 2 here, so B's block of another number of rows is in two pieces (``widths``), the largest power
+    of 2 and the rest, which has ``rest_panels`` and sums of its own.
     """
 
-    memory: gl.shared_memory_descriptor
+    a_panels: gl.shared_memory_descriptor
+    b_panels: gl.shared_memory_descriptor
+    rest_panels: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     depth: gl.constexpr
@@ -100,13 +100,6 @@ class Ring:
     last_parts: gl.constexpr
     block_m: gl.constexpr
     widths: gl.constexpr
-
-    @gluon.jit
-    def rows(self, slot, panel: gl.constexpr, START: gl.constexpr, COUNT: gl.constexpr):
-        """``COUNT`` rows of a panel, from ``START`` on: ``[COUNT, PANEL]``."""
-        block_n: gl.constexpr = self.widths[0] if len(self.widths) == 1 else self.widths[0] + self.widths[1]
-        first = ((slot * self.panels + panel) * (self.block_m + block_n) + START) // ATOM
-        return self.memory.index(first)._reinterpret(self.memory.dtype, [COUNT, PANEL], self.memory.layout)
 
     @gluon.jit
     def fill_b(self, step, A, B, row, col, k):
@@ -117,15 +110,18 @@ class Ring:
         mbarrier.wait(self.empty.index(slot), (step // self.depth + 1) & 1)
         full = self.full.index(slot)
         B_PART: gl.constexpr = B.block_shape[0]
-        B_PARTS: gl.constexpr = (self.widths[0] + (self.widths[1] if len(self.widths) > 1 else 0)) // B_PART
+        B_PARTS: gl.constexpr = self.widths[0] // B_PART
         part_bytes: gl.constexpr = self.panels * A.block_type.nbytes
-        b_bytes: gl.constexpr = self.panels * B_PARTS * B.block_type.nbytes
+        b_bytes: gl.constexpr = self.panels * (B_PARTS + len(self.widths) - 1) * B.block_type.nbytes
         mbarrier.expect(full, PARTS * part_bytes + b_bytes, pred=not ends)
         mbarrier.expect(full, self.last_parts * part_bytes + b_bytes, pred=ends)
         for i in gl.static_range(self.panels):
+            panel = self.b_panels.index(slot * self.panels + i)
             for part in gl.static_range(B_PARTS):
-                to = self.rows(slot, i, self.block_m + part * B_PART, B_PART)
-                _load_block(B, [col + part * B_PART, k + i * PANEL], full, to)
+                _load_block(B, [col + part * B_PART, k + i * PANEL], full, panel.slice(part * B_PART, B_PART))
+            if len(self.widths) > 1:
+                to = self.rest_panels.index(slot * self.panels + i)
+                _load_block(B, [col + self.widths[0], k + i * PANEL], full, to)
 
     @gluon.jit
     def fill_a(self, step, A, row, k):
@@ -140,25 +136,27 @@ class Ring:
         ends = row + self.block_m > A.shape[0]
         full = self.full.index(slot)
         for i in gl.static_range(self.panels):
+            panel = self.a_panels.index(slot * self.panels + i)
             for part in gl.static_range(self.block_m // PART):
                 needed = (part < self.last_parts) | (not ends)
-                to = self.rows(slot, i, part * PART, PART)
-                _load_block(A, [row + part * PART, k + i * PANEL], full, to, pred=needed)
+                _load_block(A, [row + part * PART, k + i * PANEL], full, panel.slice(part * PART, PART), pred=needed)
 
     @gluon.jit
     def multiply(self, step, accs):
         """Starts ``acc += a @ b.T`` of the slot's blocks, once they have arrived: for each piece of B its ``acc``."""
         slot = step % self.depth
         mbarrier.wait(self.full.index(slot), step // self.depth & 1)
-        ROWS: gl.constexpr = max(self.block_m, MMA_ROWS)
         for i in gl.static_range(self.panels):
-            a = self.rows(slot, i, 0, ROWS)
-            b = self.rows(slot, i, self.block_m, self.widths[0]).permute((1, 0))
+            panel = slot * self.panels + i
+            a = self.a_panels.index(panel)
+            if self.block_m < MMA_ROWS:
+                a = a._reinterpret(a.dtype, [MMA_ROWS, PANEL], a.layout)
+            b = self.b_panels.index(panel).permute((1, 0))
             acc = warpgroup_mma(a, b, accs[0], is_async=True)
             if len(self.widths) == 1:
                 accs = (acc,)
             else:
-                b = self.rows(slot, i, self.block_m + self.widths[0], self.widths[1]).permute((1, 0))
+                b = self.rest_panels.index(panel).permute((1, 0))
                 accs = (acc, warpgroup_mma(a, b, accs[1], is_async=True))
         return accs
 
@@ -202,6 +200,8 @@ def _produce(
     start, total, stride = sched.persistent_tile_range()
     tile = sched.get_tile_from_idx(start)
     row, col = tile.pid_m * tile.block_m, tile.pid_n * tile.block_n
+    if NEXT_EARLY:
+        gdc_launch_dependents()
     ahead = 0
     if CONSTANT_B:
         ahead = gl.minimum(num_k, ring.depth)
@@ -209,8 +209,6 @@ def _produce(
             ring.fill_b(k_idx, A, B, row, col, k_idx * BLOCK_K)
     # Nothing else is read before the kernel ahead in the stream has ended; see Launch.
     gdc_wait()
-    if NEXT_EARLY:
-        gdc_launch_dependents()
     if QUANTIZES:
         _await_rows(quantization, row_scale, sched.M, sched.K, ready, ROW)
     if CONSTANT_B:
@@ -336,13 +334,18 @@ def _run(
 
     panels: gl.constexpr = BLOCK_K // PANEL
     ROWS: gl.constexpr = max(BLOCK_M, MMA_ROWS)
-    rows: gl.constexpr = NUM_STAGES * panels * (BLOCK_M + BLOCK_N) + max(MMA_ROWS - BLOCK_M - BLOCK_N, 0)
-    memory = gl.allocate_shared_memory(A.dtype, [rows // ATOM, ATOM, PANEL], A.layout)
+    # Some more of A's, to read on in.
+    a_panels = gl.allocate_shared_memory(A.dtype, [NUM_STAGES * panels + ROWS // BLOCK_M - 1, BLOCK_M, PANEL], A.layout)
+    b_panels = gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, WIDTHS[0], PANEL], B.layout)
+    if len(WIDTHS) > 1:
+        rest_panels = gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, WIDTHS[1], PANEL], B.layout)
+    else:
+        rest_panels = b_panels
     full, empty = _barriers(NUM_STAGES), _barriers(NUM_STAGES)
     # Completes when all rows of A are quantized. Triton would reuse the memory of one that nobody waits for, and the
     # copy engine, in clusters, store the barrier's state from there.
     ready = _barriers(1, 2) if len(ROW) > 0 else full
-    ring = Ring(memory, full, empty, NUM_STAGES, panels, LAST_PARTS, BLOCK_M, WIDTHS)
+    ring = Ring(a_panels, b_panels, rest_panels, full, empty, NUM_STAGES, panels, LAST_PARTS, BLOCK_M, WIDTHS)
     staging = gl.allocate_shared_memory(C.dtype, [ROWS, C.block_shape[1]], C.layout)
     epilogue = (A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias)
     gl.warp_specialize(

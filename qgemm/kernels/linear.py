@@ -22,7 +22,7 @@ with the tiles that were chosen then, and before products of more than 64 rows s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -113,7 +113,9 @@ class Plan(NamedTuple):
     buffer: int
     """Bytes."""
     counts: bool
-    """Whether programs of ``fused`` wait for one another. Not in graphs, whose memory others use in between."""
+    """Whether programs of ``fused`` wait for one another."""
+    one_in_graphs: bool
+    """Whether ``fused`` is for CUDA graphs too, if programs wait for one another."""
     fused: Launch | None
     quantize_rows: Launch | None
     scaled_mm: Product | None
@@ -140,12 +142,16 @@ class Plan(NamedTuple):
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         # The default stream, 0, is never captured.
         capturing = stream and _is_capturing()
-        in_one = self.fused if not (capturing and self.counts) else None
+        in_one, counts = self.fused, None
+        if capturing and self.counts:
+            counts = _counts_for_good(self.device) if self.one_in_graphs else None
+            in_one = self.fused if counts is not None else None
         # Between two launches another thread may make its own on this stream.
         own = in_one is None or capturing
         buffer = _empty((self.buffer,), (1,), torch.int8) if own else _shared_buffer(self.device, stream, self.buffer)
-        counts_at = buffer.data_ptr()
-        q_at = counts_at + COUNTS
+        buffer_at = buffer.data_ptr()
+        counts_at = buffer_at if counts is None else counts.data_ptr()
+        q_at = buffer_at + COUNTS
         q_scale_at = q_at + self.q_scale
         quantization = (x_at, q_at, q_scale_at) if input_scale is None else (x_at, q_at, q_scale_at, input_scale_at)
         product = (weight_at, out_at, scale_at) if bias is None else (weight_at, out_at, scale_at, bias_at)
@@ -153,7 +159,9 @@ class Plan(NamedTuple):
             fused = in_one.aligned
             if fused is None or unusual:
                 q, q_scale = self.quantized(buffer)
-                more = (q, buffer[:COUNTS].view(torch.int32)) if self.counts else ()
+                if counts is None:
+                    counts = buffer[:COUNTS].view(torch.int32)
+                more = (q, counts) if self.counts else ()
                 in_one(rows, q, q_scale, input_scale, weight, out, weight_scale, bias, *more)
             elif self.counts:
                 fused(stream, (*quantization, *product, q_at, counts_at))
@@ -185,6 +193,12 @@ _shared_buffers: dict[tuple[int, int], Tensor] = {}
 """Of plans with one launch, by device and stream; no larger than the longest rows of those: some megabytes."""
 
 
+MOST_GRAPH_LAUNCHES = 16_384  # of a device, that have counts: 2 MB
+_NO_COUNTS: tuple[Tensor, Iterator[int]] = (_NO_BUFFER, iter(()))
+_graph_counts: dict[int, tuple[Tensor, Iterator[int]]] = {}
+"""By device, zeros and the indices of those that ``_counts_for_good`` hasn't given out."""
+
+
 def _shared_buffer(device: int, stream: int, size: int) -> Tensor:
     """Of ``size`` bytes at least. Its first ``COUNTS`` are zeros, but while a kernel runs."""
     buffer = _shared_buffers.get((device, stream), _NO_BUFFER)
@@ -193,6 +207,25 @@ def _shared_buffer(device: int, stream: int, size: int) -> Tensor:
             _shared_buffers.clear()
         buffer = _shared_buffers[device, stream] = _empty((size,), (1,), torch.int8).zero_()
     return buffer
+
+
+def _keep_counts(device: int) -> None:
+    """Allocates what ``_counts_for_good`` gives out, the first time. Not in a graph, whose memory it would be."""
+    if device not in _graph_counts and not _is_capturing():
+        zeros = torch.zeros(MOST_GRAPH_LAUNCHES, COUNTS // 4, dtype=torch.int32, device=f"cuda:{device}")
+        # A graph's stream doesn't wait for this one.
+        torch.cuda.synchronize(device)
+        _graph_counts.setdefault(device, (zeros, iter(range(MOST_GRAPH_LAUNCHES))))
+
+
+def _counts_for_good(device: int) -> Tensor | None:
+    """Zeros for a launch that a CUDA graph holds, which nobody else gets; None if there are none left.
+
+    Its own memory won't do: others use that in between. Nor may graphs share zeros: they can run side by side.
+    """
+    zeros, unused = _graph_counts.get(device, _NO_COUNTS)
+    index = next(unused, None)
+    return None if index is None else zeros[index]
 
 
 def _make_plan(
@@ -207,7 +240,7 @@ def _make_plan(
     plan = Plan(
         x.device.index, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(),
         weight.data_ptr() % ALIGNMENT == 0, M, K, None if rows.data_ptr() == x.data_ptr() else (M, K), q_scale, buffer,
-        False, None, None, None,
+        False, False, None, None, None,
     )  # fmt: skip
     if not out.numel():
         return plan
@@ -225,7 +258,8 @@ def _make_plan(
             launch = hopper.quant_linear_launch(
                 product.config, M, N, K, rows.stride(), weight.stride(0), epilogue_strides, x.dtype, limits
             )
-            return plan._replace(counts=True, fused=launch)
+            _keep_counts(x.device.index)
+            return plan._replace(counts=True, one_in_graphs=M <= hopper.FEW_ROWS, fused=launch)
         return plan
 
     early = M <= quantize.MOST_ROWS_TO_OVERLAP

@@ -77,10 +77,20 @@ def test_widths_of_hoppers_tiles(block_n: int, widths: tuple[int, ...], valid: b
     assert is_valid(config, 1, replace(H200, hopper=True)) == valid
 
 
-@pytest.mark.parametrize(("block_m", "block_n", "valid"), [(16, 32, True), (32, 32, True), (16, 48, False)])
-def test_few_rows_share_panels_with_one_piece(block_m: int, block_n: int, valid: bool) -> None:
-    config = GemmConfig(block_m, block_n, 256, num_warps=4, num_stages=4, schedule="specialized")
-    assert is_valid(config, 1, replace(H200, hopper=True)) == valid
+@pytest.mark.parametrize(
+    ("block_m", "least", "valid"), [(16, 16, True), (32, 16, True), (8, 16, False), (32, 64, False), (64, 64, True)]
+)
+def test_rows_of_hoppers_tiles(block_m: int, least: int, valid: bool) -> None:
+    config = GemmConfig(block_m, 80, 256, num_warps=4, num_stages=4, schedule="specialized")
+    assert is_valid(config, 1, replace(H200, hopper=True, hopper_rows=least)) == valid
+
+
+@pytest.mark.parametrize("M", [1, 16, 17, 32])
+def test_few_rows_have_a_config_where_no_block_may_be_low(M: int) -> None:
+    hopper = replace(H200, hopper=True)
+    low, high = (select(M, 8192, 8192, torch.int8, replace(hopper, hopper_rows=least)) for least in (16, 64))
+    assert low.schedule == high.schedule == "specialized"
+    assert low.block_m < high.block_m == 64
 
 
 @pytest.mark.parametrize(

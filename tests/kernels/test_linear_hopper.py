@@ -3,6 +3,7 @@
 When it is made is tested everywhere; what it computes on a Hopper GPU only, as in ``test_hopper.py``.
 """
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -26,7 +27,10 @@ TALL = GemmConfig(256, 128, 128, num_warps=8, num_stages=4, schedule="specialize
     [
         (FEW_ROWS, 1, 1024, 1024, True),
         (FEW_ROWS, 16, 8192, 8192, True),
-        (FEW_ROWS, 16, 8192, 8208, False),  # a weight that takes the device longer than the host
+        (FEW_ROWS, 17, 8192, 8192, True),
+        (FEW_ROWS, 17, 8192, 8208, False),  # a weight that takes the device longer than the host
+        (FEW_ROWS, 16, 57_344, 28_672, True),  # few rows: always
+        (FEW_ROWS, 16, 16, 200_000, False),  # but for those that one program would quantize for long
         (FEW_ROWS, 16 * 32, 1024, 1024, True),
         (FEW_ROWS, 1, 32, 4096, True),
         (FEW_ROWS, 16, 32, 4096, True),
@@ -110,6 +114,7 @@ def assert_counts_are_zero() -> None:
     torch.cuda.synchronize()
     for buffer in linear._shared_buffers.values():
         assert not buffer[: linear.COUNTS].any()
+    assert not any(zeros.any() for zeros, _ in linear._graph_counts.values())
 
 
 def same_bits(out: Tensor, wanted: Tensor) -> bool:
@@ -173,36 +178,88 @@ def test_any_strides(view: Callable[[Tensor], Tensor]) -> None:
     assert only_plan().counts
 
 
-@on_hopper
-def test_graphs_get_two_launches_and_run_beside_eager_calls() -> None:
-    layer = Parameters(CUDA, 528, 1024)
-    x = torch.randn(16, 1024, device="cuda", dtype=torch.bfloat16)
-    layer(x)
+def graph_of(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = layer(x)
+        out = run()
+    return graph, out
+
+
+def unused_counts() -> int:
+    """How many launches of graphs could still get some."""
+    return operator.length_hint(linear._graph_counts[0][1])
+
+
+@on_hopper
+@pytest.mark.parametrize(("M", "launches"), [(1, 1), (16, 1), (17, 2)])
+def test_graphs_run_beside_eager_calls_and_one_another(M: int, launches: int) -> None:
+    layer = Parameters(CUDA, 528, 1024)
+    x = torch.randn(M, 1024, device="cuda", dtype=torch.bfloat16)
+    layer(x)
     assert only_plan().counts
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    unused = unused_counts()
+    graphs = [graph_of(lambda: layer(layer(x)[:, :512].repeat(1, 2))) for _ in range(3)]
+    assert unused - unused_counts() == (6 if launches == 1 else 0)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    eager_stream = torch.cuda.Stream()
     wanted = layer.expected(x)
+    wanted_twice = layer.expected(wanted[:, :512].repeat(1, 2))
     for _ in range(20):
-        out.fill_(torch.nan)
-        graph.replay()
-        with torch.cuda.stream(stream):
+        for _, out in graphs:
+            out.fill_(torch.nan)
+        torch.cuda.synchronize()
+        for stream, (graph, _) in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                graph.replay()
+        with torch.cuda.stream(eager_stream):
             eager = layer(x)
         torch.cuda.synchronize()
-        assert torch.equal(out, wanted)
+        assert all(torch.equal(out, wanted_twice) for _, out in graphs)
         assert torch.equal(eager, wanted)
     assert_counts_are_zero()
 
 
 @on_hopper
+@pytest.mark.parametrize("already", [False, True])
+def test_graphs_without_counts_left(already: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None were kept, since the device's first call is captured; or others have them all."""
+    monkeypatch.setattr(linear, "_graph_counts", {})
+    monkeypatch.setattr(linear, "MOST_GRAPH_LAUNCHES", 1)
+    layer = Parameters(CUDA, 528, 1024)
+    x = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)
+    wanted = layer.expected(x)
+    if already:
+        layer(x)
+    outs = []
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [layer(x) for _ in range(3)]
+    assert (unused_counts() == 0) if already else not linear._graph_counts
+    for _ in range(3):
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(out, wanted) for out in outs)
+
+
+@on_hopper
 @pytest.mark.parametrize(
-    ("M", "N", "K"), [(65, 1024, 8192), (128, 8192, 4096), (192, 1024, 1024), (256, 1536, 8192), (512, 4096, 2048)]
+    ("M", "N", "K"),
+    [
+        (1, 4096, 8192),
+        (16, 8192, 1024),
+        (32, 1024, 8192),
+        (65, 1024, 8192),
+        (128, 8192, 4096),
+        (192, 1024, 1024),
+        (256, 1536, 8192),
+        (512, 4096, 2048),
+    ],
 )
 def test_layers_in_a_graph_that_start_before_those_ahead_have_ended(M: int, N: int, K: int) -> None:
     config = select_config(M, N, K, torch.int8, torch.device("cuda", 0))
-    assert hopper.starts_early(config, M, N, K, H200)
+    assert hopper.starts_early(config, M, N, K, H200) or M <= hopper.FEW_ROWS
     down, up = Parameters(CUDA, N, K), Parameters(CUDA, K, N)
     x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
     wanted = x
