@@ -28,7 +28,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.grouped_kernels import GroupTiles
-from qgemm.kernels.hopper_kernels import PANEL, PRODUCER_REGISTERS, Ring, _barriers, _load_block, _store_block
+from qgemm.kernels.hopper_kernels import (
+    PANEL,
+    PRODUCER_REGISTERS,
+    Ring,
+    _barriers,
+    _initialize,
+    _load_block,
+    _store_block,
+)
 from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import aggregate
 
@@ -186,6 +194,8 @@ def _grouped_hopper_kernel(
     a_panels = gl.allocate_shared_memory(A.dtype, [NUM_STAGES * panels, BLOCK_M, PANEL], A.layout)
     b_panels = gl.allocate_shared_memory(B.dtype, [NUM_STAGES * panels, BLOCK_N, PANEL], B.layout)
     full, empty = _barriers(NUM_STAGES), _barriers(NUM_STAGES)
+    _initialize(full, NUM_STAGES)
+    _initialize(empty, NUM_STAGES)
     ring = Ring(a_panels, b_panels, b_panels, full, empty, NUM_STAGES, panels, 1, BLOCK_M, (BLOCK_N,))
     staging = gl.allocate_shared_memory(out_map.dtype, [BLOCK_M, BLOCK_N], out_map.layout)
     ctx = GemmContext(BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, 1, GROUP_SIZE_M, quantized=True)

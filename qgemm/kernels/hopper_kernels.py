@@ -183,11 +183,14 @@ class Ring:
 
 
 @gluon.jit
-def _barriers(count: gl.constexpr, arrivals: gl.constexpr = 1):
-    barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(count):
-        mbarrier.init(barriers.index(i), count=arrivals)
-    return barriers
+def _barriers(count: gl.constexpr):
+    return gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def _initialize(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
 
 
 @gluon.jit
@@ -202,6 +205,11 @@ def _produce(
     row, col = tile.pid_m * tile.block_m, tile.pid_n * tile.block_n
     if NEXT_EARLY:
         gdc_launch_dependents()
+    # By one warp: several would meet after each.
+    _initialize(ring.full, ring.depth)
+    _initialize(ring.empty, ring.depth)
+    if not QUANTIZES:
+        mbarrier.arrive(ready, count=1)
     ahead = 0
     if CONSTANT_B:
         ahead = gl.minimum(num_k, ring.depth)
@@ -276,6 +284,7 @@ def _consume(C, epilogue, ring, staging, sched, num_k, quantization, ready, ROW:
     gdc_wait()
     if len(ROW) > 0:
         _quantize_own(quantization, epilogue[0], sched.M, sched.K, ready, ROW)
+    mbarrier.wait(ready, 0)
     BLOCK_M: gl.constexpr = sched.ctx.block_m
     BLOCK_N: gl.constexpr = sched.ctx.block_n
     ROWS: gl.constexpr = staging.shape[0]
@@ -342,9 +351,9 @@ def _run(
     else:
         rest_panels = b_panels
     full, empty = _barriers(NUM_STAGES), _barriers(NUM_STAGES)
-    # Completes when all rows of A are quantized. Triton would reuse the memory of one that nobody waits for, and the
-    # copy engine, in clusters, store the barrier's state from there.
-    ready = _barriers(1, 2) if len(ROW) > 0 else full
+    # Completes when the ring's are initialized and all rows of A quantized.
+    ready = _barriers(1)
+    _initialize(ready, 1, 2 if len(ROW) > 0 else 1)
     ring = Ring(a_panels, b_panels, rest_panels, full, empty, NUM_STAGES, panels, LAST_PARTS, BLOCK_M, WIDTHS)
     staging = gl.allocate_shared_memory(C.dtype, [ROWS, C.block_shape[1]], C.layout)
     epilogue = (A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias)
