@@ -18,8 +18,11 @@ MOST_VALUES_TO_OVERLAP = 5 << 20  # to quantize while a product starts
 MOST_ROWS_TO_START_NEXT = 128
 SHORT_LOOP = 2048  # values of K that a program goes through, in all rounds: too few to be slowed down much
 PATIENCE = 128  # of programs that wait for the rows of others: how often they ask
-FEW_ROWS = 16  # of a layer that is one launch, always
-# With more it is outside of CUDA graphs, up to what the device works off in the time that the host takes for two
+# A layer of few rows is one launch. In CUDA graphs not where the weight is so small that launches, one after the other,
+# take all of the time: two of them overlap.
+FEW_ROWS = 16
+LEAST_WEIGHT_IN_GRAPHS = 8 << 20  # bytes
+# Of more rows it is outside of CUDA graphs, up to what the device works off in the time that the host takes for two
 # launches, 16 us on an H200's.
 LARGEST_WEIGHT = 64 << 20  # bytes
 LARGEST_INPUT = 3 << 20  # values
@@ -93,11 +96,13 @@ def starts_early(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimit
     )
 
 
-def in_one_launch(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits) -> bool:
-    """Whether a layer is one launch; of more than ``FEW_ROWS`` rows, outside of CUDA graphs only."""
+def in_one_launch(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits, in_graphs: bool = False) -> bool:
+    """Whether a layer is one launch; ``in_graphs``: in CUDA graphs, too."""
     rows = -(-M // programs(config, M, N, limits))
     if M * K > LARGEST_INPUT or rows > MOST_ROWS_OF_A_PROGRAM:
         return False
+    if in_graphs:
+        return M <= FEW_ROWS and N * K >= LEAST_WEIGHT_IN_GRAPHS
     return M <= FEW_ROWS or (N * K <= LARGEST_WEIGHT and M * N * K <= MOST_PRODUCTS)
 
 

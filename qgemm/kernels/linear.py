@@ -258,8 +258,10 @@ def _make_plan(
             launch = hopper.quant_linear_launch(
                 product.config, M, N, K, rows.stride(), weight.stride(0), epilogue_strides, x.dtype, limits
             )
-            _keep_counts(x.device.index)
-            return plan._replace(counts=True, one_in_graphs=M <= hopper.FEW_ROWS, fused=launch)
+            in_graphs = hopper.in_one_launch(product.config, M, N, K, limits, in_graphs=True)
+            if in_graphs:
+                _keep_counts(x.device.index)
+            return plan._replace(counts=True, one_in_graphs=in_graphs, fused=launch)
         return plan
 
     early = M <= quantize.MOST_ROWS_TO_OVERLAP

@@ -47,6 +47,20 @@ def test_when_a_layer_is_one_launch(config: GemmConfig, M: int, N: int, K: int, 
     assert hopper.in_one_launch(config, M, N, K, H200) == one
 
 
+@pytest.mark.parametrize(
+    ("M", "N", "K", "one"),
+    [
+        (1, 4096, 2048, True),
+        (16, 57_344, 8192, True),
+        (17, 4096, 4096, False),
+        (1, 4096, 2032, False),  # short
+        (16, 64, 200_000, False),  # two programs would quantize for long
+    ],
+)
+def test_when_a_layer_is_one_launch_in_graphs(M: int, N: int, K: int, one: bool) -> None:
+    assert hopper.in_one_launch(FEW_ROWS, M, N, K, H200, in_graphs=True) == one
+
+
 def tiled(block_m: int, block_n: int, block_k: int = 128, stages: int = 6) -> GemmConfig:
     return next(
         config
@@ -191,15 +205,17 @@ def unused_counts() -> int:
 
 
 @on_hopper
-@pytest.mark.parametrize(("M", "launches"), [(1, 1), (16, 1), (17, 2)])
-def test_graphs_run_beside_eager_calls_and_one_another(M: int, launches: int) -> None:
-    layer = Parameters(CUDA, 528, 1024)
+@pytest.mark.parametrize(("M", "N", "one"), [(1, 8224, True), (16, 8224, True), (17, 8224, False), (16, 528, False)])
+def test_graphs_run_beside_eager_calls_and_one_another(M: int, N: int, one: bool) -> None:
+    layer = Parameters(CUDA, N, 1024)
     x = torch.randn(M, 1024, device="cuda", dtype=torch.bfloat16)
     layer(x)
     assert only_plan().counts
+    assert only_plan().one_in_graphs == one
+    Parameters(CUDA, 8192, 1024)(x[:1])  # one that has graphs get counts
     unused = unused_counts()
     graphs = [graph_of(lambda: layer(layer(x)[:, :512].repeat(1, 2))) for _ in range(3)]
-    assert unused - unused_counts() == (6 if launches == 1 else 0)
+    assert unused - unused_counts() == (6 if one else 0)
     streams = [torch.cuda.Stream() for _ in graphs]
     eager_stream = torch.cuda.Stream()
     wanted = layer.expected(x)
@@ -226,7 +242,7 @@ def test_graphs_without_counts_left(already: bool, monkeypatch: pytest.MonkeyPat
     """None were kept, since the device's first call is captured; or others have them all."""
     monkeypatch.setattr(linear, "_graph_counts", {})
     monkeypatch.setattr(linear, "MOST_GRAPH_LAUNCHES", 1)
-    layer = Parameters(CUDA, 528, 1024)
+    layer = Parameters(CUDA, 8192, 1024)
     x = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)
     wanted = layer.expected(x)
     if already:
