@@ -41,6 +41,7 @@ _HOPPER_PIECES = 1.14  # how much longer tiles in two pieces take, where a multi
 _HOPPER_TALL = 0.96  # and those of 256 rows: their fewer loads leave power to multiply
 _HOPPER_IDLE = 0.2  # of a last round's idle multiprocessors, how much of memory's rate is lost with many rows
 _HOPPER_CACHE_BYTES_OF_ALL = 15_800.0
+_HOPPER_PAIR_BYTES = 48.0  # from memory, to two multiprocessors that share their way there
 _HOPPER_MEMORY_LATENCY = 1228.0
 _HOPPER_START = 3150.0  # beside which Stream-K's is nothing
 _HOPPER_START_BESIDE = 2400.0  # where the kernel ahead leaves multiprocessors free
@@ -288,10 +289,24 @@ def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: D
         rounds = tiles / limits.num_sms
         if rounds > 1 and M > 64:
             memory *= 1 + _HOPPER_IDLE * (-(-tiles // limits.num_sms) / rounds - 1)
+        if M <= config.block_m:
+            memory = _weight_cycles(config, memory, tiles, blocks, limits)
     else:
         compute = _loop_cycles(config, M, tiles, blocks, itemsize, limits)
         start, loss = 0.0, _OVERLAP_LOSS
     return start + max(compute, memory) + loss * min(compute, memory)
+
+
+def _weight_cycles(config: GemmConfig, memory: float, tiles: int, blocks: int, limits: DeviceLimits) -> float:
+    """``memory``, or more where it isn't the limit: a last round's few tiles, each of weights that no other one reads.
+
+    Multiprocessors of a pair, if both have one, share their way to memory.
+    """
+    rounds, rest = divmod(tiles, limits.num_sms)
+    # Of the first round's, what the ring holds is loaded before the kernel ahead has ended.
+    steps = blocks if rounds else blocks - config.num_stages
+    last = steps * config.block_n * config.block_k * (2 if 2 * rest > limits.num_sms else 1) / _HOPPER_PAIR_BYTES
+    return memory + max(0, last - memory * rest / tiles) if rest else memory
 
 
 def _hopper_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, limits: DeviceLimits) -> float:

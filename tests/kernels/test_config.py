@@ -93,6 +93,14 @@ def test_few_rows_have_a_config_where_no_block_may_be_low(M: int) -> None:
     assert low.block_m < high.block_m == 64
 
 
+@pytest.mark.parametrize(("N", "K"), [(4608, 36_864), (5120, 13_824)])
+def test_long_sums_go_to_one_multiprocessor_of_each_pair(N: int, K: int) -> None:
+    # 72 or 80 tiles of 64 columns, of which some would share their way to memory.
+    limits = replace(H200, hopper=True)
+    config = select(1, N, K, torch.int8, limits)
+    assert -(-N // config.block_n) <= limits.num_sms // 2
+
+
 @pytest.mark.parametrize(
     ("block_m", "block_n", "num_warps"), [(64, 128, 4), (128, 128, 4), (128, 160, 8), (256, 64, 8), (256, 128, 8)]
 )
