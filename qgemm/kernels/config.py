@@ -256,16 +256,18 @@ def select_config(M: int, N: int, K: int, dtype: torch.dtype, device: torch.devi
     if dtype != torch.int8:
         configs = [config for config in configs if config.schedule != "streamk"]
     if any(config.schedule == "specialized" for config in configs):
-        # Only Stream-K is ever much faster than it (on few weights with long sums).
-        configs = [config for config in configs if config.schedule == "streamk" or _suits(config, M)]
+        configs = [config for config in configs if _suits(config, M, N, limits)]
     return min(configs, key=lambda config: _cycles(config, M, N, K, dtype.itemsize, limits))
 
 
-def _suits(config: GemmConfig, M: int) -> bool:
-    """Whether ``config`` is one for so many rows with Hopper's kernel, which multiplies fewer than 64 as if 64.
+def _suits(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> bool:
+    """Whether ``config`` is one for such a product where there is Hopper's kernel.
 
-    Up to 32 rows memory decides, and it reads long pieces of weights faster than the model knows.
+    That multiplies fewer than 64 rows as if 64. Up to 32 rows memory decides, and it reads long pieces of weights
+    faster than the model knows. Only Stream-K is ever much faster than it, on few tiles with long sums.
     """
+    if config.schedule == "streamk":
+        return 2 * -(-M // config.block_m) * -(-N // config.block_n) <= limits.num_sms
     return config.schedule == "specialized" and config.block_m >= min(M, 64) and (M > 32 or config.block_k > 128)
 
 
@@ -289,7 +291,7 @@ def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: D
         rounds = tiles / limits.num_sms
         if rounds > 1 and M > 64:
             memory *= 1 + _HOPPER_IDLE * (-(-tiles // limits.num_sms) / rounds - 1)
-        if M <= config.block_m:
+        if config.block_m >= M:
             memory = _weight_cycles(config, memory, tiles, blocks, limits)
     else:
         compute = _loop_cycles(config, M, tiles, blocks, itemsize, limits)
