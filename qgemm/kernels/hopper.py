@@ -45,7 +45,8 @@ def gemm_launch(
     stride_am, _, _, stride_bn, stride_cm, _, *epilogue_strides = strides
     next_early = starts_next_early(config, M, limits)
     return _launch(
-        _gemm_hopper_kernel, (0, 1, 2), config, M, N, K, (stride_am, stride_bn, stride_cm), out_dtype, limits,
+        _gemm_hopper_kernel, (0, 1, 2), config, M, N, K, (stride_am, stride_bn, stride_cm), config.widths[-1],
+        out_dtype, limits,
         (M, N, K, *epilogue_strides), (*_constants(config, M, limits), constant_b, next_early),
         max_registers(config, limits, beside=True), cluster(config, M, N, limits),
     )  # fmt: skip
@@ -120,7 +121,8 @@ def quant_linear_launch(
     """A layer of rows ``[M, K]`` of ``dtype``. ``epilogue_strides``: of the weight's scale and the bias."""
     row = (*row_blocks(config, K, limits), PATIENCE)
     return _launch(
-        _quant_linear_hopper_kernel, (8, 4, 5), config, M, N, K, (K, stride_bn, N), dtype, limits,
+        _quant_linear_hopper_kernel, (8, 4, 5), config, M, N, K, (K, stride_bn, N), weight_rows_at_a_time(config, M),
+        dtype, limits,
         (M, N, K, *x_strides, *epilogue_strides),
         (row, *_constants(config, M, limits), starts_next_early(config, M, limits)), max_registers(config, limits),
     )  # fmt: skip
@@ -134,6 +136,7 @@ def _launch(
     N: int,
     K: int,
     strides: tuple[int, int, int],
+    b_part: int,
     out_dtype: torch.dtype,
     limits: DeviceLimits,
     numbers: tuple[int, ...],
@@ -141,8 +144,11 @@ def _launch(
     registers: int | None,
     cluster: int = 1,
 ) -> Launch:
-    """``positions``, ``strides``: of A, B and C, among the kernel's tensors, and of their rows."""
-    rows, panel, b_part = config.block_m, PANEL.value, config.widths[-1]
+    """``positions``, ``strides``: of A, B and C, among the kernel's tensors, and of their rows.
+
+    ``b_part``: how many rows of B the copy engine loads at a time.
+    """
+    rows, panel = config.block_m, PANEL.value
     part, _ = rows_at_a_time(M, rows)
     maps = (
         TensorMap((M, K), (strides[0], 1), (part, panel), block_layout(part, panel, torch.int8)),
@@ -193,6 +199,16 @@ def row_blocks(config: GemmConfig, K: int, limits: DeviceLimits) -> tuple[int, i
     block = 8 * 32 * config.num_warps
     blocks = 1 << (max(1, -(-K // block)) - 1).bit_length()
     return block, blocks if blocks <= (32 if programs_per_sm(config, 1, limits) == 1 else 8) else 0
+
+
+def weight_rows_at_a_time(config: GemmConfig, M: int) -> int:
+    """How many rows of the weight the copy engine loads at a time, in a layer that is one launch.
+
+    With many at once all programs ask for all of their first weights in no time, and what the layer waits for, its
+    input and then the quantized rows, comes after them. 8 rows at a time made 4096 x 4096 7 % faster on an H200, seven
+    sizes 1.5 % in the mean, and 8192 x 8192 2.5 % slower.
+    """
+    return 8 if M <= FEW_ROWS and len(config.widths) == 1 else config.widths[-1]
 
 
 def rows_at_a_time(M: int, block_m: int) -> tuple[int, int]:

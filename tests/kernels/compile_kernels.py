@@ -138,6 +138,7 @@ def hopper_linear_arguments(
         del arguments[name]
     return {
         **arguments,
+        "B": tensor_map("i8", hopper.weight_rows_at_a_time(config, min(config.block_m, 64)), 128, torch.int8),
         **{"x": POINTERS[dtype], "q": "*i8", "q_scale": "*fp32", "x_scale": "*fp32" if static else None},
         **{"b_scale": "*fp32", "counts": "*i32", "stride_xm": "i32", "stride_xk": 1},
         "ROW": (*hopper.row_blocks(config, K, limits), hopper.PATIENCE),

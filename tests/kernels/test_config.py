@@ -85,6 +85,12 @@ def test_rows_of_hoppers_tiles(block_m: int, least: int, valid: bool) -> None:
     assert is_valid(config, 1, replace(H200, hopper=True, hopper_rows=least)) == valid
 
 
+@pytest.mark.parametrize(("version", "least"), [("3.6.0", 16), ("3.7.1+git1", 16), ("3.8.0", 64), ("3.10.0", 64)])
+def test_blocks_are_low_up_to_triton_3_7(version: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triton.__version__", version)
+    assert module._hopper_rows() == least
+
+
 @pytest.mark.parametrize("M", [1, 16, 17, 32])
 def test_few_rows_have_a_config_where_no_block_may_be_low(M: int) -> None:
     hopper = replace(H200, hopper=True)

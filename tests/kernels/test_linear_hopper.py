@@ -97,6 +97,13 @@ def test_programs_that_start_together_and_early(
     assert hopper.starts_early(config, M, N, K, H200) == early
 
 
+@pytest.mark.parametrize(
+    ("config", "M", "rows"), [(FEW_ROWS, 16, 8), (FEW_ROWS, 17, 32), (tiled(64, 80, 256), 16, 16), (TALL, 300, 128)]
+)
+def test_rows_of_the_weight_that_are_loaded_at_a_time(config: GemmConfig, M: int, rows: int) -> None:
+    assert hopper.weight_rows_at_a_time(config, M) == rows
+
+
 @pytest.mark.parametrize("K", [1, 16, 1024, 1025, 4096, 14_336, 28_672, 65_536])
 @pytest.mark.parametrize("config", [FEW_ROWS, TALL, GemmConfig(64, 64, 256, 4, 6, schedule="specialized")], ids=str)
 def test_blocks_hold_the_row_or_it_is_read_twice(config: GemmConfig, K: int) -> None:
