@@ -1,7 +1,7 @@
 """The results as PNG files. matplotlib is needed (``pip install ".[bench]"``).
 
-``triton.testing.perf_report`` isn't used: it times one point after the other by itself, so that providers can't take
-turns, and has one value per point, so no band and no line for the limit.
+``triton.testing.perf_report`` isn't used: it calls what it times one point after the other, so that providers can't take
+turns, and makes a picture, a page and a table of its own for each weight shape, for which it wants pandas.
 """
 
 import importlib.util

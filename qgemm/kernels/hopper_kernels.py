@@ -13,9 +13,14 @@ multiples of 16 bytes.
 What made it fast, on an H200 (CUDA graphs, weights from memory):
 
 - Against the loop of ``gemm_kernels.py`` it is 3 to 40 % faster from M = 64 on.
-- Few rows: weights that nobody changes are loaded before the kernel ahead in the stream has ended, into the half of
-  shared memory that it leaves free, up to 15 %. The same loads into the L2 cache alone made it slower. No loads beyond
-  the rows that A has, up to 50 % at M = 32.
+- Few rows: weights that nobody changes are loaded before the kernel ahead in the stream has ended, up to 15 %. The same
+  loads into the L2 cache alone made it slower. No loads beyond the rows that A has, up to 50 % at M = 32.
+- Few rows again: blocks of A with 16 or 32 rows, where instructions read 64, leave the ring room for more weights on
+  their way, 160 KB of a multiprocessor's instead of 96, and the next kernel may start at once (``starts_next_early``):
+  products of up to 32 rows took 2 to 12 % less, 28672 x 4096, M = 1: 28.6 to 26.7 us. One program a multiprocessor does
+  as well as two or three then.
+- Two multiprocessors share their way to memory. 72 tiles of 64 columns by 36,864 took 54 to 59 us, 58 tiles of 80
+  columns 44, and 80 tiles of 64 by 13,824 took 22.4, 64 of 80 columns 19.7: ``select_config`` knows.
 - Many rows: power is the limit, 1.1 to 1.5 * 10^15 operations a second for as long as it runs. A single launch by
   itself reaches 1.71 * 10^15 (8192 x 28672, M = 2048; tensor cores busy for 94 % of the cycles at 1.69 GHz, ncu), turns
   of 0.1 s a sixth less. Tiles of 256 x 128 take fewer bytes from the cache than 128 x 128, 3 to 8 % in runs of 0.1 s
@@ -33,7 +38,8 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
 
 What gave nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps for
 128 x 128, tiles of 128 x 256 (as good as 256 x 128) and of 256 x 192 (2 % faster at best, 23 % slower at worst), groups
-of 4 or 16 tiles, sums over K backwards in every other round. Stream-K, where programs cut the sums over K between them,
+of 4 or 16 tiles, sums over K backwards in every other round, other numbers of rows of B at a time (but in layers of one
+launch, ``hopper.weight_rows_at_a_time``). Stream-K, where programs cut the sums over K between them,
 makes the loop 5 us of 29 faster (N = 10240, K = 8192, M = 128), but handing over and adding partial sums takes 9 us,
 and zeroing their counts 4. A in registers gave wrong sums on Triton 3.6. Instructions of 256 columns aren't made for
 int8 there.
