@@ -1,7 +1,7 @@
 """The results as PNG files. matplotlib is needed (``pip install ".[bench]"``).
 
-``triton.testing.perf_report`` isn't used: it calls what it times one point after the other, so that providers can't take
-turns, and makes a picture, a page and a table of its own for each weight shape, for which it wants pandas.
+``triton.testing.perf_report`` isn't used: it calls what it times one point after the other, so that providers can't
+take turns, and makes a picture, a page and a table for each weight shape, for which it wants pandas.
 """
 
 import importlib.util

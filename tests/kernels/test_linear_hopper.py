@@ -97,6 +97,17 @@ def test_programs_that_start_together_and_early(
     assert hopper.starts_early(config, M, N, K, H200) == early
 
 
+def test_counts_for_graphs_are_given_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros(2, linear.COUNTS // 4, dtype=torch.int32)
+    monkeypatch.setattr(linear, "_graph_counts", {0: (zeros, iter(range(2)))})
+    given = [linear._counts_for_good(0) for _ in range(3)]
+    assert given[0] is not None
+    assert given[1] is not None
+    assert given[1].data_ptr() - given[0].data_ptr() == linear.COUNTS
+    assert given[2] is None
+    assert linear._counts_for_good(1) is None
+
+
 @pytest.mark.parametrize(
     ("config", "M", "rows"), [(FEW_ROWS, 16, 8), (FEW_ROWS, 17, 32), (tiled(64, 80, 256), 16, 16), (TALL, 300, 128)]
 )
