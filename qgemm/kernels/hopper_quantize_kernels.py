@@ -9,9 +9,10 @@ can hold the room that it needs, and may itself wait for room. So nobody waits f
 ``PATIENCE`` times quantizes all rows itself. Others may write the same bytes to the same place then.
 
 Where the time went on an H200 (1024 x 1024, M = 16, CUDA graphs, us after the layer ahead had ended; 3.5 a layer): 0.5
-until that was known, 1.1 rows quantized, 1.6 counted, 1.8 to 2.0 known to all, 2.3 to 2.6 loaded, 3.0 to 3.3 multiplied.
-Fences for global memory alone, and barriers set up by one warp, have saved 0.2 since. What gave nothing: rows fetched
-into the L2 cache ahead of time; every program quantizing a single row for itself (0.3 us less at best, up to 8 us more).
+until that was known, 1.1 rows quantized, 1.6 counted, 1.8 to 2.0 known to all, 2.3 to 2.6 loaded, 3.0 to 3.3
+multiplied. Fences for global memory alone, and barriers set up by one warp, have saved 0.2 since. What gave nothing:
+rows fetched into the L2 cache ahead of time; every program quantizing a single row for itself (0.3 us less at best, up
+to 8 us more).
 """
 
 from triton.experimental import gluon

@@ -7,10 +7,10 @@ for. Calls of one launch share the buffer of their stream too: what runs on a st
 
 One launch takes the host 5 to 8 us less than two, and a call in PyTorch's eager mode takes as long as the slower of
 host and device. On the device two overlap: one launch on Hopper took 0.1 to 1.3 us longer, and another 0.3 to 0.8 where
-a kernel of PyTorch's came ahead of each layer. Of up to 16 rows and weights of 16 MB and more, which it now loads 8 rows
-at a time, it takes about as long as two in CUDA graphs, 5 % less to 4 % more (in different runs).
-``hopper.in_one_launch`` says when there is one. A layer on an H200 (bfloat16), us, with whole tiles of the weight loaded
-at a time; the host's clock went up and down between lines:
+a kernel of PyTorch's came ahead of each layer. Of up to 16 rows and weights of 16 MB and more, which it now loads 8
+rows at a time, it takes about as long as two in CUDA graphs, 5 % less to 4 % more (in different runs).
+``hopper.in_one_launch`` says when there is one. A layer on an H200 (bfloat16), us, with whole tiles of the weight
+loaded at a time; the host's clock went up and down between lines:
 
 | N x K | M | host: F.linear, one launch, two | device: one, two | eager: F.linear, one, two |
 |---|---|---|---|---|
