@@ -17,7 +17,7 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
   loads into the L2 cache alone made it slower. No loads beyond the rows that A has, up to 50 % at M = 32.
 - Few rows again: blocks of A with 16 or 32 rows, where instructions read 64, leave the ring room for more weights on
   their way, 160 KB of a multiprocessor's instead of 96, and the next kernel may start at once (``starts_next_early``):
-  products of up to 32 rows took 2 to 12 % less, 28672 x 4096, M = 1: 28.6 to 26.7 us. One program a multiprocessor does
+  products of up to 32 rows took 2 to 12 % less, 28672 x 4096, M = 1: 28.4 to 26.5 us. One program a multiprocessor does
   as well as two or three then.
 - Two multiprocessors share their way to memory. 72 tiles of 64 columns by 36,864 took 54 to 59 us, 58 tiles of 80
   columns 44, and 80 tiles of 64 by 13,824 took 22.4, 64 of 80 columns 19.7: ``select_config`` knows.

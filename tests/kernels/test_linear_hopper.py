@@ -4,11 +4,13 @@ When it is made is tested everywhere; what it computes on a Hopper GPU only, as 
 """
 
 import operator
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qgemm.kernels import GemmConfig, hopper, linear, select_config
 from qgemm.kernels.config import CANDIDATES, DeviceLimits
@@ -106,6 +108,22 @@ def test_counts_for_graphs_are_given_out_once(monkeypatch: pytest.MonkeyPatch) -
     assert given[1].data_ptr() - given[0].data_ptr() == linear.COUNTS
     assert given[2] is None
     assert linear._counts_for_good(1) is None
+
+
+def test_what_stays_allocated_is_made_by_another_thread_as_if_nothing_were_going_on() -> None:
+    threads = []
+
+    def allocate() -> Tensor:
+        threads.append(threading.get_ident())
+        return torch.zeros(3)
+
+    with torch.inference_mode(), FakeTensorMode():
+        made = linear._for_good(allocate)
+    assert threads != [threading.get_ident()]
+    assert type(made) is Tensor
+    assert not made.is_inference()
+    with pytest.raises(ZeroDivisionError):
+        linear._for_good(lambda: torch.zeros(1 // 0))
 
 
 @pytest.mark.parametrize(
@@ -251,6 +269,23 @@ def test_graphs_run_beside_eager_calls_and_one_another(M: int, N: int, one: bool
         torch.cuda.synchronize()
         assert all(torch.equal(out, wanted_twice) for _, out in graphs)
         assert torch.equal(eager, wanted)
+    assert_counts_are_zero()
+
+
+@on_hopper
+@pytest.mark.parametrize(("M", "N"), [(1, 8192), (16, 528), (64, 528)])
+def test_graphs_that_torch_compile_makes(M: int, N: int) -> None:
+    """What a layer keeps isn't taken for a leak."""
+    from qgemm import QuantLinear
+
+    layer = QuantLinear.from_linear(torch.nn.Linear(1024, N, device="cuda", dtype=torch.bfloat16))
+    x = torch.randn(M, 1024, device="cuda", dtype=torch.bfloat16)
+    q, scale = quantize_rows_reference(x * 2)
+    wanted = scaled_mm_reference(q, layer.weight.t(), scale, layer.weight_scale, layer.bias, x.dtype)
+    compiled = torch.compile(lambda x: layer(x * 2), mode="reduce-overhead")
+    with torch.no_grad():
+        for _ in range(5):
+            assert torch.equal(compiled(x).clone(), wanted)
     assert_counts_are_zero()
 
 
