@@ -224,12 +224,14 @@ def _keep_counts(device: int) -> None:
     if device not in _graph_counts and not _is_capturing():
 
         def zeros() -> Tensor:
-            return torch.zeros(MOST_GRAPH_LAUNCHES, COUNTS // 4, dtype=torch.int32, device=f"cuda:{device}")
+            stream = torch.cuda.Stream(device)
+            with torch.cuda.stream(stream):
+                made = torch.zeros(MOST_GRAPH_LAUNCHES, COUNTS // 4, dtype=torch.int32, device=f"cuda:{device}")
+            # A graph's stream doesn't wait for this one.
+            stream.synchronize()
+            return made
 
-        made = _for_good(zeros)
-        # A graph's stream doesn't wait for the one that wrote them.
-        torch.cuda.synchronize(device)
-        _graph_counts.setdefault(device, (made, iter(range(MOST_GRAPH_LAUNCHES))))
+        _graph_counts.setdefault(device, (_for_good(zeros), iter(range(MOST_GRAPH_LAUNCHES))))
 
 
 def _for_good(allocate: Callable[[], Tensor]) -> Tensor:
