@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -211,12 +212,16 @@ def _shared_buffer(device: int, stream: int, size: int) -> Tensor:
             _shared_buffers.clear()
 
         def zeros() -> Tensor:
-            on = torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device)
-            with torch.cuda.device(device), torch.cuda.stream(on):
-                return torch.zeros(size, dtype=torch.int8, device="cuda")
+            with _on_stream(device, stream):
+                return _empty((size,), (1,), torch.int8).zero_()
 
         buffer = _shared_buffers[device, stream] = _for_good(zeros)
     return buffer
+
+
+def _on_stream(device: int, stream: int) -> AbstractContextManager[None]:
+    """Makes it this thread's current stream."""
+    return torch.cuda.stream(torch.cuda.ExternalStream(stream, device) if stream else torch.cuda.default_stream(device))
 
 
 def _keep_counts(device: int) -> None:

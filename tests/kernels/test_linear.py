@@ -31,6 +31,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
         monkeypatch.setattr(linear, "_is_capturing", lambda: False)
+        monkeypatch.setattr(linear, "_on_stream", lambda device, stream: contextlib.nullcontext())
         monkeypatch.setattr(linear, "_empty", lambda shape, strides, dtype: torch.empty(shape, dtype=dtype))
 
 
