@@ -56,7 +56,8 @@ def starts_next_early(config: GemmConfig, M: int, limits: DeviceLimits) -> bool:
     """Whether the next kernel may start as soon as all of this one's programs have, to load weights beside them.
 
     It waits for this one to end before it does anything else. Up to 128 rows that saved up to 14 % on an H200, 1 to 3 %
-    in the mean; of 256 rows it cost up to 12 %, and of more it made no difference.
+    in the mean; of 256 rows it cost up to 12 %, and of more it made no difference. Where programs share a
+    multiprocessor it always may, which wasn't measured with more rows.
     """
     return M <= MOST_ROWS_TO_START_NEXT or programs_per_sm(config, 1, limits) > 1
 

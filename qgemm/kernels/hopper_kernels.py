@@ -36,13 +36,12 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
   M = 64 to 512 (N = 10240 makes 128 tiles of 80 columns for 132 multiprocessors). Instructions are as wide as a power
   of 2 here, so there are two for each block of K; the narrower takes no less time than one of 32 columns.
 
-What gave nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps for
-128 x 128, tiles of 128 x 256 (as good as 256 x 128) and of 256 x 192 (2 % faster at best, 23 % slower at worst), groups
-of 4 or 16 tiles, sums over K backwards in every other round, other numbers of rows of B at a time (but in layers of one
-launch, ``hopper.weight_rows_at_a_time``). Stream-K, where programs cut the sums over K between them,
-makes the loop 5 us of 29 faster (N = 10240, K = 8192, M = 128), but handing over and adding partial sums takes 9 us,
-and zeroing their counts 4. A in registers gave wrong sums on Triton 3.6. Instructions of 256 columns aren't made for
-int8 there.
+What gave nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps for 128 x
+128, tiles of 128 x 256 (as good as 256 x 128) and of 256 x 192 (2 % faster at best, 23 % slower at worst), groups of 4
+or 16 tiles, sums over K backwards in every other round, other numbers of rows of B at a time (but in layers of one
+launch, ``hopper.weight_rows_at_a_time``). Stream-K, where programs cut the sums over K between them, makes the loop 5
+us of 29 faster (N = 10240, K = 8192, M = 128), but handing over and adding partial sums takes 9 us, and zeroing their
+counts 4. A in registers gave wrong sums on Triton 3.6. Instructions of 256 columns aren't made for int8 there.
 """
 
 import functools
@@ -387,8 +386,8 @@ def _gemm_hopper_kernel(
     Their blocks: ``PANEL`` columns and a part of ``BLOCK_M`` rows; ``PANEL`` columns and as many rows as the last of
     ``WIDTHS``, which make ``BLOCK_N``; a tile, or some of its columns.
     ``LAST_PARTS``: parts with rows of A in the last row of tiles. ``CONSTANT_B``: no kernel that may still run writes
-    B, so loading it needn't wait. ``NEXT_EARLY``: let the next kernel start when the one ahead has ended, not only when
-    this one has loaded all.
+    B, so loading it needn't wait. ``NEXT_EARLY``: let the next kernel start once all of this one's programs have, not
+    only when they have loaded all.
     """
     _run(
         A, B, C, A_scale, B_scale, bias, (), M, N, K, stride_a_scale, stride_b_scale, stride_bias, (),

@@ -1,8 +1,8 @@
 """Row quantization within a product, for Hopper: the product's programs share the rows and wait for one another.
 
-So that a layer is one launch (``linear.py`` says when). The values are those of ``_quantize_rows_kernel``, bit for bit,
-and every row is quantized once: by the warps that multiply later, while the one that loads fills its ring with weights
-and then waits for all rows.
+So that a layer is one launch (``hopper.in_one_launch`` says when). The values are those of ``_quantize_rows_kernel``,
+bit for bit, and every row is quantized once: by the warps that multiply later, while the one that loads fills its ring
+with weights and then waits for all rows.
 
 Programs count in memory which rows are done. A program may wait for one that hasn't started: another stream's kernel
 can hold the room that it needs, and may itself wait for room. So nobody waits for long: a program that has asked

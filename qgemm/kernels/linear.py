@@ -6,9 +6,9 @@ two allocations and one or two launches: the quantized rows and their scales sha
 for. Calls of one launch share the buffer of their stream too: what runs on a stream runs in turn.
 
 One launch takes the host 5 to 8 us less than two, and a call in PyTorch's eager mode takes as long as the slower of
-host and device. On the device two overlap: one launch on Hopper took 0.1 to 1.3 us longer, and 0.3 to 1.4 where a
-kernel of PyTorch's came ahead of each layer. Of up to 16 rows and weights of 16 MB and more, which it now loads 8 rows
-at a time, it takes about as long as two in CUDA graphs, 5 % less to 7 % more (in different runs).
+host and device. On the device two overlap: one launch on Hopper took from 0.4 us less to 1.3 us longer, and 0.3 to 1.4
+us longer where a kernel of PyTorch's came ahead of each layer. Of up to 16 rows and weights of 16 MB and more, which it
+now loads 8 rows at a time, it takes about as long as two in CUDA graphs, 5 % less to 7 % more (in different runs).
 ``hopper.in_one_launch`` says when there is one. A layer on an H200 (bfloat16), us, with whole tiles of the weight
 loaded at a time; the host's clock went up and down between lines:
 
@@ -57,6 +57,7 @@ MOST_PLANS = 4096
 MOST_STREAMS = 256  # that keep a buffer
 CACHE_LINE = 128  # bytes
 COUNTS = CACHE_LINE  # bytes, where programs that wait for one another count
+MOST_GRAPH_LAUNCHES = 16_384  # of a device, that have counts: 2 MB
 
 # Where there is no kernel of Hopper's, one row takes one launch if it and the weight are short: each program quantizes
 # the row, so there may not be more than multiprocessors.
@@ -198,7 +199,6 @@ _shared_buffers: dict[tuple[int, int], Tensor] = {}
 """Of plans with one launch, by device and stream; no larger than the longest rows of those: some megabytes."""
 
 
-MOST_GRAPH_LAUNCHES = 16_384  # of a device, that have counts: 2 MB
 _NO_COUNTS: tuple[Tensor, Iterator[int]] = (_NO_BUFFER, iter(()))
 _graph_counts: dict[int, tuple[Tensor, Iterator[int]]] = {}
 """By device, zeros and the indices of those that ``_counts_for_good`` hasn't given out."""
