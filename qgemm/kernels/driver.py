@@ -183,7 +183,7 @@ def _run_at_once(program: Program) -> bool:
 
 
 def driver_launch(compiled: Any, grid: int, arguments: Sequence[Any], cluster: int = 1) -> DriverLaunch | None:
-    """A ``DriverLaunch`` of what Triton compiled and has run with ``arguments``; None if only Triton knows how.
+    """A ``DriverLaunch`` of what Triton has compiled for ``arguments`` and loaded; None if only Triton knows how.
 
     That is so on other devices than NVIDIA's, for kernels that need scratch memory, clusters or a cooperative grid, and
     where a version of Triton says something that isn't known here. ``cluster``: see ``Program``; without effect unless

@@ -26,6 +26,9 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
   of 0.1 s a sixth less. Tiles of 256 x 128 take fewer bytes from the cache than 128 x 128, 3 to 8 % in runs of 0.1 s
   and more. They want a fourth stage, so they are stored by halves. In runs of 5 ms, at a clock that others set, they
   look slower.
+  What loads cost: without any (and wrong sums) the same loop ran at 1.78 * 10^15 and 1.95 GHz, with them at 1.44 and
+  1.62 GHz (8192 x 28672, M = 1024, half a second at 700 W). With all blocks from the L2 cache, none from memory, 1.08
+  times as fast; with the same block for all programs, 1.11; with half of the loads, 1.11.
 - Few tiles with long sums: blocks of 512 along K, read as 4 panels side by side, up to 50 % (1536 x 16384, M = 8).
 - Two to four rows of tiles load the same blocks of B. As clusters, which start together and run side by side, they took
   up to 12 % less (10240 x 8192, M = 96: 27.2 to 23.9 us); with more rows of tiles nothing was gained.
@@ -37,11 +40,13 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
   of 2 here, so there are two for each block of K; the narrower takes no less time than one of 32 columns.
 
 What gave nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps for 128 x
-128, tiles of 128 x 256 (as good as 256 x 128) and of 256 x 192 (2 % faster at best, 23 % slower at worst), groups of 4
-or 16 tiles, sums over K backwards in every other round, other numbers of rows of B at a time (but in layers of one
-launch, ``hopper.weight_rows_at_a_time``). Stream-K, where programs cut the sums over K between them, makes the loop 5
-us of 29 faster (N = 10240, K = 8192, M = 128), but handing over and adding partial sums takes 9 us, and zeroing their
-counts 4. A in registers gave wrong sums on Triton 3.6. Instructions of 256 columns aren't made for int8 there.
+128, groups of 4 or 16 tiles, sums over K backwards in every other round, a window of the L2 cache for A, other numbers
+of rows of B at a time (but in layers of one launch, ``hopper.weight_rows_at_a_time``). Nor did larger tiles and shared
+loads: 128 x 256 was as good as 256 x 128; 256 x 192 2 % faster at best, 23 % slower at worst; 192 x 256 by three groups
+of four warps the same; blocks of A that two or four programs load together, by multicast, 3 % slower to 3 % faster.
+Stream-K, where programs cut the sums over K between them, makes the loop 5 us of 29 faster (N = 10240, K = 8192, M =
+128), but handing over and adding partial sums takes 9 us, and zeroing their counts 4. A in registers gave wrong sums on
+Triton 3.6. Instructions of 256 columns aren't made for int8 there.
 """
 
 import functools

@@ -2,8 +2,8 @@
 
 Triton's own launch binds arguments by name and works out what to specialize for on every call: about 25 us on the host,
 longer than many of these kernels run. The functions that launch kernels make one ``Launch`` for every combination of
-sizes, strides and dtypes, and keep it. Triton compiles and runs the first call; from the second on the compiled kernel
-is given to the driver (``driver.py``), or where that can't be, to Triton's launcher for it.
+sizes, strides and dtypes, and keep it. At the first call Triton compiles the kernel. The driver runs it (``driver.py``),
+or where that can't be, Triton's launcher for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -83,20 +83,21 @@ class Launch:
             variant = self._variants[alignment] = self._compile(device, tensors)
             if alignment == 0:
                 self.aligned = variant.by_driver
-        elif variant.by_driver is None or hooked():
+        if variant.by_driver is None or hooked():
             variant.by_triton(*self._for_triton(tensors))
         else:
             variant.by_driver(torch._C._cuda_getCurrentRawStream(device.index), pointers)
         return None
 
     def _compile(self, device: torch.device, tensors: tuple[Tensor | None, ...]) -> "_Variant":
-        """Runs the kernel by way of Triton, which compiles it for these tensors."""
+        """Has Triton compile the kernel for these tensors and load it on the current device."""
         options = self._options
         if self._pdl and _has_pdl(device):
             options = {**options, "launch_pdl": True}
         arguments = self._for_triton(tensors)
-        compiled = self._kernel[(self._grid,)](*arguments, **options)
-        return _Variant(driver_launch(compiled, self._grid, arguments, self._cluster), compiled[(self._grid, 1, 1)])
+        compiled = self._kernel.warmup(*arguments, grid=(self._grid,), **options)
+        by_triton = compiled[(self._grid, 1, 1)]  # which loads it
+        return _Variant(driver_launch(compiled, self._grid, arguments, self._cluster), by_triton)
 
     def _for_triton(self, tensors: tuple[Tensor | None, ...]) -> list[Any]:
         arguments: list[Any] = [*tensors, *self._rest]

@@ -22,12 +22,9 @@ class Kernel:
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        def compile_and_run(*arguments: Any, **options: Any) -> Any:
-            self.calls.append(("compiles", grid, arguments, options))
-            return {(*grid, 1, 1): lambda *again: self.calls.append(("Triton", grid, again))}
-
-        return compile_and_run
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> dict[Any, Callable[..., None]]:
+        self.calls.append(("compiles", grid, arguments, options))
+        return {(*grid, 1, 1): lambda *again: self.calls.append(("Triton", grid, again))}
 
 
 @pytest.fixture
@@ -50,7 +47,7 @@ def at(offset: int) -> Tensor:
     return torch.zeros(64, dtype=torch.int8)[offset:]
 
 
-def test_compiled_once_then_by_the_driver(calls: Calls) -> None:
+def test_compiled_once_and_run_by_the_driver(calls: Calls) -> None:
     launch = Launch(Kernel(calls), 5, (3, 4), (64, True), num_warps=8, num_stages=3)
     x, y = at(0), at(0)
     assert launch.aligned is None
@@ -58,7 +55,7 @@ def test_compiled_once_then_by_the_driver(calls: Calls) -> None:
         launch(x, None, y)
     options = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}
     assert calls[0] == ("compiles", (5,), (x, None, y, 3, 4, 64, True), options)
-    assert calls[1:] == [("driver", 77, [x.data_ptr(), y.data_ptr()])] * 2
+    assert calls[1:] == [("driver", 77, [x.data_ptr(), y.data_ptr()])] * 3
     assert launch.aligned is not None
 
 
@@ -68,10 +65,10 @@ def test_a_variant_for_each_alignment(calls: Calls) -> None:
     for _ in range(3):
         for tensors in combinations:
             launch(*tensors)
-            assert (launch.aligned is None) == (len(calls) < 3)
+            assert (launch.aligned is None) == (len(calls) < 6)
     ways = [call[0] for call in calls]
-    assert ways == ["compiles"] * 4 + ["driver"] * 8
-    assert [call[2] for call in calls[4:8]] == [[x.data_ptr(), y.data_ptr()] for x, y in combinations]
+    assert ways == ["compiles", "driver"] * 4 + ["driver"] * 8
+    assert [call[2] for call in calls[8:]] == [[x.data_ptr(), y.data_ptr()] for x, y in combinations] * 2
 
 
 def test_triton_s_launcher_where_the_driver_can_t(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +77,7 @@ def test_triton_s_launcher_where_the_driver_can_t(calls: Calls, monkeypatch: pyt
     x = at(0)
     for _ in range(3):
         launch(x)
-    assert calls[1:] == [("Triton", (5,), (x, 3, 64))] * 2
+    assert calls[1:] == [("Triton", (5,), (x, 3, 64))] * 3
     assert launch.aligned is None
 
 
@@ -105,7 +102,7 @@ def test_hooks_see_launches(name: str, replaced: bool, calls: Calls, monkeypatch
     launch(at(0))
     monkeypatch.setattr(runtime, name, None)
     launch(at(0))
-    assert [call[0] for call in calls] == ["compiles", "Triton", "driver", "driver"]
+    assert [call[0] for call in calls] == ["compiles", "driver", "Triton", "driver", "driver"]
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
@@ -117,8 +114,9 @@ def test_pdl_where_there_is_such_a_thing(
     monkeypatch.setattr(torch.version, "hip", hip)
     Launch(Kernel(calls), 5, (), (), num_warps=4, pdl=True)(at(0))
     Launch(Kernel(calls), 5, (), (), num_warps=4)(at(0))
-    assert calls[0][3].get("launch_pdl", False) == (hip is None and capability >= (9, 0))
-    assert "launch_pdl" not in calls[1][3]
+    with_pdl, without = (call[3] for call in calls if call[0] == "compiles")
+    assert with_pdl.get("launch_pdl", False) == (hip is None and capability >= (9, 0))
+    assert "launch_pdl" not in without
 
 
 def test_maps_are_descriptors_for_triton_and_addresses_for_the_driver(calls: Calls) -> None:
@@ -154,6 +152,6 @@ def test_another_device_is_made_current(calls: Calls, monkeypatch: pytest.Monkey
     for index in (1, 1, 0, 1):
         tensor: Any = SimpleNamespace(device=SimpleNamespace(index=index), data_ptr=lambda: 16)
         launch(tensor)
-    assert [call[0] for call in calls] == ["compiles", "driver", "driver", "driver"]
-    assert [call[1] for call in calls[1:]] == [(1, 1), (0, 0), (1, 1)]
+    assert [call[0] for call in calls] == ["compiles", *["driver"] * 4]
+    assert [call[1] for call in calls[1:]] == [(1, 1), (1, 1), (0, 0), (1, 1)]
     assert current == [0]
