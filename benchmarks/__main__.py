@@ -46,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> Run:
     if args.plots:
         for path in plots.draw(run, args.plots):
             print(f"wrote {path}")
+        if page := plots.report(run, args.plots / "shapes"):
+            print(f"wrote {page}")
     return run
 
 
@@ -161,7 +163,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write all that was measured; the file is updated as the run goes")
     add("--load", type=Path, metavar="FILE", help="measure nothing: tables and plots from such a file")
     add("--markdown", type=Path, metavar="FILE", help="write the tables in Markdown")
-    add("--plots", type=Path, metavar="FOLDER", help="write PNG plots")
+    add(
+        "--plots",
+        type=Path,
+        metavar="FOLDER",
+        help="write PNG plots; in shapes/ one of each weight shape, with its numbers",
+    )
     add("--peak", type=_peak, action="append", default=[], metavar="KIND=TOPS", help="of the GPU, such as int8=1979")
     add("--commit", help="what to call the commit, in a copy of the tree without git")
     args = parser.parse_args(arguments)

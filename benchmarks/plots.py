@@ -1,7 +1,6 @@
-"""The results as PNG files. matplotlib is needed (``pip install ".[bench]"``).
+"""The results as PNG files: all shapes in one picture (``draw``), and each in its own (``report``).
 
-``triton.testing.perf_report`` isn't used: it calls what it times one point after the other, so that providers can't
-take turns, and makes a picture, a page and a table for each weight shape, for which it wants pandas.
+matplotlib is needed, and pandas for ``report`` (``pip install ".[bench]"``).
 """
 
 import importlib.util
@@ -15,6 +14,7 @@ from benchmarks.roofline import KINDS, bytes_moved, operations
 from benchmarks.tables import OURS, _providers, _summary_families
 
 _TITLES = {"gemm": "GEMM alone", "layer": "whole layer, quantization included"}
+_LIMIT_STYLES = {"int8": "--", "bf16": ":"}
 
 
 def draw(run: Run, folder: Path) -> list[Path]:
@@ -35,6 +35,48 @@ def draw(run: Run, folder: Path) -> list[Path]:
         paths.append(_draw_speedups(run, levels, folder / "speedup.png"))
     paths += [_draw_roofline(run, level, folder / f"roofline-{level}.png") for level in levels]
     return paths
+
+
+def report(run: Run, folder: Path) -> Path | None:
+    """Writes a plot and a table (PNG, CSV) for each weight shape and level, and ``results.html`` with all plots.
+
+    By ``triton.testing.perf_report``, from what was measured before: by itself it would time one point after the other,
+    where here providers take turns. Returns the path of ``results.html``; without matplotlib or pandas prints that
+    there is none.
+    """
+    missing = [name for name in ("matplotlib", "pandas") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f'no plots of single shapes: {" and ".join(missing)} not installed (pip install ".[bench]")')
+        return None
+    import matplotlib
+    from matplotlib import pyplot
+    from triton.testing import Benchmark, perf_report
+
+    matplotlib.use("agg")
+    tops = {(one.level, one.N, one.K, one.provider, one.M): one.tops for one in run.measurements if one.tops}
+    benchmarks = []
+    for level, N, K in dict.fromkeys(key[:3] for key in tops):
+        rows = sorted({key[4] for key in tops if key[:3] == (level, N, K)})
+        names = _providers([one for one in run.measurements if (one.N, one.K) == (N, K)], level)
+        limits = {f"limit, {kind}": style for kind, style in _LIMIT_STYLES.items()}
+        styles = [(_color(run, name), "-") for name in names] + [("black", style) for style in limits.values()]
+        benchmarks.append(
+            Benchmark(
+                ["M"], rows, "line", [*names, *limits], [*names, *limits], f"{level}-{N}x{K}",
+                {"level": level, "N": N, "K": K}, "M, rows of activations", "TOPS", True, True, styles,
+            )
+        )  # fmt: skip
+
+    def measured(M: int, line: str, level: str, N: int, K: int) -> float:
+        if line.startswith("limit, "):
+            return _limit_tops(run, M, N, K, line.removeprefix("limit, "), level)
+        return tops.get((level, N, K, line, M), float("nan"))
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"figure.max_open_warning": 0}):
+        perf_report(benchmarks)(measured).run(save_path=str(folder))
+    pyplot.close("all")
+    return folder / "results.html"
 
 
 def _draw_speedups(run: Run, levels: list[str], path: Path) -> Path:
@@ -84,7 +126,7 @@ def _draw_roofline(run: Run, level: str, path: Path) -> Path:
                 width = 2.0 if name == OURS else 1.1
                 axis.plot(*zip(*points, strict=True), "o-", ms=2.5, lw=width, color=_color(run, name), label=name)
         rows = sorted({one.M for one in here})
-        for kind, style in (("int8", "--"), ("bf16", ":")):
+        for kind, style in _LIMIT_STYLES.items():
             limits = [_limit_tops(run, M, N, K, kind, level) for M in rows]
             axis.plot(rows, limits, style, color="black", lw=1, label=f"limit, {kind}")
         _rows_axis(axis, rows)

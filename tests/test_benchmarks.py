@@ -1,5 +1,6 @@
 """The benchmark: its arithmetic, what it refuses, what it prints, and a run from end to end on tiny shapes."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -303,15 +304,20 @@ def test_a_part_of_a_saved_run(tmp_path: Path) -> None:
     assert main(["--load", str(tmp_path / "run.json")]) == run
 
 
+def plotted() -> Run:
+    return run_of(
+        *(
+            measured(name, M, us * M, level=level, N=N, tops=1.0 / us, share=0.5)
+            for level in ("gemm", "layer")
+            for N in (4096, 28672)
+            for M in (1, 16, 256)
+            for name, us in (("qgemm", 8.0 + N / M), ("bf16", 16.0 + N))
+        )
+    )
+
+
 def test_plots_are_drawn(tmp_path: Path) -> None:
-    entries = [
-        measured(name, M, us * M, level=level, N=N, tops=1.0 / us, share=0.5)
-        for level in ("gemm", "layer")
-        for N in (4096, 28672)
-        for M in (1, 16, 256)
-        for name, us in (("qgemm", 8.0 + N / M), ("bf16", 16.0 + N))
-    ]
-    paths = plots.draw(run_of(*entries), tmp_path)
+    paths = plots.draw(plotted(), tmp_path)
     assert [path.name for path in paths] == ["speedup.png", "roofline-gemm.png", "roofline-layer.png"]
     for path in paths:
         content = path.read_bytes()
@@ -326,6 +332,36 @@ def test_without_matplotlib_there_is_a_line(
     assert plots.draw(run_of(measured("qgemm", 1, 8.0)), tmp_path / "plots") == []
     assert capsys.readouterr().out == 'no plots: matplotlib is not installed (pip install ".[bench]")\n'
     assert not (tmp_path / "plots").exists()
+
+
+def test_a_plot_and_a_table_of_each_shape(tmp_path: Path) -> None:
+    run = plotted()
+    run.measurements = [one for one in run.measurements if (one.provider, one.N, one.M) != ("bf16", 4096, 16)]
+    page = plots.report(run, tmp_path / "shapes")
+    assert page == tmp_path / "shapes" / "results.html"
+    names = [f"{level}-{N}x{K}" for level, N, K in dict.fromkeys((one.level, one.N, one.K) for one in run.measurements)]
+    assert len(names) == 4
+    assert all(f"{name}.png" in page.read_text() for name in names)
+    assert all((tmp_path / "shapes" / f"{name}.png").read_bytes().startswith(b"\x89PNG") for name in names)
+    with (tmp_path / "shapes" / f"{names[0]}.csv").open(newline="") as file:
+        table = {float(row["M"]): row for row in csv.DictReader(file)}
+    ours = {one.M: one.tops for one in run.measurements if (one.provider, one.level, one.N) == ("qgemm", "gemm", 4096)}
+    assert list(table) == [1, 16, 256]
+    for M, tops in ours.items():
+        assert tops is not None
+        assert float(table[M]["qgemm (TOPS)"]) == pytest.approx(tops, abs=1e-6)
+    assert [table[M]["bf16 (TOPS)"] == "" for M in table] == [False, True, False]
+    # Twice the rows make twice the operations for hardly more bytes, as long as those are the limit.
+    assert float(table[16]["limit, int8 (TOPS)"]) == pytest.approx(16 * float(table[1]["limit, int8 (TOPS)"]), rel=0.05)
+
+
+def test_without_pandas_there_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None if name == "pandas" else name)
+    assert plots.report(plotted(), tmp_path / "shapes") is None
+    assert capsys.readouterr().out == 'no plots of single shapes: pandas not installed (pip install ".[bench]")\n'
+    assert not (tmp_path / "shapes").exists()
 
 
 def test_config_check_refuses_wrong_outputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,8 @@
 
 Triton's own launch binds arguments by name and works out what to specialize for on every call: about 25 us on the host,
 longer than many of these kernels run. The functions that launch kernels make one ``Launch`` for every combination of
-sizes, strides and dtypes, and keep it. At the first call Triton compiles the kernel. The driver runs it (``driver.py``),
-or where that can't be, Triton's launcher for it.
+sizes, strides and dtypes, and keep it. At the first call Triton compiles the kernel. The driver runs it
+(``driver.py``), or where that can't be, Triton's launcher for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
