@@ -30,7 +30,7 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
   1.62 GHz (8192 x 28672, M = 1024, half a second at 700 W). With all blocks from the L2 cache, none from memory, 1.08
   times as fast; with the same block for all programs, 1.11; with half of the loads, 1.11.
 - Tiles of 256 rows go through K forwards and backwards in turn, so that the next one starts with what the cache holds:
-  1 to 3 % at K = 8192, nothing or less than 1 % elsewhere.
+  1 to 2 % at K = 8192, less elsewhere.
 - Few tiles with long sums: blocks of 512 along K, read as 4 panels side by side, up to 50 % (1536 x 16384, M = 8).
 - Two to four rows of tiles load the same blocks of B. As clusters, which start together and run side by side, they took
   up to 12 % less (10240 x 8192, M = 96: 27.2 to 23.9 us); with more rows of tiles nothing was gained.
@@ -42,8 +42,8 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
   of 2 here, so there are two for each block of K; the narrower takes no less time than one of 32 columns.
 
 What gave nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps for 128 x
-128, groups of 4 or 16 tiles, a window of the L2 cache for A, tensor maps that promote to other lengths, other numbers of
-rows of B at a time (but in layers of one launch, ``hopper.weight_rows_at_a_time``). Nor did larger tiles and shared
+128, groups of 4 or 16 tiles, a window of the L2 cache for A, other lengths for tensor maps to promote to, other numbers
+of rows of B at a time (but in layers of one launch, ``hopper.weight_rows_at_a_time``). Nor did larger tiles and shared
 loads: 128 x 256 was as good as 256 x 128; 256 x 192 2 % faster at best, 23 % slower at worst; 192 x 256 by three groups
 of four warps the same; blocks of A that two or four programs load together, by multicast, 3 % slower to 3 % faster.
 Stream-K, where programs cut the sums over K between them, makes the loop 5 us of 29 faster (N = 10240, K = 8192, M =
