@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from benchmarks import plots, tables
 from benchmarks.configs import check_config, rotated_weights
-from benchmarks.measure import measure_host, measure_shape
+from benchmarks.measure import measure_host, measure_quantization, measure_shape
 from benchmarks.peers import PEERS, installed_peers
 from benchmarks.providers import Provider, builtin_providers, cpu_providers, gpu_providers
 from benchmarks.results import Run, environment
@@ -25,7 +25,7 @@ from benchmarks.shapes import (
 )
 from qgemm_cli.timing import QUICK, Effort, copy_bandwidth
 
-LEVELS = ("gemm", "layer", "host")
+LEVELS = ("gemm", "layer", "quantize", "host")
 
 
 def main(arguments: Sequence[str] | None = None) -> Run:
@@ -64,6 +64,12 @@ def _select(run: Run, args: argparse.Namespace) -> Run:
     ]
     if "host" not in args.level:
         run.host_us = {}
+    columns = {K for _, K in shapes}
+    run.quantizations = [
+        one
+        for one in run.quantizations
+        if _quantizes(args) and (not args.m or one.M in args.m) and (not columns or one.K in columns)
+    ]
     return run
 
 
@@ -83,12 +89,16 @@ def _measure_providers(run: Run, args: argparse.Namespace, effort: Effort, devic
     providers = _choose_providers(args.provider, args.level, device)
     default_shapes, default_rows = default_sizes(device, args.quick)
     shapes, rows = _choose_shapes(args, default_shapes), args.m or default_rows
-    levels = [level for level in args.level if level != "host"]
+    levels = [level for level in args.level if level in ("gemm", "layer")]
     if "host" in args.level:
         if device.type == "cuda":
             run.host_us = measure_host(providers, device)
         else:
             print("host: no GPU, so there is no host time apart from the time itself")
+    if _quantizes(args):
+        sizes = [(M, K) for K in dict.fromkeys(shape.K for shape in shapes) for M in rows]
+        for M, K in tqdm(sizes, desc="quantize_rows", unit="size"):
+            run.quantizations.append(measure_quantization(M, K, run.bandwidth, effort, device))
     if not levels:
         return
     with tqdm(total=len(shapes) * len(rows), unit="product") as progress:
@@ -99,6 +109,10 @@ def _measure_providers(run: Run, args: argparse.Namespace, effort: Effort, devic
                 progress.update()
                 if args.json:  # what is done is kept if the rest breaks off
                     run.save(args.json)
+
+
+def _quantizes(args: argparse.Namespace) -> bool:
+    return "quantize" in args.level and (not args.provider or tables.OURS in args.provider)
 
 
 def _check_configs(run: Run, args: argparse.Namespace, effort: Effort, device: torch.device) -> None:

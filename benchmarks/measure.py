@@ -1,4 +1,4 @@
-"""Measures: providers on a table of shapes, their host time, and the choice of configs."""
+"""Measures: providers on a table of shapes, their host time, and the quantization of rows."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -9,9 +9,11 @@ from torch import Tensor
 
 from benchmarks.peers import first_line
 from benchmarks.providers import Provider
-from benchmarks.results import Measurement
+from benchmarks.results import Measurement, Quantization
 from benchmarks.roofline import KINDS, Roofline, bytes_moved, operations
 from benchmarks.shapes import WeightShape
+from qgemm.kernels import quantize_rows
+from qgemm.kernels.reference import quantize_rows_reference
 from qgemm_cli.check import largest_errors
 from qgemm_cli.timing import SUSTAINED, Effort, Pass, copy_count, host_seconds, median_seconds
 
@@ -125,6 +127,25 @@ def _measurement(
         tb_per_s=moved / seconds / 1e12,
         share=roofline.limit(ops, moved, KINDS[provider.weight_dtype]) / seconds,
     )
+
+
+def measure_quantization(M: int, K: int, bandwidth: float, effort: Effort, device: torch.device) -> Quantization:
+    """``quantize_rows`` of inputs ``[M, K]`` that come from memory; ``bandwidth``: a copy's bytes a second.
+
+    Raises ``ValueError`` if an output differs from the reference in any bit.
+    """
+    x = random_operand(M, K, device)
+    inputs = [x.clone() for _ in range(copy_count(x.nbytes, device))]
+    one = Pass(lambda x: quantize_rows(x)[0], inputs, device)
+    q, scale = quantize_rows(x)
+    for found, expected in zip((q, scale), quantize_rows_reference(x), strict=True):
+        if not torch.equal(found, expected):
+            raise ValueError(f"wrong output of quantize_rows for {M} x {K}")
+    if not torch.equal(one.checked_output(), q):
+        raise ValueError(f"other output of quantize_rows for {M} x {K} when it was timed")
+    seconds = median_seconds({"quantize_rows": one}, effort, device)["quantize_rows"]
+    rate = (x.nbytes + q.nbytes + scale.nbytes) / seconds
+    return Quantization(M, K, seconds * 1e6, rate / 1e12, rate / bandwidth)
 
 
 def measure_host(providers: Sequence[Provider], device: torch.device) -> dict[str, dict[str, float]]:

@@ -58,6 +58,20 @@ class ConfigCheck:
         return self.chosen_us / self.best_us
 
 
+@dataclass(frozen=True)
+class Quantization:
+    """``quantize_rows`` of ``[M, K]``: microseconds, and terabytes a second that it reads and writes.
+
+    ``share``: of the rate at which a large copy moves bytes, measured in the same run.
+    """
+
+    M: int
+    K: int
+    us: float
+    tb_per_s: float
+    share: float
+
+
 @dataclass
 class Run:
     """Everything that one run measured, and where."""
@@ -69,6 +83,7 @@ class Run:
     host_us: dict[str, dict[str, float]] = field(default_factory=dict)
     """By provider, then by rows."""
     config_checks: list[ConfigCheck] = field(default_factory=list)
+    quantizations: list[Quantization] = field(default_factory=list)
 
     @property
     def roofline(self) -> Roofline:
@@ -86,6 +101,7 @@ class Run:
         values = json.loads(path.read_text(encoding="utf-8"))
         values["measurements"] = [Measurement(**entry) for entry in values["measurements"]]
         values["config_checks"] = [ConfigCheck(**entry) for entry in values["config_checks"]]
+        values["quantizations"] = [Quantization(**entry) for entry in values.get("quantizations", ())]
         return cls(**values)
 
 

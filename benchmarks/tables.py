@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from benchmarks.results import ConfigCheck, Measurement, Run, speedups
+from benchmarks.results import ConfigCheck, Measurement, Quantization, Run, speedups
 from benchmarks.roofline import geometric_mean
 from benchmarks.shapes import SUMMARY_FAMILIES
 
@@ -39,6 +39,9 @@ def report(run: Run, markdown: bool = False) -> str:
     for level, title in (("gemm", "GEMM alone"), ("layer", "Whole layer, quantization of activations included")):
         if any(one.level == level for one in run.measurements):
             parts += [f"{heading}{title}: microseconds", render(shape_table(run.measurements, level), markdown)]
+    if run.quantizations:
+        title = f"{heading}quantize_rows"
+        parts += [title, render(quantization_table(run.quantizations), markdown)]
     if run.host_us:
         parts += [f"{heading}Host time of an eager call of the layer", render(host_table(run.host_us), markdown)]
     if run.config_checks:
@@ -114,6 +117,12 @@ def host_table(host_us: dict[str, dict[str, float]]) -> Table:
             row += ["-" if us is None else f"{us:.1f}", f"{us / bf16:.2f}" if us and bf16 else "-"]
         rows.append(row)
     return ["layer", *(title for M in every for title in (f"M = {M}, us", "of bf16's"))], rows
+
+
+def quantization_table(quantizations: Sequence[Quantization]) -> Table:
+    """Time and rate of every size of input."""
+    rows = [[f"{one.M} x {one.K}", f"{one.us:.1f}", f"{one.tb_per_s:.2f}", f"{one.share:.0%}"] for one in quantizations]
+    return ["rows x columns", "us", "TB/s", "of a copy's"], rows
 
 
 def config_table(checks: Sequence[ConfigCheck]) -> Table:

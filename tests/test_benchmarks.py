@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks import configs, peers, plots, tables
+from benchmarks import configs, measure, peers, plots, tables
 from benchmarks.__main__ import main
-from benchmarks.measure import measure_shape
+from benchmarks.measure import measure_quantization, measure_shape
 from benchmarks.providers import Provider, cpu_providers, float_provider, quantize_fp8
-from benchmarks.results import ConfigCheck, Measurement, Run, speedups
+from benchmarks.results import ConfigCheck, Measurement, Quantization, Run, speedups
 from benchmarks.roofline import Roofline, bytes_moved, geometric_mean, known_peaks, operations
 from benchmarks.shapes import HELD_OUT_SHAPES, ROWS, SHAPES, WeightShape, parse_shape
 from qgemm_cli.check import largest_errors
@@ -249,6 +249,7 @@ def test_markdown_of_a_run() -> None:
         measured("bf16", 1, 16.0, level="layer"),
         checks=(ConfigCheck(8, 8, 1, "GemmConfig(block_m=16)", 11.0, "GemmConfig(block_m=32)", 10.0),),
     )
+    run.quantizations = [Quantization(64, 4096, 2.04, 3.214, 0.751)]
     run.host_us = {"qgemm": {"1": 20.0, "16": 8.0}, "bf16": {"1": 16.0, "16": 16.0}, "other": {"16": 9.0}}
     lines = tables.report(run, markdown=True).splitlines()
     assert "## Times as fast as others over 2 weight shapes of Llama 3: geometric mean (least)" in lines
@@ -259,6 +260,8 @@ def test_markdown_of_a_run() -> None:
     assert "- Highest rate: 7.3 TOPS (M = 1, 28672 x 4096)." in lines
     assert any(line.startswith("- Weights of 100 MB and more, M up to 16: 3.67 TB/s") for line in lines)
     assert "- fp8, gemm: RuntimeError: no (M = 1, 4096 x 4096)" in lines
+    assert "| rows x columns | us | TB/s | of a copy's |" in lines
+    assert "| 64 x 4096 | 2.0 | 3.21 | 75% |" in lines
     assert "| layer | M = 1, us | of bf16's | M = 16, us | of bf16's |" in lines
     assert "| qgemm | 20.0 | 1.25 | 8.0 | 0.50 |" in lines
     assert "| other | - | - | 9.0 | 0.56 |" in lines
@@ -279,6 +282,7 @@ def test_columns_of_a_table_line_up() -> None:
 
 def test_a_run_survives_its_file(tmp_path: Path) -> None:
     run = run_of(measured("qgemm", 1, 8.0), checks=(ConfigCheck(8, 8, 1, "a", 11.0, "b", 10.0),))
+    run.quantizations = [Quantization(64, 4096, 2.0, 3.0, 0.75)]
     run.save(tmp_path / "deep" / "run.json")
     assert Run.load(tmp_path / "deep" / "run.json") == run
 
@@ -293,6 +297,7 @@ def test_a_part_of_a_saved_run(tmp_path: Path) -> None:
     ]
     run = run_of(*entries)
     run.host_us = {"qgemm": {"1": 1.0}}
+    run.quantizations = [Quantization(M, 4096, 2.0, 3.0, 0.75) for M in (1, 2)]
     run.save(tmp_path / "run.json")
     options = ["--m", "2", "--level", "gemm", "--shape", "6144x4096", "--provider", "qgemm", "--provider", "bf16"]
     part = main(["--load", str(tmp_path / "run.json"), *options])
@@ -301,6 +306,9 @@ def test_a_part_of_a_saved_run(tmp_path: Path) -> None:
         ("bf16", "gemm", 6144, 2),
     }
     assert part.host_us == {}
+    assert part.quantizations == []
+    options = ["--m", "2", "--level", "quantize", "--shape", "6144x4096"]
+    assert [one.M for one in main(["--load", str(tmp_path / "run.json"), *options]).quantizations] == [2]
     assert main(["--load", str(tmp_path / "run.json")]) == run
 
 
@@ -364,6 +372,18 @@ def test_without_pandas_there_is_a_line(
     assert not (tmp_path / "shapes").exists()
 
 
+def test_quantization_is_timed_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measure_quantization(3, 100, 1e9, QUICK, CPU)
+    assert (found.M, found.K) == (3, 100)
+    # float32 read, int8 and a scale a row written.
+    assert found.tb_per_s == pytest.approx(3 * (4 * 100 + 100 + 4) / found.us / 1e6)
+    assert found.share == pytest.approx(found.tb_per_s * 1e12 / 1e9)
+    original = measure.quantize_rows
+    monkeypatch.setattr(measure, "quantize_rows", lambda x: (original(x)[0], original(x)[1] * 1.01))
+    with pytest.raises(ValueError, match="wrong output of quantize_rows for 3 x 100"):
+        measure_quantization(3, 100, 1e9, QUICK, CPU)
+
+
 def test_config_check_refuses_wrong_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(wrong: bool) -> None:
         def scaled(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, **options: object) -> Tensor:
@@ -389,7 +409,7 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     """As a user starts it. On a GPU this measures the GPU's providers on the same tiny shapes."""
     root = Path(__file__).parent.parent
     options = ["--shape", "48x64", "--m", "1", "--m", "17", "--quick", "--commit", "abc"]
-    for level in ("gemm", "layer"):
+    for level in ("gemm", "layer", "quantize"):
         options += ["--level", level]
     for name in ("qgemm", "bf16", "int_mm"):
         options += ["--provider", name]
@@ -410,6 +430,9 @@ def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     timed = {(one["provider"], one["level"], one["M"]) for one in saved["measurements"] if one["us"]}
     assert {("qgemm", level, M) for level in ("gemm", "layer") for M in (1, 17)} <= timed
     assert ("bf16", "gemm", 17) in timed
+    assert [(one["M"], one["K"]) for one in saved["quantizations"]] == [(1, 64), (17, 64)]
+    assert all(one["us"] > 0 and one["share"] > 0 for one in saved["quantizations"])
+    assert "| 17 x 64 |" in (tmp_path / "run.md").read_text()
     assert "| 48 x 64 | 1 |" in (tmp_path / "run.md").read_text()
     # The saved run gives the same tables without measuring.
     again = main(["--load", str(tmp_path / "run.json"), "--markdown", str(tmp_path / "again.md")])
