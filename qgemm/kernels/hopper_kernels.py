@@ -212,7 +212,8 @@ def _produce(
     ROW: gl.constexpr, CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     QUANTIZES: gl.constexpr = len(ROW) > 0
-    TURNS: gl.constexpr = sched.ctx.block_m == TURNING_ROWS
+    # Not in layers of one launch: they are small, and the producer has no register left for it.
+    TURNS: gl.constexpr = sched.ctx.block_m == TURNING_ROWS and not QUANTIZES
     BLOCK_K: gl.constexpr = sched.ctx.block_k
     start, total, stride = sched.persistent_tile_range()
     tile = sched.get_tile_from_idx(start)
