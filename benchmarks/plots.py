@@ -14,13 +14,14 @@ from benchmarks.roofline import KINDS, bytes_moved, operations
 from benchmarks.tables import OURS, _providers, _summary_families
 
 _TITLES = {"gemm": "GEMM alone", "layer": "whole layer, quantization included"}
+_BASE = "bf16"
 _LIMIT_STYLES = {"int8": "--", "bf16": ":"}
 
 
 def draw(run: Run, folder: Path) -> list[Path]:
     """Writes ``speedup.png`` and ``roofline-<level>.png`` into ``folder`` and returns their paths.
 
-    Without matplotlib, prints that there are no plots.
+    There is no ``speedup.png`` of a run without bf16. Without matplotlib, prints that there are no plots.
     """
     if importlib.util.find_spec("matplotlib") is None:
         print('no plots: matplotlib is not installed (pip install ".[bench]")')
@@ -31,8 +32,9 @@ def draw(run: Run, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     levels = [level for level in _TITLES if any(one.level == level and one.us for one in run.measurements)]
     paths = []
-    if levels:
-        paths.append(_draw_speedups(run, levels, folder / "speedup.png"))
+    compared = [level for level in levels if _BASE in _providers(run.measurements, level)]
+    if compared:
+        paths.append(_draw_speedups(run, compared, folder / "speedup.png"))
     paths += [_draw_roofline(run, level, folder / f"roofline-{level}.png") for level in levels]
     return paths
 
@@ -41,10 +43,10 @@ def report(run: Run, folder: Path) -> Path | None:
     """Writes a plot and a table (PNG, CSV) for each weight shape and level, and ``results.html`` with all plots.
 
     By ``triton.testing.perf_report``, from what was measured before: by itself it would time one point after the other,
-    where here providers take turns. Returns the path of ``results.html``; without matplotlib or pandas prints that
-    there is none.
+    where here providers take turns. Returns the path of ``results.html``; without matplotlib, pandas or Triton prints
+    that there is none.
     """
-    missing = [name for name in ("matplotlib", "pandas") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("matplotlib", "pandas", "triton") if importlib.util.find_spec(name) is None]
     if missing:
         print(f'no plots of single shapes: {" and ".join(missing)} not installed (pip install ".[bench]")')
         return None
@@ -87,8 +89,8 @@ def _draw_speedups(run: Run, levels: list[str], path: Path) -> Path:
     figure, axes = pyplot.subplots(1, len(levels), figsize=(5.2 * len(levels), 3.8), sharey=True, squeeze=False)
     for axis, level in zip(axes[0], levels, strict=True):
         for name in _providers(run.measurements, level):
-            spreads = speedups(run.measurements, level, "bf16", name, families)
-            if name == "bf16" or not spreads:
+            spreads = speedups(run.measurements, level, _BASE, name, families)
+            if name == _BASE or not spreads:
                 continue
             rows = list(spreads)
             color = _color(run, name)
@@ -147,7 +149,7 @@ def _limit_tops(run: Run, M: int, N: int, K: int, kind: str, level: str) -> floa
 
 
 def _color(run: Run, name: str) -> str:
-    names = list(dict.fromkeys([OURS, "bf16", *(one.provider for one in run.measurements)]))
+    names = list(dict.fromkeys([OURS, _BASE, *(one.provider for one in run.measurements)]))
     return f"C{names.index(name)}"
 
 

@@ -331,6 +331,9 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG")
         assert len(content) > 10_000
+    run = plotted()
+    run.measurements = [one for one in run.measurements if one.provider != "bf16"]
+    assert [path.name for path in plots.draw(run, tmp_path)] == ["roofline-gemm.png", "roofline-layer.png"]
 
 
 def test_without_matplotlib_there_is_a_line(
