@@ -99,6 +99,8 @@ def _measure_providers(run: Run, args: argparse.Namespace, effort: Effort, devic
         sizes = [(M, K) for K in dict.fromkeys(shape.K for shape in shapes) for M in rows]
         for M, K in tqdm(sizes, desc="quantize_rows", unit="size"):
             run.quantizations.append(measure_quantization(M, K, run.bandwidth, effort, device))
+            if args.json:
+                run.save(args.json)
     if not levels:
         return
     with tqdm(total=len(shapes) * len(rows), unit="product") as progress:

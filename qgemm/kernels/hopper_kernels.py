@@ -45,7 +45,7 @@ What gave nothing: a second group of consumers that takes turns with the first (
 128, groups of 4 or 16 tiles, a window of the L2 cache for A, other lengths for tensor maps to promote to, other numbers
 of rows of B at a time (but in layers of one launch, ``hopper.weight_rows_at_a_time``). Nor did larger tiles and shared
 loads: 128 x 256 was as good as 256 x 128; 256 x 192 2 % faster at best, 23 % slower at worst; 192 x 256 by three groups
-of four warps the same; blocks of A that two or four programs load together, by multicast, 3 % slower to 3 % faster.
+of four warps the same; blocks of A or of B that two programs load together, by multicast, 3 % slower to 3 % faster.
 Stream-K, where programs cut the sums over K between them, makes the loop 5 us of 29 faster (N = 10240, K = 8192, M =
 128), but handing over and adding partial sums takes 9 us, and zeroing their counts 4. A in registers gave wrong sums on
 Triton 3.6. Instructions of 256 columns aren't made for int8 there.
