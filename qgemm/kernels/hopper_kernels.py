@@ -28,7 +28,11 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
   look slower.
   What loads cost: without any (and wrong sums) the same loop ran at 1.78 * 10^15 and 1.95 GHz, with them at 1.44 and
   1.62 GHz (8192 x 28672, M = 1024, half a second at 700 W). With all blocks from the L2 cache, none from memory, 1.08
-  times as fast; with the same block for all programs, 1.11; with half of the loads, 1.11.
+  times as fast; with the same block for all programs, 1.11; with half of the loads, 1.11. (Clocks as NVML says; the
+  multiprocessors' own counters were 7 to 11 % behind it.)
+- Programs beside one another that load the same rows of A at the same time: the cache answers them together (98 million
+  sectors of 32 bytes sent instead of 112, 8192 x 28672, M = 2048, ncu). Long products so took 1 to 4 % less, if their
+  programs start in order (``hopper.columns_at_a_time``).
 - Tiles of 256 rows go through K forwards and backwards in turn, so that the next one starts with what the cache holds:
   1 to 2 % at K = 8192, less elsewhere.
 - Few tiles with long sums: blocks of 512 along K, read as 4 panels side by side, up to 50 % (1536 x 16384, M = 8).
@@ -43,9 +47,11 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
 
 What gave nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps for 128 x
 128, groups of 4 or 16 tiles, a window of the L2 cache for A, other lengths for tensor maps to promote to, other numbers
-of rows of B at a time (but in layers of one launch, ``hopper.weight_rows_at_a_time``). Nor did larger tiles and shared
-loads: 128 x 256 was as good as 256 x 128; 256 x 192 2 % faster at best, 23 % slower at worst; 192 x 256 by three groups
-of four warps the same; blocks of A or of B that two programs load together, by multicast, 3 % slower to 3 % faster.
+of rows of B at a time (but in layers of one launch, ``hopper.weight_rows_at_a_time``), clusters of long products. Nor
+did larger tiles and shared loads: 128 x 256 was as good as 256 x 128; 256 x 192 2 % faster at best, 23 % slower at
+worst; 192 x 256 by three groups of four warps the same; blocks of A or of B that two programs load together, by
+multicast, 3 % slower to 3 % faster. Eight warps in two groups, one up to three slots ahead of the other, kept the
+tensor cores busier while a tile is stored, and took 2 to 4 % more.
 Stream-K, where programs cut the sums over K between them, makes the loop 5 us of 29 faster (N = 10240, K = 8192, M =
 128), but handing over and adding partial sums takes 9 us, and zeroing their counts 4. A in registers gave wrong sums on
 Triton 3.6. Instructions of 256 columns aren't made for int8 there.
@@ -353,11 +359,12 @@ def _run(
     stride_a_scale, stride_b_scale, stride_bias,
     ROW: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WIDTHS: gl.constexpr,
-    GROUP_SIZE_M: gl.constexpr, NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, LAST_PARTS: gl.constexpr,
+    GROUP_SIZE_M: gl.constexpr, GROUP_SIZE_N: gl.constexpr,
+    NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, LAST_PARTS: gl.constexpr,
     CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """``quantization``, ``ROW``: of ``_quantize_own``; empty if A holds the quantized rows already."""
-    ctx = GemmContext(BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, 1, GROUP_SIZE_M, quantized=True)
+    ctx = GemmContext(BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, 1, GROUP_SIZE_M, quantized=True, group_size_n=GROUP_SIZE_N)
     sched = ScheduleContext(M, N, K, ctx)
     num_k = gl.cdiv(K, BLOCK_K)
 
@@ -393,7 +400,8 @@ def _gemm_hopper_kernel(
     M, N, K,
     stride_a_scale, stride_b_scale, stride_bias,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WIDTHS: gl.constexpr,
-    GROUP_SIZE_M: gl.constexpr, NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, LAST_PARTS: gl.constexpr,
+    GROUP_SIZE_M: gl.constexpr, GROUP_SIZE_N: gl.constexpr,
+    NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, LAST_PARTS: gl.constexpr,
     CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """``A``, ``B``, ``C``: tensor maps of ``[M, K]``, ``[N, K]`` and ``[M, N]``.
@@ -406,7 +414,8 @@ def _gemm_hopper_kernel(
     """
     _run(
         A, B, C, A_scale, B_scale, bias, (), M, N, K, stride_a_scale, stride_b_scale, stride_bias, (),
-        BLOCK_M, BLOCK_N, BLOCK_K, WIDTHS, GROUP_SIZE_M, NUM_SMS, NUM_STAGES, LAST_PARTS, CONSTANT_B, NEXT_EARLY,
+        BLOCK_M, BLOCK_N, BLOCK_K, WIDTHS, GROUP_SIZE_M, GROUP_SIZE_N, NUM_SMS, NUM_STAGES, LAST_PARTS,
+        CONSTANT_B, NEXT_EARLY,
     )  # fmt: skip
 
 
@@ -417,7 +426,8 @@ def _quant_linear_hopper_kernel(
     stride_xm, stride_xk, stride_b_scale, stride_bias,
     ROW: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, WIDTHS: gl.constexpr,
-    GROUP_SIZE_M: gl.constexpr, NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, LAST_PARTS: gl.constexpr,
+    GROUP_SIZE_M: gl.constexpr, GROUP_SIZE_N: gl.constexpr,
+    NUM_SMS: gl.constexpr, NUM_STAGES: gl.constexpr, LAST_PARTS: gl.constexpr,
     NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """A quantized linear layer in one launch: the programs quantize the rows of ``x`` together, then compute tiles.
@@ -429,5 +439,6 @@ def _quant_linear_hopper_kernel(
     _run(
         A, B, C, q_scale, b_scale, bias, (x, q, x_scale, counts, stride_xm, stride_xk),
         M, N, K, 1, stride_b_scale, stride_bias, ROW,
-        BLOCK_M, BLOCK_N, BLOCK_K, WIDTHS, GROUP_SIZE_M, NUM_SMS, NUM_STAGES, LAST_PARTS, True, NEXT_EARLY,
+        BLOCK_M, BLOCK_N, BLOCK_K, WIDTHS, GROUP_SIZE_M, GROUP_SIZE_N, NUM_SMS, NUM_STAGES, LAST_PARTS,
+        True, NEXT_EARLY,
     )  # fmt: skip

@@ -113,8 +113,10 @@ def gemm_arguments(
     }
 
 
-def hopper_arguments(config: GemmConfig, limits: DeviceLimits, out: torch.dtype, part: int) -> dict[str, Any]:
-    """As ``gemm_arguments``. ``part``: how many rows of A are loaded at a time."""
+def hopper_arguments(
+    config: GemmConfig, limits: DeviceLimits, out: torch.dtype, part: int, columns: int = 1
+) -> dict[str, Any]:
+    """As ``gemm_arguments``. ``part``: how many rows of A are loaded at a time. ``columns``: ``columns_at_a_time``."""
     return {
         "A": tensor_map("i8", part, 128, torch.int8),
         "B": tensor_map("i8", config.widths[-1], 128, torch.int8),
@@ -123,7 +125,7 @@ def hopper_arguments(config: GemmConfig, limits: DeviceLimits, out: torch.dtype,
         **{"M": "i32", "N": "i32", "K": "i32"},
         **{"stride_a_scale": 1, "stride_b_scale": 1, "stride_bias": 1},
         **{"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "WIDTHS": config.widths},
-        **{"GROUP_SIZE_M": config.group_size_m, "NUM_SMS": limits.num_sms},
+        **{"GROUP_SIZE_M": config.group_size_m, "GROUP_SIZE_N": columns, "NUM_SMS": limits.num_sms},
         **{"NUM_STAGES": config.num_stages, "LAST_PARTS": 1},
         **{"CONSTANT_B": True, "NEXT_EARLY": programs_per_sm(config, 1, limits) > 1},
     }
@@ -191,6 +193,9 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
             # A's blocks come whole or in parts: every other config has the one, those between the other.
             out, part = ((bf16, config.block_m), (torch.float16, max(8, config.block_m // 16)))[index % 2]
             yield f"hopper {label} {part}", _gemm_hopper_kernel, hopper_arguments(config, limits, out, part), config
+            if config.block_m == 256:
+                arguments = hopper_arguments(config, limits, out, part, hopper.COLUMNS_OF_LONG_PRODUCTS)
+                yield f"hopper long {label}", _gemm_hopper_kernel, arguments, config
         else:
             kernel = _gemm_streamk_kernel if config.schedule == "streamk" else _gemm_kernel
             yield f"scaled {label}", kernel, gemm_arguments(config, limits, int8, bf16, scaled=True, bias=True), config

@@ -60,6 +60,17 @@ def test_same_bits_as_another_kernel(M: int, N: int, K: int, constant_b: bool, c
 
 
 @on_hopper
+@pytest.mark.parametrize(("M", "N", "K"), [(3000, 3000, 4112), (2560, 3456, 4096)])  # neither, or M and N, fill tiles
+def test_long_products(M: int, N: int, K: int) -> None:
+    (config,) = (config for config in SPECIALIZED if config.block_m == 256)
+    assert hopper.columns_at_a_time(config, M, N, K, H200) > 1
+    a, b, a_scale, b_scale = operands(M, N, K)
+    leave_nan_in_free_memory(M, N)
+    out = scaled_mm(a, b, a_scale, b_scale, config=config)
+    assert torch.equal(out, scaled_mm(a, b, a_scale, b_scale, config=OTHER))
+
+
+@on_hopper
 @EVERY_CONFIG
 @pytest.mark.parametrize("captured", [False, True])
 def test_weights_that_the_kernel_ahead_writes(captured: bool, config: GemmConfig) -> None:

@@ -73,6 +73,20 @@ def tiled(block_m: int, block_n: int, block_k: int = 128, stages: int = 6) -> Ge
 
 
 @pytest.mark.parametrize(
+    ("block_m", "M", "N", "K", "columns"),
+    [
+        (256, 2048, 4096, 4096, 1),
+        (256, 2048, 4096, 4224, 4),
+        (256, 512, 57_344, 8192, 1),  # clusters share blocks of B
+        (128, 8192, 8192, 8192, 1),
+    ],
+)
+def test_columns_of_tiles_at_a_time(block_m: int, M: int, N: int, K: int, columns: int) -> None:
+    config = tiled(block_m, 128, stages=4 if block_m == 256 else 6)
+    assert hopper.columns_at_a_time(config, M, N, K, H200) == columns
+
+
+@pytest.mark.parametrize(
     ("config", "M", "N", "K", "cluster", "early"),
     [
         (tiled(64, 128, stages=8), 64, 57_344, 8192, 1, True),  # one row of tiles: nobody else loads a block of B

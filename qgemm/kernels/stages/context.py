@@ -32,6 +32,7 @@ class GemmContext:
     - ``acc_dtype``: accumulator type of a float product. ``allow_tf32``: of float32 operands.
     - ``even_k``: whether ``block_k`` divides K. True skips the tail.
     - ``quantized``: int8 operands, int32 accumulator, whatever ``acc_dtype`` says.
+    - ``group_size_n``: columns of tiles that those rows are walked through together, row by row.
     """
 
     block_m: tl.constexpr
@@ -47,6 +48,7 @@ class GemmContext:
     allow_tf32: tl.constexpr = True
     even_k: tl.constexpr = True
     quantized: tl.constexpr = False
+    group_size_n: tl.constexpr = 1
 
     @triton.jit
     def init_accumulator(self):

@@ -1,8 +1,9 @@
 """``ScheduleContext``: which program computes which tile, in which order.
 
 Tiles of the ``M x N`` output are numbered. The number-to-place formula (``get_tile``) walks ``group_size_m`` rows of
-tiles together, column by column, so that the tiles in flight at one time share operands in cache. Programs take tiles
-in one of two ways, and a kernel may use both:
+tiles together, ``group_size_n`` columns at a time, so that the tiles in flight at one time share operands in cache.
+Within such a block it goes row by row, so that neighbours share a block of A; with a single column, one of B. Programs
+take tiles in one of two ways, and a kernel may use both:
 
 - persistent: program p takes tiles p, p + num_sms, ... (``persistent_tile_range``).
 - Stream-K (Osama et al. 2023, arXiv:2301.03598): the K blocks of the last ``streamk_tiles`` tiles are laid in one row
@@ -67,7 +68,13 @@ class ScheduleContext:
         in_group = tile_id % (self.ctx.group_size_m * num_pid_n)
         first_m = group * self.ctx.group_size_m
         size_m = tl.minimum(num_pid_m - first_m, self.ctx.group_size_m)
-        return first_m + in_group % size_m, in_group // size_m
+        if self.ctx.group_size_n == 1:
+            return first_m + in_group % size_m, in_group // size_m
+        else:
+            first_n = in_group // (size_m * self.ctx.group_size_n) * self.ctx.group_size_n
+            size_n = tl.minimum(num_pid_n - first_n, self.ctx.group_size_n)
+            in_block = in_group - first_n * size_m
+            return first_m + in_block // size_n, first_n + in_block % size_n
 
     @triton.jit
     def get_tile_from_idx(self, tile_id):

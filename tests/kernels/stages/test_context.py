@@ -30,6 +30,7 @@ def defaults_kernel(out):
     tl.static_assert(ctx.allow_tf32)
     tl.static_assert(ctx.even_k)
     tl.static_assert(not ctx.quantized)
+    tl.static_assert(ctx.group_size_n == 1)
     tl.store(out, ctx.block_m + ctx.block_n + ctx.block_k + ctx.num_sms)
 
 

@@ -23,8 +23,11 @@ def persistent_kernel(
 
 
 @triton.jit
-def tiles_kernel(places, M, N, K, num_tiles, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
-    sched = ScheduleContext(M, N, K, GemmContext(BM, BN, 32, 1, group_size_m=GROUP))
+def tiles_kernel(
+    places, M, N, K, num_tiles,
+    BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr, GROUP_N: tl.constexpr,
+):  # fmt: skip
+    sched = ScheduleContext(M, N, K, GemmContext(BM, BN, 32, 1, group_size_m=GROUP_M, group_size_n=GROUP_N))
     for tile_id in range(num_tiles):
         pid_m, pid_n = sched.get_tile(tile_id)
         tile = sched.get_tile_from_idx(tile_id)
@@ -102,7 +105,7 @@ def test_persistent_range_leaves_out_the_streamk_tiles(streamk_tiles: int, devic
     assert count.tolist() == [1] * (6 - left) + [0] * left
 
 
-@pytest.mark.parametrize("group_size_m", [1, 2, 3, 8])
+@pytest.mark.parametrize(("group_size_m", "group_size_n"), [(1, 1), (2, 1), (3, 1), (8, 1), (1, 4), (3, 2), (8, 4)])
 @pytest.mark.parametrize(
     ("M", "N"),
     [
@@ -114,15 +117,18 @@ def test_persistent_range_leaves_out_the_streamk_tiles(streamk_tiles: int, devic
         (16 * 11, 1),
     ],
 )
-def test_get_tile_covers_the_grid_in_groups_of_rows(M: int, N: int, group_size_m: int, device: torch.device) -> None:
+def test_get_tile_covers_the_grid_in_groups(
+    M: int, N: int, group_size_m: int, group_size_n: int, device: torch.device
+) -> None:
     rows, cols = triton.cdiv(M, 16), triton.cdiv(N, 32)
     places = torch.empty(rows * cols, 4, dtype=torch.int32, device=device)
-    tiles_kernel[(1,)](places, M, N, 32, rows * cols, 16, 32, group_size_m)
+    tiles_kernel[(1,)](places, M, N, 32, rows * cols, 16, 32, group_size_m, group_size_n)
     expected = [
         (m, n)
         for first in range(0, rows, group_size_m)
-        for n in range(cols)
+        for left in range(0, cols, group_size_n)
         for m in range(first, min(first + group_size_m, rows))
+        for n in range(left, min(left + group_size_n, cols))
     ]
     assert [tuple(place) for place in places[:, :2].tolist()] == expected
     assert torch.equal(places[:, :2], places[:, 2:]), "get_tile_from_coord must keep the coordinates"
