@@ -6,6 +6,7 @@ When it is made is tested everywhere; what it computes on a Hopper GPU only, as 
 import operator
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,6 +85,23 @@ def tiled(block_m: int, block_n: int, block_k: int = 128, stages: int = 6) -> Ge
 def test_columns_of_tiles_at_a_time(block_m: int, M: int, N: int, K: int, columns: int) -> None:
     config = tiled(block_m, 128, stages=4 if block_m == 256 else 6)
     assert hopper.columns_at_a_time(config, M, N, K, H200) == columns
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "device", "programs"),
+    [
+        (8192, 8192, 132, 128),  # blocks of 8 x 4 tiles, 16 rounds either way
+        (1024, 8192, 132, 128),
+        (1536, 8192, 132, 132),  # 4 rounds, not 3
+        (2048, 18_944, 132, 132),  # 10 rounds, not 9
+        (8192, 18_944, 132, 128),  # 37, not 36
+        (4096, 8192, 114, 114),  # 96 are too few
+        (4096, 8192, 20, 20),  # less than a block
+    ],
+)
+def test_multiprocessors_of_long_products(M: int, N: int, device: int, programs: int) -> None:
+    limits = replace(H200, num_sms=device)
+    assert hopper.multiprocessors_of_long_product(tiled(256, 128, stages=4), M, N, limits) == programs
 
 
 @pytest.mark.parametrize(
