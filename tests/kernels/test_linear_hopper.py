@@ -92,7 +92,6 @@ def test_columns_of_tiles_at_a_time(block_m: int, M: int, N: int, K: int, column
     [
         (8192, 8192, 132, 128),  # blocks of 8 x 4 tiles, 16 rounds either way
         (1024, 8192, 132, 128),
-        (1536, 8192, 132, 132),  # 4 rounds, not 3
         (2048, 18_944, 132, 132),  # 10 rounds, not 9
         (8192, 18_944, 132, 128),  # 37, not 36
         (4096, 8192, 114, 114),  # 96 are too few
