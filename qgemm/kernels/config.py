@@ -12,7 +12,7 @@ an H200 to 3,200 timings of 294 products, those of Hopper's to 6,100 of 428 (32 
 M = 768 on in turns of 50 ms, at the power limit) and to 1,100 of 99 layers. Candidates for up to 32 rows came later and
 fit in as they are: in 1,000 timings of 51 products of 13 sizes of weight and their layers (rings of two candidates one
 stage deeper), the choice took 1.009 and 1.008 times as long as the best (geometric means; 1.06 and 1.07 at worst). From
-M = 64 on it took 1.005 and 1.011 (1.08 and 1.12) in those of the layers. On 48 products of 6 other sizes it took 1.016
+M = 64 on it took 1.005 and 1.011 (1.08 and 1.12) in those of the layers. On 48 products of 6 other sizes it took 1.020
 (1.14; ``python -m benchmarks --check-configs``). How multiprocessors share their way to memory was seen at two sizes.
 Only ratios of constants matter, so other devices get a sensible, if less exact, answer.
 """

@@ -21,9 +21,9 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
   as well as two or three then.
 - Two multiprocessors share their way to memory. 72 tiles of 64 columns by 36,864 took 54 to 59 us, 58 tiles of 80
   columns 44, and 80 tiles of 64 by 13,824 took 22.4, 64 of 80 columns 19.7: ``select_config`` knows.
-- Many rows: power is the limit, 1.1 to 1.5 * 10^15 operations a second for as long as it runs. A single launch by
+- Many rows: power is the limit, 1.1 to 1.57 * 10^15 operations a second for as long as it runs. A single launch by
   itself reaches 1.71 * 10^15 (8192 x 28672, M = 2048; tensor cores busy for 94 % of the cycles at 1.69 GHz, ncu), turns
-  of 0.1 s a sixth less. Tiles of 256 x 128 take fewer bytes from the cache than 128 x 128, 3 to 8 % in runs of 0.1 s
+  of 0.1 s a tenth less. Tiles of 256 x 128 take fewer bytes from the cache than 128 x 128, 3 to 8 % in runs of 0.1 s
   and more. They want a fourth stage, so they are stored by halves. In runs of 5 ms, at a clock that others set, they
   look slower.
   What loads cost: without any (and wrong sums) the same loop ran at 1.78 * 10^15 and 1.95 GHz, with them at 1.44 and
