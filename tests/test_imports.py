@@ -129,6 +129,15 @@ def test_imports_go_one_way(path: Path) -> None:
     assert not backwards, f"{module_name(path)} imports {sorted(backwards)}, which {part} must not know"
 
 
+@pytest.mark.parametrize(("package", "above"), [("qgemm", {"qgemm_cli", "benchmarks"}), ("qgemm_cli", {"benchmarks"})])
+def test_packages_know_nothing_of_those_above_them(package: str, above: set[str]) -> None:
+    for path in (PACKAGE.parent / package).rglob("*.py"):
+        if path == PACKAGE / "__main__.py":
+            continue  # ``python -m qgemm`` is the command
+        packages = {name.split(".")[0] for name in imported_modules(ast.parse(path.read_text()))}
+        assert not packages & (above | {"tests", "examples"}), f"{path} imports {sorted(packages)}"
+
+
 @pytest.mark.parametrize("path", MODULES, ids=module_name)
 def test_optional_packages_are_imported_inside_functions(path: Path) -> None:
     if path.parent.name == "integrations":

@@ -60,7 +60,7 @@ def test_same_bits_as_another_kernel(M: int, N: int, K: int, constant_b: bool, c
 
 
 @on_hopper
-@pytest.mark.parametrize(("M", "N", "K"), [(3000, 3000, 4112), (2560, 3456, 4096)])  # neither, or M and N, fill tiles
+@pytest.mark.parametrize(("M", "N", "K"), [(3000, 3000, 4112), (2560, 3456, 4096)])  # parts of tiles, and whole ones
 def test_long_products(M: int, N: int, K: int) -> None:
     (config,) = (config for config in SPECIALIZED if config.block_m == 256)
     assert hopper.columns_at_a_time(config, M, N, K, H200) > 1
