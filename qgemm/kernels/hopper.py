@@ -79,7 +79,7 @@ def multiprocessors_of_long_product(config: GemmConfig, M: int, N: int, limits: 
     block's columns are loaded for few tiles, and once more for the others. 128 of an H200's 132 took 1 to 3 % less
     time, at the power limit.
     """
-    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    tiles = _tiles(config, M, N)
     block = config.group_size_m * COLUMNS_OF_LONG_PRODUCTS
     whole = limits.num_sms // block * block
     rounds = -(-tiles // limits.num_sms)
@@ -104,10 +104,8 @@ def cluster(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
     Three or four only where each has a single tile: fewer of them run at a time.
     """
     rows = -(-M // config.block_m)
-    tiles = rows * -(-N // config.block_n)
-    if rows == 2 or (
-        rows in (3, 4) and programs_per_sm(config, 1, limits) == 1 and tiles <= MOST_IN_CLUSTERS * limits.num_sms
-    ):
+    single = programs_per_sm(config, 1, limits) == 1 and _tiles(config, M, N) <= MOST_IN_CLUSTERS * limits.num_sms
+    if rows == 2 or (rows in (3, 4) and single):
         return rows
     return 1
 
@@ -124,7 +122,7 @@ def starts_early(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimit
         return False
     slots = limits.num_sms * programs_per_sm(config, 1, limits)
     rows = -(-M // config.block_m)
-    rounds = -(-rows * -(-N // config.block_n) // slots)
+    rounds = -(-_tiles(config, M, N) // slots)
     return (
         rows == cluster(config, M, N, limits)
         or rounds * K <= SHORT_LOOP
@@ -210,8 +208,11 @@ def _constants(config: GemmConfig, M: int, limits: DeviceLimits, columns: int = 
 
 def programs(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
     """How many a product of ``[M, N]`` has: one for each tile, and no more than the device holds."""
-    tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    return min(tiles, limits.num_sms * programs_per_sm(config, 1, limits))
+    return min(_tiles(config, M, N), limits.num_sms * programs_per_sm(config, 1, limits))
+
+
+def _tiles(config: GemmConfig, M: int, N: int) -> int:
+    return -(-M // config.block_m) * -(-N // config.block_n)
 
 
 def max_registers(config: GemmConfig, limits: DeviceLimits, beside: bool = False) -> int | None:

@@ -28,14 +28,14 @@ What made it fast, on an H200 (CUDA graphs, weights from memory):
   look slower.
   What loads cost: without any (and wrong sums) the same loop ran at 1.78 * 10^15 and 1.95 GHz, with them at 1.44 and
   1.62 GHz (8192 x 28672, M = 1024, half a second at 700 W). With all blocks from the L2 cache, none from memory, 1.08
-  times as fast; with the same block for all programs, 1.11; with half of the loads, 1.11. (Clocks as NVML says; the
-  multiprocessors' own counters were 7 to 11 % behind it.)
+  times as fast; with the same block for all programs, 1.11; with half of the loads, 1.11. (Clocks as NVML says, which
+  the multiprocessors' own counters were 7 to 11 % behind; all of it before tiles were taken as the next point says.)
 - Programs beside one another that compute tiles beside one another: the cache answers requests for the same rows
   together (of 176 million sectors of 32 bytes it sent 82 to 92, when it had sent 101 to 111; 8192 x 28672, M = 2048,
   ncu). Long products so took 1 to 4 % less, if their programs start in order (``hopper.columns_at_a_time``), and 1 to
   3 % less once more by leaving 4 multiprocessors idle (``hopper.multiprocessors_of_long_product``).
 - Tiles of 256 rows go through K forwards and backwards in turn, so that the next one starts with what the cache holds:
-  1 to 2 % at K = 8192, less elsewhere.
+  1 to 2 % at K = 8192, less elsewhere, where tiles are taken column by column.
 - Few tiles with long sums: blocks of 512 along K, read as 4 panels side by side, up to 50 % (1536 x 16384, M = 8).
 - Two to four rows of tiles load the same blocks of B. As clusters, which start together and run side by side, they took
   up to 12 % less (10240 x 8192, M = 96: 27.2 to 23.9 us); with more rows of tiles nothing was gained.
