@@ -23,9 +23,10 @@ from qgemm.integrations.transformers import QGemmQuantizer
 
 def test_weights_arrive_as_floats(llama_folder: Path) -> None:
     # A loader that casts to an int8 weight's dtype before it is quantized would give zeros.
-    for name, module in load_int8(llama_folder).named_modules():
-        if isinstance(module, QuantLinear):
-            assert module.weight.abs().amax(dim=1).eq(127).all(), name
+    layers = {n: m for n, m in load_int8(llama_folder).named_modules() if isinstance(m, QuantLinear)}
+    assert len(layers) == 14  # of two blocks
+    for name, layer in layers.items():
+        assert layer.get_parameter("weight").abs().amax(dim=1).eq(127).all(), name
 
 
 @pytest.mark.parametrize(
