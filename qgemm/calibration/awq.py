@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from qgemm.calibration.folding import Fold, find_folds, input_weights
-from qgemm.calibration.method import Block, LayerWork, Method
+from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.calibration.rounding import (
     dequantize,
@@ -97,6 +97,7 @@ class AWQ(Method):
     """
 
     name: ClassVar[str] = "awq"
+    settles: ClassVar[tuple[Part, ...]] = ("inputs", "weights")
     clip: bool = True
 
     def apply(self, block: Block) -> None:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qgemm.calibration.method import Block, LayerWork, Method
+from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.calibration.rounded_part import rounded_input, rounded_part, rounded_weight
 from qgemm.calibration.rounding import dequantize, round_to_nearest, weight_grid
 from qgemm.calibration.statistics import InputStatistics
@@ -30,6 +30,7 @@ class BiasCorrection(Method):
     """
 
     name: ClassVar[str] = "bias-correction"
+    settles: ClassVar[tuple[Part, ...]] = ("biases",)
 
     def apply(self, block: Block) -> None:
         """Adds to biases in place."""

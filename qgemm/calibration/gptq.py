@@ -30,7 +30,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qgemm.calibration.method import Block, LayerWork, Method, QuantizedWeight
+from qgemm.calibration.method import Block, LayerWork, Method, Part, QuantizedWeight
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.calibration.rounding import (
     LIMITS,
@@ -115,6 +115,7 @@ class GPTQ(Method):
     """
 
     name: ClassVar[str] = "gptq"
+    settles: ClassVar[tuple[Part, ...]] = ("weights",)
     act_order: bool = True
     damping: float = 0.01
     block_size: int = 128

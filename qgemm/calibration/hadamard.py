@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.calibration.folding import Fold, OutputCheck, find_folds, head_dim_of, input_weights
-from qgemm.calibration.method import Block, LayerWork, Method
+from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.kernels.hadamard import block_size, hadamard
 from qgemm.nn.linear import linear_weight
 from qgemm.scheme import resolve_scheme
@@ -46,6 +46,7 @@ class HadamardRotation(Method):
     """
 
     name: ClassVar[str] = "hadamard"
+    settles: ClassVar[tuple[Part, ...]] = ("inputs",)
     online: Literal["down-projections", "all", "none"] = "down-projections"
     values: bool = True
 

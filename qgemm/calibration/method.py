@@ -24,6 +24,16 @@ from qgemm.scheme import QuantScheme
 
 Kind = TypeVar("Kind", bound="Method")
 
+Part = Literal["inputs", "weights", "biases"]
+
+PARTS: tuple[Part, ...] = get_args(Part)
+"""What methods settle of a layer; each rests upon those before it.
+
+- ``"inputs"``: what is rounded: the layer's input and float weight, which are scaled, rotated or kept in part.
+- ``"weights"``: the quantized weight.
+- ``"biases"``: the bias, for what was rounded how.
+"""
+
 # No setting is larger.
 _MOST = 1 << 53
 
@@ -134,10 +144,13 @@ class Method(ABC):
 
     - ``name``: its key in a recipe's dictionary and in YAML.
     - ``needs_data``: whether ``apply`` runs the block, so that there must be calibration data.
+    - ``settles``: what ``apply`` settles of layers. A recipe is refused if that is lost to a later method: one that
+      changes what it rests upon, or settles it anew. Nothing is asked of a method that names nothing.
     """
 
     name: ClassVar[str]
     needs_data: ClassVar[bool] = True
+    settles: ClassVar[tuple[Part, ...]] = ()
 
     def prepare(self, model: nn.Module, layers: dict[str, LayerWork]) -> None:
         """Once, before any block: what concerns the whole model. ``layers``: all that get quantized."""

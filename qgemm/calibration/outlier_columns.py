@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qgemm.calibration.method import Block, LayerWork, Method
+from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.scheme import resolve_scheme
 
 COLUMNS_AT_A_TIME = 16
@@ -35,6 +35,7 @@ class OutlierColumns(Method):
     """
 
     name: ClassVar[str] = "outlier-columns"
+    settles: ClassVar[tuple[Part, ...]] = ("inputs",)
     threshold: float = 6.0
     count: int | None = None
 

@@ -23,7 +23,7 @@ from qgemm.calibration.awq import AWQ
 from qgemm.calibration.bias_correction import BiasCorrection
 from qgemm.calibration.gptq import GPTQ
 from qgemm.calibration.hadamard import HadamardRotation
-from qgemm.calibration.method import Method, nearest
+from qgemm.calibration.method import PARTS, Method, nearest
 from qgemm.calibration.outlier_columns import OutlierColumns
 from qgemm.calibration.residual_rotation import ResidualRotation
 from qgemm.calibration.rounding import MSEWeights
@@ -57,7 +57,10 @@ class Recipe:
     methods: Sequence[Method] = ()
 
     def __post_init__(self) -> None:
-        """Takes any iterable of methods. Raises ``TypeError`` if something else is in it."""
+        """Takes any iterable of methods.
+
+        Raises ``TypeError`` if something else is in it, ``ValueError`` if one would undo what another has done.
+        """
         if isinstance(self.methods, str | Method) or not isinstance(self.methods, Iterable):
             raise TypeError(f"recipe is {shortened(self.methods)}; it must be a list of methods, such as [GPTQ()]")
         object.__setattr__(self, "methods", tuple(self.methods))
@@ -66,6 +69,7 @@ class Recipe:
                 raise TypeError(f"recipe holds the class {method.__name__}; make a method of it: {method.__name__}()")
             if not isinstance(method, Method):
                 raise TypeError(f"recipe holds {shortened(method)}; it takes methods, such as GPTQ()")
+        _check_order(self.methods)
 
     @property
     def needs_data(self) -> bool:
@@ -135,6 +139,28 @@ class Recipe:
             return cls.from_dict(_parse_yaml(content), methods)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+
+
+def _check_order(methods: Sequence[Method]) -> None:
+    """Raises ``ValueError`` if what a method settles is lost to a later one."""
+    for place, later in enumerate(methods):
+        for earlier in methods[:place]:
+            if not (earlier.settles and later.settles):
+                continue
+            if type(earlier) is type(later):
+                raise ValueError(f"recipe has {later.name} twice: give it once, with the settings that are wanted")
+            first, begins = (min(map(PARTS.index, method.settles)) for method in (earlier, later))
+            if begins < max(map(PARTS.index, earlier.settles)):
+                raise ValueError(
+                    f"recipe has {later.name} after {earlier.name}, whose work would be lost: {later.name} changes the "
+                    f"{PARTS[begins]} that it rests upon. Put {later.name} first: {later.name}, {earlier.name}"
+                )
+            # Scales and rotations add up; whatever rests upon something is there once.
+            if first == begins > 0:
+                raise ValueError(
+                    f"recipe has {later.name} after {earlier.name}, whose work would be lost: both settle the "
+                    f"{PARTS[begins]} of layers. Leave one of {earlier.name} and {later.name} out"
+                )
 
 
 def _parse_method(entry: Any, known: dict[str, type[Method]]) -> Method:

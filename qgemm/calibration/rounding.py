@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qgemm.calibration.method import Block, Method, QuantizedWeight
+from qgemm.calibration.method import Block, Method, Part, QuantizedWeight
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.kernels.reference import MIN_SCALE
 from qgemm.scheme import TensorScheme
@@ -123,6 +123,7 @@ class MSEWeights(Method):
     """
 
     name: ClassVar[str] = "mse-weights"
+    settles: ClassVar[tuple[Part, ...]] = ("weights",)
     needs_data: ClassVar[bool] = False
     by_input: bool = False
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qgemm.calibration.folding import Fold, find_folds, input_weights
-from qgemm.calibration.method import Block, LayerWork, Method
+from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.calibration.rounded_part import rounded_input, rounded_part
 from qgemm.calibration.rounding import dequantize, round_to_nearest, weight_grid
 from qgemm.calibration.statistics import InputStatistics
@@ -41,6 +41,7 @@ class SmoothQuant(Method):
     """
 
     name: ClassVar[str] = "smoothquant"
+    settles: ClassVar[tuple[Part, ...]] = ("inputs",)
     alpha: float | Literal["search"] = "search"
     through_linear: bool = True
 

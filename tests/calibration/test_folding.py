@@ -280,6 +280,17 @@ def test_what_is_shared_with_another_block_is_refused() -> None:
     assert refused["0.first"] == "'0.norm' or a layer after it is shared with '1.norm', outside the block"
 
 
+def test_a_block_whose_name_begins_as_this_ones_is_another() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(Hidden(True) for _ in range(11))})
+    works = {name: work for name, work in block_of(model).layers.items() if name.startswith("layers.1.")}
+    block = Block("layers.1", model.get_submodule("layers.1"), model, works, [Call((torch.randn(4, 32),))])
+    assert len(find_folds(block)[0]) == 1
+    model.get_submodule("layers.10").norm = model.get_submodule("layers.1").norm
+    folds, refused = find_folds(block)
+    assert not folds
+    assert refused["layers.1.first"].endswith("is shared with 'layers.10.norm', outside the block")
+
+
 @pytest.mark.parametrize("bad", [0.0, -1.0, torch.inf, torch.nan])
 def test_scales_must_be_positive(bad: float) -> None:
     block = block_of(Hidden(True), {"x": torch.randn(4, 32)})

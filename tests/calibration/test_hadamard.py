@@ -14,6 +14,7 @@ from models import FAMILIES
 import qgemm
 from calibration.blocks import block_of
 from qgemm.calibration.folding import find_folds
+from qgemm.calibration.gptq import GPTQ
 from qgemm.calibration.hadamard import HadamardRotation, is_down_projection, rotate_values
 from qgemm.calibration.rounding import MSEWeights
 from qgemm.nn.linear import linear_weight
@@ -124,6 +125,16 @@ def test_a_rotation_that_changes_outputs_is_undone() -> None:
     fold = next(fold for fold in find_folds(block)[0] if fold.source.endswith("up_proj"))
     assert not rotate_values(block, fold)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_weights_that_were_decided_for_values_as_they_were_are_taken_back() -> None:
+    example = FAMILIES["llama"]()
+    block = block_of(example.model, example.inputs)
+    GPTQ().apply(block)
+    assert all(work.weight is not None for work in block.layers.values())
+    HadamardRotation(online="none").apply(block)
+    taken_back = {name.rpartition(".")[2] for name, work in block.layers.items() if work.weight is None}
+    assert taken_back == {"v_proj", "o_proj"}
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int8-static"])

@@ -24,7 +24,6 @@ from qgemm.calibration import (
     Block,
     LayerWork,
     Method,
-    MSEWeights,
     QuantizedWeight,
     SmoothQuant,
 )
@@ -362,7 +361,7 @@ def test_blocks_are_worked_on_on_a_gpu_one_at_a_time() -> None:
 RECIPES: dict[str, list[Method]] = {
     "gptq": [GPTQ()],
     "awq": [AWQ()],
-    "all": [SmoothQuant(alpha="search"), AWQ(clip=False), MSEWeights(by_input=True), GPTQ(mse=True), BiasCorrection()],
+    "all": [SmoothQuant(alpha="search"), AWQ(clip=False), GPTQ(mse=True), BiasCorrection()],
 }
 
 

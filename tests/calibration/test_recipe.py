@@ -11,13 +11,30 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from torch import nn
 
-from qgemm.calibration import GPTQ, METHODS, Block, Method, MSEWeights, Recipe, SmoothQuant
+import qgemm
+from qgemm.calibration import (
+    AWQ,
+    GPTQ,
+    METHODS,
+    BiasCorrection,
+    Block,
+    HadamardRotation,
+    Method,
+    MSEWeights,
+    OutlierColumns,
+    Recipe,
+    ResidualRotation,
+    SmoothQuant,
+)
 
 RECIPES = [
     Recipe(),
-    Recipe([method() for method in METHODS.values()]),
-    Recipe((SmoothQuant(alpha=0.25), SmoothQuant(alpha="search"), GPTQ(damping=1e-3, act_order=False))),
+    Recipe([method() for method in METHODS.values() if method is not MSEWeights]),
+    Recipe((SmoothQuant(alpha=0.25), HadamardRotation(values=False), GPTQ(damping=1e-3, act_order=False))),
+    Recipe([MSEWeights(by_input=True)]),
 ]
 
 
@@ -41,7 +58,7 @@ def test_printed() -> None:
     text = str(Recipe([SmoothQuant(alpha=0.5), MSEWeights()]))
     assert text == "1. smoothquant(alpha=0.5, through_linear=True)\n2. mse-weights(by_input=False)"
     assert str(Recipe()) == "nothing but rounding to nearest"
-    assert [method.name for method in RECIPES[2]] == ["smoothquant", "smoothquant", "gptq"]
+    assert [method.name for method in RECIPES[2]] == ["smoothquant", "hadamard", "gptq"]
     assert len(RECIPES[2]) == 3
     assert RECIPES[2].needs_data
     assert not Recipe([MSEWeights()]).needs_data
@@ -49,9 +66,9 @@ def test_printed() -> None:
 
 def test_yaml_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("# ours\nmethods:\n- smoothquant: {alpha: 1}\n- gptq\n- mse-weights:\n")
+    path.write_text("# ours\nmethods:\n- smoothquant: {alpha: 1}\n- gptq\n- bias-correction:\n")
     recipe = Recipe.load(path)
-    assert recipe == Recipe([SmoothQuant(alpha=1.0), GPTQ(), MSEWeights()])
+    assert recipe == Recipe([SmoothQuant(alpha=1.0), GPTQ(), BiasCorrection()])
     path.write_text(json.dumps(recipe.to_dict()))
     assert Recipe.load(path) == recipe
 
@@ -83,6 +100,52 @@ def test_methods_of_ones_own() -> None:
 def test_what_is_no_method_is_refused(methods: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         Recipe(methods)
+
+
+@pytest.mark.parametrize(
+    ("later", "earlier"),
+    [
+        (AWQ(), GPTQ()),
+        (SmoothQuant(), GPTQ()),
+        (HadamardRotation(), GPTQ()),
+        (OutlierColumns(), GPTQ()),
+        (AWQ(), MSEWeights()),
+        (SmoothQuant(), MSEWeights(by_input=True)),
+        (OutlierColumns(), AWQ()),
+        (GPTQ(), BiasCorrection()),
+        (SmoothQuant(), BiasCorrection()),
+    ],
+)
+def test_an_order_that_loses_work_is_refused(later: Method, earlier: Method) -> None:
+    Recipe([later, earlier])
+    message = f"{later.name} after {earlier.name}, .* Put {later.name} first: {later.name}, {earlier.name}$"
+    with pytest.raises(ValueError, match=message):
+        Recipe([earlier, later])
+    with pytest.raises(ValueError, match=message):
+        Recipe([earlier, Mine(), ResidualRotation(), later])
+    with pytest.raises(ValueError, match=message):
+        Recipe.from_dict({"methods": [{each.name: each.to_dict()} for each in (earlier, later)]})
+
+
+@pytest.mark.parametrize(("earlier", "later"), [(GPTQ(), MSEWeights()), (MSEWeights(), GPTQ())])
+def test_of_two_methods_that_decide_weights_one_is_lost(earlier: Method, later: Method) -> None:
+    with pytest.raises(ValueError, match=f"Leave one of {earlier.name} and {later.name} out"):
+        Recipe([earlier, later])
+    Recipe([AWQ(), later])  # its scales are kept
+
+
+@pytest.mark.parametrize("method", [kind() for kind in METHODS.values() if kind is not ResidualRotation])
+def test_a_method_twice_is_refused(method: Method) -> None:
+    with pytest.raises(ValueError, match=f"recipe has {method.name} twice: give it once"):
+        Recipe([method, Mine(), method])
+    Recipe([Mine(1), Mine(2)])  # it names nothing that it settles
+
+
+def test_a_wrong_order_is_found_before_any_work() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(ValueError, match="smoothquant after gptq"):
+        qgemm.quantize_model(model, calibration=[torch.randn(4, 8)], recipe=[GPTQ(), SmoothQuant()])
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def test_methods_for_weights_help_at_4_bits() -> None:
 
 def recipe_for(name: str) -> list[Method]:
     return {
-        "weights": [MSEWeights(), GPTQ(act_order=False)],
-        "everything": [SmoothQuant(), *(m() for m in METHODS.values() if m not in (SmoothQuant, GPTQ)), GPTQ()],
+        "weights": [AWQ(), GPTQ(act_order=False)],
+        "everything": [method() for method in METHODS.values() if method is not MSEWeights],
     }[name]
 
 

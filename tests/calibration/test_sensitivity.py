@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 import qgemm
 from qgemm.calibration.sensitivity import LayerSensitivity, Sensitivity, sensitivity
+from qgemm.selection import select_layers
 
 
 def swapped_alone(model: nn.Module, record: LayerSensitivity, layers: set[str], batches: list[Any]) -> nn.Module:
@@ -153,6 +154,44 @@ def test_tokens_that_are_masked_do_not_count() -> None:
     assert masked.tokens == alone.tokens == 8
     for one, other in zip(masked.records, alone.records, strict=True):
         assert one.damage == pytest.approx(other.damage, rel=1e-5)
+
+
+def test_a_padded_decoder_counts_by_its_own_mask() -> None:
+    example = FAMILIES["t5"]()
+    model, ids = example.model, torch.randint(2, 97, (2, 6))
+    mask = torch.ones_like(ids)
+    mask[0, 4:] = mask[1, 5:] = 0
+    # Of the same shape, and of nothing that is measured.
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "decoder_input_ids": ids.flip(0)}
+    batch["decoder_attention_mask"] = mask
+    name = "decoder.block.1.layer.2.DenseReluDense.wo"
+    layers = {layer.name for layer in select_layers(model, None) if not layer.reason}
+    result = sensitivity(model, [batch], skip=sorted(layers - {name}), progress=False)
+    assert result.tokens == int(mask.sum()) == 9
+    [record] = result.records
+    alone = swapped_alone(model, record, layers, [])
+    with torch.no_grad():
+        p, q = (each(**batch).logits[mask.bool()] for each in (model, alone))
+    assert record.damage == pytest.approx(divergence(p, q), rel=1e-6)
+
+
+class Classifier(nn.Module):
+    """Logits, after which there may be a class that never comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 8)
+
+    def forward(self, x: Tensor, masked: bool) -> dict[str, Tensor]:
+        logits = self.down(self.up(x).relu())
+        return {"logits": F.pad(logits, (0, 1), value=-torch.inf) if masked else logits}
+
+
+def test_classes_that_never_come_count_nothing() -> None:
+    model, x = Classifier(), torch.randn(3, 5, 32)
+    plain, masked = (sensitivity(model, [(x, each)], progress=False) for each in (False, True))
+    assert [record.damage for record in masked.records] == pytest.approx([r.damage for r in plain.records])
+    assert all(0 < record.damage < 1 for record in masked.records)
 
 
 @pytest.mark.parametrize("fails", [False, True])

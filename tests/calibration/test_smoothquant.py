@@ -148,6 +148,36 @@ def test_search_finds_the_least_loss_or_leaves_a_layer_alone() -> None:
     ]
 
 
+class GainNorm(nn.Module):
+    """A norm's gain without the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_where_nothing_is_to_gain_weights_stay() -> None:
+    # Whole numbers with 127 in every row are rounded to themselves.
+    reach = torch.linspace(1, 100, 32)
+    x, weight = (
+        torch.randn(n, 32).mul(each).round().clamp(-127, 127) for n, each in ((40, reach), (24, reach.flip(0)))
+    )
+    x[:, 3] = weight[:, 20] = 127
+    model = nn.Sequential(GainNorm(), nn.Linear(32, 24))
+    with torch.no_grad():
+        model[1].weight.copy_(weight)
+    block = block_of(model, {"input": x})
+    SmoothQuant("search").apply(block)
+    assert block.layers["1"].notes == []
+    assert torch.equal(linear_weight(model[1]), weight)
+    assert torch.equal(model[0].weight, torch.ones(32))
+    SmoothQuant(0.5).apply(block)
+    assert not torch.equal(linear_weight(model[1]), weight)
+
+
 def test_layers_that_cannot_be_scaled_say_why() -> None:
     example = FAMILIES["bert"]()
     block = block_of(example.model, example.inputs)
