@@ -36,8 +36,17 @@ from qgemm.nn.linear import linear_weight
 from qgemm.nn.linear_layer import InputScale
 from qgemm.offloading import check_hooks, weights_at_hand
 from qgemm.reporting import KEPT, LayerRecord, QuantReport
-from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
-from qgemm.selection import Pattern, listed, select_layers
+from qgemm.scheme import QuantScheme, resolve_scheme
+from qgemm.selection import (
+    Pattern,
+    Patterns,
+    SchemeChoice,
+    apply_schemes,
+    as_patterns,
+    listed,
+    resolve_schemes,
+    select_layers,
+)
 from qgemm.survey import Layer
 from qgemm.swap import swap
 
@@ -46,9 +55,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 def quantize_model(
     model: Model,
-    scheme: str | QuantScheme | Sequence[str | QuantScheme] = "int8",
+    scheme: SchemeChoice | Sequence[str | QuantScheme] = "int8",
     *,
-    skip: Pattern | Iterable[Pattern] | None = None,
+    skip: Patterns = None,
+    include: Patterns = None,
     input_scales: Mapping[str, InputScale] | None = None,
     calibration: Calibration | Iterable[Any] | None = None,
     observer: str | Observer | None = None,
@@ -64,10 +74,14 @@ def quantize_model(
     Output heads, layers that share their weight, and layers whose surroundings need a float weight stay as they are;
     ``qgemm.report(model)`` lists every layer with what was done or why not.
 
-    - ``scheme``: a name from ``SCHEMES``, or a scheme; with a ``budget``, also several to choose from.
-    - ``skip``: layers to leave in float. A string is the dotted name of a layer, or of a module that contains layers;
-      with ``*``, ``?`` or ``[`` in it, a glob over such names, in which ``*`` crosses dots. A compiled regular
-      expression is searched for in the names of layers.
+    - ``scheme``: a name from ``SCHEMES``, or a scheme; or a mapping of patterns to these, of which the first that
+      matches a layer counts: ``{"*.mlp.*": "int4", "*": "int8"}``. Layers with None for a scheme stay in float, and so
+      do those that no pattern matches. With a ``budget``, also several schemes to choose from, but no mapping.
+    - ``skip``: patterns of layers to leave in float. A string is the dotted name of a layer, or of a module that
+      contains layers; with ``*``, ``?`` or ``[`` in it, a glob over such names, in which ``*`` crosses dots. A regular
+      expression, compiled or as text after ``re:``, is searched for in the names of layers.
+    - ``include``: patterns of layers to quantize although they stay in float by default: output heads, and what a rule
+      keeps. What can't be quantized stays, and so does what ``skip`` matches too.
     - ``input_scales``: for a static scheme, the activation's scale of every linear layer to be swapped, by name.
       Experts have none: under any scheme they are quantized with ``"int8"``.
     - ``calibration``: instead of ``input_scales``, what ``qgemm.calibrate`` gave, or batches to run the model on first:
@@ -98,19 +112,23 @@ def quantize_model(
     if observer is not None and (calibration is None or isinstance(calibration, Calibration)):
         raise ValueError("observer is what makes scales of batches: pass those as calibration, or leave it out")
     observer = resolve_observer(observer or "min-max")
-    schemes = _resolve_schemes(scheme, budget, sensitivity)
+    skip, include = as_patterns("skip", skip), as_patterns("include", include)
+    by_pattern, options = _resolve(scheme, budget, sensitivity)
+    plan = _plan_without_scales(model, by_pattern, skip, include)
+    schemes = options or plan.schemes_in_use
     by_blocks = recipe is not None or device is not None or resume is not None or budget is not None
     takes_batches = calibration is not None and not isinstance(calibration, Calibration)
-    if by_blocks or (takes_batches and (_rotates(schemes[0]) or _keeps_columns(schemes[0]))):
+    if by_blocks or (takes_batches and any(_rotates(each) or _keeps_columns(each) for each in schemes)):
         methods = recipe if isinstance(recipe, Recipe) else Recipe([] if recipe is None else recipe)
         wants_data = {"budget": budget is not None and sensitivity is None, "device": device is not None}
         wants_data |= {"resume": resume is not None}
-        plan, calls = _plan_blocks(model, schemes, skip, input_scales, calibration, methods, wants_data)
+        calls = _calls_for_blocks(model, plan, schemes, input_scales, calibration, methods, wants_data)
         if device is not None:
             _check_in_one_place(model)
         notes: dict[str, str] = {}
         if budget is not None:
-            sensitivity = sensitivity or measure_sensitivity(model, calls, schemes, skip=skip, progress=progress)
+            if sensitivity is None:
+                sensitivity = measure_sensitivity(model, calls, schemes, skip=skip, include=include, progress=progress)
             chosen, notes = assign_schemes(plan.layers, schemes, budget, sensitivity)
             plan = replace(plan, schemes=chosen)
         layers = [(layer, plan.scheme_of(layer)) for layer in plan.chosen]
@@ -123,8 +141,8 @@ def quantize_model(
                 records[name] = replace(records[name], note="; ".join(filter(None, (note, records[name].note))))
     else:
         if calibration is not None:
-            input_scales = _calibrated_scales(model, schemes[0], skip, calibration, observer, progress)
-        plan = plan_swaps(model, schemes[0], skip, input_scales)
+            input_scales = _calibrated_scales(model, plan, calibration, observer, progress)
+        plan = _with_scales(plan, input_scales)
         _check_finite(model, plan.chosen)
         records = {}
         show = None if progress is None else not progress
@@ -146,63 +164,71 @@ def quantize_model(
 class SwapPlan:
     """What is to become of every layer of a model.
 
-    - ``input_scales``: of the chosen layers, by name.
-    - ``schemes``: of those that have another one than ``scheme``, by name.
+    - ``schemes``: of the chosen layers, by name.
+    - ``input_scales``: of those with a static scheme.
     """
 
-    scheme: QuantScheme
     layers: list[Layer]
-    input_scales: dict[str, InputScale]
-    schemes: dict[str, QuantScheme] = field(default_factory=dict)
+    schemes: dict[str, QuantScheme]
+    input_scales: dict[str, InputScale] = field(default_factory=dict)
 
     @property
     def chosen(self) -> list[Layer]:
         """The layers to be swapped."""
         return [layer for layer in self.layers if not layer.reason]
 
+    @property
+    def schemes_in_use(self) -> list[QuantScheme]:
+        """Each scheme that some layer has, once."""
+        return list(dict.fromkeys(self.schemes.values()))
+
     def scheme_of(self, layer: Layer) -> QuantScheme:
-        """How a chosen layer is to be quantized: experts compute ``"int8"`` alone."""
-        return SCHEMES["int8"] if layer.is_experts else self.schemes.get(layer.name, self.scheme)
+        """How a chosen layer is to be quantized."""
+        return self.schemes[layer.name]
 
 
 def plan_swaps(
     model: nn.Module,
-    scheme: str | QuantScheme,
-    skip: Pattern | Iterable[Pattern] | None,
+    scheme: SchemeChoice,
+    skip: Patterns,
+    include: Patterns,
     input_scales: Mapping[str, InputScale] | None,
 ) -> SwapPlan:
     """Looks at every layer and checks everything but the weights' values; raises as ``quantize_model`` does."""
-    plan = _plan_without_scales(model, scheme, skip)
-    if _keeps_columns(plan.scheme):
-        raise ValueError(
-            f"scheme {plan.scheme.name!r} keeps columns in float that are found in calibration: load the float model, "
-            "and pass it to quantize_model with batches as calibration"
-        )
-    return replace(plan, input_scales=_check_input_scales(plan.scheme, plan.chosen, plan.layers, input_scales))
+    return _with_scales(_plan_without_scales(model, resolve_schemes(scheme), skip, include), input_scales)
 
 
 def _plan_without_scales(
-    model: nn.Module, scheme: str | QuantScheme, skip: Pattern | Iterable[Pattern] | None
+    model: nn.Module, schemes: Mapping[Pattern, QuantScheme | None], skip: Patterns, include: Patterns
 ) -> SwapPlan:
-    plan = SwapPlan(resolve_scheme(scheme), select_layers(model, skip), {})
+    layers = select_layers(model, skip, include)
+    plan = SwapPlan(layers, apply_schemes(model, layers, schemes))
     _check_layers(model, plan.chosen)
     return plan
 
 
-def _plan_blocks(
+def _with_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] | None) -> SwapPlan:
+    for scheme in filter(_keeps_columns, plan.schemes_in_use):
+        raise ValueError(
+            f"scheme {scheme.name!r} keeps columns in float that are found in calibration: load the float model, "
+            "and pass it to quantize_model with batches as calibration"
+        )
+    return replace(plan, input_scales=_check_input_scales(plan, input_scales))
+
+
+def _calls_for_blocks(
     model: nn.Module,
-    schemes: list[QuantScheme],
-    skip: Pattern | Iterable[Pattern] | None,
+    plan: SwapPlan,
+    schemes: Sequence[QuantScheme],
     input_scales: Mapping[str, InputScale] | None,
     calibration: Calibration | Iterable[Any] | None,
     recipe: Recipe,
     wants_data: Mapping[str, bool],
-) -> tuple[SwapPlan, list[Call]]:
-    """The plan, and the calibration data, to quantize block by block; checks all that can be before it begins.
+) -> list[Call]:
+    """The calibration data to quantize block by block; checks all that can be before it begins.
 
     ``wants_data``: which arguments of ``quantize_model`` need the data.
     """
-    plan = _plan_without_scales(model, schemes[0], skip)
     if input_scales is not None:
         raise ValueError("input_scales are given, but a recipe finds scales by itself: pass batches as calibration")
     if isinstance(calibration, Calibration):
@@ -217,27 +243,36 @@ def _plan_blocks(
         raise ValueError("a recipe needs weights, but the model has some on meta: load it, not offloaded by accelerate")
     _check_finite(model, plan.chosen)
     if calibration is None:
-        return plan, []
+        return []
     check_batches(calibration)
     calls = [as_call(batch, index) for index, batch in enumerate(calibration)]
     if not calls:
         raise ValueError(NO_BATCH)
-    return plan, calls
+    return calls
 
 
-def _resolve_schemes(
-    scheme: str | QuantScheme | Sequence[str | QuantScheme], budget: Budget | None, sensitivity: Sensitivity | None
-) -> list[QuantScheme]:
-    """The schemes to choose from; a single one without a budget."""
+def _resolve(
+    scheme: SchemeChoice | Sequence[str | QuantScheme], budget: Budget | None, sensitivity: Sensitivity | None
+) -> tuple[dict[Pattern, QuantScheme | None], list[QuantScheme]]:
+    """The schemes by pattern; and those that a budget may choose from, none without a budget."""
     if budget is None and sensitivity is not None:
         raise ValueError("sensitivity is given without a budget to choose schemes within: pass budget=Budget(...)")
-    if isinstance(scheme, str) or not isinstance(scheme, Sequence):
-        return [resolve_scheme(scheme)]
+    if isinstance(scheme, Sequence) and not isinstance(scheme, str):
+        if budget is None:
+            raise ValueError(f"scheme is {scheme!r}: pass one, or a budget to choose within")
+        if not scheme:
+            raise ValueError("scheme is empty: name those that the budget may choose from")
+        options = [resolve_scheme(each) for each in scheme]
+        return {"*": options[0]}, options
     if budget is None:
-        raise ValueError(f"scheme is {scheme!r}: pass one, or a budget to choose within")
-    if not scheme:
-        raise ValueError("scheme is empty: name those that the budget may choose from")
-    return [resolve_scheme(each) for each in scheme]
+        return resolve_schemes(scheme), []
+    if isinstance(scheme, Mapping):
+        raise ValueError(
+            "scheme says what each layer is to have, and so does a budget: pass a list of schemes for the budget to "
+            "choose from, or leave budget out"
+        )
+    only = resolve_scheme(scheme)
+    return {"*": only}, [only]
 
 
 def _keeps_columns(scheme: QuantScheme) -> bool:
@@ -320,25 +355,24 @@ def _weights(module: nn.Module) -> list[Tensor]:
 
 def _calibrated_scales(
     model: nn.Module,
-    scheme: str | QuantScheme,
-    skip: Pattern | Iterable[Pattern] | None,
+    plan: SwapPlan,
     calibration: Calibration | Iterable[Any],
     observer: Observer,
     progress: bool | None,
 ) -> dict[str, InputScale]:
     """``input_scales`` of a calibration, or of the batches for one."""
-    scheme = resolve_scheme(scheme)
-    if _keeps_columns(scheme) or _rotates(scheme):
-        raise ValueError(
-            f"scheme {scheme.name!r} rotates activations, or keeps columns of them in float, which calibration hasn't "
-            "seen: pass batches"
-        )
-    if not scheme.is_static:
-        raise ValueError(f"scheme {scheme.name!r} finds scales as it runs: calibration is for a static scheme")
-    chosen = [layer for layer in select_layers(model, skip) if not layer.reason]
-    linears = [layer for layer in chosen if not layer.is_experts]
+    for scheme in plan.schemes_in_use:
+        if _keeps_columns(scheme) or _rotates(scheme):
+            raise ValueError(
+                f"scheme {scheme.name!r} rotates activations, or keeps columns of them in float, which calibration "
+                "hasn't seen: pass batches"
+            )
+    linears = [layer for layer in plan.chosen if plan.scheme_of(layer).is_static]
+    if not linears:
+        names = " and ".join(repr(scheme.name) for scheme in plan.schemes_in_use)
+        raise ValueError(f"scheme {names} finds scales as it runs: calibration is for a static scheme")
     if not isinstance(calibration, Calibration):
-        _check_finite(model, chosen)  # or their NaN would be found in the input of the layer after
+        _check_finite(model, plan.chosen)  # or their NaN would be found in the input of the layer after
         calibration = run_batches(model, [layer.name for layer in linears], calibration, observer, progress)
     if unseen := [layer.name for layer in linears if layer.name not in calibration.statistics]:
         raise ValueError(f"calibration has nothing of {listed(unseen)}: run batches that reach them, or skip them")
@@ -351,29 +385,28 @@ def _calibrated_scales(
             raise ValueError(
                 f"calibration saw {columns} input columns of {layer.name!r}, which has {width}: it is of another model"
             )
-        scales[layer.name] = seen.input_scale(scheme)
+        scales[layer.name] = seen.input_scale(plan.scheme_of(layer))
     return scales
 
 
-def _check_input_scales(
-    scheme: QuantScheme,
-    chosen: list[Layer],
-    layers: list[Layer],
-    input_scales: Mapping[str, InputScale] | None,
-) -> dict[str, InputScale]:
-    if not scheme.is_static:
+def _check_input_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] | None) -> dict[str, InputScale]:
+    static = {layer.name: plan.scheme_of(layer) for layer in plan.chosen if plan.scheme_of(layer).is_static}
+    if not static:
         if input_scales is not None:
-            raise ValueError(f"scheme {scheme.name!r} finds scales as it runs: input_scales is for a static scheme")
+            names = " and ".join(repr(scheme.name) for scheme in plan.schemes_in_use)
+            raise ValueError(f"scheme {names} finds scales as it runs: input_scales is for a static scheme")
         return {}
     given = dict(input_scales or {})
-    known = {name for layer in layers if not layer.is_experts for name in layer.names}
+    known = {name for layer in plan.layers if not layer.is_experts for name in layer.names}
     if foreign := [name for name in given if name not in known]:
         raise ValueError(f"input_scales names {listed(foreign)}, but the model has no such linear layer")
-    scales = {layer.name: given[name] for layer in chosen for name in layer.names if name in given}
-    if missing := [layer.name for layer in chosen if layer.name not in scales and not layer.is_experts]:
+    scales = {layer.name: given[name] for layer in plan.chosen for name in layer.names if name in given}
+    if missing := [name for name in static if name not in scales]:
+        scheme = static[missing[0]]
         raise ValueError(f"scheme {scheme.name!r} needs input_scales for {listed(missing)} too: add or skip them")
+    scales = {name: value for name, value in scales.items() if name in static}
     for name, value in scales.items():
-        _check_input_scale(name, value, scheme)
+        _check_input_scale(name, value, static[name])
     return scales
 
 

@@ -1,6 +1,9 @@
-"""``select_layers``: which layers of a float model are to be swapped, once what the user wants skipped is out.
+"""Which layers of a float model are to be swapped, and by which schemes: ``select_layers``, ``apply_schemes``.
 
-``quantize_model`` and ``calibrate`` both ask here, so that what is calibrated is what is swapped.
+``quantize_model`` and ``calibrate`` both ask here, so that what is calibrated is what is swapped. Layers are named by
+patterns everywhere alike: the name of a layer, or of a module that contains layers; with ``*``, ``?`` or ``[`` in it, a
+glob over such names, in which ``*`` crosses dots; a regular expression, compiled or as text after ``re:``, which is
+searched for in the names of layers.
 """
 
 from __future__ import annotations
@@ -8,32 +11,92 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from torch import nn
 
 from qgemm.nn import QuantLayer
+from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
 from qgemm.survey import Layer, find_layers
 
 Pattern: TypeAlias = "str | re.Pattern[str]"
+Patterns: TypeAlias = "Pattern | Iterable[Pattern] | None"
+SchemeChoice: TypeAlias = "str | QuantScheme | Mapping[Pattern, str | QuantScheme | None]"
 
 _MANY = 5
+_REGULAR_EXPRESSION = "re:"
 
 
-def select_layers(model: nn.Module, skip: Pattern | Iterable[Pattern] | None) -> list[Layer]:
+def select_layers(model: nn.Module, skip: Patterns, include: Patterns = None) -> list[Layer]:
     """Every layer of ``model``; those without a ``reason`` are to be swapped.
 
-    Raises ``ValueError`` if the model is quantized already, a pattern matches no layer, or nothing is to be swapped;
-    ``TypeError`` if ``skip`` holds anything but patterns.
+    ``include`` overrules what stays in float by default; what ``skip`` matches stays all the same.
+
+    Raises ``ValueError`` if the model is quantized already, a pattern matches no layer or one of ``include`` only
+    layers that stay in float all the same, or nothing is to be swapped; ``TypeError`` if either holds anything but
+    patterns.
     """
     _check_not_quantized(model)
     layers = find_layers(model)
-    _apply_skip(layers, skip)
-    if all(layer.reason for layer in layers):
-        raise ValueError(_nothing_to_swap(model, layers))
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no linear layer, so there is nothing to quantize")
+    included = list(_matches_of("include", as_patterns("include", include), layers))
+    for _, matched in included:
+        for layer in matched:
+            layer.reason = layer.obstacle
+    for shown, matched in _matches_of("skip", as_patterns("skip", skip), layers):
+        _leave(matched, f"skip={shown!r}")
+    for shown, matched in included:
+        if all(layer.reason for layer in matched):
+            raise ValueError(f"include: {shown!r} matches only what stays in float all the same: {_reasons(matched)}")
+    _check_something_to_swap(model, layers)
     return layers
+
+
+def resolve_schemes(scheme: SchemeChoice) -> dict[Pattern, QuantScheme | None]:
+    """A scheme for each pattern, in order, None for float; a single scheme is that of every layer.
+
+    Raises ``ValueError`` for an unknown scheme and a mapping without any, ``TypeError`` for what is neither.
+    """
+    if not isinstance(scheme, Mapping):
+        return {"*": resolve_scheme(scheme)}
+    if not scheme:
+        raise ValueError('scheme is an empty mapping: give patterns their schemes, as {"*.mlp.*": "int4", "*": "int8"}')
+    patterns = as_patterns("scheme", list(scheme))
+    chosen = (None if each is None else resolve_scheme(each) for each in scheme.values())
+    return dict(zip(patterns, chosen, strict=True))
+
+
+def apply_schemes(
+    model: nn.Module, layers: list[Layer], schemes: Mapping[Pattern, QuantScheme | None]
+) -> dict[str, QuantScheme]:
+    """The scheme of each layer that is to be swapped, by name: that of the first pattern that matches it.
+
+    Layers with the scheme None, and those that no pattern matches, get a ``reason``. Experts compute ``"int8"`` alone.
+
+    Raises ``ValueError`` if a pattern matches no layer, or none that those ahead of it leave, or nothing is left to be
+    swapped.
+    """
+    chosen: dict[str, QuantScheme] = {}
+    waiting = {layer.name: layer for layer in layers}
+    for scheme, (shown, matched) in zip(schemes.values(), _matches_of("scheme", list(schemes), layers), strict=True):
+        own = [layer for layer in matched if waiting.pop(layer.name, None)]
+        if not own:
+            raise ValueError(
+                f"scheme: {shown!r} comes after patterns that match all of its layers, and the first match wins: put "
+                "it ahead of them"
+            )
+        if scheme is None:
+            _leave(own, f"scheme={{{shown!r}: None}}")
+        else:
+            chosen.update(
+                {each.name: SCHEMES["int8"] if each.is_experts else scheme for each in own if not each.reason}
+            )
+    _leave(list(waiting.values()), "no pattern of scheme matches it")
+    _check_something_to_swap(model, layers)
+    return chosen
 
 
 def listed(names: list[str]) -> str:
@@ -52,28 +115,51 @@ def _check_not_quantized(model: nn.Module) -> None:
         )
 
 
-def as_patterns(skip: Pattern | Iterable[Pattern] | None) -> list[Pattern]:
-    """What ``skip`` holds, a list; raises ``TypeError`` if that is anything but patterns."""
-    if skip is None or isinstance(skip, str | re.Pattern):
-        return [] if skip is None else [skip]
-    wanted = "names, globs and compiled regular expressions"
-    if not isinstance(skip, Iterable):
-        raise TypeError(f"skip is {skip!r}; it takes {wanted}, one or several")
-    patterns = list(skip)
-    for pattern in patterns:
+def as_patterns(argument: str, given: Patterns) -> list[Pattern]:
+    """What ``argument`` holds, a list, in which ``"re:..."`` is compiled.
+
+    Raises ``TypeError`` if that is anything but patterns, ``ValueError`` for a regular expression that is none.
+    """
+    wanted = "names, globs and regular expressions"
+    if given is None or isinstance(given, str | re.Pattern):
+        given = [] if given is None else [given]
+    elif not isinstance(given, Iterable):
+        raise TypeError(f"{argument} is {given!r}; it takes {wanted}, one or several")
+    patterns = []
+    for pattern in given:
         if not isinstance(pattern, str | re.Pattern):
-            raise TypeError(f"skip holds {pattern!r}; it takes {wanted}")
+            raise TypeError(f"{argument} holds {pattern!r}; it takes {wanted}")
+        patterns.append(_compiled(argument, pattern))
     return patterns
 
 
-def _apply_skip(layers: list[Layer], skip: Pattern | Iterable[Pattern] | None) -> None:
-    for pattern in as_patterns(skip):
+def shown_pattern(pattern: Pattern) -> str:
+    """A pattern as text, that ``as_patterns`` reads."""
+    return pattern if isinstance(pattern, str) else _REGULAR_EXPRESSION + pattern.pattern
+
+
+def _compiled(argument: str, pattern: Pattern) -> Pattern:
+    if not isinstance(pattern, str) or not pattern.startswith(_REGULAR_EXPRESSION):
+        return pattern
+    try:
+        return re.compile(pattern.removeprefix(_REGULAR_EXPRESSION))
+    except re.error as error:
+        raise ValueError(f"{argument}: {pattern!r} is no regular expression: {error}") from error
+
+
+def _matches_of(argument: str, patterns: list[Pattern], layers: list[Layer]) -> Iterator[tuple[str, list[Layer]]]:
+    """Each of the patterns of ``argument``, as errors show it, and its layers, of which there are some."""
+    for pattern in patterns:
         matched = [layer for layer in layers if any(_matches(pattern, name) for name in layer.names)]
         if not matched:
-            raise ValueError(_no_match(pattern, layers))
-        for layer in matched:
-            shown = pattern if isinstance(pattern, str) else pattern.pattern
-            layer.reason = layer.reason or f"skip={shown!r}"
+            raise ValueError(_no_match(argument, pattern, layers))
+        yield pattern if isinstance(pattern, str) else pattern.pattern, matched
+
+
+def _leave(layers: list[Layer], reason: str) -> None:
+    for layer in layers:
+        if not layer.reason:
+            layer.reason, layer.is_wish = reason, True
 
 
 def _matches(pattern: Pattern, name: str) -> bool:
@@ -90,21 +176,28 @@ def _with_containers(name: str) -> list[str]:
     return [".".join(parts[: end + 1]) for end in range(len(parts))]
 
 
-def _no_match(pattern: Pattern, layers: list[Layer]) -> str:
+def _no_match(argument: str, pattern: Pattern, layers: list[Layer]) -> str:
     if isinstance(pattern, re.Pattern):
-        return f"skip: the regular expression {pattern.pattern!r} is found in no linear layer's name"
+        return f"{argument}: the regular expression {pattern.pattern!r} is found in no linear layer's name"
     names = sorted({container for layer in layers for name in layer.names for container in _with_containers(name)})
     close = difflib.get_close_matches(pattern, names, n=3)
     hint = f": did you mean {' or '.join(map(repr, close))}?" if close else "; names are as in model.named_modules()"
-    return f"skip: {pattern!r} matches no linear layer, nor a module that contains one{hint}"
+    return f"{argument}: {pattern!r} matches no linear layer, nor a module that contains one{hint}"
 
 
-def _nothing_to_swap(model: nn.Module, layers: list[Layer]) -> str:
+def _check_something_to_swap(model: nn.Module, layers: list[Layer]) -> None:
+    if not all(layer.reason for layer in layers):
+        return
     kind = type(model).__name__
-    if not layers:
-        return f"{kind} has no linear layer, so there is nothing to quantize"
     if layers[0].name == "":
-        return f"{kind} is itself one layer, which can't be swapped in place: use QuantLinear.from_linear"
+        raise ValueError(f"{kind} is itself one layer, which can't be swapped in place: use QuantLinear.from_linear")
+    can_be_included = any(not layer.obstacle and not layer.is_wish for layer in layers)
+    way_out = "; include overrules what stays by default" if can_be_included else ""
+    raise ValueError(
+        f"nothing to quantize: all {len(layers)} linear layers of {kind} stay in float ({_reasons(layers)}){way_out}"
+    )
+
+
+def _reasons(layers: list[Layer]) -> str:
     reasons = Counter(layer.reason for layer in layers)
-    listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
-    return f"nothing to quantize: all {len(layers)} linear layers of {kind} stay in float ({listed})"
+    return "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())

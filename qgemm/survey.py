@@ -32,15 +32,21 @@ _SWAPPED = {
 class Layer:
     """One layer: its names (the first counts), its class, its parameters' bytes, and why it stays in float.
 
-    ``reason`` is empty for a layer that can be swapped. Parameters shared with a layer listed before count there.
-    ``is_experts``: it holds fused experts. If they aren't understood, each of their weights is listed by itself.
+    - ``bytes``: parameters shared with a layer listed before count there.
+    - ``reason``: why it stays in float; empty for a layer that is to be swapped.
+    - ``obstacle``: why it can't be swapped whatever a user wants; empty where ``reason`` is a choice (an output head)
+      or a caution (a rule).
+    - ``is_experts``: it holds fused experts. If they aren't understood, each of their weights is listed by itself.
+    - ``is_wish``: whether ``reason`` is that the user wants it so.
     """
 
     names: list[str]
     kind: str
     bytes: int
     reason: str
+    obstacle: str = ""
     is_experts: bool = False
+    is_wish: bool = False
 
     @property
     def name(self) -> str:
@@ -85,9 +91,10 @@ class _Survey:
         kind = type(module).__name__
         parameters = dict(module.named_parameters(recurse=False))
         if _is_linear(module):
-            yield Layer(names, kind, self._bytes(module.parameters()), self._reason(names, module))
+            yield Layer(names, kind, self._bytes(module.parameters()), *self._reason(names, module))
         elif isinstance(module, nn.MultiheadAttention):
-            yield Layer(names, kind, self._bytes(parameters.values()), "its fused kernel takes the weights themselves")
+            reason = "its fused kernel takes the weights themselves"
+            yield Layer(names, kind, self._bytes(parameters.values()), reason, reason)
         elif "expert" in f"{name}.{kind}".lower() and any(_is_fused(parameter) for parameter in parameters.values()):
             try:
                 describe_experts(module)
@@ -95,10 +102,11 @@ class _Survey:
                 for key, parameter in parameters.items():
                     if _is_fused(parameter):
                         aliases = [f"{alias}.{key}" if alias else key for alias in names]
-                        yield Layer(aliases, kind, self._bytes([parameter]), f"fused experts: {error}", is_experts=True)
+                        reason = f"fused experts: {error}"
+                        yield Layer(aliases, kind, self._bytes([parameter]), reason, reason, is_experts=True)
             else:
-                reason = self._reason(names, module)
-                yield Layer(names, kind, self._bytes(parameters.values()), reason, is_experts=True)
+                size = self._bytes(parameters.values())
+                yield Layer(names, kind, size, *self._reason(names, module), is_experts=True)
 
     def _bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self.counted}
@@ -106,29 +114,35 @@ class _Survey:
         known = (parameter for parameter in new.values() if not is_lazy(parameter))
         return sum(parameter.numel() * parameter.element_size() for parameter in known)
 
-    def _reason(self, names: list[str], module: nn.Module) -> str:
-        """Why a linear layer, or experts, stay in float; empty if they can be swapped."""
-        return _own_reason(module) or next(filter(None, (self._reason_at(name, module) for name in names)), "")
+    def _reason(self, names: list[str], module: nn.Module) -> tuple[str, str]:
+        """Why a linear layer, or experts, stay in float, and why they must; each empty if nothing says so."""
+        if own := _own_reason(module):
+            return own, own
+        reasons = [found for name in names for found in self._reasons_at(name, module)]
+        obstacles = [reason for reason, must_stay in reasons if must_stay]
+        return next((reason for reason, _ in reasons), ""), next(iter(obstacles), "")
 
-    def _reason_at(self, name: str, module: nn.Module) -> str:
+    def _reasons_at(self, name: str, module: nn.Module) -> Iterator[tuple[str, bool]]:
+        """What keeps the layer called ``name`` in float, what is to be said first ahead, and whether it must stay."""
         if not name:
-            return "it is the whole model"
+            yield "it is the whole model", True
+            return
         around = self._around(name)
         if any(id(part) in self.heads for part in (module, *(holder for holder, _ in around))):
-            return "output head"
+            yield "output head", False
         for key, parameter in module.named_parameters(recurse=False):
             others = [holder for holder in self.holders[id(parameter)] if holder not in self.names[id(module)]]
             if others:
-                return f"it shares its {key} with {others[0]}"
+                yield f"it shares its {key} with {others[0]}", True
         # The nearest PreTrainedModel decides: a vision tower beside the base model is no task head.
         owner = next((holder for holder, _ in around if getattr(holder, "base_model_prefix", "")), None)
         if owner is not None and all(part is not module for part in _base_model(owner).modules()):
-            return "task head, outside the base model"
+            yield "task head, outside the base model", False
         if self.is_half and all(parameter.dtype == torch.float32 for parameter in module.parameters()):
             if any(re.search(rf"(^|\.){kept}(\.|$)", name) for kept in self.kept_in_fp32):
-                return "the model keeps it in float32"
-        rule = find_rule((type(holder), path) for holder, path in around)
-        return rule.reason if rule else ""
+                yield "the model keeps it in float32", False
+        if (rule := find_rule((type(holder), path) for holder, path in around)) is not None:
+            yield rule.reason, False
 
     def _around(self, name: str) -> list[tuple[nn.Module, str]]:
         """Each module around the one called ``name``, the nearest first, with the path from there."""

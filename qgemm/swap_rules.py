@@ -2,9 +2,10 @@
 
 Most code calls a linear layer, and any module that answers the call will do. Some code reads ``layer.weight`` itself:
 handed int8 values it crashes, or goes on with wrong numbers. Nothing in a layer shows that, so the places are listed:
-the class that holds the layer, by glob, and the layer's path below it. They were found by reading every modeling file
-of transformers; a test reads them again and fails where a place is missing here. T5 and its relatives ask for the dtype
-of ``wo.weight`` too, but know int8: they need no rule.
+the class that holds the layer, by glob, and the layer's path below it. A rule is for the classes of the Python modules
+that it names, and for what inherits from them: a class of somebody else that is called alike is none of its business.
+They were found by reading every modeling file of transformers; a test reads them again and fails where a place is
+missing here. T5 and its relatives ask for the dtype of ``wo.weight`` too, but know int8: they need no rule.
 """
 
 from __future__ import annotations
@@ -15,14 +16,22 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+# Code that a checkpoint brings along (trust_remote_code) is named as transformers' own is.
+_TRANSFORMERS = ("transformers.models.*", "transformers_modules.*")
+_PEFT = ("peft.*",)
+
 
 @dataclass(frozen=True)
 class SwapRule:
-    """Layers at ``paths`` below a module of a class named like ``holder`` stay in float, for ``reason``."""
+    """Layers at ``paths`` below a module of a class named like ``holder`` stay in float, for ``reason``.
+
+    ``modules``: the Python modules of such classes, by glob.
+    """
 
     holder: str
     paths: tuple[str, ...]
     reason: str
+    modules: tuple[str, ...] = _TRANSFORMERS
 
 
 _CASTS = "its input is cast to its weight's dtype"
@@ -30,7 +39,7 @@ _FUSED = "its weight goes to a fused kernel"
 _READ = "its weight is read directly"
 _ROUTER = "it routes tokens to experts: small and sensitive"
 SWAP_RULES = (
-    SwapRule("TransformerEncoderLayer", ("linear1", "linear2"), _FUSED),
+    SwapRule("TransformerEncoderLayer", ("linear1", "linear2"), _FUSED, ("torch.nn.modules.transformer",)),
     # State space models hand projections to a CUDA kernel (some of them only in training), and multiply by dt_proj's
     # weight elsewhere.
     SwapRule("MambaMixer", ("x_proj", "dt_proj", "out_proj"), _FUSED),
@@ -71,10 +80,10 @@ SWAP_RULES = (
     SwapRule("*Gate", ("*",), _ROUTER),
     SwapRule("*M[oO][eE]*", ("gate", "router", "shared_expert_gate"), _ROUTER),
     # Adapters (LoRA) are small, still train, and their dtype is what the input is cast to.
-    SwapRule("*", ("*lora_[AB].*",), "it is an adapter"),
+    SwapRule("*", ("*lora_[AB].*",), "it is an adapter", _PEFT),
     # PEFT merges an adapter by adding it to the weight in place. The other wrapper holds what it trains as a whole.
-    SwapRule("BaseTunerLayer", ("base_layer",), "it has an adapter: quantize first, then attach the adapter"),
-    SwapRule("AuxiliaryTrainingWrapper", ("*",), "it trains beside an adapter"),
+    SwapRule("BaseTunerLayer", ("base_layer",), "it has an adapter: quantize first, then attach the adapter", _PEFT),
+    SwapRule("AuxiliaryTrainingWrapper", ("*",), "it trains beside an adapter", _PEFT),
 )
 
 
@@ -84,9 +93,12 @@ def find_rule(ancestors: Iterable[tuple[type[nn.Module], str]]) -> SwapRule | No
     ``ancestors``: for each module around the layer, its class and the layer's dotted path below it.
     """
     for holder, path in ancestors:
-        classes = [cls.__name__ for cls in holder.__mro__]
         for rule in SWAP_RULES:
-            if any(fnmatchcase(name, rule.holder) for name in classes):
-                if any(fnmatchcase(path, pattern) for pattern in rule.paths):
+            if any(fnmatchcase(path, pattern) for pattern in rule.paths):
+                if any(_is_for(rule, cls) for cls in holder.__mro__):
                     return rule
     return None
+
+
+def _is_for(rule: SwapRule, cls: type) -> bool:
+    return fnmatchcase(cls.__name__, rule.holder) and any(fnmatchcase(cls.__module__, glob) for glob in rule.modules)

@@ -93,17 +93,27 @@ def inspect(
 
     qgemm quantize llama llama-int8 --skip "*.o_proj" --skip "re:layers.[01].mlp" --device cuda
 
+    qgemm quantize llama llama-mixed --scheme "*.mlp.*=int4" --scheme "*=int8" --include lm_head
+
     qgemm quantize llama llama-static --scheme int8-static --input-scales scales.json"""
 )
 def quantize(
     source: Annotated[Path, typer.Argument(help="The folder of a float model, as transformers saves it.")],
     destination: Annotated[Path, typer.Argument(help="A folder for the quantized model.")],
     scheme: Annotated[
-        str, typer.Option(help="int8, int4, another of qgemm's; int8-static wants --input-scales.")
-    ] = "int8",
+        list[str] | None,
+        typer.Option(
+            help="int8, int4, another of qgemm's; int8-static wants --input-scales. Or PATTERN=SCHEME, repeated: the "
+            'first pattern that matches a layer counts, "float" leaves it. [int8]'
+        ),
+    ] = None,
     skip: Annotated[
         list[str] | None,
         typer.Option(help="Leave this in float: a name, a glob, or re: and a regular expression. May be repeated."),
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="Quantize this, though it stays in float by default: as --skip has it. May be repeated."),
     ] = None,
     drop: Annotated[
         list[str] | None,
@@ -134,8 +144,9 @@ def quantize(
             document = run(
                 source,
                 destination,
-                scheme,
+                scheme or ["int8"],
                 skip or [],
+                include or [],
                 drop or [],
                 input_scales,
                 device,

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.reporting": {"qgemm.tables", "qgemm.nn"},
     "qgemm.swap_rules": set(),
     "qgemm.survey": {"qgemm.swap_rules", "qgemm.reporting", "qgemm.nn", "qgemm.kernels"},
-    "qgemm.selection": {"qgemm.survey", "qgemm.nn"},
+    "qgemm.selection": {"qgemm.survey", "qgemm.nn", "qgemm.scheme"},
     "qgemm.offloading": set(),
     "qgemm.swap": {"qgemm.offloading", "qgemm.survey", "qgemm.reporting", "qgemm.nn", "qgemm.scheme"},
     "qgemm.calibration": {

@@ -11,6 +11,8 @@ import pytest
 import transformers
 from torch import nn
 
+from qgemm.quantize import quantize_model
+from qgemm.reporting import report
 from qgemm.swap_rules import find_rule
 
 # Read and found harmless, though the source looks like the places that aren't.
@@ -23,8 +25,8 @@ READ = re.compile(r"self\.\w+\.weight")
 LINEAR_CLASSES = {"Linear", "Conv1D", "FalconLinear"}
 
 
-def _holder(name: str) -> type[nn.Module]:
-    return type(name, (nn.Module,), {})
+def _holder(name: str, module: str = "transformers.models.some.modeling_some") -> type[nn.Module]:
+    return type(name, (nn.Module,), {"__module__": module})
 
 
 def _name_of_call(node: ast.AST) -> str:
@@ -110,11 +112,53 @@ def test_every_read_of_a_linear_weight_in_transformers_has_a_rule() -> None:
         ([("MixtralSparseMoeBlock", "gate")], True),
         # The gate of a gated MLP is no router.
         ([("Qwen3MoeMLP", "gate_proj")], False),
-        ([("ModuleDict", "default"), ("Linear", "lora_A.default")], True),
     ],
 )
 def test_rules_hold_for_these_and_no_more(around: list[tuple[str, str]], kept: bool) -> None:
     assert (find_rule((_holder(name), path) for name, path in around) is not None) == kept
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "path", "kept"),
+    [
+        ("transformers_modules.somebody.model.modeling_model", "SomeRouter", "proj", True),
+        ("transformers.models.mixtral.modeling_mixtral", "SomeRouter", "proj", True),
+        ("__main__", "SomeRouter", "proj", False),
+        # Begins alike.
+        ("transformers_of_mine.models", "SomeRouter", "proj", False),
+        ("peft.tuners.lora.layer", "Linear", "lora_A.default", True),
+        ("mine.layers", "Linear", "lora_A.default", False),
+        ("mine.layers", "TransformerEncoderLayer", "linear1", False),
+    ],
+)
+def test_a_rule_is_for_the_modules_that_it_names(module: str, name: str, path: str, kept: bool) -> None:
+    assert (find_rule([(_holder(name, module), path)]) is not None) == kept
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(32, 8)
+
+
+class PatchEmbed(Gate):
+    pass
+
+
+class MyMoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 8)
+
+
+def test_classes_of_ones_own_have_no_rule_by_their_names() -> None:
+    model = quantize_model(nn.Sequential(Gate(), PatchEmbed(), MyMoE()))
+    assert report(model).kept == ()
+
+
+def test_a_class_that_inherits_has_the_rules_of_what_it_inherits_from() -> None:
+    mine = type("Mine", (_holder("SomeRouter"),), {"__module__": "__main__"})
+    assert find_rule([(mine, "proj")]) is not None
 
 
 def test_rules_hold_for_subclasses() -> None:

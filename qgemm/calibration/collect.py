@@ -18,7 +18,7 @@ from qgemm.calibration.method import Call
 from qgemm.calibration.observers import Observer, resolve_observer
 from qgemm.calibration.result import Calibration
 from qgemm.nn.float_experts import describe_experts
-from qgemm.selection import Pattern, listed, select_layers
+from qgemm.selection import Patterns, listed, select_layers
 from qgemm.survey import find_layers
 
 NO_BATCH = "calibration has no batch: an iterator that was used up gives nothing a second time"
@@ -29,7 +29,8 @@ def calibrate(
     model: nn.Module,
     observer: str | Observer = "min-max",
     *,
-    skip: Pattern | Iterable[Pattern] | None = None,
+    skip: Patterns = None,
+    include: Patterns = None,
 ) -> Iterator[Calibration]:
     """A context in which every call of ``model`` adds to the statistics of its layers' inputs.
 
@@ -38,12 +39,12 @@ def calibrate(
 
     - ``observer``: ``"min-max"``, ``"moving-average"``, ``"percentile"``, ``"mse"``, or an ``Observer`` with the
       settings that are wanted.
-    - ``skip``: as ``quantize_model`` has it.
+    - ``skip``, ``include``: as ``quantize_model`` has them.
 
     Warns at the end of layers that saw nothing, and of experts to which no token went. Raises ``ValueError`` as
     ``quantize_model`` does, before the model runs; and out of the model's call if a layer's input holds NaN or Inf.
     """
-    layers = [layer for layer in select_layers(model, skip) if not layer.reason]
+    layers = [layer for layer in select_layers(model, skip, include) if not layer.reason]
     names = [layer.name for layer in layers if not layer.is_experts]
     calibration = Calibration(resolve_observer(observer))
     with (

@@ -41,7 +41,7 @@ from qgemm.nn import QuantExperts, QuantLayer, linear_class
 from qgemm.offloading import weights_at_hand
 from qgemm.reporting import parameter_bytes, shortened
 from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
-from qgemm.selection import Pattern, listed, select_layers
+from qgemm.selection import Patterns, listed, select_layers
 from qgemm.survey import Layer
 from qgemm.tables import html_table, size, text_table
 
@@ -178,7 +178,8 @@ def sensitivity(
     data: Iterable[Any],
     schemes: str | QuantScheme | Sequence[str | QuantScheme] = "int8",
     *,
-    skip: Pattern | Iterable[Pattern] | None = None,
+    skip: Patterns = None,
+    include: Patterns = None,
     progress: bool | None = None,
 ) -> Sensitivity:
     """Measures what each layer of ``model``, quantized alone and rounded to nearest, does to the model's output.
@@ -188,7 +189,7 @@ def sensitivity(
       and a few times on the first batch, to find its blocks. What all blocks return on one batch is kept in memory.
     - ``schemes``: one or more, each tried on every layer: those without outlier columns, and without a rotation before
       a static scale. Experts have ``"int8"`` for any.
-    - ``skip``: as ``quantize_model`` has it: layers that aren't measured.
+    - ``skip``, ``include``: as ``quantize_model`` has them: what isn't measured, and what is.
 
     The model stays as it is, also after an error. Warns of layers that no token reaches; they have no record. Raises
     ``ValueError`` and ``TypeError`` as ``quantize_model`` does, and ``ValueError`` if the output holds NaN or Inf.
@@ -196,7 +197,7 @@ def sensitivity(
     check_batches(data)
     wanted = [schemes] if isinstance(schemes, str | QuantScheme) else list(schemes)
     resolved = [_measurable(resolve_scheme(scheme)) for scheme in wanted]
-    layers = [layer for layer in select_layers(model, skip) if not layer.reason]
+    layers = [layer for layer in select_layers(model, skip, include) if not layer.reason]
     batches = list(data)
     calls = [as_call(batch, index) for index, batch in enumerate(batches)]
     if not calls:

@@ -53,8 +53,7 @@ from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.float_experts import describe_experts
 from qgemm.quantize import SwapPlan, make_report, plan_swaps
 from qgemm.reporting import LayerRecord, QuantReport
-from qgemm.scheme import QuantScheme, resolve_scheme
-from qgemm.selection import Pattern
+from qgemm.selection import Patterns, SchemeChoice, as_patterns, resolve_schemes, shown_pattern
 from qgemm.survey import Layer
 from qgemm.swap import ExpertsSwap, swap
 
@@ -67,28 +66,29 @@ AUTO_QUANTIZER_MAPPING.pop(QUANT_METHOD, None)
 class QGemmConfig(QuantizationConfigMixin):
     """``quantization_config`` for ``from_pretrained``: how to quantize a float model as it is loaded.
 
-    ``scheme``, ``skip`` and ``input_scales`` are those of ``qgemm.quantize_model``. ``skip`` adds to what stays in
-    float by default. Once a model is quantized, its ``config.quantization_config`` has ``manifest`` instead, which says
-    what was done to every layer.
+    ``scheme``, ``skip``, ``include`` and ``input_scales`` are those of ``qgemm.quantize_model``. Once a model is
+    quantized, its ``config.quantization_config`` has ``manifest`` instead, which says what was done to every layer.
     """
 
     def __init__(
         self,
-        scheme: str | QuantScheme = "int8",
+        scheme: SchemeChoice = "int8",
         *,
-        skip: Pattern | Iterable[Pattern] | None = None,
+        skip: Patterns = None,
+        include: Patterns = None,
         input_scales: Mapping[str, float | Tensor] | None = None,
     ) -> None:
         """Raises ``ValueError`` for an unknown scheme, or one that can't be applied as a model loads."""
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
-        self.scheme = resolve_scheme(scheme)
-        if linear_class(self.scheme).folds_bias:
-            # A bias may come before its weight, or after.
-            raise ValueError(
-                f"scheme {self.scheme.name!r} changes biases, which can't be done as a model loads: load it in float, "
-                "and pass it to qgemm.quantize_model"
-            )
-        self.skip = [] if skip is None else [skip] if isinstance(skip, str | re.Pattern) else list(skip)
+        self.schemes = resolve_schemes(scheme)
+        for each in self.schemes.values():
+            if each is not None and linear_class(each).folds_bias:
+                # A bias may come before its weight, or after.
+                raise ValueError(
+                    f"scheme {each.name!r} changes biases, which can't be done as a model loads: load it in float, "
+                    "and pass it to qgemm.quantize_model"
+                )
+        self.skip, self.include = as_patterns("skip", skip), as_patterns("include", include)
         self.input_scales = None if input_scales is None else dict(input_scales)
         self.manifest: Manifest | None = None
 
@@ -105,7 +105,10 @@ class QGemmConfig(QuantizationConfigMixin):
         if "format_version" in config_dict or "layers" in config_dict:
             config = cls.from_manifest(Manifest.from_config({"quantization_config": config_dict}, Path(CONFIG_FILE)))
         else:
-            config = cls(**{key: value for key, value in config_dict.items() if key != "quant_method"})
+            values = {key: value for key, value in config_dict.items() if key != "quant_method"}
+            if isinstance(values.get("scheme"), list):
+                values["scheme"] = dict(values["scheme"])
+            config = cls(**values)
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,8 +116,15 @@ class QGemmConfig(QuantizationConfigMixin):
         if self.manifest is not None:
             return self.manifest.to_dict()
         scales = None if self.input_scales is None else {k: float(v) for k, v in self.input_scales.items()}
-        patterns = [pattern if isinstance(pattern, str) else pattern.pattern for pattern in self.skip]
-        return {"quant_method": QUANT_METHOD, "scheme": self.scheme.name, "skip": patterns, "input_scales": scales}
+        # Pairs, since their order counts, which JSON promises of lists alone.
+        schemes = [[shown_pattern(pattern), each and each.name] for pattern, each in self.schemes.items()]
+        return {
+            "quant_method": QUANT_METHOD,
+            "scheme": schemes[0][1] if list(self.schemes) == ["*"] else schemes,
+            "skip": [shown_pattern(pattern) for pattern in self.skip],
+            "include": [shown_pattern(pattern) for pattern in self.include],
+            "input_scales": scales,
+        }
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """``dict(config)`` is ``config.to_dict()``."""
@@ -206,8 +216,8 @@ class QGemmQuantizer(HfQuantizer):
         """Bytes per value, by which ``device_map="auto"`` counts: those of a weight once it has arrived."""
         if param_name not in self.waiting:
             return param.element_size()
-        is_packed = self.quantization_config.scheme.weight.dtype == "int4" and not self.waiting[param_name].is_experts
-        return 0.5 if is_packed else 1
+        assert self._plan is not None
+        return 0.5 if self._plan.scheme_of(self.waiting[param_name]).weight.dtype == "int4" else 1
 
     def get_quantize_ops(self) -> ConversionOps:
         """What is done with a weight for which ``param_needs_quantization``."""
@@ -266,7 +276,7 @@ class QGemmQuantizer(HfQuantizer):
             )
         config = self.quantization_config
         with _as_it_will_be(model):
-            self._plan = plan_swaps(model, config.scheme, config.skip, config.input_scales)
+            self._plan = plan_swaps(model, config.schemes, config.skip, config.include, config.input_scales)
         self.waiting = {
             f"{name}.{leaf}": layer
             for layer in self._plan.chosen

@@ -19,8 +19,7 @@ from tqdm import tqdm
 from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, parse_size
 from qgemm.device import find_device
 from qgemm.reporting import QuantReport
-from qgemm.scheme import QuantScheme
-from qgemm.selection import Pattern, as_patterns
+from qgemm.selection import Pattern, Patterns, SchemeChoice, as_patterns, resolve_schemes
 from qgemm.streaming.companions import find_companions
 from qgemm.streaming.plan import Plan, make_plan
 from qgemm.streaming.shards import bytes_to_read, write_shard
@@ -32,9 +31,10 @@ from qgemm.version import __version__
 def quantize_checkpoint(
     source: str | Path,
     destination: str | Path,
-    scheme: str | QuantScheme = "int8",
+    scheme: SchemeChoice = "int8",
     *,
-    skip: Pattern | Iterable[Pattern] | None = None,
+    skip: Patterns = None,
+    include: Patterns = None,
     input_scales: Mapping[str, float | Tensor] | None = None,
     drop: str | Iterable[str] = (),
     device: torch.device | str = "cpu",
@@ -49,7 +49,7 @@ def quantize_checkpoint(
     a weight, or one expert, are in memory at a time.
 
     - ``source``: a folder with ``config.json`` and safetensors files, of float weights.
-    - ``scheme``, ``skip``, ``input_scales``: as ``quantize_model`` has them.
+    - ``scheme``, ``skip``, ``include``, ``input_scales``: as ``quantize_model`` has them.
     - ``drop``: names or globs of tensors in the files that the model has no place for, to go without them.
     - ``device``: where weights are quantized, a part at a time.
     - ``max_shard_size``: how large a file may be, in bytes or as text like ``"5GB"``.
@@ -65,15 +65,15 @@ def quantize_checkpoint(
     source, destination = Path(source), Path(destination).absolute()
     device = find_device(device)
     drop = _names(drop)
-    skip = as_patterns(skip)
+    skip, include = as_patterns("skip", skip), as_patterns("include", include)
     with open_source(source) as opened:
-        plan = make_plan(opened, scheme, skip, input_scales, drop, max_shard_size)
+        plan = make_plan(opened, scheme, skip, include, input_scales, drop, max_shard_size)
         companions, code = find_companions(source)
         if code:
             warnings.warn(
                 f"{', '.join(code)} in {source} are not copied: qgemm runs no code of a checkpoint", stacklevel=2
             )
-        job = _describe_job(opened, plan, scheme, skip, input_scales, max_shard_size)
+        job = _describe_job(opened, plan, scheme, skip, include, input_scales, max_shard_size)
         with _explained(destination), open_workspace(destination, job) as workspace:
             if not resume:
                 workspace.clear()
@@ -140,8 +140,9 @@ def _names(drop: str | Iterable[str]) -> list[str]:
 def _describe_job(
     source: Source,
     plan: Plan,
-    scheme: str | QuantScheme,
+    scheme: SchemeChoice,
     skip: list[Pattern],
+    include: list[Pattern],
     input_scales: Mapping[str, float | Tensor] | None,
     max_shard_size: int | str,
 ) -> dict[str, Any]:
@@ -153,13 +154,18 @@ def _describe_job(
     return {
         "source": source.fingerprints,
         **{name: _hash_file(source.folder / name) for name in (CONFIG_FILE, GENERATION_CONFIG_FILE)},
-        "scheme": scheme if isinstance(scheme, str) else scheme.name,
-        "skip": [pattern if isinstance(pattern, str) else repr(pattern) for pattern in skip],
+        "scheme": [[_as_text(pattern), each and each.name] for pattern, each in resolve_schemes(scheme).items()],
+        "skip": [_as_text(pattern) for pattern in skip],
+        "include": [_as_text(pattern) for pattern in include],
         "input_scales": scales,
         "max_shard_size": parse_size(max_shard_size),
         "layout": hashlib.sha256(json.dumps([layout, plan.shards]).encode()).hexdigest(),
         "versions": {"qgemm": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
+
+
+def _as_text(pattern: Pattern) -> str:
+    return pattern if isinstance(pattern, str) else repr(pattern)  # with its flags
 
 
 def _hash_file(path: Path) -> str | None:

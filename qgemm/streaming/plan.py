@@ -21,8 +21,7 @@ from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.float_experts import describe_experts
 from qgemm.quantize import quantize_model
 from qgemm.reporting import QuantReport, report
-from qgemm.scheme import QuantScheme, resolve_scheme
-from qgemm.selection import Pattern
+from qgemm.selection import Patterns, SchemeChoice, resolve_schemes
 from qgemm.streaming.float_tensors import BuiltFloat, FloatTensor, OrderedExperts
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
@@ -78,23 +77,25 @@ class Plan:
 
 def make_plan(
     source: Source,
-    scheme: str | QuantScheme,
-    skip: Pattern | Iterable[Pattern] | None,
+    scheme: SchemeChoice,
+    skip: Patterns,
+    include: Patterns,
     input_scales: Mapping[str, float | Tensor] | None,
     drop: Iterable[str],
     max_shard_size: int | str,
 ) -> Plan:
     """What is to be written of ``source``; raises as ``quantize_model`` and ``plan_loading`` do."""
     limit = parse_size(max_shard_size)
-    scheme = resolve_scheme(scheme)
-    if linear_class(scheme).folds_bias:
+    for each in resolve_schemes(scheme).values():
+        if each is None or not linear_class(each).folds_bias:
+            continue
         raise ValueError(
-            f"scheme {scheme.name!r} changes biases, which can't be done from files to files: load the float model, "
+            f"scheme {each.name!r} changes biases, which can't be done from files to files: load the float model, "
             "and pass it to qgemm.quantize_model"
         )
     loading = plan_loading(source, drop)
     model = copy.deepcopy(loading.model)
-    quantize_model(model, scheme, skip=skip, input_scales=input_scales, progress=False)
+    quantize_model(model, scheme, skip=skip, include=include, input_scales=input_scales, progress=False)
     tensors = stored_tensors(model)
     ties = find_ties(tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import qgemm
 from qgemm.checkpoint.layout import read_json
+from qgemm.scheme import QuantScheme
+from qgemm.selection import Pattern, SchemeChoice
 from qgemm_cli.output import print_lines, print_table, printable, size
 from qgemm_cli.patterns import collapse, pattern_of
 
@@ -16,8 +17,9 @@ from qgemm_cli.patterns import collapse, pattern_of
 def quantize(
     source: Path,
     destination: Path,
-    scheme: str,
+    scheme: Sequence[str],
     skip: Sequence[str],
+    include: Sequence[str],
     drop: Sequence[str],
     input_scales: Path | None,
     device: str,
@@ -29,8 +31,9 @@ def quantize(
     report = qgemm.quantize_checkpoint(
         source,
         destination,
-        scheme,
-        skip=[parse_pattern(pattern) for pattern in skip] or None,
+        parse_schemes(scheme),
+        skip=skip,
+        include=include,
         drop=drop,
         input_scales=None if input_scales is None else read_json(input_scales),
         device=device,
@@ -41,7 +44,7 @@ def quantize(
     return {
         "source": str(source),
         "destination": str(destination),
-        "scheme": scheme,
+        "scheme": parse_schemes(scheme),
         "quantized": len(report.quantized),
         "kept": len(report.kept),
         "coverage": report.coverage,
@@ -52,14 +55,18 @@ def quantize(
     }
 
 
-def parse_pattern(text: str) -> str | re.Pattern[str]:
-    """What ``--skip`` takes: a name, a glob, or after ``re:`` a regular expression."""
-    if not text.startswith("re:"):
-        return text
-    try:
-        return re.compile(text[3:])
-    except re.error as error:
-        raise ValueError(f"--skip {text}: {error}") from error
+def parse_schemes(given: Sequence[str]) -> SchemeChoice:
+    """What ``--scheme`` takes: one scheme, or patterns with theirs (``PATTERN=SCHEME``), of which "float" is none."""
+    if len(given) == 1 and "=" not in given[0]:
+        return given[0]
+    schemes: dict[Pattern, str | QuantScheme | None] = {}
+    for text in given:
+        pattern, equals, scheme = text.rpartition("=")
+        if not equals or pattern in schemes:
+            wanted = "has that pattern twice" if equals else "is one of several, each of which must be PATTERN=SCHEME"
+            raise ValueError(f"--scheme {text} {wanted}")
+        schemes[pattern] = None if scheme == "float" else scheme
+    return schemes
 
 
 def show(document: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 import qgemm
 from cli.command import run, run_failing, run_json
-from qgemm_cli.commands.quantize import parse_pattern
+from qgemm_cli.commands.quantize import parse_schemes
 
 
 def test_the_checkpoint_loads_and_the_report_is_right(float_folder: Path, tmp_path: Path) -> None:
@@ -62,17 +61,17 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return qgemm.QuantReport(())
 
     monkeypatch.setattr(qgemm, "quantize_checkpoint", record)
-    options = {"scheme": "int8", "device": "meta", "max-shard-size": "7GB", "drop": "a.*", "skip": "b"}
+    options = {"scheme": "int8", "device": "meta", "max-shard-size": "7GB", "drop": "a.*", "skip": "b", "include": "c"}
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     run("quantize", tmp_path, tmp_path / "out", *flags, "--no-resume", "--no-progress")
     run("quantize", tmp_path, tmp_path / "out")
     (given, chosen), (_, default) = calls
     assert given == (tmp_path, tmp_path / "out", "int8")
-    assert chosen["skip"] == ["b"]
+    assert (chosen["skip"], chosen["include"]) == (["b"], ["c"])
     assert chosen["drop"] == ["a.*"]
     assert (chosen["device"], chosen["max_shard_size"]) == ("meta", "7GB")
     assert (chosen["resume"], chosen["progress"]) == (False, False)
-    assert (default["resume"], default["progress"], default["skip"]) == (True, None, None)
+    assert (default["resume"], default["progress"], default["skip"]) == (True, None, [])
 
 
 def test_the_table_has_a_row_for_a_kind_of_layer(float_folder: Path, tmp_path: Path) -> None:
@@ -86,15 +85,34 @@ def test_what_cannot_be_done_is_one_sentence(float_folder: Path, int8_folder: Pa
     out = tmp_path / "out"
     assert "scheme is 'int3'" in run_failing("quantize", float_folder, out, "--scheme", "int3")
     assert "did you mean" in run_failing("quantize", float_folder, out, "--skip", "model.layers.0.mlp.up_prj")
-    assert "--skip re:(" in run_failing("quantize", float_folder, out, "--skip", "re:(")
+    assert "skip: 're:(' is no regular expression" in run_failing("quantize", float_folder, out, "--skip", "re:(")
     assert "max_shard_size" in run_failing("quantize", float_folder, out, "--max-shard-size", "big")
     assert "is quantized already" in run_failing("quantize", int8_folder, out)
     assert "is no folder" in run_failing("quantize", tmp_path / "nowhere", out)
     assert not out.exists()
 
 
-def test_patterns() -> None:
-    assert parse_pattern("a.*") == "a.*"
-    assert parse_pattern("re:a.*") == re.compile("a.*")
-    with pytest.raises(ValueError, match=r"--skip re:\["):
-        parse_pattern("re:[")
+def test_schemes_by_pattern(float_folder: Path, tmp_path: Path) -> None:
+    schemes = ["--scheme", "re:mlp=int4", "--scheme", "model.layers.1=float", "--scheme", "*=int8"]
+    found = run_json("quantize", float_folder, tmp_path / "out", *schemes)
+    assert found["scheme"] == {"re:mlp": "int4", "model.layers.1": None, "*": "int8"}
+    actions = {record.name: record.action for record in qgemm.report(qgemm.load_quantized(tmp_path / "out")).records}
+    assert actions["model.layers.1.mlp.up_proj"] == "int4"
+    assert actions["model.layers.1.self_attn.q_proj"] == "float"
+    assert actions["model.layers.0.self_attn.q_proj"] == "int8"
+    # It is tied to the embedding, and what was asked for says so.
+    said = run_failing("quantize", float_folder, tmp_path / "again", "--include", "lm_head")
+    assert "it shares its weight with model.embed_tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["int4", "*=int8"], "--scheme int4 is one of several, each of which must be PATTERN=SCHEME"),
+        (["*=int4", "*=int8"], r"--scheme \*=int8 has that pattern twice"),
+        (["int4", "int8"], "is one of several"),
+    ],
+)
+def test_schemes_that_are_none(given: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_schemes(given)

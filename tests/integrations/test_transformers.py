@@ -220,13 +220,28 @@ def test_dequantize(llama_folder: Path, tmp_path: Path) -> None:
 
 
 def test_config_shows_and_copies() -> None:
-    config = qgemm.QGemmConfig("int8", skip=["a", re.compile("b+")])
-    assert config.to_dict() == {"quant_method": "qgemm", "scheme": "int8", "skip": ["a", "b+"], "input_scales": None}
+    config = qgemm.QGemmConfig("int8", skip=["a", re.compile("b+")], include="lm_head")
+    assert config.to_dict() == {
+        "quant_method": "qgemm",
+        "scheme": "int8",
+        "skip": ["a", "re:b+"],
+        "include": ["lm_head"],
+        "input_scales": None,
+    }
     assert dict(config) == config.to_dict() == json.loads(config.to_json_string())
     assert '"scheme": "int8"' in repr(config)
     assert copy.deepcopy(config).to_dict() == config.to_dict()
     with pytest.raises(ValueError, match="int9"):
         qgemm.QGemmConfig("int9")
+
+
+def test_config_of_schemes_by_pattern() -> None:
+    config = qgemm.QGemmConfig({"z.*": "int4", re.compile("^b"): None, "*": "int8"}, skip=re.compile("c"))
+    # transformers sorts the keys of what it writes: the order of patterns counts.
+    text = json.dumps(config.to_dict(), sort_keys=True)
+    again = qgemm.QGemmConfig.from_dict(json.loads(text))
+    assert list(again.schemes.items()) == list(config.schemes.items())
+    assert (again.skip, again.to_dict()) == (config.skip, config.to_dict())
 
 
 def test_config_of_a_folder(llama_folder: Path, tmp_path: Path) -> None:
