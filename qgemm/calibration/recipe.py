@@ -28,6 +28,7 @@ from qgemm.calibration.outlier_columns import OutlierColumns
 from qgemm.calibration.residual_rotation import ResidualRotation
 from qgemm.calibration.rounding import MSEWeights
 from qgemm.calibration.smoothquant import SmoothQuant
+from qgemm.checkpoint.disk import open_regular, replacing
 from qgemm.reporting import report, shortened
 
 METHODS: dict[str, type[Method]] = {
@@ -120,9 +121,10 @@ class Recipe:
         return None if stored is None else cls.from_dict(stored, methods)
 
     def save(self, path: str | Path) -> None:
-        """Writes a YAML file. Needs PyYAML."""
+        """Writes a YAML file, whole or not at all: until then, an old one stays. Needs PyYAML."""
         text = _yaml().safe_dump(self.to_dict(), sort_keys=False)
-        Path(path).write_text(text, encoding="utf-8")
+        with replacing(Path(path)) as file:
+            file.write(text.encode())
 
     @classmethod
     def load(cls, path: str | Path, methods: Iterable[type[Method]] = ()) -> Recipe:
@@ -131,7 +133,7 @@ class Recipe:
         ``methods``: of one's own, beside those in ``METHODS``. Raises ``ValueError`` for anything else.
         """
         path = Path(path)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(_LARGEST_FILE + 1)
         if len(content) > _LARGEST_FILE:
             raise ValueError(f"{path} is no recipe: it has more than {_LARGEST_FILE} bytes")

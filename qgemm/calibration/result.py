@@ -20,9 +20,9 @@ from torch import Tensor
 from qgemm.calibration.histogram import BINS
 from qgemm.calibration.observers import OBSERVERS, Observer
 from qgemm.checkpoint import CheckpointError
+from qgemm.checkpoint.disk import make_folder, replacing
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_metadata, read_values
 from qgemm.checkpoint.safetensors_writer import write_safetensors
-from qgemm.checkpoint.staging import StagedFiles
 
 METADATA = "qgemm_calibration"
 
@@ -72,27 +72,22 @@ class Calibration:
         return Calibration(self.observer, merged)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Writes the statistics to a safetensors file, whole or not at all.
+        """Writes the statistics to a safetensors file, whole or not at all: until then, an old one stays.
 
         Raises ``FileExistsError`` if there is one, unless ``overwrite`` is set.
         """
         path = Path(path)
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path} is there already; pass overwrite=True to replace it")
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         tensors = {
             f"{name}.{key}": torch.as_tensor(getattr(observer, key), dtype=_STORED[key][0])
             for name, observer in self.statistics.items()
             for key in _kept_by(observer)
         }
         about = {"observer": self.observer.name, "settings": self.observer.settings}
-        staged = StagedFiles(path.parent)
-        try:
-            with staged.create(path.name) as file:
-                write_safetensors(file, tensors, lambda written: None, {METADATA: json.dumps(about)})
-            staged.publish(last=path.name, stale=())
-        finally:
-            staged.discard()
+        with replacing(path) as file:
+            write_safetensors(file, tensors, lambda written: None, {METADATA: json.dumps(about)})
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
 from qgemm.checkpoint import CheckpointError
+from qgemm.checkpoint.disk import make_folder, remove_unfinished, replacing
 from qgemm.checkpoint.layout import read_json
 from qgemm.checkpoint.matching import quantized_layers
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, read_header, read_metadata, read_values
 from qgemm.checkpoint.safetensors_writer import write_safetensors
-from qgemm.checkpoint.staging import StagedFiles
 from qgemm.checkpoint.tensors import get_tensor, named_tensors, set_tensor
 from qgemm.nn import LinearLayer, QuantLayer
 from qgemm.nn.quant_layer import frozen
@@ -48,15 +48,15 @@ class ResumeFolder:
         Raises ``ValueError`` if ``folder`` is of another run, ``CheckpointError`` if what says so is damaged.
         """
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.glob(".*.tmp-*"):
-            path.unlink()  # of a run that was killed as it wrote
+        make_folder(self.folder)
+        remove_unfinished(self.folder)
         path = self.folder / RUN_FILE
         about = json.loads(json.dumps(about))
         if not path.exists():
             if foreign := sorted(each.name for each in self.folder.iterdir()):
                 raise ValueError(f"resume: {self.folder} holds {foreign[0]} but no {RUN_FILE}: give an empty folder")
-            self._write(RUN_FILE, (json.dumps(about, indent=2) + "\n").encode())
+            with replacing(path) as file:
+                file.write((json.dumps(about, indent=2) + "\n").encode())
             return
         stored = read_json(path)
         if differing := [key for key in {**stored, **about} if stored.get(key) != about.get(key)]:
@@ -79,13 +79,8 @@ class ResumeFolder:
             "schemes": {each: layer.scheme.to_dict() for each, layer in layers.items()},
             "report": QuantReport(tuple(records)).to_dict(),
         }
-        staged = StagedFiles(self.folder)
-        try:
-            with staged.create(self._path(index).name) as file:
-                write_safetensors(file, tensors, lambda written: None, {METADATA: json.dumps(about)})
-            staged.publish(last=self._path(index).name, stale=())
-        finally:
-            staged.discard()
+        with replacing(self._path(index)) as file:
+            write_safetensors(file, tensors, lambda written: None, {METADATA: json.dumps(about)})
 
     def restore(self, index: int, model: nn.Module, layers: Mapping[str, Layer]) -> list[LayerRecord]:
         """Puts block ``index`` into ``model``, as it was saved, and returns its layers' records.
@@ -118,15 +113,6 @@ class ResumeFolder:
 
     def _path(self, index: int) -> Path:
         return self.folder / f"block-{index:05d}.safetensors"
-
-    def _write(self, name: str, content: bytes) -> None:
-        staged = StagedFiles(self.folder)
-        try:
-            with staged.create(name) as file:
-                file.write(content)
-            staged.publish(last=name, stale=())
-        finally:
-            staged.discard()
 
 
 def hash_of_model(model: nn.Module) -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import qgemm
+from qgemm.checkpoint.disk import make_folder, open_regular, replacing
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import checkpoint_files
-from qgemm.checkpoint.staging import StagedFiles
 from qgemm.streaming.companions import find_companions
 from qgemm_cli.commands.inspect import examine
 from qgemm_cli.output import print_lines, printable, size
@@ -33,9 +38,8 @@ def convert(source: Path, destination: Path, to: str, max_shard_size: str, overw
     if destination.is_dir() and (old := checkpoint_files(destination)) and not overwrite:
         raise ValueError(f"{destination} already holds {', '.join(old)}; pass --overwrite to replace them")
     model = qgemm.load_quantized(opened.folder)
-    qgemm.save_quantized(model, destination, max_shard_size=max_shard_size, overwrite=overwrite, format=to)
+    copied = _write(model, opened.folder, destination, overwrite, max_shard_size=max_shard_size, format=to)
     del model
-    copied = _copy_companions(opened.folder, destination, overwrite)
     written = examine(destination, verify=True)
     if problems := written["problems"] or ([] if written["loads"] else [written["refusal"]]):
         raise CheckpointError(f"{destination} was written, but isn't sound: {problems[0]}")
@@ -52,23 +56,44 @@ def convert(source: Path, destination: Path, to: str, max_shard_size: str, overw
     }
 
 
-def _copy_companions(source: Path, destination: Path, overwrite: bool) -> list[str]:
-    """Copies what lies beside the weights, such as the tokenizer; returns what was copied."""
-    copied = []
-    for path in find_companions(source)[0]:
-        target = destination / path
-        if target.exists() and not overwrite:
-            continue
-        target.parent.mkdir(exist_ok=True)
-        staged = StagedFiles(target.parent)
-        try:
-            with (source / path).open("rb") as original, staged.create(target.name) as copy:
-                shutil.copyfileobj(original, copy)
-            staged.publish(last=target.name, stale=())
-        finally:
-            staged.discard()
-        copied.append(str(path))
-    return copied
+def _write(model: nn.Module, source: Path, destination: Path, overwrite: bool, **options: Any) -> list[str]:
+    """Saves ``model`` with what lies beside it in ``source``, such as the tokenizer; returns what was copied.
+
+    A folder without a checkpoint has none until all is there. One with a checkpoint keeps it until there is room for
+    everything, the copies too.
+    """
+    is_new = not destination.exists()
+    make_folder(destination)
+    paths = find_companions(source)[0]
+    targets = {path: destination / path for path in paths if overwrite or not (destination / path).exists()}
+    has_old = bool(checkpoint_files(destination))
+    try:
+        with ExitStack() as copies:
+            for path, target in targets.items():
+                make_folder(target.parent)
+                with open_regular(source / path) as original:
+                    copy = copies.enter_context(replacing(target))
+                    shutil.copyfileobj(original, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+            if not has_old:
+                copies.close()  # which puts them in place
+            qgemm.save_quantized(model, destination, overwrite=overwrite, **options)
+    except BaseException:
+        if is_new and not checkpoint_files(destination):
+            _remove(destination, targets.values())
+        raise
+    return [str(path) for path in targets]
+
+
+def _remove(folder: Path, files: Iterable[Path]) -> None:
+    """Removes ``files``, and the folders that held nothing else."""
+    for file in files:
+        with suppress(OSError):
+            file.unlink()
+            file.parent.rmdir()
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def show(document: dict[str, Any]) -> None:

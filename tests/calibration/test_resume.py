@@ -22,7 +22,6 @@ from torch import nn
 
 import qgemm
 from qgemm.calibration import GPTQ, BiasCorrection, Block, Method, Percentile, SmoothQuant
-from qgemm.checkpoint.staging import StagedFiles
 
 
 @dataclass(frozen=True)
@@ -127,16 +126,15 @@ def test_nothing_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest
 CHILD = """
     import os, signal, sys
     from pathlib import Path
-    from qgemm.checkpoint import staging
     from calibration.test_resume import build, quantize
 
     folder, at = sys.argv[1:]
-    move = staging.StagedFiles._move
-    def killed(self, name):
-        if name == at:
+    replace = os.replace
+    def killed(source, target):
+        if Path(target).name == at:
             os.kill(os.getpid(), signal.SIGKILL)
-        move(self, name)
-    staging.StagedFiles._move = killed
+        replace(source, target)
+    os.replace = killed
     quantize(build("t5"), resume=Path(folder))
 """
 
@@ -166,15 +164,15 @@ def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", ["run.json", "block-00000.safetensors"])
 def test_a_full_disk_leaves_whole_files_only(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    move = StagedFiles._move
+    replace = os.replace
 
-    def full(self: StagedFiles, name: str) -> None:
-        if name == at:
+    def full(source: Path, target: Path) -> None:
+        if target.name == at:
             raise OSError(28, "No space left on device")
-        move(self, name)
+        replace(source, target)
 
     with monkeypatch.context() as context:
-        context.setattr(StagedFiles, "_move", full)
+        context.setattr(os, "replace", full)
         with pytest.raises(OSError, match="No space left"):
             quantize(build("llama"), resume=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ([] if at == "run.json" else ["run.json"])

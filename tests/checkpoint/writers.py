@@ -1,0 +1,120 @@
+"""Everything in qgemm that writes files, each with an old state, what replaces it, and how to tell the two apart."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
+from qgemm.calibration import GPTQ, Calibration, MinMax, Recipe, SmoothQuant
+from qgemm.checkpoint import load_quantized, save_quantized
+from qgemm_cli.commands.convert import convert
+
+
+@dataclass(frozen=True)
+class Writer:
+    """``prepare`` fills a folder with the old state, ``write`` replaces it, ``outcome`` tells what is there.
+
+    ``outcome``: "old" or "new", whole; "nothing" where the old state is none; or an error of any kind.
+    """
+
+    name: str
+    prepare: Callable[[Path], object]
+    write: Callable[[Path], object]
+    outcome: Callable[[Path], str]
+
+    def folder(self, work: Path) -> Path:
+        """The folder ``work``, made anew in the old state."""
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        self.prepare(work)
+        return work
+
+
+def _calibration(value: float) -> Calibration:
+    return Calibration(MinMax(), {name: MinMax().update(torch.full((2, 8), value)) for name in ("a", "b")})
+
+
+def _calibration_of(folder: Path) -> str:
+    found = Calibration.load(folder / "x.safetensors").input_scales
+    return {_calibration(value).input_scales["a"]: name for name, value in (("old", 1.0), ("new", 2.0))}[found["a"]]
+
+
+def _recipe_of(folder: Path) -> str:
+    return {"smoothquant": "old", "gptq": "new"}[Recipe.load(folder / "x.yaml").methods[0].name]
+
+
+@cache
+def net(seed: int) -> Net:
+    """The same names and shapes for every seed, so that only values tell a mixture."""
+    torch.manual_seed(seed)
+    return quantized_net()
+
+
+def _net_of(folder: Path) -> str:
+    state = load_quantized(folder, model=Net).state_dict()
+    found = [all(torch.equal(state[key], value) for key, value in net(seed).state_dict().items()) for seed in (0, 1)]
+    assert any(found), "a mixture"
+    return ("old", "new")[found.index(True)]
+
+
+def _save_net(folder: Path, seed: int) -> None:
+    save_quantized(net(seed), folder, max_shard_size=1500, overwrite=True)
+
+
+@cache
+def _llama_to_convert() -> Path:
+    """A checkpoint with a tokenizer's file beside it."""
+    torch.manual_seed(1)
+    folder = Path(tempfile.mkdtemp(prefix="qgemm-source-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    save_quantized(swap_linears(tiny_llama()), folder)
+    (folder / "tokenizer.json").write_text("new")
+    return folder
+
+
+def _convert(folder: Path) -> None:
+    convert(_llama_to_convert(), folder / "out", "compressed-tensors", "5GB", overwrite=True)
+
+
+def _save_old_llama(folder: Path) -> None:
+    torch.manual_seed(0)
+    save_quantized(swap_linears(tiny_llama()), folder / "out", max_shard_size="20KB")
+    (folder / "out" / "tokenizer.json").write_text("old")
+
+
+def _converted(folder: Path) -> str:
+    folder = folder / "out"
+    if not (folder / "config.json").exists():
+        return "nothing"
+    value = float(load_quantized(folder).lm_head.weight.detach()[3, 5])
+    tokenizer = (folder / "tokenizer.json").read_text()
+    assert tokenizer in ("old", "new")
+    is_new = value == float(load_quantized(_llama_to_convert()).lm_head.weight.detach()[3, 5])
+    # Where there was nothing, the tokenizer comes first.
+    assert is_new or tokenizer == "old"
+    return "new" if is_new else "old"
+
+
+CALIBRATION = Writer(
+    "calibration",
+    lambda folder: _calibration(1.0).save(folder / "x.safetensors"),
+    lambda folder: _calibration(2.0).save(folder / "x.safetensors", overwrite=True),
+    _calibration_of,
+)
+RECIPE = Writer(
+    "recipe",
+    lambda folder: Recipe([SmoothQuant()]).save(folder / "x.yaml"),
+    lambda folder: Recipe([GPTQ()]).save(folder / "x.yaml"),
+    _recipe_of,
+)
+SAVE = Writer("save", lambda folder: _save_net(folder, 0), lambda folder: _save_net(folder, 1), _net_of)
+CONVERT = Writer("convert", _save_old_llama, _convert, _converted)
+CONVERT_ANEW = Writer("convert anew", lambda folder: None, _convert, _converted)
