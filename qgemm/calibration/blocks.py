@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
 from qgemm.calibration.method import Call
+from qgemm.calibration.padding import Masks
 
 # Bytes at a time, so that comparing needs little memory.
 _PIECE = 1 << 26
@@ -284,12 +285,14 @@ class ChainInputs:
     ``advance(place, block)`` runs it for the blocks after it, if there are any, and forgets what it was called with.
     """
 
-    def __init__(self, chain: Chain, captured: list[list[_Inputs]], device: torch.device | None) -> None:
-        """``captured``: for each batch, for each block. ``device``: where blocks run, and inputs are kept on the CPU.
+    def __init__(
+        self, chain: Chain, captured: list[list[_Inputs]], masks: list[Masks], device: torch.device | None
+    ) -> None:
+        """``captured``: for each batch, for each block. ``masks``: of each batch.
 
-        None: blocks run, and inputs are kept, where they are.
+        ``device``: where blocks run, and inputs are kept on the CPU. None: both are where they are.
         """
-        self._chain, self._captured, self._device = chain, captured, device
+        self._chain, self._captured, self._masks, self._device = chain, captured, masks, device
         self._made: list[dict[Link, Tensor]] = [{} for _ in captured]
 
     def calls(self, place: int) -> Sequence[Call]:
@@ -311,7 +314,7 @@ class ChainInputs:
                 copies[id(leaf)] = _copied(leaf, self._device)
             leaves.append(copies[id(leaf)])
         args, kwargs = tree_unflatten(leaves, inputs.spec)
-        return Call(args, kwargs)
+        return Call(args, kwargs, self._masks[batch])
 
     @torch.no_grad()
     def advance(self, place: int, block: nn.Module) -> Any:
@@ -365,7 +368,7 @@ def capture(
     Raises ``RuntimeError`` if a batch reaches only some of the blocks.
     """
     modules = [model.get_submodule(name) for name in chain.names]
-    captured = []
+    captured, masks = [], []
     for call in calls:
         seen: list[_Inputs] = []
         store = _Store(device)
@@ -380,13 +383,14 @@ def capture(
                 model(*call.args, **call.kwargs)
             except _Stop:
                 captured.append(seen)
+                masks.append(call.masks or Masks.of(model, call.args, call.kwargs))
             else:
                 if seen:
                     raise RuntimeError(
                         f"a batch of calibration reaches {chain.names[0]} but not {chain.names[len(seen)]}: leave it "
                         "out, or give it first, so that the blocks are divided as it needs them"
                     )
-    return ChainInputs(chain, captured, device)
+    return ChainInputs(chain, captured, masks, device)
 
 
 def _recorder(chain: Chain, place: int, seen: list[_Inputs], store: _Store, disturb: bool) -> Any:

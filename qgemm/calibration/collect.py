@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from qgemm.calibration.method import Call
 from qgemm.calibration.observers import Observer, resolve_observer
+from qgemm.calibration.padding import Batch
 from qgemm.calibration.result import Calibration
 from qgemm.nn.float_experts import describe_experts
 from qgemm.selection import Patterns, listed, select_layers
@@ -35,7 +36,8 @@ def calibrate(
     """A context in which every call of ``model`` adds to the statistics of its layers' inputs.
 
     The layers are those that ``quantize_model`` would swap, but for experts, which find their scales as they run. What
-    the model computes stays the same. Hooks are removed at the end, also after an error.
+    the model computes stays the same. Padding, by the ``attention_mask`` of a call of ``model``, doesn't count. Hooks
+    are removed at the end, also after an error.
 
     - ``observer``: ``"min-max"``, ``"moving-average"``, ``"percentile"``, ``"mse"``, or an ``Observer`` with the
       settings that are wanted.
@@ -46,10 +48,11 @@ def calibrate(
     """
     layers = [layer for layer in select_layers(model, skip, include) if not layer.reason]
     names = [layer.name for layer in layers if not layer.is_experts]
-    calibration = Calibration(resolve_observer(observer))
+    calibration, batch = Calibration(resolve_observer(observer)), Batch()
     with (
-        _watched(model, names, calibration),
-        counted_experts(model, [layer.name for layer in layers if layer.is_experts]) as tokens,
+        batch.watching(model),
+        _watched(model, names, calibration, batch),
+        counted_experts(model, [layer.name for layer in layers if layer.is_experts], batch) as tokens,
     ):
         yield calibration
     warn_of_unused(unused_experts(tokens), stacklevel=4)
@@ -70,18 +73,19 @@ def run_batches(
 ) -> Calibration:
     """The statistics of the layers called ``names`` on ``batches``, in eval mode and without gradients.
 
-    A batch is a mapping of keyword arguments, a tuple or list of arguments, or a tensor, on the model's device. Modules
-    are put back into the mode that they were in. Warns of experts to which no token went. Raises ``TypeError`` for any
-    other batch, ``ValueError`` if there is none.
+    A batch is a mapping of keyword arguments, a tuple or list of arguments, or a tensor, on the model's device. Padding
+    doesn't count. Modules are put back into the mode that they were in. Warns of experts to which no token went. Raises
+    ``TypeError`` for any other batch, ``ValueError`` if there is none.
     """
     check_batches(batches)
     experts = [layer.name for layer in find_layers(model) if layer.is_experts and not layer.reason]
     bar = tqdm(batches, desc="calibrate", unit="batch", disable=None if progress is None else not progress)
     count = 0
-    calibration = Calibration(resolve_observer(observer))
+    calibration, running = Calibration(resolve_observer(observer)), Batch()
     with (
-        _watched(model, names, calibration),
-        counted_experts(model, experts) as tokens,
+        running.watching(model),
+        _watched(model, names, calibration, running),
+        counted_experts(model, experts, running) as tokens,
         in_eval_mode(model),
         torch.no_grad(),
     ):
@@ -121,38 +125,43 @@ def as_call(batch: Any, index: int) -> Call:
 
 
 @contextmanager
-def _watched(model: nn.Module, names: list[str], calibration: Calibration) -> Iterator[Calibration]:
+def _watched(model: nn.Module, names: list[str], calibration: Calibration, batch: Batch) -> Iterator[Calibration]:
     """Inside, every call of the layers called ``names`` adds to ``calibration``."""
     with ExitStack() as stack:
         for name in names:
-            handle = model.get_submodule(name).register_forward_pre_hook(_hook(calibration, name), with_kwargs=True)
+            handle = model.get_submodule(name).register_forward_pre_hook(
+                _hook(calibration, name, batch), with_kwargs=True
+            )
             stack.callback(handle.remove)
         yield calibration
 
 
 @contextmanager
-def counted_experts(model: nn.Module, names: list[str]) -> Iterator[dict[str, Tensor]]:
-    """Inside, the tokens that go to each expert of the modules called ``names`` are counted: by name, int64 ``[E]``."""
+def counted_experts(model: nn.Module, names: list[str], batch: Batch) -> Iterator[dict[str, Tensor]]:
+    """Inside, the tokens that go to each expert of the modules called ``names`` are counted: by name, int64 ``[E]``.
+
+    ``batch``: which rows are tokens.
+    """
     tokens: dict[str, Tensor] = {}
     with ExitStack() as stack:
         for name in names:
             module = model.get_submodule(name)
             source = describe_experts(module)
             tokens[name] = torch.zeros(source.num_experts, dtype=torch.int64)
-            hook = _counting_hook(tokens[name], source.takes_sorted_rows)
+            hook = _counting_hook(name, tokens[name], source.takes_sorted_rows, batch)
             stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield tokens
 
 
-def _counting_hook(tokens: Tensor, takes_sorted_rows: bool) -> Any:
+def _counting_hook(name: str, tokens: Tensor, takes_sorted_rows: bool, batch: Batch) -> Any:
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(("hidden_states", "top_k_index"), args, strict=False)) | kwargs
         if takes_sorted_rows:
             # As many rows for each, of zeros where a token isn't for it.
             rows = given["hidden_states"].detach()
-            seen = (rows != 0).any(-1).view(len(tokens), -1).sum(1)
+            seen = batch.tokens((rows != 0).any(-1).view(len(tokens), -1).T, name).sum(0)
         else:
-            index = given["top_k_index"].flatten()
+            index = batch.tokens(given["top_k_index"], name).flatten()
             seen = torch.bincount(index[(index >= 0) & (index < len(tokens))], minlength=len(tokens))
         tokens.add_(seen.to(tokens.device))
 
@@ -178,14 +187,14 @@ def warn_of_unused(experts: list[str], stacklevel: int) -> None:
         )
 
 
-def _hook(calibration: Calibration, name: str) -> Any:
+def _hook(calibration: Calibration, name: str, batch: Batch) -> Any:
     def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
         if x.device.type == "meta":
             raise ValueError(f"the input of {name!r} is on meta, without values: load the model to calibrate it")
         seen = calibration.statistics.get(name, calibration.observer)
         try:
-            updated = seen.update(x)
+            updated = seen.update(batch.tokens(x, name))
         except ValueError as error:
             raise ValueError(f"the input of {name!r}: {error}") from error
         if updated.tokens:

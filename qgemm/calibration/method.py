@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 import torch
 from torch import Tensor, nn
 
+from qgemm.calibration.padding import Batch, Masks
 from qgemm.calibration.statistics import InputStatistics, StatisticsSum
 from qgemm.reporting import shortened
 from qgemm.scheme import QuantScheme
@@ -83,10 +84,11 @@ class LayerWork:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a module is called with."""
+    """What a module is called with. ``masks``: of the batch that it is of; None looks for them in the arguments."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    masks: Masks | None = None
 
 
 @dataclass(eq=False)
@@ -97,6 +99,7 @@ class Block:
     - ``module``: the block itself. ``model``: all of it.
     - ``layers``: by full name, those of this block that get quantized.
     - ``calls``: what the block is called with, for each batch of calibration data; none without such data.
+    - ``batch``: which rows of inputs are tokens of the batch that runs.
     """
 
     name: str
@@ -104,14 +107,15 @@ class Block:
     model: nn.Module
     layers: dict[str, LayerWork]
     calls: Sequence[Call] = ()
+    batch: Batch = field(default_factory=Batch, init=False)
 
     def collect(
         self, names: Iterable[str] | None = None, *, second_moment: bool = False, rows: int = 0
     ) -> dict[str, InputStatistics]:
         """The statistics of the inputs of the layers called ``names``, all of ``layers`` if None, by name.
 
-        Runs the block as it is now on all calibration data. A layer that saw no token isn't in the result. Raises
-        ``ValueError`` if a layer's input holds NaN or Inf.
+        Runs the block as it is now on all calibration data. Padding doesn't count. A layer that saw no token isn't in
+        the result. Raises ``ValueError`` if a layer's input holds NaN or Inf.
         """
         wanted = list(self.layers if names is None else names)
         sums = {name: StatisticsSum(second_moment=second_moment, rows=rows) for name in wanted}
@@ -119,7 +123,7 @@ class Block:
         with ExitStack() as stack:
             for name, total in sums.items():
                 handle = self.layers[name].module.register_forward_pre_hook(
-                    _hook(name, total, shared), with_kwargs=True
+                    _hook(name, total, shared, self.batch), with_kwargs=True
                 )
                 stack.callback(handle.remove)
             for _ in self.run():
@@ -134,6 +138,7 @@ class Block:
     def run(self) -> Iterator[Any]:
         """What the block returns for each batch, in order, as it is now; without gradients."""
         for call in self.calls:
+            self.batch.masks = call.masks or Masks.of(self.module, call.args, call.kwargs)
             with torch.no_grad():
                 output = self.module(*call.args, **call.kwargs)
             yield output
@@ -207,20 +212,22 @@ class _SharedProducts:
     def __init__(self) -> None:
         self._last: tuple[Tensor, int, Tensor] | None = None
 
-    def add(self, total: StatisticsSum, x: Tensor) -> None:
+    def add(self, total: StatisticsSum, x: Tensor, tokens: Tensor) -> None:
+        """``tokens``: the rows of the input ``x`` that count."""
         version = 0 if x.is_inference() else x._version
         known = self._last is not None and self._last[0] is x and self._last[1] == version
-        products = total.add(x, self._last[2] if self._last is not None and known else None)
+        products = total.add(tokens, self._last[2] if self._last is not None and known else None)
         self._last = None if products is None else (x, version, products)
 
     def forget(self) -> None:
         self._last = None
 
 
-def _hook(name: str, total: StatisticsSum, shared: _SharedProducts) -> Callable[..., None]:
+def _hook(name: str, total: StatisticsSum, shared: _SharedProducts, batch: Batch) -> Callable[..., None]:
     def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
         try:
-            shared.add(total, args[0] if args else next(iter(kwargs.values())))
+            shared.add(total, x, batch.tokens(x, name))
         except ValueError as error:
             raise ValueError(f"the input of {name!r}: {error}") from error
 

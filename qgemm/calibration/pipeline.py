@@ -171,7 +171,7 @@ class _Run:
         for method in self.recipe:
             _apply(method, block)
         fill_columns(block)
-        with counted_experts(self.model, [name for name in names if name not in block.layers]) as tokens:
+        with counted_experts(self.model, [name for name in names if name not in block.layers], block.batch) as tokens:
             scales, samples = self._observe(block)
         if block.calls:
             self.unused += unused_experts(tokens)
@@ -207,7 +207,7 @@ class _Run:
 
         def hook(work: LayerWork) -> Callable[..., None]:
             def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                x = args[0] if args else next(iter(kwargs.values()))
+                x = block.batch.tokens(args[0] if args else next(iter(kwargs.values())), work.name)
                 try:
                     sums[work.name].add(x)
                     if work.name in seen:

@@ -6,9 +6,9 @@ The damage is measured at the model's output, over all tokens of the data:
   with ``p`` of the float model and ``q`` of the one in which one layer is quantized;
 - otherwise ``norm(q - p) / norm(p)`` of the first tensor that the model returns.
 
-Tokens that a batch's ``attention_mask`` leaves out don't count. Beside it stands the layer's own error on its float
-inputs, ``norm(quantized(x) - float(x)) / norm(float(x))``, which costs nothing more but says nothing of what comes of
-it further on.
+Padding doesn't count (``padding.py``). Beside it stands the layer's own error on its float inputs,
+``norm(quantized(x) - float(x)) / norm(float(x))``, which costs nothing more but says nothing of what comes of it
+further on.
 
 The model runs once for each batch, layer and scheme, so that the cost is that of ``layers * schemes`` passes over the
 data, or half of that, as blocks ahead of the layer aren't run again: what they gave on the batch is kept. A few
@@ -37,6 +37,7 @@ from qgemm.calibration.blocks import find_chains, without_cache
 from qgemm.calibration.collect import as_call, check_batches, in_eval_mode, run_batches
 from qgemm.calibration.method import Call, first_tensor
 from qgemm.calibration.observers import MinMax, Observer
+from qgemm.calibration.padding import Masks
 from qgemm.nn import QuantExperts, QuantLayer, linear_class
 from qgemm.offloading import weights_at_hand
 from qgemm.reporting import parameter_bytes, shortened
@@ -221,11 +222,12 @@ def sensitivity(
     ):
         blocks = _Blocks(model, calls[0], layers)
         for index, call in enumerate(calls):
+            masks = Masks.of(model, call.args, call.kwargs)
             with blocks.recorded():
                 output = model(*call.args, **call.kwargs)
-            outputs.expect(output, call, index)
+            outputs.expect(output, masks, index)
             for trial in trials:
-                with trial.running(model), blocks.skipped_ahead_of(trial.layer):
+                with trial.running(model, masks), blocks.skipped_ahead_of(trial.layer):
                     trial.damage += outputs.damage_of(model(*call.args, **call.kwargs))
                 bar.update()
     if unseen := list(dict.fromkeys(trial.layer.name for trial in trials if not trial.was_reached)):
@@ -258,8 +260,8 @@ class _Trial:
         return self._squares is not None
 
     @contextmanager
-    def running(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the layer computes with a quantized copy."""
+    def running(self, model: nn.Module, masks: Masks) -> Iterator[None]:
+        """Inside, the layer computes with a quantized copy. ``masks``: of the batch."""
         module = model.get_submodule(self.layer.name)
         with weights_at_hand(module):
             quantized = self._quantized(module)
@@ -270,7 +272,8 @@ class _Trial:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = quantized(*args, **kwargs)
-            self._compare(first_tensor(output), first_tensor(compute(*args, **kwargs)))
+            outputs = (first_tensor(each) for each in (output, compute(*args, **kwargs)))
+            self._compare(*(masks.tokens(each, self.layer.name) for each in outputs))
             return output
 
         with _replaced(module, key, forward):
@@ -373,12 +376,12 @@ class _Outputs:
         self.tokens = 0
         self._squares = 0.0
         self._expected = torch.empty(0)
-        self._mask: Tensor | None = None
+        self._masks = Masks()
 
-    def expect(self, output: Any, call: Call, index: int) -> None:
-        """``output`` is what the float model gives for ``call``, the one at ``index``."""
+    def expect(self, output: Any, masks: Masks, index: int) -> None:
+        """``output`` is what the float model gives for the batch at ``index``, of these ``masks``."""
         self.metric = ERROR if _logits(output) is None else KL
-        self._mask = _token_mask(call, self._measured(output))
+        self._masks = masks
         self._expected = self._rows(output)
         if self._expected.isnan().any():
             raise ValueError(f"the model's output holds NaN on batch {index}: leave that out, or find what makes them")
@@ -403,14 +406,12 @@ class _Outputs:
             return total / self.tokens if self.tokens else 0.0
         return math.sqrt(total / self._squares) if self._squares else 0.0
 
-    def _measured(self, output: Any) -> Tensor:
-        logits = _logits(output)
-        return first_tensor(output) if logits is None else logits
-
     def _rows(self, output: Any) -> Tensor:
-        values = self._measured(output)
-        rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
-        return rows if self._mask is None else rows[self._mask]
+        logits = _logits(output)
+        values = first_tensor(output) if logits is None else logits
+        # Of each token; anything else is of a sequence or an image.
+        values = self._masks.output_tokens(values) if values.ndim == 3 else values
+        return values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
 
     def _pieces(self, rows: Tensor) -> Sequence[Tensor]:
         pieces: Sequence[Tensor] = rows.split(max(_PIECE // max(rows.shape[1], 1), 1))
@@ -421,15 +422,6 @@ def _logits(output: Any) -> Tensor | None:
     """Logits of several classes, for each token or each sequence; None if ``output`` holds none."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return logits if isinstance(logits, Tensor) and logits.ndim in (2, 3) and logits.shape[-1] > 1 else None
-
-
-def _token_mask(call: Call, output: Tensor) -> Tensor | None:
-    """Which rows of ``output [B, T, ...]`` count: those of the batch's attention mask, if it is of these tokens."""
-    has_decoder = any(name.startswith("decoder_") for name in call.kwargs)
-    mask = call.kwargs.get("decoder_attention_mask" if has_decoder else "attention_mask")
-    if not isinstance(mask, Tensor) or output.ndim != 3 or mask.shape != output.shape[:2]:
-        return None
-    return (mask != 0).flatten().to(output.device)
 
 
 def _without_nan(value: float) -> float:
