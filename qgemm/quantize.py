@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,6 +52,8 @@ from qgemm.survey import Layer
 from qgemm.swap import swap
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_SHOWN_CAUSES = 3
 
 
 def quantize_model(
@@ -152,7 +155,7 @@ def quantize_model(
     if recipe is not None:
         report = replace(report, recipe=methods.to_dict())
     model._qgemm_report = report  # type: ignore[assignment]
-    _warn_of_experts(plan.layers)
+    warn_of_coverage(plan.layers, stacklevel=3)
     if _holds_pretrained(model):
         from qgemm.integrations.transformers import attach_quantizer
 
@@ -423,12 +426,30 @@ def _check_input_scale(name: str, value: InputScale, scheme: QuantScheme) -> Non
         raise ValueError(f"input_scales[{name!r}] is {value}; its zero point must be a whole number, -128 to 127")
 
 
-def _warn_of_experts(layers: list[Layer]) -> None:
-    kept = [layer for layer in layers if layer.is_experts and layer.reason and not layer.reason.startswith("skip=")]
-    experts, total = sum(layer.bytes for layer in kept), sum(layer.bytes for layer in layers)
-    if 2 * experts > total:
-        warnings.warn(
-            f"fused experts hold {experts / total:.0%} of this model's linear weights and stay in float "
-            f"({kept[0].reason}), so the model shrinks little",
-            stacklevel=3,
-        )
+def warn_of_coverage(layers: list[Layer], stacklevel: int) -> None:
+    """Warns if less than half of the bytes in products is quantized, what users wanted in float aside.
+
+    ``layers``: after their reasons are known.
+    """
+    counted = [layer for layer in layers if not layer.is_wish]
+    kept = [layer for layer in counted if layer.reason]
+    total, left = sum(layer.bytes for layer in counted), sum(layer.bytes for layer in kept)
+    if 2 * left <= total:
+        return
+    sizes: Counter[str] = Counter()
+    for layer in kept:
+        sizes[layer.reason] += layer.bytes
+    causes = "; ".join(
+        f"{count / total:.0%}: {reason} ({listed([layer.name for layer in kept if layer.reason == reason], 2)})"
+        for reason, count in sizes.most_common(_SHOWN_CAUSES)
+        if count
+    )
+    by_default = sorted((layer for layer in kept if layer.bytes and not layer.obstacle), key=lambda layer: -layer.bytes)
+    gain = sum(layer.bytes for layer in by_default) / total
+    names = listed([layer.name for layer in by_default], 2)
+    way_out = f"include=[...] quantizes {gain:.0%} more, of {names}" if by_default else "That can't be quantized"
+    warnings.warn(
+        f"only {1 - left / total:.0%} of the bytes that this model multiplies by are quantized, so it shrinks little. "
+        f"What stays in float: {causes}. {way_out}",
+        stacklevel=stacklevel,
+    )

@@ -99,10 +99,10 @@ def apply_schemes(
     return chosen
 
 
-def listed(names: list[str]) -> str:
+def listed(names: list[str], many: int = _MANY) -> str:
     """The first of ``names``, as errors show them, and how many more there are."""
-    more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
-    return ", ".join(map(repr, names[:_MANY])) + more
+    more = f" and {len(names) - many} more" if len(names) > many else ""
+    return ", ".join(map(repr, names[:many])) + more
 
 
 def _check_not_quantized(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from qgemm.held_weights import multiplied_parameters
 from qgemm.kernels.reference import MAX_K
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear import linear_weight
@@ -26,6 +27,14 @@ _SWAPPED = {
     ("transformers.pytorch_utils", "Conv1D"),
     ("transformers.models.falcon.modeling_falcon", "FalconLinear"),
 }
+# What a layer is called that maps to the vocabulary; and one that maps to it, or to the classes at the end of a model.
+_VOCABULARY_HEADS = ("lm_head", "lm_heads")
+_HEADS = ("head", "heads", "classifier", "classifiers", "output_projection")
+_OTHER_PRODUCTS = (nn.RNNBase, nn.RNNCellBase, nn.Bilinear)
+# Convolutions aren't counted; the weights of these are no matrix that anything is multiplied by.
+_NO_PRODUCTS = (nn.modules.conv._ConvNd, nn.Embedding, nn.EmbeddingBag)
+# Parameters that modules hold themselves: what is smaller is a bias, a table or a router of a few experts.
+_SMALLEST_HELD = 4096
 
 
 @dataclass
@@ -70,6 +79,7 @@ class _Survey:
         self.heads: set[int] = set()
         self.kept_in_fp32: set[str] = set()
         self.counted: set[int] = set()
+        self.multiplied: dict[type[nn.Module], frozenset[str] | None] = {}
         dtypes: set[torch.dtype] = set()
         for name, module in model.named_modules():
             # Not named_children(): it lists a module that has two names once.
@@ -83,6 +93,7 @@ class _Survey:
                 self.kept_in_fp32.update(getattr(module, attribute, None) or ())
             if _is_linear(module):
                 dtypes.update(parameter.dtype for parameter in module.parameters(recurse=False))
+        self.heads.update(id(head) for head in _heads_by_name(model))
         self.is_half = not dtypes.isdisjoint((torch.float16, torch.bfloat16))
 
     def layers_at(self, name: str, module: nn.Module) -> Iterator[Layer]:
@@ -95,18 +106,37 @@ class _Survey:
         elif isinstance(module, nn.MultiheadAttention):
             reason = "its fused kernel takes the weights themselves"
             yield Layer(names, kind, self._bytes(parameters.values()), reason, reason)
-        elif "expert" in f"{name}.{kind}".lower() and any(_is_fused(parameter) for parameter in parameters.values()):
+        elif isinstance(module, _OTHER_PRODUCTS):
+            reason = f"there is no quantized {kind}"
+            yield Layer(names, kind, self._bytes(parameters.values()), reason, reason)
+        elif fused := [key for key, parameter in parameters.items() if _is_fused(name, kind, key, parameter)]:
             try:
                 describe_experts(module)
             except UnknownExperts as error:
-                for key, parameter in parameters.items():
-                    if _is_fused(parameter):
-                        aliases = [f"{alias}.{key}" if alias else key for alias in names]
-                        reason = f"fused experts: {error}"
-                        yield Layer(aliases, kind, self._bytes([parameter]), reason, reason, is_experts=True)
+                reason = f"fused experts: {error}"
+                yield from self._held(names, kind, {key: parameters[key] for key in fused}, reason, is_experts=True)
             else:
                 size = self._bytes(parameters.values())
                 yield Layer(names, kind, size, *self._reason(names, module), is_experts=True)
+        elif not isinstance(module, _NO_PRODUCTS):
+            held = {key: parameter for key, parameter in parameters.items() if _may_be_multiplied(key, parameter)}
+            reason = f"no layer holds it: {kind} multiplies by it itself"
+            yield from self._held(names, kind, self._multiplied(type(module), held), reason)
+
+    def _held(
+        self, names: list[str], kind: str, held: dict[str, nn.Parameter], reason: str, is_experts: bool = False
+    ) -> Iterator[Layer]:
+        """Parameters, each as a layer by itself, of a module called ``names``."""
+        for key, parameter in held.items():
+            aliases = [f"{alias}.{key}" if alias else key for alias in names]
+            yield Layer(aliases, kind, self._bytes([parameter]), reason, reason, is_experts)
+
+    def _multiplied(self, cls: type[nn.Module], held: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Those that the code of ``cls`` multiplies by; all of them if it can't be read."""
+        if held and cls not in self.multiplied:
+            self.multiplied[cls] = multiplied_parameters(cls)
+        keys = self.multiplied.get(cls)
+        return held if keys is None else {key: parameter for key, parameter in held.items() if key in keys}
 
     def _bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         new = {id(parameter): parameter for parameter in parameters if id(parameter) not in self.counted}
@@ -169,6 +199,25 @@ def _output_head(module: nn.Module) -> nn.Module | None:
         return None
 
 
+def _heads_by_name(model: nn.Module) -> Iterator[nn.Module]:
+    """The last linear layer in each module that is called as output heads are, where it does what they do."""
+    sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    top = model
+    while len(top._modules) == 1 and (only := next(iter(top._modules.values()))) is not None and only._modules:
+        top = only  # what a wrapper holds
+    for module in model.modules():
+        for name, child in module._modules.items():
+            if child is None or name not in (*_VOCABULARY_HEADS, *_HEADS):
+                continue
+            # What a transformers model calls so may be a pooling head. It names its output head itself.
+            is_at_the_end = module is top and not hasattr(module, "base_model_prefix")
+            for part in child if isinstance(child, nn.ModuleList) else [child]:
+                last = next((layer for layer in reversed(list(part.modules())) if _is_linear(layer)), None)
+                if last is not None and not any(map(is_lazy, last.parameters())):
+                    if name in _VOCABULARY_HEADS or is_at_the_end or linear_weight(last).shape[0] in sizes:
+                        yield last
+
+
 def _base_model(pretrained: nn.Module) -> nn.Module:
     # As PreTrainedModel.base_model has it: a model without that attribute is its own base.
     body = getattr(pretrained, str(pretrained.base_model_prefix), pretrained)
@@ -179,6 +228,8 @@ def _own_reason(module: nn.Module) -> str:
     """What about the layer itself keeps it in float; empty if nothing does."""
     if hasattr(module, "parametrizations"):
         return "it is parametrized"
+    if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+        return "it has no weight before its first call: run the model once"
     if _is_linear(module):
         if _qualified_name(module) not in _SWAPPED:
             return "a subclass of nn.Linear, which may compute something else"
@@ -212,6 +263,16 @@ def _weights(module: nn.Module) -> Iterator[tuple[Tensor, int]]:
     yield module.get_parameter(source.parameters["down_proj"]), source.intermediate_size
 
 
-def _is_fused(parameter: nn.Parameter) -> bool:
-    """Whether a parameter of a module of experts may be the weight of several."""
-    return parameter.ndim == 3
+def _is_fused(name: str, kind: str, key: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter may be the weight of several experts; those of three dimensions are told by any name."""
+    if is_lazy(parameter) or "bias" in key:
+        return False
+    return (parameter.ndim == 3 and "expert" in f"{name}.{kind}".lower()) or (
+        parameter.ndim == 2 and "expert" in kind.lower() and parameter.numel() >= _SMALLEST_HELD
+    )
+
+
+def _may_be_multiplied(key: str, parameter: nn.Parameter) -> bool:
+    if is_lazy(parameter) or "bias" in key:
+        return False
+    return parameter.ndim in (2, 3) and parameter.is_floating_point() and parameter.numel() >= _SMALLEST_HELD

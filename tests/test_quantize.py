@@ -222,10 +222,16 @@ def _with_own_forward() -> nn.Module:
         (_with_own_forward, "its forward was replaced"),
         (lambda: nn.Linear(8, 8).to(torch.float8_e4m3fn), "float8_e4m3fn"),
         (lambda: nn.Linear(8, 0), "empty"),
+        (lambda: nn.Linear(0, 8), "empty"),
+        (lambda: nn.LazyLinear(8), "it has no weight before its first call: run the model once"),
+        (lambda: nn.LSTM(8, 8), "there is no quantized LSTM"),
+        (lambda: nn.GRUCell(8, 8), "there is no quantized GRUCell"),
+        (lambda: nn.Bilinear(8, 8, 8), "there is no quantized Bilinear"),
         # One more than int32 sums hold, on meta: it would be half a megabyte else.
         (lambda: nn.Linear(131072, 1, device="meta"), "in_features is 131072"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:only .* of the bytes")
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_layers_that_stay_float_for_what_they_are(layer: Any, reason: str) -> None:
     model = quantize_model(nn.ModuleList([layer(), nn.Linear(8, 8)]))
@@ -400,17 +406,39 @@ class Experts(nn.Module):
 def test_fused_experts_are_reported_and_warned_of() -> None:
     model = nn.Module()
     model.experts, model.out = Experts(), nn.Linear(32, 8)
-    with pytest.warns(UserWarning, match="fused experts hold 98% of this model's linear weights"):
+    with pytest.warns(UserWarning, match=r"only 2% of the bytes .*: 98%: fused experts: .*That can't be quantized"):
         quantize_model(model)
     assert set(_reasons(model)) == {"experts.gate_up_proj", "experts.down_proj"}
     assert report(model).coverage < 0.03
 
 
+def _half_a_head(out_features: int) -> nn.Module:
+    return nn.ModuleDict({"body": nn.Linear(32, 32, bias=False), "head": nn.Linear(32, out_features, bias=False)})
+
+
+def test_coverage_under_half_is_warned_of_with_the_cause_and_the_way_out() -> None:
+    wanted = (
+        r"only 25% of the bytes that this model multiplies by are quantized, so it shrinks little\. "
+        r"What stays in float: 75%: output head \('head'\)\. include=\[\.\.\.\] quantizes 75% more, of 'head'"
+    )
+    with pytest.warns(UserWarning, match=wanted):
+        quantize_model(_half_a_head(96))
+
+
 @pytest.mark.filterwarnings("error")
-def test_few_experts_are_no_cause_for_a_warning() -> None:
-    model = nn.Module()
-    model.experts, model.out = Experts(), nn.Linear(256, 256)
-    quantize_model(model)
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (_half_a_head(32), {}),  # just half
+        (_half_a_head(96), {"include": "head"}),
+        # What was asked for needs no warning.
+        (Stack(1), {"skip": "layers"}),
+        (Stack(1), {"scheme": {"out": "int8"}}),
+        (Stack(1), {"scheme": {"layers": None, "*": "int8"}}),
+    ],
+)
+def test_no_warning_of_coverage(model: nn.Module, options: dict[str, Any]) -> None:
+    quantize_model(model, **options)
 
 
 def test_each_float_weight_is_freed_before_the_next_layer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,7 @@ def assign_schemes(
             layer.reason = f"budget: {sensitivity.metric} {damage:.2g} alone under {scheme!r}"
         else:
             layer.reason = "budget: it saw no tokens, so nothing is known of it"
+        layer.is_wish = bool(layer.reason)
     if not notes:
         raise ValueError("the budget leaves all layers in float, so there is nothing to quantize")
     return {layer: options[layer, name] for layer, name in chosen.items() if name is not None}, notes

@@ -51,7 +51,7 @@ from qgemm.integrations.transformers_checkpoint import (
 )
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.float_experts import describe_experts
-from qgemm.quantize import SwapPlan, make_report, plan_swaps
+from qgemm.quantize import SwapPlan, make_report, plan_swaps, warn_of_coverage
 from qgemm.reporting import LayerRecord, QuantReport
 from qgemm.selection import Patterns, SchemeChoice, as_patterns, resolve_schemes, shown_pattern
 from qgemm.survey import Layer
@@ -344,6 +344,7 @@ class QGemmQuantizer(HfQuantizer):
                 "Mend the checkpoint, or pass these layers in QGemmConfig(skip=[...])"
             )
         model._qgemm_report = make_report(self._plan, self._records)  # type: ignore[assignment]
+        warn_of_coverage(self._plan.layers, stacklevel=2)
         self.waiting, self._plan, self._records = {}, None, {}
 
     def _finish_quantized(self, model: PreTrainedModel) -> None:
