@@ -82,7 +82,7 @@ class ExpertsSwap:
         self._quantized.fill(name, value, self._source)
         del self.waiting[float_name]
         if name in self._quantized.weight_names and value.device.type != "meta":
-            q, scale = getattr(self._quantized, name), getattr(self._quantized, f"{name}_scale")
+            q, scale = self._quantized.stored(name), self._quantized.stored(f"{name}_scale")
             error = WeightError()
             step = error.rows_at_a_time(q.shape)
             for expert in range(q.shape[0]):
@@ -121,6 +121,7 @@ _CARRIED_HOOKS = (
 def put(model: nn.Module, layer: Layer, quantized: QuantLayer) -> None:
     """Puts ``quantized`` where ``model`` has ``layer``, under all its names, with the hooks of the module there."""
     module = model.get_submodule(layer.name)
+    quantized.layer_name = layer.name
     for hooks in _CARRIED_HOOKS:
         # The very dictionary: a handle that removes its hook looks there.
         vars(quantized)[hooks] = vars(module)[hooks]
@@ -163,7 +164,7 @@ class WeightError:
 
     def add_layer(self, weight: Tensor, layer: LinearLayer) -> None:
         """Takes in all rows of a weight and of the layer made of it."""
-        stored = {name: getattr(layer, name).detach() for name in layer.row_names}
+        stored = {name: layer.stored(name).detach() for name in layer.row_names}
         for part in self.parts(weight.shape[0], self.rows_at_a_time(weight.shape)):
             rows = {name: parameter[part] for name, parameter in stored.items()}
             self.add(weight[part], layer.restore_rows(rows, torch.float64))

@@ -37,16 +37,8 @@ def operands(activation: GatedActivation, bias: bool, device: torch.device, dtyp
     index = torch.randint(0, E, (9, 2), device=device)
     index[0] = E
     index[1, 1] = -1
-    first = (layer.gate_up_proj, layer.gate_up_proj_scale, layer.gate_up_proj_bias)
-    return (
-        x,
-        index,
-        torch.rand(9, 2, device=device),
-        *first,
-        layer.down_proj,
-        layer.down_proj_scale,
-        layer.down_proj_bias,
-    )
+    names = [f"{weight}{end}" for weight in ("gate_up_proj", "down_proj") for end in ("", "_scale", "_bias")]
+    return x, index, torch.rand(9, 2, device=device), *map(layer.stored, names)
 
 
 def fields(activation: GatedActivation) -> tuple[Any, ...]:

@@ -74,7 +74,7 @@ def test_weight_error_is_relative_to_the_weights_norm() -> None:
     linear = nn.Linear(96, 40)
     weight = linear.weight.detach().double()
     model = quantize_model(nn.Sequential(linear))
-    stored = model[0].weight.double() * model[0].weight_scale.double()[:, None]
+    stored = model[0].stored("weight").double() * model[0].weight_scale.double()[:, None]
     expected = ((stored - weight).norm() / weight.norm()).item()
     (record,) = report(model).records
     assert record.weight_error == pytest.approx(expected, rel=1e-6)
@@ -88,7 +88,7 @@ def test_weight_error_of_a_wide_layer_and_of_zeros() -> None:
     nn.init.zeros_(zeros.weight)
     weight = wide.weight.detach().clone()
     model = quantize_model(nn.Sequential(wide, zeros))
-    stored = model[0].weight * model[0].weight_scale[:, None]
+    stored = model[0].stored("weight") * model[0].weight_scale[:, None]
     first, second = report(model).records
     assert first.weight_error == pytest.approx(((stored - weight).norm() / weight.norm()).item(), rel=1e-4)
     assert second.weight_error == 0.0

@@ -80,6 +80,7 @@ def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_p
         if module not in made:
             try:
                 made[module] = _quantized_like(module, scheme)
+                made[module].layer_name = name
             except (TypeError, ValueError) as error:
                 kind = type(module).__name__
                 raise CheckpointError(f"{config_path}: layers names {name}, which is a {kind}, {error}") from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from qgemm.nn import QuantLayer
+
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Every parameter and buffer of ``model``, under each of its names."""
@@ -65,7 +67,9 @@ def split_name(name: str) -> tuple[str, str]:
 def get_tensor(model: nn.Module, name: str) -> Tensor:
     """The parameter, buffer or module called ``name``; raises ``AttributeError`` if there is none."""
     owner, leaf = split_name(name)
-    tensor: Tensor = getattr(model.get_submodule(owner), leaf)
+    module = model.get_submodule(owner)
+    # Of a quantized layer, the attribute is a view of the parameter.
+    tensor: Tensor = module.stored(leaf) if isinstance(module, QuantLayer) else getattr(module, leaf)
     return tensor
 
 

@@ -27,6 +27,7 @@ class AsymmetricLinear(QuantLinear):
 
     folds_bias = True
     index_names = ("bias", "input_zero_point")
+    operands = (*QuantLinear.operands, "input_zero_point")
     input_zero_point: nn.Parameter
 
     def __init__(
@@ -78,15 +79,12 @@ class AsymmetricLinear(QuantLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
-        out: Tensor = torch.ops.qgemm.quant_linear_asymmetric(
-            input, self.weight, self.weight_scale, self.bias, self.input_scale, self.input_zero_point
-        )
+        out: Tensor = torch.ops.qgemm.quant_linear_asymmetric(input, *map(self.stored, self.operands))
         return out
 
     def _correction(self) -> Tensor:
-        assert self.input_scale is not None
-        parameters = (self.weight, self.weight_scale, self.input_scale, self.input_zero_point)
-        return correction(*(parameter.detach() for parameter in parameters))
+        names = "weight", "weight_scale", "input_scale", "input_zero_point"
+        return correction(*(self.stored(name).detach() for name in names))
 
 
 def _is_int8(value: float) -> bool:

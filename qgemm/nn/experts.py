@@ -19,6 +19,12 @@ from qgemm.nn.float_experts import FloatExperts, describe_experts
 from qgemm.nn.quant_layer import QuantLayer, frozen
 from qgemm.scheme import QuantScheme, resolve_scheme
 
+# In the order of the operator.
+_OPERANDS = (
+    *("gate_up_proj", "gate_up_proj_scale", "gate_up_proj_bias"),
+    *("down_proj", "down_proj_scale", "down_proj_bias"),
+)
+
 
 class QuantExperts(QuantLayer):
     """Quantized experts: float ``[T, hidden_size]`` and a routing to ``[T, hidden_size]``.
@@ -143,7 +149,7 @@ class QuantExperts(QuantLayer):
         dtype = dtype or (torch.float32 if self.down_proj_bias is None else self.down_proj_bias.dtype)
         tensors = {}
         for name in self.weight_names:
-            tensors[name] = (getattr(self, name) * getattr(self, f"{name}_scale")[..., None]).to(dtype)
+            tensors[name] = (self.stored(name) * self.stored(f"{name}_scale")[..., None]).to(dtype)
             if (bias := getattr(self, f"{name}_bias")) is not None:
                 tensors[f"{name}_bias"] = bias.detach().to(dtype)
         return tensors
@@ -154,17 +160,9 @@ class QuantExperts(QuantLayer):
         ``top_k_index``: integers ``[T, k]``; one outside of 0 to E - 1 contributes nothing, as an expert on another
         device does. ``top_k_weights``: float ``[T, k]``.
         """
-        return quant_experts(
-            hidden_states,
-            top_k_index.to(torch.int64),
-            top_k_weights,
-            self.gate_up_proj,
-            self.gate_up_proj_scale,
-            self.gate_up_proj_bias,
-            self.down_proj,
-            self.down_proj_scale,
-            self.down_proj_bias,
-            self.activation,
+        operands = map(self.stored, _OPERANDS)
+        return quant_experts(  # type: ignore[call-arg]
+            hidden_states, top_k_index.to(torch.int64), top_k_weights, *operands, self.activation
         )
 
     def extra_repr(self) -> str:

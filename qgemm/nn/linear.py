@@ -7,7 +7,7 @@ in the dtype of ``x``. The weight takes a quarter of float32's memory, half of b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ class QuantLinear(LinearLayer):
     weight_names = ("weight",)
     scale_names = ("weight_scale", "input_scale")
     row_names: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
+    operands: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "bias", "input_scale")
     weight: nn.Parameter
     weight_scale: nn.Parameter
     input_scale: nn.Parameter | None
@@ -109,9 +110,4 @@ class QuantLinear(LinearLayer):
 
         ``input`` is what ``nn.Linear`` calls it, for models that pass it by name.
         """
-        parameters: dict[str, Any] = self._parameters
-        try:  # past nn.Module.__getattr__, which takes the host 0.1 us a parameter
-            weight, weight_scale = parameters["weight"], parameters["weight_scale"]
-        except KeyError:  # plain tensors in their place, as nn.DataParallel and parametrizations have
-            weight, weight_scale = self.weight, self.weight_scale
-        return quant_linear(input, weight, weight_scale, self.bias, self.input_scale)
+        return quant_linear(input, *map(self.stored, self.operands))

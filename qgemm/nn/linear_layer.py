@@ -167,7 +167,7 @@ class LinearLayer(QuantLayer):
         bias = self.float_bias()
         dtype = dtype or (torch.float32 if bias is None else bias.dtype)
         linear = nn.Linear(self.in_features, self.out_features, bias is not None, device="meta", dtype=dtype)
-        parameters = {name: getattr(self, name).detach() for name in self.row_names}
+        parameters = {name: self.stored(name).detach() for name in self.row_names}
         exact = self.restore_rows(parameters, torch.float64 if dtype == torch.float64 else torch.float32)
         linear.weight = nn.Parameter(exact.to(dtype))
         if bias is not None:

@@ -101,10 +101,10 @@ class OutlierLinear(QuantLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
-        if input.ndim == 0 or input.shape[-1] != self.in_features or input.device != self.weight.device:
+        if input.ndim == 0 or input.shape[-1] != self.in_features or input.device != self.weight_scale.device:
             return super().forward(input)  # which says what is wrong
         rest = input.index_fill(-1, self.outlier_columns, 0)
-        out = quant_linear(rest, self.weight, self.weight_scale, self.bias, self.input_scale)
+        out = quant_linear(rest, *map(self.stored, self.operands))
         outliers = input.index_select(-1, self.outlier_columns)
         with torch.autocast("cuda" if input.is_cuda else "cpu", enabled=False):  # not for meta
             rows = outliers.reshape(-1, outliers.shape[-1])

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qgemm.kernels import int4
 from qgemm.nn.linear_layer import LinearLayer, check_values
 from qgemm.nn.quant_layer import frozen
+from qgemm.nn.stored_weight import StoredWeight, TracedWeight
 from qgemm.scheme import QuantScheme
 
 _ZEROS = 0x88888888 - (1 << 32)  # eight values of 0
@@ -72,9 +73,11 @@ class PackedLinear(LinearLayer):
 
         For code around a layer that asks where its weight is, or whether it is in float (T5's, PEFT's).
         """
-        octets = self.weight_packed.detach().view(torch.int8)
+        octets: Tensor = self.stored("weight_packed").detach().view(torch.int8)
+        if torch.compiler.is_compiling():
+            return TracedWeight(octets, self.layer_name)  # type: ignore[return-value]
         octets._is_hf_initialized = True  # type: ignore[attr-defined]  # or transformers would fill it as it loads
-        return octets
+        return StoredWeight(octets, self.layer_name)
 
     def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """int8 ``[n, K]``, -8 to 7, and float32 ``[n, groups]``, or ``[n]`` for a scale per channel."""
@@ -99,9 +102,8 @@ class PackedLinear(LinearLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
-        out: Tensor = torch.ops.qgemm.packed_linear(
-            input, self.weight_packed, self.weight_scale, self.in_features, self.group_size, self.bias
-        )
+        packed, scale, bias = map(self.stored, ("weight_packed", "weight_scale", "bias"))
+        out: Tensor = torch.ops.qgemm.packed_linear(input, packed, scale, self.in_features, self.group_size, bias)
         return out
 
 

@@ -2,7 +2,7 @@
 
 All state is plain ``nn.Parameter``s, none of which requires a gradient: it survives ``state_dict``, safetensors,
 ``deepcopy`` and offloading as it is. Quantized values and float32 scales stay what they are whatever dtype the module
-is moved to; only biases follow.
+is moved to; only biases follow. Code around a layer that reads its weight gets a view that refuses to be computed with.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from qgemm.nn.stored_weight import StoredWeight, TracedWeight
 from qgemm.scheme import QuantScheme
 
 Layer = TypeVar("Layer", bound="QuantLayer")
@@ -26,6 +27,7 @@ class QuantLayer(nn.Module):
     - ``scale_names``: those that hold scales, float32.
     - ``index_names``: those that hold other numbers whose dtype is fixed, such as the indices of columns.
     - ``made_by``: the class method that makes one of a float layer.
+    - ``layer_name``: what it is called in its model, for errors; empty for a layer by itself.
 
     The remaining parameters are biases and the like, of any float dtype.
     """
@@ -35,6 +37,30 @@ class QuantLayer(nn.Module):
     index_names: ClassVar[tuple[str, ...]] = ()
     made_by: ClassVar[str]
     scheme: QuantScheme
+    layer_name: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        """As ``nn.Module``; a parameter with quantized values as a ``StoredWeight``, which no float mixes with."""
+        value = super().__getattr__(name)
+        if name not in type(self).weight_names or not isinstance(value, Tensor):
+            return value
+        if torch.compiler.is_compiling():
+            return TracedWeight(value, self.layer_name)
+        # Without values there is nothing to be read, and code that loads and saves goes by a parameter's identity.
+        if type(value) is not nn.Parameter or value.is_meta:
+            return value
+        return StoredWeight(value, self.layer_name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As ``nn.Module``; of a ``StoredWeight``, the parameter itself is set."""
+        super().__setattr__(name, value.stored if type(value) is StoredWeight else value)
+
+    def stored(self, name: str) -> Any:
+        """A parameter as it is, with the values that are stored."""
+        try:
+            return self._parameters[name]
+        except KeyError:  # a plain tensor in its place, as nn.DataParallel and parametrizations have
+            return getattr(self, name)
 
     @property
     def fixed_names(self) -> tuple[str, ...]:
@@ -54,7 +80,7 @@ class QuantLayer(nn.Module):
 
     def _apply(self: Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layer:
         # .to(dtype), .half() and .type() would cast values whose dtype is their meaning; only the device may change.
-        fixed = [getattr(self, name) for name in self.fixed_names]
+        fixed = [self.stored(name) for name in self.fixed_names]
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             applied = fn(tensor)
@@ -70,7 +96,7 @@ class QuantLayer(nn.Module):
         error_messages: list[str] = args[-1]
         own = type(self).__name__
         for name in self.weight_names + self.index_names:
-            value, wanted = state_dict.get(prefix + name), getattr(self, name)
+            value, wanted = state_dict.get(prefix + name), self.stored(name)
             if value is not None and value.dtype != wanted.dtype:
                 error_messages.append(
                     f"{prefix}{name} is {value.dtype} but {own} holds {wanted.dtype}: load the float layer and convert "

@@ -44,7 +44,7 @@ class RotatedLinear(QuantLinear):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
         rotated = torch.ops.qgemm.hadamard(input)
-        return quant_linear(rotated, self.weight, self.weight_scale, self.bias, self.input_scale)
+        return quant_linear(rotated, *map(self.stored, self.operands))
 
 
 def rotate_rows(rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -292,7 +292,7 @@ def test_hooks_and_offloading_work_as_they_do() -> None:
 
 
 def test_what_gives_no_number_is_infinitely_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qgemm.QuantLinear, "forward", lambda self, x: F.linear(x, self.weight.float()) / 0)
+    monkeypatch.setattr(qgemm.QuantLinear, "forward", lambda self, x: F.linear(x, self.stored("weight").float()) / 0)
     result = sensitivity(Regression(), [torch.randn(2, 5, 32)], skip="side", progress=False)
     assert [record.damage for record in result.records] == [float("inf")] * 2
     assert Sensitivity.from_dict(result.to_dict()) == result

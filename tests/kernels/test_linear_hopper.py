@@ -312,7 +312,7 @@ def test_graphs_that_torch_compile_makes(M: int, N: int) -> None:
     layer = QuantLinear.from_linear(torch.nn.Linear(1024, N, device="cuda", dtype=torch.bfloat16))
     x = torch.randn(M, 1024, device="cuda", dtype=torch.bfloat16)
     q, scale = quantize_rows_reference(x * 2)
-    wanted = scaled_mm_reference(q, layer.weight.t(), scale, layer.weight_scale, layer.bias, x.dtype)
+    wanted = scaled_mm_reference(q, layer.stored("weight").t(), scale, layer.weight_scale, layer.bias, x.dtype)
     compiled = torch.compile(lambda x: layer(x * 2), mode="reduce-overhead")
     with torch.no_grad():
         for _ in range(5):

@@ -18,7 +18,7 @@ def exact_output(layer: AsymmetricLinear, x: Tensor, bias: Tensor | None) -> Ten
     """What the layer is to compute, in float64."""
     q, _ = quantize_rows_reference(x, layer.input_scale, layer.input_zero_point)
     values = (q.double() - layer.input_zero_point.double()) * layer.input_scale.double()
-    weight = layer.weight.double() * layer.weight_scale.double()[:, None]
+    weight = layer.stored("weight").double() * layer.weight_scale.double()[:, None]
     return values @ weight.t() + (0.0 if bias is None else bias.double())
 
 

@@ -48,8 +48,8 @@ def test_output_is_close_to_the_float_module(build: Build, device: torch.device)
 def test_output_is_that_of_the_specification(build: Build, dtype: torch.dtype, device: torch.device) -> None:
     layer = QuantExperts.from_experts(build().to(dtype)).to(device)
     x, index, weights = (t.to(device) for t in inputs(layer, 9, dtype))
-    first = (layer.gate_up_proj, layer.gate_up_proj_scale, layer.gate_up_proj_bias)
-    second = (layer.down_proj, layer.down_proj_scale, layer.down_proj_bias)
+    first = [layer.stored(f"gate_up_proj{end}") for end in ("", "_scale", "_bias")]
+    second = [layer.stored(f"down_proj{end}") for end in ("", "_scale", "_bias")]
     wanted = experts_reference(x, index, weights, *first, *second, layer.activation)
     out = layer(x, index, weights)
     assert out.dtype == dtype

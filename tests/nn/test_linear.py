@@ -44,7 +44,7 @@ def assert_same_values(a: nn.Module, b: nn.Module) -> None:
 def expected(layer: QuantLinear, x: Tensor) -> Tensor:
     """The layer's output by the plain PyTorch specification."""
     q, scale = quantize_rows_reference(x.reshape(x.shape[:-1].numel(), layer.in_features), layer.input_scale)
-    out = scaled_mm_reference(q, layer.weight.t(), scale, layer.weight_scale, layer.bias, x.dtype)
+    out = scaled_mm_reference(q, layer.stored("weight").t(), scale, layer.weight_scale, layer.bias, x.dtype)
     return out.view(*x.shape[:-1], layer.out_features)
 
 
