@@ -30,13 +30,20 @@ _KINDS = {
 }
 
 
+def check_regular(path: Path) -> None:
+    """Raises ``CheckpointError`` for what is no regular file, links followed, and ``OSError`` if there is nothing.
+
+    To open a pipe is to wait for somebody who writes, and a device has no end.
+    """
+    _check_kind(path, os.stat(path))
+
+
 def open_regular(path: Path) -> BinaryIO:
     """Opens a file to read it. Links are followed; ``layout.checkpoint_file`` says to where they may lead.
 
-    Raises ``CheckpointError`` for what is no regular file: to open a pipe is to wait for somebody who writes, and a
-    device has no end. Raises ``OSError`` as ``open`` does.
+    Raises ``CheckpointError`` for what is no regular file, and ``OSError`` as ``open`` does.
     """
-    _check_kind(path, os.stat(path))  # first, since some devices act when they are opened
+    check_regular(path)  # first, since some devices act when they are opened
     # A pipe that takes the file's place just now is opened without waiting.
     descriptor = os.open(path, _READ)
     try:

@@ -16,6 +16,16 @@ from torch import Tensor
 from qgemm.checkpoint.checksum import RunningChecksum, format_checksum
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES
 
+LARGEST_HEADER = 100_000_000
+"""In bytes: the library reads no file with more."""
+
+
+def check_tensor_name(name: str) -> None:
+    """Raises ``ValueError`` for a name that the format keeps for itself, or that isn't text its readers take."""
+    # "ignore" drops what has no place in UTF-8: half of a surrogate pair.
+    if name == "__metadata__" or name.encode(errors="ignore").decode() != name:
+        raise ValueError(f"a tensor is called {name!r}, which a safetensors file can't hold: rename it")
+
 
 def write_safetensors(
     file: BinaryIO,
@@ -44,8 +54,11 @@ class SafetensorsWriter:
     def __init__(self, file: BinaryIO, tensors: dict[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
         """``file`` must be seekable: the header, which comes first, holds the checksums, which are known last.
 
-        ``tensors`` give names, shapes and dtypes alone; they may be on meta.
+        ``tensors`` give names, shapes and dtypes alone; they may be on meta. Raises ``ValueError`` for names, or so
+        many of them, that no reader takes.
         """
+        for name in tensors:
+            check_tensor_name(name)
         # Widest first, as the library orders them, so that every tensor lies at a multiple of its item size.
         tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
         self._file = file
@@ -97,4 +110,9 @@ class SafetensorsWriter:
         self._header["__metadata__"] = {**self._metadata, CHECKSUMS: json.dumps(checksums)}
         text = json.dumps(self._header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
+        if len(text) > LARGEST_HEADER:
+            raise ValueError(
+                f"a file of {len(self._checksums)} tensors needs a header of {len(text)} bytes; readers take at most "
+                f"{LARGEST_HEADER}: choose a smaller max_shard_size"
+            )
         return self._file.write(len(text).to_bytes(8, "little") + text)

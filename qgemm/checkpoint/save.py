@@ -26,7 +26,7 @@ from qgemm.checkpoint.load import find_matching
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.pretrained import generation_config, is_pretrained, model_config
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES
-from qgemm.checkpoint.safetensors_writer import write_safetensors
+from qgemm.checkpoint.safetensors_writer import check_tensor_name, write_safetensors
 from qgemm.checkpoint.staging import StagedFiles
 from qgemm.checkpoint.tensors import BIAS_DTYPES, find_ties, stored_tensors
 from qgemm.nn import QuantLayer
@@ -120,6 +120,7 @@ def _check_can_be_stored(model: nn.Module, tensors: dict[str, Tensor]) -> None:
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(f"{name or 'model'} keeps extra state that isn't tensors, which safetensors can't hold")
     for name, tensor in tensors.items():
+        check_tensor_name(name)
         if tensor.device.type == "meta":
             raise ValueError(
                 f"{name} is on meta, without values: load it, or bring an offloaded model back, to save it"

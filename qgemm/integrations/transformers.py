@@ -35,6 +35,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qgemm.checkpoint.checksum import checksum, format_checksum
+from qgemm.checkpoint.disk import check_regular
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import CONFIG_FILE
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
@@ -106,9 +107,12 @@ class QGemmConfig(QuantizationConfigMixin):
             config = cls.from_manifest(Manifest.from_config({"quantization_config": config_dict}, Path(CONFIG_FILE)))
         else:
             values = {key: value for key, value in config_dict.items() if key != "quant_method"}
-            if isinstance(values.get("scheme"), list):
-                values["scheme"] = dict(values["scheme"])
-            config = cls(**values)
+            try:
+                if isinstance(values.get("scheme"), list):
+                    values["scheme"] = dict(values["scheme"])
+                config = cls(**values)
+            except (ValueError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"quantization_config is none of qgemm's: {error}") from error
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
@@ -266,8 +270,11 @@ class QGemmQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
+        files = [Path(file) for file in checkpoint_files or ()]
+        for file in files:
+            check_regular(file)  # transformers opens whatever is there
         if self.pre_quantized:
-            self._prepare_quantized(model, [Path(file) for file in checkpoint_files or ()])
+            self._prepare_quantized(model, files)
             return
         if is_cut(model):
             raise ValueError(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qgemm.checkpoint import safetensors_writer
 from qgemm.checkpoint.checksum import RunningChecksum, checksum
 from qgemm.checkpoint.safetensors_writer import SafetensorsWriter, write_safetensors
 
@@ -61,3 +62,19 @@ def test_a_checksum_of_pieces(sizes: tuple[int, ...]) -> None:
     content = bytes(values.view(torch.uint8).tolist())
     words = [int.from_bytes(content[start : start + 8], "little") for start in range(0, len(content), 8)]
     assert running.value == checksum(values) == sum(words) % 2**64
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
+def test_a_name_that_no_file_can_hold(name: str) -> None:
+    with pytest.raises(ValueError, match=r"a tensor is called .*, which a safetensors file can't hold: rename it"):
+        SafetensorsWriter(io.BytesIO(), {name: torch.ones(1)})
+
+
+def test_a_header_that_no_reader_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_writer, "LARGEST_HEADER", 1000)
+    tensors = {f"layers.{i}.weight": torch.ones(1) for i in range(20)}
+    with pytest.raises(
+        ValueError, match=r"a file of 20 tensors needs .* at most 1000: choose a smaller max_shard_size"
+    ):
+        SafetensorsWriter(io.BytesIO(), tensors)
+    SafetensorsWriter(io.BytesIO(), {"a": torch.ones(1)})

@@ -175,6 +175,15 @@ def test_model_that_cannot_be_stored(change: Callable[[Any], Any], message: str,
     assert not files_of(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
+def test_a_name_that_no_file_can_hold(name: str, tmp_path: Path) -> None:
+    model = quantized_net()
+    model.register_parameter(name, nn.Parameter(torch.ones(2)))
+    with pytest.raises(ValueError, match="which a safetensors file can't hold: rename it"):
+        save_quantized(model, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_model_that_its_config_does_not_build(tmp_path: Path) -> None:
     model = swap_linears(tiny_llama())
     model.adapter = nn.Linear(2, 2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +61,45 @@ def test_missing_tensors_are_refused(leaf: str, llama_folder: Path, tmp_path: Pa
     edit_weights(llama_folder, model__layers__0__mlp__up_proj__weight=None)
     with pytest.raises(qgemm.CheckpointError, match=r"layers.0.mlp.up_proj.weight is not in the checkpoint.*skip="):
         load_int8(llama_folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders here")
+@pytest.mark.parametrize("quantized", [True, False])
+def test_a_pipe_as_shard(quantized: bool, llama_folder: Path, tmp_path: Path) -> None:
+    # Whoever opened it, would wait forever for somebody who writes.
+    (load_int8 if quantized else load)(llama_folder).save_pretrained(tmp_path / "shards", max_shard_size="30KB")
+    shard = sorted((tmp_path / "shards").glob("*.safetensors"))[1]
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(qgemm.CheckpointError, match=f"{shard.name} is a pipe; only regular files are read"):
+        (load if quantized else load_int8)(tmp_path / "shards")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"scheme": 3},
+        {"scheme": None},
+        {"scheme": []},
+        {"scheme": ["int8"]},
+        {"scheme": [[[], "int8"]]},
+        {"scheme": {"*": 8}},
+        {"scheme": "int3"},
+        {"skip": 3},
+        {"include": [None]},
+        {"input_scales": 3},
+        {"input_scales": ["a"]},
+        {"shceme": "int8"},
+        {"layers": 3},
+        {"format_version": 1, "schemes": {"int8": 3}, "layers": {}, "tied": {}},
+        {"format_version": 1, "schemes": {"int8": [None]}, "layers": {}, "tied": {}},
+        {"format_version": 1, "schemes": {"a": {"name": 3, "weight": {}, "activation": 3}}, "layers": {}, "tied": {}},
+    ],
+    ids=json.dumps,
+)
+def test_a_config_of_other_types(values: dict[str, Any]) -> None:
+    with pytest.raises(qgemm.CheckpointError):
+        qgemm.QGemmConfig.from_dict({"quant_method": "qgemm", **values})
 
 
 def test_missing_scale_in_a_state_dict_is_refused(llama_folder: Path) -> None:
