@@ -33,6 +33,7 @@ from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.result import Calibration
 from qgemm.calibration.sensitivity import Sensitivity
 from qgemm.calibration.sensitivity import sensitivity as measure_sensitivity
+from qgemm.nn.attention import opened_attention
 from qgemm.nn.linear import linear_weight
 from qgemm.nn.linear_layer import InputScale
 from qgemm.offloading import check_hooks, weights_at_hand
@@ -117,40 +118,43 @@ def quantize_model(
     observer = resolve_observer(observer or "min-max")
     skip, include = as_patterns("skip", skip), as_patterns("include", include)
     by_pattern, options = _resolve(scheme, budget, sensitivity)
-    plan = _plan_without_scales(model, by_pattern, skip, include)
-    schemes = options or plan.schemes_in_use
-    by_blocks = recipe is not None or device is not None or resume is not None or budget is not None
-    takes_batches = calibration is not None and not isinstance(calibration, Calibration)
-    if by_blocks or (takes_batches and any(_rotates(each) or _keeps_columns(each) for each in schemes)):
-        methods = recipe if isinstance(recipe, Recipe) else Recipe([] if recipe is None else recipe)
-        wants_data = {"budget": budget is not None and sensitivity is None, "device": device is not None}
-        wants_data |= {"resume": resume is not None}
-        calls = _calls_for_blocks(model, plan, schemes, input_scales, calibration, methods, wants_data)
-        if device is not None:
-            _check_in_one_place(model)
-        notes: dict[str, str] = {}
-        if budget is not None:
-            if sensitivity is None:
-                sensitivity = measure_sensitivity(model, calls, schemes, skip=skip, include=include, progress=progress)
-            chosen, notes = assign_schemes(plan.layers, schemes, budget, sensitivity)
-            plan = replace(plan, schemes=chosen)
-        layers = [(layer, plan.scheme_of(layer)) for layer in plan.chosen]
-        place = None if device is None else torch.device(device)
-        records = quantize_blocks(
-            model, layers, methods, calls, observer, device=place, resume=resume, progress=progress
-        )
-        for name, note in notes.items():
-            if name in records:
-                records[name] = replace(records[name], note="; ".join(filter(None, (note, records[name].note))))
-    else:
-        if calibration is not None:
-            input_scales = _calibrated_scales(model, plan, calibration, observer, progress)
-        plan = _with_scales(plan, input_scales)
-        _check_finite(model, plan.chosen)
-        records = {}
-        show = None if progress is None else not progress
-        for layer in tqdm(plan.chosen, desc="quantize", unit="layer", disable=show):
-            records[layer.name] = swap(model, layer, plan.scheme_of(layer), plan.input_scales.get(layer.name))
+    with opened_attention(model):
+        plan = _plan_without_scales(model, by_pattern, skip, include)
+        schemes = options or plan.schemes_in_use
+        by_blocks = recipe is not None or device is not None or resume is not None or budget is not None
+        takes_batches = calibration is not None and not isinstance(calibration, Calibration)
+        if by_blocks or (takes_batches and any(_rotates(each) or _keeps_columns(each) for each in schemes)):
+            methods = recipe if isinstance(recipe, Recipe) else Recipe([] if recipe is None else recipe)
+            wants_data = {"budget": budget is not None and sensitivity is None, "device": device is not None}
+            wants_data |= {"resume": resume is not None}
+            calls = _calls_for_blocks(model, plan, schemes, input_scales, calibration, methods, wants_data)
+            if device is not None:
+                _check_in_one_place(model)
+            notes: dict[str, str] = {}
+            if budget is not None:
+                if sensitivity is None:
+                    sensitivity = measure_sensitivity(
+                        model, calls, schemes, skip=skip, include=include, progress=progress
+                    )
+                chosen, notes = assign_schemes(plan.layers, schemes, budget, sensitivity)
+                plan = replace(plan, schemes=chosen)
+            layers = [(layer, plan.scheme_of(layer)) for layer in plan.chosen]
+            place = None if device is None else torch.device(device)
+            records = quantize_blocks(
+                model, layers, methods, calls, observer, device=place, resume=resume, progress=progress
+            )
+            for name, note in notes.items():
+                if name in records:
+                    records[name] = replace(records[name], note="; ".join(filter(None, (note, records[name].note))))
+        else:
+            if calibration is not None:
+                input_scales = _calibrated_scales(model, plan, calibration, observer, progress)
+            plan = _with_scales(plan, input_scales)
+            _check_finite(model, plan.chosen)
+            records = {}
+            show = None if progress is None else not progress
+            for layer in tqdm(plan.chosen, desc="quantize", unit="layer", disable=show):
+                records[layer.name] = swap(model, layer, plan.scheme_of(layer), plan.input_scales.get(layer.name))
     report = make_report(plan, records)
     if recipe is not None:
         report = replace(report, recipe=methods.to_dict())

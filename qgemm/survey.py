@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from qgemm.held_weights import multiplied_parameters
 from qgemm.kernels.reference import MAX_K
+from qgemm.nn.attention import why_closed
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear import linear_weight
 from qgemm.swap_rules import find_rule
@@ -104,7 +105,7 @@ class _Survey:
         if _is_linear(module):
             yield Layer(names, kind, self._bytes(module.parameters()), *self._reason(names, module))
         elif isinstance(module, nn.MultiheadAttention):
-            reason = "its fused kernel takes the weights themselves"
+            reason = why_closed(module)
             yield Layer(names, kind, self._bytes(parameters.values()), reason, reason)
         elif isinstance(module, _OTHER_PRODUCTS):
             reason = f"there is no quantized {kind}"
@@ -158,6 +159,8 @@ class _Survey:
             yield "it is the whole model", True
             return
         around = self._around(name)
+        if isinstance(around[0][0], nn.MultiheadAttention):
+            yield "its weight is read by the attention around it", True
         if any(id(part) in self.heads for part in (module, *(holder for holder, _ in around))):
             yield "output head", False
         for key, parameter in module.named_parameters(recurse=False):

@@ -39,7 +39,6 @@ _FUSED = "its weight goes to a fused kernel"
 _READ = "its weight is read directly"
 _ROUTER = "it routes tokens to experts: small and sensitive"
 SWAP_RULES = (
-    SwapRule("TransformerEncoderLayer", ("linear1", "linear2"), _FUSED, ("torch.nn.modules.transformer",)),
     # State space models hand projections to a CUDA kernel (some of them only in training), and multiply by dt_proj's
     # weight elsewhere.
     SwapRule("MambaMixer", ("x_proj", "dt_proj", "out_proj"), _FUSED),

@@ -239,17 +239,6 @@ def test_layers_that_stay_float_for_what_they_are(layer: Any, reason: str) -> No
     assert isinstance(model[1], QuantLinear)
 
 
-def test_attention_and_encoder_layers_of_pytorch_still_run_their_fast_path() -> None:
-    model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
-    model = nn.Sequential(model, nn.Linear(32, 8)).eval()
-    x = torch.randn(2, 5, 32)
-    with torch.no_grad():
-        expected = model[0](x)
-        quantize_model(model)
-        assert torch.equal(model[0](x), expected)
-    assert set(_reasons(model)) == {"0.self_attn", "0.self_attn.out_proj", "0.linear1", "0.linear2"}
-
-
 @pytest.mark.parametrize(
     ("skip", "kept"),
     [

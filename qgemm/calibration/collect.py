@@ -18,6 +18,7 @@ from qgemm.calibration.method import Call
 from qgemm.calibration.observers import Observer, resolve_observer
 from qgemm.calibration.padding import Batch
 from qgemm.calibration.result import Calibration
+from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
 from qgemm.selection import Patterns, listed, select_layers
 from qgemm.survey import find_layers
@@ -46,15 +47,16 @@ def calibrate(
     Warns at the end of layers that saw nothing, and of experts to which no token went. Raises ``ValueError`` as
     ``quantize_model`` does, before the model runs; and out of the model's call if a layer's input holds NaN or Inf.
     """
-    layers = [layer for layer in select_layers(model, skip, include) if not layer.reason]
-    names = [layer.name for layer in layers if not layer.is_experts]
-    calibration, batch = Calibration(resolve_observer(observer)), Batch()
-    with (
-        batch.watching(model),
-        _watched(model, names, calibration, batch),
-        counted_experts(model, [layer.name for layer in layers if layer.is_experts], batch) as tokens,
-    ):
-        yield calibration
+    with opened_attention(model):
+        layers = [layer for layer in select_layers(model, skip, include) if not layer.reason]
+        names = [layer.name for layer in layers if not layer.is_experts]
+        calibration, batch = Calibration(resolve_observer(observer)), Batch()
+        with (
+            batch.watching(model),
+            _watched(model, names, calibration, batch),
+            counted_experts(model, [layer.name for layer in layers if layer.is_experts], batch) as tokens,
+        ):
+            yield calibration
     warn_of_unused(unused_experts(tokens), stacklevel=4)
     if unseen := [name for name in names if name not in calibration.statistics]:
         warnings.warn(

@@ -38,6 +38,7 @@ _PAIRS = (
     ("c_proj", "c_fc"),
     ("dense_4h_to_h", "dense_h_to_4h"),
     ("lin2", "lin1"),
+    ("linear2", "linear1"),
     ("output.dense", "intermediate.dense"),
     ("output_dense", "intermediate_dense"),
     ("o_proj", "v_proj"),
@@ -53,6 +54,7 @@ _PAIRS = (
     ("c_proj", "c_attn"),
     ("dense", "query_key_value"),
     ("proj", "qkv"),
+    ("out_proj", "in_proj"),
     ("o_proj", "kv_b_proj"),
 )
 _HEAD_DIMS = ("v_head_dim", "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")

@@ -39,6 +39,7 @@ from qgemm.calibration.method import Call, first_tensor
 from qgemm.calibration.observers import MinMax, Observer
 from qgemm.calibration.padding import Masks
 from qgemm.nn import QuantExperts, QuantLayer, linear_class
+from qgemm.nn.attention import opened_attention
 from qgemm.offloading import weights_at_hand
 from qgemm.reporting import parameter_bytes, shortened
 from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
@@ -198,38 +199,39 @@ def sensitivity(
     check_batches(data)
     wanted = [schemes] if isinstance(schemes, str | QuantScheme) else list(schemes)
     resolved = [_measurable(resolve_scheme(scheme)) for scheme in wanted]
-    layers = [layer for layer in select_layers(model, skip, include) if not layer.reason]
-    batches = list(data)
-    calls = [as_call(batch, index) for index, batch in enumerate(batches)]
-    if not calls:
-        raise ValueError("data has no batch: an iterator that was used up gives nothing a second time")
-    seen: dict[str, Observer] = {}
-    if any(scheme.is_static for scheme in resolved):
-        linears = [layer.name for layer in layers if not layer.is_experts]
-        seen = run_batches(model, linears, batches, progress=progress).statistics
-    trials = [
-        _Trial(layer, scheme, seen.get(layer.name))
-        for layer in layers
-        for scheme in ([SCHEMES["int8"]] if layer.is_experts else dict.fromkeys(resolved))
-    ]
-    outputs = _Outputs()
-    hidden = None if progress is None else not progress
-    with (
-        tqdm(total=len(calls) * len(trials), desc="sensitivity", unit="run", disable=hidden) as bar,
-        in_eval_mode(model),
-        without_cache(model),
-        torch.no_grad(),
-    ):
-        blocks = _Blocks(model, calls[0], layers)
-        for index, call in enumerate(calls):
-            masks = Masks.of(model, call.args, call.kwargs)
-            with blocks.recorded():
-                output = model(*call.args, **call.kwargs)
-            outputs.expect(output, masks, index)
-            for trial in trials:
-                with trial.running(model, masks), blocks.skipped_ahead_of(trial.layer):
-                    trial.damage += outputs.damage_of(model(*call.args, **call.kwargs))
-                bar.update()
+    with opened_attention(model):
+        layers = [layer for layer in select_layers(model, skip, include) if not layer.reason]
+        batches = list(data)
+        calls = [as_call(batch, index) for index, batch in enumerate(batches)]
+        if not calls:
+            raise ValueError("data has no batch: an iterator that was used up gives nothing a second time")
+        seen: dict[str, Observer] = {}
+        if any(scheme.is_static for scheme in resolved):
+            linears = [layer.name for layer in layers if not layer.is_experts]
+            seen = run_batches(model, linears, batches, progress=progress).statistics
+        trials = [
+            _Trial(layer, scheme, seen.get(layer.name))
+            for layer in layers
+            for scheme in ([SCHEMES["int8"]] if layer.is_experts else dict.fromkeys(resolved))
+        ]
+        outputs = _Outputs()
+        hidden = None if progress is None else not progress
+        with (
+            tqdm(total=len(calls) * len(trials), desc="sensitivity", unit="run", disable=hidden) as bar,
+            in_eval_mode(model),
+            without_cache(model),
+            torch.no_grad(),
+        ):
+            blocks = _Blocks(model, calls[0], layers)
+            for index, call in enumerate(calls):
+                masks = Masks.of(model, call.args, call.kwargs)
+                with blocks.recorded():
+                    output = model(*call.args, **call.kwargs)
+                outputs.expect(output, masks, index)
+                for trial in trials:
+                    with trial.running(model, masks), blocks.skipped_ahead_of(trial.layer):
+                        trial.damage += outputs.damage_of(model(*call.args, **call.kwargs))
+                    bar.update()
     if unseen := list(dict.fromkeys(trial.layer.name for trial in trials if not trial.was_reached)):
         warnings.warn(
             f"{listed(unseen)} saw no tokens, so nothing is known of them: give batches that reach them", stacklevel=2

@@ -28,7 +28,7 @@ from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.pretrained import is_pretrained, parameters_on_meta
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name, transient_names
-from qgemm.nn import LinearLayer, PackedLinear, QuantLayer, QuantLinear
+from qgemm.nn import LinearLayer, PackedLinear, QuantLayer, QuantLinear, QuantMultiheadAttention
 from qgemm.scheme import SCHEMES
 
 QUANT_METHOD = "compressed-tensors"
@@ -212,7 +212,8 @@ def tensors_to_write(
 
     Of two that are ``ties`` only those that transformers ties by itself are left out, and buffers that ``state_dict``
     leaves out. Raises ``ValueError`` for layers that transformers builds as ``Conv1D``, which the library doesn't know,
-    for experts, of which its files have one layer each, and for schemes that it has no form for.
+    for experts, of which its files have one layer each, for projections of an ``nn.MultiheadAttention``, and for
+    schemes that it has no form for.
     """
     if fused := [name for name, layer in layers.items() if not isinstance(layer, LinearLayer)]:
         raise ValueError(
@@ -225,6 +226,11 @@ def tensors_to_write(
                 f"{name} has the scheme {layer.scheme.name!r}, which compressed-tensors has no form for: save it with "
                 'format="qgemm"'
             )
+    if packed := [name for name, module in model.named_modules() if isinstance(module, QuantMultiheadAttention)]:
+        raise ValueError(
+            f"{packed[0]} was an nn.MultiheadAttention, whose packed weights compressed-tensors has no form for: pass "
+            'it in skip, or save the model with format="qgemm"'
+        )
     if transposed := _conv1d_names(model, layers):
         raise ValueError(
             f"{transposed[0]} is a Conv1D in {type(model).__name__}, and compressed-tensors knows only nn.Linear: "

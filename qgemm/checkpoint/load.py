@@ -25,6 +25,7 @@ from qgemm.checkpoint.pretrained import build_pretrained, is_pretrained, paramet
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values
 from qgemm.checkpoint.tensors import named_tensors, split_name
 from qgemm.nn import QuantLayer
+from qgemm.nn.attention import opened_attention
 
 
 def load_quantized(
@@ -98,7 +99,8 @@ def find_matching(folder: Path, model: nn.Module | Callable[[], nn.Module] | Non
     target = build_pretrained(config, config_path, contents.headers) if model is None else _given(model)
     if contents.is_foreign:
         fit_to_model(contents, target, config_path)
-    layers = match(target, manifest, contents.headers, config_path)
+    with opened_attention(target, manifest.layers):
+        layers = match(target, manifest, contents.headers, config_path)
     extras = _extra_attributes(folder, target, manifest, config_path)
     return Matching(target, layers, contents.stored, manifest.tied, extras, contents.conversions)
 
@@ -148,9 +150,10 @@ def _take_in(values: dict[str, Tensor], name: str, value: Tensor, conversion: Co
 
 def _put_in_place(found: Matching, values: dict[str, Tensor], device: torch.device) -> None:
     model = found.model
-    for name, layer in found.layers.items():
-        parent, leaf = split_name(name)
-        setattr(model.get_submodule(parent), leaf, layer)
+    with opened_attention(model, found.layers):
+        for name, layer in found.layers.items():
+            parent, leaf = split_name(name)
+            setattr(model.get_submodule(parent), leaf, layer)
     placed = {name: _put(model, name, value) for name, value in values.items()}
     for alias, name in found.tied.items():
         _put(model, alias, placed[name])

@@ -51,6 +51,7 @@ from qgemm.integrations.transformers_checkpoint import (
     name_in,
 )
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
+from qgemm.nn.attention import close_attention, opened_attention
 from qgemm.nn.float_experts import describe_experts
 from qgemm.quantize import SwapPlan, make_report, plan_swaps, warn_of_coverage
 from qgemm.reporting import LayerRecord, QuantReport
@@ -180,6 +181,7 @@ class QGemmQuantizer(HfQuantizer):
         # some have, and what became of layers that are complete.
         self.waiting: dict[str, Layer] = {}
         self._plan: SwapPlan | None = None
+        self._in_attention: list[Layer] = []
         self._experts: dict[str, ExpertsSwap] = {}
         self._records: dict[str, LayerRecord] = {}
         self._errors: list[str] = []
@@ -282,11 +284,19 @@ class QGemmQuantizer(HfQuantizer):
                 "of a weight: quantize and save the model first, and load that folder with this distributed_config"
             )
         config = self.quantization_config
-        with _as_it_will_be(model):
+        with _as_it_will_be(model), opened_attention(model):
             self._plan = plan_swaps(model, config.schemes, config.skip, config.include, config.input_scales)
+        # Files have the packed weights of an nn.MultiheadAttention, so it is opened once those are there.
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._in_attention = [
+            layer
+            for layer in self._plan.chosen
+            if isinstance(modules[split_name(layer.name)[0]], nn.MultiheadAttention)
+        ]
         self.waiting = {
             f"{name}.{leaf}": layer
             for layer in self._plan.chosen
+            if layer not in self._in_attention
             for name in layer.names
             for leaf in (_tensors_of_experts(model, layer) if layer.is_experts else ("weight",))
         }
@@ -308,12 +318,13 @@ class QGemmQuantizer(HfQuantizer):
         same_class = type(model).__name__ in (model.config.architectures or ())
         if not same_class:
             manifest = self.quantization_config.manifest = manifest_for(model, manifest, self._config_path)
-        layers = quantized_layers(model, manifest.layers, self._config_path)
-        if is_cut(model):
-            plan_layers(model, layers)
-        for name, layer in layers.items():
-            parent, leaf = split_name(name)
-            setattr(model.get_submodule(parent), leaf, layer)
+        with opened_attention(model, manifest.layers):
+            layers = quantized_layers(model, manifest.layers, self._config_path)
+            if is_cut(model):
+                plan_layers(model, layers)
+            for name, layer in layers.items():
+                parent, leaf = split_name(name)
+                setattr(model.get_submodule(parent), leaf, layer)
         self._names_in_files = {name if same_class else name_in(model, name) or name: name for name in in_files}
         self._stored = {name: in_files[name_in_file] for name, name_in_file in self._names_in_files.items()}
         names = self._names_in_files
@@ -338,10 +349,12 @@ class QGemmQuantizer(HfQuantizer):
 
     def _finish_quantizing(self, model: PreTrainedModel) -> None:
         assert self._plan is not None
-        for name in list(self.waiting):
-            # One checkpoint tensor that became several parameters is given to the first one's operation only.
-            if name in self.waiting and getattr(weight := model.get_parameter(name), "_is_hf_initialized", False):
-                self.quantize_weight(model, name, weight.detach())
+        self.waiting |= {f"{layer.name}.weight": layer for layer in self._in_attention}
+        with opened_attention(model):
+            for name in list(self.waiting):
+                # One checkpoint tensor that became several parameters is given to the first one's operation only.
+                if name in self.waiting and getattr(weight := model.get_parameter(name), "_is_hf_initialized", False):
+                    self.quantize_weight(model, name, weight.detach())
         missing = [name for name, layer in self.waiting.items() if layer.name not in self._records]
         errors = [*self._errors, *(f"{name} is not in the checkpoint" for name in missing)]
         if errors:
@@ -401,6 +414,7 @@ class QGemmQuantizer(HfQuantizer):
             elif isinstance(module, QuantExperts):
                 floats = _float_experts(plain.get_submodule(name), module, dtype)
                 setattr(model.get_submodule(parent), leaf, floats)
+        close_attention(model)
         return model
 
 

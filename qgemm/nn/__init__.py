@@ -1,6 +1,7 @@
 """Quantized modules."""
 
 from qgemm.nn.asymmetric import AsymmetricLinear
+from qgemm.nn.attention import QuantMultiheadAttention
 from qgemm.nn.experts import QuantExperts
 from qgemm.nn.kinds import linear_class
 from qgemm.nn.linear import QuantLinear
@@ -18,6 +19,7 @@ __all__ = [
     "QuantExperts",
     "QuantLayer",
     "QuantLinear",
+    "QuantMultiheadAttention",
     "RotatedLinear",
     "linear_class",
 ]

@@ -18,6 +18,7 @@ from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.save import text_files
 from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
+from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
 from qgemm.quantize import quantize_model
 from qgemm.reporting import QuantReport, report
@@ -103,30 +104,32 @@ def make_plan(
     floats = {id(loading.model.get_parameter_or_buffer(name)): float for name, float in loading.tensors.items()}  # type: ignore[operator]
     weights: dict[str, QuantizedWeight] = {}
     copied: dict[str, FloatTensor] = {}
-    for name in tensors:
-        owner, leaf = split_name(name)
-        quantized = model.get_submodule(owner)
-        if isinstance(quantized, LinearLayer) and leaf == "input_scale":
-            copied[name] = BuiltFloat(_input_scale(model, quantized, input_scales or {}))
-            continue
-        float_module = loading.model.get_submodule(owner)
-        own, weight_name = leaf, None
-        if isinstance(quantized, LinearLayer) and leaf in quantized.row_names:
-            own, weight_name = "weight", quantized.row_names[0]
-        elif isinstance(quantized, QuantExperts):
-            own = leaf.removesuffix("_scale")
-            weight_name = own if own in quantized.weight_names else None
-        if isinstance(quantized, QuantExperts):
-            source_of = describe_experts(float_module)
-            theirs = float_module.get_parameter(source_of.parameters[own])
-            found: FloatTensor = OrderedExperts(floats[id(theirs)], own, source_of)
-        else:
-            found = floats[id(getattr(float_module, own))]
-        if weight_name is not None:
-            is_transposed = type(float_module).__name__ == "Conv1D"
-            weights[name] = QuantizedWeight(f"{owner}.{weight_name}", owner, found, is_transposed)
-        else:
-            copied[name] = found
+    layers = [name for name, module in model.named_modules() if isinstance(module, QuantLayer)]
+    with opened_attention(loading.model, layers):
+        for name in tensors:
+            owner, leaf = split_name(name)
+            quantized = model.get_submodule(owner)
+            if isinstance(quantized, LinearLayer) and leaf == "input_scale":
+                copied[name] = BuiltFloat(_input_scale(model, quantized, input_scales or {}))
+                continue
+            float_module = loading.model.get_submodule(owner)
+            own, weight_name = leaf, None
+            if isinstance(quantized, LinearLayer) and leaf in quantized.row_names:
+                own, weight_name = "weight", quantized.row_names[0]
+            elif isinstance(quantized, QuantExperts):
+                own = leaf.removesuffix("_scale")
+                weight_name = own if own in quantized.weight_names else None
+            if isinstance(quantized, QuantExperts):
+                source_of = describe_experts(float_module)
+                theirs = float_module.get_parameter(source_of.parameters[own])
+                found: FloatTensor = OrderedExperts(floats[id(theirs)], own, source_of)
+            else:
+                found = floats[id(getattr(float_module, own))]
+            if weight_name is not None:
+                is_transposed = type(float_module).__name__ == "Conv1D"
+                weights[name] = QuantizedWeight(f"{owner}.{weight_name}", owner, found, is_transposed)
+            else:
+                copied[name] = found
     shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, limit)
     return Plan(model, tensors, ties, shards, weights, copied)
 

@@ -300,7 +300,7 @@ class FloatShapes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "siglip"])  # Linear; Conv1D; a layer inside MultiheadAttention
+@pytest.mark.parametrize("family", ["llama", "gpt2", "siglip"])  # Linear; Conv1D; nn.MultiheadAttention
 def test_float_weights_are_never_made(family: str, tmp_path: Path) -> None:
     model = swap_linears(FAMILIES[family]().model)
     save_quantized(model, tmp_path)

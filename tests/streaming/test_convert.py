@@ -34,6 +34,7 @@ CHOSEN = [
     "whisper",
     "wav2vec2",
     "llava",
+    "siglip",  # an nn.MultiheadAttention, whose weights files have packed
 ]
 
 
