@@ -16,12 +16,15 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo bench accuracy test lint clean
+.PHONY: help setup wheel demo bench accuracy test lint clean
 
 help: ## Show these targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 14
 
 setup: $(STAMP) ## Make a virtual environment in .venv and install qgemm with all that its tests and demo need
+
+wheel: setup ## Build dist/qgemm_torch-<version>-py3-none-any.whl, to install elsewhere
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 demo: setup ## Quantize a real sentence-embedding model and compare it with the original
 	$(BIN)/python examples/quantize_minilm.py

@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
         from qgemm.integrations.transformers import QGemmConfig
     except ImportError as error:
         raise ImportError(
-            f'QGemmConfig needs transformers 5.17 or later: pip install "qgemm[transformers]" ({error})'
+            f'QGemmConfig needs transformers 5.17 or later: pip install "transformers>=5.17" ({error})'
         ) from error
     return QGemmConfig
 

@@ -15,6 +15,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] not in ("typer", "rich", "click"):
             raise
-        print(f'The qgemm command needs {error.name}: pip install "qgemm[cli]"', file=sys.stderr)
+        print(f'The qgemm command needs {error.name}: pip install "typer>=0.15" "rich>=13"', file=sys.stderr)
         sys.exit(2)
     app(prog_name="qgemm")

@@ -210,5 +210,5 @@ def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError('recipes in YAML need PyYAML: pip install "qgemm[yaml]", or use to_dict') from error
+        raise ImportError('recipes in YAML need PyYAML: pip install "pyyaml>=5.1", or use to_dict') from error
     return yaml

@@ -142,7 +142,7 @@ class Sensitivity:
             from matplotlib.figure import Figure
             from matplotlib.ticker import LogLocator, NullFormatter
         except ImportError as error:
-            raise ImportError(f'a plot needs matplotlib: pip install "qgemm[bench]" ({error})') from error
+            raise ImportError(f'a plot needs matplotlib: pip install "matplotlib>=3.8" ({error})') from error
         names = list(dict.fromkeys(record.name for record in self.ranked()))[:_MOST_LAYERS]
         places = {name: place for place, name in enumerate(names)}
         figure = Figure(figsize=(8, 1.2 + 0.2 * len(names)), layout="constrained")

@@ -80,7 +80,7 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
         import transformers
     except ImportError as error:
         raise ImportError(
-            f'{path} describes a transformers model: pip install "qgemm[transformers]", '
+            f'{path} describes a transformers model: pip install "transformers>=5.17", '
             "or pass the float model as model="
         ) from error
     cls = getattr(transformers, names[0], None)

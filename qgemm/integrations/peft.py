@@ -19,7 +19,7 @@ from torch import nn
 from qgemm.nn import LinearLayer, QuantExperts
 
 if not hasattr(Linear, "lora_variants"):  # by which versions before don't ask what a layer takes
-    raise ImportError("LoRA over quantized layers needs PEFT 0.20 or later: pip install -U peft")
+    raise ImportError('LoRA over quantized layers needs PEFT 0.20 or later: pip install "peft>=0.20"')
 
 # Others start from the float weight, which isn't there; some would put another one in its place.
 _STARTS = (True, False, "gaussian", "eva")

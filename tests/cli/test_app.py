@@ -62,7 +62,7 @@ def test_python_m_and_version() -> None:
 def test_without_typer_it_says_what_to_install() -> None:
     result = run_python("import sys; sys.modules['typer'] = None\nfrom qgemm_cli import main; main()")
     assert result.returncode == 2
-    assert result.stderr == 'The qgemm command needs typer: pip install "qgemm[cli]"\n'
+    assert result.stderr == 'The qgemm command needs typer: pip install "typer>=0.15" "rich>=13"\n'
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

@@ -275,7 +275,7 @@ import qgemm
 try:
     qgemm.QGemmConfig
 except ImportError as error:
-    assert "pip install" in str(error)
+    assert 'pip install "transformers>=5.17"' in str(error)
 else:
     raise AssertionError
 """
