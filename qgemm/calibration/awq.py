@@ -13,7 +13,8 @@ layers with this input, where
 
     error = mean |x (V / s - W)^T|^2 = trace((V / s - W) S (V / s - W)^T),    V = rounded(W * s)
 
-and ``S`` is the second moment of the inputs. The division goes into the norm or the linear layer ahead
+and ``S`` is the second moment of the inputs. Where weights have many rows, ratios are ranked by some of these, and the
+best ones and no scales are compared by all. The division goes into the norm or the linear layer ahead
 (``folding.py``); layers where that can't be are rounded without scales, and say so.
 
 Then weights are clipped: the scale of each group, or row, is the multiple of its plain one with which the group's part
@@ -46,6 +47,10 @@ from qgemm.nn.linear import linear_weight
 
 RATIOS = tuple(step / 20 for step in range(20))
 
+# Ratios are ranked by so many rows of each weight; these and no scales are compared by all rows.
+_ROWS = 128
+_FINALISTS = 3
+
 Grid = tuple[int, int | None]
 """``(bits, group_size)``."""
 
@@ -75,18 +80,29 @@ def awq_scales(
     alive = squares > 0
     mean = squares[alive].log().mean().exp() if alive.any() else squares.new_ones(())
     magnitude = torch.where(alive, squares / mean, 1.0).sqrt()
-    powers = [output_power(weight, second_moment) for weight in weights]
-    best: AWQScales | None = None
-    for ratio in RATIOS:
-        scales = tie(magnitude**ratio)
-        loss = 0.0
-        for weight, (bits, group_size), power in zip(weights, grids, powers, strict=True):
-            rounded = dequantize(round_to_nearest(weight.float() * scales, bits, group_size), group_size)
-            loss += output_power(rounded / scales - weight, second_moment) / power if power else 0.0
-        if best is None or loss < best.loss:
-            best = AWQScales(scales, ratio, loss)
-    assert best is not None
-    return best
+    candidates = [tie(magnitude**ratio) for ratio in RATIOS]
+    places = list(range(len(RATIOS)))
+    if any(len(weight) > _ROWS for weight in weights):
+        sample = [weight[torch.arange(min(_ROWS, len(weight))) * len(weight) // _ROWS] for weight in weights]
+        losses = _losses(sample, second_moment, grids, candidates)
+        ranked = sorted(places, key=losses.__getitem__)
+        places = sorted({0, *ranked[:_FINALISTS]})
+    losses = _losses(weights, second_moment, grids, [candidates[place] for place in places])
+    least = losses.index(min(losses))
+    return AWQScales(candidates[places[least]], RATIOS[places[least]], losses[least])
+
+
+def _losses(
+    weights: Sequence[Tensor], second_moment: Tensor, grids: Sequence[Grid], candidates: Sequence[Tensor]
+) -> list[float]:
+    """The sum of relative errors of the outputs of ``weights`` with each of the ``candidates [K]`` for scales."""
+    losses = [0.0] * len(candidates)
+    for weight, (bits, group_size) in zip(weights, grids, strict=True):
+        if power := output_power(weight, second_moment):
+            for place, scales in enumerate(candidates):
+                rounded = dequantize(round_to_nearest(weight.float() * scales, bits, group_size), group_size)
+                losses[place] += output_power(rounded / scales - weight, second_moment) / power
+    return losses
 
 
 @dataclass(frozen=True)
@@ -103,24 +119,29 @@ class AWQ(Method):
     def apply(self, block: Block) -> None:
         """Scales the block's layers in place, then decides their weights."""
         folds, refused = find_folds(block)
+        seen = block.collect(second_moment=True)
         for fold in folds:
             quantized = [name for name in fold.layers if name in block.layers]
             if any(_is_rotated(block.layers[name]) for name in quantized):
                 refused |= dict.fromkeys(quantized, "a rotation mixes its input's channels")
                 continue
-            if not (seen := block.collect(quantized[:1], second_moment=True)):
+            if quantized[0] not in seen:
                 continue  # said below
             moment = seen[quantized[0]].second_moment
             assert moment is not None
             weights, grids = _weights(block, fold)
             found = awq_scales(weights, moment, grids, fold.tie)
             try:
-                fold.apply(block, found.scales)
+                by = fold.apply(block, found.scales)
             except ValueError as error:
                 refused |= dict.fromkeys(quantized, str(error))
+            else:
+                # What the block would show if it ran again: other layers' inputs are what they were.
+                for name in quantized:
+                    if (own := seen[name].second_moment) is not None:
+                        own.div_(by[:, None]).div_(by)
         for name, reason in refused.items():
             block.layers[name].notes.append(f"awq: not scaled: {reason}")
-        seen = block.collect(second_moment=True)
         for name, work in block.layers.items():
             if name in seen:
                 self._round(work, rounded_moment(work, seen.pop(name)))

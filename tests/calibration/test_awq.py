@@ -61,6 +61,24 @@ def test_the_search_is_numpys(bits: int, group_size: int | None) -> None:
     assert found.loss < plain / 1.5
 
 
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 16), (8, None)])
+def test_weights_of_many_rows_find_what_all_ratios_would(bits: int, group_size: int | None) -> None:
+    x, weights = salient(), [normal(700, K) * normal(700, 1, seed=5), 10 * normal(8, K, seed=2)]
+    found = awq_scales(weights, x.T @ x / len(x), [(bits, group_size)] * 2)
+    _, _, loss = numpy_search([w.numpy() for w in weights], x.numpy(), bits, group_size)
+    assert found.loss == pytest.approx(loss, rel=0.01)
+    exact = dequantize(round_to_nearest(normal(300, K), 8))
+    assert awq_scales([exact], x.T @ x / len(x), [(8, None)]).ratio == 0
+
+
+def test_the_block_runs_on_the_data_once() -> None:
+    batches = [torch.randn(10, K) for _ in range(3)]
+    block, lengths = gated(batches), list[int]()
+    block.module.register_forward_pre_hook(lambda module, args: lengths.append(args[0].data_ptr()))
+    AWQ().apply(block)
+    assert [lengths.count(batch.data_ptr()) for batch in batches[1:]] == [1, 1]
+
+
 def test_weights_have_grids_of_their_own() -> None:
     x, weight = salient(), normal(16, K)
     moment = x.T @ x / len(x)

@@ -112,6 +112,38 @@ def test_a_row_of_zeros_keeps_its_scale_and_large_weights_are_searched_in_pieces
     torch.testing.assert_close(mse_scale(weight, 4, 32, moment_of(64)), whole)
 
 
+def few_directions(K: int) -> Tensor:
+    """The second moment of inputs with a mean, a few large channels, and most of the rest in few directions."""
+    generator = torch.Generator().manual_seed(2)
+    mix = torch.linalg.qr(torch.randn(K, K, generator=generator))[0] * (torch.arange(K) + 1.0)[:, None] ** -0.7
+    x = torch.randn(2 * K, K, generator=generator) @ mix + 0.1 * torch.randn(K, generator=generator)
+    x[:, :8] *= 20
+    return x.T @ x / len(x)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("inputs", ["white", "mixed", "few directions"])
+def test_of_long_rows_nothing_that_matters_is_missed(bits: int, inputs: str) -> None:
+    K = 384
+    moment = {"white": torch.eye(K), "mixed": moment_of(K), "few directions": few_directions(K)}[inputs]
+    weight = heavy_tailed(40, K)
+
+    def losses(scale: Tensor) -> Tensor:
+        errors = row_errors(weight, scale, bits, None)
+        return ((errors @ moment.double()) * errors).sum(1)
+
+    plain, best = nearest_scale(weight, bits), mse_scale(weight, bits, None, moment)
+    least = torch.stack([losses(plain * (percent / 100)) for percent in range(106, 38, -2)]).amin(0)
+    found = losses(best)
+    assert (found <= losses(plain) * (1 + 1e-5)).all()
+    assert found.sum() <= least.sum() * (1.002 if bits == 4 else 1.0001)
+    assert (found <= least * 1.1).all()
+    # The same every time, and in pieces.
+    assert torch.equal(mse_scale(weight, bits, None, moment), best)
+    torch.testing.assert_close(mse_scale(weight[7:20], bits, None, moment), best[7:20])
+    assert mse_scale(torch.zeros(2, K), bits, None, moment).tolist() == [1.0, 1.0]
+
+
 def test_loss_is_that_of_the_outputs() -> None:
     x = torch.randn(300, 40, dtype=torch.float64)
     weight, approximation = torch.randn(2, 8, 40, dtype=torch.float64)
