@@ -8,11 +8,11 @@ import torch
 def find_device(device: torch.device | str) -> torch.device:
     """The CPU or GPU that ``device`` names, a GPU with its number.
 
-    Raises ``ValueError`` for one that isn't there, or of another kind.
+    Raises ``ValueError`` for one that isn't there, or of another kind, and for what is none.
     """
     try:
-        found = torch.device(device)
-    except RuntimeError:  # no device that PyTorch knows of
+        found = None if isinstance(device, bool) else torch.device(device)
+    except (RuntimeError, TypeError):  # no device that PyTorch knows of
         found = None
     if found is not None and found.type == "cpu":
         return found

@@ -91,13 +91,22 @@ def quant_linear(
 _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 
 
+def check_is_tensor(x: Any) -> None:
+    """Raises ``TypeError`` for the input of a layer that is no tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"the layer's input is a {type(x).__name__}; it takes a tensor")
+
+
 def seen_by_others(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
 ) -> bool:
     """Whether a call concerns more than the operator's CPU or CUDA implementation; for ``expert_ops`` too.
 
     That is: gradients, subclasses of Tensor, modes, transforms of ``torch.func``, tracing, a running profiler.
+
+    Raises ``TypeError`` for an ``x`` that is no tensor.
     """
+    check_is_tensor(x)
     return (
         not (x.is_cuda or x.is_cpu)
         or not (type(x) in _PLAIN and type(weight) in _PLAIN and type(weight_scale) in _PLAIN)

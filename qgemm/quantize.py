@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qgemm.arguments import as_scales, check_model, shown
 from qgemm.calibration.budget import Budget, assign_schemes
 from qgemm.calibration.collect import NO_BATCH, as_call, check_batches, run_batches
 from qgemm.calibration.method import Call, Method
@@ -33,6 +34,7 @@ from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.result import Calibration
 from qgemm.calibration.sensitivity import Sensitivity
 from qgemm.calibration.sensitivity import sensitivity as measure_sensitivity
+from qgemm.device import find_device
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.linear import linear_weight
 from qgemm.nn.linear_layer import InputScale
@@ -111,11 +113,18 @@ def quantize_model(
     ``input_scales``, ``calibration`` or ``budget`` doesn't fit, or a layer carries what a swap would lose (state-dict
     hooks; weights that accelerate keeps on disk). What accelerate offloads to the CPU stays there, in int8.
     """
+    check_model(model)
+    input_scales = as_scales(input_scales)
+    if budget is not None and not isinstance(budget, Budget):
+        raise TypeError(f"budget is {shown(budget)}; it must be a qgemm.Budget")
+    if sensitivity is not None and not isinstance(sensitivity, Sensitivity):
+        raise TypeError(f"sensitivity is {shown(sensitivity)}; it must be what qgemm.sensitivity gave")
+    place = None if device is None else find_device(device)
     if calibration is not None and input_scales is not None:
         raise ValueError("input_scales and calibration are both given, and each says what the scales are: pass one")
     if observer is not None and (calibration is None or isinstance(calibration, Calibration)):
         raise ValueError("observer is what makes scales of batches: pass those as calibration, or leave it out")
-    observer = resolve_observer(observer or "min-max")
+    observer = resolve_observer("min-max" if observer is None else observer)
     skip, include = as_patterns("skip", skip), as_patterns("include", include)
     by_pattern, options = _resolve(scheme, budget, sensitivity)
     with opened_attention(model):
@@ -139,7 +148,6 @@ def quantize_model(
                 chosen, notes = assign_schemes(plan.layers, schemes, budget, sensitivity)
                 plan = replace(plan, schemes=chosen)
             layers = [(layer, plan.scheme_of(layer)) for layer in plan.chosen]
-            place = None if device is None else torch.device(device)
             records = quantize_blocks(
                 model, layers, methods, calls, observer, device=place, resume=resume, progress=progress
             )
@@ -403,7 +411,7 @@ def _check_input_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] |
             names = " and ".join(repr(scheme.name) for scheme in plan.schemes_in_use)
             raise ValueError(f"scheme {names} finds scales as it runs: input_scales is for a static scheme")
         return {}
-    given = dict(input_scales or {})
+    given = input_scales or {}
     known = {name for layer in plan.layers if not layer.is_experts for name in layer.names}
     if foreign := [name for name in given if name not in known]:
         raise ValueError(f"input_scales names {listed(foreign)}, but the model has no such linear layer")
@@ -423,6 +431,8 @@ def _check_input_scale(name: str, value: InputScale, scheme: QuantScheme) -> Non
         wanted = "a pair, of a scale and a zero point" if is_pair else "one number"
         raise ValueError(f"input_scales[{name!r}] is {value}; scheme {scheme.name!r} takes {wanted}")
     number, zero_point = value if isinstance(value, tuple | list) else (value, 0)
+    if not all(isinstance(each, int | float | Tensor) for each in (number, zero_point)):
+        raise TypeError(f"input_scales[{name!r}] is {shown(value)}; it takes numbers")
     scale, zero = (torch.as_tensor(each, dtype=torch.float32) for each in (number, zero_point))
     if scale.numel() != 1 or (scale.device.type != "meta" and not (scale > 0 and scale.isfinite())):
         raise ValueError(f"input_scales[{name!r}] is {value}; it must be one finite number greater than 0")

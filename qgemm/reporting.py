@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from qgemm.arguments import check_model
 from qgemm.nn import LinearLayer, QuantLayer
 from qgemm.tables import html_table, size, text_table
 
@@ -167,6 +168,7 @@ def report(model: nn.Module) -> QuantReport:
     A model put together by hand has no such account: then its quantized layers are listed, without errors, their size
     before that of float32, or of the bias's dtype. Raises ``ValueError`` if there are none.
     """
+    check_model(model)
     stored = getattr(model, "_qgemm_report", None)
     if isinstance(stored, QuantReport):
         return stored

@@ -72,7 +72,7 @@ class QuantScheme:
                 weight=TensorScheme(**values["weight"]),
                 activation=None if activation is None else TensorScheme(**activation),
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"{values!r} is no quantization scheme: {error}") from error
 
 
@@ -107,7 +107,12 @@ _OUTLIERS = re.compile(r"(int8|int8-static)-outliers-([1-9][0-9]{1,4})")
 
 
 def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
-    """The scheme of that name, or the scheme itself; raises ``ValueError`` for one that isn't among ``SCHEMES``."""
+    """The scheme of that name, or the scheme itself.
+
+    Raises ``ValueError`` for one that isn't among ``SCHEMES``, ``TypeError`` for what is neither name nor scheme.
+    """
+    if not isinstance(scheme, str | QuantScheme):
+        raise TypeError(f"scheme is {scheme!r}, a {type(scheme).__name__}; it takes a name, one of {sorted(SCHEMES)}")
     known = _find(scheme if isinstance(scheme, str) else scheme.name)
     if known is None or (isinstance(scheme, QuantScheme) and scheme != known):
         raise ValueError(

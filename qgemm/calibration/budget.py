@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from qgemm.calibration.sensitivity import ERROR, KL, LayerSensitivity, Sensitivity
+from qgemm.checkpoint.layout import parse_size
 from qgemm.scheme import SCHEMES, QuantScheme
 from qgemm.selection import listed
 from qgemm.survey import Layer
@@ -35,23 +36,25 @@ _MOST_PAIRS = 1 << 14
 class Budget:
     """What a quantized model may take: exactly one of these.
 
-    - ``bytes``: of all its parameters and buffers.
+    - ``bytes``: of all its parameters and buffers: a number, or text like ``"2GB"``, which becomes one.
     - ``kl``: the divergence of its logits from the float model's, in nats per token, by the sum of its layers'.
     - ``error``: of a model without logits, the relative error of its output, by the root of its layers' sum of squares.
     """
 
-    bytes: int | None = None
+    bytes: int | str | None = None
     kl: float | None = None
     error: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` if not exactly one is given, or it is below 0."""
+        """Raises ``ValueError`` if not exactly one is given, it is no number, or below 0."""
+        if isinstance(self.bytes, str):
+            object.__setattr__(self, "bytes", parse_size(self.bytes, "bytes"))
         given = {name: value for name, value in vars(self).items() if value is not None}
         if len(given) != 1:
             raise ValueError(f"a budget is of bytes, of kl or of error: give one, not {sorted(given) or 'none'}")
         ((name, value),) = given.items()
-        if not value >= 0:
-            raise ValueError(f"{name} is {value}; it must be 0 or more")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+            raise ValueError(f"{name} is {value!r}; it must be 0 or more")
 
 
 def choose_schemes(sensitivity: Sensitivity, budget: Budget) -> dict[str, str | None]:
@@ -164,6 +167,7 @@ class _Pairs:
     def choose(self, budget: Budget) -> list[int]:
         """Each layer's option."""
         if budget.bytes is not None:
+            assert not isinstance(budget.bytes, str)
             fitting = int((self._bytes <= budget.bytes).sum())
             if not fitting:
                 least = int(self._bytes[0])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qgemm.arguments import check_model
 from qgemm.calibration.method import Call
 from qgemm.calibration.observers import Observer, resolve_observer
 from qgemm.calibration.padding import Batch
@@ -47,6 +48,7 @@ def calibrate(
     Warns at the end of layers that saw nothing, and of experts to which no token went. Raises ``ValueError`` as
     ``quantize_model`` does, before the model runs; and out of the model's call if a layer's input holds NaN or Inf.
     """
+    check_model(model)
     with opened_attention(model):
         layers = [layer for layer in select_layers(model, skip, include) if not layer.reason]
         names = [layer.name for layer in layers if not layer.is_experts]
@@ -192,6 +194,8 @@ def warn_of_unused(experts: list[str], stacklevel: int) -> None:
 def _hook(calibration: Calibration, name: str, batch: Batch) -> Any:
     def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
+        if not isinstance(x, Tensor):
+            raise TypeError(f"the input of {name!r} is a {type(x).__name__}; batches must bring tensors to the layers")
         if x.device.type == "meta":
             raise ValueError(f"the input of {name!r} is on meta, without values: load the model to calibrate it")
         seen = calibration.statistics.get(name, calibration.observer)

@@ -272,9 +272,9 @@ OBSERVERS: dict[str, type[Observer]] = {
 
 
 def resolve_observer(observer: str | Observer) -> Observer:
-    """A new observer of that name, or one with the settings of ``observer``; raises ``ValueError`` for another name."""
+    """A new observer of that name, or with the settings of ``observer``; raises ``ValueError`` for anything else."""
     if isinstance(observer, Observer):
         return observer._blank()
-    if observer not in OBSERVERS:
+    if not isinstance(observer, str) or observer not in OBSERVERS:
         raise ValueError(f"observer is {observer!r}; it must be one of {sorted(OBSERVERS)}, or an Observer")
     return OBSERVERS[observer]()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qgemm.arguments import as_path, shown
 from qgemm.calibration.histogram import BINS
 from qgemm.calibration.observers import OBSERVERS, Observer
 from qgemm.checkpoint import CheckpointError
@@ -62,6 +63,8 @@ class Calibration:
 
     def merge(self, other: Calibration) -> Calibration:
         """What both have seen, of two processes for instance. Raises ``ValueError`` if they don't fit together."""
+        if not isinstance(other, Calibration):
+            raise TypeError(f"other is {shown(other)}; it must be a Calibration")
         self.observer.merge(other.observer)
         merged = dict(self.statistics)
         for name, observer in other.statistics.items():
@@ -76,7 +79,7 @@ class Calibration:
 
         Raises ``FileExistsError`` if there is one, unless ``overwrite`` is set.
         """
-        path = Path(path)
+        path = as_path("path", path)
         if path.exists() and not overwrite:
             raise FileExistsError(f"{path} is there already; pass overwrite=True to replace it")
         make_folder(path.parent)
@@ -92,7 +95,7 @@ class Calibration:
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """The statistics that ``save`` wrote. Raises ``CheckpointError`` if the file is damaged or is anything else."""
-        path = Path(path)
+        path = as_path("path", path)
         observer = _parse_observer(path, read_metadata(path).get(METADATA))
         kept = _kept_by(observer)
         stored = read_header(path)

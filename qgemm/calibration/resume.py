@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
+from qgemm.arguments import as_new_folder
 from qgemm.checkpoint import CheckpointError
 from qgemm.checkpoint.disk import make_folder, remove_unfinished, replacing
 from qgemm.checkpoint.layout import read_json
@@ -47,7 +48,7 @@ class ResumeFolder:
 
         Raises ``ValueError`` if ``folder`` is of another run, ``CheckpointError`` if what says so is damaged.
         """
-        self.folder = Path(folder)
+        self.folder = as_new_folder("resume", folder)
         make_folder(self.folder)
         remove_unfinished(self.folder)
         path = self.folder / RUN_FILE

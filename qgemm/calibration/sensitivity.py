@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
+from qgemm.arguments import check_model
 from qgemm.calibration.blocks import find_chains, without_cache
 from qgemm.calibration.collect import as_call, check_batches, in_eval_mode, run_batches
 from qgemm.calibration.method import Call, first_tensor
@@ -197,7 +198,12 @@ def sensitivity(
     ``ValueError`` and ``TypeError`` as ``quantize_model`` does, and ``ValueError`` if the output holds NaN or Inf.
     """
     check_batches(data)
+    check_model(model)
+    if isinstance(schemes, Mapping) or not isinstance(schemes, str | QuantScheme | Iterable):
+        raise TypeError(f"schemes is {shortened(schemes)}; it takes schemes, one or several, each tried on every layer")
     wanted = [schemes] if isinstance(schemes, str | QuantScheme) else list(schemes)
+    if not wanted:
+        raise ValueError("schemes is empty: name those that are to be measured")
     resolved = [_measurable(resolve_scheme(scheme)) for scheme in wanted]
     with opened_attention(model):
         layers = [layer for layer in select_layers(model, skip, include) if not layer.reason]

@@ -34,13 +34,13 @@ def checkpoint_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name in others or _WEIGHTS.fullmatch(path.name))
 
 
-def parse_size(size: int | str) -> int:
-    """A number of bytes from an int or from text like ``"5GB"`` (10^9) or ``"5GiB"`` (2^30)."""
+def parse_size(size: int | str, argument: str = "max_shard_size") -> int:
+    """A number of bytes from an int or from text like ``"5GB"`` (10^9) or ``"5GiB"`` (2^30), given as ``argument``."""
     if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):
         number, prefix, binary = match.groups()
         size = int(Fraction(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
-    if not isinstance(size, int) or size <= 0:
-        raise ValueError(f'max_shard_size is {size!r}; it must be a number of bytes above 0, or text like "5GB"')
+    if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+        raise ValueError(f'{argument} is {size!r}; it must be a number of bytes above 0, or text like "5GB"')
     return size
 
 

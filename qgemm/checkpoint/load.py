@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qgemm.arguments import as_path, shown
 from qgemm.checkpoint.contents import Conversion
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.formats import fit_to_model, read_contents
@@ -24,6 +25,7 @@ from qgemm.checkpoint.matching import match
 from qgemm.checkpoint.pretrained import build_pretrained, is_pretrained, parameters_on_meta, read_generation_config
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values
 from qgemm.checkpoint.tensors import named_tensors, split_name
+from qgemm.device import find_device
 from qgemm.nn import QuantLayer
 from qgemm.nn.attention import opened_attention
 
@@ -45,8 +47,8 @@ def load_quantized(
     Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or not of this model. Then
     nothing was loaded, and a module given as ``model`` is as it was.
     """
-    device = torch.device(device)
-    found = find_matching(Path(folder), model)
+    device = find_device(device)
+    found = find_matching(as_path("folder", folder), model)
     owners = {}
     for layer_name, layer in found.layers.items():
         for leaf in layer.scale_names + layer.index_names:
@@ -108,6 +110,8 @@ def find_matching(folder: Path, model: nn.Module | Callable[[], nn.Module] | Non
 def _given(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
+    if not callable(model):
+        raise TypeError(f"model is {shown(model)}; it must be the float nn.Module, or a function that builds it")
     with parameters_on_meta():
         built = model()
     if not isinstance(built, nn.Module):

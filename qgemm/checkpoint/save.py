@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from qgemm.arguments import as_new_folder, check_model
 from qgemm.checkpoint import compressed_tensors
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import (
@@ -57,6 +58,8 @@ def save_quantized(
     """
     if format not in (QUANT_METHOD, compressed_tensors.QUANT_METHOD):
         raise ValueError(f'format is {format!r}; it must be "{QUANT_METHOD}" or "{compressed_tensors.QUANT_METHOD}"')
+    check_model(model)
+    folder = as_new_folder("folder", folder)
     model = getattr(model, "_orig_mod", model)  # the model inside of what torch.compile returned
     modules = model.named_modules(remove_duplicate=False)
     layers = {name: module for name, module in modules if isinstance(module, QuantLayer)}
@@ -78,7 +81,6 @@ def save_quantized(
         quantization = compressed_tensors.quantization_config(model, layers)
     shards = split_into_shards({name: t.nbytes for name, t in tensors.items()}, parse_size(max_shard_size))
     texts = text_files(model, quantization, tensors, shards)
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     old_files = checkpoint_files(folder)
     if old_files and not overwrite:

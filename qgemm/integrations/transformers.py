@@ -34,6 +34,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from qgemm.arguments import as_scales, shown
 from qgemm.checkpoint.checksum import checksum, format_checksum
 from qgemm.checkpoint.disk import check_regular
 from qgemm.checkpoint.errors import CheckpointError
@@ -91,7 +92,7 @@ class QGemmConfig(QuantizationConfigMixin):
                     "and pass it to qgemm.quantize_model"
                 )
         self.skip, self.include = as_patterns("skip", skip), as_patterns("include", include)
-        self.input_scales = None if input_scales is None else dict(input_scales)
+        self.input_scales = as_scales(input_scales)
         self.manifest: Manifest | None = None
 
     @classmethod
@@ -104,6 +105,8 @@ class QGemmConfig(QuantizationConfigMixin):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """What ``to_dict`` gave, or ``config.json`` of a quantized model holds; raises ``CheckpointError``."""
+        if not isinstance(config_dict, Mapping):
+            raise TypeError(f"config_dict is {shown(config_dict)}; it must be what to_dict gave")
         if "format_version" in config_dict or "layers" in config_dict:
             config = cls.from_manifest(Manifest.from_config({"quantization_config": config_dict}, Path(CONFIG_FILE)))
         else:

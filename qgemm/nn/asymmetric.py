@@ -14,6 +14,7 @@ from qgemm.kernels.asymmetric import HIGH, LOW, correction
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import InputScale
 from qgemm.nn.quant_layer import frozen
+from qgemm.ops import check_is_tensor
 from qgemm.scheme import QuantScheme
 
 
@@ -79,6 +80,7 @@ class AsymmetricLinear(QuantLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
+        check_is_tensor(input)
         out: Tensor = torch.ops.qgemm.quant_linear_asymmetric(input, *map(self.stored, self.operands))
         return out
 

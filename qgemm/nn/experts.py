@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qgemm.expert_ops import quant_experts
 from qgemm.kernels import GatedActivation, quantize_rows
 from qgemm.nn.float_experts import FloatExperts, describe_experts
-from qgemm.nn.quant_layer import QuantLayer, frozen
+from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 # In the order of the operator.
@@ -65,6 +65,8 @@ class QuantExperts(QuantLayer):
         ``scheme``: raises ``ValueError`` for any but ``"int8"``.
         """
         super().__init__()
+        check_sizes(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
+        check_dtype(dtype)
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size

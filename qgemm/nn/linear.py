@@ -97,6 +97,8 @@ class QuantLinear(LinearLayer):
             return
         if isinstance(input_scale, tuple | list):
             raise ValueError(f"input_scale is {input_scale!r}; scheme {self.scheme.name!r} takes a single number")
+        if not isinstance(input_scale, int | float | Tensor):
+            raise TypeError(f"input_scale is {input_scale!r}; it must be a number")
         value = torch.as_tensor(input_scale, dtype=torch.float32, device=device).detach()
         if value.numel() != 1:
             raise ValueError(f"input_scale has shape {list(value.shape)}; it must be a single number")

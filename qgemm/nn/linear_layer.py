@@ -13,7 +13,8 @@ from typing import ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from qgemm.nn.quant_layer import QuantLayer, frozen
+from qgemm.kernels.reference import MAX_K
+from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 Linear = TypeVar("Linear", bound="LinearLayer")
@@ -51,15 +52,23 @@ class LinearLayer(QuantLayer):
     ) -> None:
         """Zeros, waiting for a ``state_dict``. ``dtype``: of what stays in float; PyTorch's default dtype if None.
 
-        Raises ``ValueError`` for a scheme that this kind of layer doesn't compute. A subclass makes its parameters.
+        Raises ``ValueError`` for a scheme that this kind of layer doesn't compute, sizes that aren't whole numbers, 0
+        or more, a ``dtype`` that no layer computes with, and ``in_features`` above what int32 sums hold; ``TypeError``
+        for a scheme that is none. A subclass makes its parameters.
         """
         super().__init__()
+        check_sizes(in_features=in_features, out_features=out_features)
+        check_dtype(dtype)
         self.in_features = in_features
         self.out_features = out_features
         self.has_bias = bias
         self.scheme = resolve_scheme(scheme)
         if not self.computes(self.scheme):
             raise ValueError(f"scheme {self.scheme.name!r} isn't for {type(self).__name__}: ask qgemm.nn.linear_class")
+        if self.scheme.activation is not None and in_features > MAX_K:
+            raise ValueError(
+                f"in_features is {in_features}; int32 sums hold up to {MAX_K}: cut the layer along K and add the parts"
+            )
 
     @classmethod
     @abstractmethod

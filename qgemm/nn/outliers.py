@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import NOT_FINITE
 from qgemm.nn.quant_layer import frozen
-from qgemm.ops import quant_linear
+from qgemm.ops import check_is_tensor, quant_linear
 from qgemm.scheme import QuantScheme
 
 
@@ -101,6 +101,7 @@ class OutlierLinear(QuantLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
+        check_is_tensor(input)
         if input.ndim == 0 or input.shape[-1] != self.in_features or input.device != self.weight_scale.device:
             return super().forward(input)  # which says what is wrong
         rest = input.index_fill(-1, self.outlier_columns, 0)

@@ -16,6 +16,7 @@ from qgemm.kernels import int4
 from qgemm.nn.linear_layer import LinearLayer, check_values
 from qgemm.nn.quant_layer import frozen
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
+from qgemm.ops import check_is_tensor
 from qgemm.scheme import QuantScheme
 
 _ZEROS = 0x88888888 - (1 << 32)  # eight values of 0
@@ -102,6 +103,7 @@ class PackedLinear(LinearLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
+        check_is_tensor(input)
         packed, scale, bias = map(self.stored, ("weight_packed", "weight_scale", "bias"))
         out: Tensor = torch.ops.qgemm.packed_linear(input, packed, scale, self.in_features, self.group_size, bias)
         return out

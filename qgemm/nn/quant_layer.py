@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from qgemm.kernels.dispatch import FLOAT_DTYPES
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
 from qgemm.scheme import QuantScheme
 
@@ -118,3 +119,17 @@ class QuantLayer(nn.Module):
 def frozen(tensor: Tensor) -> nn.Parameter:
     """A parameter that requires no gradient."""
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def check_sizes(**sizes: Any) -> None:
+    """Raises ``ValueError`` unless the arguments of these names are whole numbers, 0 or more."""
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise ValueError(f"{name} is {size!r}; it must be a whole number, 0 or more")
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises ``ValueError`` for a ``dtype`` that no layer computes with; None is PyTorch's default."""
+    if dtype is not None and dtype not in FLOAT_DTYPES:
+        names = ", ".join(str(each) for each in FLOAT_DTYPES)
+        raise ValueError(f"dtype is {dtype!r}, which is that of what stays in float; it must be one of {names}")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qgemm.kernels.hadamard import hadamard
 from qgemm.nn.linear import QuantLinear
-from qgemm.ops import quant_linear
+from qgemm.ops import check_is_tensor, quant_linear
 from qgemm.scheme import QuantScheme
 
 # So many values are rotated at a time: in float64, which takes four times a bfloat16 weight's memory.
@@ -43,6 +43,7 @@ class RotatedLinear(QuantLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
+        check_is_tensor(input)
         rotated = torch.ops.qgemm.hadamard(input)
         return quant_linear(rotated, *map(self.stored, self.operands))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from qgemm.arguments import as_new_folder, as_path, as_scales
 from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, parse_size
 from qgemm.device import find_device
 from qgemm.reporting import QuantReport
@@ -62,9 +63,10 @@ def quantize_checkpoint(
     ``FileExistsError`` if ``destination`` isn't empty; ``OSError`` if the disk is full or can't be written.
     ``destination`` is then as it was.
     """
-    source, destination = Path(source), Path(destination).absolute()
+    source, destination = as_path("source", source), as_new_folder("destination", destination).absolute()
     device = find_device(device)
     drop = _names(drop)
+    input_scales = as_scales(input_scales)
     skip, include = as_patterns("skip", skip), as_patterns("include", include)
     with open_source(source) as opened:
         plan = make_plan(opened, scheme, skip, include, input_scales, drop, max_shard_size)

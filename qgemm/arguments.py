@@ -1,0 +1,55 @@
+"""What public functions are given, checked as it comes in: a mistake is one sentence, and nothing has begun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+
+def check_model(model: Any) -> None:
+    """Raises ``TypeError`` unless ``model`` is a module."""
+    if isinstance(model, nn.Module):
+        return
+    way_out = ""
+    if isinstance(model, str | os.PathLike):
+        way_out = ": load the model first (from_pretrained), or pass a folder's path to qgemm.quantize_checkpoint"
+    elif isinstance(model, type) and issubclass(model, nn.Module):
+        way_out = ": make one of that class first"
+    raise TypeError(f"model is {shown(model)}; it must be an nn.Module{way_out}")
+
+
+def as_path(argument: str, path: Any) -> Path:
+    """``path``, what the argument of that name is given; raises ``TypeError`` unless it is one."""
+    if not isinstance(path, str | os.PathLike) or isinstance(os.fspath(path), bytes):
+        raise TypeError(f"{argument} is {shown(path)}; it must be a path")
+    return Path(path)
+
+
+def as_new_folder(argument: str, path: Any) -> Path:
+    """``path``, of a folder that is there or can be made; raises ``NotADirectoryError`` if a file is in its way."""
+    folder = as_path(argument, path)
+    for each in (folder, *folder.parents):
+        if os.path.exists(each):
+            if not os.path.isdir(each):
+                raise NotADirectoryError(f"{argument} is {str(path)!r}, but {each} is a file: name a folder")
+            break
+    return folder
+
+
+def as_scales(scales: Any) -> dict[str, Any] | None:
+    """``input_scales`` as a dictionary; raises ``TypeError`` unless they are a mapping of names."""
+    if scales is None:
+        return None
+    if not isinstance(scales, Mapping) or not all(isinstance(name, str) for name in scales):
+        raise TypeError(f"input_scales is {shown(scales)}; it must be a mapping of layers' names to scales")
+    return dict(scales)
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it, with its type."""
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'}, a {type(value).__name__}"
