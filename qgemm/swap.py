@@ -136,9 +136,9 @@ class WeightError:
     It is summed in float64. Different pieces may give a different last digit: take ``rows_at_a_time``.
     """
 
-    def __init__(self) -> None:
-        """Nothing was added yet."""
-        self._squares = torch.zeros(2, dtype=torch.float64)
+    def __init__(self, squares: tuple[float, float] = (0.0, 0.0)) -> None:
+        """``squares``: of one that had taken in some of the rows."""
+        self._squares = torch.tensor(squares, dtype=torch.float64)
 
     @staticmethod
     def rows_at_a_time(shape: Sequence[int]) -> int:
@@ -160,7 +160,8 @@ class WeightError:
         wanted = weight.double()
         error = restored.sub_(wanted)
         self._squares = self._squares.to(weight.device)
-        self._squares += torch.stack((error.square_().sum(), wanted.square_().sum()))
+        # Row by row: several threads would each sum a part of it, and their number would be seen in the last digit.
+        self._squares += torch.stack([squares.square_().sum(1).sum() for squares in (error, wanted)])
 
     def add_layer(self, weight: Tensor, layer: LinearLayer) -> None:
         """Takes in all rows of a weight and of the layer made of it."""
@@ -168,6 +169,12 @@ class WeightError:
         for part in self.parts(weight.shape[0], self.rows_at_a_time(weight.shape)):
             rows = {name: parameter[part] for name, parameter in stored.items()}
             self.add(weight[part], layer.restore_rows(rows, torch.float64))
+
+    @property
+    def squares(self) -> tuple[float, float]:
+        """The sums so far, of the squares of the differences and of the weight."""
+        difference, norm = self._squares.tolist()
+        return difference, norm
 
     @property
     def value(self) -> float:

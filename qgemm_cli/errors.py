@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -22,16 +24,17 @@ PIPE_CLOSED = 141
 
 @contextmanager
 def running(debug: bool) -> Iterator[None]:
-    """Around the work of a command: errors end it with exit code 2 and one sentence, Ctrl-C with 130.
+    """Around the work of a command: errors end it with exit code 2 and one sentence, Ctrl-C and SIGTERM with 130.
 
     ``debug`` shows where an error came from. Warnings are shown in a line each.
     """
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _interrupted_by_sigterm():
         warnings.showwarning = _show_warning  # type: ignore[assignment]  # put back by catch_warnings
         try:
             yield
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
+        except KeyboardInterrupt as interrupt:
+            said = f"interrupted: {interrupt}" if str(interrupt) else "interrupted"
+            print(printable(said, limit=2000), file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
         except typer.Exit:
             raise
@@ -45,6 +48,19 @@ def running(debug: bool) -> Iterator[None]:
             else:
                 print(f"qgemm: {describe(error)}", file=sys.stderr)
             raise typer.Exit(FAILED) from None
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    # By which schedulers end a job; it then says how it goes on. Other threads than the main one can't ask for that.
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def describe(error: Exception) -> str:

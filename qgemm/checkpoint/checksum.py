@@ -7,8 +7,13 @@ computed on any device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import BinaryIO
+
 import torch
 from torch import Tensor
+
+_BYTES_AT_A_TIME = 16 << 20
 
 
 def checksum(values: Tensor) -> int:
@@ -47,3 +52,24 @@ class RunningChecksum:
     def value(self) -> int:
         """The checksum of all that was added."""
         return (self._sum + int.from_bytes(self._rest, "little")) % 2**64
+
+
+def checksum_in_file(
+    file: BinaryIO, start: int, size: int, read: Callable[[int], object] = lambda count: None
+) -> RunningChecksum:
+    """The checksum of ``size`` bytes of a file, from ``start`` on; ``read`` is told how many were read.
+
+    Raises ``OSError`` if the file is too short.
+    """
+    total = RunningChecksum()
+    buffer = bytearray(min(size, _BYTES_AT_A_TIME))
+    file.seek(start)
+    left = size
+    while left:
+        part = memoryview(buffer)[: min(left, len(buffer))]
+        if file.readinto(part) != len(part):  # type: ignore[attr-defined]
+            raise OSError("the file is too short")
+        total.add(torch.frombuffer(part, dtype=torch.uint8))
+        left -= len(part)
+        read(len(part))
+    return total

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from torch import Tensor
 
-from qgemm.checkpoint.checksum import RunningChecksum, format_checksum
+from qgemm.checkpoint.checksum import RunningChecksum, checksum_in_file, format_checksum
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES
 
 LARGEST_HEADER = 100_000_000
@@ -77,14 +77,43 @@ class SafetensorsWriter:
             }
         self._begin = file.tell()
         values_begin = self._begin + self._write_header()
-        self._next = {name: values_begin + place for name, place in places.items()}
-        self._ends = {name: self._next[name] + tensor.nbytes for name, tensor in tensors.items()}
+        self._starts = {name: values_begin + place for name, place in places.items()}
+        self._next = dict(self._starts)
+        self._ends = {name: start + tensors[name].nbytes for name, start in self._starts.items()}
         self._end = values_begin + end
 
     @property
     def names(self) -> list[str]:
         """The tensors in the order in which they lie in the file."""
         return list(self._ends)
+
+    @property
+    def written(self) -> dict[str, tuple[int, str]]:
+        """Of each tensor that is begun, the bytes that were written, and their checksum; ``go_on`` takes it."""
+        return {
+            name: (self._next[name] - start, format_checksum(self._checksums[name].value))
+            for name, start in self._starts.items()
+            if self._next[name] != start
+        }
+
+    def go_on(self, written: Mapping[str, tuple[int, str]]) -> bool:
+        """Goes on in a file that an earlier writer of these tensors left; False if it doesn't hold what it should.
+
+        ``written``: of that writer, when what it says was in the file. Then nothing of the file is taken over.
+        """
+        found = {}
+        for name, (size, expected) in written.items():
+            if not 0 <= size <= self._ends.get(name, 0) - self._starts.get(name, 0):
+                return False
+            try:
+                found[name] = checksum_in_file(self._file, self._starts[name], size)
+            except OSError:
+                return False
+            if format_checksum(found[name].value) != expected:
+                return False
+        self._checksums.update(found)
+        self._next.update((name, self._starts[name] + size) for name, (size, _) in written.items())
+        return True
 
     def write(self, name: str, piece: Tensor) -> None:
         """Writes the next values of the tensor called ``name``, from any device and in any strides."""
@@ -103,6 +132,7 @@ class SafetensorsWriter:
         self._file.seek(self._begin)
         self._write_header()
         self._file.seek(self._end)
+        self._file.truncate()
 
     def _write_header(self) -> int:
         # Once at the beginning, to make room: checksums are always as long.

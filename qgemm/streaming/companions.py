@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import BinaryIO
 
+from qgemm.checkpoint.disk import open_regular
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, checkpoint_file
 
@@ -16,6 +19,7 @@ _WEIGHTS = (
     + (".onnx_data", ".tflite", ".npz", ".npy", ".index.json")
 )  # fmt: skip
 _CODE = (".py", ".pyc", ".so", ".dll")
+_BYTES_AT_A_TIME = 1 << 20
 _WRITTEN = {CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE}
 
 
@@ -37,6 +41,28 @@ def find_companions(folder: Path) -> tuple[list[Path], list[str]]:
         else:
             copied.append(checkpoint_file(folder, name).relative_to(folder))
     return copied, code
+
+
+def copy_companion(path: Path, target: BinaryIO) -> None:
+    """Copies the file at ``path``; raises ``CheckpointError`` if it isn't there any more, or changes meanwhile."""
+    try:
+        original = open_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+    with original:
+        before = os.fstat(original.fileno())
+        while piece := _read(original, path):
+            target.write(piece)
+        after = os.fstat(original.fileno())
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise CheckpointError(f"{path} was written to while it was copied: try again once nobody writes to it")
+
+
+def _read(file: BinaryIO, path: Path) -> bytes:
+    try:
+        return file.read(_BYTES_AT_A_TIME)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
 
 
 def _chat_templates(folder: Path) -> list[Path]:

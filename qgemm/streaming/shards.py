@@ -1,12 +1,17 @@
-"""Writes the tensors of one file, each read, quantized and written a few rows at a time."""
+"""Writes the tensors of one file, each read, quantized and written a few rows at a time.
+
+How far the file is can be noted after any of these pieces. A later run goes on there, with the same pieces, and so
+writes the same bytes.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_writer import SafetensorsWriter
@@ -14,38 +19,59 @@ from qgemm.checkpoint.tensors import split_name
 from qgemm.kernels import quantize_rows
 from qgemm.nn import LinearLayer
 from qgemm.streaming.float_tensors import FloatTensor
+from qgemm.streaming.journal import Begun
 from qgemm.streaming.plan import Plan, QuantizedWeight
 from qgemm.swap import WeightError
 
 _BYTES_AT_A_TIME = 16 << 20
+# Of float values. A disk that writes 100 MB/s takes a second or two for what is made of them.
+_BYTES_BETWEEN_NOTES = 256 << 20
 
 
 def write_shard(
-    file: BinaryIO, plan: Plan, names: list[str], device: torch.device, done: Callable[[int], object]
+    file: BinaryIO,
+    plan: Plan,
+    names: list[str],
+    device: torch.device,
+    done: Callable[[int], object],
+    begun: Begun,
+    note: Callable[[Begun], object],
 ) -> dict[str, float]:
     """Writes the tensors called ``names`` to ``file``; returns the errors of the weights among them, by name.
 
-    ``done`` is told the bytes of float values that were dealt with. Raises ``ValueError`` for a weight that holds NaN
-    or Inf, naming the layer.
+    ``done`` is told the bytes of float values that were dealt with. ``begun``: how far the file is; ``note`` is told of
+    that now and then. Raises ``CheckpointError`` for a weight that holds NaN or Inf, naming the layer.
     """
-    errors: dict[str, float] = {}
-    writer = SafetensorsWriter(file, {name: plan.tensors[name] for name in names})
-    in_shard = set(names)
-    for name in names:
-        weight = plan.weights.get(name)
-        if weight is None:
-            for piece in _pieces(plan.copied[name]):
-                writer.write(name, piece)
-                done(piece.nbytes)
-        elif weight.name not in errors:
-            error = WeightError()
-            for made in _quantized_pieces(weight, plan.model.get_submodule(weight.layer), device, error, done):
-                for leaf, rows in made.items():
-                    if (full_name := f"{weight.layer}.{leaf}") in in_shard:
-                        writer.write(full_name, rows)
-            errors[weight.name] = error.value
+    in_shard = {name: plan.tensors[name] for name in names}
+    writer = SafetensorsWriter(file, in_shard)
+    if not writer.go_on(begun.written):
+        warnings.warn(f"{file.name} isn't as it was written; it is made again", stacklevel=2)
+        begun = Begun(begun.name)
+    done(begun.read)
+    errors = dict(begun.errors)
+    read = noted = begun.read
+    for index, unit in list(enumerate(_units(plan, names)))[begun.units :]:
+        pieces, squares = (begun.pieces, begun.squares) if index == begun.units else (0, (0.0, 0.0))
+        error = WeightError(squares)
+        for nbytes, made in _made(plan, unit, device, error, pieces):
+            for name, rows in made.items():
+                if name in in_shard:
+                    writer.write(name, rows)
+            pieces += 1
+            read += nbytes
+            done(nbytes)
+            if read - noted >= _BYTES_BETWEEN_NOTES:
+                note(Begun(begun.name, writer.written, index, dict(errors), pieces, error.squares, read))
+                noted = read
+        if unit in plan.weights:
+            errors[unit] = error.value
     writer.finish()
     return errors
+
+
+def _units(plan: Plan, names: list[str]) -> list[str]:
+    """What is made in one go: the weights that tensors are made of, and other tensors."""
+    return list(dict.fromkeys(plan.weights[name].name if name in plan.weights else name for name in names))
 
 
 def bytes_to_read(plan: Plan, names: list[str]) -> int:
@@ -54,22 +80,18 @@ def bytes_to_read(plan: Plan, names: list[str]) -> int:
     return sum(weights.values()) + sum(plan.copied[name].nbytes for name in names if name in plan.copied)
 
 
-def _pieces(tensor: FloatTensor) -> Iterator[Tensor]:
-    step = max(1, _BYTES_AT_A_TIME * tensor.row_count // max(1, tensor.nbytes))
-    for start, stop in tensor.spans(step):
-        yield tensor.rows(start, stop)
-
-
-def _quantized_pieces(
-    weight: QuantizedWeight,
-    layer: nn.Module,
-    device: torch.device,
-    error: WeightError,
-    done: Callable[[int], object],
-) -> Iterator[dict[str, Tensor]]:
-    """The rows of the tensors that a weight becomes, some at a time, by their names in ``layer``."""
+def _made(
+    plan: Plan, unit: str, device: torch.device, error: WeightError, skip: int
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """The pieces of a unit but the first ``skip``: bytes of float values, and the rows that they become, by name."""
+    weight = plan.weights.get(unit)
+    if weight is None:
+        for piece in _pieces(plan.copied[unit], skip):
+            yield piece.nbytes, {unit: piece}
+        return
+    layer = plan.model.get_submodule(weight.layer)
     _, leaf = split_name(weight.name)
-    for part in _rows(weight, device):
+    for part in _rows(weight, device, skip):
         try:
             made = layer.quantize_rows(part) if isinstance(layer, LinearLayer) else _rows_of_experts(leaf, part)
         except ValueError as problem:
@@ -81,9 +103,15 @@ def _quantized_pieces(
             error.add(part, layer.restore_rows(made, torch.float64))
         else:
             error.add(part, made[leaf].double().mul_(made[f"{leaf}_scale"][:, None]))
-        done(part.nbytes)
+        nbytes = part.nbytes
         del part  # of the next expert's weight and this one's only one need be in memory
-        yield made
+        yield nbytes, {f"{weight.layer}.{leaf}": rows for leaf, rows in made.items()}
+
+
+def _pieces(tensor: FloatTensor, skip: int) -> Iterator[Tensor]:
+    step = max(1, _BYTES_AT_A_TIME * tensor.row_count // max(1, tensor.nbytes))
+    for start, stop in list(tensor.spans(step))[skip:]:
+        yield tensor.rows(start, stop)
 
 
 def _rows_of_experts(leaf: str, rows: Tensor) -> dict[str, Tensor]:
@@ -93,17 +121,19 @@ def _rows_of_experts(leaf: str, rows: Tensor) -> dict[str, Tensor]:
     return {leaf: q, f"{leaf}_scale": scale}
 
 
-def _rows(weight: QuantizedWeight, device: torch.device) -> Iterator[Tensor]:
-    """The rows of a weight, as many at a time as ``WeightError`` wants."""
+def _rows(weight: QuantizedWeight, device: torch.device, skip: int) -> Iterator[Tensor]:
+    """The rows of a weight, as many at a time as ``WeightError`` wants, but the first ``skip`` of these pieces."""
     values = weight.values
     if weight.is_transposed:
         rows = values.rows(0, values.row_count).to(device).t()
-        yield from rows.split(WeightError.rows_at_a_time(rows.shape))
+        yield from rows.split(WeightError.rows_at_a_time(rows.shape))[skip:]
         return
     step = WeightError.rows_at_a_time(values.shape)
     if len(values.shape) == 3:
-        for expert in range(values.row_count):
-            yield from values.rows(expert, expert + 1)[0].to(device).split(step)
+        first, skip = divmod(skip, -(-values.shape[1] // step))
+        for expert in range(first, values.row_count):
+            yield from values.rows(expert, expert + 1)[0].to(device).split(step)[skip:]
+            skip = 0
     else:
-        for start, stop in values.spans(step):
+        for start, stop in list(values.spans(step))[skip:]:
             yield values.rows(start, stop).to(device)

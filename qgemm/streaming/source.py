@@ -1,7 +1,8 @@
 """The float checkpoint that is read: safetensors files, some rows of a tensor at a time.
 
 Values are read into memory of their own, not mapped: pages of a mapped file count as memory that the process uses, and
-a file that shrinks while it is mapped ends the process.
+a file that shrinks while it is mapped ends the process. Reading may take hours, so each file is known by its identity:
+values come from the file whose header was read, and whether all are as they were can be asked at any time.
 """
 
 from __future__ import annotations
@@ -20,11 +21,40 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from qgemm.checkpoint.disk import open_regular
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import INDEX_FILE, LARGEST_JSON, WEIGHTS_FILE
-from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
+from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, LARGEST_JSON, WEIGHTS_FILE
+from qgemm.checkpoint.safetensors_file import DTYPE_CODES, StoredTensor, read_headers
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_JSON_FILES = (CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE)
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """What tells a file from another one of its name, and from itself before it was written to.
+
+    ``digest``: of the header of a safetensors file, and of any other file as a whole.
+    """
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    digest: str
+
+    @property
+    def fingerprint(self) -> str:
+        """What a later run knows it by; the device's number is another one after a restart."""
+        return f"{self.inode} {self.size} {self.mtime_ns} {self.digest}"
+
+    def find_change(self, status: os.stat_result) -> str | None:
+        """What has become of the file, whose status is that now; None if it is as it was."""
+        if (status.st_dev, status.st_ino) != (self.device, self.inode):
+            return "is another file now"
+        if status.st_size != self.size:
+            return f"has {status.st_size:,} bytes now, and had {self.size:,}"
+        return None if status.st_mtime_ns == self.mtime_ns else "was written to"
 
 
 @dataclass(frozen=True)
@@ -37,12 +67,48 @@ class SourceTensor(StoredTensor):
 class Source:
     """The tensors of the checkpoint in ``folder``, by name. ``open_source`` makes one."""
 
-    def __init__(self, folder: Path, tensors: dict[str, SourceTensor], fingerprints: dict[str, str]) -> None:
-        """``fingerprints``: by file, what tells it from another one of its name."""
+    def __init__(
+        self, folder: Path, tensors: dict[str, SourceTensor], identities: dict[str, FileIdentity | None]
+    ) -> None:
+        """``identities``: of the files that were read, by name; None for one that isn't there."""
         self.folder = folder
         self.tensors = tensors
-        self.fingerprints = fingerprints
+        self.identities = identities
         self._files: dict[Path, BinaryIO] = {}
+
+    @property
+    def fingerprints(self) -> dict[str, Any]:
+        """JSON-ready values that only the same files have, as a later run may find them."""
+        shards = {n: i and i.fingerprint for n, i in self.identities.items() if n not in _JSON_FILES}
+        return {name: (i := self.identities[name]) and i.digest for name in _JSON_FILES} | {"source": shards}
+
+    def find_change(self, digests: bool = False) -> str | None:
+        """What has become of the files since they were read; None if they are as they were.
+
+        ``digests``: whether to read the headers, the config and the index once more.
+        """
+        for name, before in self.identities.items():
+            path = self.folder / name
+            try:
+                if before is None:
+                    change = f"{name} is there now" if os.path.lexists(path) else None
+                else:
+                    change = before.find_change(os.stat(path))
+                    if change is None and digests and _identify(path) != before:
+                        change = "has another header now" if path.suffix == ".safetensors" else "was written to"
+                    change = change and f"{name} {change}"
+            except FileNotFoundError:
+                change = f"{name} is gone"
+            except (OSError, CheckpointError) as error:
+                change = f"{name} can't be read any more ({error})"
+            if change is not None:
+                return change
+        return None
+
+    def check_unchanged(self, digests: bool = False) -> None:
+        """Raises ``CheckpointError`` if ``find_change`` finds one."""
+        if change := self.find_change(digests):
+            raise CheckpointError(f"{self.folder} was changed while it was read: {change}")
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Some rows (indices of the first dimension) of the tensor ``name``, in the dtype that it is stored in.
@@ -75,9 +141,15 @@ class Source:
     def _open(self, path: Path) -> BinaryIO:
         if path not in self._files:
             try:
-                self._files[path] = path.open("rb")
+                file = open_regular(path)
             except OSError as error:
                 raise CheckpointError(f"{path} can't be read: {error}") from error
+            identity = self.identities[path.name]
+            assert identity is not None
+            if change := identity.find_change(os.fstat(file.fileno())):
+                file.close()
+                raise CheckpointError(f"{path} {change}: it was changed while it was read")
+            self._files[path] = file
         return self._files[path]
 
 
@@ -96,42 +168,51 @@ def open_source(folder: Path) -> Iterator[Source]:
                 f"{folder} holds {pickles[0]}, a pickle, and no {WEIGHTS_FILE}. Loading a pickle runs the code in it, "
                 "so qgemm doesn't: convert it to safetensors first (load it with transformers, then save_pretrained)"
             )
+    # Before they are read, so that whatever happens to them meanwhile is a change.
+    paths = (folder / name for name in _JSON_FILES)
+    identities = {path.name: _identify(path) if path.exists() else None for path in paths}
     stored = read_headers(folder)
     layouts = {path: read_layout(path) for path in sorted({tensor.path for tensor in stored.values()})}
-    tensors = {}
-    for name, tensor in stored.items():
-        layout = layouts[tensor.path]
-        try:
-            offset = layout.begin + layout.header[name]["data_offsets"][0]
-        except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{tensor.path} was changed while it was read") from error
-        tensors[name] = SourceTensor(tensor.path, tensor.shape, tensor.dtype, offset)
-    fingerprints = {path.name: f"{file.size} {file.mtime_ns} {file.digest}" for path, file in layouts.items()}
-    source = Source(folder, tensors, fingerprints)
+    tensors = {name: _place(name, tensor, layouts[tensor.path]) for name, tensor in stored.items()}
+    identities.update((path.name, layout.identity) for path, layout in layouts.items())
+    source = Source(folder, tensors, identities)
     try:
         yield source
     finally:
         source.close()
 
 
+def _place(name: str, tensor: StoredTensor, layout: FileLayout) -> SourceTensor:
+    """Where a tensor lies; raises ``CheckpointError`` unless the file is the one whose header was checked."""
+    entry: Any = layout.header.get(name)
+    try:
+        start, end = entry["data_offsets"]
+        is_same = entry["shape"] == list(tensor.shape) and 0 <= start <= end <= layout.identity.size - layout.begin
+        if tensor.dtype is not None:
+            is_same = is_same and entry["dtype"] == DTYPE_CODES[tensor.dtype] and end - start == tensor.nbytes
+    except (KeyError, TypeError, ValueError):
+        is_same = False
+    if not is_same:
+        raise CheckpointError(f"{tensor.path} was changed while it was read: tensor {name} is another one now")
+    return SourceTensor(tensor.path, tensor.shape, tensor.dtype, layout.begin + start)
+
+
 @dataclass(frozen=True)
 class FileLayout:
     """Where things lie in a safetensors file.
 
-    ``header``: as parsed. ``begin``: of the values, from the start of the file. ``digest``: of the header's text.
+    ``header``: as parsed. ``begin``: of the values, from the start of the file.
     """
 
     header: dict[str, Any]
     begin: int
-    digest: str
-    size: int
-    mtime_ns: int
+    identity: FileIdentity
 
 
 def read_layout(path: Path) -> FileLayout:
     """The layout of a file; raises ``CheckpointError`` if it has none. It isn't checked further."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
             prefix = file.read(8)
             text = file.read(min(int.from_bytes(prefix, "little"), LARGEST_JSON))
@@ -140,5 +221,20 @@ def read_layout(path: Path) -> FileLayout:
         raise CheckpointError(f"{path} can't be read: {error}") from error
     if not isinstance(header, dict):
         raise CheckpointError(f"{path} is no safetensors file")
-    digest = hashlib.sha256(prefix + text).hexdigest()
-    return FileLayout(header, 8 + len(text), digest, status.st_size, status.st_mtime_ns)
+    return FileLayout(header, 8 + len(text), _identity(status, prefix + text))
+
+
+def _identify(path: Path) -> FileIdentity:
+    if path.suffix == ".safetensors":
+        return read_layout(path).identity
+    try:
+        with open_regular(path) as file:
+            status = os.fstat(file.fileno())
+            return _identity(status, file.read(LARGEST_JSON))
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+
+
+def _identity(status: os.stat_result, content: bytes) -> FileIdentity:
+    digest = hashlib.sha256(content).hexdigest()
+    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, digest)

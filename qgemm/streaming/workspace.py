@@ -1,8 +1,9 @@
 """The folder beside the destination in which a run does its work, and from which a later run goes on.
 
-``<destination>.partial`` holds ``content``, the files that are done, and ``journal.json``, which says which those are
-and what is being made. The journal is replaced as a whole after each file, so a process may be killed at any moment.
-When all is there, ``content`` is renamed to the destination, which so appears whole, and the rest is removed.
+``<destination>.partial`` holds ``content``, the files that are done and the one that is being written, and
+``journal.json``, which says how far they are. What the journal says is on the disk before the journal is, and that is
+replaced as a whole, so a process may be killed, or the power go, at any moment. When all is there, ``content`` is
+renamed to the destination, which so appears whole, and the rest is removed.
 """
 
 from __future__ import annotations
@@ -12,37 +13,25 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
-from qgemm.checkpoint.checksum import RunningChecksum, format_checksum
+from qgemm.checkpoint.checksum import checksum_in_file, format_checksum
+from qgemm.checkpoint.disk import lock_file, make_folder, open_regular, replacing, sync_folder
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import read_json
 from qgemm.checkpoint.safetensors_file import CHECKSUMS
+from qgemm.streaming.journal import Begun, Finished, Journal
 from qgemm.streaming.source import read_layout
 
 _JOURNAL = "journal.json"
 _CONTENT = "content"
 _LOCK = "lock"
-_UNFINISHED = ".unfinished"
-_BYTES_AT_A_TIME = 16 << 20
 
 
 def partial_folder(destination: Path) -> Path:
     """Where the files for a destination are until all are done."""
     return destination.with_name(destination.name + ".partial")
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A file that is done: what it is known by, and the errors of the weights in it, by layer."""
-
-    fingerprint: str
-    errors: dict[str, float]
 
 
 class Workspace:
@@ -54,6 +43,7 @@ class Workspace:
         self.folder = partial_folder(destination)
         self.content = self.folder / _CONTENT
         self.finished: dict[str, Finished] = {}
+        self.begun: Begun | None = None
         self._job: dict[str, Any] = json.loads(json.dumps(job))
 
     @contextmanager
@@ -61,59 +51,80 @@ class Workspace:
         """Opens a new file, which gets its name, a path within the folder, once it is whole and on the disk."""
         path = self.content / name
         path.parent.mkdir(exist_ok=True)
-        unfinished = path.with_name(path.name + _UNFINISHED)
+        with replacing(path) as file:
+            yield file
+
+    @contextmanager
+    def open_shard(self, name: str) -> Iterator[tuple[BinaryIO, Begun]]:
+        """Opens a shard, and says how far an earlier run was with it. It stays after a failure if that was noted."""
+        path = self.content / name
+        begun = self.begun if self.begun is not None and self.begun.name == name else None
         try:
-            with unfinished.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+            with path.open("r+b" if begun else "w+b") as file:
+                yield file, begun or Begun(name)
+                _sync(file)
+        except BaseException:
+            if self.begun is None:
+                with suppress(OSError):  # what led here is what has to be said
+                    path.unlink()
+            raise
+        sync_folder(self.content)
+
+    def note_begun(self, begun: Begun, file: BinaryIO) -> None:
+        """Puts into the journal how far a shard is, of which ``file`` is the open file."""
+        _sync(file)
+        sync_folder(self.content)
+        self.begun = begun
+        self._write_journal()
 
     def note_finished(self, name: str, errors: dict[str, float]) -> None:
         """Puts into the journal that the file ``name`` is done."""
         self.finished[name] = Finished(_fingerprint(self.content / name), errors)
+        self.begun = None
         self._write_journal()
 
     def publish(self) -> None:
         """Renames what is done to the destination."""
-        _sync_folder(self.content)
-        if self.destination.exists():
-            self.destination.rmdir()  # it is empty; Windows doesn't rename onto a folder
+        sync_folder(self.content)
+        _check_is_free(self.destination)
+        if os.name == "nt" and self.destination.exists():
+            self.destination.rmdir()  # it is empty, and Windows renames onto nothing
         os.rename(self.content, self.destination)
-        _sync_folder(self.destination.parent)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        try:
+            sync_folder(self.destination.parent)
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def clear(self) -> None:
         """Removes what an earlier run did."""
-        shutil.rmtree(self.content, ignore_errors=True)
         (self.folder / _JOURNAL).unlink(missing_ok=True)
+        shutil.rmtree(self.content, ignore_errors=True)
 
     def recover(self, names: Collection[str], read: Callable[[int], object]) -> None:
-        """Finds those of the files called ``names`` that an earlier run finished, and checks that they are as written.
+        """Finds those of the files called ``names`` that an earlier run finished or began.
 
-        ``read`` is told the bytes that were read. Raises ``CheckpointError`` if the earlier run made something else.
+        Those that are finished are checked: are they as they were written? ``read`` is told the bytes that were read.
+        Raises ``CheckpointError`` if the earlier run made something else.
         """
-        journal_path = self.folder / _JOURNAL
-        if journal_path.exists():
-            try:
-                journal = read_json(journal_path)
-            except CheckpointError as error:
-                raise CheckpointError(f"{error}. Pass resume=False to start afresh") from error
-            self._check_job(journal.get("job"))
-            for name, entry in _entries(journal, journal_path).items():
+        # Without content there is nothing to go on from: it was published, and then removed.
+        if (self.folder / _JOURNAL).exists() and self.content.is_dir():
+            journal = Journal.read(self.folder / _JOURNAL)
+            self._check_job(journal.job)
+            for name, entry in journal.finished.items():
                 if name not in names:
                     continue
                 if _is_sound(self.content / name, entry.fingerprint, read):
                     self.finished[name] = entry
                 else:
                     warnings.warn(f"{self.content / name} isn't as it was written; it is made again", stacklevel=3)
+            if (begun := journal.begun) is not None and begun.name in names and begun.name not in self.finished:
+                self.begun = begun if (self.content / begun.name).is_file() else None
         self.content.mkdir(exist_ok=True)
+        kept = {*self.finished, self.begun.name if self.begun else ""}
         for path in self.content.iterdir():
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif path.name not in self.finished:
+            elif path.name not in kept:
                 path.unlink()
         self._write_journal()
 
@@ -128,15 +139,7 @@ class Workspace:
                 )
 
     def _write_journal(self) -> None:
-        finished = {name: {"fingerprint": f.fingerprint, "errors": f.errors} for name, f in self.finished.items()}
-        path = self.folder / _JOURNAL
-        unfinished = path.with_name(path.name + _UNFINISHED)
-        with unfinished.open("w", encoding="utf-8") as file:
-            json.dump({"job": self._job, "finished": finished}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        _sync_folder(self.folder)
+        Journal(self._job, self.finished, self.begun).write(self.folder / _JOURNAL)
 
 
 @contextmanager
@@ -146,51 +149,33 @@ def open_workspace(destination: Path, job: dict[str, Any]) -> Iterator[Workspace
     What is in it stays if an error leaves the block. Raises ``FileExistsError`` if the destination exists and isn't
     empty, and ``CheckpointError`` if another process is at it.
     """
+    workspace = Workspace(destination, job)
+    folder = workspace.folder
+    _check_is_free(destination)
+    if not os.path.lexists(folder):
+        make_folder(folder)
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
+    if names and not names & {_JOURNAL, _LOCK}:
+        raise FileExistsError(f"{folder} is in the way, and not a folder that qgemm made: move it")
+    with (folder / _LOCK).open("ab") as lock:
+        if not lock_file(lock):
+            raise CheckpointError(f"another process works in {folder}: wait for it, or choose another destination")
+        sync_folder(folder)  # so that a later run knows whose folder it is, whatever else of it is lost
+        _check_is_free(destination)  # of another process, which may have been done just now
+        yield workspace
+
+
+def _check_is_free(destination: Path) -> None:
     if os.path.lexists(destination):
         if not destination.is_dir() or destination.is_symlink() or any(destination.iterdir()):
             raise FileExistsError(f"{destination} exists already: choose another destination, or remove it")
         if os.path.ismount(destination):
             raise FileExistsError(f"{destination} is a mounted disk: choose a folder in it as the destination")
-    workspace = Workspace(destination, job)
-    folder = workspace.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    names = {path.name for path in folder.iterdir()}
-    if names and not names & {_JOURNAL, _LOCK}:
-        raise FileExistsError(f"{folder} is in the way, and not a folder that qgemm made: move it")
-    with (folder / _LOCK).open("ab") as lock:
-        _lock(lock, folder)
-        yield workspace
-
-
-def _lock(file: BinaryIO, folder: Path) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows, where nothing keeps two processes apart
-        return
-    try:
-        # It ends with the process, however that ends.
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise CheckpointError(
-            f"another process works in {folder}: wait for it, or choose another destination"
-        ) from error
-
-
-def _entries(journal: dict[str, Any], path: Path) -> dict[str, Finished]:
-    try:
-        return {
-            name: Finished(
-                str(values["fingerprint"]), {layer: float(error) for layer, error in values["errors"].items()}
-            )
-            for name, values in journal["finished"].items()
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: pass resume=False to start afresh") from error
 
 
 def _fingerprint(path: Path) -> str:
-    layout = read_layout(path)
-    return f"{layout.size} {layout.digest}"
+    identity = read_layout(path).identity
+    return f"{identity.size} {identity.digest}"
 
 
 def _is_sound(path: Path, fingerprint: str, read: Callable[[int], object]) -> bool:
@@ -200,9 +185,10 @@ def _is_sound(path: Path, fingerprint: str, read: Callable[[int], object]) -> bo
             return False
         layout = read_layout(path)
         checksums = json.loads(layout.header["__metadata__"][CHECKSUMS])
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for name, (start, end) in _places(layout.header):
-                if format_checksum(_sum(file, layout.begin + start, end - start, read)) != checksums[name]:
+                found = checksum_in_file(file, layout.begin + start, end - start, read)
+                if format_checksum(found.value) != checksums[name]:
                     return False
     except (CheckpointError, OSError, KeyError, TypeError, ValueError):
         return False
@@ -215,31 +201,11 @@ def _places(header: dict[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
             yield name, values["data_offsets"]
 
 
-def _sum(file: BinaryIO, start: int, size: int, read: Callable[[int], object]) -> int:
-    total = RunningChecksum()
-    buffer = bytearray(min(size, _BYTES_AT_A_TIME))
-    file.seek(start)
-    left = size
-    while left:
-        part = memoryview(buffer)[: min(left, len(buffer))]
-        if file.readinto(part) != len(part):  # type: ignore[attr-defined]
-            raise OSError("the file is too short")
-        total.add(torch.frombuffer(part, dtype=torch.uint8))
-        left -= len(part)
-        read(len(part))
-    return total.value
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _change(before: Any, now: Any) -> str:
     text = f"was {before!r}, is {now!r}"
     return text if len(text) <= 100 else "is another now"
-
-
-def _sync_folder(folder: Path) -> None:
-    # So that renames are on the disk. Windows can't open a folder.
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

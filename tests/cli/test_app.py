@@ -81,7 +81,14 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert result.stderr.splitlines() == ["warning: look out", "a library prints", "interrupted"]
 
 
-def test_ctrl_c_of_a_process() -> None:
+def test_an_interrupt_that_says_how_it_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fail_with(monkeypatch, KeyboardInterrupt("half is done\x1b[2J"))
+    result = run("inspect", tmp_path, exit_code=130)
+    assert result.stderr.splitlines()[-1] == "interrupted: half is done\\x1b[2J"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_of_a_process(number: signal.Signals) -> None:
     code = """
 import sys, time, types
 def examine(*_):
@@ -102,7 +109,7 @@ main()
     )
     assert process.stderr is not None
     assert process.stderr.readline() == "here\n"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert (out, err, process.returncode) == ("", "interrupted\n", 130)
 

@@ -6,11 +6,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import qgemm
+from qgemm.streaming.journal import Begun
+from qgemm.streaming.workspace import Workspace
 
 
 def quantize_whole(source: Path, destination: Path, max_shard_size: int | str = "5GB", **options: Any) -> nn.Module:
@@ -43,3 +46,21 @@ def edit_tensors(folder: Path, **changes: Tensor | None) -> None:
     for name, value in changes.items():
         stored[name.replace("__", ".")] = value
     save_file({name: value for name, value in stored.items() if value is not None}, path, metadata={"format": "pt"})
+
+
+class Stopped(Exception):
+    """Ends a run of ``quantize_checkpoint`` before its time."""
+
+
+def stop_after(notes: int, monkeypatch: pytest.MonkeyPatch, stop: type[BaseException] = Stopped) -> None:
+    """Lets the next run end, by ``stop``, once it has noted so often how far a file is."""
+    left = [notes]
+    note_begun = Workspace.note_begun
+
+    def note(self: Workspace, begun: Begun, file: Any) -> None:
+        note_begun(self, begun, file)
+        left[0] -= 1
+        if not left[0]:
+            raise stop
+
+    monkeypatch.setattr(Workspace, "note_begun", note)

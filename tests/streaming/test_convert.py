@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForCondi
 import qgemm
 from qgemm import CheckpointError, quantize_checkpoint
 from qgemm.streaming import convert
-from streaming.files import assert_same_files, contents, edit_tensors, quantize_whole
+from qgemm.streaming.shards import write_shard
+from streaming.files import Stopped, assert_same_files, contents, edit_tensors, quantize_whole, stop_after
 
 # One of each way in which names, ties, dtypes or layouts differ.
 CHOSEN = [
@@ -152,7 +154,7 @@ def test_the_device_of_the_session(source: Path, tmp_path: Path, device: torch.d
 def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(OSError, match=r"can't be written: [\d,]+ bytes are still to be written.*has 1,000.*same call"):
+    with pytest.raises(OSError, match=r"can't be written: [\d,]+ bytes are still to be written.*has 1,000.*kept in"):
         quantize_checkpoint(source, tmp_path / "streamed")
 
 
@@ -162,9 +164,77 @@ def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match=r"streamed can't be written: No space left on device.*same call goes on"):
+        message = (
+            r"streamed can't be written: No space left on device\. .* kept in .*/streamed\.partial; running the same"
+        )
+        with pytest.raises(OSError, match=message):
             quantize_checkpoint(source, tmp_path / "streamed")
     quantize_checkpoint(source, tmp_path / "streamed")
+
+
+def test_room_is_wanted_for_what_is_still_to_be_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qgemm.streaming.shards._BYTES_BETWEEN_NOTES", 1000)
+    with monkeypatch.context() as patched:
+        stop_after(10, patched)
+        with pytest.raises(Stopped):
+            quantize_checkpoint(source, tmp_path / "streamed")
+    journal = json.loads((tmp_path / "streamed.partial" / "journal.json").read_text())
+    there = sum(size for size, _ in journal["begun"]["written"].values())
+    layout = json.loads(quantized_header(source, tmp_path / "whole"))
+    total = max(entry["data_offsets"][1] for name, entry in layout.items() if name != "__metadata__")
+    for free, fits in ((total - there - 1, False), (total - there, True)):
+        usage = shutil.disk_usage(tmp_path)._replace(free=free)
+        monkeypatch.setattr(convert.shutil, "disk_usage", lambda folder, usage=usage: usage)
+        if fits:
+            quantize_checkpoint(source, tmp_path / "streamed")
+        else:
+            with pytest.raises(OSError, match=rf"{total - there:,} bytes are still to be written"):
+                quantize_checkpoint(source, tmp_path / "streamed")
+
+
+def quantized_header(source: Path, folder: Path) -> bytes:
+    quantize_whole(source, folder)
+    content = (folder / "model.safetensors").read_bytes()
+    return content[8 : 8 + int.from_bytes(content[:8], "little")]
+
+
+def test_the_number_of_threads(tmp_path: Path, threads: Callable[[int], None]) -> None:
+    # One thread works, whatever the number is before and afterwards, and it isn't seen in the files: 2^15 values and
+    # more are summed by several threads.
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 97, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).save_pretrained(tmp_path / "float")
+    for count in (1, 2, 3):
+        threads(count)
+        quantize_whole(tmp_path / "float", tmp_path / f"whole-{count}")
+    seen = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            convert, "write_shard", lambda *args: seen.append(torch.get_num_threads()) or write_shard(*args)
+        )
+        quantize_checkpoint(tmp_path / "float", tmp_path / "streamed")
+    assert seen == [1]
+    assert torch.get_num_threads() == 3
+    for count in (1, 2, 3):
+        assert_same_files(tmp_path / f"whole-{count}", tmp_path / "streamed")
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of PyTorch's threads, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_threads_are_given_back_after_an_error(source: Path, tmp_path: Path, threads: Callable[[int], None]) -> None:
+    threads(2)
+    with pytest.raises(CheckpointError, match="is no folder"):
+        quantize_checkpoint(tmp_path / "nowhere", tmp_path / "streamed")
+    assert torch.get_num_threads() == 2
 
 
 def test_a_place_that_cannot_be_written(source: Path, tmp_path: Path) -> None:

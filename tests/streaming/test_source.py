@@ -1,15 +1,23 @@
-"""Reading rows of tensors, and sources that are none."""
+"""Reading rows of tensors, sources that are none, and those that are changed while they are read."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from qgemm import CheckpointError, quantize_checkpoint
+from qgemm.streaming import convert
+from qgemm.streaming import source as source_module
+from qgemm.streaming.shards import write_shard
 from qgemm.streaming.source import open_source
+from streaming.files import assert_same_files, quantize_whole
 
 TENSORS = {
     "matrix": torch.randn(7, 5).bfloat16(),
@@ -35,11 +43,12 @@ def test_rows_are_those_of_the_file(tmp_path: Path) -> None:
 
 def test_a_file_that_becomes_shorter(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    save_file(TENSORS, path)
+    save_file({"matrix": torch.randn(700, 500)}, path)
     with open_source(tmp_path) as source:
-        path.write_bytes(path.read_bytes()[:-40])
+        source.read_rows("matrix", 0, 1)
+        os.truncate(path, path.stat().st_size - 40)
         with pytest.raises(CheckpointError, match=r"model\.safetensors became shorter"):
-            source.read_rows("matrix", 0, 7)  # the last of them in the file: neither booleans nor 0 values
+            source.read_rows("matrix", 600, 700)
 
 
 def test_a_file_that_is_cut(source: Path, tmp_path: Path) -> None:
@@ -60,3 +69,139 @@ def test_a_name_on_the_hub(tmp_path: Path) -> None:
         CheckpointError, match=r"org/model is no folder.*first: hf download org/model --local-dir model"
     ):
         quantize_checkpoint("org/model", tmp_path / "streamed")
+
+
+def test_values_come_from_the_file_whose_header_was_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    with open_source(tmp_path) as source:
+        os.replace(shutil.copy(path, tmp_path / "other"), path)
+        with pytest.raises(CheckpointError, match=r"model\.safetensors is another file now: it was changed while"):
+            source.read_rows("matrix", 0, 7)
+
+
+@pytest.mark.parametrize("change", ["shape", "offsets", "name", "dtype"])
+def test_a_file_that_takes_the_place_of_the_one_that_was_checked(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Between the library's look at it, which checks the header, and the one that says where values lie.
+    path = tmp_path / "model.safetensors"
+    save_file(TENSORS, path)
+    old, new = {
+        "shape": (b"[7,5]", b"[5,7]"),
+        "offsets": (b"[484,554]", b"[484,954]"),
+        "name": (b'"matrix"', b'"metrix"'),
+        "dtype": (b'"BF16"', b'"FP16"'),
+    }[change]
+    assert old in path.read_bytes()
+
+    def read_headers(folder: Path) -> Any:
+        found = original(folder)
+        path.write_bytes(path.read_bytes().replace(old, new))
+        return found
+
+    original = source_module.read_headers
+    monkeypatch.setattr(source_module, "read_headers", read_headers)
+    with (
+        pytest.raises(CheckpointError, match=r"changed while it was read: tensor matrix is another one now"),
+        open_source(tmp_path),
+    ):
+        pass
+
+
+def write_again(folder: Path) -> None:
+    """In place, another value; the size and the header are the same."""
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x3f")
+
+
+def put_another(folder: Path) -> None:
+    """All that is known of the file stays the same, but that it is another one."""
+    path = folder / "model.safetensors"
+    status = path.stat()
+    shutil.copy(path, folder.parent / "other")
+    os.replace(folder.parent / "other", path)
+    os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+
+
+def rename_a_tensor(folder: Path) -> None:
+    """The size and the time stay the same."""
+    path = folder / "model.safetensors"
+    status = path.stat()
+    with path.open("r+b") as file:
+        content = file.read()
+        file.seek(0)
+        file.write(content.replace(b"layers.0.mlp.up_proj.weight", b"layers.0.mlp.UP_proj.weight"))
+    os.utime(path, ns=(status.st_mtime_ns, status.st_mtime_ns))
+
+
+def touch(folder: Path) -> None:
+    os.utime(folder / "model.safetensors")
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 1000)
+
+
+def remove(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def edit_config(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+
+
+def drop_generation_config(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+
+
+def add_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+CHANGES: list[tuple[Callable[[Path], None], str]] = [
+    (write_again, r"model\.safetensors was written to"),
+    (touch, r"model\.safetensors was written to"),
+    (put_another, r"model\.safetensors is another file now"),
+    (rename_a_tensor, r"model\.safetensors has another header now"),
+    (cut, r"model\.safetensors has 1,000 bytes now, and had [\d,]+"),
+    (remove, r"model\.safetensors is gone"),
+    (edit_config, r"config\.json was written to"),
+    (drop_generation_config, r"generation_config\.json is gone"),
+    (add_index, r"model\.safetensors\.index\.json is there now"),
+]
+
+
+@pytest.mark.parametrize("at", [2, -1], ids=["at a file", "at the end"])
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_a_source_that_is_changed_meanwhile(
+    change: Callable[[Path], None],
+    message: str,
+    at: int,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[list[str]] = []
+
+    def change_then_write(file: Any, plan: Any, names: list[str], *args: Any) -> Any:
+        calls.append(names)
+        if len(calls) == (at if at > 0 else len(plan.shards)):
+            change(source)
+        return write_shard(file, plan, names, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(convert, "write_shard", change_then_write)
+        with pytest.raises(CheckpointError, match=rf"float was changed while it was read: {message}.*Nothing was publ"):
+            quantize_checkpoint(source, tmp_path / "streamed", max_shard_size="10KB")
+    assert not (tmp_path / "streamed").exists()
+    if change in (remove, cut, add_index, rename_a_tensor):
+        return  # it is no checkpoint any more
+    # What was made of the old one isn't mixed with the new one.
+    with pytest.raises(CheckpointError, match=r"holds the beginnings of something else"):
+        quantize_checkpoint(source, tmp_path / "streamed", max_shard_size="10KB")
+    quantize_whole(source, tmp_path / "whole", max_shard_size="10KB")
+    quantize_checkpoint(source, tmp_path / "streamed", max_shard_size="10KB", resume=False)
+    assert_same_files(tmp_path / "whole", tmp_path / "streamed")

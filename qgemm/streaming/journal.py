@@ -1,0 +1,83 @@
+"""What a run writes down, so that a later one goes on: which files are done, and how far the next one is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qgemm.checkpoint.disk import replacing
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import read_json
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A file that is done: what it is known by, and the errors of the weights in it, by name."""
+
+    fingerprint: str
+    errors: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A file that isn't done, and how far it is.
+
+    - ``written``: the bytes of each tensor that are there, and their checksum.
+    - ``units``: how many weights and other tensors are done, and ``errors``, those of the weights among them.
+    - ``pieces``: how many pieces of the next one are done, and ``squares``, what ``WeightError`` has summed of them.
+    - ``read``: the bytes of float values that all that was made of.
+    """
+
+    name: str
+    written: dict[str, tuple[int, str]] = field(default_factory=dict)
+    units: int = 0
+    errors: dict[str, float] = field(default_factory=dict)
+    pieces: int = 0
+    squares: tuple[float, float] = (0.0, 0.0)
+    read: int = 0
+
+
+@dataclass(frozen=True)
+class Journal:
+    """``job``: JSON-ready values that say what is being made of what."""
+
+    job: Any
+    finished: dict[str, Finished]
+    begun: Begun | None
+
+    def write(self, path: Path) -> None:
+        """Replaces the file at ``path``, which is on the disk afterwards."""
+        with replacing(path) as file:
+            file.write(json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Journal:
+        """The journal at ``path``; raises ``CheckpointError`` if it is damaged."""
+        try:
+            values = read_json(path)
+            finished = {
+                name: Finished(str(each["fingerprint"]), _errors(each)) for name, each in values["finished"].items()
+            }
+            begun = values["begun"]
+            return cls(values["job"], finished, None if begun is None else _begun(begun))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. Pass resume=False to start afresh") from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: pass resume=False to start afresh") from error
+
+
+def _begun(values: dict[str, Any]) -> Begun:
+    written = {name: (int(count), str(checksum)) for name, (count, checksum) in values["written"].items()}
+    difference, norm = values["squares"]
+    squares = float(difference), float(norm)
+    numbers = [int(values[key]) for key in ("units", "pieces", "read")]
+    if min(numbers) < 0:
+        raise ValueError("a number is below 0")
+    units, pieces, read = numbers
+    return Begun(str(values["name"]), written, units, _errors(values), pieces, squares, read)
+
+
+def _errors(values: dict[str, Any]) -> dict[str, float]:
+    return {name: float(error) for name, error in values["errors"].items()}
