@@ -64,7 +64,9 @@ class OutlierLinear(QuantLinear):
     def problem_with(self, name: str, value: Tensor) -> str:
         """As ``QuantLayer``; columns must be ones of the weight, ascending."""
         if name == "outlier_columns" and value.numel():
-            if not (int(value[0]) >= 0 and int(value[-1]) < self.in_features and bool((value.diff() > 0).all())):
+            # All of them, since the difference of numbers beyond any column wraps around.
+            is_within = bool(((value >= 0) & (value < self.in_features)).all())
+            if not (is_within and bool((value.diff() > 0).all())):
                 return f"must be ascending columns of a weight that has {self.in_features}"
         return super().problem_with(name, value)
 

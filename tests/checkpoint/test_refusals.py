@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from models.schemes import quantized_layer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -263,6 +264,33 @@ def test_static_scale_is_checked(tmp_path: Path) -> None:
     save_quantized(swap_linears(tiny_llama(), "int8-static"), tmp_path)
     rewrite(tmp_path, "model.safetensors", lambda t: t.update({f"{UP}.input_scale": torch.tensor(float("nan"))}))
     with pytest.raises(CheckpointError, match=rf"{UP}\.input_scale is not finite"):
+        load_quantized(tmp_path)
+
+
+LARGEST = 2**63 - 1
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [*range(15), 9999],
+        [*range(15), 32],  # K is 32
+        [-1, *range(15)],
+        [*range(15, -1, -1)],
+        [*range(15), 14],
+        [0, LARGEST, -LARGEST - 1, -1, *range(12)],  # the differences of neighbours, wrapped around, are above 0
+    ],
+    ids=["far too large", "too large", "negative", "descending", "twice", "wrapping around"],
+)
+def test_outlier_columns_are_checked(columns: list[int], tmp_path: Path) -> None:
+    model = tiny_llama()
+    model.model.layers[0].mlp.up_proj = quantized_layer(model.model.layers[0].mlp.up_proj, "int8-outliers-16")
+    save_quantized(model, tmp_path)
+    assert load_quantized(tmp_path)
+    rewrite(tmp_path, "model.safetensors", lambda t: t.update({f"{UP}.outlier_columns": torch.tensor(columns)}))
+    with pytest.raises(
+        CheckpointError, match=rf"{UP}\.outlier_columns must be ascending columns of a weight that has 32"
+    ):
         load_quantized(tmp_path)
 
 
