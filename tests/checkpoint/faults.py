@@ -245,6 +245,7 @@ def every_kill(
 ) -> Counter[str]:
     """As ``every_fault``, with a process that is killed right before its first, second, ... event."""
     found: Counter[str] = Counter()
+    action(prepare())  # what the children then have imported and made already
     number = 1 - step
     while True:
         number += step

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from checkpoint.faults import Disk, every_fault, every_kill, every_power_loss
+from checkpoint.kills import kill_at_random
 from checkpoint.writers import CALIBRATION, CONVERT_ANEW, RECIPE, Writer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to know which file is meant")
@@ -21,28 +21,26 @@ WRITERS = {CALIBRATION: 1, RECIPE: 1, CONVERT_ANEW: 11}
 BY_NAME = pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
 
 
-def check(found: Counter[str], writer: Writer) -> None:
-    before = "nothing" if writer is CONVERT_ANEW else "old"
-    assert set(found) == {before, "new"}
-
-
 @BY_NAME
 @pytest.mark.parametrize("lasting", [False, True], ids=["one failure", "full disk"])
 def test_an_error_at_any_moment(writer: Writer, lasting: bool, tmp_path: Path) -> None:
     work, step = tmp_path / "work", WRITERS[writer]
     found = every_fault(lambda: writer.folder(work), writer.write, writer.outcome, lasting=lasting, step=step)
-    assert found.keys() <= {"old", "nothing", "new"}
-    if step == 1:
-        check(found, writer)
+    assert found.keys() <= {writer.before, "new"}
+    assert found.keys() == {writer.before, "new"} or step > 1
 
 
 @BY_NAME
 def test_a_kill_at_any_moment(writer: Writer, tmp_path: Path) -> None:
     work, step = tmp_path / "work", WRITERS[writer]
     found = every_kill(lambda: writer.folder(work), writer.write, writer.outcome, step=step)
-    assert found.keys() <= {"old", "nothing", "new"}
-    if step == 1:
-        check(found, writer)
+    assert found.keys() <= {writer.before, "new"}
+    assert found.keys() == {writer.before, "new"} or step > 1
+
+
+def test_kills_at_random_times(tmp_path: Path) -> None:
+    found = kill_at_random(CALIBRATION, tmp_path / "work", 12, 0)
+    assert sum(found.values()) == 12
 
 
 @BY_NAME
@@ -51,7 +49,7 @@ def test_a_power_loss_at_any_moment(writer: Writer, tmp_path: Path) -> None:
     at_any_moment, at_the_end = every_power_loss(
         writer.folder(tmp_path / "work"), writer.write, writer.outcome, tmp_path / "after"
     )
-    check(at_any_moment, writer)
+    assert set(at_any_moment) == {writer.before, "new"}
     assert set(at_the_end) == {"new"}
 
 

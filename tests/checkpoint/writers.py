@@ -22,13 +22,14 @@ from qgemm_cli.commands.convert import convert
 class Writer:
     """``prepare`` fills a folder with the old state, ``write`` replaces it, ``outcome`` tells what is there.
 
-    ``outcome``: "old" or "new", whole; "nothing" where the old state is none; or an error of any kind.
+    ``outcome``: "new", or ``before``, which is "nothing" where there was nothing; or an error of any kind.
     """
 
     name: str
     prepare: Callable[[Path], object]
     write: Callable[[Path], object]
     outcome: Callable[[Path], str]
+    before: str = "old"
 
     def folder(self, work: Path) -> Path:
         """The folder ``work``, made anew in the old state."""
@@ -117,4 +118,5 @@ RECIPE = Writer(
 )
 SAVE = Writer("save", lambda folder: _save_net(folder, 0), lambda folder: _save_net(folder, 1), _net_of)
 CONVERT = Writer("convert", _save_old_llama, _convert, _converted)
-CONVERT_ANEW = Writer("convert anew", lambda folder: None, _convert, _converted)
+CONVERT_ANEW = Writer("convert anew", lambda folder: None, _convert, _converted, "nothing")
+WRITERS = {writer.name: writer for writer in (SAVE, CALIBRATION, RECIPE, CONVERT, CONVERT_ANEW)}
