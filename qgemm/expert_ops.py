@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from qgemm.kernels import dispatch
 from qgemm.kernels.gated_activation import GatedActivation
+from qgemm.op_rules import no_tangent, register_autograd
 from qgemm.ops import seen_by_others
 
 _OPERANDS = (
@@ -157,12 +158,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.activation = inputs[9:]
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    wants_x, _, wants_weights, *others = ctx.needs_input_grad
+def _backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    wants_x, _, wants_weights, *others = wanted
     if any(others):
         raise RuntimeError("quant_experts has gradients for x and top_k_weights only; freeze the others")
     grad_x, grad_weights = torch.ops.qgemm.quant_experts_backward(grad, *ctx.saved_tensors, *ctx.activation)
     return (grad_x if wants_x else None, None, grad_weights if wants_weights else None, *(None,) * len(others))
 
 
-torch.library.register_autograd("qgemm::quant_experts", _backward, setup_context=_setup)
+register_autograd("quant_experts", _setup, _backward, no_tangent("quant_experts"))

@@ -16,7 +16,8 @@ Each runs on CPU and CUDA (ROCm included), traces under ``torch.compile`` and ``
 implementation that makes the same checks, and has a gradient. ``dispatch.py`` documents arguments and numbers.
 
 The gradient of ``quant_linear`` for ``x`` goes through the dequantized weight (rounding ``x`` counts as the identity):
-``grad_x = grad_y @ (weight * weight_scale)``. Adapters on top of a frozen quantized model train with it.
+``grad_x = grad_y @ (weight * weight_scale)``. Adapters on top of a frozen quantized model train with it. In forward
+mode (``torch.func.jvp``) it is the same linear map. ``op_rules.py`` has what is done under autocast and ``vmap``.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from torch.autograd import forward_ad
 from qgemm.kernels import asymmetric, dispatch, int4
 from qgemm.kernels.hadamard import hadamard
 from qgemm.kernels.recall import recall, remember
+from qgemm.op_rules import no_tangent, register_autocast, register_autograd, register_vmap
 
 torch.library.define("qgemm::quantize_rows", "(Tensor x, Tensor? scale, Tensor? zero_point=None) -> (Tensor, Tensor)")
 torch.library.define("qgemm::int_mm", "(Tensor a, Tensor b) -> Tensor")
@@ -102,7 +104,7 @@ def seen_by_others(
 ) -> bool:
     """Whether a call concerns more than the operator's CPU or CUDA implementation; for ``expert_ops`` too.
 
-    That is: gradients, subclasses of Tensor, modes, transforms of ``torch.func``, tracing, a running profiler.
+    That is: gradients, subclasses of Tensor, modes, ``torch.func``, autocast, tracing, a running profiler.
 
     Raises ``TypeError`` for an ``x`` that is no tensor.
     """
@@ -124,6 +126,7 @@ def seen_by_others(
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None
+        or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
         or torch._C._is_tracing()
         or torch._C._autograd._profiler_enabled()
     )
@@ -187,7 +190,7 @@ def _quantize_rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
     ctx.mark_non_differentiable(*output)
 
 
-def _quantize_rows_backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
+def _quantize_rows_backward(ctx: Any, wanted: tuple[bool, ...], *grads: Tensor) -> tuple[None, None, None]:
     return None, None, None
 
 
@@ -196,9 +199,9 @@ def _scaled_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(a, b, a_scale, b_scale, bias)
 
 
-def _scaled_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _scaled_mm_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b, a_scale, b_scale, bias = ctx.saved_tensors
-    _, _, wants_a_scale, wants_b_scale, wants_bias, _ = ctx.needs_input_grad
+    _, _, wants_a_scale, wants_b_scale, wants_bias, _ = wanted
     grad_a_scale = grad_b_scale = grad_bias = None
     if wants_a_scale or wants_b_scale:
         product = grad.float() * torch.ops.qgemm.int_mm(a, b).float()
@@ -218,9 +221,9 @@ def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(a, b, bias)
 
 
-def _matmul_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _matmul_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     a, b, bias = ctx.saved_tensors
-    wants_a, wants_b, wants_bias, *_ = ctx.needs_input_grad
+    wants_a, wants_b, wants_bias, *_ = wanted
     grad = grad.float()
     if ctx.activation is not None:
         inner = torch.ops.qgemm.matmul(a, b, bias, None, torch.float32)
@@ -245,9 +248,9 @@ def _quant_linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
     ctx.save_for_backward(weight, weight_scale)
 
 
-def _quant_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _quant_linear_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     weight, weight_scale = ctx.saved_tensors
-    wants_x, _, wants_weight_scale, wants_bias, wants_input_scale, *rest = ctx.needs_input_grad
+    wants_x, _, wants_weight_scale, wants_bias, wants_input_scale, *rest = wanted
     if wants_weight_scale or wants_input_scale:
         raise RuntimeError("quant_linear has gradients for x and bias only; set requires_grad=False on its scales")
     grad_x = grad_bias = None
@@ -266,9 +269,9 @@ def _packed_linear_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> N
     ctx.save_for_backward(weight, scale)
 
 
-def _packed_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _packed_linear_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     weight, scale = ctx.saved_tensors
-    wants_x, _, wants_scale, _, _, wants_bias = ctx.needs_input_grad
+    wants_x, _, wants_scale, _, _, wants_bias = wanted
     if wants_scale:
         raise RuntimeError("packed_linear has gradients for x and bias only; set requires_grad=False on its scale")
     grad_x = grad_bias = None
@@ -283,17 +286,80 @@ def _hadamard_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     pass
 
 
-def _hadamard_backward(ctx: Any, grad: Tensor) -> Tensor:
-    out: Tensor = torch.ops.qgemm.hadamard(grad)  # the matrix is symmetric
+def _hadamard_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor]:
+    return (torch.ops.qgemm.hadamard(grad),)  # the matrix is symmetric
+
+
+# In forward mode: the derivative in the direction of the arguments' tangents. Those of ints and sizes are None.
+
+
+def _quant_linear_tangent(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
+    x, weight, weight_scale, *_ = args
+    along_x, _, along_scale, along_bias, along_input_scale, *_ = tangents
+    if along_scale is not None or along_input_scale is not None:
+        raise RuntimeError("quant_linear has derivatives for x and bias only; give no tangents for its scales")
+    return _linear_tangent(along_x, along_bias, (weight * weight_scale.reshape(-1, 1)).to(x.dtype), x)
+
+
+def _packed_linear_tangent(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
+    x, weight, scale, in_features, group_size, _ = args
+    along_x, _, along_scale, _, _, along_bias = tangents
+    if along_scale is not None:
+        raise RuntimeError("packed_linear has derivatives for x and bias only; give no tangent for its scale")
+    return _linear_tangent(along_x, along_bias, int4.dequantize(weight, scale, group_size, in_features, x.dtype), x)
+
+
+def _linear_tangent(along_x: Tensor | None, along_bias: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:
+    along = x.new_zeros((*x.shape[:-1], weight.shape[0])) if along_x is None else along_x @ weight.t()
+    return along if along_bias is None else along + along_bias
+
+
+def _hadamard_tangent(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
+    out: Tensor = torch.ops.qgemm.hadamard(tangents[0])
     return out
 
 
-torch.library.register_autograd(
-    "qgemm::quant_linear_asymmetric", _quant_linear_backward, setup_context=_quant_linear_setup
-)
-torch.library.register_autograd("qgemm::packed_linear", _packed_linear_backward, setup_context=_packed_linear_setup)
-torch.library.register_autograd("qgemm::hadamard", _hadamard_backward, setup_context=_hadamard_setup)
-torch.library.register_autograd("qgemm::quantize_rows", _quantize_rows_backward, setup_context=_quantize_rows_setup)
-torch.library.register_autograd("qgemm::scaled_mm", _scaled_mm_backward, setup_context=_scaled_mm_setup)
-torch.library.register_autograd("qgemm::matmul", _matmul_backward, setup_context=_matmul_setup)
-torch.library.register_autograd("qgemm::quant_linear", _quant_linear_backward, setup_context=_quant_linear_setup)
+def _scaled_mm_tangent(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
+    a, b, a_scale, b_scale, *_ = args
+    _, _, along_a_scale, along_b_scale, along_bias, _ = tangents
+    product = torch.ops.qgemm.int_mm(a, b).float()
+    out = torch.zeros_like(product)
+    if along_a_scale is not None:
+        out = out + product * along_a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
+    if along_b_scale is not None:
+        out = out + product * a_scale.reshape(-1, 1) * along_b_scale.reshape(1, -1)
+    return out if along_bias is None else out + along_bias
+
+
+def _matmul_tangent(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
+    a, b, bias, activation, _ = args
+    along_a, along_b, along_bias, *_ = tangents
+    out: Tensor = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.float32)
+    if along_a is not None:
+        out = out + along_a.float() @ b.float()
+    if along_b is not None:
+        out = out + a.float() @ along_b.float()
+    if along_bias is not None:
+        out = out + along_bias
+    if activation is None:
+        return out
+    # Of one value each: its derivative times the tangent is what it is times a gradient.
+    inner = torch.ops.qgemm.matmul(a, b, bias, None, torch.float32)
+    along: Tensor = _ACTIVATION_BACKWARD[activation](out, inner)
+    return along
+
+
+for _name, _setup, _backward, _tangent in (
+    ("quantize_rows", _quantize_rows_setup, _quantize_rows_backward, no_tangent("quantize_rows")),
+    ("scaled_mm", _scaled_mm_setup, _scaled_mm_backward, _scaled_mm_tangent),
+    ("matmul", _matmul_setup, _matmul_backward, _matmul_tangent),
+    ("quant_linear", _quant_linear_setup, _quant_linear_backward, _quant_linear_tangent),
+    ("quant_linear_asymmetric", _quant_linear_setup, _quant_linear_backward, _quant_linear_tangent),
+    ("packed_linear", _packed_linear_setup, _packed_linear_backward, _packed_linear_tangent),
+    ("hadamard", _hadamard_setup, _hadamard_backward, _hadamard_tangent),
+):
+    register_autograd(_name, _setup, _backward, _tangent)
+for _name in ("quant_linear", "quant_linear_asymmetric", "packed_linear"):
+    register_autocast(_name)
+for _name in ("quant_linear", "quant_linear_asymmetric", "packed_linear", "hadamard"):
+    register_vmap(_name)

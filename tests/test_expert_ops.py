@@ -110,6 +110,28 @@ def test_other_gradients_are_refused(device: torch.device) -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("name", ["gate_up_proj_scale", "gate_up_proj_bias", "down_proj_scale", "down_proj_bias"])
+def test_what_has_no_gradient_is_refused_one_by_one(name: str) -> None:
+    layer = QuantExperts(E, 16, 8, bias=True)
+    for key, parameter in layer.named_parameters():
+        parameter.data.fill_(1) if key.endswith("scale") else parameter.data.zero_()
+    layer.get_parameter(name).requires_grad_()
+    index, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    with pytest.raises(RuntimeError, match="gradients for x and top_k_weights only; freeze the others"):
+        layer(torch.randn(3, 16), index, weights).sum().backward()
+
+
+def test_forward_mode_is_refused_and_torch_func_grad_works() -> None:
+    activation = GatedActivation()
+    x, index, weights, *others = operands(activation, True, torch.device("cpu"))
+    call = lambda x: torch.ops.qgemm.quant_experts(x, index, weights, *others, *fields(activation)).sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match="quant_experts has no derivative in forward mode"):
+        torch.func.jvp(call, (x,), (x,))
+    tracked = x.clone().requires_grad_()
+    call(tracked).backward()
+    assert torch.equal(torch.func.grad(call)(x), tracked.grad)
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
 def test_compiled_in_one_graph(family: str, device: torch.device) -> None:
     layer = QuantExperts.from_experts(ALL[family]()).to(device)

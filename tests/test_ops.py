@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from models.schemes import quantized_layer
 from torch import Tensor, nn
 
 from qgemm.kernels import asymmetric, dispatch, int4
@@ -157,6 +158,54 @@ def test_quant_linear_gradient_of_small_values_in_float16(device: torch.device) 
     weight, scale = torch.full((8, 16), 127, dtype=torch.int8, device=device), torch.full((8,), 1e-4, device=device)
     ops.quant_linear(x, weight, scale, None, None).backward(torch.full((4, 8), 1e-4, device=device).half())
     torch.testing.assert_close(x.grad, torch.full_like(x, 8 * 1e-4 * 127 * 1e-4), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-static-asymmetric", "int4"])
+def test_the_gradient_of_a_float32_bias_is_summed_in_float32(scheme: str, device: torch.device) -> None:
+    # Of 4,096 rows in float16: that has 11 bits, and ends at 65,504.
+    layer = quantized_layer(nn.Linear(16, 8, device=device), scheme)
+    layer.bias.requires_grad_()
+    grad = (torch.rand(4096, 8, device=device) + 20).half()
+    layer(torch.randn(4096, 16, device=device).half()).backward(grad)
+    torch.testing.assert_close(layer.bias.grad.double(), grad.double().sum(0), rtol=1e-6, atol=0)
+
+
+def test_tangents_of_the_other_operators(device: torch.device) -> None:
+    a, b = torch.randint(-9, 9, (5, 16), dtype=torch.int8), torch.randint(-9, 9, (16, 8), dtype=torch.int8)
+    scales = torch.rand(5) + 0.5, torch.rand(8) + 0.5, torch.randn(8)
+    along = torch.randn(5), torch.randn(8), torch.randn(8)
+
+    def scaled(*scales: Tensor) -> Tensor:
+        return ops.scaled_mm(a.to(device), b.to(device), *(each.to(device) for each in scales), torch.float32).cpu()
+
+    def exact(a_scale: Tensor, b_scale: Tensor, bias: Tensor) -> Tensor:
+        return (a.double() @ b.double()).float() * a_scale[:, None] * b_scale + bias
+
+    torch.testing.assert_close(torch.func.jvp(scaled, scales, along), torch.func.jvp(exact, scales, along))
+    for activation in (None, "relu", "gelu", "silu"):
+        values = torch.randn(5, 16), torch.randn(16, 8), torch.randn(8)
+        along = torch.randn(5, 16), torch.randn(16, 8), torch.randn(8)
+
+        def float_exact(a: Tensor, b: Tensor, bias: Tensor, activation: str | None = activation) -> Tensor:
+            inner = a @ b + bias
+            return inner if activation is None else getattr(nn.functional, activation)(inner)
+
+        def computed(*values: Tensor, activation: str | None = activation) -> Tensor:
+            return ops.matmul(*(each.to(device) for each in values), activation, None).cpu()
+
+        wanted = torch.func.jvp(float_exact, values, along)
+        torch.testing.assert_close(torch.func.jvp(computed, values, along), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_what_has_no_tangent_says_so() -> None:
+    x, along = torch.randn(3, 16), torch.ones(3, 16)
+    with pytest.raises(NotImplementedError, match=r"quantize_rows has no derivative in forward mode.*: use reverse"):
+        torch.func.jvp(lambda x: ops.quantize_rows(x, None)[1], (x,), (along,))
+    q, scale = ops.quantize_rows(torch.randn(8, 16), None)
+    with pytest.raises(RuntimeError, match="derivatives for x and bias only"):
+        torch.func.jvp(lambda s: ops.quant_linear(x, q, s, None, None), (scale,), (scale,))
+    with pytest.raises(NotImplementedError, match="takes a batch of x alone"):
+        torch.func.vmap(lambda q: ops.quant_linear(x, q, scale, None, None))(q.expand(2, 8, 16))
 
 
 def test_quant_linear_scales_have_no_gradient(device: torch.device) -> None:

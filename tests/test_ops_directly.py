@@ -70,7 +70,6 @@ DIRECT: dict[str, Any] = {
     "of inference tensors": lambda f, x, *rest: f(torch.inference_mode()(x.clone)(), *rest),
     "of parameters": lambda f, x, *rest: f(nn.Parameter(x, requires_grad=False), *rest),
     "of a negative view": lambda f, x, *rest: f(torch.complex(x, -x).conj().imag, *rest),
-    "under autocast": lambda f, x, *rest: torch.autocast(x.device.type, torch.bfloat16)(f)(x, *rest),
 }
 
 
@@ -104,6 +103,7 @@ SEEN_BY_OTHERS: dict[str, Any] = {
     "a dispatch mode": lambda f, *rest: within(DispatchMode(), f, *rest),
     "a subclass": lambda f, x, *rest: f(x.as_subclass(Subclass), *rest).as_subclass(Tensor),
     "a subclass among the parameters": lambda f, x, w, *rest: f(x, w.as_subclass(Subclass), *rest).as_subclass(Tensor),
+    "autocast": lambda f, x, *rest: torch.autocast(x.device.type, torch.bfloat16)(f)(x, *rest),
     "meta tensors": lambda f, *rest: torch.zeros(
         f(*(value if value is None else value.to("meta") for value in rest)).shape
     ),

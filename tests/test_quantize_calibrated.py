@@ -41,6 +41,15 @@ def test_zero_points_that_do_not_fit(value: Any, message: str) -> None:
     assert model[0].input_zero_point == 3
 
 
+def test_zero_points_reach_from_one_end_to_the_other() -> None:
+    # What is never negative, as after ReLU, has its zero at the lowest value.
+    for zero_point in (-128, 127):
+        model = quantize_model(
+            nn.Sequential(nn.Linear(8, 8)), "int8-static-asymmetric", input_scales={"0": (0.1, zero_point)}
+        )
+        assert int(model[0].input_zero_point) == zero_point
+
+
 def test_zero_points_are_found_from_batches_and_statistics() -> None:
     x = torch.rand(50, 16) * 3 - 1
     layers = [nn.Sequential(nn.Linear(16, 8)).eval() for _ in range(3)]

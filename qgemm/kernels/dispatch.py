@@ -253,7 +253,7 @@ def check_quant_linear(
         raise TypeError(f"weight is {weight.dtype}; it must be torch.int8 (QuantLinear.from_linear makes it)")
     if x.dtype not in FLOAT_DTYPES:
         cast = "its code casts it to the dtype of the layer's weight, so have quantize_model skip that layer"
-        way_out = cast if x.dtype == torch.int8 else "convert it first"
+        way_out = cast if x.dtype == torch.int8 else conversion(x)
         raise TypeError(f"x is {x.dtype}; a quantized layer takes {_names(FLOAT_DTYPES)}: {way_out}")
     N, K = weight.shape
     if x.ndim == 0 or x.shape[-1] != K:
@@ -310,7 +310,7 @@ def check_experts(
 ) -> None:
     """Raises if ``experts`` can't take these."""
     if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x is {x.dtype}; experts take {_names(FLOAT_DTYPES)}: convert it first")
+        raise TypeError(f"x is {x.dtype}; experts take {_names(FLOAT_DTYPES)}: {conversion(x)}")
     _check_strided("x", x)
     _check_grouped_weight(
         "gate_up", gate_up, gate_up_scale, gate_up_bias, "[E, 2I, H]" if activation.gated else "[E, I, H]"
@@ -383,11 +383,16 @@ def _check_scale(name: str, scale: Tensor, length: int) -> None:
         raise ValueError(f"{name} is {list(scale.shape)}; it must be [{length}] or a single number")
 
 
+def conversion(tensor: Tensor) -> str:
+    """What to do about a tensor of another dtype; float64 comes of ``model.double()``."""
+    return "call float() on the model, or convert it" if tensor.dtype == torch.float64 else "convert it first"
+
+
 def _check_bias(bias: Tensor | None, length: int) -> None:
     if bias is None:
         return
     if bias.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"bias is {bias.dtype}; it must be one of {_names(FLOAT_DTYPES)}: convert it first")
+        raise TypeError(f"bias is {bias.dtype}; it must be one of {_names(FLOAT_DTYPES)}: {conversion(bias)}")
     if bias.ndim != 1 or bias.shape[0] != length:
         raise ValueError(f"bias is {list(bias.shape)}; it must be [{length}], one value per output column")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qgemm.kernels.dispatch import FLOAT_DTYPES
+from qgemm.kernels.dispatch import FLOAT_DTYPES, conversion
 from qgemm.kernels.reference import MIN_SCALE
 
 LOW, HIGH = -8, 7
@@ -105,7 +105,7 @@ def check_packed_linear(
 ) -> None:
     """Raises if ``packed_linear`` can't take these."""
     if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x is {x.dtype}; a quantized layer takes float16, bfloat16, float32: convert it first")
+        raise TypeError(f"x is {x.dtype}; a quantized layer takes float16, bfloat16, float32: {conversion(x)}")
     if x.ndim == 0 or x.shape[-1] != in_features:
         raise ValueError(
             f"x has {x.shape[-1] if x.ndim else 'no'} columns but the layer's in_features is {in_features}"
@@ -120,7 +120,8 @@ def check_packed_linear(
         if tensor.dtype != dtype or tensor.shape != shape:
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} {list(shape)}")
     if bias is not None and (bias.dtype not in FLOAT_DTYPES or bias.shape != (N,)):
-        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; it must be float16, bfloat16 or float32, [{N}]")
+        wanted = f"float16, bfloat16 or float32, [{N}]: {conversion(bias)}"
+        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; it must be {wanted}")
     for name, other in (("weight", weight), ("scale", scale), ("bias", bias)):
         if other is not None and other.device != x.device:
             raise ValueError(f"x is on {x.device} but {name} is on {other.device}: move them to one device")

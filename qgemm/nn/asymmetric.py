@@ -14,7 +14,6 @@ from qgemm.kernels.asymmetric import HIGH, LOW, correction
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import InputScale
 from qgemm.nn.quant_layer import frozen
-from qgemm.ops import check_is_tensor
 from qgemm.scheme import QuantScheme
 
 
@@ -78,10 +77,9 @@ class AsymmetricLinear(QuantLinear):
         assert self.bias is not None
         return (self.bias.double() + self._correction()).float() if self.has_bias else None
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
-        check_is_tensor(input)
-        out: Tensor = torch.ops.qgemm.quant_linear_asymmetric(input, *map(self.stored, self.operands))
+    def compute(self, x: Tensor) -> Tensor:
+        """One operator, which quantizes ``x``."""
+        out: Tensor = torch.ops.qgemm.quant_linear_asymmetric(x, *map(self.stored, self.operands))
         return out
 
     def _correction(self) -> Tensor:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from qgemm.expert_ops import quant_experts
 from qgemm.kernels import GatedActivation, quantize_rows
 from qgemm.nn.float_experts import FloatExperts, describe_experts
-from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen
+from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, traced_as_leaf
+from qgemm.op_rules import autocast
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 # In the order of the operator.
@@ -36,7 +38,7 @@ class QuantExperts(QuantLayer):
     - ``down_proj``: int8 ``[E, hidden_size, intermediate_size]``; ``down_proj_scale``: float32 ``[E, hidden_size]``.
     - ``gate_up_proj_bias``, ``down_proj_bias``: as the scales, in ``dtype``, or None.
 
-    A new module holds zeros, waiting for a ``state_dict``. ``from_experts`` makes one from float experts.
+    A new module waits for a ``state_dict``, with scales of NaN. ``from_experts`` makes one from float experts.
     """
 
     weight_names = ("gate_up_proj", "down_proj")
@@ -77,7 +79,7 @@ class QuantExperts(QuantLayer):
         N = self.activation.columns(intermediate_size)
         for name, shape in (("gate_up_proj", (N, hidden_size)), ("down_proj", (hidden_size, intermediate_size))):
             weight = torch.zeros(num_experts, *shape, dtype=torch.int8, device=device)
-            scale = torch.ones(num_experts, shape[0], dtype=torch.float32, device=device)
+            scale = torch.full((num_experts, shape[0]), torch.nan, dtype=torch.float32, device=device)
             setattr(self, name, frozen(weight))
             # Before the scale: a transformers model takes its first float parameter's dtype for its own.
             zeros = torch.zeros(num_experts, shape[0], dtype=dtype, device=device) if bias else None
@@ -162,6 +164,8 @@ class QuantExperts(QuantLayer):
         ``top_k_index``: integers ``[T, k]``; one outside of 0 to E - 1 contributes nothing, as an expert on another
         device does. ``top_k_weights``: float ``[T, k]``.
         """
+        if isinstance(hidden_states, Proxy):
+            return traced_as_leaf(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
         operands = map(self.stored, _OPERANDS)
         return quant_experts(  # type: ignore[call-arg]
             hidden_states, top_k_index.to(torch.int64), top_k_weights, *operands, self.activation
@@ -185,6 +189,9 @@ class QuantSortedExperts(QuantExperts):
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """``[E * T, hidden_size]``, the first ``T`` rows for the first expert, to the same."""
+        if isinstance(hidden_states, Proxy):
+            return traced_as_leaf(self, hidden_states)  # type: ignore[no-any-return]
+        hidden_states = autocast(hidden_states)  # as those of Llama 4 are; others give the dtype of their input
         rows, E = hidden_states.shape[0], self.num_experts
         if rows % E:
             raise ValueError(f"hidden_states has {rows} rows; it must have as many for each of the {E} experts")

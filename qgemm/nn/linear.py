@@ -35,8 +35,8 @@ class QuantLinear(LinearLayer):
     stream has ended, unless that is an ordinary one. Only a kernel that lets others start early (programmatic dependent
     launch) must not write it right ahead of a call.
 
-    A new layer holds zeros, waiting for a ``state_dict``; ``input_scale`` holds NaN, so that a layer that never got one
-    answers NaN. ``from_linear`` makes one from a float layer.
+    A new layer waits for a ``state_dict``: its scales are NaN, so that one that never got any answers NaN.
+    ``from_linear`` makes one from a float layer.
     """
 
     weight_names = ("weight",)
@@ -61,7 +61,7 @@ class QuantLinear(LinearLayer):
         self.weight = frozen(torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
         # Before the scale: a transformers model takes its first float parameter's dtype for its own.
         self.bias = frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
-        self.weight_scale = frozen(torch.ones(out_features, dtype=torch.float32, device=device))
+        self.weight_scale = frozen(torch.full((out_features,), torch.nan, dtype=torch.float32, device=device))
         self.input_scale = (
             frozen(torch.full((), torch.nan, dtype=torch.float32, device=device)) if self.is_static else None
         )
@@ -107,9 +107,6 @@ class QuantLinear(LinearLayer):
             raise ValueError(f"input_scale is {value.item()}; it must be finite and greater than 0")
         self.input_scale = frozen(value)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype.
-
-        ``input`` is what ``nn.Linear`` calls it, for models that pass it by name.
-        """
-        return quant_linear(input, *map(self.stored, self.operands))
+    def compute(self, x: Tensor) -> Tensor:
+        """One operator, which quantizes ``x``."""
+        return quant_linear(x, *map(self.stored, self.operands))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from qgemm.kernels.reference import MAX_K
-from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen
+from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, traced_as_leaf
+from qgemm.ops import check_is_tensor
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 Linear = TypeVar("Linear", bound="LinearLayer")
@@ -50,7 +52,7 @@ class LinearLayer(QuantLayer):
         dtype: torch.dtype | None = None,
         scheme: str | QuantScheme = "int8",
     ) -> None:
-        """Zeros, waiting for a ``state_dict``. ``dtype``: of what stays in float; PyTorch's default dtype if None.
+        """A layer that waits for a ``state_dict``. ``dtype``: of what stays in float; PyTorch's default dtype if None.
 
         Raises ``ValueError`` for a scheme that this kind of layer doesn't compute, sizes that aren't whole numbers, 0
         or more, a ``dtype`` that no layer computes with, and ``in_features`` above what int32 sums hold; ``TypeError``
@@ -74,6 +76,10 @@ class LinearLayer(QuantLayer):
     @abstractmethod
     def computes(cls, scheme: QuantScheme) -> bool:
         """Whether this is the kind of layer for ``scheme``."""
+
+    @abstractmethod
+    def compute(self, x: Tensor) -> Tensor:
+        """What ``forward`` gives for a plain tensor."""
 
     @abstractmethod
     def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,6 +156,24 @@ class LinearLayer(QuantLayer):
                 setattr(layer, name, frozen(value))
         layer.take_bias(None if bias is None else bias.detach())
         return layer.train(linear.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype.
+
+        Under autocast the output has its dtype, as that of ``nn.Linear``. A jagged nested tensor gives one with rows of
+        the same lengths. ``input`` is what ``nn.Linear`` calls it, for models that pass it by name.
+        """
+        if type(input) is not Tensor:
+            if isinstance(input, Proxy):
+                return traced_as_leaf(self, input)
+            check_is_tensor(input)
+            if input.is_nested:
+                return self._of_jagged(input)
+        return self.compute(input)
+
+    def _of_jagged(self, x: Any) -> Tensor:
+        rows: Tensor = torch.nested.nested_tensor_from_jagged(self.compute(x.values()), x.offsets(), x.lengths())
+        return rows
 
     def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:
         """Sets the activation's scale, on ``device``. Raises ``ValueError`` unless it goes with the scheme."""

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import NOT_FINITE
 from qgemm.nn.quant_layer import frozen
-from qgemm.ops import check_is_tensor, quant_linear
+from qgemm.op_rules import autocast
+from qgemm.ops import quant_linear
 from qgemm.scheme import QuantScheme
 
 
@@ -101,15 +102,15 @@ class OutlierLinear(QuantLinear):
         rows = super().restore_rows(parameters, dtype)
         return rows.index_copy(1, self.outlier_columns, parameters["outlier_weight"].to(dtype))
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
-        check_is_tensor(input)
-        if input.ndim == 0 or input.shape[-1] != self.in_features or input.device != self.weight_scale.device:
-            return super().forward(input)  # which says what is wrong
-        rest = input.index_fill(-1, self.outlier_columns, 0)
+    def compute(self, x: Tensor) -> Tensor:
+        """Both products, added up."""
+        if x.ndim == 0 or x.shape[-1] != self.in_features or x.device != self.weight_scale.device:
+            return super().compute(x)  # which says what is wrong
+        x = autocast(x)
+        rest = x.index_fill(-1, self.outlier_columns, 0)
         out = quant_linear(rest, *map(self.stored, self.operands))
-        outliers = input.index_select(-1, self.outlier_columns)
-        with torch.autocast("cuda" if input.is_cuda else "cpu", enabled=False):  # not for meta
+        outliers = x.index_select(-1, self.outlier_columns)
+        with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # not for meta
             rows = outliers.reshape(-1, outliers.shape[-1])
-            both = torch.addmm(out.reshape(-1, self.out_features), rows, self.outlier_weight.t().to(input.dtype))
+            both = torch.addmm(out.reshape(-1, self.out_features), rows, self.outlier_weight.t().to(x.dtype))
         return both.view(out.shape)

@@ -16,7 +16,6 @@ from qgemm.kernels import int4
 from qgemm.nn.linear_layer import LinearLayer, check_values
 from qgemm.nn.quant_layer import frozen
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
-from qgemm.ops import check_is_tensor
 from qgemm.scheme import QuantScheme
 
 _ZEROS = 0x88888888 - (1 << 32)  # eight values of 0
@@ -32,7 +31,7 @@ class PackedLinear(LinearLayer):
       for a scheme with a scale per channel.
     - ``bias``: ``[out_features]`` in ``dtype``, or None.
 
-    A new layer stands for zeros, waiting for a ``state_dict``. ``from_linear`` makes one from a float layer.
+    A new layer waits for a ``state_dict``, with scales of NaN. ``from_linear`` makes one from a float layer.
     """
 
     weight_names = ("weight_packed",)
@@ -56,7 +55,7 @@ class PackedLinear(LinearLayer):
         self.weight_packed = frozen(torch.full(shape, _ZEROS, dtype=torch.int32, device=device))
         self.bias = frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         scales = out_features, int4.groups(in_features, self.group_size)
-        self.weight_scale = frozen(torch.ones(scales, dtype=torch.float32, device=device))
+        self.weight_scale = frozen(torch.full(scales, torch.nan, dtype=torch.float32, device=device))
 
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:
@@ -101,11 +100,10 @@ class PackedLinear(LinearLayer):
         grouped = (N, int4.groups(K, self.group_size)) if self.scheme.weight.group_size else (N,)
         check_values(values, scale, (N, K), grouped, (int4.LOW, int4.HIGH))
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
-        check_is_tensor(input)
+    def compute(self, x: Tensor) -> Tensor:
+        """One operator, which makes the float weight."""
         packed, scale, bias = map(self.stored, ("weight_packed", "weight_scale", "bias"))
-        out: Tensor = torch.ops.qgemm.packed_linear(input, packed, scale, self.in_features, self.group_size, bias)
+        out: Tensor = torch.ops.qgemm.packed_linear(x, packed, scale, self.in_features, self.group_size, bias)
         return out
 
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from qgemm.kernels.dispatch import FLOAT_DTYPES
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
@@ -96,15 +97,17 @@ class QuantLayer(nn.Module):
         # Copying floats into int8 would truncate them without a word; a scale in another dtype is only widened.
         error_messages: list[str] = args[-1]
         own = type(self).__name__
-        for name in self.weight_names + self.index_names:
+        for name in self.fixed_names:
             value, wanted = state_dict.get(prefix + name), self.stored(name)
-            if value is not None and value.dtype != wanted.dtype:
+            if value is None or wanted is None:
+                continue
+            if name not in self.scale_names and value.dtype != wanted.dtype:
                 error_messages.append(
                     f"{prefix}{name} is {value.dtype} but {own} holds {wanted.dtype}: load the float layer and convert "
                     f"it with {own}.{self.made_by}"
                 )
                 return
-            if value is not None and value.shape == wanted.shape and value.device.type != "meta":
+            if value.shape == wanted.shape and value.device.type != "meta":
                 if problem := self.problem_with(name, value):
                     error_messages.append(f"{prefix}{name} {problem}")
                     return
@@ -114,6 +117,12 @@ class QuantLayer(nn.Module):
             if prefix + name in state_dict and state_dict[prefix + name].dtype != torch.float32
         }
         super()._load_from_state_dict({**state_dict, **scales} if scales else state_dict, prefix, *args)
+
+
+def traced_as_leaf(layer: QuantLayer, *inputs: Any) -> Any:
+    """A call of ``layer`` in the graph of ``torch.fx.symbolic_trace``: it is a leaf there, as ``nn.Linear`` is."""
+    tracer: Any = next(each.tracer for each in inputs if isinstance(each, Proxy))
+    return tracer.create_proxy("call_module", tracer.path_of_module(layer), inputs, {})
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

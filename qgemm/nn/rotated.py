@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qgemm.kernels.hadamard import hadamard
 from qgemm.nn.linear import QuantLinear
-from qgemm.ops import check_is_tensor, quant_linear
+from qgemm.ops import quant_linear
 from qgemm.scheme import QuantScheme
 
 # So many values are rotated at a time: in float64, which takes four times a bfloat16 weight's memory.
@@ -41,10 +41,9 @@ class RotatedLinear(QuantLinear):
         """``weight * weight_scale[:, None]``, rotated back."""
         return rotate_rows(super().restore_rows(parameters, torch.float64), dtype)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype."""
-        check_is_tensor(input)
-        rotated = torch.ops.qgemm.hadamard(input)
+    def compute(self, x: Tensor) -> Tensor:
+        """On ``x @ H``."""
+        rotated = torch.ops.qgemm.hadamard(x)
         return quant_linear(rotated, *map(self.stored, self.operands))
 
 

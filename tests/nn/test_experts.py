@@ -57,6 +57,40 @@ def test_output_is_that_of_the_specification(build: Build, dtype: torch.dtype, d
 
 
 @families
+def test_the_dtype_under_autocast_is_that_of_the_float_experts(build: Build) -> None:
+    module = build()
+    layer = QuantExperts.from_experts(module)
+    arguments = inputs(layer, 9)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        out, wanted = layer(*arguments), module(*arguments)
+    assert out.dtype == wanted.dtype
+    assert relative_error(out, wanted.float()) < 0.05
+
+
+def test_scales_are_checked_as_they_are_loaded() -> None:
+    state = QuantExperts.from_experts(ALL["gpt_oss"]()).state_dict()
+    layer = QuantExperts.from_experts(ALL["gpt_oss"]())
+    for name in layer.scale_names:
+        bad = state[name].clone()
+        bad[1, 2] = 0
+        with pytest.raises(RuntimeError, match=f"{name} is not finite and above 0 everywhere"):
+            layer.load_state_dict({**state, name: bad})
+
+
+def test_experts_are_leaves_of_symbolic_tracing() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = QuantExperts(3, 8, 6)
+
+        def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return self.experts(x, index, weights)
+
+    nodes = list(torch.fx.symbolic_trace(Block()).graph.nodes)
+    assert [(node.op, node.target) for node in nodes][3] == ("call_module", "experts")
+
+
+@families
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_few_tokens(build: Build, tokens: int, device: torch.device) -> None:
     layer = QuantExperts.from_experts(build()).to(device)
@@ -262,7 +296,7 @@ def test_a_new_module(device: torch.device) -> None:
     assert plain.gate_up_proj.shape == (3, 6, 8)
     assert (plain.gate_up_proj_bias, plain.down_proj_bias) == (None, None)
     x, index = torch.randn(5, 8, device=device), torch.zeros(5, 2, dtype=torch.int64, device=device)
-    assert not plain(x, index, torch.ones(5, 2, device=device)).any()
+    assert plain(x, index, torch.ones(5, 2, device=device)).isnan().all(), "it never got any values"
 
 
 def test_extra_repr() -> None:

@@ -68,8 +68,7 @@ def test_a_new_layer(scheme: str, bias: bool, device: torch.device) -> None:
     assert layer.is_static is static
     assert layer.scheme is qgemm.QuantLinear(1, 1, scheme=scheme).scheme
     out = layer(torch.randn(3, 70, device=device))
-    # Weights not loaded yet give 0; an input scale that nobody set gives NaN, not a plausible answer.
-    assert out.isnan().all() if static else not out.any()
+    assert out.isnan().all(), "a layer that never got any values has no plausible answer"
 
 
 def test_bias_has_the_default_dtype(device: torch.device) -> None:
@@ -287,6 +286,7 @@ def test_rows_that_are_zero_or_not_finite(layer: QuantLinear) -> None:
 def test_degenerate_sizes(features_in: int, features_out: int, device: torch.device) -> None:
     layer = QuantLinear(features_in, features_out, device=device)
     layer.weight.copy_(torch.randint(-127, 128, layer.weight.shape, dtype=torch.int8))
+    layer.weight_scale.fill_(1)
     x = torch.randn(5, features_in, device=device)
     torch.testing.assert_close(layer(x), expected(layer, x))
 
@@ -295,17 +295,10 @@ def test_wrong_inputs_are_named(device: torch.device) -> None:
     layer = QuantLinear(4096, 8, device=device)
     with pytest.raises(ValueError, match=r"^x has 4095 columns but the layer's in_features is 4096$"):
         layer(torch.randn(2, 4095, device=device))
-    with pytest.raises(TypeError, match=r"x is torch.float64; .*: convert it first"):
+    with pytest.raises(TypeError, match=r"x is torch.float64; .*: call float\(\) on the model, or convert it"):
         layer(torch.randn(2, 4096, device=device, dtype=torch.float64))
     with pytest.raises(ValueError, match="x is on meta but weight is on"):
         layer(torch.empty(2, 4096, device="meta"))
-
-
-def test_autocast_keeps_the_dtype_of_x(layer: QuantLinear) -> None:
-    x = torch.randn(3, 70, device=layer.weight.device)
-    with torch.autocast(x.device.type, dtype=torch.bfloat16):
-        out = layer(x)
-    assert torch.equal(out, layer(x))
 
 
 def test_gradients_reach_x_and_nothing_else(layer: QuantLinear) -> None:
@@ -330,6 +323,19 @@ CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+DTYPES_OF_BIASES = {
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float": torch.float32,
+    "double": torch.float64,
+    "to dtype": torch.bfloat16,
+    "to device and dtype": torch.float16,
+    "type": torch.float16,
+    "there and back": torch.float32,
+    "inside another module": torch.float16,
+}
+
+
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("cast", CASTS)
 def test_casts_touch_the_bias_only(cast: str, static: bool, layer: QuantLinear, static_layer: QuantLinear) -> None:
@@ -339,10 +345,7 @@ def test_casts_touch_the_bias_only(cast: str, static: bool, layer: QuantLinear, 
     after = CASTS[cast](layer)
     assert after is layer
     assert_same_values(before, after)
-    wanted = {"half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64, "to dtype": torch.bfloat16}
-    assert after.bias.dtype == wanted.get(
-        cast, torch.float16 if cast in ("type", "inside another module") else after.bias.dtype
-    )
+    assert after.bias.dtype == DTYPES_OF_BIASES[cast]
     if after.bias.dtype != torch.float64:
         x = torch.randn(3, 70, device=after.weight.device, dtype=after.bias.dtype)
         assert torch.equal(after(x), expected(after, x))

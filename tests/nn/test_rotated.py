@@ -5,6 +5,7 @@ import torch
 from kernels.test_hadamard import definition
 from torch import nn
 
+from qgemm.kernels.hadamard import hadamard
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
 from qgemm.nn import QuantLinear, RotatedLinear
 from qgemm.nn.rotated import rotate_rows
@@ -32,6 +33,11 @@ def test_odd_widths_have_nothing_to_rotate() -> None:
     assert torch.equal(
         RotatedLinear.from_linear(linear, "int8-hadamard")(x), QuantLinear.from_linear(linear, "int8")(x)
     )
+
+
+def test_weights_are_rotated_in_float64() -> None:
+    rows = torch.randn(3, 1024)
+    assert torch.equal(rotate_rows(rows, torch.float64), hadamard(rows.double()))
 
 
 def test_outliers_cost_less() -> None:
