@@ -95,6 +95,8 @@ def inspect(
 
     qgemm quantize llama llama-mixed --scheme "*.mlp.*=int4" --scheme "*=int8" --include lm_head
 
+    qgemm quantize llama llama-static --scheme int8-static --recipe smoothquant,gptq --text book.txt
+
     qgemm quantize llama llama-static --scheme int8-static --input-scales scales.json"""
 )
 def quantize(
@@ -103,8 +105,8 @@ def quantize(
     scheme: Annotated[
         list[str] | None,
         typer.Option(
-            help="int8, int4, another of qgemm's; int8-static wants --input-scales. Or PATTERN=SCHEME, repeated: the "
-            'first pattern that matches a layer counts, "float" leaves it. [int8]'
+            help="int8, int4, another of qgemm's; int8-static wants --text or --input-scales. Or PATTERN=SCHEME, "
+            'repeated: the first pattern that matches a layer counts, "float" leaves it. [int8]'
         ),
     ] = None,
     skip: Annotated[
@@ -122,6 +124,14 @@ def quantize(
     input_scales: Annotated[
         Path | None, typer.Option(help="A JSON file: the activation's scale of each layer, by name.")
     ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Methods, separated by commas (smoothquant,gptq), or a YAML file that has them.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file, on which static scales are found and methods run the model.")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="How many windows of the text to take, evenly spread.")] = 128,
+    length: Annotated[int, typer.Option(min=2, help="How many tokens a window has.")] = 512,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
     max_shard_size: ShardSize = "5GB",
     resume: Annotated[
@@ -132,6 +142,8 @@ def quantize(
     debug: Debug = False,
 ) -> None:
     """Quantize a float checkpoint into a new folder, in little memory: the model is never held whole.
+
+    With --recipe or --text it is: in CPU memory, in float, and quantized block by block, each on --device.
 
     The tokenizer and its like are copied along. The result is what qgemm.load_quantized and, with qgemm imported,
     transformers' from_pretrained load; qgemm convert makes a compressed-tensors checkpoint of it.
@@ -149,6 +161,10 @@ def quantize(
                 include or [],
                 drop or [],
                 input_scales,
+                recipe,
+                text,
+                samples,
+                length,
                 device,
                 max_shard_size,
                 resume,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +26,51 @@ def load_model(checkpoint: Checkpoint, device: torch.device) -> nn.Module:
 
     Raises ``CheckpointError`` for a checkpoint that neither loads.
     """
+    if checkpoint.folder is not None and checkpoint.contents is not None:
+        return qgemm.load_quantized(checkpoint.folder, device)
+    return load_float(checkpoint, build_float(checkpoint), device)
+
+
+def build_float(checkpoint: Checkpoint) -> Any:
+    """The float model in ``checkpoint`` on meta; raises as ``load_model``."""
     if checkpoint.folder is None:
         raise CheckpointError(f"{checkpoint.path} is a single file: to run a model, give its folder")
-    if checkpoint.contents is not None:
-        return qgemm.load_quantized(checkpoint.folder, device)
     if checkpoint.format != FLOAT:
         raise CheckpointError(checkpoint.refusal or checkpoint.problems[0])
     if (checkpoint.folder / _ADAPTER).exists():  # transformers would follow it to the model that it names
         raise CheckpointError(f"{checkpoint.folder} holds {_ADAPTER}: merge the adapter into its model first")
     # The model on meta has been built from a config that was checked: its class, and what of its config is safe.
     with open_source(checkpoint.folder) as source:
-        built: Any = plan_loading(source, drop=["*"]).model
-    model = type(built).from_pretrained(
-        checkpoint.folder, config=built.config, dtype=built.config.dtype, local_files_only=True, use_safetensors=True
-    )
+        return plan_loading(source, drop=["*"]).model
+
+
+def load_float(checkpoint: Checkpoint, built: Any, device: torch.device) -> nn.Module:
+    """The float model in ``checkpoint``, of which ``built`` is on meta, in eval mode."""
+    with _bars_on_a_terminal():
+        model = type(built).from_pretrained(
+            checkpoint.folder,
+            config=built.config,
+            dtype=built.config.dtype,
+            local_files_only=True,
+            use_safetensors=True,
+        )
     loaded: nn.Module = model.to(device).eval()
     return loaded
+
+
+@contextmanager
+def _bars_on_a_terminal() -> Iterator[None]:
+    """Inside, transformers shows progress on a terminal only, as qgemm does."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    if was_on and not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
 
 
 def read_tokens(text: Path, folders: list[Path], most: int) -> Tensor:
@@ -47,12 +78,7 @@ def read_tokens(text: Path, folders: list[Path], most: int) -> Tensor:
 
     Raises ``ValueError`` if there is none, or if the text is too short to predict anything.
     """
-    from transformers import AutoTokenizer
-
-    with_one = [folder for folder in folders if any((folder / name).is_file() for name in _TOKENIZER_FILES)]
-    if not with_one:
-        raise ValueError(f"{folders[0]} has no tokenizer: pass --tokenizer FOLDER")
-    tokenizer = AutoTokenizer.from_pretrained(with_one[0], local_files_only=True, trust_remote_code=False)
+    tokenizer = load_tokenizer(folders, "pass --tokenizer FOLDER")
     # A token has one character at the least on average; a huge file is not read whole.
     with text.open(encoding="utf-8") as file:
         content = file.read(_CHARACTERS_A_TOKEN * most)
@@ -60,6 +86,16 @@ def read_tokens(text: Path, folders: list[Path], most: int) -> Tensor:
     if tokens.numel() < 2:
         raise ValueError(f"{text} has {tokens.numel()} tokens; it must have 2 at the least")
     return tokens
+
+
+def load_tokenizer(folders: list[Path], way_out: str = "save the tokenizer there") -> Any:
+    """The first tokenizer in ``folders``; raises ``ValueError`` if there is none, with what to do then."""
+    from transformers import AutoTokenizer
+
+    with_one = [folder for folder in folders if any((folder / name).is_file() for name in _TOKENIZER_FILES)]
+    if not with_one:
+        raise ValueError(f"{folders[0]} has no tokenizer: {way_out}")
+    return AutoTokenizer.from_pretrained(with_one[0], local_files_only=True, trust_remote_code=False)
 
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

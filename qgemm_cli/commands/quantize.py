@@ -1,4 +1,4 @@
-"""``qgemm quantize``: ``qgemm.quantize_checkpoint``, from a folder to a folder."""
+"""``qgemm quantize``: from a folder to a folder, by ``qgemm.quantize_checkpoint`` or with calibration."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import qgemm
 from qgemm.checkpoint.layout import read_json
 from qgemm.scheme import QuantScheme
 from qgemm.selection import Pattern, SchemeChoice
+from qgemm_cli.calibrating import Windows, check_wants, parse_recipe, quantize_calibrated
 from qgemm_cli.output import print_lines, print_table, printable, size
 from qgemm_cli.patterns import collapse, pattern_of
 
@@ -22,29 +23,40 @@ def quantize(
     include: Sequence[str],
     drop: Sequence[str],
     input_scales: Path | None,
+    recipe: str | None,
+    text: Path | None,
+    samples: int,
+    length: int,
     device: str,
     max_shard_size: str,
     resume: bool,
     progress: bool,
 ) -> dict[str, Any]:
     """Writes the checkpoint; returns the document that ``--json`` prints."""
-    report = qgemm.quantize_checkpoint(
-        source,
-        destination,
-        parse_schemes(scheme),
-        skip=skip,
-        include=include,
-        drop=drop,
-        input_scales=None if input_scales is None else read_json(input_scales),
-        device=device,
-        max_shard_size=max_shard_size,
-        resume=resume,
-        progress=None if progress else False,
-    )
+    options: dict[str, Any] = {"skip": skip, "include": include, "device": device, "max_shard_size": max_shard_size}
+    options |= {"resume": resume, "progress": None if progress else False}
+    schemes = parse_schemes(scheme)
+    windows = None
+    if recipe is None and text is None:
+        if input_scales is None:
+            check_wants(schemes, None, None)
+        scales = None if input_scales is None else read_json(input_scales)
+        report = qgemm.quantize_checkpoint(source, destination, schemes, drop=drop, input_scales=scales, **options)
+    else:
+        with_text = "--recipe" if text is None else "--text"
+        if input_scales is not None:
+            raise ValueError(f"--input-scales and {with_text} both say what the scales are: pass one of them")
+        if drop:
+            raise ValueError(f"--drop is for quantizing from files to files, without {with_text}: leave it out")
+        methods = None if recipe is None else parse_recipe(recipe)
+        over = None if text is None else Windows(text, samples, length)
+        report, windows = quantize_calibrated(source, destination, schemes, methods, over, **options)
     return {
         "source": str(source),
         "destination": str(destination),
-        "scheme": parse_schemes(scheme),
+        "scheme": schemes,
+        "recipe": report.recipe,
+        "windows": windows,
         "quantized": len(report.quantized),
         "kept": len(report.kept),
         "coverage": report.coverage,

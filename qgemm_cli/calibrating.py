@@ -1,0 +1,170 @@
+"""``qgemm quantize`` with a recipe, or with scales found on a text: the float model in memory, block by block.
+
+Beside the destination lies a folder ``<destination>.calibration`` while it works: finished blocks, from which the same
+command goes on, and at the end the whole checkpoint, which then takes its place in one step.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import qgemm
+from qgemm.calibration import Recipe
+from qgemm.calibration.resume import RUN_FILE
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import parse_size
+from qgemm.device import find_device
+from qgemm.reporting import QuantReport
+from qgemm.selection import SchemeChoice, resolve_schemes
+from qgemm.streaming.companions import find_companions
+from qgemm_cli.logits import build_float, load_float, load_tokenizer
+from qgemm_cli.reading import FLOAT, open_checkpoint
+
+_FILES = (".yaml", ".yml", ".json")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What a model is calibrated on: up to ``samples`` windows of ``length`` tokens, spread evenly over ``text``."""
+
+    text: Path
+    samples: int
+    length: int
+
+
+def parse_recipe(given: str) -> Recipe:
+    """What ``--recipe`` takes: names of methods, separated by commas, or a YAML or JSON file.
+
+    Raises ``ValueError`` for a name that doesn't exist, or an order in which work would be lost.
+    """
+    if given.endswith(_FILES) or os.sep in given:
+        return Recipe.load(given)
+    try:
+        return Recipe.from_dict({"methods": [name.strip() for name in given.split(",")]})
+    except ValueError as error:
+        raise ValueError(f"--recipe {given}: {error}") from error
+
+
+def quantize_calibrated(
+    source: Path,
+    destination: Path,
+    scheme: SchemeChoice,
+    recipe: Recipe | None,
+    windows: Windows | None,
+    *,
+    skip: Sequence[str],
+    include: Sequence[str],
+    device: str,
+    max_shard_size: str,
+    resume: bool,
+    progress: bool | None,
+) -> tuple[QuantReport, int]:
+    """Writes the checkpoint; returns its report, and on how many windows the model ran.
+
+    Raises ``ValueError`` and ``OSError``, before the model is loaded where it can be told by then, with a sentence that
+    speaks of the command's options.
+    """
+    place = find_device(device)
+    parse_size(max_shard_size)
+    check_wants(scheme, recipe, windows)
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise FileExistsError(f"{destination} is there already, and not empty: name another folder, or remove it")
+    checkpoint = open_checkpoint(source)
+    if checkpoint.format != FLOAT:
+        raise CheckpointError(f"{source} is quantized already ({checkpoint.format}): give the float model")
+    companions, code = find_companions(source)
+    if code:
+        warnings.warn(f"{', '.join(code)} in {source} are not copied: qgemm runs no code of a checkpoint", stacklevel=2)
+    built = build_float(checkpoint)
+    batches = []
+    if windows is not None:
+        batches = [{"input_ids": ids[None]} for ids in cut_windows(built, load_tokenizer([source]), windows)]
+    model = load_float(checkpoint, built, torch.device("cpu"))
+    work = destination.absolute().with_name(destination.name + ".calibration")
+    if not resume and (work / "blocks" / RUN_FILE).exists():
+        shutil.rmtree(work)
+    calibrated: dict[str, Any] = {}
+    if batches:
+        work.mkdir(parents=True, exist_ok=True)
+        calibrated = {"calibration": batches, "resume": work / "blocks"}
+        calibrated["device"] = None if place.type == "cpu" else place
+    try:
+        qgemm.quantize_model(model, scheme, skip=skip, include=include, recipe=recipe, progress=progress, **calibrated)
+    except KeyboardInterrupt:
+        if not batches:
+            raise
+        raise KeyboardInterrupt(f"finished blocks are kept in {work}; the same command goes on from there") from None
+    whole = work / "checkpoint"
+    shutil.rmtree(whole, ignore_errors=True)
+    qgemm.save_quantized(model, whole, max_shard_size=max_shard_size)
+    for path in companions:
+        (whole / path).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / path, whole / path)
+    os.rename(whole, destination)
+    shutil.rmtree(work)
+    return qgemm.report(model), len(batches)
+
+
+def cut_windows(model: nn.Module, tokenizer: Any, windows: Windows) -> list[Tensor]:
+    """Windows of a text, int64 ``[length]``, evenly spread and without overlap; each as the tokenizer frames a text.
+
+    ``length`` is cut to what the model has positions for. Fewer than ``samples``, with a warning, if the text has no
+    more. Raises ``ValueError`` if it has none, or if the model doesn't run on tokens alone.
+    """
+    config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False) or getattr(model, "main_input_name", "") != "input_ids":
+        raise ValueError(
+            f"{type(model).__name__} doesn't run on a text alone, which --text is: calibrate it in Python, with "
+            "qgemm.quantize_model(model, calibration=batches)"
+        )
+    limit = getattr(config, "max_position_embeddings", None)
+    length = min(windows.length, limit) if isinstance(limit, int) and limit > 0 else windows.length
+    start, end = _frame(tokenizer)
+    inside = length - len(start) - len(end)
+    content = windows.text.read_text(encoding="utf-8")
+    ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+    count = min(windows.samples, len(ids) // inside) if inside > 0 else 0
+    if not count:
+        raise ValueError(
+            f"{windows.text} has {len(ids)} tokens, and a window has {length}: give a longer text, or --length"
+        )
+    if count < windows.samples:
+        warnings.warn(
+            f"{windows.text} has {len(ids)} tokens, which make {count} windows of {length}, not {windows.samples}: "
+            "give a longer text, or a smaller --samples or --length",
+            stacklevel=2,
+        )
+    places = [place * (len(ids) - inside) // max(count - 1, 1) for place in range(count)]
+    return [torch.tensor([*start, *ids[place : place + inside], *end], dtype=torch.int64) for place in places]
+
+
+def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """What the tokenizer puts before and after a text."""
+    framed, plain = (tokenizer("a", add_special_tokens=added)["input_ids"] for added in (True, False))
+    for place in range(len(framed) - len(plain) + 1):
+        if plain and framed[place : place + len(plain)] == plain:
+            return framed[:place], framed[place + len(plain) :]
+    return [], []
+
+
+def check_wants(scheme: SchemeChoice, recipe: Recipe | None, windows: Windows | None) -> None:
+    """Raises ``ValueError`` if there is no text and something needs one, or the other way round."""
+    wanting = [f"the method {method.name}" for method in recipe or () if method.needs_data]
+    for each in resolve_schemes(scheme).values():
+        if each is not None and (each.is_static or (each.activation is not None and each.activation.outlier_columns)):
+            wanting.append(f"the scheme {each.name}")
+    if windows is None and wanting:
+        raise ValueError(f"{wanting[0]} needs a text to run the model on: pass --text FILE")
+    if windows is not None and not wanting and recipe is None:
+        raise ValueError(
+            "--text is for a scheme with static scales, or for methods: pass --recipe too, or leave it out"
+        )
