@@ -384,8 +384,7 @@ def _calibrated_scales(
             )
     linears = [layer for layer in plan.chosen if plan.scheme_of(layer).is_static]
     if not linears:
-        names = " and ".join(repr(scheme.name) for scheme in plan.schemes_in_use)
-        raise ValueError(f"scheme {names} finds scales as it runs: calibration is for a static scheme")
+        raise ValueError(_nothing_to_calibrate(plan.schemes_in_use))
     if not isinstance(calibration, Calibration):
         _check_finite(model, plan.chosen)  # or their NaN would be found in the input of the layer after
         calibration = run_batches(model, [layer.name for layer in linears], calibration, observer, progress)
@@ -404,6 +403,20 @@ def _calibrated_scales(
     return scales
 
 
+def _nothing_to_calibrate(schemes: Sequence[QuantScheme]) -> str:
+    """Why batches by themselves are of no use, and what would use them."""
+    names = " and ".join(repr(scheme.name) for scheme in schemes)
+    if all(scheme.activation is None for scheme in schemes):
+        return (
+            f"scheme {names} multiplies in float, so calibration by itself finds nothing: with a recipe, such as "
+            "recipe=[GPTQ()], the batches decide better weights than rounding gives"
+        )
+    return (
+        f"scheme {names} finds scales as it runs: calibration is for a static scheme, or for a recipe, such as "
+        "recipe=[SmoothQuant(), GPTQ()]"
+    )
+
+
 def _check_input_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] | None) -> dict[str, InputScale]:
     static = {layer.name: plan.scheme_of(layer) for layer in plan.chosen if plan.scheme_of(layer).is_static}
     if not static:
@@ -417,8 +430,13 @@ def _check_input_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] |
         raise ValueError(f"input_scales names {listed(foreign)}, but the model has no such linear layer")
     scales = {layer.name: given[name] for layer in plan.chosen for name in layer.names if name in given}
     if missing := [name for name in static if name not in scales]:
-        scheme = static[missing[0]]
-        raise ValueError(f"scheme {scheme.name!r} needs input_scales for {listed(missing)} too: add or skip them")
+        name = static[missing[0]].name
+        if given:
+            raise ValueError(f"scheme {name!r} needs input_scales for {listed(missing)} too: add or skip them")
+        raise ValueError(
+            f"scheme {name!r} needs a scale for the input of {listed(missing)}: pass calibration=batches, which finds "
+            "them, or input_scales, or choose a scheme that finds them as it runs"
+        )
     scales = {name: value for name, value in scales.items() if name in static}
     for name, value in scales.items():
         _check_input_scale(name, value, static[name])

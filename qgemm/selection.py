@@ -192,7 +192,7 @@ def _check_something_to_swap(model: nn.Module, layers: list[Layer]) -> None:
     if layers[0].name == "":
         raise ValueError(f"{kind} is itself one layer, which can't be swapped in place: use QuantLinear.from_linear")
     can_be_included = any(not layer.obstacle and not layer.is_wish for layer in layers)
-    way_out = "; include overrules what stays by default" if can_be_included else ""
+    way_out = "; include=[...] overrules what stays by default" if can_be_included else ""
     raise ValueError(
         f"nothing to quantize: all {len(layers)} linear layers of {kind} stay in float ({_reasons(layers)}){way_out}"
     )

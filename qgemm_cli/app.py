@@ -76,7 +76,7 @@ def inspect(
 
     No model is built, no code is run, and tensors are read one at a time. Exit code 1: there are problems.
     """
-    with running(debug):
+    with running(inspect, debug):
         from qgemm_cli.commands.inspect import examine, show
 
         with redirect_stdout(sys.stderr):
@@ -148,7 +148,7 @@ def quantize(
     The tokenizer and its like are copied along. The result is what qgemm.load_quantized and, with qgemm imported,
     transformers' from_pretrained load; qgemm convert makes a compressed-tensors checkpoint of it.
     """
-    with running(debug):
+    with running(quantize, debug):
         from qgemm_cli.commands.quantize import quantize as run
         from qgemm_cli.commands.quantize import show
 
@@ -201,7 +201,7 @@ def convert(
     Reads qgemm, compressed-tensors (int-quantized, 8 bits) and bitsandbytes (int8). Holds the quantized model in
     memory, and reads what it wrote once more to check it.
     """
-    with running(debug):
+    with running(convert, debug):
         from qgemm_cli.commands.convert import convert as run
         from qgemm_cli.commands.convert import show
 
@@ -244,7 +244,7 @@ def compare(
     Weights are read a few rows at a time. With --text both models are in memory at once. Exit code 1: shapes differ,
     or something is above --tolerance or --max-kl.
     """
-    with running(debug):
+    with running(compare, debug):
         from qgemm_cli.commands.compare import compare as run
         from qgemm_cli.commands.compare import find_differences, show
 
@@ -283,7 +283,7 @@ def bench(
     Weights and activations are random; every output is checked before it is timed. Exit code 1: one was wrong. Without
     a path or a shape, the sizes are those of Llama 3 8B on a GPU, and two smaller ones on a CPU.
     """
-    with running(debug):
+    with running(bench, debug):
         from qgemm_cli.commands.bench import bench as run
         from qgemm_cli.commands.bench import parse_rows, show
 

@@ -9,11 +9,14 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import typer
 
+from qgemm_cli.options import in_options
 from qgemm_cli.output import printable
 
 PROBLEMS = 1
@@ -23,13 +26,13 @@ PIPE_CLOSED = 141
 
 
 @contextmanager
-def running(debug: bool) -> Iterator[None]:
-    """Around the work of a command: errors end it with exit code 2 and one sentence, Ctrl-C and SIGTERM with 130.
+def running(command: Callable[..., Any], debug: bool) -> Iterator[None]:
+    """Around the work of ``command``: errors end it with exit code 2 and one sentence, Ctrl-C and SIGTERM with 130.
 
-    ``debug`` shows where an error came from. Warnings are shown in a line each.
+    ``debug`` shows where an error came from. Warnings are shown in a line each. Both speak of the command's options.
     """
     with warnings.catch_warnings(), _interrupted_by_sigterm():
-        warnings.showwarning = _show_warning  # type: ignore[assignment]  # put back by catch_warnings
+        warnings.showwarning = partial(_show_warning, command)  # type: ignore[assignment]  # put back by catch_warnings
         try:
             yield
         except KeyboardInterrupt as interrupt:
@@ -46,7 +49,7 @@ def running(debug: bool) -> Iterator[None]:
             if debug:
                 traceback.print_exc()
             else:
-                print(f"qgemm: {describe(error)}", file=sys.stderr)
+                print(f"qgemm: {describe(error, command)}", file=sys.stderr)
             raise typer.Exit(FAILED) from None
 
 
@@ -63,16 +66,16 @@ def _interrupted_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def describe(error: Exception) -> str:
+def describe(error: Exception, command: Callable[..., Any]) -> str:
     """An error in one line. One that isn't meant for users is called by its kind, and by how to see where it was."""
     said = re.sub(r"^\[Errno \d+\] ", "", str(error)) if isinstance(error, OSError) else str(error)
-    text = printable(" ".join(said.split()), limit=2000)
+    text = printable(in_options(" ".join(said.split()), command), limit=2000)
     if isinstance(error, (ValueError, OSError, ImportError)) and text:
         return text
     return f"{type(error).__name__}: {text or 'no more is known'} (--debug shows where)"
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
+def _show_warning(command: Callable[..., Any], message: Warning | str, category: type[Warning], *_: object) -> None:
     # Deprecations inside of libraries are nothing that somebody at a prompt can mend.
     if not issubclass(category, (DeprecationWarning, PendingDeprecationWarning, FutureWarning)):
-        print(f"warning: {printable(' '.join(str(message).split()), limit=2000)}", file=sys.stderr)
+        print(f"warning: {printable(in_options(' '.join(str(message).split()), command), limit=2000)}", file=sys.stderr)

@@ -129,7 +129,9 @@ BATCH = torch.randn(3, 32)
             "observer is what makes scales of batches",
         ),
         ({"observer": "best", "calibration": [BATCH], "recipe": []}, ValueError, "observer is 'best'"),
-        ({"calibration": [BATCH]}, ValueError, "calibration is for a static scheme"),
+        ({"calibration": [BATCH]}, ValueError, "calibration is for a static scheme, or for a recipe"),
+        ({"calibration": [BATCH], "scheme": "int4"}, ValueError, r"'int4' multiplies in float, .* recipe=\[GPTQ\(\)\]"),
+        ({"scheme": "int8-static"}, ValueError, "pass calibration=batches, which finds them, or input_scales"),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(

@@ -83,10 +83,12 @@ def test_the_table_has_a_row_for_a_kind_of_layer(float_folder: Path, tmp_path: P
 
 def test_what_cannot_be_done_is_one_sentence(float_folder: Path, int8_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert "scheme is 'int3'" in run_failing("quantize", float_folder, out, "--scheme", "int3")
+    assert "qgemm: --scheme is 'int3'" in run_failing("quantize", float_folder, out, "--scheme", "int3")
     assert "did you mean" in run_failing("quantize", float_folder, out, "--skip", "model.layers.0.mlp.up_prj")
-    assert "skip: 're:(' is no regular expression" in run_failing("quantize", float_folder, out, "--skip", "re:(")
-    assert "max_shard_size" in run_failing("quantize", float_folder, out, "--max-shard-size", "big")
+    assert "qgemm: --skip: 're:(' is no regular" in run_failing("quantize", float_folder, out, "--skip", "re:(")
+    assert "qgemm: --max-shard-size is 'big'" in run_failing("quantize", float_folder, out, "--max-shard-size", "big")
+    assert 'qgemm: --device is "tpu"' in run_failing("quantize", float_folder, out, "--device", "tpu")
+    assert "or --input-scales, or" in run_failing("quantize", float_folder, out, "--scheme", "int8-static")
     assert "is quantized already" in run_failing("quantize", int8_folder, out)
     assert "is no folder" in run_failing("quantize", tmp_path / "nowhere", out)
     assert not out.exists()
