@@ -14,6 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from qgemm.checkpoint.disk import check_regular
 from qgemm.checkpoint.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -65,8 +66,9 @@ def split_into_shards(sizes: dict[str, int], max_shard_size: int) -> dict[str, l
 def checkpoint_file(folder: Path, name: str) -> Path:
     """The file ``name`` of the checkpoint in ``folder``.
 
-    Raises ``CheckpointError`` if it isn't there, or if the name or a link leads out of the folder. Links into the
-    ``blobs`` folder of a Hugging Face cache, which is how the hub's client stores a download, are followed.
+    Raises ``CheckpointError`` if it isn't there, or isn't a regular file, or if the name or a link leads out of the
+    folder. Links into the ``blobs`` folder of a Hugging Face cache, which is how the hub's client stores a download,
+    are followed.
     """
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is no folder; give the one that save_quantized wrote")
@@ -76,6 +78,8 @@ def checkpoint_file(folder: Path, name: str) -> Path:
     path, real_folder = folder / name, folder.resolve()
     # Not Path.is_file, which before Python 3.14 raises OSError for a name that the file system finds too long.
     if not os.path.isfile(path):
+        if os.path.exists(path):
+            check_regular(path)
         raise CheckpointError(f"{folder} has no file {name}: the checkpoint is incomplete")
     real_path = path.resolve()
     if real_path.parent not in (real_folder, *_hub_blobs(real_folder)):

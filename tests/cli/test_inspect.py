@@ -321,7 +321,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     assert "is truncated or no safetensors file" in run_failing("inspect", cut)
     assert "is no safetensors file" in run_failing("inspect", empty / "pytorch_model.bin")
     os.mkfifo(tmp_path / "model.safetensors")  # opening it would wait for ever
-    assert "has no file model.safetensors" in run_failing("inspect", tmp_path)
+    assert "model.safetensors is a pipe; only regular files are read" in run_failing("inspect", tmp_path)
     assert "is no folder and no file" in run_failing("inspect", tmp_path / "model.safetensors")
 
 

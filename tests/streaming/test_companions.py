@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from qgemm import CheckpointError, quantize_checkpoint
-from qgemm.streaming.companions import find_companions
+from qgemm.streaming import convert
+from qgemm.streaming.companions import copy_companion, find_companions
 from streaming.files import contents
 
 
@@ -66,3 +70,45 @@ def test_a_snapshot_in_the_cache_of_the_hub(source: Path, tmp_path: Path) -> Non
     (tmp_path / "streamed" / "additional_chat_templates" / "tool.jinja").unlink()
     (tmp_path / "streamed" / "additional_chat_templates").rmdir()
     assert "tokenizer.json" in contents(tmp_path / "streamed")
+
+
+@pytest.mark.parametrize("change", ["longer", "other", "gone"])
+def test_a_file_that_is_changed_while_it_is_copied(
+    change: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = source / "tokenizer.json"
+    path.write_text("a tokenizer")
+
+    def copy(original: Path, target: BinaryIO) -> None:
+        if change == "gone":
+            original.unlink()
+        copy_companion(original, _Meanwhile(target, original))  # type: ignore[arg-type]
+
+    class _Meanwhile:
+        def __init__(self, target: BinaryIO, original: Path) -> None:
+            self.target, self.original = target, original
+
+        def write(self, piece: bytes) -> None:
+            self.target.write(piece)
+            self.original.write_text("a tokenizer, but another" if change == "longer" else "A TOKENIZER")
+
+    message = "can't be read" if change == "gone" else "was written to while it was copied: try again once"
+    with monkeypatch.context() as patched:
+        patched.setattr(convert, "copy_companion", copy)
+        with pytest.raises(CheckpointError, match=rf"tokenizer\.json {message}"):
+            quantize_checkpoint(source, tmp_path / "streamed")
+    assert not (tmp_path / "streamed").exists()
+    after = path.read_text() if path.exists() else None
+    monkeypatch.setattr(convert, "write_shard", None)  # the weights are done, and not made again
+    quantize_checkpoint(source, tmp_path / "streamed")
+    assert after == (None if change == "gone" else (tmp_path / "streamed" / "tokenizer.json").read_text())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json"])
+def test_a_pipe_in_the_folder(name: str, source: Path, tmp_path: Path) -> None:
+    (source / name).unlink(missing_ok=True)
+    os.mkfifo(source / name)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} is a pipe; only regular files are read"):
+        quantize_checkpoint(source, tmp_path / "streamed")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["float"]

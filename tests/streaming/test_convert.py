@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -237,11 +238,16 @@ def test_threads_are_given_back_after_an_error(source: Path, tmp_path: Path, thr
     assert torch.get_num_threads() == 2
 
 
-def test_a_place_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
-    # A file where a folder is wanted: root, as which tests may run, may write everywhere else.
+def test_a_place_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"file/streamed can't be written: Not a directory$"):
+    with pytest.raises(NotADirectoryError, match=r"destination is .*/file/streamed'.*file is a file: name a folder"):
         quantize_checkpoint(source, tmp_path / "file" / "streamed")
+    monkeypatch.setattr("qgemm.streaming.workspace.make_folder", refuse)  # root, as which tests may run, may write
+    with pytest.raises(PermissionError, match=r"streamed can't be written: Permission denied$"):
+        quantize_checkpoint(source, tmp_path / "streamed")
 
 
 @pytest.mark.parametrize(
