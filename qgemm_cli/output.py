@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-_LEAST_WIDTH = 16  # of a name; on a narrow terminal the rest goes first
+_LEAST_WIDTH = 16  # of a column of text, if it has as much; beyond, text is folded first
 _WIDTH_OF_A_PIPE = 1000  # a file or another program has no width: nothing is cut there
 
 
@@ -60,20 +61,55 @@ def print_lines(lines: Iterable[str]) -> None:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", right: Iterable[int] = ()
 ) -> None:
-    """A table on standard output; ``right`` has the columns that are aligned to the right."""
-    table = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
-    numeric = set(right)
-    for index, column in enumerate(columns):
-        table.add_column(
-            column,
-            justify="right" if index in numeric else "left",
-            no_wrap=index in numeric,
-            overflow="fold",
-            min_width=None if index else _LEAST_WIDTH,
-        )
-    for row in rows:
+    """A table on standard output; ``right`` has the columns that are aligned to the right.
+
+    Where a terminal is too narrow for it, text is folded, never numbers; where that isn't enough, each row is a block
+    of lines, its first cell ahead of the others with their columns' names.
+    """
+    console, numeric = _console(), set(right)
+    cells = [list(row) for row in rows]
+    natural = [max(map(cell_len, (name, *texts))) for name, *texts in zip(columns, *cells, strict=True)]
+    least = []
+    for index, (name, *texts) in enumerate(zip(columns, *cells, strict=True)):
+        widest = max(map(cell_len, texts), default=0)
+        words = max(map(cell_len, name.split()), default=0)
+        least.append(max(words, widest if index in numeric else min(widest, _LEAST_WIDTH)))
+    for gap in (3, 1):
+        room = console.width - 2 - gap * (len(columns) - 1)
+        if sum(natural if gap > 1 else least) <= room:
+            break
+    else:
+        print_lines(_blocks(title, columns, cells))
+        return
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1 if gap > 1 else 0),
+        title=title or None,
+        title_justify="left",
+        title_style="bold",
+        pad_edge=False,
+    )
+    for index, (name, width) in enumerate(zip(columns, _shrunk(natural, least, room), strict=True)):
+        table.add_column(name, justify="right" if index in numeric else "left", overflow="fold", width=width)
+    for row in cells:
         table.add_row(*map(Text, row))  # Text: a name in brackets is no markup
-    _console().print(table)
+    console.print(table)
+
+
+def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """Widths that fit into ``room``: the widest column gives first, none falls below its least."""
+    widths = list(natural)
+    while sum(widths) > room:
+        widths[max((i for i in range(len(widths)) if widths[i] > least[i]), key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _blocks(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield title
+    for first, *others in rows:
+        yield first
+        yield from (f"  {name}: {cell}" for name, cell in zip(columns[1:], others, strict=True) if cell)
+        yield ""
 
 
 class _Output(Console):

@@ -7,6 +7,7 @@ a time is the median over all rounds.
 """
 
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,11 @@ ROTATED_BYTES = {"cuda": 320 << 20, "cpu": 128 << 20}
 """What the copies of a weight pass together."""
 MAX_CALLS = 256
 """In one pass, and so at most as many copies: smaller weights stay in the cache, as they would in a model."""
+
+MOST_LOAD = 0.5
+"""Of each core: a higher load average, before anything is timed, makes times doubtful."""
+MOST_STOLEN = 0.02
+"""Of the processors' time while something is timed."""
 
 _PASS_SECONDS = 1.5e-3  # aimed at, so that a replay's own start (1 to 2 us) is far below 1 %
 
@@ -105,6 +111,11 @@ class Pass:
 
 def median_seconds(passes: Mapping[str, Pass], effort: Effort, device: torch.device) -> dict[str, float]:
     """Seconds of one call, by the name of its pass."""
+    return {name: statistics.median(values) for name, values in all_seconds(passes, effort, device).items()}
+
+
+def all_seconds(passes: Mapping[str, Pass], effort: Effort, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of one call, in each run of its pass, by the pass's name."""
     time_once = _gpu_times if device.type == "cuda" else _cpu_times
     once = {name: max(statistics.median(time_once(one, 1)), 1e-9) for name, one in passes.items()}
     times: dict[str, list[float]] = {name: [] for name in passes}
@@ -114,7 +125,47 @@ def median_seconds(passes: Mapping[str, Pass], effort: Effort, device: torch.dev
             lead, timed = int(effort.lead / once[name]), max(1, int(effort.seconds / once[name]))
             times[name] += time_once(passes[name], lead + timed)[lead:]
         names.reverse()  # so that nobody always follows the same one
-    return {name: statistics.median(values) / passes[name].calls for name, values in times.items()}
+    return {name: [value / passes[name].calls for value in values] for name, values in times.items()}
+
+
+def spread(values: Sequence[float]) -> float:
+    """How far the middle half of some times lies apart, relative to their median; 0 for a single one."""
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+class Bystanders:
+    """What else keeps this machine's processors busy: looked at before something is timed, and after."""
+
+    def __init__(self) -> None:
+        """Looks for the first time."""
+        self.load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+        self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._ticks = _stolen_ticks()
+
+    def complaints(self) -> list[str]:
+        """What makes times taken since then doubtful, in sentences; none on a quiet machine."""
+        found = []
+        if self.load > MOST_LOAD * self.cores:
+            found.append(
+                f"the machine was busy before anything was timed: a load of {self.load:.1f} on {self.cores} cores"
+            )
+        stolen, ticks = (after - before for before, after in zip(self._ticks, _stolen_ticks(), strict=True))
+        if ticks and stolen > MOST_STOLEN * ticks:
+            found.append(f"other virtual machines took {stolen / ticks:.0%} of the processors' time")
+        return found
+
+
+def _stolen_ticks() -> tuple[int, int]:
+    """Of all processors since the start: what a hypervisor gave to others, and all there was; zeros if unknown."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            ticks = [int(part) for part in file.readline().split()[1:9]]
+    except (OSError, ValueError):
+        return 0, 0
+    return (ticks[7], sum(ticks)) if len(ticks) == 8 else (0, 0)
 
 
 def _gpu_times(one: Callable[[], object], repeats: int) -> list[float]:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
 from qgemm.selection import Patterns, listed, select_layers
 from qgemm.survey import Layer
 from qgemm.tables import html_table, size, text_table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 KL, ERROR = "kl", "error"
 
@@ -134,35 +137,58 @@ class Sensitivity:
         meaning = "KL divergence of the logits, in nats" if self.metric == KL else "relative error of the output"
         return [f"{self.metric}: {meaning}, with this layer alone quantized; over {self.tokens} tokens"]
 
-    def plot(self, path: str | Path) -> None:
-        """Draws the damage of the 40 worst layers, a color for each scheme, in the format of the suffix of ``path``.
+    def plot(self, path: str | Path | None = None) -> Axes:
+        """Draws the damage of the 40 worst layers, a color for each scheme, and returns matplotlib's axes.
 
-        Raises ``ImportError`` without matplotlib.
+        ``path``: where to write the figure, in the format of its suffix; None draws only. A damage of 0, which a
+        logarithm has no place for, is an arrow at the left edge. Raises ``ImportError`` without matplotlib.
         """
         try:
             from matplotlib.figure import Figure
-            from matplotlib.ticker import LogLocator, NullFormatter
         except ImportError as error:
             raise ImportError(f'a plot needs matplotlib: pip install "matplotlib>=3.8" ({error})') from error
         names = list(dict.fromkeys(record.name for record in self.ranked()))[:_MOST_LAYERS]
         places = {name: place for place, name in enumerate(names)}
-        figure = Figure(figsize=(8, 1.2 + 0.2 * len(names)), layout="constrained")
+        records = [record for record in self.records if record.name in places]
+        longest = max(map(len, names), default=0)
+        figure = Figure(figsize=(5.5 + 0.06 * longest, 1.4 + 0.2 * len(names)), layout="constrained")
         axis = figure.add_subplot()
-        for scheme in dict.fromkeys(record.scheme for record in self.records):
-            shown = [record for record in self.records if record.scheme == scheme and record.name in places]
-            damages = [record.damage for record in shown]
-            axis.plot(damages, [places[record.name] for record in shown], "o", ms=5, alpha=0.8, label=scheme)
+        _set_scale(axis, [record.damage for record in records])
+        edge = axis.get_xlim()[0]
+        for scheme in dict.fromkeys(record.scheme for record in records):
+            points = [(record.damage, places[record.name]) for record in records if record.scheme == scheme]
+            seen = [point for point in points if point[0] > edge]
+            (line,) = axis.plot([x for x, _ in seen], [y for _, y in seen], "o", ms=5, alpha=0.8, label=scheme)
+            rest = [place for damage, place in points if damage <= edge]
+            if rest:  # an empty line that isn't clipped counts as one at the figure's corner
+                axis.plot([edge] * len(rest), rest, "<", ms=7, color=line.get_color(), clip_on=False)
         axis.set_yticks(range(len(names)), names, fontsize=7)
         axis.set_ylim(len(names) - 0.5, -0.5)
-        axis.set_xscale("log")
-        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.xaxis.set_major_formatter(lambda damage, place: f"{damage:g}")
-        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.tick_params(axis="x", labelsize=7)
         axis.set_xlabel(self._summary()[0], fontsize=8)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-        figure.savefig(path, dpi=150)
+        figure.legend(fontsize=8, loc="outside upper right", ncols=4, frameon=False)
+        if path is not None:
+            figure.savefig(path, dpi=150)
+        return axis
+
+
+def _set_scale(axis: Axes, damages: Sequence[float]) -> None:
+    """A logarithmic axis for ``damages``, with as many labels as there is room for; a linear one for zeros alone."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    positive = [damage for damage in damages if damage > 0]
+    if not positive:
+        axis.set_xlim(0, 1)
+        return
+    low, high = min(positive), max(positive)
+    axis.set_xscale("log")
+    axis.set_xlim(low / 1.5, high * 1.5)
+    decades = math.log10(high / low)
+    labelled = ((1, (1, 1.5, 2, 3, 5, 7)), (3, (1, 2, 5)), (5, (1, 3)), (math.inf, (1,)))
+    axis.xaxis.set_major_locator(LogLocator(subs=next(subs for limit, subs in labelled if decades < limit)))
+    axis.xaxis.set_major_formatter(lambda damage, place: f"{damage:g}")
+    axis.xaxis.set_minor_formatter(NullFormatter())
 
 
 _FIELDS = {"metric": str, "tokens": int, "other_bytes": int, "records": list}

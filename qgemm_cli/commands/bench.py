@@ -6,6 +6,7 @@ what a time is.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +25,12 @@ from qgemm_cli.layers import StoredLayer, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
 from qgemm_cli.patterns import pattern_of
 from qgemm_cli.reading import open_checkpoint
-from qgemm_cli.timing import QUICK, Effort, Pass, copy_count, median_seconds
+from qgemm_cli.timing import QUICK, Bystanders, Effort, Pass, all_seconds, copy_count, spread
 
 # The largest relative error of a row that counts as right, on Gaussian data: rounding makes a half of it at the most.
 MOST_ERROR = {"int8": 0.04, "bf16": 0.01, "fp32": 0.001}
+# How far the middle half of a row's times may lie apart, relative to their median, before that is said.
+MOST_SPREAD = 0.2
 DEFAULT_SHAPES = {"cuda": ("6144x4096", "4096x4096", "28672x4096", "4096x14336"), "cpu": ("1536x384", "4096x4096")}
 """Llama 3 8B on a GPU; on a CPU, where that takes minutes, MiniLM and the smallest of Llama."""
 
@@ -55,6 +58,7 @@ def bench(
     if not weights:
         weights = [parse_shape(shape) for shape in DEFAULT_SHAPES[device.type]]
     results = []
+    bystanders = Bystanders()
     with torch.no_grad(), progress_bar("time", len(weights) * len(rows), shown=True) as advance:
         for one in weights:
             results += _time_weights(one, rows, device, QUICK if quick else Effort(), advance)
@@ -63,6 +67,7 @@ def bench(
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "torch": torch.__version__,
         "model": None if path is None else str(path),
+        "warnings": [*bystanders.complaints(), *_unsteady(results)],
         "results": results,
         "totals": [_total(M, results) for M in rows],
     }
@@ -153,10 +158,11 @@ def _time_product(
     passes = {name: Pass(runs[name], weights, device) for name, weights in copies.items()}
     errors = largest_errors(x, weight, {name: one.checked_output() for name, one in passes.items()})
     wrong = [name for name, error in errors.items() if not error <= MOST_ERROR[name]]
-    seconds = median_seconds({name: one for name, one in passes.items() if name not in wrong}, effort, device)
-    times = {name: seconds[name] * 1e6 if name in seconds else None for name in passes}
+    seconds = all_seconds({name: one for name, one in passes.items() if name not in wrong}, effort, device)
+    times = {name: statistics.median(seconds[name]) * 1e6 if name in seconds else None for name in passes}
+    spreads = {name: spread(seconds[name]) if name in seconds else None for name in passes}
     sizes = {"name": one.name, "N": one.N, "K": one.K, "count": one.count, "M": M}
-    return {**sizes, "us": times, "error": errors, "speedup": _speedups(times), "wrong": wrong}
+    return {**sizes, "us": times, "spread": spreads, "error": errors, "speedup": _speedups(times), "wrong": wrong}
 
 
 def _speedups(times: dict[str, float | None]) -> dict[str, float | None]:
@@ -164,6 +170,22 @@ def _speedups(times: dict[str, float | None]) -> dict[str, float | None]:
     int8 = times["int8"]
     others = {name: time for name, time in times.items() if name != "int8"}
     return {name: None if int8 is None or time is None else time / int8 for name, time in others.items()}
+
+
+def _unsteady(results: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence, if times vary by more than they should."""
+    over = [result for result in results if (_largest_spread(result) or 0) > MOST_SPREAD]
+    if not over:
+        return []
+    return [
+        f"{len(over)} of {len(results)} rows have times whose middle half lies apart by more than {MOST_SPREAD:.0%}: "
+        "something else ran, or clocks changed; time again on a quiet machine"
+    ]
+
+
+def _largest_spread(result: dict[str, Any]) -> float | None:
+    """Of the times in one row; None for a total, and where nothing was timed."""
+    return max((value for value in result.get("spread", {}).values() if value is not None), default=None)
 
 
 def _total(M: int, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -182,7 +204,15 @@ def show(document: dict[str, Any]) -> None:
     threads = "" if document["threads"] is None else f", {document['threads']} threads"
     print_lines([f"{document['device']}{threads}, torch {document['torch']}; microseconds a layer"])
     names = list(document["results"][0]["us"])
-    columns = ("layers", "count", "N x K", "M", *names, *(f"{name} / int8" for name in names if name != "int8"))
+    columns = (
+        "layers",
+        "count",
+        "N x K",
+        "M",
+        *names,
+        *(f"{name} / int8" for name in names if name != "int8"),
+        "spread",
+    )
     rows = []
     for result in document["results"]:
         label = (printable(_shortened(result["name"])), str(result["count"]), f"{result['N']} x {result['K']}")
@@ -190,6 +220,7 @@ def show(document: dict[str, Any]) -> None:
     if document["model"] is not None:
         rows += [("all of them", str(total["layers"]), "", *_numbers(total, names)) for total in document["totals"]]
     print_table(columns, rows, right=(1, *range(3, len(columns))))
+    print_lines(f"warning: {warning}" for warning in document["warnings"])
     for result in document["results"]:
         for name in result["wrong"]:
             print_lines([f"problem: {name} at {result['N']} x {result['K']}, M = {result['M']} gives a wrong output"])
@@ -203,4 +234,10 @@ def _shortened(names: str) -> str:
 def _numbers(result: dict[str, Any], names: Sequence[str]) -> tuple[str, ...]:
     times = (result["us"][name] for name in names)
     speedups = ("" if speedup is None else f"{speedup:.2f}" for speedup in result["speedup"].values())
-    return (str(result["M"]), *("wrong" if time is None else f"{time:,.1f}" for time in times), *speedups)
+    largest = _largest_spread(result)
+    return (
+        str(result["M"]),
+        *("wrong" if time is None else f"{time:,.1f}" for time in times),
+        *speedups,
+        "" if largest is None else f"{largest:.0%}",
+    )

@@ -11,6 +11,7 @@ from checkpoint.test_bitsandbytes import float_model
 
 import qgemm
 from cli.command import run, run_failing, run_json, write_checkpoint, zeros
+from qgemm_cli import timing
 from qgemm_cli.commands import bench
 from qgemm_cli.commands.bench import Weights, shapes_of
 
@@ -58,6 +59,39 @@ def test_a_shape_and_its_table() -> None:
     shown = run("bench", "--shape", "24x40", "--m", "3", "--device", "cpu", "--quick").stdout
     assert "24 x 40" in shown
     assert "all of them" not in shown
+
+
+def test_the_spread_is_that_of_the_middle_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert timing.spread([5.0]) == 0
+    assert timing.spread([1.0, 2.0, 3.0, 4.0, 100.0]) == pytest.approx(2 / 3)
+    monkeypatch.setattr(bench, "all_seconds", lambda passes, *_: {name: [1e-6, 2e-6, 3e-6] for name in passes})
+    monkeypatch.setattr(timing.Bystanders, "complaints", lambda self: ["the machine was busy"])
+    arguments = ("bench", "--shape", "24x40", "--m", "3,4", "--device", "cpu", "--quick")
+    found = run_json(*arguments)
+    wanted = pytest.approx({"int8": 0.5, "bf16": 0.5, "fp32": 0.5})
+    assert [result["spread"] for result in found["results"]] == [wanted] * 2
+    assert found["results"][0]["us"]["int8"] == pytest.approx(2)
+    shown = " ".join(run(*arguments).stdout.split())
+    assert "50%" in shown
+    assert "warning: the machine was busy" in shown
+    assert "warning: 2 of 2 rows have times whose middle half lies apart by more than 20%" in shown
+    monkeypatch.setattr(bench, "all_seconds", lambda passes, *_: {name: [2e-6, 2.1e-6] for name in passes})
+    monkeypatch.setattr(timing.Bystanders, "complaints", lambda self: [])
+    assert "warning" not in run(*arguments).stdout
+    assert run_json(*arguments)["warnings"] == []
+
+
+def test_a_busy_machine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([(10, 1000), (20, 2000), (20, 2000), (50, 3000)])
+    monkeypatch.setattr(timing, "_stolen_ticks", lambda: next(ticks))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.9, 9.0, 9.0), raising=False)
+    assert timing.Bystanders().complaints() == []
+    monkeypatch.setattr("os.getloadavg", lambda: (1.1, 0.0, 0.0), raising=False)
+    assert timing.Bystanders().complaints() == [
+        "the machine was busy before anything was timed: a load of 1.1 on 2 cores",
+        "other virtual machines took 3% of the processors' time",
+    ]
 
 
 def test_a_wrong_output_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

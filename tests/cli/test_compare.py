@@ -225,6 +225,21 @@ def test_logits_over_a_text(float_folder: Path, int8_folder: Path, tmp_path: Pat
     run("compare", float_folder, int8_folder, *arguments, "--max-kl", 1e-12, exit_code=1)
 
 
+def test_a_window_is_no_longer_than_either_model_can_see(float_folder: Path, int8_folder: Path, tmp_path: Path) -> None:
+    write_tokenizer(int8_folder)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    over = ("compare", float_folder, int8_folder, "--text", text)
+    wide, whole = (run_json(*over, "--window", window)["text"] for window in (4096, 64))
+    assert wide["tokens"] == 150
+    assert wide["window"] == 64
+    assert wide == whole
+    models = [transformers.AutoModelForCausalLM.from_pretrained(float_folder) for _ in range(2)]
+    models[1].config.max_position_embeddings = 16
+    for a, b in (models, models[::-1]):
+        assert compare_logits(a, b, torch.arange(20), 4096, lambda count: None)["window"] == 16
+
+
 def test_a_model_that_is_sure_of_what_is_wrong(float_folder: Path) -> None:
     # Its perplexity is beyond any number, which is no error.
     model = transformers.AutoModelForCausalLM.from_pretrained(float_folder)
