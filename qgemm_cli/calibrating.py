@@ -163,7 +163,8 @@ def check_wants(scheme: SchemeChoice, recipe: Recipe | None, windows: Windows | 
         if each is not None and (each.is_static or (each.activation is not None and each.activation.outlier_columns)):
             wanting.append(f"the scheme {each.name}")
     if windows is None and wanting:
-        raise ValueError(f"{wanting[0]} needs a text to run the model on: pass --text FILE")
+        scales = ", or --input-scales FILE" if recipe is None else ""
+        raise ValueError(f"{wanting[0]} needs a text to run the model on: pass --text FILE{scales}")
     if windows is not None and not wanting and recipe is None:
         raise ValueError(
             "--text is for a scheme with static scales, or for methods: pass --recipe too, or leave it out"
