@@ -167,7 +167,7 @@ def test_what_cannot_be_done_is_one_sentence(source: Path, int8_folder: Path, te
     assert "No such file" in failing(*recipe, "--text", tmp_path / "nothing.txt")
     assert "is quantized already (qgemm)" in failing(*with_text, folder=int8_folder)
     assert "scheme is 'int3'" in failing(*with_text, "--scheme", "int3")
-    assert "max_shard_size" in failing(*with_text, "--max-shard-size", "big")
+    assert "--max-shard-size is" in failing(*with_text, "--max-shard-size", "big")
     (source / "tokenizer.json").unlink()
     (source / "tokenizer_config.json").unlink()
     assert "has no tokenizer: save the tokenizer there" in failing(*with_text)

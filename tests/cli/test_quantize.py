@@ -88,7 +88,9 @@ def test_what_cannot_be_done_is_one_sentence(float_folder: Path, int8_folder: Pa
     assert "qgemm: --skip: 're:(' is no regular" in run_failing("quantize", float_folder, out, "--skip", "re:(")
     assert "qgemm: --max-shard-size is 'big'" in run_failing("quantize", float_folder, out, "--max-shard-size", "big")
     assert 'qgemm: --device is "tpu"' in run_failing("quantize", float_folder, out, "--device", "tpu")
-    assert "pass --text FILE, or --input-scales FILE" in run_failing("quantize", float_folder, out, "--scheme", "int8-static")
+    assert "pass --text FILE, or --input-scales FILE" in run_failing(
+        "quantize", float_folder, out, "--scheme", "int8-static"
+    )
     assert "is quantized already" in run_failing("quantize", int8_folder, out)
     assert "is no folder" in run_failing("quantize", tmp_path / "nowhere", out)
     assert not out.exists()
