@@ -16,7 +16,16 @@ import torch
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.formats import read_contents
-from qgemm.checkpoint.layout import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, checkpoint_file, checkpoint_files, read_json
+from qgemm.checkpoint.layout import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    WEIGHTS_KEY,
+    checkpoint_file,
+    checkpoint_files,
+    read_json,
+    retry_while_saved,
+)
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_headers
 from qgemm_cli.layers import FP8_DTYPES
 
@@ -61,6 +70,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     if path.name == INDEX_FILE and not path.is_dir():
         path = path.parent
+    return retry_while_saved(path, lambda: _open(path))
+
+
+def _open(path: Path) -> Checkpoint:
     if os.path.isdir(path):
         checkpoint = _open_folder(path)
     elif not os.path.isfile(path):
@@ -83,12 +96,12 @@ def _open_folder(folder: Path) -> Checkpoint:
         except CheckpointError as error:
             checkpoint.problems.append(str(error))
     try:
-        checkpoint.stored = read_headers(folder)
+        checkpoint.stored = read_headers(folder, checkpoint.config)
     except CheckpointError as error:
         checkpoint.stored, damages = _salvage(folder)
         if not checkpoint.stored:
             raise CheckpointError(_nothing_to_read(folder, error)) from error
-        if (folder / INDEX_FILE).exists() or (folder / WEIGHTS_FILE).exists():
+        if WEIGHTS_KEY in checkpoint.config or _has_weights(folder):
             checkpoint.problems += [str(error), *(damage for damage in damages if damage != str(error))]
     return checkpoint
 
@@ -112,9 +125,13 @@ def _salvage(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
 
 def _nothing_to_read(folder: Path, error: CheckpointError) -> str:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
-    if pickles and not (folder / INDEX_FILE).exists() and not (folder / WEIGHTS_FILE).exists():
+    if pickles and not _has_weights(folder):
         return f"{folder} has no safetensors but {pickles[0]}, a pickle, which can run code: qgemm opens none"
     return str(error)
+
+
+def _has_weights(folder: Path) -> bool:
+    return (folder / INDEX_FILE).exists() or (folder / WEIGHTS_FILE).exists()
 
 
 def _identify(checkpoint: Checkpoint) -> None:
@@ -178,3 +195,6 @@ def _read_as_qgemm_does(checkpoint: Checkpoint, folder: Path) -> None:
         checkpoint.refusal = str(error)
         if checkpoint.format == "qgemm":
             checkpoint.problems.append(str(error))
+        return
+    if checkpoint.contents.lacks is not None:
+        checkpoint.problems.append(f"{folder} has no {checkpoint.contents.lacks}; it loads without")

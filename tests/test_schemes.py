@@ -10,11 +10,12 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from checkpoint.rewriting import rewrite_file
 from integrations.folders import assert_same
 from models import FAMILIES, Example
 from models.schemes import EVERY_SCHEME, quantized_model
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from streaming.files import assert_same_files, quantize_whole
 from torch import nn
 
@@ -221,15 +222,15 @@ def test_damaged_values_are_found(scheme: str, tmp_path: Path) -> None:
             (parameter.detach().reshape(-1)[:0], "shape"),
             (parameter.detach().to(torch.float64), "dtype|is torch.float64"),
         ):
-            save_file({**stored, f"{name}.{leaf}": value.contiguous()}, path)
+            rewrite_file(path, {**stored, f"{name}.{leaf}": value})
             with pytest.raises(qgemm.CheckpointError, match=rf"{leaf}.*({problem})"):
                 qgemm.load_quantized(tmp_path)
-        save_file({other: tensor for other, tensor in stored.items() if other != f"{name}.{leaf}"}, path)
+        rewrite_file(path, {other: tensor for other, tensor in stored.items() if other != f"{name}.{leaf}"})
         with pytest.raises(qgemm.CheckpointError, match=f"lacks tensors of the model: {name}.{leaf}"):
             qgemm.load_quantized(tmp_path)
     for leaf in layer.scale_names:
         if getattr(layer, leaf) is not None:
-            save_file({**stored, f"{name}.{leaf}": torch.zeros_like(getattr(layer, leaf))}, path)
+            rewrite_file(path, {**stored, f"{name}.{leaf}": torch.zeros_like(getattr(layer, leaf))})
             for load in (qgemm.load_quantized, type(model).from_pretrained):
                 with pytest.raises(qgemm.CheckpointError, match=f"{leaf} is not finite and above 0"):
                     load(tmp_path)

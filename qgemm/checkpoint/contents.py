@@ -39,6 +39,8 @@ class Contents:
     - ``stored``: the tensors of its files, by their names there.
     - ``conversions``: for those that the model holds otherwise, how. The rest goes into the model as it is.
     - ``headers``: the tensors as the model holds them: names, shapes, dtypes.
+    - ``report``: what ``qgemm.report`` shows, not checked, or None. ``lacks``: the name of a file that isn't there, and
+      without which the model still loads.
     - ``is_foreign``: another library's, whose config doesn't say which layers are quantized and which tensors are tied.
     """
 
@@ -47,6 +49,8 @@ class Contents:
     headers: dict[str, StoredTensor]
     conversions: dict[str, Conversion] = field(default_factory=dict)
     is_foreign: bool = False
+    report: dict[str, Any] | None = None
+    lacks: str | None = None
     # The name in the files of each tensor of the model that has another one there.
     _files: dict[str, str] = field(default_factory=dict)
 

@@ -13,6 +13,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
+from qgemm.checkpoint.stored_report import read_report
 from qgemm.swap_rules import find_rule
 
 _READERS = {
@@ -31,14 +32,19 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if not isinstance(quantization, dict) or method == QUANT_METHOD:
         manifest = Manifest.from_config(config, config_path)
-        stored = read_headers(folder)
-        return Contents(manifest, stored, stored)
+        stored = read_headers(folder, config)
+        contents = Contents(manifest, stored, stored)
+        try:
+            contents.report = read_report(folder, manifest, (tensor.path for tensor in stored.values()))
+        except FileNotFoundError:
+            contents.lacks = str(manifest.report)
+        return contents
     if method is None and ("load_in_8bit" in quantization or "load_in_4bit" in quantization):
         method = bitsandbytes.QUANT_METHOD  # as its first versions saved it
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise CheckpointError(f"{config_path}: quant_method is {method!r}; the formats supported are {SUPPORTED}")
-    contents = reader(quantization, read_headers(folder), config_path)
+    contents = reader(quantization, read_headers(folder, config), config_path)
     if not contents.manifest.layers:
         raise CheckpointError(f"{folder} says that it is {method}, but no file holds a quantized layer of that format")
     return contents

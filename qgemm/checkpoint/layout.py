@@ -1,8 +1,10 @@
 """Which files a checkpoint has, and how they are found again.
 
 The names are those of transformers' ``save_pretrained``: ``config.json``, then ``model.safetensors``, or shards
-``model-00001-of-00003.safetensors`` with ``model.safetensors.index.json`` saying which tensor lies where. An index is
-written by anyone, so a name in it is only followed to a file that lies directly in the folder.
+``model-00001-of-00003.safetensors`` with ``model.safetensors.index.json`` saying which tensor lies where. A save into a
+folder that has such files already puts its id into the names of its own (``model-<id>-00001-of-00003.safetensors``),
+with an index that ``transformers_weights`` in its ``config.json`` names. Config and index are written by anyone, so a
+name in them is only followed to a file that lies directly in the folder.
 """
 
 from __future__ import annotations
@@ -10,29 +12,94 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from qgemm.checkpoint.disk import check_regular
+from qgemm.checkpoint.disk import check_regular, open_regular
 from qgemm.checkpoint.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+REPORT_FILE = "qgemm_report.json"
+
+WEIGHTS_KEY = "transformers_weights"
+"""Where a config names the file with the weights, or their index, if that has another name; transformers' own key."""
+
+SAVE_KEY = "save"
+"""Where a ``quantization_config`` of any format has the id of the save that wrote it."""
 
 # The longest JSON file that is read. The largest models' index is a few MB; parsed, JSON takes several times its size.
 LARGEST_JSON = 100_000_000
 
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_ID = "-[0-9a-f]{16}"
+_WEIGHTS = rf"model({_ID})?(-\d{{5}}-of-\d{{5}})?\.safetensors"
+_TEXTS = rf"config\.json|model({_ID})?\.safetensors\.index\.json|(qgemm_report|generation_config)({_ID})?\.json"
+_FILES = re.compile(f"{_WEIGHTS}|{_TEXTS}")
+# What every save would call its own, but for config.json.
+_SHARED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|qgemm_report\.json")
+MOST_RETRIES = 10
+"""How often a checkpoint that is being replaced is read again."""
+
+T = TypeVar("T")
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)(i?)B", re.IGNORECASE)
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Whether a file of this name belongs to a checkpoint."""
+    return _FILES.fullmatch(name) is not None
 
 
 def checkpoint_files(folder: Path) -> list[str]:
     """The names of the files in ``folder`` that belong to a checkpoint, whole or not."""
-    others = {CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE}
-    return sorted(path.name for path in folder.iterdir() if path.name in others or _WEIGHTS.fullmatch(path.name))
+    return sorted(path.name for path in folder.iterdir() if is_checkpoint_file(path.name))
+
+
+def name_with_id(name: str, save_id: str) -> str:
+    """``name`` as the save ``save_id`` calls its own file: ``model-<id>.safetensors`` for ``model.safetensors``."""
+    return re.sub("^(model|qgemm_report|generation_config)", lambda match: f"{match[1]}-{save_id}", name)
+
+
+def are_names_free(folder: Path, files: Collection[str]) -> bool:
+    """Whether a save into ``folder``, which has ``files`` of a checkpoint, can use the plain names before it is done.
+
+    Not if a config would find its files there, which may be any that transformers reads.
+    """
+    if any(_SHARED.fullmatch(name) for name in files):
+        return False
+    if CONFIG_FILE not in files:
+        return True
+    try:
+        return read_json(folder / CONFIG_FILE).get(WEIGHTS_KEY) is not None
+    except CheckpointError:
+        return False
+
+
+def weights_file(folder: Path, config: dict[str, Any]) -> Path:
+    """The file with the tensors of the checkpoint in ``folder``, or the index of several; ``config``: its config.
+
+    Raises ``CheckpointError`` if it isn't there, or can't be told.
+    """
+    name = config.get(WEIGHTS_KEY)
+    if name is None:
+        if not os.path.lexists(folder / INDEX_FILE):
+            return checkpoint_file(folder, WEIGHTS_FILE)
+        if os.path.lexists(folder / WEIGHTS_FILE):
+            raise CheckpointError(
+                f"{folder} holds {WEIGHTS_FILE} and {INDEX_FILE}: remove the one that is not this model's"
+            )
+        return checkpoint_file(folder, INDEX_FILE)
+    if not isinstance(name, str) or not name.endswith((".safetensors", ".safetensors.index.json")):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: {WEIGHTS_KEY} is {name!r}; it must be the name of a file in the folder, "
+            "*.safetensors or *.safetensors.index.json"
+        )
+    return checkpoint_file(folder, name)
 
 
 def parse_size(size: int | str, argument: str = "max_shard_size") -> int:
@@ -78,7 +145,7 @@ def checkpoint_file(folder: Path, name: str) -> Path:
     path, real_folder = folder / name, folder.resolve()
     # Not Path.is_file, which before Python 3.14 raises OSError for a name that the file system finds too long.
     if not os.path.isfile(path):
-        if os.path.exists(path):
+        with suppress(OSError):
             check_regular(path)
         raise CheckpointError(f"{folder} has no file {name}: the checkpoint is incomplete")
     real_path = path.resolve()
@@ -87,21 +154,67 @@ def checkpoint_file(folder: Path, name: str) -> Path:
     return path
 
 
+def retry_while_saved(folder: Path, read: Callable[[], T]) -> T:
+    """What ``read`` returns, which reads the checkpoint in ``folder``, and raises ``CheckpointError`` if it can't.
+
+    It is called again, some times, as long as ``config.json`` is another one afterwards: a save took place meanwhile.
+    """
+    path = folder / CONFIG_FILE
+    for _ in range(MOST_RETRIES):
+        before = _text_or_none(path)
+        try:
+            return read()
+        except CheckpointError:
+            if _text_or_none(path) == before:
+                raise
+    return read()
+
+
+def _text_or_none(path: Path) -> bytes | None:
+    try:
+        return read_text(path) if os.path.isfile(path) else None
+    except CheckpointError:
+        return None
+
+
 def _hub_blobs(folder: Path) -> list[Path]:
     """Where the hub's cache has what the links in ``folder``, a snapshot or a folder in one, lead to."""
     snapshots = (ancestor.parent for ancestor in (folder, folder.parent))
     return [snapshot.parent / "blobs" for snapshot in snapshots if snapshot.name == "snapshots"]
 
 
+def save_id(config: dict[str, Any], path: Path) -> str | None:
+    """The id of the save that wrote ``config``, which was read from ``path``; None if it has none."""
+    quantization = config.get("quantization_config")
+    found = quantization.get(SAVE_KEY) if isinstance(quantization, dict) else None
+    if found is not None and not (isinstance(found, str) and re.fullmatch("[0-9a-f]{16}", found)):
+        raise CheckpointError(f"{path}: {SAVE_KEY} must be the id of a save, 16 hexadecimal digits")
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; raises ``CheckpointError`` for anything else, a name that is there twice, and NaN."""
+    return parse_json(read_text(path), path)
+
+
+def read_text(path: Path) -> bytes:
+    """What a file of JSON holds; raises ``CheckpointError`` if it can't be read, or is too long."""
     try:
-        if path.stat().st_size > LARGEST_JSON:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes; JSON of up to {LARGEST_JSON} is read")
-        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique, parse_constant=_constant)
-    except CheckpointError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > LARGEST_JSON:
+                raise CheckpointError(f"{path} has {size} bytes; JSON of up to {LARGEST_JSON} is read")
+            return file.read()
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+
+
+def parse_json(text: bytes | str, path: Path) -> dict[str, Any]:
+    """The JSON object in ``text``, which was read from ``path``; raises as ``read_json`` does."""
+    try:
+        text = text if isinstance(text, str) else text.decode()
+        values = json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds a JSON {type(values).__name__}; it must be an object")

@@ -6,6 +6,8 @@ parameters on meta; compare every name, shape and dtype; read every tensor; and 
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +18,23 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qgemm.arguments import as_path, shown
-from qgemm.checkpoint.contents import Conversion
+from qgemm.checkpoint.contents import Contents, Conversion
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.formats import fit_to_model, read_contents
-from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, checkpoint_file, read_json
-from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.layout import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    checkpoint_file,
+    name_with_id,
+    parse_json,
+    read_text,
+    retry_while_saved,
+    save_id,
+)
 from qgemm.checkpoint.matching import match
 from qgemm.checkpoint.pretrained import build_pretrained, is_pretrained, parameters_on_meta, read_generation_config
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values
+from qgemm.checkpoint.stored_report import parse_report
 from qgemm.checkpoint.tensors import named_tensors, split_name
 from qgemm.device import find_device
 from qgemm.nn import QuantLayer
@@ -47,8 +58,27 @@ def load_quantized(
     Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or not of this model. Then
     nothing was loaded, and a module given as ``model`` is as it was.
     """
-    device = find_device(device)
-    found = find_matching(as_path("folder", folder), model)
+    device, folder = find_device(device), as_path("folder", folder)
+    found, values = retry_while_saved(folder, lambda: _read(folder, model, device))
+    _put_in_place(found, values, device)
+    if is_pretrained(found.model):
+        from qgemm.integrations.transformers import attach_quantizer
+
+        attach_quantizer(found.model, found.save)
+    if found.lacks is not None:
+        warnings.warn(
+            f"{folder} has no {found.lacks}: the model is loaded, but qgemm.report lists its layers without errors and "
+            "without those left in float",
+            stacklevel=2,
+        )
+    return found.model.eval()
+
+
+def _read(
+    folder: Path, model: nn.Module | Callable[[], nn.Module] | None, device: torch.device
+) -> tuple[Matching, dict[str, Tensor]]:
+    """The checkpoint in ``folder``, and its tensors by the model's names."""
+    found = find_matching(folder, model)
     owners = {}
     for layer_name, layer in found.layers.items():
         for leaf in layer.scale_names + layer.index_names:
@@ -67,19 +97,15 @@ def load_quantized(
                 if problem := layer.problem_with(leaf, value):
                     raise CheckpointError(f"{found.stored[name_in_file].path}: {name_in_file} {problem}")
             _take_in(values, name, value, found.conversions.get(name_in_file))
-    _put_in_place(found, values, device)
-    if is_pretrained(found.model):
-        from qgemm.integrations.transformers import attach_quantizer
-
-        attach_quantizer(found.model)
-    return found.model.eval()
+    return found, values
 
 
 @dataclass(frozen=True)
 class Matching:
     """A float model and the checkpoint that fits it: ``layers`` go into it, and ``extras`` become its attributes.
 
-    ``stored``: the tensors in the files, which ``conversions`` turn into the model's.
+    ``stored``: the tensors in the files, which ``conversions`` turn into the model's. ``save``: the id of the save that
+    wrote them. ``lacks``: the name of a file that isn't there, and without which it loads.
     """
 
     model: nn.Module
@@ -88,12 +114,15 @@ class Matching:
     tied: dict[str, str]
     extras: dict[str, Any]
     conversions: dict[str, Conversion]
+    save: str | None
+    lacks: str | None
 
 
 def find_matching(folder: Path, model: nn.Module | Callable[[], nn.Module] | None = None) -> Matching:
     """Everything about the checkpoint but its tensors' values: what ``load_quantized`` checks before it reads those."""
     config_path = checkpoint_file(folder, CONFIG_FILE)
-    config = read_json(config_path)
+    text = read_text(config_path)
+    config = parse_json(text, config_path)
     contents = read_contents(folder, config, config_path)
     manifest = contents.manifest
     if contents.is_foreign:
@@ -103,8 +132,11 @@ def find_matching(folder: Path, model: nn.Module | Callable[[], nn.Module] | Non
         fit_to_model(contents, target, config_path)
     with opened_attention(target, manifest.layers):
         layers = match(target, manifest, contents.headers, config_path)
-    extras = _extra_attributes(folder, target, manifest, config_path)
-    return Matching(target, layers, contents.stored, manifest.tied, extras, contents.conversions)
+    extras = _extra_attributes(folder, target, contents, config)
+    if read_text(config_path) != text:
+        raise CheckpointError(f"{config_path} was replaced while the checkpoint was read: load it again")
+    conversions, lacks = contents.conversions, contents.lacks
+    return Matching(target, layers, contents.stored, manifest.tied, extras, conversions, manifest.save, lacks)
 
 
 def _given(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -119,18 +151,29 @@ def _given(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     return built
 
 
-def _extra_attributes(folder: Path, model: nn.Module, manifest: Manifest, config_path: Path) -> dict[str, Any]:
+def _extra_attributes(folder: Path, model: nn.Module, contents: Contents, config: dict[str, Any]) -> dict[str, Any]:
     extras: dict[str, Any] = {}
-    if is_pretrained(model) and (folder / GENERATION_CONFIG_FILE).exists():
-        extras["generation_config"] = read_generation_config(checkpoint_file(folder, GENERATION_CONFIG_FILE))
-    if manifest.report is not None:
-        from qgemm.reporting import QuantReport
-
-        try:
-            extras["_qgemm_report"] = QuantReport.from_dict(manifest.report)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{config_path}: report can't be read: {error}") from error
+    if is_pretrained(model) and (generation := _generation_config(folder, config)) is not None:
+        extras["generation_config"] = generation
+    if contents.report is not None:
+        extras["_qgemm_report"] = parse_report(contents.report, contents.manifest, folder)
     return extras
+
+
+def _generation_config(folder: Path, config: dict[str, Any]) -> Any:
+    """How the model in ``folder``, whose config is ``config``, generates; None if nothing says so."""
+    if (save := save_id(config, folder / CONFIG_FILE)) is not None:
+        # A save leaves it under this name until its config is in place. One that is killed just then leaves it there.
+        pending = name_with_id(GENERATION_CONFIG_FILE, save)
+        if os.path.lexists(folder / pending):
+            try:
+                return read_generation_config(checkpoint_file(folder, pending))
+            except CheckpointError:
+                if os.path.lexists(folder / pending):
+                    raise
+    if not os.path.lexists(folder / GENERATION_CONFIG_FILE):
+        return None
+    return read_generation_config(checkpoint_file(folder, GENERATION_CONFIG_FILE))
 
 
 def _converted(found: Matching, name: str, value: Tensor) -> tuple[str | None, Tensor]:

@@ -1,12 +1,14 @@
 """``quantization_config`` in ``config.json``: which layers are quantized how, and which tensors are one.
 
 ```json
-{"quant_method": "qgemm", "format_version": 1,
- "schemes": {"int8": {...}}, "layers": {"model.layers.0.mlp.up_proj": "int8", ...},
- "tied": {"lm_head.weight": "model.embed_tokens.weight"}, "report": {...}}
+{"quant_method": "qgemm", "format_version": 2, "save": "8c3f0a91d2e47b56",
+ "schemes": {"int8": {...}}, "layers": {"int8": ["model.layers.[0-79].mlp.up_proj", ...]},
+ "tied": {"lm_head.weight": "model.embed_tokens.weight"}, "report": "qgemm_report.json"}
 ```
 
-A change that an older qgemm would misread raises ``format_version``.
+``save`` is the save's id, which every one of its files holds. A change that an older qgemm would misread raises
+``format_version``. In version 1 ``layers`` had the scheme of each layer by name, ``report`` was the report itself, and
+saves had no id.
 """
 
 from __future__ import annotations
@@ -16,30 +18,37 @@ from pathlib import Path
 from typing import Any
 
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import SAVE_KEY, save_id
+from qgemm.checkpoint.name_ranges import collapse, expand
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 QUANT_METHOD = "qgemm"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
 class Manifest:
     """``layers``: the scheme of each quantized layer. ``tied``: names that stand for another's tensor, and that name.
 
-    ``report``: what ``qgemm.report`` shows, or None.
+    ``save``: the id of the save, None in version 1 and for a model that wasn't saved. ``report``: what
+    ``qgemm.report`` shows, as version 1 has it, or the name of the file that has it; None if there is neither.
     """
 
     layers: dict[str, QuantScheme]
     tied: dict[str, str]
-    report: dict[str, Any] | None = None
+    save: str | None = None
+    report: dict[str, Any] | str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
+        schemes = {scheme.name: scheme for scheme in self.layers.values()}
+        names = {name: [layer for layer, own in self.layers.items() if own.name == name] for name in schemes}
         return {
             "quant_method": QUANT_METHOD,
             "format_version": FORMAT_VERSION,
-            "schemes": {scheme.name: scheme.to_dict() for scheme in self.layers.values()},
-            "layers": {layer: scheme.name for layer, scheme in self.layers.items()},
+            **({} if self.save is None else {SAVE_KEY: self.save}),
+            "schemes": {name: scheme.to_dict() for name, scheme in schemes.items()},
+            "layers": {name: collapse(layers) for name, layers in names.items()},
             "tied": self.tied,
             **({} if self.report is None else {"report": self.report}),
         }
@@ -56,20 +65,21 @@ class Manifest:
         if values.get("quant_method") != QUANT_METHOD:
             raise CheckpointError(f"{path}: quant_method is {values.get('quant_method')!r}; only 'qgemm' is supported")
         version = values.get("format_version")
-        if version != FORMAT_VERSION or isinstance(version, bool):
+        if version not in (1, FORMAT_VERSION) or isinstance(version, bool):
             raise CheckpointError(
-                f"{path}: format_version is {version!r}; this qgemm reads version {FORMAT_VERSION}. "
+                f"{path}: format_version is {version!r}; this qgemm reads versions 1 and {FORMAT_VERSION}. "
                 "A newer checkpoint needs a newer qgemm"
             )
-        layers, tied = _names(values, "layers", path), _names(values, "tied", path)
-        schemes = _schemes(values, path)
+        layers = _names(values, "layers", path) if version == 1 else _names_by_scheme(values, path)
+        tied, schemes = _names(values, "tied", path), _schemes(values, path)
         for layer, name in layers.items():
             if name not in schemes:
                 raise CheckpointError(f"{path}: layer {layer} has scheme {name!r}, which schemes doesn't define")
-        report = values.get("report")
-        if report is not None and not isinstance(report, dict):
-            raise CheckpointError(f"{path}: report must be an object, not {type(report).__name__}")
-        return cls({layer: schemes[name] for layer, name in layers.items()}, tied, report)
+        report, kind = values.get("report"), dict if version == 1 else str
+        if report is not None and not isinstance(report, kind):
+            wanted = "an object" if version == 1 else "the name of a file"
+            raise CheckpointError(f"{path}: report must be {wanted}, not {type(report).__name__}")
+        return cls({layer: schemes[name] for layer, name in layers.items()}, tied, save_id(config, path), report)
 
 
 def _names(values: dict[str, Any], field: str, path: Path) -> dict[str, str]:
@@ -77,6 +87,25 @@ def _names(values: dict[str, Any], field: str, path: Path) -> dict[str, str]:
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
         raise CheckpointError(f"{path}: {field} must be an object of names and names")
     return names
+
+
+def _names_by_scheme(values: dict[str, Any], path: Path) -> dict[str, str]:
+    table = values.get("layers")
+    if not isinstance(table, dict) or not all(
+        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in table.values()
+    ):
+        raise CheckpointError(f"{path}: layers must be an object of schemes and lists of names")
+    layers: dict[str, str] = {}
+    for scheme, names in table.items():
+        try:
+            expanded = expand(names)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: layers has {error}") from error
+        for name in expanded:
+            if name in layers:
+                raise CheckpointError(f"{path}: layers has {name} twice")
+            layers[name] = scheme
+    return layers
 
 
 def _schemes(values: dict[str, Any], path: Path) -> dict[str, QuantScheme]:

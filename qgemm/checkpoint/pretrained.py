@@ -20,7 +20,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import read_json
+from qgemm.checkpoint.layout import WEIGHTS_KEY, read_json
+from qgemm.checkpoint.refusal import FUSIONS_KEY, drop_refusal
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.nn import QuantLayer
@@ -38,6 +39,7 @@ def model_config(model: nn.Module) -> dict[str, Any]:
         return {}
     config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[union-attr,operator]
     config.pop("_name_or_path", None)  # the folder that the float model came from, on the machine that saved it
+    _drop_of_a_save(config)
     config["architectures"] = [type(model).__name__]
     config["dtype"] = str(_float_dtype(model)).removeprefix("torch.")
     return config
@@ -101,10 +103,10 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
     limits = None if stored is None else BuildLimits(stored)
     try:
         # The class may build anything from these values; whatever goes wrong there, the file is at fault.
-        values = cls.config_class._dict_from_json_file(path)  # which also undoes how transformers writes infinities
+        values = cls.config_class._decode_special_floats(config)  # a copy
         _drop_controls(values)
+        _drop_of_a_save(values)  # so that the config is again the one that was saved
         own_config = cls.config_class(**values)
-        vars(own_config).pop("quantization_config", None)  # so that the config is again the one that was saved
         with parameters_on_meta(limits), _default_dtype(dtype):
             model: nn.Module = cls(own_config)
     except Exception as error:
@@ -154,6 +156,14 @@ def _drop_controls(values: dict[str, Any]) -> None:
     for value in values.values():
         if isinstance(value, dict):
             _drop_controls(value)
+
+
+def _drop_of_a_save(config: dict[str, Any]) -> None:
+    """Removes what isn't the model's own, but of the checkpoint that it was read from, or is to be written to."""
+    for key in ("quantization_config", WEIGHTS_KEY):
+        config.pop(key, None)
+    if (fusions := drop_refusal(config.pop(FUSIONS_KEY, None))) is not None:
+        config[FUSIONS_KEY] = fusions
 
 
 class BuildLimits:

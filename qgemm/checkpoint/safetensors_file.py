@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qgemm.checkpoint.checksum import checksum, format_checksum
+from qgemm.checkpoint.disk import open_regular
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import INDEX_FILE, WEIGHTS_FILE, checkpoint_file, read_json
+from qgemm.checkpoint.layout import CONFIG_FILE, checkpoint_file, read_json, save_id, weights_file
 
 DTYPE_CODES = {
     torch.float64: "F64",
@@ -37,16 +41,26 @@ DTYPE_CODES = {
 CHECKSUMS = "qgemm_checksums"
 """Where a file's metadata has the checksums of its tensors: JSON, by name, 16 hexadecimal digits each."""
 
+SAVE = "qgemm_save"
+"""Where a file's metadata, and that of an index, has the id of the save that wrote it."""
+
+Stamp = tuple[int, int, int, int]
+"""What tells a file from another one of its name: device, number, size, time of the last change."""
+
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, as its header has it. ``dtype`` is None for one that PyTorch or qgemm has no name for."""
+    """A tensor in a file, as its header has it. ``dtype`` is None for one that PyTorch or qgemm has no name for.
+
+    ``stamp``: of the file when its header was read; its values are read from that one only.
+    """
 
     path: Path
     shape: tuple[int, ...]
     dtype: torch.dtype | None
+    stamp: Stamp | None = field(default=None, kw_only=True, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -54,35 +68,52 @@ class StoredTensor:
         return math.prod(self.shape) * (0 if self.dtype is None else self.dtype.itemsize)
 
 
-def read_headers(folder: Path) -> dict[str, StoredTensor]:
+def read_headers(folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, StoredTensor]:
     """Every tensor of the checkpoint in ``folder``, by name, with no values read.
 
-    Raises ``CheckpointError`` if a file is missing or damaged, or if the files and the index don't agree.
+    ``config``: what its ``config.json`` holds, if it has one. Raises ``CheckpointError`` if a file is missing or
+    damaged, if the files and the index don't agree, or if not all of them are of one save.
     """
-    if not (folder / INDEX_FILE).exists():
-        return read_header(checkpoint_file(folder, WEIGHTS_FILE))
-    index_path = checkpoint_file(folder, INDEX_FILE)
-    if (folder / WEIGHTS_FILE).exists():
-        raise CheckpointError(
-            f"{folder} holds {WEIGHTS_FILE} and {INDEX_FILE}: remove the one that is not this model's"
-        )
-    weight_map = read_json(index_path).get("weight_map")
+    config = dict(config or {})
+    wanted = save_id(config, folder / CONFIG_FILE)
+    path = weights_file(folder, config)
+    if path.suffix == ".safetensors":
+        tensors, metadata = read_header_and_metadata(path)
+        check_save(path, metadata.get(SAVE), wanted)
+        return tensors
+    index = read_json(path)
+    about = index.get("metadata")
+    if isinstance(about, dict) and SAVE in about:  # transformers writes indices without
+        check_save(path, about[SAVE], wanted)
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f"{index_path}: weight_map must be an object of tensor names and file names")
+        raise CheckpointError(f"{path}: weight_map must be an object of tensor names and file names")
     found: dict[str, StoredTensor] = {}
     for shard in sorted(set(weight_map.values())):
-        for name, tensor in read_header(checkpoint_file(folder, shard)).items():
+        tensors, metadata = read_header_and_metadata(checkpoint_file(folder, shard))
+        check_save(folder / shard, metadata.get(SAVE), wanted)
+        for name, tensor in tensors.items():
             if name in found:
                 raise CheckpointError(f"tensor {name} is in two files, {found[name].path} and {tensor.path}")
             found[name] = tensor
     for name, tensor in found.items():
         if weight_map.get(name) != tensor.path.name:
             place = weight_map.get(name, "no file")
-            raise CheckpointError(f"{tensor.path} holds tensor {name}, which {INDEX_FILE} puts in {place}")
+            raise CheckpointError(f"{tensor.path} holds tensor {name}, which {path.name} puts in {place}")
     for name, shard in weight_map.items():
         if name not in found:
-            raise CheckpointError(f"{folder / shard} has no tensor {name}, which {INDEX_FILE} puts there")
+            raise CheckpointError(f"{folder / shard} has no tensor {name}, which {path.name} puts there")
     return found
+
+
+def check_save(path: Path, found: object, wanted: str | None) -> None:
+    """Raises ``CheckpointError`` if the save that wrote the file at ``path`` isn't the one that wrote the config."""
+    if found != wanted:
+        saves = [f"of the save {save}" if save else "of no save" for save in (found, wanted)]
+        raise CheckpointError(
+            f"{path} is {saves[0]} and {CONFIG_FILE} {saves[1]}: these are files of two checkpoints. Save the model "
+            "again, or copy all files of one of them"
+        )
 
 
 def read_values(stored: dict[str, StoredTensor], device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -103,44 +134,35 @@ def read_and_check(stored: dict[str, StoredTensor], device: torch.device) -> Ite
     for name, tensor in stored.items():
         by_path.setdefault(tensor.path, []).append(name)
     for path, names in by_path.items():
-        try:
-            with safe_open(path, framework="pt") as file:
-                checksums = _read_checksums(path, file.metadata())
-                for name in names:
-                    value = file.get_tensor(name)
-                    if (tuple(value.shape), value.dtype) != (stored[name].shape, stored[name].dtype):
-                        raise CheckpointError(f"{path} was changed while it was read: tensor {name} is another one now")
-                    # A copy also on the CPU: the tensor may be a view of the file, which can change under it.
-                    value = value.to(device, copy=True)
-                    is_sound = None
-                    if checksums is not None:
-                        is_sound = checksums.get(name) == format_checksum(checksum(value))
-                    yield name, value, is_sound
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} can't be read: {error}") from error
+        with _opened(path) as (file, stamp):
+            if any(stored[name].stamp not in (None, stamp) for name in names):
+                raise CheckpointError(f"{path} was replaced while the checkpoint was read: load it again")
+            checksums = parse_checksums(path, file.metadata())
+            for name in names:
+                value = file.get_tensor(name)
+                if (tuple(value.shape), value.dtype) != (stored[name].shape, stored[name].dtype):
+                    raise CheckpointError(f"{path} was changed while it was read: tensor {name} is another one now")
+                # A copy also on the CPU: the tensor may be a view of the file, which can change under it.
+                value = value.to(device, copy=True)
+                is_sound = None
+                if checksums is not None:
+                    is_sound = checksums.get(name) == format_checksum(checksum(value))
+                yield name, value, is_sound
 
 
 def has_checksums(path: Path) -> bool:
     """Whether the file at ``path`` says what the checksums of its tensors are; raises as ``read_values`` does."""
-    return read_checksums(path) is not None
-
-
-def read_checksums(path: Path) -> dict[str, object] | None:
-    """What the file at ``path`` says its tensors' checksums are, by name; None if it doesn't. Raises as above."""
-    return _read_checksums(path, read_metadata(path))
+    return parse_checksums(path, read_metadata(path)) is not None
 
 
 def read_metadata(path: Path) -> dict[str, str]:
     """What the file's header says beside its tensors; raises ``CheckpointError`` if it can't be read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
+    with _opened(path) as (file, _):
+        return file.metadata() or {}
 
 
-def _read_checksums(path: Path, metadata: dict[str, str] | None) -> dict[str, object] | None:
-    # Files by other programs have none.
+def parse_checksums(path: Path, metadata: Mapping[str, str] | None) -> dict[str, object] | None:
+    """The checksums in the ``metadata`` of the file at ``path``, by name; None if it has none, as another program's."""
     text = (metadata or {}).get(CHECKSUMS)
     if text is None:
         return None
@@ -155,12 +177,42 @@ def _read_checksums(path: Path, metadata: dict[str, str] | None) -> dict[str, ob
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """What one file holds, by name; raises ``CheckpointError`` if it is truncated or no safetensors file."""
+    return read_header_and_metadata(path)[0]
+
+
+def read_header_and_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """What one file holds, by name, and what it says beside that; raises as ``read_header`` does."""
+    with _opened(path) as (file, stamp):
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)
+        tensors = {
+            name: StoredTensor(path, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()), stamp=stamp)
+            for name, part in slices.items()
+        }
+        return tensors, file.metadata() or {}
+
+
+def file_stamp(path: Path) -> Stamp:
+    """The stamp of the file at ``path``; raises ``CheckpointError`` if there is none, or no regular one."""
     try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)
-            return {
-                name: StoredTensor(path, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()))
-                for name, part in slices.items()
-            }
-    except (SafetensorError, OSError) as error:
+        with open_regular(path) as file:
+            status = os.fstat(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Stamp]]:
+    """The file at ``path``, opened by the library, and its stamp."""
+    stamp = file_stamp(path)
+    try:
+        opened = safe_open(path, framework="pt")
+    except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
+    try:
+        with opened as file:
+            if file_stamp(path) != stamp:
+                raise CheckpointError(f"{path} was replaced while it was opened: load it again")
+            yield file, stamp
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error

@@ -1,10 +1,17 @@
-"""``save_quantized``: writes a quantized model as safetensors, in files that are whole or don't load."""
+"""``save_quantized``: writes a quantized model as safetensors, in files that all have the id of the save.
+
+The files get names that none in the folder has, and the rename of ``config.json``, which points to them, makes them the
+checkpoint. So whatever happens, the folder holds the old one or the new one.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +21,33 @@ from tqdm import tqdm
 
 from qgemm.arguments import as_new_folder, check_model
 from qgemm.checkpoint import compressed_tensors
+from qgemm.checkpoint.disk import make_folder, remove_unfinished
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
     INDEX_FILE,
+    REPORT_FILE,
+    SAVE_KEY,
+    WEIGHTS_KEY,
+    are_names_free,
     checkpoint_files,
+    name_with_id,
     parse_size,
     split_into_shards,
 )
 from qgemm.checkpoint.load import find_matching
+from qgemm.checkpoint.locking import locked
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.pretrained import generation_config, is_pretrained, model_config
-from qgemm.checkpoint.safetensors_file import DTYPE_CODES
+from qgemm.checkpoint.refusal import FUSIONS_KEY, add_refusal
+from qgemm.checkpoint.safetensors_file import DTYPE_CODES, SAVE
 from qgemm.checkpoint.safetensors_writer import check_tensor_name, write_safetensors
-from qgemm.checkpoint.staging import StagedFiles
+from qgemm.checkpoint.staging import StagedFiles, remove_files
+from qgemm.checkpoint.stored_report import report_file
 from qgemm.checkpoint.tensors import BIAS_DTYPES, find_ties, stored_tensors
 from qgemm.nn import QuantLayer
+from qgemm.reporting import QuantReport
 
 
 def save_quantized(
@@ -49,8 +66,9 @@ def save_quantized(
     ``FileExistsError``. ``format``: ``"qgemm"``, or ``"compressed-tensors"``, which transformers and vLLM read too; it
     holds what ``state_dict`` does, and no report.
 
-    All files are written under temporary names first and moved into place at the end, so an interrupted save never
-    leaves a folder that loads but is wrong. One tensor at a time is copied to CPU memory.
+    The folder holds a whole checkpoint at every moment, the old one or the new one, also if the save is killed or the
+    disk is full. One tensor at a time is copied to CPU memory. Only one process saves into a folder at a time: another
+    one gets a ``CheckpointError``.
 
     Raises ``ValueError`` for an unknown format and for a model that can't be stored: with no quantized layer, with
     tensors on meta, with a scale that isn't finite and above 0, or with state that isn't a plain tensor. Warns of a
@@ -71,50 +89,104 @@ def save_quantized(
     _check_can_be_stored(model, tensors)
     _check_layers(layers)
     ties = find_ties(tensors)
+    save = Save(secrets.token_hex(8))
     if format == QUANT_METHOD:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
-        report = getattr(model, "_qgemm_report", None)
-        schemes = {name: layer.scheme for name, layer in layers.items()}
-        quantization = Manifest(schemes, ties, None if report is None else report.to_dict()).to_dict()
+        save.report = getattr(model, "_qgemm_report", None)
+        quantization = Manifest({name: layer.scheme for name, layer in layers.items()}, ties).to_dict()
     else:
         tensors = compressed_tensors.tensors_to_write(model, layers, tensors, ties)
         quantization = compressed_tensors.quantization_config(model, layers)
     shards = split_into_shards({name: t.nbytes for name, t in tensors.items()}, parse_size(max_shard_size))
-    texts = text_files(model, quantization, tensors, shards)
-    folder.mkdir(parents=True, exist_ok=True)
-    old_files = checkpoint_files(folder)
-    if old_files and not overwrite:
-        raise FileExistsError(f"{folder} already holds {', '.join(old_files)}; pass overwrite=True to replace them")
-    staged = StagedFiles(folder)
-    try:
-        with _progress(tensors.values()) as progress:
-            for file_name, names in shards.items():
+    make_folder(folder)
+    with locked(folder):
+        old_files = checkpoint_files(folder)
+        if old_files and not overwrite:
+            raise FileExistsError(f"{folder} already holds {', '.join(old_files)}; pass overwrite=True to replace them")
+        remove_unfinished(folder)
+        save.has_own_names = not are_names_free(folder, old_files)
+        texts = save.text_files(model, quantization, tensors, shards)
+        generation = texts.pop(GENERATION_CONFIG_FILE, None)
+        staged = StagedFiles(folder)
+        try:
+            with _progress(tensors.values()) as progress:
+                for file_name, names in shards.items():
+                    with staged.create(save.name(file_name)) as file:
+                        write_safetensors(file, {n: tensors[n] for n in names}, progress.update, save.metadata)
+            for file_name, text in texts.items():
                 with staged.create(file_name) as file:
-                    write_safetensors(file, {name: tensors[name] for name in names}, progress.update)
-        for file_name, text in texts.items():
-            with staged.create(file_name) as file:
-                file.write(text)
-        # Without a config nothing loads, so it goes first and comes last.
-        staged.publish(last=CONFIG_FILE, stale=old_files)
-    finally:
-        staged.discard()
+                    file.write(text)
+            if generation is not None:
+                with staged.create(save.pending_generation_config) as file:
+                    file.write(generation)
+            staged.publish(last=CONFIG_FILE)
+        finally:
+            staged.discard()
+        if generation is not None:
+            os.replace(folder / save.pending_generation_config, folder / GENERATION_CONFIG_FILE)
+        kept = {CONFIG_FILE, *(() if generation is None else (GENERATION_CONFIG_FILE,))}
+        remove_files(folder, (name for name in old_files if name not in kept))
     if is_pretrained(model):
         _warn_unless_it_loads(model, folder)
 
 
-def text_files(
-    model: nn.Module, quantization: dict[str, Any], tensors: dict[str, Tensor], shards: dict[str, list[str]]
-) -> dict[str, bytes]:
-    """The JSON files of a checkpoint of ``model``, by name: its config, and the others where there is need of them.
+@dataclass
+class Save:
+    """The files of one save, which all hold its ``id``.
 
-    ``quantization``: the ``quantization_config``. Of ``tensors``, which ``shards`` puts into files, only sizes count.
+    ``has_own_names``: whether the id is in their names as well. ``report``: of the model, if it is to be stored.
     """
-    texts = {CONFIG_FILE: _json({**model_config(model), "quantization_config": quantization})}
-    if (generation := generation_config(model)) is not None:
-        texts[GENERATION_CONFIG_FILE] = _json(generation)
-    if len(shards) > 1:
-        texts[INDEX_FILE] = _json(_index(tensors, shards))
-    return texts
+
+    id: str
+    has_own_names: bool = False
+    report: QuantReport | None = None
+
+    def name(self, file_name: str) -> str:
+        """What the file ``file_name`` is called in this save."""
+        return name_with_id(file_name, self.id) if self.has_own_names else file_name
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What each file with tensors says beside them."""
+        return {SAVE: self.id}
+
+    @property
+    def pending_generation_config(self) -> str:
+        """The name of the generation config until ``config.json``, which it belongs to, is in place."""
+        return name_with_id(GENERATION_CONFIG_FILE, self.id)
+
+    def text_files(
+        self,
+        model: nn.Module,
+        quantization: dict[str, Any],
+        tensors: dict[str, Tensor],
+        shards: dict[str, list[str]],
+    ) -> dict[str, bytes]:
+        """The JSON files of a checkpoint of ``model``, by name: its config, and others where there is need of them.
+
+        ``quantization``: the ``quantization_config``. Of ``tensors``, which ``shards`` puts into files, only sizes
+        count.
+        """
+        texts: dict[str, bytes] = {}
+        config = {**model_config(model), "quantization_config": {**quantization, SAVE_KEY: self.id}}
+        if self.report is not None:
+            config["quantization_config"]["report"] = self.name(REPORT_FILE)
+            texts[self.name(REPORT_FILE)] = _json(report_file(self.id, self.report.to_dict()))
+        if is_pretrained(model) and quantization["quant_method"] == QUANT_METHOD:
+            config[FUSIONS_KEY] = add_refusal(config.get(FUSIONS_KEY))
+        if self.has_own_names or len(shards) > 1:
+            texts[self.name(INDEX_FILE)] = _json(self._index(tensors, shards))
+        if self.has_own_names:
+            config[WEIGHTS_KEY] = self.name(INDEX_FILE)
+        if (generation := generation_config(model)) is not None:
+            texts[GENERATION_CONFIG_FILE] = _json(generation)
+        return {CONFIG_FILE: _json(config), **texts}
+
+    def _index(self, tensors: dict[str, Tensor], shards: dict[str, list[str]]) -> dict[str, Any]:
+        return {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values()), **self.metadata},
+            "weight_map": {name: self.name(file_name) for file_name, names in shards.items() for name in names},
+        }
 
 
 def _check_can_be_stored(model: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -155,13 +227,6 @@ def _warn_unless_it_loads(model: nn.Module, folder: Path) -> None:
             "To load it, pass the float model, or a function that builds it, as load_quantized(..., model=)",
             stacklevel=3,
         )
-
-
-def _index(tensors: dict[str, Tensor], shards: dict[str, list[str]]) -> dict[str, Any]:
-    return {
-        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-        "weight_map": {name: file_name for file_name, names in shards.items() for name in names},
-    }
 
 
 def _json(values: dict[str, Any]) -> bytes:

@@ -1,8 +1,9 @@
-"""Replaces the files of a folder so that a crash or a full disk never leaves a mixture of old and new.
+"""Replaces the files of a folder so that it holds a whole set of them at every moment: the old one, then the new one.
 
-Everything is first written completely under temporary names. Then the one file without which the folder doesn't load is
-removed, the others are moved into place, and that file comes last. At any moment the folder holds the old files, or
-the new ones, or doesn't load.
+One file points to all others, as ``config.json`` of a checkpoint does. The new files are first written completely under
+temporary names. Then those that are pointed to get names that no file has yet, and one rename puts the pointer into
+place: before it, the folder holds the old set, after it, the new one. What the old one needed is removed last. The
+folder is forced to the disk before and after that rename, so a power cut leaves one of the two as well.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from qgemm.checkpoint.disk import sync_folder
 
 
 class StagedFiles:
@@ -22,6 +25,8 @@ class StagedFiles:
         """``folder`` must exist."""
         self.folder = folder
         self._staged: dict[str, Path] = {}
+        self._placed: list[Path] = []  # that nothing points to yet
+        self._pointer: Path | None = None  # the last one, before it gets its name
 
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
@@ -33,33 +38,35 @@ class StagedFiles:
             file.flush()
             os.fsync(file.fileno())
 
-    def publish(self, last: str, stale: Iterable[str]) -> None:
-        """Moves the files to their names, ``last`` after all others, and removes those named in ``stale``."""
-        (self.folder / last).unlink(missing_ok=True)
-        self._sync_folder()
-        for name in stale:
-            (self.folder / name).unlink(missing_ok=True)
+    def publish(self, last: str) -> None:
+        """Moves the files to their names, ``last``, which points to the others, after them.
+
+        Those must be names that no file has. If that fails, ``discard`` leaves the folder as it was.
+        """
+        self._pointer = self._staged[last]
         for name in [name for name in self._staged if name != last]:
-            self._move(name)
-        self._sync_folder()
-        self._move(last)
-        self._sync_folder()
+            self._placed.append(self.folder / name)
+            os.replace(self._staged[name], self.folder / name)
+            del self._staged[name]
+        sync_folder(self.folder)
+        os.replace(self._pointer, self.folder / last)
+        sync_folder(self.folder)
 
     def discard(self) -> None:
-        """Removes the files that aren't in place."""
-        for path in self._staged.values():
-            path.unlink(missing_ok=True)
+        """Removes the files that aren't in place, or in a place that nothing points to."""
+        # Asked of the disk: an interrupt may come between the rename and whatever would note it here.
+        is_published = self._pointer is not None and not self._pointer.exists()
+        for path in (*(() if is_published else self._placed), *self._staged.values()):
+            with suppress(OSError):  # one that can't be removed should keep nobody from removing the rest
+                path.unlink(missing_ok=True)
+        self._placed.clear()
         self._staged.clear()
+        self._pointer = None
 
-    def _move(self, name: str) -> None:
-        os.replace(self._staged[name], self.folder / name)
-        del self._staged[name]
 
-    def _sync_folder(self) -> None:
-        # Renames reach the disk in their order only if the folder is synced between them. Windows can't open one.
-        if os.name == "posix":
-            descriptor = os.open(self.folder, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+def remove_files(folder: Path, names: Iterable[str]) -> None:
+    """Removes files of which nothing is left that points to them; folders of those names stay."""
+    for name in names:
+        if not (folder / name).is_dir() or (folder / name).is_symlink():
+            (folder / name).unlink(missing_ok=True)
+    sync_folder(folder)

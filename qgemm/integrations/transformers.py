@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,18 +39,22 @@ from qgemm.arguments import as_scales, shown
 from qgemm.checkpoint.checksum import checksum, format_checksum
 from qgemm.checkpoint.disk import check_regular
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import CONFIG_FILE
+from qgemm.checkpoint.layout import CONFIG_FILE, WEIGHTS_KEY
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.matching import quantized_layers
 from qgemm.checkpoint.pretrained import parameters_on_meta
-from qgemm.checkpoint.safetensors_file import CHECKSUMS, StoredTensor, read_checksums, read_header, read_values
+from qgemm.checkpoint.refusal import FUSIONS_KEY, add_refusal, drop_refusal
+from qgemm.checkpoint.safetensors_file import CHECKSUMS, SAVE, StoredTensor, read_values
+from qgemm.checkpoint.stored_report import REPORT
 from qgemm.checkpoint.tensors import find_ties, get_tensor, set_tensor, split_name, stored_tensors, transient_names
 from qgemm.integrations.tensor_parallel import is_cut, plan_layers
 from qgemm.integrations.transformers_checkpoint import (
+    LoadedFiles,
     check_loaded,
     check_stored,
     manifest_for,
     name_in,
+    open_files,
 )
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.attention import close_attention, opened_attention
@@ -188,8 +193,9 @@ class QGemmQuantizer(HfQuantizer):
         self._experts: dict[str, ExpertsSwap] = {}
         self._records: dict[str, LayerRecord] = {}
         self._errors: list[str] = []
-        # While a quantized one is read: what its files hold and their checksums, by the model's names; theirs, by the
-        # model's; its config.
+        # While a quantized one is read: its files; what they hold and their checksums, by the model's names; theirs, by
+        # the model's; its config.
+        self._files: LoadedFiles | None = None
         self._stored: dict[str, StoredTensor] = {}
         self._names_in_files: dict[str, str] = {}
         self._checksums: dict[str, object] = {}
@@ -216,6 +222,16 @@ class QGemmQuantizer(HfQuantizer):
                 'device_map puts modules on "disk", where weights can\'t be quantized as they load: quantize and save '
                 "the model first, on a machine where it fits, and load that folder with this device_map"
             )
+
+    def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Lets transformers go on with a checkpoint that it refuses without qgemm; 5.17 shows the config here."""
+        _drop_refusal(config)
+        return config
+
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """The same; 5.18 and later show the config here."""
+        _drop_refusal(config)
+        return config
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether this weight of a float checkpoint is to be quantized."""
@@ -311,13 +327,8 @@ class QGemmQuantizer(HfQuantizer):
                 "quantization_config in the model's config doesn't say which layers are quantized: the checkpoint is "
                 "not one of qgemm. For a float model, pass QGemmConfig to from_pretrained instead"
             )
-        self._config_path = (files[0].parent if files else Path()) / CONFIG_FILE
-        in_files: dict[str, StoredTensor] = {}
-        checksums: dict[str, object] = {}
-        for file in files:
-            if file.suffix == ".safetensors":
-                in_files.update(read_header(file))
-                checksums.update(read_checksums(file) or {})
+        self._files = open_files(files, manifest)
+        self._config_path, in_files, checksums = self._files.config_path, self._files.stored, self._files.checksums
         same_class = type(model).__name__ in (model.config.architectures or ())
         if not same_class:
             manifest = self.quantization_config.manifest = manifest_for(model, manifest, self._config_path)
@@ -347,7 +358,8 @@ class QGemmQuantizer(HfQuantizer):
             if isinstance(module, QuantLayer):
                 module.requires_grad_(False)  # transformers makes every float parameter trainable, scales too
         self.pre_quantized = True
-        _describe(model)
+        manifest = self.quantization_config.manifest
+        _describe(model, None if manifest is None else manifest.save)
         return model
 
     def _finish_quantizing(self, model: PreTrainedModel) -> None:
@@ -373,6 +385,7 @@ class QGemmQuantizer(HfQuantizer):
     def _finish_quantized(self, model: PreTrainedModel) -> None:
         manifest = self.quantization_config.manifest
         assert manifest is not None
+        assert self._files is not None
         for name in manifest.layers:
             layer = model.get_submodule(name)
             assert isinstance(layer, QuantLayer)
@@ -384,30 +397,35 @@ class QGemmQuantizer(HfQuantizer):
         for name_in_file, value in read_values(stored, torch.device("cpu")):
             name = transient[name_in_file]
             set_tensor(model, name, value.to(get_tensor(model, name).device))
-        if manifest.report is not None:
-            try:
-                model._qgemm_report = QuantReport.from_dict(manifest.report)  # type: ignore[assignment]
-            except (KeyError, TypeError, ValueError) as error:
-                raise CheckpointError(f"{self._config_path}: report can't be read: {error}") from error
-        self._stored, self._names_in_files, self._checksums = {}, {}, {}
+        if manifest.report is not None and self._files.report is not None:
+            model._qgemm_report = self._files.report  # type: ignore[assignment]
+        self._files.finish(model)
+        self._files, self._stored, self._names_in_files, self._checksums = None, {}, {}, {}
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What ``save_pretrained`` is to store: the tensors that ``save_quantized`` does. The config describes them."""
-        _describe(model)
+        is_adapter = getattr(model, "_hf_peft_config_loaded", False)  # of which alone the files are; no config is
+        metadata = {} if is_adapter else {SAVE: secrets.token_hex(8)}
+        _describe(model, metadata.get(SAVE))
+        report: QuantReport | None = getattr(model, "_qgemm_report", None)
+        if report is not None and not is_adapter:
+            metadata[REPORT] = json.dumps(report.to_dict())
         tensors = stored_tensors(model)
         if any(tensor.device.type == "meta" for tensor in tensors.values()):
-            return None, {}  # offloaded: transformers fetches them one at a time
+            return None, metadata  # offloaded: transformers fetches them one at a time
         ties = find_ties(tensors)
         stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in ties}
-        if getattr(model, "_hf_peft_config_loaded", False) or any(
-            type(tensor) is not Tensor for tensor in stored.values()
-        ):
-            return stored, {}  # of an adapter alone; of parts, which transformers has yet to put together
-        # Every file gets all of them, since nothing here knows which tensor goes where.
-        sums = {name: format_checksum(checksum(tensor.contiguous())) for name, tensor in stored.items()}
-        return stored, {CHECKSUMS: json.dumps(sums)}
+        # Not of parts, which transformers has yet to put together.
+        if not is_adapter and all(type(tensor) is Tensor for tensor in stored.values()):
+            # Every file gets all of them, since nothing here knows which tensor goes where.
+            sums = {name: format_checksum(checksum(tensor.contiguous())) for name, tensor in stored.items()}
+            metadata[CHECKSUMS] = json.dumps(sums)
+        return stored, metadata
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+        if isinstance(dtype, str):  # the config's own, once the model was saved
+            return self._dequantize(model, getattr(torch, dtype))
+        _drop_refusal(model.config)
         with parameters_on_meta():
             plain = type(model)(copy.deepcopy(model.config))
         for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -435,15 +453,15 @@ def _float_experts(module: nn.Module, quantized: QuantExperts, dtype: torch.dtyp
     return module.train(quantized.training)
 
 
-def attach_quantizer(model: nn.Module) -> None:
+def attach_quantizer(model: nn.Module, save: str | None = None) -> None:
     """Makes ``save_pretrained`` of a model with quantized layers write what ``from_pretrained`` can load.
 
     ``model`` is a transformers model, or holds some. It gets a config of its own, whose ``quantization_config``
-    describes it.
+    describes it. ``save``: the id of the save that it was loaded from.
     """
     for pretrained in _outermost(model):
         _copy_config(pretrained)
-        _describe(pretrained)
+        _describe(pretrained, save)
         quantizer = QGemmQuantizer(pretrained.config.quantization_config, pre_quantized=True)
         pretrained.hf_quantizer = quantizer  # type: ignore[assignment]
         pretrained.quantization_method = QUANT_METHOD  # type: ignore[assignment]
@@ -472,8 +490,8 @@ def _copy_config(model: PreTrainedModel) -> None:
                 vars(module)[key] = copies.get(id(value), value)
 
 
-def _describe(model: PreTrainedModel) -> None:
-    """Says in the config of ``model`` what is quantized in it now."""
+def _describe(model: PreTrainedModel, save: str | None) -> None:
+    """Says in the config of ``model`` what is quantized in it now, and in which save its values are."""
     layers = {n: m.scheme for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLayer)}
     tensors = stored_tensors(model)
     ties = find_ties(tensors)
@@ -482,9 +500,10 @@ def _describe(model: PreTrainedModel) -> None:
         for alias, name in model.all_tied_weights_keys.items()
         if alias in tensors and name in tensors and tensors[alias].device.type == "meta"
     )
-    report: QuantReport | None = getattr(model, "_qgemm_report", None)
-    config = QGemmConfig.from_manifest(Manifest(layers, ties, None if report is None else report.to_dict()))
+    config = QGemmConfig.from_manifest(Manifest(layers, ties, save))
     model.config.quantization_config = config
+    model.config.fusion_config = add_refusal(getattr(model.config, FUSIONS_KEY, None))
+    vars(model.config).pop(WEIGHTS_KEY, None)  # of the folder that it came from
     if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.quantization_config = config
     # Stored under the model's own names. Those of the original checkpoint may stand for parts of a fused weight, and
@@ -492,6 +511,11 @@ def _describe(model: PreTrainedModel) -> None:
     model._weight_conversions = []  # type: ignore[assignment]
     # All of them: load_quantized builds a model without values, so that those that building makes aren't there.
     model._keys_to_ignore_on_save = None  # type: ignore[assignment]
+
+
+def _drop_refusal(config: PreTrainedConfig) -> None:
+    if (fusions := drop_refusal(vars(config).pop(FUSIONS_KEY, None))) is not None:
+        config.fusion_config = fusions
 
 
 @contextmanager

@@ -6,18 +6,92 @@ uninitialised memory, with a warning. The model may also be of another class tha
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from qgemm.checkpoint.checksum import checksum, format_checksum
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, name_with_id, read_json, save_id
 from qgemm.checkpoint.manifest import Manifest
-from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.pretrained import read_generation_config
+from qgemm.checkpoint.safetensors_file import (
+    SAVE,
+    StoredTensor,
+    check_save,
+    file_stamp,
+    parse_checksums,
+    read_header_and_metadata,
+)
+from qgemm.checkpoint.stored_report import parse_report, read_report
 from qgemm.checkpoint.tensors import get_tensor
 from qgemm.nn import QuantLayer
+from qgemm.reporting import QuantReport
+
+
+@dataclass
+class LoadedFiles:
+    """The files that transformers loads a model from, all of one save. ``open_files`` opens them.
+
+    ``stored`` and ``checksums`` are by the names in the files.
+    """
+
+    config_path: Path
+    manifest: Manifest
+    stored: dict[str, StoredTensor] = field(default_factory=dict)
+    checksums: dict[str, object] = field(default_factory=dict)
+    report: QuantReport | None = None
+    # Where the generation config is until its save is over, and the one before, which transformers may read instead.
+    _pending: Path | None = None
+    _stale: Any = None
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Raises ``CheckpointError`` if a save took place while transformers read, and else ends one that was killed.
+
+        transformers opens files by their names, so it may have met others than those that were opened here.
+        """
+        for path, stamp in {tensor.path: tensor.stamp for tensor in self.stored.values()}.items():
+            if file_stamp(path) != stamp:
+                raise CheckpointError(f"{path} was replaced while it was loaded: load it again")
+        if self.stored and self.config_path.exists():
+            if save_id(read_json(self.config_path), self.config_path) != self.manifest.save:
+                raise CheckpointError(f"{self.config_path} was replaced while the model was loaded: load it again")
+        if self._pending is not None and self._stale in (None, model.generation_config):
+            path = self._pending if self._pending.exists() else self.config_path.with_name(GENERATION_CONFIG_FILE)
+            model.generation_config = read_generation_config(path)
+
+
+def open_files(files: list[Path], manifest: Manifest) -> LoadedFiles:
+    """Reads the headers of ``files``; raises ``CheckpointError`` unless they are of the save that ``manifest`` has."""
+    folder = files[0].parent if files else Path()
+    opened = LoadedFiles(folder / CONFIG_FILE, manifest)
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    for file in weights:
+        tensors, metadata = read_header_and_metadata(file)
+        check_save(file, metadata.get(SAVE), manifest.save)
+        opened.stored.update(tensors)
+        opened.checksums.update(parse_checksums(file, metadata) or {})
+    try:
+        if (report := read_report(folder, manifest, weights)) is not None:
+            opened.report = parse_report(report, manifest, folder)
+    except FileNotFoundError:
+        warnings.warn(
+            f"{folder} has no {manifest.report}: the model is loaded, but qgemm.report lists its layers without errors "
+            "and without those left in float",
+            stacklevel=2,
+        )
+    if manifest.save is not None:
+        pending = folder / name_with_id(GENERATION_CONFIG_FILE, manifest.save)
+        if os.path.isfile(pending):
+            opened._pending, standard = pending, folder / GENERATION_CONFIG_FILE
+            opened._stale = read_generation_config(standard) if standard.exists() else None
+    return opened
 
 
 def name_in(model: PreTrainedModel, name: str) -> str | None:
@@ -41,7 +115,8 @@ def manifest_for(model: PreTrainedModel, manifest: Manifest, config_path: Path) 
         raise CheckpointError(
             f"{config_path}: {type(model).__name__} has none of the quantized layers of this checkpoint"
         )
-    return Manifest(own_layers, {alias: name for alias, name in ties.items() if alias is not None and name is not None})
+    own_ties = {alias: name for alias, name in ties.items() if alias is not None and name is not None}
+    return Manifest(own_layers, own_ties, manifest.save)
 
 
 def check_stored(

@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from qgemm.checkpoint.disk import open_regular
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, checkpoint_file
+from qgemm.checkpoint.layout import checkpoint_file, is_checkpoint_file
 
 CHAT_TEMPLATES = "additional_chat_templates"
 """The one folder that transformers' tokenizers and processors write beside their files."""
@@ -20,7 +20,6 @@ _WEIGHTS = (
 )  # fmt: skip
 _CODE = (".py", ".pyc", ".so", ".dll")
 _BYTES_AT_A_TIME = 1 << 20
-_WRITTEN = {CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE}
 
 
 def find_companions(folder: Path) -> tuple[list[Path], list[str]]:
@@ -34,7 +33,7 @@ def find_companions(folder: Path) -> tuple[list[Path], list[str]]:
         name = path.name
         if name == CHAT_TEMPLATES and path.is_dir():
             copied += _chat_templates(path)
-        elif path.is_dir() or name.startswith(".") or name in _WRITTEN or name.lower().endswith(_WEIGHTS):
+        elif path.is_dir() or name.startswith(".") or is_checkpoint_file(name) or name.lower().endswith(_WEIGHTS):
             continue
         elif name.lower().endswith(_CODE):
             code.append(name)

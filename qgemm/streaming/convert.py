@@ -20,6 +20,7 @@ from tqdm import tqdm
 from qgemm.arguments import as_new_folder, as_path, as_scales
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import parse_size
+from qgemm.checkpoint.save import Save
 from qgemm.device import find_device
 from qgemm.reporting import QuantReport
 from qgemm.selection import Pattern, Patterns, SchemeChoice, as_patterns, resolve_schemes
@@ -85,9 +86,11 @@ def quantize_checkpoint(
         with _explained(destination, resume), open_workspace(destination, job) as workspace:
             if not resume:
                 workspace.clear()
+            # Of the job, so that a run that goes on with another's work gives its files the same one.
+            save = Save(hashlib.sha256(json.dumps(job).encode()).hexdigest()[:16])
             with _watched(opened, workspace), _interruptible(plan, workspace, resume):
-                errors = _write_shards(opened, plan, workspace, device, progress)
-                for name, text in plan.text_files(errors).items():
+                errors = _write_shards(opened, plan, workspace, save, device, progress)
+                for name, text in plan.text_files(errors, save).items():
                     with workspace.create(name) as file:
                         file.write(text)
                 for path in companions:
@@ -99,7 +102,7 @@ def quantize_checkpoint(
 
 
 def _write_shards(
-    source: Source, plan: Plan, workspace: Workspace, device: torch.device, progress: bool | None
+    source: Source, plan: Plan, workspace: Workspace, save: Save, device: torch.device, progress: bool | None
 ) -> dict[str, float]:
     hide = None if progress is None else not progress
     with tqdm(desc="verify", unit="B", unit_scale=True, disable=hide, leave=False) as bar:
@@ -112,7 +115,7 @@ def _write_shards(
             if file_name not in workspace.finished:
                 with workspace.open_shard(file_name) as (file, begun):
                     note = partial(_note_begun, source, workspace, file)
-                    errors = write_shard(file, plan, names, device, bar.update, begun, note)
+                    errors = write_shard(file, plan, names, device, bar.update, begun, note, save.metadata)
                 source.check_unchanged()
                 workspace.note_finished(file_name, errors)
     return {layer: error for file in workspace.finished.values() for layer, error in file.errors.items()}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from qgemm.checkpoint.layout import parse_size, split_into_shards
 from qgemm.checkpoint.manifest import Manifest
-from qgemm.checkpoint.save import text_files
+from qgemm.checkpoint.save import Save
 from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.attention import opened_attention
@@ -68,12 +68,12 @@ class Plan:
         records = (replace(record, weight_error=of_layers.get(record.name)) for record in report(self.model).records)
         return QuantReport(tuple(records))
 
-    def text_files(self, errors: Mapping[str, float]) -> dict[str, bytes]:
+    def text_files(self, errors: Mapping[str, float], save: Save) -> dict[str, bytes]:
         """The JSON files of the checkpoint, by name."""
         modules = self.model.named_modules(remove_duplicate=False)
         schemes = {name: module.scheme for name, module in modules if isinstance(module, QuantLayer)}
-        manifest = Manifest(schemes, self.ties, self.report(errors).to_dict())
-        return text_files(self.model, manifest.to_dict(), self.tensors, self.shards)
+        save.report = self.report(errors)
+        return save.text_files(self.model, Manifest(schemes, self.ties).to_dict(), self.tensors, self.shards)
 
 
 def make_plan(

@@ -7,7 +7,7 @@ writes the same bytes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import BinaryIO
 
 import torch
@@ -36,14 +36,16 @@ def write_shard(
     done: Callable[[int], object],
     begun: Begun,
     note: Callable[[Begun], object],
+    metadata: Mapping[str, str],
 ) -> dict[str, float]:
     """Writes the tensors called ``names`` to ``file``; returns the errors of the weights among them, by name.
 
     ``done`` is told the bytes of float values that were dealt with. ``begun``: how far the file is; ``note`` is told of
-    that now and then. Raises ``CheckpointError`` for a weight that holds NaN or Inf, naming the layer.
+    that now and then. ``metadata``: what the header says as well. Raises ``CheckpointError`` for a weight that holds
+    NaN or Inf, naming the layer.
     """
     in_shard = {name: plan.tensors[name] for name in names}
-    writer = SafetensorsWriter(file, in_shard)
+    writer = SafetensorsWriter(file, in_shard, metadata)
     if not writer.go_on(begun.written):
         warnings.warn(f"{file.name} isn't as it was written; it is made again", stacklevel=2)
         begun = Begun(begun.name)

@@ -23,7 +23,15 @@ from torch import Tensor
 
 from qgemm.checkpoint.disk import open_regular
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, LARGEST_JSON, WEIGHTS_FILE
+from qgemm.checkpoint.layout import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    INDEX_FILE,
+    LARGEST_JSON,
+    WEIGHTS_FILE,
+    checkpoint_file,
+    read_json,
+)
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, StoredTensor, read_headers
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -171,7 +179,8 @@ def open_source(folder: Path) -> Iterator[Source]:
     # Before they are read, so that whatever happens to them meanwhile is a change.
     paths = (folder / name for name in _JSON_FILES)
     identities = {path.name: _identify(path) if path.exists() else None for path in paths}
-    stored = read_headers(folder)
+    has_config = identities[CONFIG_FILE] is not None
+    stored = read_headers(folder, read_json(checkpoint_file(folder, CONFIG_FILE)) if has_config else None)
     layouts = {path: read_layout(path) for path in sorted({tensor.path for tensor in stored.values()})}
     tensors = {name: _place(name, tensor, layouts[tensor.path]) for name, tensor in stored.items()}
     identities.update((path.name, layout.identity) for path, layout in layouts.items())

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from checkpoint.rewriting import rewrite_file
 
 IDS = torch.arange(48).reshape(3, 16)
 
@@ -41,7 +43,7 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> N
     path = folder / "model.safetensors"
     tensors = load_file(path)
     edit(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    rewrite_file(path, tensors)
 
 
 def same_tensors(model: nn.Module, other: nn.Module) -> bool:

@@ -11,11 +11,13 @@ import pytest
 import torch
 from experts_families import ALL, inputs
 from models.mixtures import MIXTURES
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import qgemm
+from checkpoint.rewriting import rewrite_file
 from qgemm import CheckpointError, QuantExperts
+from qgemm.checkpoint.name_ranges import expand
 from qgemm.scheme import SCHEMES
 
 EXPERTS = "model.layers.0.mlp.experts"
@@ -42,7 +44,7 @@ def tensor(leaf: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Pa
         value = change(stored.pop(f"{EXPERTS}.{leaf}"))
         if value is not None:
             stored[f"{EXPERTS}.{leaf}"] = value.contiguous()
-        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        rewrite_file(folder / "model.safetensors", stored)
 
     return damage
 
@@ -50,12 +52,13 @@ def tensor(leaf: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[Pa
 def static(values: dict[str, Any]) -> None:
     quantization = values["quantization_config"]
     quantization["schemes"]["int8-static"] = SCHEMES["int8-static"].to_dict()
-    quantization["layers"][EXPERTS] = "int8-static"
+    names = expand(quantization["layers"]["int8"])
+    quantization["layers"] = {"int8": [name for name in names if name != EXPERTS], "int8-static": [EXPERTS]}
 
 
 def module_around(values: dict[str, Any]) -> None:
     layers = values["quantization_config"]["layers"]
-    layers["model.layers.0.mlp"] = layers.pop(EXPERTS)
+    layers["int8"] = ["model.layers.0.mlp" if name == EXPERTS else name for name in expand(layers["int8"])]
 
 
 @pytest.mark.parametrize(

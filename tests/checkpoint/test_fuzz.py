@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoint import fuzz
 from checkpoint.fuzz_models import CONFIG, INDEX, FuzzNet, Good, make_good, output_of, quantized_fuzz_net
+from checkpoint.rewriting import rewrite_file
 from qgemm.checkpoint import CheckpointError, layout, load_quantized, save_quantized
 from qgemm.checkpoint.checksum import checksum
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES
@@ -95,7 +96,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+    rewrite_file(folder / "model.safetensors", tensors)
 
 
 def set_quantization(folder: Path, field: str, name: str, value: Any) -> None:
@@ -177,7 +178,7 @@ def test_files_without_checksums_load(net_folder: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"norm.weight": 3}'])
 def test_checksums_that_are_none(text: str, net_folder: Path) -> None:
     tensors = load_file(net_folder / "model.safetensors")
-    save_file(tensors, net_folder / "model.safetensors", metadata={CHECKSUMS: text})
+    rewrite_file(net_folder / "model.safetensors", tensors, **{CHECKSUMS: text})
     with pytest.raises(CheckpointError, match=r"qgemm_checksums must be an object|doesn't have the checksum"):
         load_quantized(net_folder, model=FuzzNet)
 

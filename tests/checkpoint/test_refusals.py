@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
+from checkpoint.rewriting import rewrite_file
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
+from qgemm.checkpoint.name_ranges import expand
 
 CONFIG, INDEX, GENERATION = "config.json", "model.safetensors.index.json", "generation_config.json"
 UP = "model.layers.0.mlp.up_proj"
@@ -43,6 +45,17 @@ def quantization(*path: str, value: Any) -> Damage:
     return in_json(CONFIG, "quantization_config", *path, value=value)
 
 
+def unlisted(layer: str) -> Damage:
+    """Leaves a layer out of those that are quantized."""
+
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / CONFIG).read_text())["quantization_config"]
+        names = [name for name in expand(config["layers"]["int8"]) if name != layer]
+        quantization("layers", "int8", value=names)(folder)
+
+    return damage
+
+
 def text(file: str, content: str | bytes) -> Damage:
     return lambda folder: (folder / file).write_bytes(content.encode() if isinstance(content, str) else content)
 
@@ -54,7 +67,7 @@ def shard_of(folder: Path, name: str) -> str:
 def rewrite(folder: Path, shard: str, change: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = load_file(folder / shard)
     change(tensors)
-    save_file(tensors, folder / shard, metadata={"format": "pt"})
+    rewrite_file(folder / shard, tensors)
 
 
 def in_shard(name: str, change: Callable[[Tensor], Tensor]) -> Damage:
@@ -124,7 +137,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     # The files as such.
     "no folder": (shutil.rmtree, r"is no folder"),
     "no config": (lambda folder: (folder / CONFIG).unlink(), r"no file config\.json"),
-    "config is a folder": (lambda folder: ((folder / CONFIG).unlink(), (folder / CONFIG).mkdir()), r"no file config"),
+    "config is a folder": (lambda folder: ((folder / CONFIG).unlink(), (folder / CONFIG).mkdir()), r"is a folder"),
     "no index": (lambda folder: (folder / INDEX).unlink(), r"no file model\.safetensors"),
     "no shard": (lambda folder: (folder / shard_of(folder, NORM)).unlink(), r"no file model-0000\d-of"),
     "config not JSON": (text(CONFIG, "{"), r"config\.json is not valid JSON"),
@@ -141,25 +154,40 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "not quantized": (in_json(CONFIG, "quantization_config", value=...), r"config\.json has no quantization_config"),
     "other method": (quantization("quant_method", value="gptq"), r"quant_method is 'gptq'; the formats supported"),
     "no method": (quantization("quant_method", value=...), r"quant_method is None"),
-    "newer version": (quantization("format_version", value=2), r"format_version is 2; this qgemm reads version 1"),
+    "newer version": (
+        quantization("format_version", value=3),
+        r"format_version is 3; this qgemm reads",
+    ),
     "version is text": (quantization("format_version", value="1"), r"format_version is '1'"),
     "version is a flag": (quantization("format_version", value=True), r"format_version is True"),
     "layers a list": (quantization("layers", value=[UP]), r"layers must be an object"),
-    "layer's scheme a number": (quantization("layers", UP, value=8), r"layers must be an object"),
+    "layer's scheme a number": (quantization("layers", "int8", value=8), r"layers must be an object"),
     "no ties": (quantization("tied", value=...), r"tied must be an object"),
     "schemes a list": (quantization("schemes", value=[]), r"schemes must be an object"),
     "scheme a number": (quantization("schemes", "int8", value=3), r"schemes holds one"),
     "unknown scheme": (quantization("schemes", "int8", "name", value="int3"), r"schemes holds one .*int3"),
     "altered scheme": (quantization("schemes", "int8", "weight", "dtype", value="int4"), r"schemes holds one .*int4"),
-    "undefined scheme": (quantization("layers", UP, value="int5"), rf"layer {UP} has scheme 'int5'"),
+    "undefined scheme": (quantization("layers", value={"int5": [UP]}), rf"layer {UP} has scheme 'int5'"),
     "unknown layer": (
-        quantization("layers", "model.layers.9.up", value="int8"),
+        quantization("layers", "int8", value=["model.layers.9.up"]),
         r"'model\.layers\.9\.up', which the model",
     ),
-    "the model as a layer": (quantization("layers", "", value="int8"), r"layers names ''"),
-    "layer not linear": (quantization("layers", "model.embed_tokens", value="int8"), r"is a Embedding, not linear"),
-    "report a list": (quantization("report", value=[1]), r"report must be an object"),
-    "report absurd": (quantization("report", value={"x": 1}), r"report can't be read"),
+    "the model as a layer": (quantization("layers", "int8", value=[""]), r"layers names ''"),
+    "layer not linear": (quantization("layers", "int8", value=["model.embed_tokens"]), r"is a Embedding, not linear"),
+    "layer named twice": (quantization("layers", "int8", value=[UP, UP]), rf"layers has {UP} twice"),
+    "layers without end": (
+        quantization("layers", "int8", value=["model.layers.[0-4999].[0-4999]"]),
+        r"over 500000 names",
+    ),
+    "ranges of nothing": (quantization("layers", "int8", value=["model.layers.[1-0].mlp"]), r"no list of ranges"),
+    "save a number": (quantization("save", value=1), r"save must be the id of a save"),
+    "save a path": (quantization("save", value="../../../model/x"), r"save must be the id of a save"),
+    "report a list": (quantization("report", value=[1]), r"report must be the name of a file"),
+    "report elsewhere": (quantization("report", value="../report.json"), r"no plain file name"),
+    "weights elsewhere": (in_json(CONFIG, "transformers_weights", value="../x.safetensors"), r"no plain file name"),
+    "weights a pickle": (in_json(CONFIG, "transformers_weights", value="x.bin"), r"must be the name of a file"),
+    "weights a list": (in_json(CONFIG, "transformers_weights", value=[]), r"must be the name of a file"),
+    "weights missing": (in_json(CONFIG, "transformers_weights", value="x.safetensors"), r"no file x\.safetensors"),
     "tie of nothing": (quantization("tied", "model.x", value=NORM), r"the model has no model\.x"),
     "tie to nothing": (quantization("tied", "lm_head.weight", value="model.x"), r"no file holds model\.x"),
     "tie of other shapes": (quantization("tied", "lm_head.weight", value=NORM), r"shapes are \[97, 32\] and \[32\]"),
@@ -227,7 +255,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         with_foreign("model.norm.bias"),
         r"model-0.* holds tensors that the model doesn't have: model\.norm\.bias$",
     ),
-    "layer not listed": (quantization("layers", UP, value=...), rf"doesn't have: {UP}\.weight_scale$"),
+    "layer not listed": (unlisted(UP), rf"doesn't have: {UP}\.weight_scale$"),
     "tied and stored": (with_foreign("lm_head.weight"), r"holds tensor lm_head\.weight, which config\.json ties"),
     "NaN scale": (broken_scale(float("nan")), rf"model-0.*: {UP}\.weight_scale is not finite and above 0"),
     "infinite scale": (broken_scale(float("inf")), rf"{UP}\.weight_scale is not finite"),
@@ -331,5 +359,5 @@ def test_a_file_that_changes_while_it_is_read(llama_folder: Path, monkeypatch: p
 
     match = load.match
     monkeypatch.setattr(load, "match", match_then_change)
-    with pytest.raises(CheckpointError, match=rf"changed while it was read: tensor {NORM}"):
+    with pytest.raises(CheckpointError, match=r"replaced while the checkpoint was read|changed while it was read"):
         load_quantized(llama_folder)

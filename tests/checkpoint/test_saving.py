@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable
@@ -15,15 +16,18 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from checkpoint.models import quantized_net, swap_linears, tiny_llama
+from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
+from checkpoint.rewriting import contents, save_of
 from qgemm import QuantLinear
-from qgemm.checkpoint import CheckpointError, load_quantized, save, save_quantized
+from qgemm.checkpoint import load_quantized, save, save_quantized
 from qgemm.checkpoint.layout import parse_size, split_into_shards
+from qgemm.checkpoint.name_ranges import expand
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES
 from qgemm.checkpoint.safetensors_writer import write_safetensors
 from qgemm.checkpoint.tensors import find_ties
 
 UP = "model.layers.0.mlp.up_proj"
+INDEX = "model.safetensors.index.json"
 
 
 def files_of(folder: Path) -> set[str]:
@@ -43,10 +47,11 @@ def test_files_and_config(tmp_path: Path) -> None:
     assert config["dtype"] == "float32"
     quantization = config["quantization_config"]
     assert quantization["quant_method"] == "qgemm"
-    assert quantization["format_version"] == 1
+    assert quantization["format_version"] == 2
     assert set(quantization["schemes"]) == {"int8"}
-    assert quantization["layers"][UP] == "int8"
-    assert len(quantization["layers"]) == 14
+    assert len(quantization["layers"]["int8"]) == 7
+    assert "model.layers.[0-1].mlp.up_proj" in quantization["layers"]["int8"]
+    assert len(expand(quantization["layers"]["int8"])) == 14
     assert quantization["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
     tensors = load_file(folder / "model.safetensors")
     assert tensors[f"{UP}.weight"].dtype == torch.int8
@@ -70,9 +75,8 @@ def test_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
     model = swap_linears(tiny_llama())
     save_quantized(model, tmp_path / "a", max_shard_size="10KB")
     save_quantized(model, tmp_path / "b", max_shard_size="10KB")
-    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
-    for name in files_of(tmp_path / "a"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert save_of(tmp_path / "a") != save_of(tmp_path / "b")
 
 
 @pytest.mark.parametrize("dtype", DTYPE_CODES)
@@ -210,7 +214,12 @@ def test_overwrite_leaves_no_file_of_the_old_checkpoint(llama_folder: Path) -> N
     (llama_folder / "model-card.safetensors").write_text("not of a checkpoint")
     model = quantized_net()
     save_quantized(model, llama_folder, overwrite=True)
-    assert files_of(llama_folder) == {"config.json", "model.safetensors", "tokenizer.json", "model-card.safetensors"}
+    own = {name.replace("model", f"model-{save_of(llama_folder)}") for name in ("model.safetensors", INDEX)}
+    others = {"tokenizer.json", "model-card.safetensors"}
+    assert files_of(llama_folder) == {"config.json", *own, *others}
+    # The plain names are free again.
+    save_quantized(model, llama_folder, overwrite=True)
+    assert files_of(llama_folder) == {"config.json", "model.safetensors", *others}
 
 
 def test_overwrite_of_a_link_leaves_its_target(llama_folder: Path, tmp_path: Path) -> None:
@@ -232,7 +241,9 @@ def fail_at(step: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             nonlocal done
             # Removing a temporary name is the tidying up after the failure; opening counts for new files only.
-            if not (name == "unlink" and ".tmp-" in args[0].name) and (name != "open" or "xb" in args):
+            if not (name == "unlink" and re.search(r"\.tmp-|\.lock$", args[0].name)) and (
+                name != "open" or "xb" in args
+            ):
                 done += 1
                 if done == step:
                     raise OSError(28, "No space left on device")
@@ -271,9 +282,9 @@ def other_llama() -> nn.Module:
     return swap_linears(tiny_llama())
 
 
-def test_a_failure_at_any_step_leaves_no_mixture(llama_folder: Path, tmp_path: Path) -> None:
+def test_a_failure_at_any_step_leaves_one_whole_checkpoint(llama_folder: Path, tmp_path: Path) -> None:
     old, new = load_quantized(llama_folder).state_dict(), other_llama()
-    steps = steps_of_a_save(tmp_path, llama_folder)
+    files, steps = contents(llama_folder), steps_of_a_save(tmp_path, llama_folder)
     outcomes = []
     for step in range(1, steps + 1):
         folder = Path(shutil.copytree(llama_folder, tmp_path / str(step)))
@@ -282,30 +293,70 @@ def test_a_failure_at_any_step_leaves_no_mixture(llama_folder: Path, tmp_path: P
             with pytest.raises(OSError, match="No space left"):
                 save_quantized(new, folder, max_shard_size="10KB", overwrite=True)
         assert not [name for name in files_of(folder) if ".tmp-" in name]
-        try:
-            state = load_quantized(folder).state_dict()
-        except CheckpointError:
-            outcomes.append("refused")
-        else:
-            matches = [all(torch.equal(state[n], t) for n, t in whole.items()) for whole in (old, new.state_dict())]
-            assert any(matches), f"step {step} of {steps} leaves a mixture"
-            outcomes.append(("old", "new")[matches.index(True)])
-    # First the old one, untouched; then neither; and the new one at the end, where only the last sync failed.
-    assert outcomes == sorted(outcomes, key=("old", "refused", "new").index)
-    assert set(outcomes) == {"old", "refused", "new"}
-    assert outcomes.count("new") == 1
+        state = load_quantized(folder).state_dict()
+        matches = [all(torch.equal(state[n], t) for n, t in whole.items()) for whole in (old, new.state_dict())]
+        assert any(matches), f"step {step} of {steps} leaves a mixture"
+        outcomes.append(("old", "new")[matches.index(True)])
+        if outcomes[-1] == "old":
+            assert contents(folder) == files
+        else:  # what is left of the old one goes with the next save
+            save_quantized(new, folder, max_shard_size="10KB", overwrite=True)
+            named = {"config.json", "generation_config.json", INDEX, *json_of(folder / INDEX)["weight_map"].values()}
+            assert {re.sub(f"-{save_of(folder)}", "", name) for name in files_of(folder)} == named
+    # First the old one, untouched; then the new one, of which only the tidying up failed.
+    assert outcomes == sorted(outcomes, key=("old", "new").index)
+    assert set(outcomes) == {"old", "new"}
 
 
-def test_a_first_save_that_fails_leaves_nothing_that_loads(tmp_path: Path) -> None:
-    for step in range(1, 12):
+def test_a_first_save_that_fails_leaves_nothing_or_all(tmp_path: Path) -> None:
+    new = other_llama()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        count = fail_at(0, monkeypatch)
+        save_quantized(new, tmp_path / "count")
+    outcomes = []
+    for step in range(1, count() + 1):
         folder = tmp_path / str(step)
         with pytest.MonkeyPatch.context() as monkeypatch:
             fail_at(step, monkeypatch)
             with pytest.raises(OSError, match="No space left"):
-                save_quantized(other_llama(), folder)
-        assert not [name for name in files_of(folder) if ".tmp-" in name]
-        with pytest.raises(CheckpointError):
-            load_quantized(folder)
+                save_quantized(new, folder)
+        outcomes.append(bool(files_of(folder)) if folder.exists() else False)
+        if outcomes[-1]:
+            assert load_quantized(folder)
+    assert outcomes == sorted(outcomes)
+    assert set(outcomes) == {False, True}
+
+
+@pytest.mark.parametrize("in_the_way", ["model.safetensors", "model-00001-of-00002.safetensors", INDEX])
+def test_a_folder_in_the_way_stays(in_the_way: str, tmp_path: Path) -> None:
+    (tmp_path / in_the_way / "inside").mkdir(parents=True)
+    save_quantized(quantized_net(), tmp_path, max_shard_size=1500, overwrite=True)
+    assert load_quantized(tmp_path, model=Net)
+    assert (tmp_path / in_the_way / "inside").is_dir()
+
+
+def test_a_folder_in_the_way_of_the_config(llama_folder: Path) -> None:
+    for path in llama_folder.iterdir():
+        path.unlink()
+    (llama_folder / "config.json" / "inside").mkdir(parents=True)
+    with pytest.raises(OSError, match=r"config\.json"):
+        save_quantized(quantized_net(), llama_folder, overwrite=True)
+    assert files_of(llama_folder) == {"config.json"}
+
+
+def test_a_checkpoint_of_another_kind_keeps_its_config_to_itself(tmp_path: Path) -> None:
+    # Such as a pickle of the float weights: until the end, what is beside it may not look like its weights.
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"precious")
+    save_quantized(quantized_net(), tmp_path, overwrite=True)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert load_quantized(tmp_path, model=Net)
+
+
+def json_of(path: Path) -> Any:
+    """The JSON in a file, or in that of the save that has its id in the names."""
+    found = [path, *path.parent.glob(path.name.replace("model", "model-????????????????"))]
+    return json.loads(next(each for each in found if each.exists()).read_text().replace(f"-{save_of(path.parent)}", ""))
 
 
 def test_an_interrupt_also_tidies_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_a_folder_is_replaced_only_when_asked(int8_folder: Path, tmp_path: Path)
     assert "pass --overwrite" in run_failing("convert", int8_folder, target, "--to", "qgemm")
     assert len(list(target.glob("*.safetensors"))) == 3
     run("convert", int8_folder, target, "--to", "qgemm", "--overwrite")
-    assert [path.name for path in target.glob("*.safetensors")] == ["model.safetensors"]
+    assert len(list(target.glob("*.safetensors"))) == 1
     assert (target / "tokenizer.json").read_text() == "new"
     assert not list(target.glob(".*"))
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from checkpoint.rewriting import rewrite_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 import qgemm
 from cli.command import run, run_failing, run_json, write_checkpoint, zeros
+from qgemm.checkpoint.name_ranges import expand
 from qgemm_cli.reading import open_checkpoint
 from qgemm_cli.soundness import find_problems
 
@@ -193,6 +195,11 @@ def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     (folder / "config.json").write_text(json.dumps(values))
 
 
+def unlist(config: dict[str, Any]) -> None:
+    layers = config["quantization_config"]["layers"]
+    layers["int8"] = [name for name in expand(layers["int8"]) if name != UP]
+
+
 def edit_tensor(folder: Path, name: str, edit: Callable[[Tensor], Tensor | None]) -> None:
     """As a program that knows no checksums would: they are gone."""
     path = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
@@ -202,7 +209,7 @@ def edit_tensor(folder: Path, name: str, edit: Callable[[Tensor], Tensor | None]
         tensors[name] = value
     else:
         edit_index(folder, lambda names: names.pop(name))
-    save_file(tensors, path, {"format": "pt"})
+    rewrite_file(path, tensors)
 
 
 def flip_last_byte(folder: Path) -> None:
@@ -235,12 +242,12 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         f"{UP}.weight_scale has shape [47], which doesn't fit a weight of [48, 32]",
     ),
     "a layer that isn't listed": (
-        lambda folder: edit_config(folder, lambda config: config["quantization_config"]["layers"].pop(UP)),
+        lambda folder: edit_config(folder, unlist),
         f"{UP} is quantized, but config.json doesn't list it",
     ),
     "a layer that isn't there": (
         lambda folder: edit_config(
-            folder, lambda config: config["quantization_config"]["layers"].update({"model.layers.9.mlp": "int8"})
+            folder, lambda config: config["quantization_config"]["layers"]["int8"].append("model.layers.9.mlp")
         ),
         "config.json says that model.layers.9.mlp is quantized",
     ),

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from checkpoint.rewriting import rewrite_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -56,7 +57,7 @@ def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
             del stored[name]
         else:
             stored[name] = value
-    save_file(stored, path, metadata={"format": "pt"})
+    rewrite_file(path, stored)
 
 
 def run_python(code: str, *arguments: object) -> str:

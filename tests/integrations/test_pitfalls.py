@@ -20,6 +20,8 @@ from transformers import (
 import qgemm
 from integrations.folders import IDS, assert_same, edit_weights, load, load_int8, quantized_names, run_python
 from qgemm import QuantLinear
+from qgemm.checkpoint.name_ranges import expand
+from qgemm.checkpoint.refusal import REFUSAL
 from qgemm.integrations.transformers import QGemmQuantizer
 
 
@@ -231,7 +233,9 @@ def test_what_transformers_looks_for_after_an_in_place_swap(llama_folder: Path) 
     assert model.hf_quantizer.is_serializable()
     assert model.hf_quantizer.is_compileable
     assert model.quantization_method == "qgemm"
-    assert model.config.quantization_config.to_dict()["layers"].keys() == quantized_names(model)
+    layers = model.config.quantization_config.to_dict()["layers"]
+    assert set(expand(layers["int8"])) == quantized_names(model)
+    assert len(layers["int8"]) == 7
     model.half()  # stays possible
 
 
@@ -258,11 +262,56 @@ assert sum(isinstance(m, qgemm.QuantLinear) for m in model.modules()) == 14
     run_python(code, tmp_path / "int8")
 
 
-def test_a_process_without_qgemm_is_warned(llama_folder: Path, tmp_path: Path) -> None:
-    # transformers has no way for a package to announce itself; the guide says what to import.
-    load_int8(llama_folder).save_pretrained(tmp_path / "int8")
-    code = "import sys, transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
-    assert "Unknown quantization type, got qgemm" in run_python(code, tmp_path / "int8")
+WITHOUT_QGEMM = """
+import sys
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlamaModel
+assert "qgemm" not in sys.modules
+for folder in sys.argv[2:]:
+    for cls in (AutoModelForCausalLM, AutoModel, LlamaModel):
+        for options in ({}, {"dtype": torch.bfloat16, "ignore_mismatched_sizes": True}, {"device_map": "cpu"},
+                        {"config": AutoConfig.from_pretrained(folder)}):
+            try:
+                cls.from_pretrained(folder, **options)
+            except ValueError as error:
+                assert "qgemm, which must be imported before this checkpoint is loaded" in str(error), error
+            else:
+                raise AssertionError(f"{folder} was loaded by {cls}, {options}")
+AutoModelForCausalLM.from_pretrained(sys.argv[1])
+"""
+
+
+def test_a_process_without_qgemm_is_refused(llama_folder: Path, tmp_path: Path) -> None:
+    # transformers has no way for a package to announce itself.
+    folders = []
+    for scheme in ("int8", "int4"):
+        model = load(llama_folder, quantization_config=qgemm.QGemmConfig(scheme))
+        folders += [tmp_path / f"{scheme} theirs", tmp_path / f"{scheme} ours"]
+        model.save_pretrained(folders[-2])
+        qgemm.save_quantized(model, folders[-1])
+    folders.append(tmp_path / "streamed")
+    qgemm.quantize_checkpoint(llama_folder, folders[-1])
+    # What was quantized once can be float again.
+    model.dequantize()
+    model.save_pretrained(tmp_path / "float")
+    run_python(WITHOUT_QGEMM, tmp_path / "float", *folders)
+
+
+def test_fusions_of_the_model_stay(llama_folder: Path, tmp_path: Path) -> None:
+    model = load_int8(llama_folder)
+    assert list(model.config.fusion_config) == [REFUSAL]
+    model.config.fusion_config = {"patch_embeddings": False}
+    model.save_pretrained(tmp_path / "theirs")
+    qgemm.save_quantized(model, tmp_path / "ours")
+    for folder in (tmp_path / "theirs", tmp_path / "ours"):
+        for loaded in (load(folder), qgemm.load_quantized(folder)):
+            assert loaded.config.fusion_config == {"patch_embeddings": False, REFUSAL: True}
+    qgemm.save_quantized(model, tmp_path / "for others", format="compressed-tensors")
+    assert json.loads((tmp_path / "for others" / "config.json").read_text())["fusion_config"] == {
+        "patch_embeddings": False
+    }
+    model.dequantize()
+    assert model.config.fusion_config == {"patch_embeddings": False}
 
 
 def test_registering_again() -> None:

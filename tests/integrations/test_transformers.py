@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.rewriting import contents
 from models import FAMILIES, Example
 from safetensors.torch import load_file
 from torch import nn
@@ -62,7 +63,7 @@ def test_families(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     ours, theirs = (stored_tensors(folder) for folder in folders)
     assert ours.keys() == theirs.keys()
     assert all(same_values(ours[name], theirs[name]) for name in ours)
-    configs = [(folder / "config.json").read_text() for folder in folders]
+    configs = [contents(folder)["config.json"].decode() for folder in folders]
     assert configs[0] == configs[1]
     assert_same(cls.from_pretrained(folders[0]), on_load)
     assert_same(cls.from_pretrained(folders[1], device_map="cpu"), on_load)
@@ -130,8 +131,10 @@ def test_both_writers_store_the_same(llama_folder: Path, tmp_path: Path) -> None
     theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "ours")]
+    configs = [json.loads(contents(tmp_path / name)["config.json"]) for name in ("theirs", "ours")]
+    assert configs[1]["quantization_config"].pop("report") == "qgemm_report.json"  # which theirs have in their metadata
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+    assert configs[0]["fusion_config"] == configs[1]["fusion_config"]
 
 
 def test_auto_class_device_map_and_generation(llama_folder: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import transformers
+from checkpoint.rewriting import contents
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -24,11 +25,6 @@ def quantize_whole(source: Path, destination: Path, max_shard_size: int | str = 
         warnings.filterwarnings("ignore", message=".*experts.*")
         qgemm.save_quantized(qgemm.quantize_model(model, **options), destination, max_shard_size=max_shard_size)
     return model
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file in a folder."""
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def assert_same_files(one: Path, other: Path) -> None:

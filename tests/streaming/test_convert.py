@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.rewriting import contents
 from models import FAMILIES
 from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
@@ -21,7 +22,7 @@ import qgemm
 from qgemm import CheckpointError, quantize_checkpoint
 from qgemm.streaming import convert
 from qgemm.streaming.shards import write_shard
-from streaming.files import Stopped, assert_same_files, contents, edit_tensors, quantize_whole, stop_after
+from streaming.files import Stopped, assert_same_files, edit_tensors, quantize_whole, stop_after
 
 # One of each way in which names, ties, dtypes or layouts differ.
 CHOSEN = [
@@ -116,7 +117,8 @@ def test_the_tokenizer_goes_along_and_code_does_not(source: Path, tmp_path: Path
     with pytest.warns(UserWarning, match=r"modeling_qwen3\.py in .* not copied"):
         quantize_checkpoint(source, tmp_path / "streamed")
     names = set(contents(tmp_path / "streamed"))
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    written = {"config.json", "generation_config.json", "model.safetensors", "qgemm_report.json"}
+    assert names == {*written, "tokenizer.json"}
 
 
 def test_a_weight_with_nan_is_named(source: Path, tmp_path: Path) -> None:

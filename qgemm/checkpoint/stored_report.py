@@ -1,0 +1,61 @@
+"""The report of a checkpoint: in a file of its own, with the id of the save, or in the metadata of the weights' files.
+
+transformers' ``save_pretrained`` lets a quantizer write no file of its own, so there it is in the metadata.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import CONFIG_FILE, SAVE_KEY, checkpoint_file, parse_json, read_json
+from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.safetensors_file import check_save, read_metadata
+from qgemm.reporting import QuantReport
+
+REPORT = "qgemm_report"
+"""Where a file's metadata has the report, as JSON."""
+
+
+def report_file(save_id: str, report: dict[str, Any]) -> dict[str, Any]:
+    """What the file of a report holds."""
+    return {SAVE_KEY: save_id, "report": report}
+
+
+def read_report(folder: Path, manifest: Manifest, files: Iterable[Path]) -> dict[str, Any] | None:
+    """The report of the checkpoint in ``folder``, or None if it has none; ``files``: those with its weights.
+
+    Raises ``FileNotFoundError`` if its file isn't there: a download of the weights alone lacks it, and loads. Raises
+    ``CheckpointError`` if it is damaged, or of another save.
+    """
+    report = manifest.report
+    if not isinstance(report, str):
+        return report if report is not None else _in_metadata(files)
+    if report == Path(report).name and not os.path.lexists(folder / report):
+        raise FileNotFoundError(folder / report)
+    path = checkpoint_file(folder, report)
+    values = read_json(path)
+    check_save(path, values.get(SAVE_KEY), manifest.save)
+    found = values.get("report")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: report must be an object, not {type(found).__name__}")
+    return found
+
+
+def parse_report(values: dict[str, Any], manifest: Manifest, folder: Path) -> QuantReport:
+    """The report that ``values``, read by ``read_report``, are; raises ``CheckpointError`` if they aren't one."""
+    try:
+        return QuantReport.from_dict(values)
+    except (KeyError, TypeError, ValueError) as error:
+        place = folder / (manifest.report if isinstance(manifest.report, str) else CONFIG_FILE)
+        raise CheckpointError(f"{place}: report can't be read: {error}") from error
+
+
+def _in_metadata(files: Iterable[Path]) -> dict[str, Any] | None:
+    for path in files:  # the same in each
+        text = read_metadata(path).get(REPORT)
+        return None if text is None else parse_json(text, path)
+    return None
