@@ -175,6 +175,22 @@ def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.
     quantize_checkpoint(source, tmp_path / "streamed")
 
 
+def test_a_disk_that_fails_once_all_is_published(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    quantize_whole(source, tmp_path / "whole")
+    monkeypatch.setattr("qgemm.streaming.workspace.make_folder", lambda folder: folder.mkdir())
+    monkeypatch.setattr("qgemm.streaming.workspace.sync_folder", fail)
+    with pytest.raises(
+        OSError, match=r"streamed is whole, but the system couldn't see its name safely to the disk: In"
+    ):
+        quantize_checkpoint(source, tmp_path / "streamed")
+    assert_same_files(tmp_path / "whole", tmp_path / "streamed")
+    assert not (tmp_path / "streamed.partial").exists()
+
+
 def test_room_is_wanted_for_what_is_still_to_be_written(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
