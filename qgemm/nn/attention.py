@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
-from qgemm.nn.quant_layer import QuantLayer
+from qgemm.nn.quant_layer import QuantLayer, traced_as_leaf
 from qgemm.ops import quant_linear
 
 _PACKED = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -97,6 +98,10 @@ class QuantMultiheadAttention(nn.Module):
         ``[N * num_heads, L, S]``. True in a mask leaves a key out; floats are added. ``is_causal`` says that
         ``attn_mask`` is the causal one.
         """
+        if isinstance(query, Proxy):
+            options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
+            traced: tuple[Tensor, Tensor | None] = traced_as_leaf(self, query, key, value, *options)
+            return traced
         batch = _check_inputs(query, key, value, self.batch_first)
         if is_causal and attn_mask is None:
             raise RuntimeError("is_causal says what attn_mask is: pass the causal mask too")

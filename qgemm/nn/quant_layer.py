@@ -119,7 +119,7 @@ class QuantLayer(nn.Module):
         super()._load_from_state_dict({**state_dict, **scales} if scales else state_dict, prefix, *args)
 
 
-def traced_as_leaf(layer: QuantLayer, *inputs: Any) -> Any:
+def traced_as_leaf(layer: nn.Module, *inputs: Any) -> Any:
     """A call of ``layer`` in the graph of ``torch.fx.symbolic_trace``: it is a leaf there, as ``nn.Linear`` is."""
     tracer: Any = next(each.tracer for each in inputs if isinstance(each, Proxy))
     return tracer.create_proxy("call_module", tracer.path_of_module(layer), inputs, {})

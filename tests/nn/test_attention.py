@@ -169,9 +169,10 @@ def no_fused_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scheme", EVERY_SCHEME)
 @pytest.mark.usefixtures("no_fused_path")
-def test_a_transformer_stays_close_under_every_scheme(scheme: str) -> None:
-    model = transformer()
+def test_a_transformer_stays_close_under_every_scheme(scheme: str, device: torch.device) -> None:
+    model = transformer().to(device)
     call = calls_of_transformer(model)
+    call = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in call.items()}
     with opened_attention(model), torch.no_grad():
         expected = model(**call)
     qgemm.quantize_model(model, scheme, calibration=[call] if "static" in scheme or "outliers" in scheme else None)
@@ -261,9 +262,9 @@ def test_an_error_leaves_attention_as_it_was(variant: str) -> None:
     assert type(attention) is nn.MultiheadAttention
 
 
-def test_cross_attention_multiplies_the_rows_that_it_needs() -> None:
-    attention = qgemm.quantize_model(make("plain"))
-    query, key, value = (x.float() for x in inputs_of(attention, True, "none"))
+def test_cross_attention_multiplies_the_rows_that_it_needs(device: torch.device) -> None:
+    attention = qgemm.quantize_model(make("plain").to(device))
+    query, key, value = (x.float().to(device) for x in inputs_of(attention, True, "none"))
     shapes: list[tuple[int, ...]] = []
 
     class Watching(torch.utils._python_dispatch.TorchDispatchMode):
@@ -325,6 +326,40 @@ def test_it_compiles_into_one_graph() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert torch.allclose(compiled(**call), model(**call), atol=1e-5)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(E, H, batch_first=True)
+        self.linear = nn.Linear(E, E)
+
+    def forward(self, x: Tensor, y: Tensor, padding: Tensor) -> Tensor:
+        return self.linear(self.attention(x, y, y, padding, need_weights=False)[0])
+
+
+def test_symbolic_tracing_takes_it_for_a_leaf() -> None:
+    model = qgemm.quantize_model(Block().eval())
+    inputs = torch.randn(N, L, E), torch.randn(N, S, E), torch.arange(S) > torch.tensor([[S], [3], [5]])
+    graph = torch.fx.symbolic_trace(model)
+    called = [node.target for node in graph.graph.nodes if node.op == "call_module"]
+    assert called == ["attention", "linear"]
+    assert torch.equal(graph(*inputs), model(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_gives_what_it_gives_in_pytorch(dtype: torch.dtype) -> None:
+    for variant in VARIANTS:
+        attention = make(variant)
+        quantized = qgemm.quantize_model(copy.deepcopy(attention))
+        query, key, value = (x.float() for x in inputs_of(attention, True, "none"))
+        padding = torch.zeros(N, S, dtype=torch.bool)
+        for need_weights in (True, False):
+            with torch.autocast("cpu", dtype):
+                wanted = attention(query, key, value, padding, need_weights)
+                got = quantized(query, key, value, padding, need_weights)
+            assert got[0].dtype == wanted[0].dtype == dtype
+            assert (got[0] - wanted[0]).float().norm() <= 0.05 * wanted[0].float().norm()
 
 
 @pytest.mark.parametrize("scheme", EVERY_SCHEME)
