@@ -321,11 +321,11 @@ def test_gradients_flow_to_every_input() -> None:
 
 
 def test_it_compiles_into_one_graph() -> None:
-    model = qgemm.quantize_model(nn.Transformer(32, 4, 1, 1, 64, batch_first=True).eval())
-    call = calls_of_transformer(model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    layer = qgemm.quantize_model(nn.TransformerDecoderLayer(32, 4, 64, batch_first=True).eval())
+    target, memory, mask = torch.randn(3, 5, 32), torch.randn(3, 7, 32), torch.ones(5, 5, dtype=torch.bool).triu(1)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        assert torch.allclose(compiled(**call), model(**call), atol=1e-5)
+        assert torch.allclose(compiled(target, memory, mask), layer(target, memory, mask), atol=1e-5)
 
 
 class Block(nn.Module):
