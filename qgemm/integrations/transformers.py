@@ -133,7 +133,7 @@ class QGemmConfig(QuantizationConfigMixin):
         schemes = [[shown_pattern(pattern), each and each.name] for pattern, each in self.schemes.items()]
         return {
             "quant_method": QUANT_METHOD,
-            "scheme": schemes[0][1] if list(self.schemes) == ["*"] else schemes,
+            "scheme": schemes[0][1] if [pattern for pattern, _ in schemes] == ["*"] and schemes[0][1] else schemes,
             "skip": [shown_pattern(pattern) for pattern in self.skip],
             "include": [shown_pattern(pattern) for pattern in self.include],
             "input_scales": scales,

@@ -244,6 +244,8 @@ def test_config_of_schemes_by_pattern() -> None:
     text = json.dumps(config.to_dict(), sort_keys=True)
     again = qgemm.QGemmConfig.from_dict(json.loads(text))
     assert list(again.schemes.items()) == list(config.schemes.items())
+    nothing = qgemm.QGemmConfig({"*": None})
+    assert qgemm.QGemmConfig.from_dict(nothing.to_dict()).schemes == {"*": None}
     assert (again.skip, again.to_dict()) == (config.skip, config.to_dict())
 
 
