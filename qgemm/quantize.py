@@ -208,9 +208,35 @@ def plan_swaps(
     skip: Patterns,
     include: Patterns,
     input_scales: Mapping[str, InputScale] | None,
+    calibration: Calibration | None = None,
 ) -> SwapPlan:
     """Looks at every layer and checks everything but the weights' values; raises as ``quantize_model`` does."""
-    return _with_scales(_plan_without_scales(model, resolve_schemes(scheme), skip, include), input_scales)
+    plan = _plan_without_scales(model, resolve_schemes(scheme), skip, include)
+    if calibration is not None:
+        input_scales = _calibrated_scales(model, plan, calibration, calibration.observer, None)
+    return _with_scales(plan, input_scales)
+
+
+def check_on_batches(
+    model: nn.Module,
+    scheme: SchemeChoice,
+    skip: Patterns,
+    include: Patterns,
+    recipe: Recipe | None,
+    has_batches: bool,
+) -> None:
+    """Checks what can be before the model has weights; raises as ``quantize_model`` with a recipe or batches does."""
+    schemes = _plan_without_scales(model, resolve_schemes(scheme), skip, include).schemes_in_use
+    if not has_batches and (wanting := wanting_data(recipe or (), schemes)):
+        raise ValueError(f"{wanting[0]} needs batches to run the model on: pass them as calibration")
+    if recipe is None and not any(scheme.is_static or _keeps_columns(scheme) for scheme in schemes):
+        raise ValueError(_nothing_to_calibrate(schemes))
+
+
+def wanting_data(recipe: Iterable[Method], schemes: Iterable[QuantScheme]) -> list[str]:
+    """The methods and schemes, in words, that need data to run the model on."""
+    wanting = [f"the method {method.name}" for method in recipe if method.needs_data]
+    return wanting + [f"the scheme {scheme.name!r}" for scheme in schemes if scheme.is_static or _keeps_columns(scheme)]
 
 
 def _plan_without_scales(
@@ -249,8 +275,7 @@ def _calls_for_blocks(
     if isinstance(calibration, Calibration):
         raise ValueError("calibration is what was seen before, but blocks run on the data itself: pass the batches")
     if calibration is None:
-        wanting = [f"the method {method.name}" for method in recipe if method.needs_data]
-        wanting += [f"the scheme {scheme.name!r}" for scheme in schemes if scheme.is_static or _keeps_columns(scheme)]
+        wanting = wanting_data(recipe, schemes)
         wanting += [name for name, wants in wants_data.items() if wants]
         if wanting:
             raise ValueError(f"{wanting[0]} needs batches to run the model on: pass them as calibration")

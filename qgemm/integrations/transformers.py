@@ -3,6 +3,7 @@
 - ``QGemmConfig(...)`` as ``quantization_config`` of ``from_pretrained`` quantizes a float checkpoint as it is read:
   each weight is quantized when it arrives, so memory peaks at the quantized model and one float weight. The result is
   that of ``quantize_model``, bit for bit.
+- With a recipe or batches for calibration it is loaded in float, and quantized by ``quantize_model`` at the end.
 - A folder that ``save_pretrained`` or ``qgemm.save_quantized`` wrote holds a ``Manifest``; quantized layers
   are put into the model before the int8 values are read into them.
 - ``attach_quantizer`` is for a model that was quantized in place: ``save_pretrained`` then writes that manifest.
@@ -17,7 +18,7 @@ import copy
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qgemm.arguments import as_scales, shown
+from qgemm.calibration.collect import NO_BATCH, check_batches
+from qgemm.calibration.method import Method
+from qgemm.calibration.recipe import Recipe
+from qgemm.calibration.result import Calibration
 from qgemm.checkpoint.checksum import checksum, format_checksum
 from qgemm.checkpoint.disk import check_regular
 from qgemm.checkpoint.errors import CheckpointError
@@ -59,7 +64,7 @@ from qgemm.integrations.transformers_checkpoint import (
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.attention import close_attention, opened_attention
 from qgemm.nn.float_experts import describe_experts
-from qgemm.quantize import SwapPlan, make_report, plan_swaps, warn_of_coverage
+from qgemm.quantize import SwapPlan, check_on_batches, make_report, plan_swaps, quantize_model, warn_of_coverage
 from qgemm.reporting import LayerRecord, QuantReport
 from qgemm.selection import Patterns, SchemeChoice, as_patterns, resolve_schemes, shown_pattern
 from qgemm.survey import Layer
@@ -74,8 +79,10 @@ AUTO_QUANTIZER_MAPPING.pop(QUANT_METHOD, None)
 class QGemmConfig(QuantizationConfigMixin):
     """``quantization_config`` for ``from_pretrained``: how to quantize a float model as it is loaded.
 
-    ``scheme``, ``skip``, ``include`` and ``input_scales`` are those of ``qgemm.quantize_model``. Once a model is
-    quantized, its ``config.quantization_config`` has ``manifest`` instead, which says what was done to every layer.
+    All arguments are those of ``qgemm.quantize_model``. With ``recipe``, or batches as ``calibration``, the model is
+    loaded in float, where the device map puts it, and then quantized on these batches, which must be there too. Else
+    each weight is quantized as it is read. Once a model is quantized, its ``config.quantization_config`` has
+    ``manifest`` instead, which says what was done to every layer. Batches are stored nowhere.
     """
 
     def __init__(
@@ -85,20 +92,41 @@ class QGemmConfig(QuantizationConfigMixin):
         skip: Patterns = None,
         include: Patterns = None,
         input_scales: Mapping[str, float | Tensor] | None = None,
+        recipe: Recipe | Sequence[Method] | None = None,
+        calibration: Calibration | Iterable[Any] | None = None,
     ) -> None:
-        """Raises ``ValueError`` for an unknown scheme, or one that can't be applied as a model loads."""
+        """Raises ``ValueError`` for an unknown scheme, or one that can't be applied as a model loads.
+
+        Raises ``TypeError`` and ``ValueError`` as ``quantize_model`` for a recipe or a calibration that is none.
+        """
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.schemes = resolve_schemes(scheme)
+        self.recipe = recipe if recipe is None or isinstance(recipe, Recipe) else Recipe(recipe)
+        if calibration is not None and not isinstance(calibration, Calibration):
+            check_batches(calibration)
+            calibration = list(calibration)
+            if not calibration:
+                raise ValueError(NO_BATCH)
+        self.calibration = calibration
+        if input_scales is not None and (calibration is not None or recipe is not None):
+            raise ValueError("input_scales say what the scales are, and so do a recipe and calibration: pass one")
+        if self.recipe is not None and isinstance(calibration, Calibration):
+            raise ValueError("calibration is what was seen before, but a recipe runs on the data itself: pass batches")
         for each in self.schemes.values():
-            if each is not None and linear_class(each).folds_bias:
+            if each is not None and linear_class(each).folds_bias and not self.loads_float:
                 # A bias may come before its weight, or after.
                 raise ValueError(
-                    f"scheme {each.name!r} changes biases, which can't be done as a model loads: load it in float, "
-                    "and pass it to qgemm.quantize_model"
+                    f"scheme {each.name!r} changes biases, which can't be done as weights are read: pass batches as "
+                    "calibration, for which the model is loaded in float first"
                 )
         self.skip, self.include = as_patterns("skip", skip), as_patterns("include", include)
         self.input_scales = as_scales(input_scales)
         self.manifest: Manifest | None = None
+
+    @property
+    def loads_float(self) -> bool:
+        """Whether the model is loaded in float, and quantized once it is there."""
+        return self.recipe is not None or isinstance(self.calibration, list)
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> QGemmConfig:
@@ -119,13 +147,15 @@ class QGemmConfig(QuantizationConfigMixin):
             try:
                 if isinstance(values.get("scheme"), list):
                     values["scheme"] = dict(values["scheme"])
+                if values.get("recipe") is not None:
+                    values["recipe"] = Recipe.from_dict(values["recipe"])
                 config = cls(**values)
             except (ValueError, TypeError, AttributeError) as error:
                 raise CheckpointError(f"quantization_config is none of qgemm's: {error}") from error
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values."""
+        """JSON-ready values: those of ``manifest`` once there is one; before, without ``calibration``."""
         if self.manifest is not None:
             return self.manifest.to_dict()
         scales = None if self.input_scales is None else {k: float(v) for k, v in self.input_scales.items()}
@@ -137,6 +167,7 @@ class QGemmConfig(QuantizationConfigMixin):
             "skip": [shown_pattern(pattern) for pattern in self.skip],
             "include": [shown_pattern(pattern) for pattern in self.include],
             "input_scales": scales,
+            "recipe": None if self.recipe is None else self.recipe.to_dict(),
         }
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
@@ -303,8 +334,13 @@ class QGemmQuantizer(HfQuantizer):
                 "of a weight: quantize and save the model first, and load that folder with this distributed_config"
             )
         config = self.quantization_config
+        seen = config.calibration if isinstance(config.calibration, Calibration) else None
         with _as_it_will_be(model), opened_attention(model):
-            self._plan = plan_swaps(model, config.schemes, config.skip, config.include, config.input_scales)
+            if config.loads_float:
+                batches = config.calibration is not None
+                check_on_batches(model, config.schemes, config.skip, config.include, config.recipe, batches)
+                return
+            self._plan = plan_swaps(model, config.schemes, config.skip, config.include, config.input_scales, seen)
         # Files have the packed weights of an nn.MultiheadAttention, so it is opened once those are there.
         modules = dict(model.named_modules(remove_duplicate=False))
         self._in_attention = [
@@ -350,8 +386,14 @@ class QGemmQuantizer(HfQuantizer):
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *known}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        config = self.quantization_config
         if self.pre_quantized:
             self._finish_quantized(model)
+        elif config.loads_float:
+            # Or the batches would be copied with it.
+            del model.config.quantization_config
+            settings: dict[str, Any] = {"skip": config.skip, "include": config.include, "recipe": config.recipe}
+            quantize_model(model, config.schemes, calibration=config.calibration, **settings)
         else:
             self._finish_quantizing(model)
         for module in model.modules():

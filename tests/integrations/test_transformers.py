@@ -230,6 +230,7 @@ def test_config_shows_and_copies() -> None:
         "skip": ["a", "re:b+"],
         "include": ["lm_head"],
         "input_scales": None,
+        "recipe": None,
     }
     assert dict(config) == config.to_dict() == json.loads(config.to_json_string())
     assert '"scheme": "int8"' in repr(config)
