@@ -439,7 +439,7 @@ class QGemmQuantizer(HfQuantizer):
         for name_in_file, value in read_values(stored, torch.device("cpu")):
             name = transient[name_in_file]
             set_tensor(model, name, value.to(get_tensor(model, name).device))
-        if manifest.report is not None and self._files.report is not None:
+        if self._files.report is not None:
             model._qgemm_report = self._files.report  # type: ignore[assignment]
         self._files.finish(model)
         self._files, self._stored, self._names_in_files, self._checksums = None, {}, {}, {}
