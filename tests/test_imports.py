@@ -70,6 +70,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.scheme",
     },
     "qgemm.integrations": {
+        "qgemm.calibration",
         "qgemm.arguments",
         "qgemm.quantize",
         "qgemm.selection",
