@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE, checkpoint_file, read_json
+from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, checkpoint_file, read_json, weights_file
 from qgemm.checkpoint.pretrained import BuildLimits, build_pretrained, read_generation_config
 from qgemm.checkpoint.tensors import get_tensor, set_tensor
 from qgemm.streaming.conversions import find_tensors
@@ -57,7 +57,7 @@ def _build(source: Source) -> Any:
             raise CheckpointError(
                 f"{path} has a {key}: this checkpoint is quantized already. Start from the float checkpoint"
             )
-    dtype = config.get("dtype") or config.get("torch_dtype") or _stored_dtype(source)
+    dtype = config.get("dtype") or config.get("torch_dtype") or _stored_dtype(source, config)
     model: Any = build_pretrained({**config, "dtype": dtype}, path, source.tensors)
     _set_dtype(model, dtype)
     if model.can_generate():
@@ -76,10 +76,10 @@ def _generation_config(folder: Path) -> Any:
     )
 
 
-def _stored_dtype(source: Source) -> str:
+def _stored_dtype(source: Source, config: dict[str, Any]) -> str:
     # The rule of from_pretrained for a config that says nothing.
-    index = source.folder / INDEX_FILE
-    metadata = read_json(index).get("metadata") if index.exists() else None
+    weights = weights_file(source.folder, config)
+    metadata = read_json(weights).get("metadata") if weights.suffix == ".json" else None
     if isinstance(metadata, dict) and isinstance(metadata.get("dtype"), str):
         return str(metadata["dtype"])
     first = min(tensor.path for tensor in source.tensors.values())

@@ -29,8 +29,10 @@ from qgemm.checkpoint.layout import (
     INDEX_FILE,
     LARGEST_JSON,
     WEIGHTS_FILE,
+    WEIGHTS_KEY,
     checkpoint_file,
     read_json,
+    weights_file,
 )
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, StoredTensor, read_headers
 
@@ -169,18 +171,14 @@ def open_source(folder: Path) -> Iterator[Source]:
             f"{folder} is no folder. To quantize a model of the Hugging Face hub, download it first: "
             f"hf download {folder} --local-dir {folder.name}"
         )
-    if not (folder / INDEX_FILE).exists() and not (folder / WEIGHTS_FILE).exists():
-        pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-        if pickles:
-            raise CheckpointError(
-                f"{folder} holds {pickles[0]}, a pickle, and no {WEIGHTS_FILE}. Loading a pickle runs the code in it, "
-                "so qgemm doesn't: convert it to safetensors first (load it with transformers, then save_pretrained)"
-            )
     # Before they are read, so that whatever happens to them meanwhile is a change.
-    paths = (folder / name for name in _JSON_FILES)
-    identities = {path.name: _identify(path) if path.exists() else None for path in paths}
-    has_config = identities[CONFIG_FILE] is not None
-    stored = read_headers(folder, read_json(checkpoint_file(folder, CONFIG_FILE)) if has_config else None)
+    identities = {name: _identify(folder / name) if (folder / name).exists() else None for name in _JSON_FILES}
+    config = read_json(checkpoint_file(folder, CONFIG_FILE)) if identities[CONFIG_FILE] is not None else {}
+    _check_no_pickles(folder, config)
+    weights = weights_file(folder, config)
+    if weights.suffix == ".json":  # which may have a name of its own
+        identities[weights.name] = _identify(weights)
+    stored = read_headers(folder, config)
     layouts = {path: read_layout(path) for path in sorted({tensor.path for tensor in stored.values()})}
     tensors = {name: _place(name, tensor, layouts[tensor.path]) for name, tensor in stored.items()}
     identities.update((path.name, layout.identity) for path, layout in layouts.items())
@@ -189,6 +187,17 @@ def open_source(folder: Path) -> Iterator[Source]:
         yield source
     finally:
         source.close()
+
+
+def _check_no_pickles(folder: Path, config: dict[str, Any]) -> None:
+    if WEIGHTS_KEY in config or (folder / INDEX_FILE).exists() or (folder / WEIGHTS_FILE).exists():
+        return
+    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
+    if pickles:
+        raise CheckpointError(
+            f"{folder} holds {pickles[0]}, a pickle, and no {WEIGHTS_FILE}. Loading a pickle runs the code in it, "
+            "so qgemm doesn't: convert it to safetensors first (load it with transformers, then save_pretrained)"
+        )
 
 
 def _place(name: str, tensor: StoredTensor, layout: FileLayout) -> SourceTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -10,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from qgemm import CheckpointError, quantize_checkpoint
+from qgemm import CheckpointError, load_quantized, quantize_checkpoint
 from qgemm.streaming import convert
 from qgemm.streaming import source as source_module
 from qgemm.streaming.shards import write_shard
@@ -62,6 +63,32 @@ def test_a_pickle(source: Path, tmp_path: Path) -> None:
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin, a pickle.*convert it to safetensors"):
         quantize_checkpoint(source, tmp_path / "streamed")
+
+
+def test_an_index_with_a_name_of_its_own(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Which the config gives. What else lies there isn't this model's.
+    (source / "model.safetensors").rename(source / "other.safetensors")
+    names = load_file(source / "other.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "other.safetensors")}
+    (source / "other.safetensors.index.json").write_text(json.dumps(index))
+    (source / "pytorch_model.bin").touch()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "transformers_weights": "other.safetensors.index.json"}))
+
+    def touch_then_write(*args: Any) -> Any:
+        os.utime(source / "other.safetensors.index.json")
+        return write_shard(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(convert, "write_shard", touch_then_write)
+        with pytest.raises(
+            CheckpointError, match=r"changed while it was read: other\.safetensors\.index\.json was writ"
+        ):
+            quantize_checkpoint(source, tmp_path / "streamed")
+    quantize_whole(source, tmp_path / "whole")
+    quantize_checkpoint(source, tmp_path / "streamed", resume=False)
+    assert_same_files(tmp_path / "whole", tmp_path / "streamed")
+    load_quantized(tmp_path / "streamed")
 
 
 def test_a_name_on_the_hub(tmp_path: Path) -> None:
