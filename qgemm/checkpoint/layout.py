@@ -145,8 +145,9 @@ def checkpoint_file(folder: Path, name: str) -> Path:
     path, real_folder = folder / name, folder.resolve()
     # Not Path.is_file, which before Python 3.14 raises OSError for a name that the file system finds too long.
     if not os.path.isfile(path):
-        with suppress(OSError):
-            check_regular(path)
+        if os.path.exists(path):
+            with suppress(OSError):  # of one that is gone again
+                check_regular(path)
         raise CheckpointError(f"{folder} has no file {name}: the checkpoint is incomplete")
     real_path = path.resolve()
     if real_path.parent not in (real_folder, *_hub_blobs(real_folder)):

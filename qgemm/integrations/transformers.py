@@ -368,6 +368,7 @@ class QGemmQuantizer(HfQuantizer):
         same_class = type(model).__name__ in (model.config.architectures or ())
         if not same_class:
             manifest = self.quantization_config.manifest = manifest_for(model, manifest, self._config_path)
+            self._files.report = None  # it is of the whole model
         with opened_attention(model, manifest.layers):
             layers = quantized_layers(model, manifest.layers, self._config_path)
             if is_cut(model):

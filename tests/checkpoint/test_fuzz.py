@@ -20,6 +20,7 @@ from checkpoint.fuzz_models import CONFIG, INDEX, FuzzNet, Good, make_good, outp
 from checkpoint.rewriting import rewrite_file
 from qgemm.checkpoint import CheckpointError, layout, load_quantized, save_quantized
 from qgemm.checkpoint.checksum import checksum
+from qgemm.checkpoint.name_ranges import expand
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES
 
 CASES = {"own": 1000, "foreign": 300}
@@ -134,7 +135,9 @@ def test_two_schemes_for_one_layer(tmp_path: Path) -> None:
     model.again = model.layers[0]
     save_quantized(model, tmp_path)
     assert load_quantized(tmp_path, model=build)
-    set_quantization(tmp_path, "layers", "again", "int8-static")
+    set_quantization(tmp_path, "layers", "int8-static", ["again"])
+    names = expand(json.loads((tmp_path / CONFIG).read_text())["quantization_config"]["layers"]["int8"])
+    set_quantization(tmp_path, "layers", "int8", [name for name in names if name != "again"])
     with pytest.raises(CheckpointError, match="two schemes to again"):
         load_quantized(tmp_path, model=build)
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from torch import nn
 
 import qgemm
 from checkpoint.rewriting import save_of, set_save
+from checkpoint.savers import savers
 from qgemm import CheckpointError, load_quantized, save_quantized
 from qgemm.checkpoint import load, save
 from qgemm.checkpoint.layout import retry_while_saved
@@ -192,41 +190,13 @@ def test_a_generation_config_that_is_still_to_come(llama_folder: Path) -> None:
     assert load_quantized(llama_folder).generation_config.max_new_tokens == 77
 
 
-def save_for_ever(folder: Path, first: int, step: int) -> None:
-    torch.set_num_threads(1)
-    value = first
-    while True:
-        try:
-            save_quantized(filled(value), folder, max_shard_size=300, overwrite=True)
-        except CheckpointError:  # the other one's turn
-            time.sleep(0.001)
-        value += step
-
-
-@contextmanager
-def savers(folder: Path, count: int) -> Iterator[None]:
-    """``count`` processes that save into ``folder``, each other values."""
-    context = multiprocessing.get_context("spawn")
-    started = [context.Process(target=save_for_ever, args=(folder, 10 + i, count), daemon=True) for i in range(count)]
-    before = save_of(folder)
-    for process in started:
-        process.start()
-    try:
-        limit = time.monotonic() + 60
-        while save_of(folder) == before:
-            assert time.monotonic() < limit
-            time.sleep(0.01)
-        yield
-        assert all(process.is_alive() for process in started)
-    finally:
-        for process in started:
-            process.kill()
-            process.join()
+def save_filled(folder: Path, value: int) -> None:
+    save_quantized(filled(value), folder, max_shard_size=300, overwrite=True)
 
 
 def test_loads_while_two_processes_save(folder: Path) -> None:
     found: Counter[str] = Counter()
-    with savers(folder, 2):
+    with savers(folder, save_filled, 2):
         limit = time.monotonic() + 2
         while time.monotonic() < limit:
             try:

@@ -60,6 +60,20 @@ def test_the_files(tmp_path: Path) -> None:
 
 
 @needs_the_library
+def test_a_checkpoint_that_took_the_place_of_another(tmp_path: Path) -> None:
+    # Its files have other names than transformers looks for by itself.
+    qgemm.save_quantized(quantized_llama(), tmp_path, format="compressed-tensors")
+    (tmp_path / "generation_config.json").write_text("{}")
+    model = quantized_llama("int8-static", tied=True)
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors", max_shard_size="10KB", overwrite=True)
+    assert not (tmp_path / "model.safetensors").exists()
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert relative(logits(loaded), logits(model)) < LIMITS[torch.float32, "int8-static"]
+    assert loaded.generation_config.bos_token_id == model.generation_config.bos_token_id
+    assert same_tensors(qgemm.load_quantized(tmp_path), model)
+
+
+@needs_the_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["int8", "int8-static"])
 @pytest.mark.parametrize("tied", [False, True])

@@ -18,6 +18,7 @@ from transformers import Mxfp4Config
 
 import qgemm
 from integrations.folders import assert_same, edit_weights
+from qgemm.integrations.transformers import QGemmQuantizer
 from qgemm.nn import QuantExperts
 
 # A line each for the dtypes, in turn, so that both are seen with many layouts.
@@ -206,3 +207,17 @@ def test_quantized_experts_that_are_damaged(change: Any, problem: str, tmp_path:
     rewrite_file(path, {**stored, **({} if value is None else {name: value})})
     with pytest.raises(qgemm.CheckpointError, match=problem):
         type(model).from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("scheme", "size"), [("int8", 1), ("int4", 0.5)])
+def test_the_bytes_of_a_value_that_is_still_to_come(scheme: str, size: float) -> None:
+    # By which device_map="auto" counts. Experts have no form of 4 bits.
+    with torch.device("meta"):
+        model: Any = MIXTURES["mixtral"]().model
+    quantizer = QGemmQuantizer(qgemm.QGemmConfig(scheme), pre_quantized=False)
+    quantizer._process_model_before_weight_loading(model)
+    sizes = {name: quantizer.param_element_size(model, name, parameter) for name, parameter in model.named_parameters()}
+    experts = {value for name, value in sizes.items() if ".experts." in name}
+    assert experts == {1}
+    assert {value for name, value in sizes.items() if name.endswith("q_proj.weight")} == {size}
+    assert {value for name, value in sizes.items() if name.endswith("norm.weight")} == {4}
