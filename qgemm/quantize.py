@@ -1,9 +1,9 @@
 """``quantize_model``: swaps linear layers and experts of a model for ``QuantLinear`` and ``QuantExperts``, in place.
 
 First every layer is looked at and everything is checked; only then is anything swapped, one layer at a time, each float
-weight freed before the next is touched. So an error leaves the model as it was, and memory peaks at the float model
-plus the working space of one layer. Between the two steps only names are kept: a reference to a layer would keep its
-weight alive.
+weight freed before the next is touched. So a mistake leaves the model as it was, and memory peaks at the float model
+plus the working space of one layer; what stops the swaps half-way leaves a model that refuses to run. Between the two
+steps only names are kept: a reference to a layer would keep its weight alive.
 
 Exactly ``nn.Linear``, transformers' ``Conv1D`` and ``FalconLinear``, and its modules of fused experts are swapped.
 Other subclasses of ``nn.Linear`` mean something of their own, and ``swap_rules.py`` lists where even a plain one can't
@@ -26,7 +26,14 @@ from tqdm import tqdm
 
 from qgemm.arguments import as_scales, check_model, shown
 from qgemm.calibration.budget import Budget, assign_schemes
-from qgemm.calibration.collect import NO_BATCH, as_call, check_batches, run_batches
+from qgemm.calibration.collect import (
+    NEVER_CALLED,
+    NO_BATCH,
+    as_call,
+    check_batches,
+    run_batches,
+    warn_of_uncalled,
+)
 from qgemm.calibration.method import Call, Method
 from qgemm.calibration.observers import Observer, resolve_observer
 from qgemm.calibration.pipeline import quantize_blocks
@@ -52,7 +59,7 @@ from qgemm.selection import (
     select_layers,
 )
 from qgemm.survey import Layer
-from qgemm.swap import swap
+from qgemm.swap import make_unusable, swap
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -92,12 +99,12 @@ def quantize_model(
       Experts have none: under any scheme they are quantized with ``"int8"``.
     - ``calibration``: instead of ``input_scales``, what ``qgemm.calibrate`` gave, or batches to run the model on first:
       mappings of keyword arguments, tuples or lists of arguments, or tensors, on the model's device. It runs in eval
-      mode without gradients.
+      mode without gradients. Layers that it never calls stay in float, with a warning: most often their weight is read
+      by code around them.
     - ``observer``: what makes scales of batches, ``"min-max"`` if None: another name that ``qgemm.calibrate`` takes, or
       an ``Observer``.
     - ``recipe``: methods from ``qgemm.calibration``, applied in order, block by block: ``[SmoothQuant(), GPTQ()]``.
-      ``calibration`` must be batches, then also under schemes that aren't static. Layers that saw no token are
-      quantized with ``"int8"``, with a warning.
+      ``calibration`` must be batches, then also under schemes that aren't static.
     - ``budget``: chooses for every layer one of the schemes, or float, within so many bytes or so much damage; see
       ``qgemm.calibration.choose_schemes``. ``calibration`` must be batches.
     - ``sensitivity``: what ``qgemm.sensitivity`` has measured, for ``budget``; None measures it on the batches first,
@@ -112,6 +119,11 @@ def quantize_model(
     nothing to swap, the model is quantized already, a pattern matches no layer, a weight holds NaN or Inf,
     ``input_scales``, ``calibration`` or ``budget`` doesn't fit, or a layer carries what a swap would lose (state-dict
     hooks; weights that accelerate keeps on disk). What accelerate offloads to the CPU stays there, in int8.
+
+    All that can be foreseen is checked before the first layer is swapped, and what a layer holds beside its weight
+    (hooks, children, buffers, attributes) goes with it. Each float weight is freed before the next is touched, so that
+    an error which nobody foresaw (memory that runs out, an interrupt) can't bring swapped layers back: a model that was
+    changed in part then refuses to run and to be saved, and says so. Before the first swap it is as it was.
     """
     check_model(model)
     input_scales = as_scales(input_scales)
@@ -159,10 +171,7 @@ def quantize_model(
                 input_scales = _calibrated_scales(model, plan, calibration, observer, progress)
             plan = _with_scales(plan, input_scales)
             _check_finite(model, plan.chosen)
-            records = {}
-            show = None if progress is None else not progress
-            for layer in tqdm(plan.chosen, desc="quantize", unit="layer", disable=show):
-                records[layer.name] = swap(model, layer, plan.scheme_of(layer), plan.input_scales.get(layer.name))
+            records = _swap_all(model, plan, progress)
     report = make_report(plan, records)
     if recipe is not None:
         report = replace(report, recipe=methods.to_dict())
@@ -246,6 +255,19 @@ def _plan_without_scales(
     plan = SwapPlan(layers, apply_schemes(model, layers, schemes))
     _check_layers(model, plan.chosen)
     return plan
+
+
+def _swap_all(model: nn.Module, plan: SwapPlan, progress: bool | None) -> dict[str, LayerRecord]:
+    records = {}
+    show = None if progress is None else not progress
+    try:
+        for layer in tqdm(plan.chosen, desc="quantize", unit="layer", disable=show):
+            records[layer.name] = swap(model, layer, plan.scheme_of(layer), plan.input_scales.get(layer.name))
+    except BaseException as error:
+        if records:
+            make_unusable(model, error)
+        raise
+    return records
 
 
 def _with_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] | None) -> SwapPlan:
@@ -413,8 +435,14 @@ def _calibrated_scales(
     if not isinstance(calibration, Calibration):
         _check_finite(model, plan.chosen)  # or their NaN would be found in the input of the layer after
         calibration = run_batches(model, [layer.name for layer in linears], calibration, observer, progress)
-    if unseen := [layer.name for layer in linears if layer.name not in calibration.statistics]:
-        raise ValueError(f"calibration has nothing of {listed(unseen)}: run batches that reach them, or skip them")
+    if unseen := [layer for layer in linears if layer.name not in calibration.statistics]:
+        uncalled = [layer.name for layer in unseen]
+        if len(unseen) == len(linears):
+            raise ValueError(f"calibration has nothing of {listed(uncalled)}: run batches that reach them, or skip")
+        for layer in unseen:
+            layer.reason = NEVER_CALLED
+        linears = [layer for layer in linears if not layer.reason]
+        warn_of_uncalled(uncalled, stacklevel=4)  # of quantize_model
     scales: dict[str, InputScale] = {}
     for layer in linears:
         seen = calibration.statistics[layer.name]

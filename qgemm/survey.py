@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from qgemm.held_weights import multiplied_parameters
 from qgemm.kernels.reference import MAX_K
 from qgemm.nn.attention import why_closed
+from qgemm.nn.carry_over import cannot_be_carried
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear import linear_weight
 from qgemm.swap_rules import find_rule
@@ -103,7 +104,7 @@ class _Survey:
         kind = type(module).__name__
         parameters = dict(module.named_parameters(recurse=False))
         if _is_linear(module):
-            yield Layer(names, kind, self._bytes(module.parameters()), *self._reason(names, module))
+            yield Layer(names, kind, self._bytes(module.parameters(recurse=False)), *self._reason(names, module))
         elif isinstance(module, nn.MultiheadAttention):
             reason = why_closed(module)
             yield Layer(names, kind, self._bytes(parameters.values()), reason, reason)
@@ -236,8 +237,10 @@ def _own_reason(module: nn.Module) -> str:
     if _is_linear(module):
         if _qualified_name(module) not in _SWAPPED:
             return "a subclass of nn.Linear, which may compute something else"
-        if set(module._parameters) != {"weight", "bias"}:
+        if "weight" not in module._parameters:
             return "its weight is computed from others (weight norm, spectral norm, pruning)"
+        if reason := cannot_be_carried(module):
+            return reason
     # accelerate, which replaces it too, is dealt with by an error, and puts the class's own back as it leaves.
     forward = vars(module).get("forward")
     if forward is not None and not hasattr(module, "_hf_hook"):

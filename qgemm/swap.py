@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
+from qgemm.nn.carry_over import carry_over
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear import linear_weight
 from qgemm.nn.linear_layer import InputScale
@@ -48,13 +49,13 @@ def _swap_experts(model: nn.Module, module: nn.Module, layer: Layer, scheme: Qua
 
 
 def _swap_linear(model: nn.Module, module: nn.Module, layer: Layer, quantized: LinearLayer) -> LayerRecord:
-    put(model, layer, quantized)
     weight = linear_weight(module).detach()
     value = None
     if weight.device.type != "meta":
         error = WeightError()
         error.add_layer(weight, quantized)
         value = error.value
+    put(model, layer, quantized)
     scheme, size = quantized.scheme.name, parameter_bytes(quantized)
     return LayerRecord(layer.name, layer.kind, scheme, "", layer.bytes, size, value)
 
@@ -106,28 +107,33 @@ class ExpertsSwap:
         )
 
 
-_CARRIED_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-)
-
-
 def put(model: nn.Module, layer: Layer, quantized: QuantLayer) -> None:
-    """Puts ``quantized`` where ``model`` has ``layer``, under all its names, with the hooks of the module there."""
+    """Puts ``quantized`` where ``model`` has ``layer``, under all its names, with what others have put there."""
     module = model.get_submodule(layer.name)
     quantized.layer_name = layer.name
-    for hooks in _CARRIED_HOOKS:
-        # The very dictionary: a handle that removes its hook looks there.
-        vars(quantized)[hooks] = vars(module)[hooks]
+    carry_over(module, quantized)
     for name in layer.names:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, quantized)
+
+
+def make_unusable(model: nn.Module, error: BaseException) -> None:
+    """Has ``model``, of which ``error`` has stopped the quantization half-way, refuse to run and to give its state.
+
+    The float weights of the layers that are swapped already are freed, so that nothing could bring it back.
+    """
+    swapped = [module for module in model.modules() if isinstance(module, QuantLayer)]
+    cause = " ".join(filter(None, (type(error).__name__, str(error).partition("\n")[0])))
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError(
+            f"this {type(model).__name__} is quantized in part: quantize_model was stopped half-way ({cause}), with "
+            f"{len(swapped)} layers done, whose float weights are freed. Load the model again"
+        )
+
+    for module in {model, *swapped}:
+        module.register_forward_pre_hook(refuse)
+        module.register_state_dict_pre_hook(refuse)
 
 
 class WeightError:

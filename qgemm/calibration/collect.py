@@ -27,6 +27,9 @@ from qgemm.survey import find_layers
 NO_BATCH = "calibration has no batch: an iterator that was used up gives nothing a second time"
 
 
+NEVER_CALLED = "it was never called in calibration: code around it may read its weight"
+
+
 @contextmanager
 def calibrate(
     model: nn.Module,
@@ -189,6 +192,15 @@ def warn_of_unused(experts: list[str], stacklevel: int) -> None:
             "them: run more batches, or more various ones",
             stacklevel=stacklevel,
         )
+
+
+def warn_of_uncalled(names: list[str], stacklevel: int) -> None:
+    """Warns of layers that stay in float since calibration has never called them."""
+    warnings.warn(
+        f"{listed(names)} saw no tokens of calibration and stay in float: either code around a layer reads its weight "
+        "instead of calling it, or batches don't reach it: run ones that do",
+        stacklevel=stacklevel,
+    )
 
 
 def _hook(calibration: Calibration, name: str, batch: Batch) -> Any:

@@ -11,20 +11,26 @@ nearest; the layers' records say so.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from qgemm.calibration.blocks import Chain, capture, find_chains, without_cache
-from qgemm.calibration.collect import counted_experts, in_eval_mode, unused_experts, warn_of_unused
+from qgemm.calibration.collect import (
+    NEVER_CALLED,
+    counted_experts,
+    in_eval_mode,
+    unused_experts,
+    warn_of_uncalled,
+    warn_of_unused,
+)
 from qgemm.calibration.method import Block, Call, LayerWork, Method
 from qgemm.calibration.observers import Observer
 from qgemm.calibration.outlier_columns import fill_columns
@@ -33,11 +39,10 @@ from qgemm.calibration.resume import ResumeFolder, hash_of_data, hash_of_model
 from qgemm.calibration.rounded_part import rounded_part
 from qgemm.calibration.statistics import StatisticsSum
 from qgemm.nn.linear_layer import InputScale
-from qgemm.reporting import LayerRecord
+from qgemm.reporting import KEPT, LayerRecord
 from qgemm.scheme import SCHEMES, QuantScheme
-from qgemm.selection import listed
 from qgemm.survey import Layer
-from qgemm.swap import swap
+from qgemm.swap import make_unusable, swap
 from qgemm.version import __version__
 
 # Of a layer's inputs, as many rows tell how far its output is off.
@@ -66,30 +71,43 @@ def quantize_blocks(
     ``resume`` is of another run, and as methods and observers do, with the model changed in part.
     """
     run = _Run(model, layers, recipe, observer, device)
+    try:
+        _run_all(run, calls, resume, progress)
+    except BaseException as error:
+        if run.has_changed:
+            make_unusable(model, error)
+        raise
+    warn_of_unused(run.unused, stacklevel=4)  # of quantize_model
+    if run.unseen:
+        warn_of_uncalled(run.unseen, stacklevel=4)
+    return run.records
+
+
+def _run_all(run: _Run, calls: Sequence[Call], resume: str | Path | None, progress: bool | None) -> None:
+    model, recipe = run.model, run.recipe
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(in_eval_mode(model))
         stack.enter_context(without_cache(model))
         run.bar = stack.enter_context(
-            tqdm(total=len(layers), desc="quantize", unit="layer", disable=None if progress is None else not progress)
+            tqdm(
+                total=len(run.layers), desc="quantize", unit="layer", disable=None if progress is None else not progress
+            )
         )
         chains = find_chains(model, calls[0], [model.get_submodule(name) for name in run.layers]) if calls else []
         run.divide(chains)
         if resume is not None:
-            run.folder = ResumeFolder(resume, _about(model, layers, recipe, calls, observer, device, chains))
-        for method in recipe:
-            method.prepare(model, run.works)
+            about = _about(model, run.schemes, recipe, calls, run.observer, run.device, chains)
+            run.folder = ResumeFolder(resume, about)
+        before = [parameter._version for parameter in model.parameters()]
+        try:
+            for method in recipe:
+                method.prepare(model, run.works)
+        finally:
+            run.has_changed = before != [parameter._version for parameter in model.parameters()]
         for chain in chains:
             run.quantize_chain(chain, calls)
         run.quantize_rest(calls)
-    warn_of_unused(run.unused, stacklevel=4)  # of quantize_model
-    if run.unseen:
-        warnings.warn(
-            f"{listed(run.unseen)} saw no tokens of calibration, so there are no scales for their inputs: they find "
-            'them as they run, as under "int8". Calibrate with batches that reach them',
-            stacklevel=3,
-        )
-    return run.records
 
 
 class _Run:
@@ -98,9 +116,11 @@ class _Run:
     - ``works``: the linear layers that are still to be quantized.
     - ``contents``: for each block of a chain that holds some, the names of its layers, in order.
     - ``records``: what has become of the layers that are done.
+    - ``has_changed``: whether the model can't be brought back to what it was.
     """
 
     bar: Any = None
+    has_changed: bool = False
     folder: ResumeFolder | None = None
 
     def __init__(
@@ -113,6 +133,7 @@ class _Run:
     ) -> None:
         self.model, self.recipe, self.observer, self.device = model, recipe, observer, device
         self.layers = {layer.name: layer for layer, _ in layers}
+        self.schemes = {layer.name: scheme for layer, scheme in layers}
         self.works = {
             layer.name: LayerWork(layer.name, model.get_submodule(layer.name), scheme)
             for layer, scheme in layers
@@ -167,28 +188,43 @@ class _Run:
 
     def _quantize_block(self, block: Block, names: list[str]) -> None:
         """Quantizes the layers called ``names``: those of ``block``, and experts."""
-        fill_columns(block)  # before weights are decided
-        for method in self.recipe:
-            _apply(method, block)
-        fill_columns(block)
-        with counted_experts(self.model, [name for name in names if name not in block.layers], block.batch) as tokens:
-            scales, samples = self._observe(block)
-        if block.calls:
-            self.unused += unused_experts(tokens)
-        for name in names:
-            if name in block.layers:
-                record = self._swap(block.layers.pop(name), scales.get(name), samples.get(name))
-            else:
-                record = swap(self.model, self.layers[name], SCHEMES["int8"])
-                if len(self.recipe):
-                    record = replace(record, note="experts are rounded to nearest, whatever the recipe")
-            self._finish(record)
+        # Until something is swapped, the model can be brought back: of the first block alone.
+        before = [] if self.has_changed or not len(self.recipe) else _float_parameters(block)
+        try:
+            fill_columns(block)  # before weights are decided
+            for method in self.recipe:
+                _apply(method, block)
+            fill_columns(block)
+            experts = [name for name in names if name not in block.layers]
+            with counted_experts(self.model, experts, block.batch) as tokens:
+                scales, samples = self._observe(block)
+            if block.calls:
+                self.unused += unused_experts(tokens)
+            for name in names:
+                if name in block.layers:
+                    record = self._swap_or_keep(block, name, scales.get(name), samples.get(name))
+                else:
+                    record = swap(self.model, self.layers[name], SCHEMES["int8"])
+                    if len(self.recipe):
+                        record = replace(record, note="experts are rounded to nearest, whatever the recipe")
+                self._finish(record)
+                self.has_changed, before = True, []
+        except BaseException:
+            _put_back(before)
+            raise
+
+    def _swap_or_keep(
+        self, block: Block, name: str, input_scale: InputScale | None, sample: Tensor | None
+    ) -> LayerRecord:
+        work, layer = block.layers.pop(name), self.layers[name]
+        is_called = sample is not None and (input_scale is not None or not work.scheme.is_static)
+        if is_called or not block.calls:
+            return self._swap(work, input_scale, sample)
+        self.unseen.append(name)
+        layer.reason = NEVER_CALLED
+        return LayerRecord(name, layer.kind, KEPT, NEVER_CALLED, layer.bytes, layer.bytes, None)
 
     def _swap(self, work: LayerWork, input_scale: InputScale | None, sample: Tensor | None) -> LayerRecord:
-        if work.scheme.is_static and input_scale is None:
-            work.scheme, work.weight, work.outlier_columns = SCHEMES["int8"], None, None
-            work.notes.append("it saw no tokens, so it finds the scales of its input as it runs")
-            self.unseen.append(work.name)
         decided: dict[str, Any] = {}
         if work.weight is not None:
             decided["weight"] = (work.weight.values, work.weight.scale)
@@ -258,12 +294,7 @@ class _Run:
 
 def _apply(method: Method, block: Block) -> None:
     """Applies a method; undoes it if it fails, or leaves values that aren't finite."""
-    parameters = [
-        (module, name, parameter, parameter.detach().clone())
-        for module in block.module.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and parameter.is_floating_point()
-    ]
+    parameters = _float_parameters(block)
     before = {name: (work.scheme, work.weight, work.outlier_columns) for name, work in block.layers.items()}
     try:
         method.apply(block)
@@ -271,9 +302,7 @@ def _apply(method: Method, block: Block) -> None:
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         failure = str(error)
     if failure:
-        for module, name, parameter, values in parameters:
-            parameter.detach().copy_(values)
-            setattr(module, name, parameter)
+        _put_back(parameters)
         for work in block.layers.values():
             work.scheme, work.weight, work.outlier_columns = before[work.name]
             work.notes.append(f"{method.name} failed on its block: {failure}")
@@ -281,6 +310,26 @@ def _apply(method: Method, block: Block) -> None:
         if work.weight is not None and not bool((work.weight.scale.isfinite() & (work.weight.scale > 0)).all()):
             work.weight = None
             work.notes.append(f"{method.name} found no finite scales: rounded to nearest")
+
+
+_Saved: TypeAlias = "list[tuple[nn.Module, str, nn.Parameter | None, Tensor | None]]"
+
+
+def _float_parameters(block: Block) -> _Saved:
+    """The float parameters of a block's modules, those that are None too, and copies of their values."""
+    return [
+        (module, name, parameter, None if parameter is None else parameter.detach().clone())
+        for module in block.module.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is None or parameter.is_floating_point()
+    ]
+
+
+def _put_back(saved: _Saved) -> None:
+    for module, name, parameter, values in saved:
+        if parameter is not None and values is not None:
+            parameter.detach().copy_(values)
+        setattr(module, name, parameter)
 
 
 def _not_finite(block: Block) -> str:
@@ -314,7 +363,7 @@ def _placed(model: nn.Module, name: str, device: torch.device | None) -> Iterato
 
 def _about(
     model: nn.Module,
-    layers: Sequence[tuple[Layer, QuantScheme]],
+    schemes: Mapping[str, QuantScheme],
     recipe: Recipe,
     calls: Sequence[Call],
     observer: Observer,
@@ -327,7 +376,7 @@ def _about(
         "recipe": recipe.to_dict(),
         "observer": {observer.name: observer.settings},
         "device": str(device),
-        "schemes or layers": {layer.name: scheme.to_dict() for layer, scheme in layers},
+        "schemes or layers": {name: scheme.to_dict() for name, scheme in schemes.items()},
         "division into blocks": [list(chain.names) for chain in chains],
         "model": hash_of_model(model),
         "calibration data": hash_of_data((call.args, dict(call.kwargs)) for call in calls),

@@ -102,7 +102,7 @@ class ResumeFolder:
             if isinstance(layer, LinearLayer) and layer.bias is None and f"{name}.bias" in values:
                 # A method's: the float layer has none.
                 layer = type(layer)(layer.in_features, layer.out_features, True, "meta", scheme=layer.scheme)
-            for leaf in [leaf for leaf, _ in layer.named_parameters()]:
+            for leaf in [leaf for leaf, _ in layer.named_parameters(recurse=False)]:
                 value = values.pop(f"{name}.{leaf}", None)
                 if value is None:
                     raise CheckpointError(f"{path} lacks {name}.{leaf}")

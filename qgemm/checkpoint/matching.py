@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
-from qgemm.checkpoint.tensors import BIAS_DTYPES, FLOAT_DTYPES, named_tensors, split_name, transient_names
+from qgemm.checkpoint.tensors import BIAS_DTYPES, FLOAT_DTYPES, named_tensors, transient_names
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
+from qgemm.nn.carry_over import carry_over
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear import linear_weight
 from qgemm.scheme import QuantScheme
@@ -27,13 +28,14 @@ def match(
     Raises ``CheckpointError`` unless the model with these layers has exactly the tensors in ``stored``, ties included.
     """
     layers = quantized_layers(model, manifest.layers, config_path)
-    expected = {name: tensor for name, tensor in named_tensors(model).items() if split_name(name)[0] not in layers}
+    replaced = {f"{name}.{leaf}" for name in layers for leaf in model.get_submodule(name)._parameters}
+    expected = {name: tensor for name, tensor in named_tensors(model).items() if name not in replaced}
     # The float part of a model may be of any float dtype, and keeps the one it was saved in.
     dtypes: dict[str, tuple[torch.dtype, ...]] = {
         name: FLOAT_DTYPES if tensor.dtype in FLOAT_DTYPES else (tensor.dtype,) for name, tensor in expected.items()
     }
     for layer_name, layer in layers.items():
-        for name, parameter in layer.named_parameters():
+        for name, parameter in layer.named_parameters(recurse=False):
             expected[f"{layer_name}.{name}"] = parameter
             dtypes[f"{layer_name}.{name}"] = (parameter.dtype,) if name in layer.fixed_names else BIAS_DTYPES
     transient = transient_names(model)
@@ -81,6 +83,7 @@ def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_p
             try:
                 made[module] = _quantized_like(module, scheme)
                 made[module].layer_name = name
+                carry_over(module, made[module])
             except (TypeError, ValueError) as error:
                 kind = type(module).__name__
                 raise CheckpointError(f"{config_path}: layers names {name}, which is a {kind}, {error}") from None

@@ -208,7 +208,7 @@ def _check_can_be_stored(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 def _check_layers(layers: dict[str, QuantLayer]) -> None:
     for name, layer in layers.items():
-        for leaf, parameter in layer.named_parameters():
+        for leaf, parameter in layer.named_parameters(recurse=False):
             if leaf not in layer.fixed_names and parameter.dtype not in BIAS_DTYPES:
                 raise ValueError(
                     f"{name}.{leaf} is {parameter.dtype}, which no quantized layer computes with: call model.float()"

@@ -47,7 +47,7 @@ def plan_layers(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> None
         for name, layer in layers.items():
             # As transformers looks them up: with a star for a layer's number.
             key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-            parameters = [leaf for leaf, _ in layer.named_parameters()]
+            parameters = [leaf for leaf, _ in layer.named_parameters(recurse=False)]
             styles = {plan[entry] for entry in (key, *(f"{key}.{leaf}" for leaf in parameters)) if entry in plan}
             unknown = styles - {*_BY_CHANNEL, *_ALONG_K, *_UNCUT, WHOLE}
             if unknown or (styles and type(layer) is not QuantLinear):

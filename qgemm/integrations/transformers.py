@@ -581,6 +581,6 @@ def _as_it_will_be(model: PreTrainedModel) -> Iterator[None]:
 
 def _mark_as_loaded(layer: nn.Module) -> None:
     # Else transformers would initialise them. The bias may still come, and is marked then.
-    for parameter in layer.parameters():
+    for parameter in layer.parameters(recurse=False):
         if parameter.device.type != "meta":
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]

@@ -124,7 +124,7 @@ def check_stored(
 ) -> None:
     """Raises ``CheckpointError`` unless the files hold quantized weights and their scales for each of ``layers``."""
     for name, layer in layers.items():
-        for leaf, parameter in layer.named_parameters():
+        for leaf, parameter in layer.named_parameters(recurse=False):
             full_name = manifest.tied.get(f"{name}.{leaf}", f"{name}.{leaf}")
             tensor = stored.get(full_name)
             if tensor is None:
@@ -146,7 +146,7 @@ def check_loaded(name: str, layer: QuantLayer, checksums: Mapping[str, object], 
 
     Values that are in ``checksums``, by name, are held against theirs. Biases aren't: transformers casts them.
     """
-    for leaf, parameter in layer.named_parameters():
+    for leaf, parameter in layer.named_parameters(recurse=False):
         if parameter.device.type == "meta":
             continue  # offloaded
         # A parameter without the mark is uninitialised memory: no tensor went there.

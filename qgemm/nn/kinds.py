@@ -10,10 +10,10 @@ from qgemm.nn.packed import PackedLinear
 from qgemm.nn.rotated import RotatedLinear
 from qgemm.scheme import QuantScheme, resolve_scheme
 
-_KINDS: tuple[type[LinearLayer], ...] = (QuantLinear, PackedLinear, RotatedLinear, AsymmetricLinear, OutlierLinear)
+KINDS: tuple[type[LinearLayer], ...] = (QuantLinear, PackedLinear, RotatedLinear, AsymmetricLinear, OutlierLinear)
 
 
 def linear_class(scheme: str | QuantScheme) -> type[LinearLayer]:
     """The class whose layers compute ``scheme``; raises ``ValueError`` for an unknown scheme."""
     scheme = resolve_scheme(scheme)
-    return next(kind for kind in _KINDS if kind.computes(scheme))
+    return next(kind for kind in KINDS if kind.computes(scheme))

@@ -121,10 +121,20 @@ def test_layers_that_saw_nothing_are_named() -> None:
     assert caught[0].filename == __file__
     assert set(calibration.statistics) == {"up", "down"}
     weights = model.side.weight
-    with pytest.raises(ValueError, match="calibration has nothing of 'side': run batches that reach them, or skip"):
+    with pytest.warns(UserWarning, match="'side' saw no tokens of calibration and stay in float") as warned:
         qgemm.quantize_model(model, "int8-static", calibration=calibration)
+    assert warned[0].filename == __file__
     assert model.side.weight is weights
-    qgemm.quantize_model(model, "int8-static", calibration=calibration, skip="side")
+    assert [record.name for record in qgemm.report(model).kept] == ["side"]
+
+
+def test_a_calibration_of_no_layer_is_refused() -> None:
+    model = Block().eval()
+    with pytest.warns(UserWarning, match="saw no tokens"), qgemm.calibrate(model) as calibration:
+        model.up(torch.empty(0, 32))
+    with pytest.raises(ValueError, match="calibration has nothing of 'up', 'down', 'side': run batches"):
+        qgemm.quantize_model(model, "int8-static", calibration=calibration)
+    assert type(model.up) is nn.Linear
 
 
 # Called with a routing, and with as many rows for each expert. Where the router has its logits.
@@ -245,7 +255,6 @@ def test_batches_of_every_kind(kind: str) -> None:
         ([], ValueError, "calibration has no batch"),
         ([torch.ones(4, 32), "text"], TypeError, "batch 1 of calibration is a str"),
         ([torch.full((4, 32), torch.nan)], ValueError, "the input of 'up': x holds NaN"),
-        ([torch.ones(4, 32)], ValueError, "calibration has nothing of 'side'"),
     ],
 )
 def test_what_is_no_calibration_leaves_the_model_alone(calibration: Any, error: Any, message: str) -> None:
