@@ -270,12 +270,13 @@ def _weights(module: nn.Module) -> Iterator[tuple[Tensor, int]]:
 
 
 def _is_fused(name: str, kind: str, key: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter may be the weight of several experts; those of three dimensions are told by any name."""
+    """Whether a parameter may be the weight of several experts: of three dimensions, or one below the other."""
     if is_lazy(parameter) or "bias" in key:
         return False
-    return (parameter.ndim == 3 and "expert" in f"{name}.{kind}".lower()) or (
-        parameter.ndim == 2 and "expert" in kind.lower() and parameter.numel() >= _SMALLEST_HELD
-    )
+    if parameter.ndim == 3:
+        return "expert" in f"{name}.{kind}".lower()
+    is_router = "router" in kind.lower() or "gate" in kind.lower()
+    return parameter.ndim == 2 and "expert" in kind.lower() and not is_router and _may_be_multiplied(key, parameter)
 
 
 def _may_be_multiplied(key: str, parameter: nn.Parameter) -> bool:

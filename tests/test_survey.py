@@ -104,6 +104,32 @@ def test_without_source_every_weight_of_a_size_counts() -> None:
     assert set(_reasons(nn.Sequential(scope["Prompt"](), nn.Linear(4, 4)))) == {"0.w"}
 
 
+class SomeExpertGLU(nn.Module):
+    """As DBRX holds its experts: those of one kind below one another, multiplied by another class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.randn(128, 32))
+        self.b_bias = nn.Parameter(torch.randn(128, 32))
+
+
+class ExpertRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(128, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def test_experts_of_two_dimensions_are_listed_and_a_router_is_none() -> None:
+    reasons = _reasons(nn.Sequential(SomeExpertGLU(), ExpertRouter()))
+    assert reasons == {
+        "0.w1": "fused experts: its layout of experts isn't one that qgemm knows",
+        "1.weight": "no layer holds it: ExpertRouter multiplies by it itself",
+    }
+
+
 def test_tables_and_convolutions_are_no_products() -> None:
     model = nn.Sequential(nn.Embedding(64, 64), nn.EmbeddingBag(64, 64), nn.Conv1d(64, 64, 3), nn.LayerNorm((64, 64)))
     assert find_layers(model) == []
