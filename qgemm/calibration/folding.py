@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from qgemm.calibration.method import Block
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import is_conv1d
 
 # (layer, what is ahead of it): ends of names with the same beginning. What can't pass a scale on is here too, so that
 # it is refused for its reason, and for models whose activation is ReLU.
@@ -324,7 +325,7 @@ def _linear_candidates(block: Block) -> Iterator[list[Fold]]:
             if beginning == name or (beginning and not beginning.endswith(".")) or source not in names:
                 continue
             module = block.model.get_submodule(source)
-            if not (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
+            if not (isinstance(module, nn.Linear) or is_conv1d(module)):
                 continue
             N, K = linear_weight(module).shape[0], linear_weight(work.module).shape[1]
             head_dim = head_dim_of(block.model, (source, name)) or K

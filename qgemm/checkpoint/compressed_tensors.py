@@ -29,6 +29,7 @@ from qgemm.checkpoint.pretrained import is_pretrained, parameters_on_meta
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name, transient_names
 from qgemm.nn import LinearLayer, PackedLinear, QuantLayer, QuantLinear, QuantMultiheadAttention
+from qgemm.nn.linear_layer import is_conv1d
 from qgemm.scheme import SCHEMES
 
 QUANT_METHOD = "compressed-tensors"
@@ -256,7 +257,7 @@ def _conv1d_names(model: nn.Module, layers: dict[str, QuantLayer]) -> list[str]:
     try:
         with parameters_on_meta():
             plain = type(model)(deepcopy(model.config))
-        return [name for name in layers if type(plain.get_submodule(name)).__name__ == "Conv1D"]
+        return [name for name in layers if is_conv1d(plain.get_submodule(name))]
     except Exception:  # a class of one's own, built in another way: save_quantized warns of those
         return []
 

@@ -14,6 +14,7 @@ from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.stored_report import read_report
+from qgemm.nn.linear_layer import is_conv1d
 from qgemm.swap_rules import find_rule
 
 _READERS = {
@@ -66,7 +67,7 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path) -> Non
             raise CheckpointError(
                 f"{config_path.parent} holds a quantized layer {layer!r}, which the model doesn't have"
             )
-        is_linear = type(module) is nn.Linear or type(module).__name__ in ("Conv1D", "FalconLinear")
+        is_linear = type(module) is nn.Linear or is_conv1d(module) or type(module).__name__ == "FalconLinear"
         if not is_linear and layer not in fused:
             raise CheckpointError(
                 f"{config_path.parent} quantizes {layer}, a {type(module).__name__}, which qgemm can't compute"

@@ -17,6 +17,7 @@ from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.carry_over import carry_over
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import is_conv1d
 from qgemm.scheme import QuantScheme
 
 
@@ -96,7 +97,7 @@ def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_p
 def _quantized_like(module: nn.Module, scheme: QuantScheme) -> QuantLayer:
     if isinstance(module, LinearLayer):
         return _linear_like(module, module.in_features, module.out_features, scheme)
-    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+    if isinstance(module, nn.Linear) or is_conv1d(module):
         out_features, in_features = linear_weight(module).shape
         return _linear_like(module, in_features, out_features, scheme)
     if isinstance(module, QuantExperts):

@@ -133,8 +133,9 @@ class LinearLayer(QuantLayer):
         ``input_scale`` or ``outlier_columns`` doesn't go with ``scheme``; ``TypeError`` if ``linear`` is no linear
         layer. ``linear`` is left as it is; the bias is shared.
         """
-        if not (isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"):
-            raise TypeError(f"linear is a {type(linear).__name__}; from_linear takes an nn.Linear or a Conv1D")
+        if not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
+            kind = type(linear).__name__
+            raise TypeError(f"linear is a {kind}; from_linear takes an nn.Linear or transformers' Conv1D")
         source = linear_weight(linear).detach()
         if not source.is_floating_point() or source.dtype.itemsize == 1:
             raise TypeError(f"linear's weight is {source.dtype}; from_linear quantizes float16, bfloat16 and wider")
@@ -218,7 +219,12 @@ class LinearLayer(QuantLayer):
 def linear_weight(linear: nn.Module) -> Tensor:
     """The weight ``[out_features, in_features]`` of a linear layer; transformers' ``Conv1D`` stores its transpose."""
     weight: Tensor = linear.weight  # type: ignore[assignment]
-    return weight.t() if type(linear).__name__ == "Conv1D" else weight
+    return weight.t() if is_conv1d(linear) else weight
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether ``module`` is transformers' ``Conv1D``, a linear layer; a class of somebody else may be called alike."""
+    return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def check_values(

@@ -20,6 +20,7 @@ from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
+from qgemm.nn.linear_layer import is_conv1d
 from qgemm.quantize import quantize_model
 from qgemm.reporting import QuantReport, report
 from qgemm.selection import Patterns, SchemeChoice, resolve_schemes
@@ -126,7 +127,7 @@ def make_plan(
             else:
                 found = floats[id(getattr(float_module, own))]
             if weight_name is not None:
-                is_transposed = type(float_module).__name__ == "Conv1D"
+                is_transposed = is_conv1d(float_module)
                 weights[name] = QuantizedWeight(f"{owner}.{weight_name}", owner, found, is_transposed)
             else:
                 copied[name] = found

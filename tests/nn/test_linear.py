@@ -127,6 +127,14 @@ def test_from_conv1d(device: torch.device) -> None:
     assert torch.equal(layer(x), expected(layer, x))
 
 
+def test_from_a_linear_layer_that_is_only_called_conv1d() -> None:
+    mine = type("Conv1D", (nn.Linear,), {})(70, 70)
+    x = torch.randn(5, 70)
+    torch.testing.assert_close(QuantLinear.from_linear(mine)(x), mine(x), rtol=0, atol=0.02)
+    with pytest.raises(TypeError, match="or transformers' Conv1D"):
+        QuantLinear.from_linear(type("Conv1D", (nn.Module,), {})())
+
+
 def test_from_float64(device: torch.device) -> None:
     layer = QuantLinear.from_linear(nn.Linear(70, 40, device=device, dtype=torch.float64))
     assert layer.bias.dtype == torch.float32
@@ -164,7 +172,7 @@ def test_from_linear_refuses_a_weight_that_is_not_finite(value: float, device: t
             ValueError,
             r"input_scale has shape \[3\]; it must be a single number",
         ),
-        (lambda: nn.Conv2d(4, 4, 1), {}, TypeError, "linear is a Conv2d; from_linear takes an nn.Linear or a Conv1D"),
+        (lambda: nn.Conv2d(4, 4, 1), {}, TypeError, "linear is a Conv2d; from_linear takes an nn.Linear or"),
         (lambda: nn.Embedding(4, 4), {}, TypeError, "linear is a Embedding"),
         (lambda: QuantLinear(4, 4), {}, TypeError, "linear is a QuantLinear"),
         (
