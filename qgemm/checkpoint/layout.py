@@ -160,20 +160,19 @@ def retry_while_saved(folder: Path, read: Callable[[], T]) -> T:
 
     It is called again, some times, as long as ``config.json`` is another one afterwards: a save took place meanwhile.
     """
-    path = folder / CONFIG_FILE
     for _ in range(MOST_RETRIES):
-        before = _text_or_none(path)
+        before = _config_or_none(folder)
         try:
             return read()
         except CheckpointError:
-            if _text_or_none(path) == before:
+            if _config_or_none(folder) == before:
                 raise
     return read()
 
 
-def _text_or_none(path: Path) -> bytes | None:
+def _config_or_none(folder: Path) -> bytes | None:
     try:
-        return read_text(path) if os.path.isfile(path) else None
+        return read_text(checkpoint_file(folder, CONFIG_FILE))
     except CheckpointError:
         return None
 
@@ -205,7 +204,7 @@ def read_text(path: Path) -> bytes:
             size = os.fstat(file.fileno()).st_size
             if size > LARGEST_JSON:
                 raise CheckpointError(f"{path} has {size} bytes; JSON of up to {LARGEST_JSON} is read")
-            return file.read()
+            return file.read(size)
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error}") from error
 
@@ -214,7 +213,7 @@ def parse_json(text: bytes | str, path: Path) -> dict[str, Any]:
     """The JSON object in ``text``, which was read from ``path``; raises as ``read_json`` does."""
     try:
         text = text if isinstance(text, str) else text.decode()
-        values = json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
+        values = json.loads(text, object_pairs_hook=unique_names, parse_constant=_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
@@ -229,10 +228,14 @@ def _constant(name: str) -> float:
     return float(name)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, as it is parsed; raises ``ValueError`` if a name is there twice."""
     # Which of two is meant can't be known, and readers differ.
     values = dict(pairs)
     if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{name!r} is there twice")
+            seen.add(name)
     return values

@@ -1,28 +1,21 @@
-"""Safetensors files, read header first.
-
-The format: 8 bytes with the header's length, the header as JSON (dtype, shape and place of each tensor), the values.
-Reading is the library's, which checks the header against the file.
-"""
+"""The tensors of a checkpoint in safetensors files, read header first."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qgemm.checkpoint.checksum import checksum, format_checksum
-from qgemm.checkpoint.disk import open_regular
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import CONFIG_FILE, checkpoint_file, read_json, save_id, weights_file
+from qgemm.checkpoint.safetensors_reader import SafetensorsReader, Stamp
 
 DTYPE_CODES = {
     torch.float64: "F64",
@@ -43,9 +36,6 @@ CHECKSUMS = "qgemm_checksums"
 
 SAVE = "qgemm_save"
 """Where a file's metadata, and that of an index, has the id of the save that wrote it."""
-
-Stamp = tuple[int, int, int, int]
-"""What tells a file from another one of its name: device, number, size, time of the last change."""
 
 _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
@@ -134,16 +124,17 @@ def read_and_check(stored: dict[str, StoredTensor], device: torch.device) -> Ite
     for name, tensor in stored.items():
         by_path.setdefault(tensor.path, []).append(name)
     for path, names in by_path.items():
-        with _opened(path) as (file, stamp):
-            if any(stored[name].stamp not in (None, stamp) for name in names):
+        with SafetensorsReader(path) as file:
+            if any(stored[name].stamp not in (None, file.stamp) for name in names):
                 raise CheckpointError(f"{path} was replaced while the checkpoint was read: load it again")
-            checksums = parse_checksums(path, file.metadata())
+            checksums = parse_checksums(path, file.metadata)
             for name in names:
-                value = file.get_tensor(name)
-                if (tuple(value.shape), value.dtype) != (stored[name].shape, stored[name].dtype):
+                place, wanted = file.places.get(name), stored[name]
+                if place is None or (place.shape, _DTYPES.get(place.code)) != (wanted.shape, wanted.dtype):
                     raise CheckpointError(f"{path} was changed while it was read: tensor {name} is another one now")
-                # A copy also on the CPU: the tensor may be a view of the file, which can change under it.
-                value = value.to(device, copy=True)
+                if wanted.dtype is None:
+                    raise CheckpointError(f"{path}: tensor {name} is {place.code}, which qgemm has no dtype for")
+                value = file.read(name).view(wanted.dtype).reshape(wanted.shape).to(device)
                 is_sound = None
                 if checksums is not None:
                     is_sound = checksums.get(name) == format_checksum(checksum(value))
@@ -157,8 +148,8 @@ def has_checksums(path: Path) -> bool:
 
 def read_metadata(path: Path) -> dict[str, str]:
     """What the file's header says beside its tensors; raises ``CheckpointError`` if it can't be read."""
-    with _opened(path) as (file, _):
-        return file.metadata() or {}
+    with SafetensorsReader(path) as file:
+        return file.metadata
 
 
 def parse_checksums(path: Path, metadata: Mapping[str, str] | None) -> dict[str, object] | None:
@@ -182,37 +173,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 def read_header_and_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """What one file holds, by name, and what it says beside that; raises as ``read_header`` does."""
-    with _opened(path) as (file, stamp):
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (the file is no dict)
+    with SafetensorsReader(path) as file:
         tensors = {
-            name: StoredTensor(path, tuple(part.get_shape()), _DTYPES.get(part.get_dtype()), stamp=stamp)
-            for name, part in slices.items()
+            name: StoredTensor(path, place.shape, _DTYPES.get(place.code), stamp=file.stamp)
+            for name, place in file.places.items()
         }
-        return tensors, file.metadata() or {}
-
-
-def file_stamp(path: Path) -> Stamp:
-    """The stamp of the file at ``path``; raises ``CheckpointError`` if there is none, or no regular one."""
-    try:
-        with open_regular(path) as file:
-            status = os.fstat(file.fileno())
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[Any, Stamp]]:
-    """The file at ``path``, opened by the library, and its stamp."""
-    stamp = file_stamp(path)
-    try:
-        opened = safe_open(path, framework="pt")
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
-    try:
-        with opened as file:
-            if file_stamp(path) != stamp:
-                raise CheckpointError(f"{path} was replaced while it was opened: load it again")
-            yield file, stamp
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
+        return tensors, file.metadata

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from qgemm.checkpoint.checksum import RunningChecksum, checksum_in_file, format_checksum
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES
-
-LARGEST_HEADER = 100_000_000
-"""In bytes: the library reads no file with more."""
+from qgemm.checkpoint.safetensors_reader import LARGEST_HEADER
 
 
 def check_tensor_name(name: str) -> None:

@@ -25,10 +25,10 @@ from qgemm.checkpoint.safetensors_file import (
     SAVE,
     StoredTensor,
     check_save,
-    file_stamp,
     parse_checksums,
     read_header_and_metadata,
 )
+from qgemm.checkpoint.safetensors_reader import file_stamp
 from qgemm.checkpoint.stored_report import parse_report, read_report
 from qgemm.checkpoint.tensors import get_tensor
 from qgemm.nn import QuantLayer

@@ -9,7 +9,9 @@ folder in one to three ways, and loads it. What may happen then:
 - ``CheckpointError``;
 - a model whose output equals the good one's;
 - a model with other values, if a break changed values *and* their checksums: then every tensor is what an independent
-  reader finds in the files.
+  reader finds in the files;
+- where files of two saves are mixed, or the folder is saved into, or files are cut, while it is loaded: one of the two
+  models that were saved, bit for bit.
 
 Anything else is a failure: another exception, more than ``SECONDS``, more than ``MEMORY`` bytes, a file opened outside
 of the folder. Case ``i`` of a seed is always the same; ``--only i`` runs it alone and shows what became of it.
@@ -25,6 +27,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import traceback
@@ -36,15 +39,16 @@ from typing import Any
 
 import torch
 from safetensors.torch import load as parse_safetensors
-from torch import Tensor
+from torch import Tensor, nn
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from checkpoint.fuzz_breaks import content_of, make_case
+from checkpoint.fuzz_breaks import Case, Change, content_of, make_case
 from checkpoint.fuzz_foreign import make_foreign
-from checkpoint.fuzz_models import CONFIG, INDEX, Files, Good, Link, make_good, output_of
-from qgemm.checkpoint import CheckpointError, load_quantized, safetensors_file
+from checkpoint.fuzz_models import CONFIG, INDEX, Files, Good, Link, Special, make_good, output_of
+from qgemm.checkpoint import CheckpointError, load_quantized
+from qgemm.checkpoint.safetensors_reader import SafetensorsReader
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, named_tensors
 from qgemm.nn import QuantLayer
 
@@ -54,31 +58,76 @@ SECONDS, MEMORY = 10, 512 << 20
 def write_files(files: Files, folder: Path, outside: Path) -> None:
     folder.mkdir()
     for name, content in files.items():
-        if isinstance(content, Link):
-            (folder / name).symlink_to(content.target.replace("{outside}", str(outside)))
-        else:
-            (folder / name).write_bytes(content.replace(b"{outside}", str(outside).encode()))
+        write_file(content, folder / name, outside)
+
+
+def write_file(content: bytes | Link | Special, path: Path, outside: Path) -> None:
+    if isinstance(content, Link):
+        path.symlink_to(content.target.replace("{outside}", str(outside)))
+    elif isinstance(content, bytes):
+        path.write_bytes(content.replace(b"{outside}", str(outside).encode()))
+    elif content.kind == "pipe":
+        os.mkfifo(path)
+    elif content.kind == "folder":
+        path.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(path))
+
+
+def change_files(change: Change, folder: Path, outside: Path) -> None:
+    """Makes of the files in ``folder`` those of ``change``: new ones by renames, as a save does, or cut short."""
+    for path in [path for path in folder.iterdir() if path.name not in change.files]:
+        path.unlink() if path.is_symlink() or not path.is_dir() else path.rmdir()
+    for name, content in change.files.items():
+        path = folder / name
+        is_bytes = isinstance(content, bytes) and path.is_file()
+        if is_bytes and path.read_bytes() == content:
+            continue
+        if is_bytes and change.in_place:
+            os.truncate(path, len(content))  # type: ignore[arg-type]
+        elif not path.is_dir():
+            temporary = outside / "next"
+            write_file(content, temporary, outside)
+            if temporary.is_dir():
+                path.unlink(missing_ok=True)
+            os.replace(temporary, path)
 
 
 class Watch:
-    """What is opened while a case runs: by Python, which audits it, and by safetensors, which doesn't."""
+    """What is opened while a case runs, which Python audits; before that, and before each reading of a tensor, comes
+    ``on_step``, with the number of those before.
+    """
 
     def __init__(self) -> None:
         self.opened: list[str] | None = None
+        self.on_step: Callable[[int], None] | None = None
+        self._steps = 0
         sys.addaudithook(self._audit)
-        plain = safetensors_file.safe_open
+        plain = SafetensorsReader.read
 
-        def safe_open(path: Any, *args: Any, **kwargs: Any) -> Any:
-            self._audit("open", (path,))
-            return plain(path, *args, **kwargs)
+        def read(reader: SafetensorsReader, name: str) -> Tensor:
+            self._step()
+            return plain(reader, name)
 
-        safetensors_file.safe_open = safe_open  # type: ignore[misc]
+        SafetensorsReader.read = read  # type: ignore[method-assign]
+
+    def start(self, on_step: Callable[[int], None] | None = None) -> None:
+        self.opened, self.on_step, self._steps = [], on_step, 0
+
+    def _step(self) -> None:
+        opened, self.opened = self.opened, None  # what happens now isn't the loader's doing
+        if self.on_step is not None and opened is not None:
+            self.on_step(self._steps)
+            self._steps += 1
+        self.opened = opened
 
     def _audit(self, event: str, args: tuple[Any, ...]) -> None:
         if self.opened is None:
             return
         if event == "open" and isinstance(args[0], str | bytes | os.PathLike):
             self.opened.append(os.fsdecode(args[0]))
+            self._step()
         elif event.partition(".")[0] in ("socket", "subprocess") or event in (
             "os.system",
             "os.exec",
@@ -103,14 +152,20 @@ class Hang(BaseException):
     """A case took longer than ``SECONDS``."""
 
 
-def run_case(case: tuple[Good, Files, list[str]], work: Path, watch: Watch) -> str:
-    """``"refused"``, ``"equal"`` or ``"other values"``; anything else raises ``AssertionError``."""
-    start, files, _ = case
-    folder = work / "case"
-    write_files(files, folder, work / "outside")
+def run_case(case: Case, work: Path, watch: Watch) -> str:
+    """``"refused"``, ``"equal"``, ``"other save"`` or ``"other values"``; anything else raises ``AssertionError``."""
+    start, files = case.start, case.files
+    folder, outside = work / "case", work / "outside"
+    write_files(files, folder, outside)
     before = memory_peak()
+    waiting = sorted(case.changes, key=lambda change: change.step)
+
+    def change_now(step: int) -> None:
+        while waiting and waiting[0].step <= step:
+            change_files(waiting.pop(0), folder, outside)
+
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    watch.opened = []
+    watch.start(change_now)
     try:
         model = load_quantized(folder, model=start.build)
     except CheckpointError as error:
@@ -135,6 +190,8 @@ def run_case(case: tuple[Good, Files, list[str]], work: Path, watch: Watch) -> s
     assert torch.get_default_dtype() == torch.float32, "the default dtype was left changed"
     if model is None:
         return "refused"
+    if case.is_whole:
+        return which_save(model, start)
     config = json.loads(content_of(files, CONFIG))
     on_disk = read_files(files, held)
     meant = start.meaning(on_disk) if start.meaning else on_disk
@@ -167,7 +224,20 @@ def run_case(case: tuple[Good, Files, list[str]], work: Path, watch: Watch) -> s
     return "other values"
 
 
-def read_files(files: Files, held: Mapping[str, bytes | Link]) -> dict[str, Tensor]:
+def which_save(model: nn.Module, start: Good) -> str:
+    """``"equal"`` or ``"other save"``: the model is one of the two that were saved, in every bit."""
+    assert start.other is not None
+    tensors = named_tensors(model)
+    for name, save in (("equal", start), ("other save", start.other)):
+        if tensors.keys() == save.state.keys() and all(
+            same_bytes(tensor.detach(), save.state[key]) for key, tensor in tensors.items()
+        ):
+            assert torch.equal(output_of(model), save.output)
+            return name
+    raise AssertionError("a mixture of two saves")
+
+
+def read_files(files: Files, held: Mapping[str, bytes | Link | Special]) -> dict[str, Tensor]:
     """Every tensor of the files that the index names, or of the only one, read by the safetensors library."""
     places = json.loads(content_of(files, INDEX))["weight_map"] if isinstance(files.get(INDEX), bytes) else {}
     tensors: dict[str, Tensor] = {}
@@ -231,12 +301,12 @@ def main() -> int:
             except AssertionError as error:
                 failures += 1
                 outcome = "FAILED"
-                print(f"case {number} of seed {args.seed}, {', '.join(case[2])}: {error}", flush=True)
+                print(f"case {number} of seed {args.seed}, {', '.join(case.breaks)}: {error}", flush=True)
                 if failures <= 20 or args.only is not None:
                     traceback.print_exception(error.__cause__ or error, limit=-6)
             counts[outcome] += 1
             if args.only is not None:
-                print(f"{', '.join(case[2])}: {outcome}")
+                print(f"{', '.join(case.breaks)}: {outcome}")
         faulthandler.cancel_dump_traceback_later()
     print(json.dumps({**counts, "peak_memory_grown": memory_peak() - baseline}))
     return 1 if failures else 0

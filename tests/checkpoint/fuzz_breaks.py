@@ -7,6 +7,7 @@ import json
 import random
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from checkpoint.fuzz_json import (
     pick,
     split_shard,
 )
-from checkpoint.fuzz_models import CONFIG, GENERATION, INDEX, Files, Good, Link
+from checkpoint.fuzz_models import CONFIG, GENERATION, INDEX, Files, Good, Link, Special
+from qgemm.checkpoint.safetensors_file import SAVE
 from qgemm.checkpoint.safetensors_writer import write_safetensors
 
 Break = Callable[[random.Random, Files], None]
@@ -194,12 +196,15 @@ def rewrite_values(rng: random.Random, files: Files) -> None:
         del tensors[key]
     if key in tensors:
         tensors[key] = value
-    files[name] = shard_bytes(tensors)
+    files[name] = shard_bytes(tensors, content_of(files, name))
 
 
-def shard_bytes(tensors: dict[str, Tensor]) -> bytes:
+def shard_bytes(tensors: dict[str, Tensor], before: bytes = b"") -> bytes:
+    """A shard of ``tensors``, of the same save as the shard ``before``."""
+    metadata = split_shard(before)[0].get("__metadata__") if before else None
+    save = metadata.get(SAVE) if isinstance(metadata, dict) else None
     file = io.BytesIO()
-    write_safetensors(file, tensors, lambda count: None)
+    write_safetensors(file, tensors, lambda count: None, {SAVE: save} if isinstance(save, str) else None)
     return file.getvalue()
 
 
@@ -252,7 +257,7 @@ def retie(rng: random.Random, files: Files) -> None:
         raise
     except Exception as error:
         raise Unfit from error
-    files[shard] = shard_bytes(tensors)
+    files[shard] = shard_bytes(tensors, content_of(files, shard))
     files[CONFIG] = dump(config).encode("utf-8", "surrogatepass")
 
 
@@ -326,11 +331,16 @@ def link(rng: random.Random, files: Files) -> None:
     files[name] = Link(rng.choice([*targets, rng.choice(sorted(files))]))
 
 
+def special(rng: random.Random, files: Files) -> None:
+    """A file is a pipe, which nobody ever writes to, a socket or a folder."""
+    files[rng.choice(sorted(files))] = Special(rng.choice(["pipe", "pipe", "socket", "folder"]))
+
+
 BREAKS: list[Break] = [
     *(truncate, extend, flip_bits, flip_header_bits, flip_value_bits, cut_or_double, header_length, break_config),
     *(break_sizes, add_to_config),
     *(break_manifest, break_index, break_generation_config, break_header, break_entry, swap_tensors, swap_files),
-    *(swap_places, rewrite_values, add_to_layers, retie, remove_file, add_file, lead_away, link),
+    *(swap_places, rewrite_values, add_to_layers, retie, remove_file, add_file, lead_away, link, special),
 ]
 # What has the most ways to be wrong is broken oftener.
 WEIGHTS = [
@@ -338,11 +348,99 @@ WEIGHTS = [
 ]
 
 
-def make_case(good: list[Good], seed: int, number: int) -> tuple[Good, Files, list[str]]:
-    """Case ``number`` of ``seed``: what it was made from, its files, and the names of the breaks."""
+# Breaks by which no value changes, so that nothing but one of the saves may be loaded, whole.
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that happens to the folder while it is loaded: before the ``step``-th opening or reading of a file.
+
+    ``files``: what the folder then holds. Those that are other ones are replaced, or cut short in place.
+    """
+
+    step: int
+    files: Files
+    in_place: bool = False
+
+
+def mix_saves(rng: random.Random, case: Case) -> None:
+    """Some files are those of another save of the same model: shards of equal shapes, config, index, in any mixture."""
+    assert case.start.other is not None
+    others = case.start.other.files if rng.random() < 0.7 else case.start.overwriting[-1]
+    names = sorted(case.files.keys() | others.keys())
+    for name in rng.sample(names, rng.randrange(1, len(names))):
+        case.files.pop(name, None)
+        if name in others:
+            case.files[name] = others[name]
+
+
+def swap_shards(rng: random.Random, case: Case) -> None:
+    """Shards of another save, each under the name of this one's."""
+    assert case.start.other is not None
+    others = case.start.other.files
+    shards = [name for name in case.files if name.endswith(".safetensors")]
+    for name in rng.sample(shards, rng.randrange(1, len(shards) + 1)):
+        case.files[name] = others[name]
+
+
+def killed_saver(rng: random.Random, case: Case) -> None:
+    """What another save left that ended in the middle of replacing this one."""
+    case.files.clear()
+    case.files.update(rng.choice(case.start.overwriting))
+
+
+def saved_meanwhile(rng: random.Random, case: Case) -> None:
+    """Another process replaces the checkpoint while it is loaded, a part of it now and the rest a little later."""
+    moments = sorted(
+        rng.sample(range(len(case.start.overwriting)), min(len(case.start.overwriting), rng.choice([1, 2, 3])))
+    )
+    if rng.random() < 0.5:
+        moments[-1] = len(case.start.overwriting) - 1
+    steps = sorted(rng.randrange(40) for _ in moments)
+    case.changes += [Change(step, case.start.overwriting[m]) for step, m in zip(steps, moments, strict=True)]
+
+
+def cut_meanwhile(rng: random.Random, case: Case) -> None:
+    """A file becomes shorter while it is read, or is gone, or another one."""
+    name = rng.choice(sorted(case.files))
+    content = content_of(case.files, name)
+    files = dict(case.files)
+    what = rng.randrange(4)
+    if what == 0:
+        del files[name]
+    elif what == 1:
+        files[name] = Special("pipe")
+    else:
+        files[name] = content[: rng.choice([0, 8, len(content) // 2, len(content) - 1])]
+    case.changes.append(Change(rng.randrange(40), files, in_place=what == 3))
+
+
+WHOLE_OR_NOTHING: list[Callable[[random.Random, Case], None]] = [
+    *(mix_saves, mix_saves, swap_shards, killed_saver, saved_meanwhile, saved_meanwhile, cut_meanwhile)
+]
+
+
+@dataclass
+class Case:
+    """``files`` to load, made from ``start`` by the breaks named in ``breaks``; ``changes`` come while it is loaded.
+
+    ``is_whole``: whether nothing but one of the saves that there were may come of it, bit for bit.
+    """
+
+    start: Good
+    files: Files
+    breaks: list[str]
+    changes: list[Change] = field(default_factory=list)
+    is_whole: bool = False
+
+
+def make_case(good: list[Good], seed: int, number: int) -> Case:
+    """Case ``number`` of ``seed``."""
     rng = random.Random(f"{seed} {number}")
     start = rng.choice(good)
     files, names = dict(start.files), []
+    if start.other is not None and rng.random() < 0.25:
+        return _whole_or_nothing(rng, start)
     wanted = rng.choice([1, 1, 1, 2, 3])
     while len(names) < wanted:
         (one,) = rng.choices(start.breaks) if start.breaks else rng.choices(BREAKS, WEIGHTS)
@@ -355,4 +453,19 @@ def make_case(good: list[Good], seed: int, number: int) -> tuple[Good, Files, li
             continue
         files = broken
         names.append(one.__name__)
-    return start, files, names
+    return Case(start, files, names)
+
+
+def _whole_or_nothing(rng: random.Random, start: Good) -> Case:
+    while True:
+        case = Case(start, dict(start.files), [], is_whole=True)
+        one = rng.choice(WHOLE_OR_NOTHING)
+        try:
+            one(rng, case)
+        except Unfit:
+            continue
+        case.breaks.append(one.__name__)
+        if rng.random() < 0.1:
+            special(rng, case.files)
+            case.breaks.append("special")
+        return case

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from checkpoint.fuzz_breaks import BREAKS, Break, add_to_layers, retie, rewrite_values
 from checkpoint.fuzz_json import NUMBERS, OTHERS, Unfit, break_manifest, content_of, dump, pick
-from checkpoint.fuzz_models import CONFIG, INDEX, Files, FuzzNet, Good, output_of, quantized_fuzz_net, quantized_llama
+from checkpoint.fuzz_models import CONFIG, INDEX, Files, FuzzNet, Good, load_saved, quantized_fuzz_net, quantized_llama
+from checkpoint.rewriting import set_save
 from qgemm import QuantExperts, QuantLinear
-from qgemm.checkpoint import compressed_tensors, load_quantized, save_quantized
+from qgemm.checkpoint import compressed_tensors, save_quantized
 from qgemm.nn import linear_class
 
 Tensors = dict[str, Tensor]
@@ -55,8 +56,8 @@ def make_foreign(folder: Path) -> list[Good]:
 
 
 def _good(folder: Path, build: Callable[[], nn.Module] | None, meaning: Callable[[Tensors], Tensors]) -> Good:
-    files: Files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-    return Good(files, build, output_of(load_quantized(folder, model=build)), meaning, FOREIGN_BREAKS)
+    saved = load_saved(folder, build)
+    return Good(saved.files, saved.state, saved.output, build, meaning, FOREIGN_BREAKS)
 
 
 class PackedNet(FuzzNet):
@@ -147,6 +148,9 @@ def _edit_shards(folder: Path, edit: Callable[[str, Tensor], Tensors]) -> None:
         places.update(dict.fromkeys(tensors, path.name))
     if index.exists():
         index.write_text(json.dumps({**json.loads(index.read_text()), "weight_map": places}))
+    for path in (index, folder / CONFIG):
+        if path.exists():
+            set_save(path, None)
 
 
 def _as_the_library_has_them(name: str, tensor: Tensor) -> Tensors:

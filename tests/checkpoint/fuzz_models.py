@@ -11,8 +11,10 @@ import torch
 from models.schemes import EVERY_SCHEME, input_scale_for
 from torch import Tensor, nn
 
+from checkpoint.faults import Disk
 from qgemm import QuantExperts, QuantLinear
 from qgemm.checkpoint import load_quantized, save_quantized
+from qgemm.checkpoint.tensors import named_tensors
 from qgemm.nn import linear_class
 from qgemm.scheme import resolve_scheme
 
@@ -39,9 +41,9 @@ class FuzzNet(nn.Module):
         return self.head(self.norm(x))
 
 
-def quantized_fuzz_net(middle: str = "int8-static") -> FuzzNet:
+def quantized_fuzz_net(middle: str = "int8-static", seed: int = 0) -> FuzzNet:
     """``middle``: the scheme of the second of its three quantized layers; the others are dynamic."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = FuzzNet()
     for i in range(3):
         static = i == 1 and middle == "int8-static"
@@ -57,8 +59,8 @@ class FuzzNetOfKinds(FuzzNet):
         super().__init__(24, len(EVERY_SCHEME))
 
 
-def quantized_net_of_kinds() -> FuzzNet:
-    torch.manual_seed(0)
+def quantized_net_of_kinds(seed: int = 0) -> FuzzNet:
+    torch.manual_seed(seed)
     model = FuzzNetOfKinds()
     for i, scheme in enumerate(EVERY_SCHEME):
         scheme = scheme.replace("outliers-32", "outliers-16")
@@ -73,11 +75,11 @@ def quantized_net_of_kinds() -> FuzzNet:
     return model.eval()
 
 
-def quantized_gpt_neo() -> nn.Module:
+def quantized_gpt_neo(seed: int = 0) -> nn.Module:
     """Has a mask as large as its config says, made in every layer."""
     from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 2, "num_heads": 2, "window_size": 4}
     kinds = [[["global", "local"], 1]]
     config = GPTNeoConfig(vocab_size=8, max_position_embeddings=16, attention_types=kinds, **sizes)
@@ -87,10 +89,10 @@ def quantized_gpt_neo() -> nn.Module:
     return model.eval()
 
 
-def quantized_llama() -> nn.Module:
+def quantized_llama(seed: int = 0) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, max_position_embeddings=16, tie_word_embeddings=True, **sizes))
     for layer in model.model.layers:
@@ -99,11 +101,11 @@ def quantized_llama() -> nn.Module:
     return model.eval()
 
 
-def quantized_gpt_oss() -> nn.Module:
+def quantized_gpt_oss(seed: int = 0) -> nn.Module:
     """Experts with biases, of a layout that isn't the stored one."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 4}
     routing = {"num_local_experts": 3, "num_experts_per_tok": 2}
     config = GptOssConfig(vocab_size=8, max_position_embeddings=16, num_key_value_heads=1, **sizes, **routing)
@@ -123,21 +125,50 @@ class Link:
     target: str
 
 
-Files = dict[str, "bytes | Link"]
+@dataclass(frozen=True)
+class Special:
+    """What is no file, in place of a file's bytes: a "pipe", a "socket" or a "folder"."""
+
+    kind: str
+
+
+Files = dict[str, "bytes | Link | Special"]
 
 
 @dataclass(frozen=True)
-class Good:
-    """A whole checkpoint: its files, how to load it, its output.
-
-    For another library's: ``meaning`` makes the model's tensors of the files', and ``breaks`` are the ways to break it.
-    """
+class Saved:
+    """A whole checkpoint: its files, and the tensors and the output of the model that they load as."""
 
     files: Files
-    build: Callable[[], nn.Module] | None
+    state: dict[str, Tensor]
     output: Tensor
+
+
+@dataclass(frozen=True)
+class Good(Saved):
+    """A whole checkpoint, and how to load it.
+
+    For another library's: ``meaning`` makes the model's tensors of the files', and ``breaks`` are the ways to break it.
+
+    For one of qgemm's own: ``other`` is a save of the same model with other values, and ``overwriting`` what the folder
+    holds at each moment of another such save that replaces this one; its last is that save.
+    """
+
+    build: Callable[[], nn.Module] | None
     meaning: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     breaks: list[Callable[[random.Random, Files], None]] | None = None
+    other: Saved | None = None
+    overwriting: tuple[Files, ...] = ()
+
+
+def read_folder(folder: Path) -> Files:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def load_saved(folder: Path, build: Callable[[], nn.Module] | None) -> Saved:
+    model = load_quantized(folder, model=build)
+    state = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+    return Saved(read_folder(folder), state, output_of(model))
 
 
 def output_of(model: nn.Module) -> Tensor:
@@ -151,17 +182,30 @@ def make_good(folder: Path) -> list[Good]:
 
     Several shards, one file, three transformers models, every kind of layer.
     """
-    made = []
-    plain = quantized_fuzz_net()
-    for name, model, build, shard_size in (
-        ("shards", plain, FuzzNet, 500),
-        ("single", plain, FuzzNet, "5GB"),
-        ("llama", quantized_llama(), None, 1500),
-        ("gpt_neo", quantized_gpt_neo(), None, 5000),
-        ("gpt_oss", quantized_gpt_oss(), None, 5000),
-        ("kinds", quantized_net_of_kinds(), FuzzNetOfKinds, 5000),
-    ):
-        save_quantized(model, folder / name, max_shard_size=shard_size)
-        files: Files = {path.name: path.read_bytes() for path in sorted((folder / name).iterdir())}
-        made.append(Good(files, build, output_of(load_quantized(folder / name, model=build))))
-    return made
+    return [
+        _good(folder / name, make, build, shard_size)
+        for name, make, build, shard_size in (
+            ("shards", lambda seed: quantized_fuzz_net(seed=seed), FuzzNet, 500),
+            ("single", lambda seed: quantized_fuzz_net(seed=seed), FuzzNet, "5GB"),
+            ("llama", quantized_llama, None, 1500),
+            ("gpt_neo", quantized_gpt_neo, None, 5000),
+            ("gpt_oss", quantized_gpt_oss, None, 5000),
+            ("kinds", quantized_net_of_kinds, FuzzNetOfKinds, 5000),
+        )
+    ]
+
+
+def _good(
+    folder: Path, make: Callable[[int], nn.Module], build: Callable[[], nn.Module] | None, shard_size: int | str
+) -> Good:
+    elsewhere = folder.with_name(f"{folder.name}-other")
+    for place, seed in ((folder, 0), (elsewhere, 1)):
+        save_quantized(make(seed), place, max_shard_size=shard_size)
+    good, other = load_saved(folder, build), load_saved(elsewhere, build)
+    moments: list[Files] = []
+    disk = Disk(folder)
+    disk.listeners.append(lambda event: moments.append(read_folder(folder)))
+    with disk:
+        save_quantized(make(1), folder, max_shard_size=shard_size, overwrite=True)
+    changed = tuple(one for one, before in zip(moments, [good.files, *moments], strict=False) if one != before)
+    return Good(good.files, good.state, good.output, build, other=other, overwriting=changed)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoint import fuzz
+from checkpoint.fuzz_breaks import Case, Change
 from checkpoint.fuzz_models import CONFIG, INDEX, FuzzNet, Good, make_good, output_of, quantized_fuzz_net
 from checkpoint.rewriting import rewrite_file
 from qgemm.checkpoint import CheckpointError, layout, load_quantized, save_quantized
@@ -60,10 +61,10 @@ def test_the_fuzzer_sees_a_wrong_tensor(tmp_path: Path, monkeypatch: pytest.Monk
     good = make_good(tmp_path / "good")[0]
     watch = fuzz.Watch()
     (tmp_path / "outside").mkdir()
-    assert fuzz.run_case((good, good.files, []), tmp_path, watch) == "equal"
+    assert fuzz.run_case(Case(good, good.files, []), tmp_path, watch) == "equal"
     monkeypatch.setattr(fuzz, "load_quantized", load_wrongly)
     with pytest.raises(AssertionError, match="is not what its file holds"):
-        fuzz.run_case((good, good.files, []), tmp_path, watch)
+        fuzz.run_case(Case(good, good.files, []), tmp_path, watch)
 
 
 def test_the_fuzzer_sees_a_file_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +77,33 @@ def test_the_fuzzer_sees_a_file_outside(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "outside" / "x").write_text("secret")
     monkeypatch.setattr(fuzz, "load_quantized", load_and_peek)
     with pytest.raises(AssertionError, match=r"opened .*outside/x"):
-        fuzz.run_case((good, good.files, []), tmp_path, fuzz.Watch())
+        fuzz.run_case(Case(good, good.files, []), tmp_path, fuzz.Watch())
+
+
+def test_the_fuzzer_sees_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader that didn't ask of which save each file is would be caught."""
+    good, watch = make_good(tmp_path / "good")[0], fuzz.Watch()
+    assert good.other is not None
+    (tmp_path / "outside").mkdir()
+    shard = next(name for name in good.files if name.endswith(".safetensors"))
+    mixed = {**good.files, shard: good.other.files[shard]}
+    assert fuzz.run_case(Case(good, mixed, [], is_whole=True), tmp_path, watch) == "refused"
+    assert fuzz.run_case(Case(good, good.other.files, [], is_whole=True), tmp_path, watch) == "other save"
+    monkeypatch.setattr("qgemm.checkpoint.safetensors_file.check_save", lambda *args: None)
+    with pytest.raises(AssertionError, match="a mixture of two saves"):
+        fuzz.run_case(Case(good, mixed, [], is_whole=True), tmp_path, watch)
+
+
+def test_a_save_at_any_moment_of_a_load(tmp_path: Path) -> None:
+    """It is loaded, old or new: a save that comes between is no reason to refuse."""
+    good, watch = make_good(tmp_path / "good")[0], fuzz.Watch()
+    (tmp_path / "outside").mkdir()
+    outcomes = [
+        fuzz.run_case(Case(good, good.files, [], [Change(step, good.overwriting[-1])], is_whole=True), tmp_path, watch)
+        for step in range(60)
+    ]
+    assert set(outcomes) == {"equal", "other save"}
+    assert outcomes == sorted(outcomes, reverse=True)
 
 
 # What was found.

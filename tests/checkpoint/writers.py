@@ -15,6 +15,7 @@ import torch
 from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
 from qgemm.calibration import GPTQ, Calibration, MinMax, Recipe, SmoothQuant
 from qgemm.checkpoint import load_quantized, save_quantized
+from qgemm.streaming import quantize_checkpoint
 from qgemm_cli.commands.convert import convert
 
 
@@ -71,11 +72,43 @@ def _save_net(folder: Path, seed: int) -> None:
 
 
 @cache
+def _temporary_folder(name: str) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=f"qgemm-{name}-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@cache
+def _llama_to_stream() -> Path:
+    """A float checkpoint, with what should become of it in the folder ``whole`` beside it."""
+    torch.manual_seed(1)
+    folder = _temporary_folder("stream")
+    tiny_llama().save_pretrained(folder / "float")
+    quantize_checkpoint(folder / "float", folder / "whole", progress=False)
+    return folder / "float"
+
+
+def _stream(folder: Path) -> None:
+    quantize_checkpoint(_llama_to_stream(), folder / "out", max_shard_size="12KB", progress=False)
+
+
+def _streamed(folder: Path) -> str:
+    """ "nothing", if the next run then makes all of it."""
+    was_there = (folder / "out").exists()
+    if not was_there:
+        _stream(folder)
+    whole = load_quantized(_llama_to_stream().parent / "whole").state_dict()
+    state = load_quantized(folder / "out").state_dict()
+    assert state.keys() == whole.keys()
+    assert all(torch.equal(state[name], value) for name, value in whole.items())
+    return "new" if was_there else "nothing"
+
+
+@cache
 def _llama_to_convert() -> Path:
     """A checkpoint with a tokenizer's file beside it."""
     torch.manual_seed(1)
-    folder = Path(tempfile.mkdtemp(prefix="qgemm-source-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = _temporary_folder("convert")
     save_quantized(swap_linears(tiny_llama()), folder)
     (folder / "tokenizer.json").write_text("new")
     return folder
@@ -119,4 +152,5 @@ RECIPE = Writer(
 SAVE = Writer("save", lambda folder: _save_net(folder, 0), lambda folder: _save_net(folder, 1), _net_of)
 CONVERT = Writer("convert", _save_old_llama, _convert, _converted)
 CONVERT_ANEW = Writer("convert anew", lambda folder: None, _convert, _converted, "nothing")
-WRITERS = {writer.name: writer for writer in (SAVE, CALIBRATION, RECIPE, CONVERT, CONVERT_ANEW)}
+STREAM = Writer("stream", lambda folder: None, _stream, _streamed, "nothing")
+WRITERS = {writer.name: writer for writer in (SAVE, CALIBRATION, RECIPE, CONVERT, CONVERT_ANEW, STREAM)}

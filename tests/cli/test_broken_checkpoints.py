@@ -36,10 +36,10 @@ def test_inspect_and_compare(tmp_path: Path) -> None:
     watch = Watch()
     codes: Counter[int] = Counter()
     for number in range(CASES):
-        _, files, breaks = make_case(good, 1, number)
+        case = make_case(good, 1, number)
         folder = tmp_path / "case"
-        write_files(files, folder, tmp_path / "outside")
-        watch.opened = []
+        write_files(case.files, folder, tmp_path / "outside")
+        watch.start()
         try:
             inspected = invoke("inspect", folder, "--json")
             strangers = watch.outside_of(folder)
@@ -48,7 +48,7 @@ def test_inspect_and_compare(tmp_path: Path) -> None:
             assert not strangers, f"opened {strangers}"
             check(invoke("compare", folder, folder, "--json"))
         except BaseException:
-            pytest.fail(f"case {number}: {breaks}\n{inspected.output}")
+            pytest.fail(f"case {number}: {case.breaks}\n{inspected.output}")
         codes[inspected.exit_code] += 1
         shutil.rmtree(folder)
     assert min(codes[code] for code in (0, 1, 2)) > CASES / 20, codes

@@ -1,0 +1,166 @@
+"""Reads a safetensors file: its header, checked as the format wants it, then values, all from one open file.
+
+The format: 8 bytes with the header's length, the header as JSON (dtype, shape and place of each tensor), the values.
+
+Reading is done here because the library maps files into memory. A file that becomes shorter while it is mapped ends
+the process by a bus error, a pipe in its place is waited for without end, and whoever opens a path twice may get two
+files, which no header that was checked says anything about.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.checkpoint.disk import open_regular
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import unique_names
+
+LARGEST_HEADER = 100_000_000
+"""In bytes: the library reads no file with more."""
+
+# How many bits a value has. Every dtype of the format, also those that nothing here computes with.
+_BITS = {
+    **{"BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
+    **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "I16": 16, "U16": 16, "F16": 16, "BF16": 16},
+    **{"I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64},
+}
+_METADATA = "__metadata__"
+
+
+Stamp = tuple[int, int, int, int]
+"""What tells a file from another one of its name: device, number, size, time of the last change."""
+
+
+def file_stamp(path: Path) -> Stamp:
+    """The stamp of the file at ``path``; raises ``CheckpointError`` if there is none, or no regular one."""
+    try:
+        with open_regular(path) as file:
+            return _stamp(os.fstat(file.fileno()))
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor in a file: its dtype as the header has it, its shape, and where its bytes are, from the file's start."""
+
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class SafetensorsReader:
+    """A safetensors file that is open. To be closed, or entered (``with``).
+
+    ``places``: its tensors by name. ``metadata``: what the header says beside them. ``stamp``: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Reads the header. Raises ``CheckpointError`` if there is no such file, if it is truncated, or none at all."""
+        self.path = path
+        try:
+            self._file = open_regular(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be read: {error}") from error
+        try:
+            self.stamp = _stamp(os.fstat(self._file.fileno()))
+            self.places, self.metadata = _parse(self._read_header(), self._size)
+        except (OSError, ValueError, RecursionError) as error:
+            self.close()
+            raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
+
+    def read(self, name: str) -> Tensor:
+        """The bytes of a tensor, in memory of their own. Raises ``CheckpointError`` if the file has become shorter."""
+        place = self.places[name]
+        values = torch.empty(place.stop - place.start, dtype=torch.uint8)
+        if not values.nbytes:
+            return values
+        target = memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
+        try:
+            self._file.seek(place.start)
+            count = self._file.readinto(target)  # type: ignore[attr-defined]
+        except OSError as error:
+            raise CheckpointError(f"{self.path} can't be read: {error}") from error
+        if count != values.nbytes:
+            raise CheckpointError(f"{self.path} became shorter while it was read")
+        return values
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self) -> SafetensorsReader:
+        """The reader itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the file."""
+        self.close()
+
+    @property
+    def _size(self) -> int:
+        return self.stamp[2]
+
+    def _read_header(self) -> bytes:
+        prefix = self._file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or not 2 <= length <= min(LARGEST_HEADER, self._size - 8):
+            raise ValueError("its header doesn't end")
+        header = self._file.read(length)
+        if len(header) < length:
+            raise ValueError("it became shorter while it was read")
+        return header
+
+
+def _parse(text: bytes, size: int) -> tuple[dict[str, Place], dict[str, str]]:
+    """The tensors that a header names, and its metadata, for a file of ``size`` bytes; raises ``ValueError``."""
+    header = json.loads(text.decode(), object_pairs_hook=unique_names)
+    if not isinstance(header, dict):
+        raise ValueError("its header is no object")
+    metadata = header.pop(_METADATA, None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{_METADATA} isn't texts by name")
+    "".join([*header, *metadata, *metadata.values()]).encode()  # JSON may have half a surrogate pair, UTF-8 not
+    places = {name: _place(name, entry, 8 + len(text)) for name, entry in header.items()}
+    end = 8 + len(text)
+    for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if place.start != end:
+            raise ValueError(f"there is a gap before tensor {name}, or it shares bytes with another")
+        end = place.stop
+    if end != size:
+        raise ValueError(f"its tensors end at byte {end} of {size}")
+    return places, metadata
+
+
+def _place(name: str, entry: Any, begin: int) -> Place:
+    if not isinstance(entry, dict) or not entry.keys() >= {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"tensor {name} has no dtype, shape and data_offsets")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in _BITS:
+        raise ValueError(f"the dtype of tensor {name} is {str(code)[:40]!r}")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"shape or data_offsets of tensor {name} are no sizes")
+    if math.prod(shape) * _BITS[code] != 8 * (offsets[1] - offsets[0]):
+        raise ValueError(f"tensor {name} of {code} {shape} has {offsets[1] - offsets[0]} bytes")
+    return Place(code, tuple(shape), begin + offsets[0], begin + offsets[1])
+
+
+def _are_sizes(values: Any) -> bool:
+    # PyTorch counts with 63 bits, and has as many dimensions.
+    is_list = isinstance(values, list) and len(values) <= 64
+    return is_list and all(type(value) is int and 0 <= value < 2**63 for value in values)
