@@ -59,10 +59,9 @@ class QuantLayer(nn.Module):
 
     def stored(self, name: str) -> Any:
         """A parameter as it is, with the values that are stored."""
-        try:
-            return self._parameters[name]
-        except KeyError:  # a plain tensor in its place, as nn.DataParallel and parametrizations have
-            return getattr(self, name)
+        parameters = self._parameters
+        # Else None, or a plain tensor in its place, as nn.DataParallel and parametrizations have.
+        return parameters[name] if name in parameters else getattr(self, name)
 
     @property
     def fixed_names(self) -> tuple[str, ...]:
