@@ -6,7 +6,7 @@ Experts can be swapped a tensor at a time (``ExpertsSwap``), for a model that is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,13 @@ def swap(
 ) -> LayerRecord:
     """Puts a quantized layer in the place of one layer of ``model``, under all its names.
 
-    ``decided``: what else ``from_linear`` of the scheme's class takes, such as a ``weight`` that a method has decided.
+    ``decided``: what else ``from_linear`` of the scheme's class takes, such as a ``weight`` that a method has decided;
+    for experts ``weights``, by name.
     """
     module = model.get_submodule(layer.name)
     with weights_at_hand(module):
         if layer.is_experts:
-            record = _swap_experts(model, module, layer, scheme)
+            record = _swap_experts(model, module, layer, scheme, **decided)
         else:
             quantized = linear_class(scheme).from_linear(module, scheme, input_scale, **decided)
             record = _swap_linear(model, module, layer, quantized)
@@ -41,8 +42,14 @@ def swap(
     return record
 
 
-def _swap_experts(model: nn.Module, module: nn.Module, layer: Layer, scheme: QuantScheme) -> LayerRecord:
-    experts = ExpertsSwap(model, layer, scheme)
+def _swap_experts(
+    model: nn.Module,
+    module: nn.Module,
+    layer: Layer,
+    scheme: QuantScheme,
+    weights: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+) -> LayerRecord:
+    experts = ExpertsSwap(model, layer, scheme, weights)
     for name in list(experts.waiting):
         experts.take(name, module.get_parameter(name))
     return experts.finish()
@@ -67,9 +74,15 @@ class ExpertsSwap:
     place until the end, with nothing of them in it.
     """
 
-    def __init__(self, model: nn.Module, layer: Layer, scheme: QuantScheme) -> None:
-        """``layer``: a module that ``describe_experts`` understands."""
-        self._model, self._layer = model, layer
+    def __init__(
+        self,
+        model: nn.Module,
+        layer: Layer,
+        scheme: QuantScheme,
+        decided: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        """``layer``: a module that ``describe_experts`` understands. ``decided``: as ``QuantExperts.fill``, by name."""
+        self._model, self._layer, self._decided = model, layer, decided or {}
         module = model.get_submodule(layer.name)
         self._source = describe_experts(module)
         self._quantized = QuantExperts.like(module, self._source, scheme)
@@ -80,7 +93,7 @@ class ExpertsSwap:
     def take(self, float_name: str, value: Tensor) -> None:
         """Takes over one tensor of the float module; raises ``ValueError`` if it is a weight with NaN or Inf."""
         name = self._names[float_name]
-        self._quantized.fill(name, value, self._source)
+        self._quantized.fill(name, value, self._source, self._decided.get(name))
         del self.waiting[float_name]
         if name in self._quantized.weight_names and value.device.type != "meta":
             q, scale = self._quantized.stored(name), self._quantized.stored(f"{name}_scale")

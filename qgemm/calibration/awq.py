@@ -30,8 +30,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from qgemm.calibration.expert_work import decide_experts
 from qgemm.calibration.folding import Fold, find_folds, input_weights
-from qgemm.calibration.method import Block, LayerWork, Method, Part
+from qgemm.calibration.method import Block, LayerWork, Method, Part, QuantizedWeight
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.calibration.rounding import (
     dequantize,
@@ -142,6 +143,9 @@ class AWQ(Method):
                         own.div_(by[:, None]).div_(by)
         for name, reason in refused.items():
             block.layers[name].notes.append(f"awq: not scaled: {reason}")
+        if self.clip:
+            for experts in block.experts.values():
+                decide_experts(block, experts, self.name, _clipped)
         for name, work in block.layers.items():
             if name in seen:
                 self._round(work, rounded_moment(work, seen.pop(name)))
@@ -154,6 +158,10 @@ class AWQ(Method):
         scale = mse_scale(weight, bits, group_size, moment) if self.clip else nearest_scale(weight, bits, group_size)
         work.weight = round_weight(weight, scale, bits, group_size)
         work.loss = output_loss(weight, dequantize(work.weight, group_size), moment)
+
+
+def _clipped(weight: Tensor, moment: Tensor | None) -> QuantizedWeight:
+    return round_weight(weight, mse_scale(weight, second_moment=moment))
 
 
 def _is_rotated(work: LayerWork) -> bool:

@@ -88,6 +88,8 @@ class Fold:
         for name in (self.source, *self.layers):
             if name in block.layers:
                 block.layers[name].undecide()
+            if name in block.experts:
+                block.experts[name].undecide()
 
     def tie(self, values: Tensor) -> Tensor:
         """``values [K]`` with the largest of them wherever columns come from one channel: they share their scale."""

@@ -30,6 +30,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from qgemm.calibration.expert_work import decide_experts
 from qgemm.calibration.method import Block, LayerWork, Method, Part, QuantizedWeight
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.calibration.rounding import (
@@ -134,6 +135,28 @@ class GPTQ(Method):
         for name, work in block.layers.items():
             # A second moment takes more memory than most weights.
             self._quantize(work, seen.pop(name, None))
+        for experts in block.experts.values():
+            decide_experts(block, experts, self.name, self._expert)
+
+    def _expert(self, weight: Tensor, moment: Tensor | None) -> QuantizedWeight | None:
+        """One expert's weight; None if it is no better than rounded to nearest."""
+        if moment is None:
+            return None
+        scale = mse_scale(weight, second_moment=moment.diagonal()) if self.mse else nearest_scale(weight)
+        plain = output_loss(weight, dequantize(round_weight(weight, scale)), moment)
+        try:
+            result = gptq(
+                weight,
+                moment,
+                8,
+                act_order=self.act_order,
+                damping=self.damping,
+                block_size=self.block_size,
+                scale=scale,
+            )
+        except SingularHessian:
+            return None
+        return result.weight if result.loss < plain else None
 
     def _quantize(self, work: LayerWork, seen: InputStatistics | None) -> None:
         weight = rounded_weight(work)

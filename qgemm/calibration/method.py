@@ -35,6 +35,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 - ``"biases"``: the bias, for what was rounded how.
 """
 
+_UNDECIDED = "its weight was decided before a later method changed what is rounded: put that one first"
 # No setting is larger.
 _MOST = 1 << 53
 
@@ -77,9 +78,29 @@ class LayerWork:
         """Takes back the weight that a method has decided, if there is one: what it was decided for has changed."""
         if self.weight is not None:
             self.weight = self.loss = None
-            self.notes.append(
-                "its weight was decided before a later method changed what is rounded: put that one first"
-            )
+            self.notes.append(_UNDECIDED)
+
+
+@dataclass(eq=False)
+class ExpertsWork:
+    """One module of fused experts on its way.
+
+    - ``name``: its dotted name in the model; ``module``: the float one, as ``qgemm.nn.float_experts`` describes it.
+    - ``weights``: what a method has decided: int8 values ``[E, N, K]`` and scales ``[E, N]`` of ``"gate_up_proj"``,
+      gates before ups, and ``"down_proj"``; None rounds to nearest.
+    - ``notes``: what the report says of it.
+    """
+
+    name: str
+    module: nn.Module
+    weights: dict[str, QuantizedWeight] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def undecide(self) -> None:
+        """As ``LayerWork.undecide``."""
+        if self.weights is not None:
+            self.weights = None
+            self.notes.append(_UNDECIDED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +120,7 @@ class Block:
     - ``module``: the block itself. ``model``: all of it.
     - ``layers``: by full name, those of this block that get quantized.
     - ``calls``: what the block is called with, for each batch of calibration data; none without such data.
+    - ``experts``: by full name, the modules of fused experts in it that get quantized.
     - ``batch``: which rows of inputs are tokens of the batch that runs.
     """
 
@@ -107,6 +129,7 @@ class Block:
     model: nn.Module
     layers: dict[str, LayerWork]
     calls: Sequence[Call] = ()
+    experts: dict[str, ExpertsWork] = field(default_factory=dict)
     batch: Batch = field(default_factory=Batch, init=False)
 
     def collect(

@@ -31,7 +31,7 @@ from qgemm.calibration.collect import (
     warn_of_uncalled,
     warn_of_unused,
 )
-from qgemm.calibration.method import Block, Call, LayerWork, Method
+from qgemm.calibration.method import Block, Call, ExpertsWork, LayerWork, Method
 from qgemm.calibration.observers import Observer
 from qgemm.calibration.outlier_columns import fill_columns
 from qgemm.calibration.recipe import Recipe
@@ -188,6 +188,8 @@ class _Run:
 
     def _quantize_block(self, block: Block, names: list[str]) -> None:
         """Quantizes the layers called ``names``: those of ``block``, and experts."""
+        experts = [name for name in names if name not in block.layers]
+        block.experts = {name: ExpertsWork(name, self.model.get_submodule(name)) for name in experts}
         # Until something is swapped, the model can be brought back: of the first block alone.
         before = [] if self.has_changed or not len(self.recipe) else _float_parameters(block)
         try:
@@ -195,8 +197,7 @@ class _Run:
             for method in self.recipe:
                 _apply(method, block)
             fill_columns(block)
-            experts = [name for name in names if name not in block.layers]
-            with counted_experts(self.model, experts, block.batch) as tokens:
+            with counted_experts(self.model, list(block.experts), block.batch) as tokens:
                 scales, samples = self._observe(block)
             if block.calls:
                 self.unused += unused_experts(tokens)
@@ -204,9 +205,7 @@ class _Run:
                 if name in block.layers:
                     record = self._swap_or_keep(block, name, scales.get(name), samples.get(name))
                 else:
-                    record = swap(self.model, self.layers[name], SCHEMES["int8"])
-                    if len(self.recipe):
-                        record = replace(record, note="experts are rounded to nearest, whatever the recipe")
+                    record = self._swap_experts(block.experts.pop(name))
                 self._finish(record)
                 self.has_changed, before = True, []
         except BaseException:
@@ -235,6 +234,13 @@ class _Run:
         if sample is not None:
             error = _output_error(work.module, self.model.get_submodule(work.name), sample)
         return replace(record, note="; ".join(work.notes), output_error=error)
+
+    def _swap_experts(self, work: ExpertsWork) -> LayerRecord:
+        weights = {name: (each.values, each.scale) for name, each in (work.weights or {}).items()}
+        if len(self.recipe) and work.weights is None:
+            work.notes.append("experts are rounded to nearest")
+        record = swap(self.model, self.layers[work.name], SCHEMES["int8"], weights=weights)
+        return replace(record, note="; ".join(work.notes))
 
     def _observe(self, block: Block) -> tuple[dict[str, InputScale], dict[str, Tensor]]:
         """The scales of static layers' inputs, and some of all layers' inputs, from one run of the block."""
@@ -296,6 +302,7 @@ def _apply(method: Method, block: Block) -> None:
     """Applies a method; undoes it if it fails, or leaves values that aren't finite."""
     parameters = _float_parameters(block)
     before = {name: (work.scheme, work.weight, work.outlier_columns) for name, work in block.layers.items()}
+    experts = {name: work.weights for name, work in block.experts.items()}
     try:
         method.apply(block)
         failure = _not_finite(block)
@@ -306,6 +313,14 @@ def _apply(method: Method, block: Block) -> None:
         for work in block.layers.values():
             work.scheme, work.weight, work.outlier_columns = before[work.name]
             work.notes.append(f"{method.name} failed on its block: {failure}")
+        for each in block.experts.values():
+            each.weights = experts[each.name]
+            each.notes.append(f"{method.name} failed on its block: {failure}")
+    for each in block.experts.values():
+        scales = [weight.scale for weight in (each.weights or {}).values()]
+        if not all(bool((scale.isfinite() & (scale > 0)).all()) for scale in scales):
+            each.weights = None
+            each.notes.append(f"{method.name} found no finite scales: rounded to nearest")
     for work in block.layers.values():
         if work.weight is not None and not bool((work.weight.scale.isfinite() & (work.weight.scale > 0)).all()):
             work.weight = None

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qgemm.calibration.expert_work import decide_experts
 from qgemm.calibration.method import Block, Method, Part, QuantizedWeight
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.kernels.reference import MIN_SCALE
@@ -155,6 +156,14 @@ class MSEWeights(Method):
             bits, group_size = weight_grid(work.scheme.weight)
             weight = rounded_weight(work)
             work.weight = round_weight(weight, mse_scale(weight, bits, group_size, moment), bits, group_size)
+        for experts in block.experts.values():
+            decide_experts(
+                block,
+                experts,
+                self.name,
+                lambda weight, moment: round_weight(weight, mse_scale(weight, second_moment=moment)),
+                needs_rows=self.by_input,
+            )
 
 
 def _grouped(values: Tensor, group_size: int | None) -> Tensor:

@@ -118,10 +118,13 @@ class QuantExperts(QuantLayer):
             layer.config = experts.config  # code around experts may look there
         return layer.train(experts.training)
 
-    def fill(self, name: str, value: Tensor, source: FloatExperts) -> None:
+    def fill(
+        self, name: str, value: Tensor, source: FloatExperts, decided: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         """Takes over ``value``, a float weight or bias of the module that ``source`` describes, as ``name`` here.
 
-        A weight is quantized an expert at a time. Raises ``ValueError`` if it holds NaN or Inf.
+        A weight is quantized an expert at a time, or has been ``decided``: values ``[E, N, K]`` and scales ``[E, N]``.
+        Raises ``ValueError`` if it holds NaN or Inf.
         """
         value = value.detach()
         if value.device.type == "meta":
@@ -129,6 +132,10 @@ class QuantExperts(QuantLayer):
         if name.endswith("_bias"):
             bias = source.bias_of(name, value)
             setattr(self, name, frozen(bias.float() if bias.dtype == torch.float64 else bias))
+            return
+        if decided is not None:
+            for leaf, tensor in zip((name, f"{name}_scale"), decided, strict=True):
+                setattr(self, leaf, frozen(tensor.to(value.device)))
             return
         shape = getattr(self, name).shape
         weight = torch.empty(shape, dtype=torch.int8, device=value.device)

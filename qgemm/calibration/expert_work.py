@@ -1,0 +1,116 @@
+"""``decide_experts``: a method's weights for a module of fused experts, each expert by the tokens that it saw.
+
+An expert is ``down(activation(gate_up(x)))``. The inputs of both products are made here, in float, of the rows that the
+router sent to it in the calibration: no hook sees them. One expert is worked on at a time, so that beside what the
+module was called with, memory is that of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qgemm.calibration.method import Block, ExpertsWork, QuantizedWeight
+from qgemm.kernels import quantize_rows
+from qgemm.nn.float_experts import FloatExperts, describe_experts
+
+FEWEST_TOKENS = 32
+"""An expert that saw fewer is rounded to nearest: so few rows say little of the others that it will see."""
+
+Decide = Callable[[Tensor, Tensor | None], QuantizedWeight | None]
+"""The int8 values of a float weight ``[N, K]``, for inputs of a second moment ``[K, K]``; None rounds to nearest."""
+
+
+class ExpertRows:
+    """What the experts of one module are given over all calibration batches."""
+
+    def __init__(self, block: Block, work: ExpertsWork, source: FloatExperts) -> None:
+        """Runs the block as it is now on all calibration data. Padding doesn't count."""
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = dict(zip(("hidden_states", "top_k_index"), args, strict=False)) | kwargs
+            rows = given["hidden_states"].detach()
+            if source.takes_sorted_rows:
+                # As many for each, of zeros where a token isn't for it.
+                rows = block.batch.tokens(rows.view(source.num_experts, -1, rows.shape[-1]).transpose(0, 1), work.name)
+                token, expert = (rows != 0).any(-1).nonzero().unbind(1)
+                self._parts.append((rows[token, expert], expert[:, None]))
+            else:
+                index = block.batch.tokens(given["top_k_index"], work.name)
+                self._parts.append((block.batch.tokens(rows, work.name).clone(), index.clone()))
+
+        handle = work.module.register_forward_pre_hook(keep, with_kwargs=True)
+        try:
+            for _ in block.run():
+                pass
+        finally:
+            handle.remove()
+
+    def of(self, expert: int) -> Tensor | None:
+        """The rows ``[n, hidden_size]`` that go to ``expert``, float32; None without a batch."""
+        parts = [rows[(index == expert).any(-1)] for rows, index in self._parts]
+        return torch.cat(parts).float() if parts else None
+
+
+@torch.no_grad()
+def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide, needs_rows: bool = True) -> None:
+    """Sets ``work.weights`` to what ``decide`` makes of each expert's weights, and says in its notes how many it did.
+
+    ``needs_rows``: whether ``decide`` is given second moments; then experts with fewer than ``FEWEST_TOKENS`` are
+    rounded to nearest.
+    """
+    source = describe_experts(work.module)
+    rows = ExpertRows(block, work, source) if needs_rows else None
+    first, second = (
+        work.module.get_parameter(source.parameters[name]).detach() for name in ("gate_up_proj", "down_proj")
+    )
+    parts: dict[str, list[QuantizedWeight]] = {"gate_up_proj": [], "down_proj": []}
+    counts, undecided = [], []
+    for expert in range(source.num_experts):
+        weights = [source.rows_of(name, weight, expert) for name, weight in zip(parts, (first, second), strict=True)]
+        moments: list[Tensor | None] = [None, None]
+        enough = True
+        if rows is not None:
+            x = rows.of(expert)
+            counts.append(0 if x is None else len(x))
+            enough = x is not None and len(x) >= FEWEST_TOKENS
+            if x is not None and enough:
+                hidden = source.activation(F.linear(x, weights[0].float(), _bias(work.module, source, expert)))
+                moments = [values.T @ values / len(values) for values in (x, hidden)]
+        found = [decide(each, moment) if enough else None for each, moment in zip(weights, moments, strict=True)]
+        if any(each is None for each in found):
+            undecided.append(expert)
+        for name, weight, quantized in zip(parts, weights, found, strict=True):
+            parts[name].append(quantized or _nearest(weight))
+    work.weights = {
+        name: QuantizedWeight(torch.stack([e.values for e in each]), torch.stack([e.scale for e in each]))
+        for name, each in parts.items()
+    }
+    work.notes.append(_said(method, source.num_experts, counts, undecided))
+
+
+def _nearest(weight: Tensor) -> QuantizedWeight:
+    return QuantizedWeight(*quantize_rows(weight.float() if weight.dtype == torch.float64 else weight))
+
+
+def _bias(module: nn.Module, source: FloatExperts, expert: int) -> Tensor | None:
+    if not source.has_bias:
+        return None
+    bias = module.get_parameter(source.parameters["gate_up_proj_bias"]).detach()
+    return source.bias_of("gate_up_proj", bias)[expert].float()
+
+
+def _said(method: str, experts: int, counts: list[int], undecided: list[int]) -> str:
+    text = f"{method}: {experts - len(undecided)} of {experts} experts"
+    if counts:
+        text += f", which saw {min(counts)} to {max(counts)} tokens"
+    if undecided:
+        shown = ", ".join(map(str, undecided[:5])) + (f" and {len(undecided) - 5} more" if len(undecided) > 5 else "")
+        why = f"with fewer than {FEWEST_TOKENS} tokens, or no gain" if counts else "without a gain"
+        text += f"; rounded to nearest, {why}: {shown}"
+    return text
