@@ -264,6 +264,8 @@ def test_no_gradient_is_recorded() -> None:
         ({"top_k_index": torch.zeros(4, 2).long()}, r"top_k_index is .*\[4, 2\].*\[5, k\]"),
         ({"top_k_weights": torch.zeros(5, 3)}, r"top_k_weights is .*\[5, 3\].*\[5, 2\]"),
         ({"top_k_weights": torch.zeros(5, 2).long()}, "top_k_weights is torch.int64"),
+        ({"top_k_weights": torch.zeros(5, 2).to_sparse()}, "top_k_weights is torch.sparse_coo.*to_dense"),
+        ({"top_k_weights": torch.zeros(5, 2, dtype=torch.cfloat).conj().imag}, "top_k_weights is a negative view"),
         ({"gate_up": torch.zeros(5, 80, 48)}, "gate_up is torch.float32"),
         ({"gate_up": torch.zeros(5, 48, 80).char().mT}, r"gate_up is \[5, 80, 48\] with strides.*contiguous"),
         ({"gate_up": torch.zeros(80, 48).char()}, r"gate_up is \[80, 48\].*\[E, 2I, H\]"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import GemmConfig, grouped, grouped_config, grouped_mm
-from qgemm.kernels.config import DeviceLimits
+from qgemm.kernels.config import DeviceLimits, is_valid
 from qgemm.kernels.reference import grouped_mm_reference
 
 on_hopper = pytest.mark.skipif(
@@ -171,6 +171,13 @@ DEVICES = {
     "A100": DeviceLimits(108, 166_912),
     "MI300X": DeviceLimits(304, 65_536, warp_size=64, num_xcds=8),
 }
+
+
+@pytest.mark.parametrize(("block_m", "block_n", "takes"), [(64, 128, True), (64, 80, False), (16, 64, False)])
+def test_configs_of_hoppers_kernel_that_grouped_products_take(block_m: int, block_n: int, takes: bool) -> None:
+    config = GemmConfig(block_m, block_n, 128, num_warps=4, num_stages=4, schedule="specialized")
+    assert is_valid(config, 1, H200)
+    assert grouped.is_grouped(config, H200) == takes
 
 
 @pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)

@@ -476,3 +476,13 @@ def test_devices() -> None:
                     assert torch.cuda.current_device() == current
                 assert out.device == device
                 assert torch.equal(out, layer.expected(x))
+
+
+def test_each_stream_has_a_buffer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Kernels of two streams may run at the same time.
+    monkeypatch.setattr(linear, "_shared_buffers", {})
+    monkeypatch.setattr(linear, "_for_good", lambda allocate: torch.zeros(64, dtype=torch.int8))
+    first, second, other = (linear._shared_buffer(*place, 64) for place in ((0, 0), (0, 7), (1, 0)))
+    assert len({buffer.data_ptr() for buffer in (first, second, other)}) == 3
+    assert linear._shared_buffer(0, 0, 64) is first
+    assert linear._shared_buffer(0, 7, 16) is second

@@ -43,6 +43,17 @@ def test_the_error_against_float64(dtype: torch.dtype, bias: bool, zero: int, de
     assert torch.equal(layer(x), out)
 
 
+def test_the_correction_is_taken_off_in_float64() -> None:
+    linear = nn.Linear(4096, 64)
+    with torch.no_grad():
+        linear.weight.abs_()  # of one sign: the correction is a thousand times the bias
+    layer = AsymmetricLinear.from_linear(linear, SCHEME, (0.02, -100))
+    sums = layer.weight.double().sum(1) * layer.weight_scale.double()
+    exact = linear.bias.double() + 100 * layer.input_scale.double() * sums
+    # Rounded once: not the correction, and then the difference.
+    assert torch.equal(layer.bias, exact.float())
+
+
 def test_values_of_one_sign_are_rounded_half_as_far(device: torch.device) -> None:
     linear = nn.Linear(512, 64, device=device)
     x = torch.randn(256, 512, device=device).relu()

@@ -184,9 +184,11 @@ def test_store_casts_to_the_matrix(dtype: torch.dtype, device: torch.device) -> 
 @pytest.mark.parametrize("step", [2**30, 2**31 + 16])  # offsets beyond 2^31 by a product; a stride beyond it by itself
 def test_offsets_are_64_bit(step: int, stride_of: str, device: torch.device) -> None:
     count = 3 if step == 2**30 else 2  # the last row starts at 2^31 or later
-    storage = torch.empty((count - 1) * step + 64, dtype=torch.int8, device=device)  # only a few pages are touched
+    # Offsets that wrap round to negative ones lie in it, too. Only a few pages are touched.
+    storage = torch.empty(2**31 + (count - 1) * step + 64, dtype=torch.int8, device=device)
     shape, strides = ((count, 8), (step, 1)) if stride_of == "rows" else ((8, count), (1, step))
-    far = storage.as_strided(shape, strides)
+    far = storage.as_strided(shape, strides, 2**31)
+    far.zero_()
     values = torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
     copy_kernel[(1, 1)](values, far, *shape, *strides, BM, BN, None)
     assert torch.equal(far, values)
