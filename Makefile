@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+# The environment of test-newest.
+NEWEST ?= .venv-newest
 # What to measure and where to write it: python -m benchmarks --help.
 BENCH ?= --json build/benchmark.json --markdown build/benchmark.md --plots build
 # The same of python -m benchmarks.accuracy, and the trained model that it measures on.
@@ -16,10 +18,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel demo bench accuracy test lint clean
+.PHONY: help setup wheel demo bench accuracy test test-newest lint clean
 
 help: ## Show these targets
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
 
 setup: $(STAMP) ## Make a virtual environment in .venv and install qgemm with all that its tests and demo need
 
@@ -43,13 +45,20 @@ $(MODEL)/sentences.json: | setup
 test: lint ## Check style and types, then run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
+# Not in CI: what is newest changes. Nothing is pinned, so that pip takes the CUDA build of PyTorch, some gigabytes.
+test-newest: ## Run the tests of kernels, layers and operators with the newest torch, triton and transformers
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --no-compile --upgrade torch transformers accelerate peft safetensors tqdm numpy typer rich pytest pytest-xdist
+	$(NEWEST)/bin/python -m pip list | grep -E "^(torch|triton|transformers) "
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) tests/kernels tests/nn tests/test_ops.py tests/test_ops_directly.py tests/test_expert_ops.py
+
 lint: setup ## Check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean: ## Remove the environment and every cache
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) $(NEWEST) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The demo's weights come without the dependencies of their package, which qgemm doesn't need.

@@ -141,16 +141,16 @@ def device_limits(device: torch.device) -> DeviceLimits:
         warp_size=properties.warp_size,
         num_xcds=max(1, num_sms // _CUS_PER_XCD[chip]) if chip in _CUS_PER_XCD else 1,
         hopper=torch.version.hip is None and (properties.major, properties.minor) == (9, 0),
-        hopper_rows=_hopper_rows(),
+        hopper_rows=hopper_rows(),
         pdl=torch.version.hip is None and properties.major >= 9,
     )
 
 
-def _hopper_rows() -> int:
-    """From Triton 3.8 on no view of shared memory may be larger than what it is a view of."""
+def hopper_rows() -> int:
+    """Triton 3.8 has no views for blocks of fewer rows: see ``Ring.rows_to_multiply``."""
     import triton
 
-    return 16 if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8) else 64
+    return 64 if triton.__version__.startswith("3.8.") else 16
 
 
 # For 1-byte operands; wider ones get fewer elements along K in the same bytes.
@@ -178,8 +178,9 @@ CANDIDATES: tuple[GemmConfig, ...] = (
     GemmConfig(64, 32, 256, num_warps=4, num_stages=4, schedule="specialized"),
     # Large tiles where it can't be used.
     GemmConfig(128, 128, 128, num_warps=4, num_stages=3, group_size_m=16),
+    GemmConfig(128, 128, 128, num_warps=8, num_stages=3, group_size_m=16),
     GemmConfig(64, 128, 128, num_warps=4, num_stages=4),
-    GemmConfig(128, 64, 128, num_warps=4, num_stages=4),
+    GemmConfig(128, 64, 128, num_warps=8, num_stages=4),
     GemmConfig(64, 64, 128, num_warps=4, num_stages=5),
     GemmConfig(64, 32, 256, num_warps=4, num_stages=4),
     # Few rows: weights at the memory's rate.
@@ -219,14 +220,19 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
         return False
     cols = config.widths if config.schedule == "specialized" else (config.block_n,)
     blocks = (config.block_m, *cols, config.block_k)
+    # Of a thread, for sums: 128 are too many where operands take registers, too, which those of ``wgmma`` don't.
+    registers = 128 if limits.hopper else 64
+    shared_memory = config.shared_memory(itemsize)
+    if limits.warp_size == 64:
+        shared_memory += shared_memory // 32  # for AMD Triton pads blocks, from 3.9 on, by up to so much
     return (
         all(block >= 16 and block & (block - 1) == 0 for block in blocks)
         and config.num_warps in (1, 2, 4, 8, 16)
         and config.num_stages >= 1
         and config.group_size_m >= 1
         and config.block_k * itemsize >= 32
-        and config.shared_memory(itemsize) <= limits.shared_memory
-        and config.block_m * config.block_n <= 128 * 32 * config.num_warps
+        and shared_memory <= limits.shared_memory
+        and config.block_m * config.block_n <= registers * config.num_warps * limits.warp_size
         and (itemsize == 1 or config.schedule != "streamk")
     )
 
@@ -252,9 +258,9 @@ def select_config(M: int, N: int, K: int, dtype: torch.dtype, device: torch.devi
     ``hopper``: whether layout and output allow Hopper's kernel (``gemm.py`` says when) where the device has it.
     """
     limits = device_limits(device)
-    if not hopper:
-        limits = replace(limits, hopper=False)
     configs = _valid_candidates(dtype.itemsize, limits)
+    if not hopper:
+        configs = [config for config in configs if config.schedule != "specialized"]
     if dtype != torch.int8:
         configs = [config for config in configs if config.schedule != "streamk"]
     if any(config.schedule == "specialized" for config in configs):

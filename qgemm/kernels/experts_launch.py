@@ -245,7 +245,7 @@ def _route(
     T, K = x.shape
     strides = x.contiguous().stride()
     block, blocks, threads = quantize.row_blocks(
-        K, x.dtype.itemsize, quantize.LONGEST_WHOLE_ROW, quantize.PART_OF_A_ROW
+        K, x.dtype.itemsize, quantize.longest_whole_row(limits), quantize.PART_OF_A_ROW
     )
     warps = max(1, threads // limits.warp_size)
     pdl, flags = limits.pdl, (limits.pdl, early)

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from qgemm.kernels.config import GemmConfig, device_limits, is_valid, programs_per_sm, select_config
+from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits, is_valid, programs_per_sm, select_config
 from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
 from qgemm.kernels.launch import ALIGNMENT, Launch
 
@@ -162,7 +162,10 @@ def _plan(
     )  # fmt: skip
     if config.schedule == "streamk" and K > 0:
         constants = (*constants, slots)
-        launch = Launch(_gemm_streamk_kernel, slots, numbers, constants, config.num_warps, config.num_stages)
+        launch = Launch(
+            _gemm_streamk_kernel, slots, numbers, constants, config.num_warps, config.num_stages,
+            max_registers=max_registers(limits),
+        )  # fmt: skip
         return Product(config, launch, M * N + tiles)
 
     # Only persistent programs are renumbered for chiplets.
@@ -171,8 +174,19 @@ def _plan(
     grid = tiles if not persistent else slots if limits.num_xcds > 1 else min(tiles, slots)
     epilogue = ACTIVATION_FUNCTIONS[activation] if activation else None
     constants = (*constants, not dtype.is_floating_point, allow_tf32, epilogue, persistent, limits.pdl)
-    launch = Launch(_gemm_kernel, grid, numbers, constants, config.num_warps, config.num_stages, limits.pdl)
+    launch = Launch(
+        _gemm_kernel, grid, numbers, constants, config.num_warps, config.num_stages, limits.pdl,
+        max_registers=max_registers(limits),
+    )  # fmt: skip
     return Product(config, launch, 0)
+
+
+def max_registers(limits: DeviceLimits) -> int | None:
+    """Of a thread, as ``Launch`` takes it: all there are on Blackwell.
+
+    Of its own accord the assembler takes fewer there, so that more programs fit, and spills.
+    """
+    return 255 if limits.pdl and not limits.hopper else None
 
 
 def _copy_engine_takes(N: int, K: int, stride_am: int, stride_ak: int, stride_bk: int, stride_bn: int) -> bool:

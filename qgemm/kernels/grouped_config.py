@@ -11,7 +11,6 @@ for each product (weights from memory, in CUDA graphs): the choice takes at most
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -52,6 +51,7 @@ BY_ROWS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
         float("inf"),
         (
             GemmConfig(128, 128, 128, num_warps=4, num_stages=3, schedule="tiles"),
+            GemmConfig(128, 128, 128, num_warps=8, num_stages=3, schedule="tiles"),
             GemmConfig(128, 64, 64, num_warps=4, num_stages=3, schedule="tiles"),
         ),
     ),
@@ -66,15 +66,14 @@ def select_grouped_config(T: int, G: int, N: int, K: int, device: torch.device, 
     kernel (``grouped.py`` says when) where the device has it.
     """
     limits = device_limits(device)
-    if not hopper:
-        limits = replace(limits, hopper=False)
+    hopper = hopper and limits.hopper
     filled = G * (1 - (1 - 1 / G) ** T)
     rows = T / filled
-    if rows <= (FEW_ROWS if limits.hopper else 16):
+    if rows <= (FEW_ROWS if hopper else 16):
         narrow = filled * -(-N // 32) <= MOST_NARROW_PROGRAMS * limits.num_sms
         # A pipeline of 256 values a stage fills only once K is long.
         return _first_valid((NARROW[K < 2048 :] if narrow else WIDE), limits)
-    if limits.hopper:
+    if hopper:
         return HOPPER
     return next(_first_valid(configs, limits) for most, configs in BY_ROWS if rows <= most)
 

@@ -231,11 +231,12 @@ def row_blocks(config: GemmConfig, K: int, limits: DeviceLimits) -> tuple[int, i
     """``(BLOCK, BLOCKS)`` of ``_quantize_row`` for a row of ``K`` 16-bit values, which a program's warps share.
 
     ``BLOCKS`` is a power of 2, so that there are few variants. It is 0, to read the row twice, where registers hold no
-    more.
+    more: 4 for each block.
     """
     block = 8 * 32 * config.num_warps
     blocks = 1 << (max(1, -(-K // block)) - 1).bit_length()
-    return block, blocks if blocks <= (32 if programs_per_sm(config, 1, limits) == 1 else 8) else 0
+    most = 8 if programs_per_sm(config, 1, limits) > 1 else 32 if config.num_warps == 4 else 16
+    return block, blocks if blocks <= most else 0
 
 
 def weight_rows_at_a_time(config: GemmConfig, M: int) -> int:

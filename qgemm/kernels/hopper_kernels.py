@@ -82,11 +82,15 @@ from qgemm.kernels.stages.aggregate import aggregate
 _load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
+# Up to Triton 3.7 a view of shared memory may be larger than what it is a view of.
+LARGER_VIEWS = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
 PANEL = gl.constexpr(128)  # bytes: as wide as the copy engine swizzles
 MMA_ROWS = gl.constexpr(64)  # the fewest that wgmma multiplies
 TURNING_ROWS = gl.constexpr(256)  # of tiles that go through K forwards and backwards in turn
 PRODUCER_REGISTERS = gl.constexpr(40)  # a thread
 QUANTIZING_REGISTERS = gl.constexpr(64)  # of one that may have to quantize
+MORE_QUANTIZING_REGISTERS = gl.constexpr(80)  # beside eight warps, where the assembler keeps more for it
 
 
 @functools.cache
@@ -162,15 +166,41 @@ class Ring:
                 _load_block(A, [row + part * PART, k + i * PANEL], full, panel.slice(part * PART, PART), pred=needed)
 
     @gluon.jit
+    def rows_to_multiply(self, slot, PART: gl.constexpr):
+        """A slot's panel ``PART`` of A, as many rows as instructions read."""
+        if self.block_m >= MMA_ROWS:
+            return self.a_panels.index(slot * self.panels + PART)
+        elif LARGER_VIEWS:
+            a = self.a_panels.index(slot * self.panels + PART)
+            return a._reinterpret(a.dtype, [MMA_ROWS, PANEL], a.layout)
+        else:
+            # A view of so many panels begins at any of them: as the ring is cut into such views, beginning with its
+            # first panel, its second, and so on. Slots of fewer panels begin in turn with each of several.
+            MANY: gl.constexpr = MMA_ROWS // self.block_m
+            TURNS: gl.constexpr = max(MANY // self.panels, 1)
+            index = slot // TURNS * max(self.panels // MANY, 1) + PART // MANY
+            a = self.a_views_from(PART % MANY).index(index)
+            for turn in gl.static_range(1, TURNS):
+                if slot % TURNS == turn:
+                    a = self.a_views_from(turn * self.panels + PART).index(index)
+            return a
+
+    @gluon.jit
+    def a_views_from(self, FIRST: gl.constexpr):
+        """A's panels from ``FIRST`` on, cut into views of ``MMA_ROWS`` rows."""
+        MANY: gl.constexpr = MMA_ROWS // self.block_m
+        VIEWS: gl.constexpr = (self.depth * self.panels - FIRST + MANY - 1) // MANY
+        part = self.a_panels.slice(FIRST, VIEWS * MANY)
+        return part.reinterpret(part.dtype, [VIEWS, MMA_ROWS, PANEL], part.layout)
+
+    @gluon.jit
     def multiply(self, step, accs):
         """Starts ``acc += a @ b.T`` of the slot's blocks, once they have arrived: for each piece of B its ``acc``."""
         slot = step % self.depth
         mbarrier.wait(self.full.index(slot), step // self.depth & 1)
         for i in gl.static_range(self.panels):
             panel = slot * self.panels + i
-            a = self.a_panels.index(panel)
-            if self.block_m < MMA_ROWS:
-                a = a._reinterpret(a.dtype, [MMA_ROWS, PANEL], a.layout)
+            a = self.rows_to_multiply(slot, i)
             b = self.b_panels.index(panel).permute((1, 0))
             acc = warpgroup_mma(a, b, accs[0], is_async=True)
             if len(self.widths) == 1:
@@ -385,13 +415,17 @@ def _run(
     ring = Ring(a_panels, b_panels, rest_panels, full, empty, NUM_STAGES, panels, LAST_PARTS, BLOCK_M, WIDTHS)
     staging = gl.allocate_shared_memory(C.dtype, [ROWS, C.block_shape[1]], C.layout)
     epilogue = (A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias)
+    if len(ROW) == 0:
+        REGISTERS: gl.constexpr = PRODUCER_REGISTERS
+    else:
+        REGISTERS: gl.constexpr = QUANTIZING_REGISTERS if gl.num_warps() == 4 else MORE_QUANTIZING_REGISTERS
     gl.warp_specialize(
         [
             (_consume, (C, epilogue, ring, staging, sched, num_k, quantization, ready.index(0), ROW)),
             (_produce, (A, B, A_scale, ring, sched, num_k, quantization, ready.index(0), ROW, CONSTANT_B, NEXT_EARLY)),
         ],
         [1],
-        [QUANTIZING_REGISTERS if len(ROW) > 0 else PRODUCER_REGISTERS],
+        [REGISTERS],
     )
 
 

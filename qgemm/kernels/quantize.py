@@ -5,12 +5,12 @@ import functools
 import torch
 from torch import Tensor
 
-from qgemm.kernels.config import device_limits
+from qgemm.kernels.config import DeviceLimits, device_limits
 from qgemm.kernels.launch import Launch
 from qgemm.kernels.quantize_kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE
 
-LONGEST_WHOLE_ROW = 131_072  # bytes of a row that a program keeps in registers
+LONGEST_WHOLE_ROW = 131_072  # bytes of a row that a program keeps in registers, at most
 PART_OF_A_ROW = 8192  # values at a time of a longer one
 # Up to so many rows, the product that follows may start before rows are quantized, to load its weights meanwhile: 0.5
 # to 2 us less for both on an H200. With more, Hopper's may too (``hopper.starts_early``); others weren't tried.
@@ -26,7 +26,8 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | N
     if row_scale.numel() and zero_point is None:
         plan(rows, scale)(rows, q, row_scale, scale)
     elif row_scale.numel():
-        _plan_asymmetric(*rows.shape, rows.stride(), rows.dtype, rows.device, LONGEST_WHOLE_ROW, PART_OF_A_ROW)(
+        longest = longest_whole_row(device_limits(rows.device))
+        _plan_asymmetric(*rows.shape, rows.stride(), rows.dtype, rows.device, longest, PART_OF_A_ROW)(
             rows, q, row_scale, scale, zero_point
         )
     return q, row_scale
@@ -38,9 +39,8 @@ def plan(rows: Tensor, scale: Tensor | None, next_early: bool = False) -> Launch
     ``next_early``: what follows on the stream is one of qgemm's products, which may start early if it likes. Not for
     weights: a product may load those before it waits for this kernel.
     """
-    return _plan(
-        *rows.shape, rows.stride(), rows.dtype, scale is None, rows.device, next_early, LONGEST_WHOLE_ROW, PART_OF_A_ROW
-    )
+    longest = longest_whole_row(device_limits(rows.device))
+    return _plan(*rows.shape, rows.stride(), rows.dtype, scale is None, rows.device, next_early, longest, PART_OF_A_ROW)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -74,6 +74,14 @@ def _plan_asymmetric(
     warps = max(1, threads // limits.warp_size)
     constants = (MIN_SCALE, block, blocks, limits.pdl)
     return Launch(_quantize_rows_asymmetric_kernel, M, (M, K, *strides), constants, num_warps=warps, pdl=limits.pdl)
+
+
+def longest_whole_row(limits: DeviceLimits) -> int:
+    """How many bytes of a row a program keeps in registers.
+
+    Half on NVIDIA's before Hopper: without its maximum of two pairs of 16-bit values Triton 3.9 takes more of them.
+    """
+    return LONGEST_WHOLE_ROW if limits.pdl or limits.warp_size == 64 else LONGEST_WHOLE_ROW // 2
 
 
 def row_blocks(K: int, itemsize: int, longest: int, part: int) -> tuple[int, int, int]:

@@ -27,7 +27,6 @@ Kernel = tuple[str, Any, dict[str, Any], GemmConfig | int]
 
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 GROUPS = 256
-LONGEST = quantize.LONGEST_WHOLE_ROW
 
 
 def expert_kernels(limits: DeviceLimits) -> Iterator[Kernel]:
@@ -45,7 +44,7 @@ def expert_kernels(limits: DeviceLimits) -> Iterator[Kernel]:
     yield "experts combine", _combine_kernel, {**vectors, "N": "i32", "TOP_K": 8, "BLOCK": 1024, **early}, 4
     bf16, fp32 = torch.bfloat16, torch.float32
     # A long row's code is there once for each of the top experts: two of them, since eight compile for seconds.
-    for dtype, K, top_k in ((bf16, 7168, 8), (fp32, LONGEST // 4 + 1, 2)):
+    for dtype, K, top_k in ((bf16, 7168, 8), (fp32, quantize.longest_whole_row(limits) // 4 + 1, 2)):
         arguments, warps = token_arguments(dtype, K, top_k, limits)
         yield f"experts quantize tokens {dtype} {K}", _quantize_tokens_kernel, {**arguments, **early}, warps
         routing = {"ids": "*i64", "tiles": "*i32", "P": "i32", "E": "i32"}
@@ -101,7 +100,8 @@ def hopper_arguments(config: GemmConfig) -> dict[str, Any]:
 
 
 def token_arguments(dtype: torch.dtype, K: int, top_k: int, limits: DeviceLimits) -> tuple[dict[str, Any], int]:
-    block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, LONGEST, quantize.PART_OF_A_ROW)
+    longest = quantize.longest_whole_row(limits)
+    block, blocks, threads = quantize.row_blocks(K, dtype.itemsize, longest, quantize.PART_OF_A_ROW)
     arguments = {
         **{"x": POINTERS[dtype], "q": "*i8", "q_scale": "*fp32", "position": "*i32"},
         **{"K": "i32", "stride_xm": "i32", "stride_xk": 1},

@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from qgemm.kernels import hopper, linear, quantize
-from qgemm.kernels.config import CANDIDATES, DeviceLimits, GemmConfig, is_valid, programs_per_sm
+from qgemm.kernels import gemm, hopper, linear, quantize
+from qgemm.kernels.config import CANDIDATES, DeviceLimits, GemmConfig, hopper_rows, is_valid, programs_per_sm
 from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
 from qgemm.kernels.hopper_kernels import _gemm_hopper_kernel, _quant_linear_hopper_kernel, block_layout
 from qgemm.kernels.linear_kernels import _quant_linear_kernel
@@ -30,7 +30,10 @@ from qgemm.kernels.reference import MIN_SCALE
 
 TARGETS: dict[str, tuple[GPUTarget, DeviceLimits]] = {
     "sm_80": (GPUTarget("cuda", 80, 32), DeviceLimits(num_sms=108, shared_memory=166_912)),
-    "sm_90": (GPUTarget("cuda", 90, 32), DeviceLimits(132, shared_memory=232_448, hopper=True, pdl=True)),
+    "sm_90": (
+        GPUTarget("cuda", 90, 32),
+        DeviceLimits(132, shared_memory=232_448, hopper=True, hopper_rows=hopper_rows(), pdl=True),
+    ),
     "sm_100": (GPUTarget("cuda", 100, 32), DeviceLimits(148, shared_memory=232_448, pdl=True)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), DeviceLimits(304, shared_memory=65_536, warp_size=64, num_xcds=8)),
     "gfx950": (GPUTarget("hip", "gfx950", 64), DeviceLimits(256, shared_memory=163_840, warp_size=64, num_xcds=8)),
@@ -57,7 +60,6 @@ INSTRUCTIONS = {
     "waits_for_previous": r"griddepcontrol\.wait",
     "packed_max": r"max\.[su]16x2",
 }
-FUSED_BLOCKS = ((16, 32), (64, 80), (256, 128))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -198,17 +200,23 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
                 yield f"hopper long {label}", _gemm_hopper_kernel, arguments, config
         else:
             kernel = _gemm_streamk_kernel if config.schedule == "streamk" else _gemm_kernel
-            yield f"scaled {label}", kernel, gemm_arguments(config, limits, int8, bf16, scaled=True, bias=True), config
+            yield (
+                f"scaled {label} {config.num_warps}",
+                kernel,
+                gemm_arguments(config, limits, int8, bf16, scaled=True, bias=True),
+                config,
+            )
 
     if limits.hopper:
-        few, mid, tall = (next(c for c in CANDIDATES if (c.block_m, c.block_n) == block) for block in FUSED_BLOCKS)
+        blocks = ((limits.hopper_rows, 32), (64, 80), (256, 128))
+        few, mid, tall = (next(c for c in CANDIDATES if (c.block_m, c.block_n) == block) for block in blocks)
         # Rows that registers hold where programs share them, and the longest where not; longer ones are read twice.
         for config, dtype, K, static in (
             (few, bf16, 8192, False),
             (few, torch.float16, 8193, True),
             (mid, torch.float16, 32_768, False),
             (mid, bf16, 32_769, True),
-            (tall, bf16, 65_536, False),
+            (tall, bf16, 32_768, False),
         ):
             label = f"linear hopper {config.block_m}x{config.block_n} {dtype} {K}".replace("torch.", "")
             arguments = hopper_linear_arguments(config, limits, dtype, K, static)
@@ -234,7 +242,7 @@ def kernels(target: str, limits: DeviceLimits) -> Iterator[tuple[str, Any, dict[
             out = bf16 if dtype.itemsize == 1 else dtype
             arguments = gemm_arguments(config, limits, dtype, out, bias=True, activation=activation)
             yield f"matmul {dtype}".replace("torch.", ""), _gemm_kernel, arguments, config
-    longest = quantize.LONGEST_WHOLE_ROW
+    longest = quantize.longest_whole_row(limits)
     for dtype, K, static in (
         (bf16, 4096, False),
         (bf16, 28_672, False),
@@ -275,16 +283,19 @@ def compile_kernel(kernel: Any, arguments: dict[str, Any], config: GemmConfig | 
     constants = {(names.index(name),): value for name, value in arguments.items() if name not in runtime}
     # What Triton finds out at a launch: pointers and sizes are multiples of 16. M is left out, as in the kernel.
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in runtime - {"M"}}
+    options: dict[str, Any] = {"enable_fp_fusion": False}  # as Launch has it
     if isinstance(config, GemmConfig):
-        options = {
+        options |= {
             "num_warps": config.num_warps,
             "num_stages": 1 if config.schedule == "specialized" else config.num_stages,
         }
+        limits = next(limits for known, limits in TARGETS.values() if known == target)
         if kernel in (_gemm_hopper_kernel, _quant_linear_hopper_kernel):
-            beside = kernel is _gemm_hopper_kernel
-            options["maxnreg"] = hopper.max_registers(config, TARGETS["sm_90"][1], beside)
+            options["maxnreg"] = hopper.max_registers(config, limits, beside=kernel is _gemm_hopper_kernel)
+        elif kernel in (_gemm_kernel, _gemm_streamk_kernel) and (registers := gemm.max_registers(limits)):
+            options["maxnreg"] = registers
     else:
-        options = {"num_warps": config, "num_stages": 1, "enable_fp_fusion": False}
+        options |= {"num_warps": config, "num_stages": 1}
     source = GluonASTSource if kernel.is_gluon() else ASTSource
     return triton.compile(source(kernel, signature, constants, aligned), target=target, options=options)
 

@@ -6,13 +6,14 @@ config that ``select_config`` takes; ``DISPATCHED`` tests both ways.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import GemmConfig, cpu, int_mm, matmul, scaled_mm
-from qgemm.kernels.config import CANDIDATES, Schedule, device_limits, is_valid
+from qgemm.kernels import GemmConfig, cpu, gemm, int_mm, matmul, scaled_mm
+from qgemm.kernels.config import CANDIDATES, DeviceLimits, Schedule, device_limits, is_valid
 from qgemm.kernels.reference import int_mm_reference, matmul_reference, scaled_mm_reference
 
 Check = Callable[[Tensor, Tensor, Tensor], None]
@@ -341,3 +342,39 @@ def test_same_bits_as_on_the_cpu(schedule: Schedule, out_dtype: torch.dtype, dev
     on_device = [t.to(device) for t in (a, b.t(), a_scale, b_scale, bias)]
     config = GemmConfig(16, 16, 32, num_warps=4, num_stages=2, schedule=schedule)
     assert torch.equal(scaled_mm(*on_device, out_dtype, config=config).cpu(), wanted)
+
+
+MI300X = DeviceLimits(num_sms=304, shared_memory=65_536, warp_size=64, num_xcds=8)
+A100 = DeviceLimits(num_sms=108, shared_memory=166_912)
+
+
+def plan_for(limits: DeviceLimits, config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The launch of a product of ``[64, 256] @ [256, 4096]``."""
+    monkeypatch.setattr(gemm, "device_limits", lambda device: limits)
+    strides = (256, 1, 1, 256, 4096, 1, 1, 1, 0)
+    return gemm._plan.__wrapped__(
+        64, 4096, 256, strides, torch.int8, torch.bfloat16, False, None, None, False, torch.device("cuda", 0), True,
+        config, False,
+    ).launch  # fmt: skip
+
+
+def test_programs_are_renumbered_for_chiplets(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = GemmConfig(16, 32, 64, num_warps=2, num_stages=2, schedule="tiles")
+    names = gemm._gemm_kernel.arg_names
+    tiles = 4 * 128
+    for limits, grid, persistent in ((A100, tiles, False), (MI300X, 304 * 8, True)):
+        launch = plan_for(limits, config, monkeypatch)
+        constants = dict(zip(names[-len(launch._rest) :], launch._rest, strict=True))
+        assert constants["NUM_XCDS"] == limits.num_xcds
+        # Renumbered programs must be as many as there is room for, each with tiles in turn.
+        assert constants["PERSISTENT"] == persistent
+        assert launch._grid == grid
+
+
+@pytest.mark.parametrize(("pdl", "hopper", "registers"), [(False, False, None), (True, True, None), (True, False, 255)])
+def test_blackwells_assembler_may_take_all_registers(
+    pdl: bool, hopper: bool, registers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = GemmConfig(64, 64, 64, num_warps=4, num_stages=2)
+    limits = DeviceLimits(148, 232_448, pdl=pdl, hopper=hopper)
+    assert plan_for(limits, config, monkeypatch)._options.get("maxnreg") == registers

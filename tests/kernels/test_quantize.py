@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import cpu, dispatch, quantize
+from qgemm.kernels.config import DeviceLimits
 from qgemm.kernels.launch import Launch
 from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE, quantize_rows_reference
@@ -67,7 +68,7 @@ def test_rows_longer_than_a_block(
 ) -> None:
     # The kernel reads such rows twice. The real limit takes seconds to interpret.
     x = torch.randn(3, K, device=device).to(dtype)
-    monkeypatch.setattr(quantize, "LONGEST_WHOLE_ROW", 1000 * x.itemsize)
+    monkeypatch.setattr(quantize, "longest_whole_row", lambda limits: 1000 * x.itemsize)
     monkeypatch.setattr(quantize, "PART_OF_A_ROW", 1024)
     x[1, -1] = 50  # the largest value in the last block
     x[2, -1] = torch.nan
@@ -86,6 +87,23 @@ def test_blocks_hold_a_row(K: int) -> None:
     assert threads <= 1024
     assert block * blocks <= 64 * threads  # more values a thread don't fit in registers
     assert block * blocks <= K + K // 3 or K < 1024  # few idle lanes
+
+
+def test_a_row_has_fewer_registers_before_hopper() -> None:
+    for limits, bytes_of_row in (
+        (DeviceLimits(132, 232_448, hopper=True, pdl=True), 131_072),
+        (DeviceLimits(304, 65_536, warp_size=64, num_xcds=8), 131_072),
+        (DeviceLimits(108, 166_912), 65_536),
+    ):
+        assert quantize.longest_whole_row(limits) == bytes_of_row
+
+
+def test_each_kind_of_scale_has_a_launch_of_its_own(device: torch.device) -> None:
+    # A launch compiles its kernel once, for a scale that is there or not.
+    x, scale = torch.randn(3, 40, device=device), torch.tensor(0.02, device=device)
+    assert quantize.plan(x, None) is quantize.plan(x, None)
+    assert quantize.plan(x, None) is not quantize.plan(x, scale)
+    assert quantize.plan(x, None) is not quantize.plan(x.half(), None)
 
 
 def test_rows_beyond_the_registers_are_read_twice() -> None:
@@ -305,7 +323,7 @@ def test_what_is_not_finite_with_a_zero_point(dtype: torch.dtype, function: Quan
 def test_long_rows_with_a_zero_point(
     K: int, dtype: torch.dtype, function: Quantize, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantize, "LONGEST_WHOLE_ROW", 1000 * dtype.itemsize)
+    monkeypatch.setattr(quantize, "longest_whole_row", lambda limits: 1000 * dtype.itemsize)
     monkeypatch.setattr(quantize, "PART_OF_A_ROW", 1024)
     x = torch.randn(3, K, device=device).to(dtype)
     x[2, -1] = torch.nan
