@@ -162,7 +162,7 @@ def test_before_the_first_swap_nothing_has_changed(
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no room")], ids=repr)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_model_that_was_swapped_in_part_refuses_to_run(
-    way: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+    way: str, error: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = nn.Sequential(stack())
     failing(monkeypatch, 7 if way == "with a budget" else 2, error)  # six to measure what layers lose
@@ -170,6 +170,9 @@ def test_a_model_that_was_swapped_in_part_refuses_to_run(
         quantize_model(model, **WAYS[way])
     assert_unusable(model)
     assert_unusable(model[0])
+    with pytest.raises(RuntimeError, match=r"Load the model again"):
+        qgemm.save_quantized(model, tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def changed(model: nn.Module, state: dict[str, Tensor]) -> bool:

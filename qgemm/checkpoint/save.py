@@ -208,6 +208,7 @@ def _check_can_be_stored(model: nn.Module, tensors: dict[str, Tensor]) -> None:
 
 def _check_layers(layers: dict[str, QuantLayer]) -> None:
     for name, layer in layers.items():
+        layer.state_dict()  # which a layer refuses to give if its model is quantized in part
         for leaf, parameter in layer.named_parameters(recurse=False):
             if leaf not in layer.fixed_names and parameter.dtype not in BIAS_DTYPES:
                 raise ValueError(
