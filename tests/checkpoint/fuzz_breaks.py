@@ -261,15 +261,21 @@ def retie(rng: random.Random, files: Files) -> None:
     files[CONFIG] = dump(config).encode("utf-8", "surrogatepass")
 
 
+def any_of(rng: random.Random, files: Files) -> str:
+    if not files:
+        raise Unfit
+    return rng.choice(sorted(files))
+
+
 def remove_file(rng: random.Random, files: Files) -> None:
-    del files[rng.choice(sorted(files))]
+    del files[any_of(rng, files)]
 
 
 def add_file(rng: random.Random, files: Files) -> None:
     extra = rng.choice(
         ["model.safetensors", INDEX, GENERATION, "model-00009-of-00009.safetensors", "pytorch_model.bin"]
     )
-    files[extra] = rng.choice([b"", b"{}", b"\x80\x04\x95pickle", rng.choice(list(files.values()))])
+    files[extra] = rng.choice([b"", b"{}", b"\x80\x04\x95pickle", files[any_of(rng, files)]])
 
 
 def lead_away(rng: random.Random, files: Files) -> None:
@@ -316,7 +322,7 @@ def lead_away(rng: random.Random, files: Files) -> None:
 
 def link(rng: random.Random, files: Files) -> None:
     """A file is a link: to the forbidden folder, to a device, to itself, to nothing, to a file of this folder."""
-    name = rng.choice(sorted(files))
+    name = any_of(rng, files)
     targets = [
         "{outside}/" + name,
         "../outside/" + name,
@@ -333,7 +339,7 @@ def link(rng: random.Random, files: Files) -> None:
 
 def special(rng: random.Random, files: Files) -> None:
     """A file is a pipe, which nobody ever writes to, a socket or a folder."""
-    files[rng.choice(sorted(files))] = Special(rng.choice(["pipe", "pipe", "socket", "folder"]))
+    files[any_of(rng, files)] = Special(rng.choice(["pipe", "pipe", "socket", "folder"]))
 
 
 BREAKS: list[Break] = [
@@ -402,7 +408,7 @@ def saved_meanwhile(rng: random.Random, case: Case) -> None:
 
 def cut_meanwhile(rng: random.Random, case: Case) -> None:
     """A file becomes shorter while it is read, or is gone, or another one."""
-    name = rng.choice(sorted(case.files))
+    name = any_of(rng, case.files)
     content = content_of(case.files, name)
     files = dict(case.files)
     what = rng.randrange(4)
@@ -462,10 +468,10 @@ def _whole_or_nothing(rng: random.Random, start: Good) -> Case:
         one = rng.choice(WHOLE_OR_NOTHING)
         try:
             one(rng, case)
+            case.breaks.append(one.__name__)
+            if rng.random() < 0.1:
+                special(rng, case.files)
+                case.breaks.append("special")
         except Unfit:
             continue
-        case.breaks.append(one.__name__)
-        if rng.random() < 0.1:
-            special(rng, case.files)
-            case.breaks.append("special")
         return case

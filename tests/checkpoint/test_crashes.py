@@ -12,27 +12,27 @@ import pytest
 
 from checkpoint.faults import Disk, every_fault, every_kill, every_power_loss
 from checkpoint.kills import kill_at_random
-from checkpoint.writers import CALIBRATION, CONVERT_ANEW, RECIPE, Writer
+from checkpoint.writers import CALIBRATION, CONVERT_ANEW, RECIPE, SAVE, STREAM, Writer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to know which file is meant")
 
 # With every how many of their events are tried here: some take a tenth of a second each. kills.py tries all.
-WRITERS = {CALIBRATION: 1, RECIPE: 1, CONVERT_ANEW: 11}
-BY_NAME = pytest.mark.parametrize("writer", WRITERS, ids=lambda writer: writer.name)
+STEPS = {CALIBRATION: 1, RECIPE: 1, SAVE: 5, CONVERT_ANEW: 17, STREAM: 37}
+WRITERS = pytest.mark.parametrize("writer", STEPS, ids=lambda writer: writer.name)
 
 
-@BY_NAME
+@WRITERS
 @pytest.mark.parametrize("lasting", [False, True], ids=["one failure", "full disk"])
 def test_an_error_at_any_moment(writer: Writer, lasting: bool, tmp_path: Path) -> None:
-    work, step = tmp_path / "work", WRITERS[writer]
+    work, step = tmp_path / "work", STEPS[writer]
     found = every_fault(lambda: writer.folder(work), writer.write, writer.outcome, lasting=lasting, step=step)
     assert found.keys() <= {writer.before, "new"}
     assert found.keys() == {writer.before, "new"} or step > 1
 
 
-@BY_NAME
+@WRITERS
 def test_a_kill_at_any_moment(writer: Writer, tmp_path: Path) -> None:
-    work, step = tmp_path / "work", WRITERS[writer]
+    work, step = tmp_path / "work", STEPS[writer]
     found = every_kill(lambda: writer.folder(work), writer.write, writer.outcome, step=step)
     assert found.keys() <= {writer.before, "new"}
     assert found.keys() == {writer.before, "new"} or step > 1
@@ -43,7 +43,7 @@ def test_kills_at_random_times(tmp_path: Path) -> None:
     assert sum(found.values()) == 12
 
 
-@BY_NAME
+@WRITERS
 def test_a_power_loss_at_any_moment(writer: Writer, tmp_path: Path) -> None:
     """What isn't synced may be lost: the order of syncs and renames is right."""
     at_any_moment, at_the_end = every_power_loss(
@@ -53,12 +53,13 @@ def test_a_power_loss_at_any_moment(writer: Writer, tmp_path: Path) -> None:
     assert set(at_the_end) == {"new"}
 
 
-@pytest.mark.parametrize("writer", [CALIBRATION, RECIPE], ids=lambda writer: writer.name)
+@pytest.mark.parametrize("writer", [CALIBRATION, RECIPE, SAVE], ids=lambda writer: writer.name)
 def test_nothing_is_left_of_a_kill_once_it_is_done_again(writer: Writer, tmp_path: Path) -> None:
     folder = writer.folder(tmp_path / "work")
-    before = sorted(os.listdir(folder))
-    every_kill(lambda: folder, writer.write, writer.outcome)
-    assert sorted(os.listdir(folder)) == before
+    writer.write(folder)
+    before = len(os.listdir(folder))
+    every_kill(lambda: folder, writer.write, writer.outcome, step=STEPS[writer])
+    assert len(os.listdir(folder)) == before
 
 
 # The harness itself: writers that are known to be wrong are found out.
