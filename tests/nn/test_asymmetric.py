@@ -48,7 +48,7 @@ def test_the_correction_is_taken_off_in_float64() -> None:
     with torch.no_grad():
         linear.weight.abs_()  # of one sign: the correction is a thousand times the bias
     layer = AsymmetricLinear.from_linear(linear, SCHEME, (0.02, -100))
-    sums = layer.weight.double().sum(1) * layer.weight_scale.double()
+    sums = layer.stored("weight").double().sum(1) * layer.weight_scale.double()
     exact = linear.bias.double() + 100 * layer.input_scale.double() * sums
     # Rounded once: not the correction, and then the difference.
     assert torch.equal(layer.bias, exact.float())
