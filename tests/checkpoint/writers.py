@@ -11,8 +11,11 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from models import FAMILIES
+from torch import Tensor
 
 from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
+from qgemm import quantize_model
 from qgemm.calibration import GPTQ, Calibration, MinMax, Recipe, SmoothQuant
 from qgemm.checkpoint import load_quantized, save_quantized
 from qgemm.streaming import quantize_checkpoint
@@ -115,6 +118,27 @@ def _streamed_in_the_end(folder: Path) -> str:
     return found
 
 
+def _quantize_blocks(folder: Path) -> dict[str, Tensor]:
+    example = FAMILIES["llama"]()
+    recipe, data = [SmoothQuant()], [example.inputs]
+    model = quantize_model(
+        example.model, "int8-static", recipe=recipe, calibration=data, resume=folder / "run", progress=False
+    )
+    return model.state_dict()
+
+
+@cache
+def _blocks_at_once() -> dict[str, Tensor]:
+    return _quantize_blocks(_temporary_folder("resume"))
+
+
+def _resumed(folder: Path) -> str:
+    """The next run makes all of it."""
+    state, whole = _quantize_blocks(folder), _blocks_at_once()
+    assert all(torch.equal(state[name], value) for name, value in whole.items())
+    return "new"
+
+
 @cache
 def _llama_to_convert() -> Path:
     """A checkpoint with a tokenizer's file beside it."""
@@ -165,6 +189,6 @@ CONVERT = Writer("convert", _save_old_llama, _convert, _converted)
 CONVERT_ANEW = Writer("convert anew", lambda folder: None, _convert, _converted, "nothing")
 STREAM = Writer("stream", lambda folder: None, _stream, _streamed, "nothing")
 STREAM_AND_RESUME = Writer("stream and resume", lambda folder: None, _stream, _streamed_in_the_end, "nothing")
-WRITERS = {
-    writer.name: writer for writer in (SAVE, CALIBRATION, RECIPE, CONVERT, CONVERT_ANEW, STREAM, STREAM_AND_RESUME)
-}
+RESUME = Writer("resume", lambda folder: None, _quantize_blocks, _resumed, "new")
+ALL = (SAVE, CALIBRATION, RECIPE, CONVERT, CONVERT_ANEW, STREAM, STREAM_AND_RESUME, RESUME)
+WRITERS = {writer.name: writer for writer in ALL}
