@@ -15,11 +15,14 @@ import os
 import pathlib
 import shutil
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 ERRORS = (errno.ENOSPC, errno.EACCES, errno.EIO)
 KINDS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
@@ -275,6 +278,8 @@ def in_child(work: Callable[[], object], while_it_runs: Callable[[int], object] 
     if child == 0:
         code = 1
         try:
+            # tqdm's own is shared with the parent, which would wait for it if the child is killed as it has it.
+            tqdm.set_lock(threading.RLock())
             work()
             code = 0
         except BaseException:
