@@ -79,7 +79,8 @@ def print_table(
         if sum(natural if gap > 1 else least) <= room:
             break
     else:
-        print_lines(_blocks(title, columns, cells))
+        for line in _blocks(title, columns, cells):
+            console.print(line)
         return
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -104,12 +105,12 @@ def _shrunk(natural: Sequence[int], least: Sequence[int], room: int) -> list[int
     return widths
 
 
-def _blocks(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    yield title
+def _blocks(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[Text]:
+    yield Text(title, style="bold")
     for first, *others in rows:
-        yield first
-        yield from (f"  {name}: {cell}" for name, cell in zip(columns[1:], others, strict=True) if cell)
-        yield ""
+        yield Text(first, style="bold")
+        yield from (Text(f"  {name}: {cell}") for name, cell in zip(columns[1:], others, strict=True) if cell)
+        yield Text()
 
 
 class _Output(Console):

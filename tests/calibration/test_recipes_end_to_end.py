@@ -100,7 +100,7 @@ def test_without_a_recipe_there_is_none(tmp_path: Path) -> None:
     qgemm.quantize_model(model)
     assert Recipe.of(model) is None
     qgemm.save_quantized(model, tmp_path)
-    assert "recipe" not in (tmp_path / "config.json").read_text()
+    assert "recipe" not in json.loads((tmp_path / "qgemm_report.json").read_text())["report"]
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_recipes_of_others(recipe: Any, message: str | None, tmp_path: Path) -> 
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
     qgemm.quantize_model(model, recipe=[MSEWeights()])
     qgemm.save_quantized(model, tmp_path)
-    path = tmp_path / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"]["report"]["recipe"] = recipe
-    path.write_text(json.dumps(config))
+    path = tmp_path / "qgemm_report.json"
+    values = json.loads(path.read_text())
+    values["report"]["recipe"] = recipe
+    path.write_text(json.dumps(values))
     source = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4))
     if message is not None:
         with pytest.raises(qgemm.CheckpointError, match=message):

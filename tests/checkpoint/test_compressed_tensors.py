@@ -306,6 +306,8 @@ def test_layers_whose_weight_is_read_directly_are_refused(folder: Path) -> None:
             super().__init__()
             self.dt_proj = nn.Linear(4, 4, bias=False)
 
+    MambaMixer.__module__ = "transformers.models.mamba.modeling_mamba"
+
     def replace(tensors: dict[str, Tensor]) -> None:
         tensors.clear()
         tensors["mixer.dt_proj.weight"] = torch.ones(4, 4, dtype=torch.int8)

@@ -145,6 +145,12 @@ class Remembers(nn.Module):
         return {"calls": 3}
 
 
+def without_input_scale() -> QuantLinear:
+    layer = QuantLinear(24, 16, scheme="int8-static")
+    layer.weight_scale.fill_(1)
+    return layer
+
+
 def refuse(change: Callable[[Any], Any], message: str) -> Any:
     return pytest.param(change, message, id=message)
 
@@ -166,9 +172,9 @@ def refuse(change: Callable[[Any], Any], message: str) -> Any:
             lambda model: model.block[3].weight_scale.data.__setitem__(1, 0), r"block\.3\.weight_scale is not finite"
         ),
         refuse(
-            lambda model: model.block.__setitem__(3, QuantLinear(24, 16, scheme="int8-static")),
-            r"block\.3\.input_scale",
+            lambda model: model.block.__setitem__(3, QuantLinear(24, 16)), r"block\.3\.weight_scale is not.*never set"
         ),
+        refuse(lambda model: model.block.__setitem__(3, without_input_scale()), r"block\.3\.input_scale"),
     ],
 )
 def test_model_that_cannot_be_stored(change: Callable[[Any], Any], message: str, tmp_path: Path) -> None:
@@ -191,7 +197,9 @@ def test_a_name_that_no_file_can_hold(name: str, tmp_path: Path) -> None:
 def test_model_that_its_config_does_not_build(tmp_path: Path) -> None:
     model = swap_linears(tiny_llama())
     model.adapter = nn.Linear(2, 2)
-    with pytest.warns(UserWarning, match=r"LlamaForCausalLM is saved, but .*doesn't have: adapter\.bias"):
+    with pytest.warns(
+        UserWarning, match=r"LlamaForCausalLM is saved, but .*doesn't have: adapter\.weight, adapter\.bias"
+    ):
         save_quantized(model, tmp_path)
     given = tiny_llama()
     given.adapter = nn.Linear(2, 2)

@@ -12,7 +12,7 @@ from cli.command import run_json
 from cli.test_compare import write_tokenizer
 
 DOCUMENT = (Path(__file__).parent.parent.parent / "docs" / "cli.md").read_text(encoding="utf-8")
-FREE = {"dtypes", "tied", "us", "error", "speedup"}  # whose keys are dtypes or tensors
+FREE = {"dtypes", "tied", "us", "error", "spread", "speedup"}  # whose keys are dtypes or tensors
 
 
 def keys_of(value: Any) -> set[str]:
