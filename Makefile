@@ -48,7 +48,7 @@ test: lint ## Check style and types, then run every test
 # Not in CI: what is newest changes. Nothing is pinned, so that pip takes the CUDA build of PyTorch, some gigabytes.
 test-newest: ## Run the tests of kernels, layers and operators with the newest torch, triton and transformers
 	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --no-compile --upgrade torch transformers accelerate peft safetensors tqdm numpy typer rich pytest pytest-xdist
+	$(NEWEST)/bin/python -m pip install --no-compile --upgrade torch transformers accelerate peft safetensors tqdm numpy typer rich compressed-tensors pytest pytest-xdist
 	$(NEWEST)/bin/python -m pip list | grep -E "^(torch|triton|transformers) "
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) tests/kernels tests/nn tests/test_ops.py tests/test_ops_directly.py tests/test_expert_ops.py
 

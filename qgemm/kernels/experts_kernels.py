@@ -297,7 +297,8 @@ def _combine_kernel(
     for j in tl.static_range(TOP_K):
         place = tl.load(position + token * TOP_K + j)
         weight = tl.load(weights + token * TOP_K + j).to(tl.float32)
-        values = tl.load(y + place.to(tl.int64) * N + columns, mask=(columns < N) & (place >= 0), other=0.0)
+        # One comparison: Triton 3.9's interpreter takes no mask that is made of a vector and a scalar.
+        values = tl.load(y + place.to(tl.int64) * N + columns, mask=columns < tl.where(place >= 0, N, 0), other=0.0)
         total += tl.where(place >= 0, values.to(tl.float32) * weight, 0.0)
     if INTERPRETING and out.dtype.element_ty == tl.bfloat16:
         total = _round_to_bfloat16(total)

@@ -12,6 +12,7 @@ While a model is traced, code may ask for dtype, device and shape alone (``Trace
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -123,3 +124,13 @@ def _is_of_its_form(func: Callable[..., Any]) -> bool:
     """Whether a function takes its shape, device and dtype alone, or is one of qgemm's own, which know the values."""
     name = getattr(func, "__name__", "")
     return name.startswith("new_") or name.endswith("_like") or str(func).startswith("qgemm.")
+
+
+# Where a compiler gives up on code around a layer, that runs as it is, and so are these functions to: compiled by
+# themselves they fail inside PyTorch 2.15's compiler, with an error that names no layer. (torch.compiler.disable says
+# the same, but imports the compiler.)
+with suppress(AttributeError):  # of a PyTorch that has these elsewhere
+    _frames: Any = torch._C._dynamo.eval_frame
+    _as_it_is = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+    for _function in (StoredWeight.__new__, StoredWeight.__torch_function__.__func__):  # type: ignore[attr-defined]
+        _frames.set_code_exec_strategy(_function.__code__, _as_it_is)
