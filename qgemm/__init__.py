@@ -20,9 +20,9 @@ from qgemm.calibration import Budget, Calibration, Sensitivity, calibrate
 from qgemm.calibration.sensitivity import sensitivity
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
 from qgemm.integrations.on_import import when_imported
+from qgemm.model.report import QuantReport, report
 from qgemm.nn import QuantExperts, QuantLinear
 from qgemm.quantize import quantize_model
-from qgemm.reporting import QuantReport, report
 from qgemm.scheme import SCHEMES, QuantScheme
 from qgemm.streaming import quantize_checkpoint
 from qgemm.version import __version__

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qgemm.kernels import dispatch
-from qgemm.kernels.gated_activation import GatedActivation
+from qgemm.kernels.activations import GatedActivation
 from qgemm.op_rules import no_tangent, register_autograd
 from qgemm.ops import seen_by_others
 

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qgemm.kernels import asymmetric, dispatch, int4
-from qgemm.kernels.hadamard import hadamard
-from qgemm.kernels.recall import recall, remember
+from qgemm.kernels import dispatch
+from qgemm.kernels.launch.recall import recall, remember
+from qgemm.kernels.linear import asymmetric
+from qgemm.kernels.packed import launcher as int4
+from qgemm.numerics.hadamard import hadamard
 from qgemm.op_rules import no_tangent, register_autocast, register_autograd, register_vmap
 
 torch.library.define("qgemm::quantize_rows", "(Tensor x, Tensor? scale, Tensor? zero_point=None) -> (Tensor, Tensor)")

@@ -42,13 +42,9 @@ from qgemm.calibration.result import Calibration
 from qgemm.calibration.sensitivity import Sensitivity
 from qgemm.calibration.sensitivity import sensitivity as measure_sensitivity
 from qgemm.device import find_device
-from qgemm.nn.attention import opened_attention
-from qgemm.nn.linear import linear_weight
-from qgemm.nn.linear_layer import InputScale
-from qgemm.offloading import check_hooks, weights_at_hand
-from qgemm.reporting import KEPT, LayerRecord, QuantReport
-from qgemm.scheme import QuantScheme, resolve_scheme
-from qgemm.selection import (
+from qgemm.model.offloading import check_hooks, weights_at_hand
+from qgemm.model.report import KEPT, LayerRecord, QuantReport
+from qgemm.model.selection import (
     Pattern,
     Patterns,
     SchemeChoice,
@@ -58,8 +54,12 @@ from qgemm.selection import (
     resolve_schemes,
     select_layers,
 )
-from qgemm.survey import Layer
-from qgemm.swap import make_unusable, swap
+from qgemm.model.survey import Layer
+from qgemm.model.swap import make_unusable, swap
+from qgemm.nn.attention import opened_attention
+from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import InputScale
+from qgemm.scheme import QuantScheme, resolve_scheme
 
 Model = TypeVar("Model", bound=nn.Module)
 

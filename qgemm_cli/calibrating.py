@@ -23,8 +23,8 @@ from qgemm.calibration.resume import RUN_FILE
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import parse_size
 from qgemm.device import find_device
-from qgemm.reporting import QuantReport
-from qgemm.selection import SchemeChoice, resolve_schemes
+from qgemm.model.report import QuantReport
+from qgemm.model.selection import SchemeChoice, resolve_schemes
 from qgemm.streaming.companions import find_companions
 from qgemm_cli.logits import build_float, load_float, load_tokenizer
 from qgemm_cli.reading import FLOAT, open_checkpoint

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import qgemm
 from qgemm.expert_ops import quant_experts
 from qgemm.kernels import GPT_OSS, GatedActivation
-from qgemm.kernels.gated_activation import GATE_FUNCTIONS
+from qgemm.kernels.activations import GATE_FUNCTIONS
 from qgemm.nn import QuantExperts
 
 ACTIVATIONS = [

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from qgemm import QuantLinear
 from qgemm.checkpoint import load_quantized, save_quantized
+from qgemm.model.report import report
 from qgemm.nn.attention import opened_attention
 from qgemm.quantize import quantize_model
-from qgemm.reporting import report
 
 families = pytest.mark.parametrize("family", FAMILIES)
 

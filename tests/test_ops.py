@@ -7,8 +7,10 @@ import torch
 from models.schemes import quantized_layer
 from torch import Tensor, nn
 
-from qgemm.kernels import asymmetric, dispatch, int4
-from qgemm.kernels.hadamard import hadamard
+from qgemm.kernels import dispatch
+from qgemm.kernels.linear import asymmetric
+from qgemm.kernels.packed import launcher as int4
+from qgemm.numerics.hadamard import hadamard
 
 ops = torch.ops.qgemm
 

@@ -11,7 +11,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qgemm.ops
-from qgemm.kernels import dispatch, recall
+from qgemm.kernels import dispatch
+from qgemm.kernels.launch import recall
 
 ops = torch.ops.qgemm
 

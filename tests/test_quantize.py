@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from qgemm import QuantLinear
+from qgemm.model.report import report
 from qgemm.quantize import quantize_model
-from qgemm.reporting import report
 
 
 class Block(nn.Module):

@@ -12,8 +12,8 @@ from torch import nn
 
 from qgemm import Calibration, calibrate
 from qgemm.calibration import GPTQ, MinMax
+from qgemm.model.report import report
 from qgemm.quantize import quantize_model
-from qgemm.reporting import report
 
 
 def two_layers() -> nn.Sequential:

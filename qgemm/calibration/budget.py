@@ -24,9 +24,9 @@ from torch import Tensor
 
 from qgemm.calibration.sensitivity import ERROR, KL, LayerSensitivity, Sensitivity
 from qgemm.checkpoint.layout import parse_size
+from qgemm.model.selection import listed
+from qgemm.model.survey import Layer
 from qgemm.scheme import SCHEMES, QuantScheme
-from qgemm.selection import listed
-from qgemm.survey import Layer
 from qgemm.tables import size
 
 _MOST_PAIRS = 1 << 14

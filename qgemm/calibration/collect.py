@@ -19,10 +19,10 @@ from qgemm.calibration.method import Call
 from qgemm.calibration.observers import Observer, resolve_observer
 from qgemm.calibration.padding import Batch
 from qgemm.calibration.result import Calibration
+from qgemm.model.selection import Patterns, listed, select_layers
+from qgemm.model.survey import find_layers
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
-from qgemm.selection import Patterns, listed, select_layers
-from qgemm.survey import find_layers
 
 NO_BATCH = "calibration has no batch: an iterator that was used up gives nothing a second time"
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from qgemm.calibration.folding import Fold, OutputCheck, find_folds, head_dim_of, input_weights
 from qgemm.calibration.method import Block, LayerWork, Method, Part
-from qgemm.kernels.hadamard import block_size, hadamard
 from qgemm.nn.linear import linear_weight
+from qgemm.numerics.hadamard import block_size, hadamard
 from qgemm.scheme import resolve_scheme
 
 _DOWN_PROJECTIONS = (

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from qgemm.calibration.padding import Batch, Masks
 from qgemm.calibration.statistics import InputStatistics, StatisticsSum
-from qgemm.reporting import shortened
+from qgemm.model.report import shortened
 from qgemm.scheme import QuantScheme
 
 Kind = TypeVar("Kind", bound="Method")

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from qgemm.calibration.histogram import BINS, Histogram
-from qgemm.kernels.asymmetric import range_to_scale
+from qgemm.kernels.linear.asymmetric import range_to_scale
 from qgemm.kernels.reference import MIN_SCALE, QMAX
 from qgemm.scheme import QuantScheme
 

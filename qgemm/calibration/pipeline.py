@@ -38,11 +38,11 @@ from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.resume import ResumeFolder, hash_of_data, hash_of_model
 from qgemm.calibration.rounded_part import rounded_part
 from qgemm.calibration.statistics import StatisticsSum
+from qgemm.model.report import KEPT, LayerRecord
+from qgemm.model.survey import Layer
+from qgemm.model.swap import make_unusable, swap
 from qgemm.nn.linear_layer import InputScale
-from qgemm.reporting import KEPT, LayerRecord
 from qgemm.scheme import SCHEMES, QuantScheme
-from qgemm.survey import Layer
-from qgemm.swap import make_unusable, swap
 from qgemm.version import __version__
 
 # Of a layer's inputs, as many rows tell how far its output is off.

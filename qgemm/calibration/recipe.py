@@ -29,7 +29,7 @@ from qgemm.calibration.residual_rotation import ResidualRotation
 from qgemm.calibration.rounding import MSEWeights
 from qgemm.calibration.smoothquant import SmoothQuant
 from qgemm.checkpoint.disk import open_regular, replacing
-from qgemm.reporting import report, shortened
+from qgemm.model.report import report, shortened
 
 METHODS: dict[str, type[Method]] = {
     method.name: method

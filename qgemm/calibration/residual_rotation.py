@@ -5,7 +5,7 @@ orthonormal ``R`` and a norm without gain, ``norm(x) = x / rms(x)``, ``norm(x R)
 weights behind their norms, ``W <- W * g``; embeddings become ``E R``; weights that read, ``W R``; those that write,
 ``R^T W``, with biases ``b R``. The model computes what it did, its hidden states rotated, at no cost as it runs;
 outlier channels of the residual stream are gone, being spread over all channels. ``R = diag(d) H``, ``H`` the
-block-diagonal Walsh-Hadamard matrix of ``qgemm.kernels.hadamard`` and ``d`` signs.
+block-diagonal Walsh-Hadamard matrix of ``qgemm.numerics.hadamard`` and ``d`` signs.
 
 It takes a language model with norms of that kind ahead of every reader, such as Llama, Mistral and Qwen, and a head of
 its own; experts too, where their layout is known. That it did is verified by the logits of some tokens, for which all
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from qgemm.calibration.folding import as_they_were, input_weights, norm_consumers
 from qgemm.calibration.method import Block, Call, LayerWork, Method, first_tensor
-from qgemm.kernels.hadamard import hadamard
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
+from qgemm.numerics.hadamard import hadamard
 
 # Ends of the names of linear layers whose output is added to the residual stream.
 _WRITERS = ("o_proj", "out_proj", "down_proj", "w2")

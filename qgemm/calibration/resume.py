@@ -26,12 +26,12 @@ from qgemm.checkpoint.matching import quantized_layers
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, read_header, read_metadata, read_values
 from qgemm.checkpoint.safetensors_writer import write_safetensors
 from qgemm.checkpoint.tensors import get_tensor, named_tensors, set_tensor
+from qgemm.model.report import LayerRecord, QuantReport
+from qgemm.model.survey import Layer
+from qgemm.model.swap import put
 from qgemm.nn import LinearLayer, QuantLayer
 from qgemm.nn.quant_layer import frozen
-from qgemm.reporting import LayerRecord, QuantReport
 from qgemm.scheme import QuantScheme, resolve_scheme
-from qgemm.survey import Layer
-from qgemm.swap import put
 
 RUN_FILE = "run.json"
 METADATA = "qgemm_block"

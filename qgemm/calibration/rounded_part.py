@@ -1,6 +1,6 @@
 """``rounded_part``: what of a layer's input and weight is rounded.
 
-Under most schemes that is all of it. A rotated layer rounds ``x @ H`` and ``W @ H`` (``qgemm.kernels.hadamard``). A
+Under most schemes that is all of it. A rotated layer rounds ``x @ H`` and ``W @ H`` (``qgemm.numerics.hadamard``). A
 layer with outlier columns rounds the other ones; in those it has zeros here, which round to zeros and count for nothing
 in a scale. Either way, the layer's output is the product of both parts, plus that of the outlier columns, which errs
 nothing. So methods that decide weights, and those that measure errors, work on the parts.
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from qgemm.calibration.method import LayerWork
 from qgemm.calibration.statistics import InputStatistics
-from qgemm.kernels.hadamard import hadamard
 from qgemm.nn.linear import linear_weight
+from qgemm.numerics.hadamard import hadamard
 from qgemm.scheme import TensorScheme
 
 

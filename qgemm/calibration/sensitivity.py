@@ -39,13 +39,13 @@ from qgemm.calibration.collect import as_call, check_batches, in_eval_mode, run_
 from qgemm.calibration.method import Call, first_tensor
 from qgemm.calibration.observers import MinMax, Observer
 from qgemm.calibration.padding import Masks
+from qgemm.model.offloading import weights_at_hand
+from qgemm.model.report import parameter_bytes, shortened
+from qgemm.model.selection import Patterns, listed, select_layers
+from qgemm.model.survey import Layer
 from qgemm.nn import QuantExperts, QuantLayer, linear_class
 from qgemm.nn.attention import opened_attention
-from qgemm.offloading import weights_at_hand
-from qgemm.reporting import parameter_bytes, shortened
 from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
-from qgemm.selection import Patterns, listed, select_layers
-from qgemm.survey import Layer
 from qgemm.tables import html_table, size, text_table
 
 if TYPE_CHECKING:

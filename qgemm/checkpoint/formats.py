@@ -14,8 +14,8 @@ from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.stored_report import read_report
+from qgemm.model.swap_rules import find_rule
 from qgemm.nn.linear_layer import is_conv1d
-from qgemm.swap_rules import find_rule
 
 _READERS = {
     compressed_tensors.QUANT_METHOD: compressed_tensors.read,

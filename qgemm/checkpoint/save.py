@@ -46,8 +46,8 @@ from qgemm.checkpoint.safetensors_writer import check_tensor_name, write_safeten
 from qgemm.checkpoint.staging import StagedFiles, remove_files
 from qgemm.checkpoint.stored_report import report_file
 from qgemm.checkpoint.tensors import BIAS_DTYPES, find_ties, stored_tensors
+from qgemm.model.report import QuantReport
 from qgemm.nn import QuantLayer
-from qgemm.reporting import QuantReport
 
 
 def save_quantized(

@@ -14,7 +14,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import CONFIG_FILE, SAVE_KEY, checkpoint_file, parse_json, read_json
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import check_save, read_metadata
-from qgemm.reporting import QuantReport
+from qgemm.model.report import QuantReport
 
 REPORT = "qgemm_report"
 """Where a file's metadata has the report, as JSON."""

@@ -61,14 +61,14 @@ from qgemm.integrations.transformers_checkpoint import (
     name_in,
     open_files,
 )
+from qgemm.model.report import LayerRecord, QuantReport
+from qgemm.model.selection import Patterns, SchemeChoice, as_patterns, resolve_schemes, shown_pattern
+from qgemm.model.survey import Layer
+from qgemm.model.swap import ExpertsSwap, swap
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.attention import close_attention, opened_attention
 from qgemm.nn.float_experts import describe_experts
 from qgemm.quantize import SwapPlan, check_on_batches, make_report, plan_swaps, quantize_model, warn_of_coverage
-from qgemm.reporting import LayerRecord, QuantReport
-from qgemm.selection import Patterns, SchemeChoice, as_patterns, resolve_schemes, shown_pattern
-from qgemm.survey import Layer
-from qgemm.swap import ExpertsSwap, swap
 
 # Registering a name twice raises, and a notebook's autoreload runs this module again.
 AUTO_QUANTIZATION_CONFIG_MAPPING.pop(QUANT_METHOD, None)

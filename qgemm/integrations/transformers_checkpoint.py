@@ -31,8 +31,8 @@ from qgemm.checkpoint.safetensors_file import (
 from qgemm.checkpoint.safetensors_reader import file_stamp
 from qgemm.checkpoint.stored_report import parse_report, read_report
 from qgemm.checkpoint.tensors import get_tensor
+from qgemm.model.report import QuantReport
 from qgemm.nn import QuantLayer
-from qgemm.reporting import QuantReport
 
 
 @dataclass

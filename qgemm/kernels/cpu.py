@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from qgemm.kernels.gated_activation import GatedActivation
+from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.reference import ACTIVATIONS, MIN_SCALE, QMAX
 
 # 2^24 / (128 * 128): float32 holds a sum of this many int8 products exactly.

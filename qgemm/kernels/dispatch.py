@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import cpu
-from qgemm.kernels.config import GemmConfig
-from qgemm.kernels.gated_activation import GatedActivation
+from qgemm.kernels.activations import GatedActivation
+from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.reference import ACTIVATIONS, MAX_K
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

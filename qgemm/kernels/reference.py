@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qgemm.kernels.gated_activation import GatedActivation
+from qgemm.kernels.activations import GatedActivation
 
 QMAX = 127
 MIN_SCALE = torch.finfo(torch.float32).tiny

@@ -2,7 +2,7 @@
 
 ``x ~ (q - zero_point) * input_scale`` uses all 256 values of int8 for the range that ``x`` has, where a symmetric scale
 would leave those of one sign nearly unused, as after ReLU or GELU. The product stays the symmetric one; what the zero
-point adds to it is the same for every row, and is taken off in the bias (``qgemm.kernels.asymmetric``).
+point adds to it is the same for every row, and is taken off in the bias (``qgemm.kernels.linear.asymmetric``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qgemm.kernels.asymmetric import HIGH, LOW, correction
+from qgemm.kernels.linear.asymmetric import HIGH, LOW, correction
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import InputScale
 from qgemm.nn.quant_layer import frozen

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qgemm.kernels.gated_activation import GATE_FUNCTIONS, GatedActivation
+from qgemm.kernels.activations import GATE_FUNCTIONS, GatedActivation
 
 _SORTED_ROWS = {("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")}
 # GPT-OSS's, which is also what "quick_gelu" is.

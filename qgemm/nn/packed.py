@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from qgemm.kernels import int4
+from qgemm.kernels.packed import launcher as int4
 from qgemm.nn.linear_layer import LinearLayer, check_values
 from qgemm.nn.quant_layer import frozen
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
@@ -26,7 +26,7 @@ class PackedLinear(LinearLayer):
 
     Parameters, none of which require a gradient:
 
-    - ``weight_packed``: int32 ``[out_features, ceil(in_features / 8)]``; ``qgemm.kernels.int4`` has the layout.
+    - ``weight_packed``: int32 ``[out_features, ceil(in_features / 8)]``; ``qgemm.kernels.packed`` has the layout.
     - ``weight_scale``: float32 ``[out_features, groups]``, where ``groups`` is ``ceil(in_features / group_size)``, or 1
       for a scheme with a scale per channel.
     - ``bias``: ``[out_features]`` in ``dtype``, or None.

@@ -1,7 +1,7 @@
 """``RotatedLinear``: a quantized linear layer whose input is rotated first.
 
 ``y = (x @ H) @ (W @ H).T + bias``, in int8, where ``H`` is the block-diagonal Walsh-Hadamard matrix of
-``qgemm.kernels.hadamard``. The product is that of ``x`` and ``W``, but outliers in a few columns of ``x`` are spread
+``qgemm.numerics.hadamard``. The product is that of ``x`` and ``W``, but outliers in a few columns of ``x`` are spread
 over all of a block before it is quantized, and so no longer set the scale for all others (QuaRot, Ashkboos et al. 2024,
 arXiv 2404.00456). Where K is odd there is nothing to rotate.
 """
@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from qgemm.kernels.hadamard import hadamard
 from qgemm.nn.linear import QuantLinear
+from qgemm.numerics.hadamard import hadamard
 from qgemm.ops import quant_linear
 from qgemm.scheme import QuantScheme
 

@@ -22,8 +22,8 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import parse_size
 from qgemm.checkpoint.save import Save
 from qgemm.device import find_device
-from qgemm.reporting import QuantReport
-from qgemm.selection import Pattern, Patterns, SchemeChoice, as_patterns, resolve_schemes
+from qgemm.model.report import QuantReport
+from qgemm.model.selection import Pattern, Patterns, SchemeChoice, as_patterns, resolve_schemes
 from qgemm.streaming.companions import copy_companion, find_companions
 from qgemm.streaming.journal import Begun
 from qgemm.streaming.plan import Plan, make_plan

@@ -17,13 +17,13 @@ from qgemm.checkpoint.layout import parse_size, split_into_shards
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.save import Save
 from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors
+from qgemm.model.report import QuantReport, report
+from qgemm.model.selection import Patterns, SchemeChoice, resolve_schemes
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear_layer import is_conv1d
 from qgemm.quantize import quantize_model
-from qgemm.reporting import QuantReport, report
-from qgemm.selection import Patterns, SchemeChoice, resolve_schemes
 from qgemm.streaming.float_tensors import BuiltFloat, FloatTensor, OrderedExperts
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source

@@ -17,11 +17,11 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_writer import SafetensorsWriter
 from qgemm.checkpoint.tensors import split_name
 from qgemm.kernels import quantize_rows
+from qgemm.model.swap import WeightError
 from qgemm.nn import LinearLayer
 from qgemm.streaming.float_tensors import FloatTensor
 from qgemm.streaming.journal import Begun
 from qgemm.streaming.plan import Plan, QuantizedWeight
-from qgemm.swap import WeightError
 
 _BYTES_AT_A_TIME = 16 << 20
 # Of float values. A disk that writes 100 MB/s takes a second or two for what is made of them.

@@ -8,8 +8,8 @@ from typing import Any
 
 import qgemm
 from qgemm.checkpoint.layout import read_json
+from qgemm.model.selection import Pattern, SchemeChoice
 from qgemm.scheme import QuantScheme
-from qgemm.selection import Pattern, SchemeChoice
 from qgemm_cli.calibrating import Windows, check_wants, parse_recipe, quantize_calibrated
 from qgemm_cli.output import print_lines, print_table, printable, size
 from qgemm_cli.patterns import collapse, pattern_of

@@ -9,8 +9,8 @@ from models import FAMILIES
 from torch import Tensor, nn
 
 from qgemm.calibration.method import Block, Call, LayerWork
+from qgemm.model.selection import select_layers
 from qgemm.scheme import resolve_scheme
-from qgemm.selection import select_layers
 
 
 def block_of(model: nn.Module, *batches: dict[str, Tensor], scheme: str = "int8") -> Block:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from qgemm.calibration import blocks
 from qgemm.calibration.blocks import Chain, capture, find_chains, without_cache
 from qgemm.calibration.method import Call
-from qgemm.selection import select_layers
+from qgemm.model.selection import select_layers
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

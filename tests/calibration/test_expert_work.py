@@ -19,9 +19,9 @@ from qgemm.calibration.gptq import gptq
 from qgemm.calibration.method import ExpertsWork
 from qgemm.calibration.rounding import mse_scale, round_weight
 from qgemm.kernels import quantize_rows
+from qgemm.model.selection import select_layers
 from qgemm.nn import QuantExperts
 from qgemm.nn.float_experts import describe_experts
-from qgemm.selection import select_layers
 
 # Gates before ups; gates and ups in turn, transposed, with biases; rows for each expert.
 FAMILIES = ["mixtral", "gpt_oss", "llama4"]

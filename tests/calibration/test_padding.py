@@ -18,7 +18,7 @@ from qgemm.calibration import AWQ, GPTQ, Call, Method, OutlierColumns, SmoothQua
 from qgemm.calibration.collect import counted_experts
 from qgemm.calibration.padding import Batch, Masks
 from qgemm.calibration.sensitivity import sensitivity
-from qgemm.selection import select_layers
+from qgemm.model.selection import select_layers
 
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
 DECODER_MASK = torch.tensor([[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]]).bool()

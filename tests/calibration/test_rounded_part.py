@@ -14,7 +14,7 @@ from qgemm.calibration.method import Block, Call, LayerWork, Method
 from qgemm.calibration.rounded_part import rounded_input, rounded_moment, rounded_part, rounded_weight
 from qgemm.calibration.rounding import MSEWeights, dequantize
 from qgemm.calibration.statistics import InputStatistics, StatisticsSum
-from qgemm.kernels.hadamard import hadamard
+from qgemm.numerics.hadamard import hadamard
 from qgemm.scheme import SCHEMES, QuantScheme
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import qgemm
 from qgemm.calibration.sensitivity import LayerSensitivity, Sensitivity, sensitivity
-from qgemm.selection import select_layers
+from qgemm.model.selection import select_layers
 
 
 def swapped_alone(model: nn.Module, record: LayerSensitivity, layers: set[str], batches: list[Any]) -> nn.Module:

@@ -20,8 +20,8 @@ from qgemm import QuantLinear
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
 from qgemm.checkpoint.load import find_matching
 from qgemm.checkpoint.pretrained import model_config, parameters_on_meta
+from qgemm.model.report import LayerRecord, QuantReport
 from qgemm.quantize import quantize_model
-from qgemm.reporting import LayerRecord, QuantReport
 
 IDS = torch.arange(12).reshape(2, 6)
 

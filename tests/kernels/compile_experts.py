@@ -5,9 +5,14 @@ from typing import Any
 
 import torch
 
-from qgemm.kernels import GPT_OSS, GatedActivation, grouped, quantize
-from qgemm.kernels.config import DeviceLimits, GemmConfig, is_valid
-from qgemm.kernels.experts_kernels import (
+from qgemm.kernels import GPT_OSS, GatedActivation
+from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, is_valid
+from qgemm.kernels.gemm.hopper_kernels import block_layout
+from qgemm.kernels.grouped import launcher as grouped
+from qgemm.kernels.grouped.config import BY_ROWS, HOPPER, NARROW, WIDE
+from qgemm.kernels.grouped.hopper_kernels import _grouped_hopper_kernel
+from qgemm.kernels.grouped.kernels import _group_tiles_kernel, _grouped_gemm_kernel
+from qgemm.kernels.moe.kernels import (
     GATE_FUNCTIONS,
     _activate_kernel,
     _combine_kernel,
@@ -16,11 +21,8 @@ from qgemm.kernels.experts_kernels import (
     _quantize_pairs_kernel,
     _quantize_tokens_kernel,
 )
-from qgemm.kernels.experts_launch import LONGEST_WHOLE_ROW, row_blocks
-from qgemm.kernels.grouped_config import BY_ROWS, HOPPER, NARROW, WIDE
-from qgemm.kernels.grouped_hopper_kernels import _grouped_hopper_kernel
-from qgemm.kernels.grouped_kernels import _group_tiles_kernel, _grouped_gemm_kernel
-from qgemm.kernels.hopper_kernels import block_layout
+from qgemm.kernels.moe.launcher import LONGEST_WHOLE_ROW, row_blocks
+from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.reference import MIN_SCALE
 
 Kernel = tuple[str, Any, dict[str, Any], GemmConfig | int]

@@ -20,12 +20,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from qgemm.kernels import gemm, hopper, linear, quantize
-from qgemm.kernels.config import CANDIDATES, DeviceLimits, GemmConfig, hopper_rows, is_valid, programs_per_sm
-from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
-from qgemm.kernels.hopper_kernels import _gemm_hopper_kernel, _quant_linear_hopper_kernel, block_layout
-from qgemm.kernels.linear_kernels import _quant_linear_kernel
-from qgemm.kernels.quantize_kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
+from qgemm.kernels.gemm import hopper
+from qgemm.kernels.gemm import launcher as gemm
+from qgemm.kernels.gemm.config import CANDIDATES, DeviceLimits, GemmConfig, hopper_rows, is_valid, programs_per_sm
+from qgemm.kernels.gemm.hopper_kernels import _gemm_hopper_kernel, _quant_linear_hopper_kernel, block_layout
+from qgemm.kernels.gemm.kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
+from qgemm.kernels.linear import launcher as linear
+from qgemm.kernels.linear.kernels import _quant_linear_kernel
+from qgemm.kernels.quantize import launcher as quantize
+from qgemm.kernels.quantize.kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE
 
 TARGETS: dict[str, tuple[GPUTarget, DeviceLimits]] = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qgemm.kernels.asymmetric import correction, quant_linear_asymmetric, range_to_scale
+from qgemm.kernels.linear.asymmetric import correction, quant_linear_asymmetric, range_to_scale
 from qgemm.kernels.reference import MIN_SCALE, quantize_rows_reference
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -35,7 +35,7 @@ def test_the_correction_in_pieces(monkeypatch: pytest.MonkeyPatch, device: torch
     whole = correction(*arguments)
     exact = weight.double().sum(1) * arguments[1].double() * float(arguments[2].double()) * -30
     torch.testing.assert_close(whole, exact, rtol=1e-14, atol=0)
-    monkeypatch.setattr("qgemm.kernels.asymmetric._PIECE", 200)
+    monkeypatch.setattr("qgemm.kernels.linear.asymmetric._PIECE", 200)
     assert torch.equal(correction(*arguments), whole)
 
 

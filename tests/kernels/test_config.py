@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qgemm.kernels import config as module
-from qgemm.kernels.config import (
+from qgemm.kernels.gemm import config as module
+from qgemm.kernels.gemm.config import (
     CANDIDATES,
     DeviceLimits,
     GemmConfig,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from qgemm.kernels import driver
-from qgemm.kernels.driver import DriverLaunch, Program, driver_launch
+from qgemm.kernels.launch import driver
+from qgemm.kernels.launch.driver import DriverLaunch, Program, driver_launch
 
 Seen = namedtuple("Seen", "config attributes function arguments scratch")
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import GPT_OSS, GatedActivation, dispatch, experts_launch, quantize_rows
+from qgemm.kernels import GPT_OSS, GatedActivation, dispatch, quantize_rows
 from qgemm.kernels import experts as public_experts
+from qgemm.kernels.moe import launcher as experts_launch
 from qgemm.kernels.reference import experts_reference
 
 Experts = Callable[..., Tensor]

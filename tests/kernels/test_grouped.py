@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import GemmConfig, grouped, grouped_config, grouped_mm
-from qgemm.kernels.config import DeviceLimits, is_valid
+from qgemm.kernels import GemmConfig, grouped_mm
+from qgemm.kernels.gemm.config import DeviceLimits, is_valid
+from qgemm.kernels.grouped import config as grouped_config
+from qgemm.kernels.grouped import launcher as grouped
 from qgemm.kernels.reference import grouped_mm_reference
 
 on_hopper = pytest.mark.skipif(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels.hadamard import LARGEST_PRODUCT, block_size, hadamard
+from qgemm.numerics.hadamard import LARGEST_PRODUCT, block_size, hadamard
 
 # Even and odd powers of two, on both sides of LARGEST_PRODUCT; whole and odd numbers of blocks; no block at all.
 WIDTHS = [0, 1, 2, 3, 4, 6, 8, 12, 24, 96, 128, 256, 384, 512, 1024, 1536, 2048, 4096 + 2048, 8192]

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import GemmConfig, gemm, hopper, scaled_mm
-from qgemm.kernels.config import CANDIDATES, DeviceLimits
-from qgemm.kernels.hopper import rows_at_a_time
+from qgemm.kernels import GemmConfig, scaled_mm
+from qgemm.kernels.gemm import hopper
+from qgemm.kernels.gemm import launcher as gemm
+from qgemm.kernels.gemm.config import CANDIDATES, DeviceLimits
+from qgemm.kernels.gemm.hopper import rows_at_a_time
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"

@@ -7,7 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels.int4 import dequantize, groups, pack, packed_linear, quantize_groups, spread, unpack, words
+from qgemm.kernels.packed.launcher import (
+    dequantize,
+    groups,
+    pack,
+    packed_linear,
+    quantize_groups,
+    spread,
+    unpack,
+    words,
+)
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 # Below, at and beyond a word and a group; whole and ragged last groups.
@@ -123,7 +132,7 @@ def test_dequantize(dtype: torch.dtype, device: torch.device) -> None:
 def test_dequantize_in_pieces(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     _, packed, scale = stored(9, 70, 32, device)
     whole = dequantize(packed, scale, 32, 70, torch.float32)
-    monkeypatch.setattr("qgemm.kernels.int4._PIECE", 150)
+    monkeypatch.setattr("qgemm.kernels.packed.launcher._PIECE", 150)
     assert torch.equal(dequantize(packed, scale, 32, 70, torch.float32), whole)
 
 

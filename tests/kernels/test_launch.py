@@ -9,9 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-from qgemm.kernels import launch as module
-from qgemm.kernels.launch import Launch
-from qgemm.kernels.tensor_map import TensorMap
+from qgemm.kernels.launch import launch as module
+from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.tensor_map import TensorMap
 
 Calls = list[tuple[Any, ...]]
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import linear
-from qgemm.kernels.config import DeviceLimits
-from qgemm.kernels.linear import quant_linear
+from qgemm.kernels.gemm.config import DeviceLimits
+from qgemm.kernels.linear import launcher as linear
+from qgemm.kernels.linear.launcher import quant_linear
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -272,7 +272,8 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch, device: torch.device
 
 def test_a_workspace_is_given(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """A Stream-K kernel, which adds into zeros, runs by the plan too."""
-    from qgemm.kernels import config, gemm
+    from qgemm.kernels.gemm import config
+    from qgemm.kernels.gemm import launcher as gemm
 
     def streamk(*arguments: Any) -> config.GemmConfig:
         return config.GemmConfig(16, 16, 32, num_warps=2, num_stages=2, schedule="streamk")

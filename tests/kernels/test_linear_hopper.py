@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qgemm.kernels import GemmConfig, hopper, linear, select_config
-from qgemm.kernels.config import CANDIDATES, DeviceLimits
+from qgemm.kernels import GemmConfig, select_config
+from qgemm.kernels.gemm import hopper
+from qgemm.kernels.gemm.config import CANDIDATES, DeviceLimits
+from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
 from tests.kernels.test_hopper import on_hopper
 from tests.kernels.test_linear import Parameters, wrong_in_threads
@@ -230,7 +232,7 @@ def test_the_reference_s_bits_every_time(
 @on_hopper
 @pytest.mark.parametrize("config", [config for config in CANDIDATES if config.schedule == "specialized"], ids=str)
 def test_every_config(config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qgemm.kernels import gemm
+    from qgemm.kernels.gemm import launcher as gemm
 
     monkeypatch.setattr(gemm, "select_config", lambda *problem: config)
     gemm._plan.cache_clear()

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import cpu, dispatch, quantize
-from qgemm.kernels.config import DeviceLimits
-from qgemm.kernels.launch import Launch
-from qgemm.kernels.quantize_kernels import _quantize_rows_kernel
+from qgemm.kernels import cpu, dispatch
+from qgemm.kernels.gemm.config import DeviceLimits
+from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.quantize import launcher as quantize
+from qgemm.kernels.quantize.kernels import _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE, quantize_rows_reference
 from qgemm.kernels.stages import INTERPRETING
 

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from qgemm.kernels import tensor_map
-from qgemm.kernels.launch import Launch
-from qgemm.kernels.tensor_map import EncodedMaps, TensorMap
+from qgemm.kernels.launch import tensor_map
+from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.tensor_map import EncodedMaps, TensorMap
 
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.version.hip is not None or torch.cuda.get_device_capability() < (9, 0),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from qgemm.model.selection import select_layers
+from qgemm.model.swap import put
 from qgemm.nn import LinearLayer, linear_class
 from qgemm.nn.linear import linear_weight
 from qgemm.nn.linear_layer import InputScale
 from qgemm.scheme import QuantScheme, resolve_scheme
-from qgemm.selection import select_layers
-from qgemm.swap import put
 
 EVERY_SCHEME = [
     "int8",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qgemm.kernels.asymmetric import range_to_scale
+from qgemm.kernels.linear.asymmetric import range_to_scale
 from qgemm.kernels.reference import quantize_rows_reference
 from qgemm.nn import AsymmetricLinear, QuantLinear
 

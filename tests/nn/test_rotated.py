@@ -5,10 +5,10 @@ import torch
 from kernels.test_hadamard import definition
 from torch import nn
 
-from qgemm.kernels.hadamard import hadamard
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
 from qgemm.nn import QuantLinear, RotatedLinear
 from qgemm.nn.rotated import rotate_rows
+from qgemm.numerics.hadamard import hadamard
 
 
 @pytest.mark.parametrize("K", [1, 3, 24, 96, 512, 1536])

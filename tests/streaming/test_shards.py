@@ -12,8 +12,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from qgemm import quantize_checkpoint
+from qgemm.model.swap import WeightError
 from qgemm.streaming.source import Source
-from qgemm.swap import WeightError
 from streaming.files import Stopped, assert_same_files, quantize_whole, stop_after
 
 SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}

@@ -13,9 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from qgemm.kernels.driver import DriverLaunch, driver_launch
+from qgemm.kernels.launch.driver import DriverLaunch, driver_launch
+from qgemm.kernels.launch.tensor_map import TensorMap
 from qgemm.kernels.stages import INTERPRETING
-from qgemm.kernels.tensor_map import TensorMap
 
 ALIGNMENT = 16  # bytes; Triton compiles a variant for every combination of pointers that are multiples of it
 _RUNTIME = triton.knobs.runtime

@@ -11,9 +11,9 @@ import pytest
 import transformers
 from torch import nn
 
+from qgemm.model.report import report
+from qgemm.model.swap_rules import find_rule
 from qgemm.quantize import quantize_model
-from qgemm.reporting import report
-from qgemm.swap_rules import find_rule
 
 # Read and found harmless, though the source looks like the places that aren't.
 HARMLESS = {

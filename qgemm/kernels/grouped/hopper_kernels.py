@@ -27,8 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.grouped_kernels import GroupTiles
-from qgemm.kernels.hopper_kernels import (
+from qgemm.kernels.gemm.hopper_kernels import (
     PANEL,
     PRODUCER_REGISTERS,
     Ring,
@@ -37,6 +36,7 @@ from qgemm.kernels.hopper_kernels import (
     _load_block,
     _store_block,
 )
+from qgemm.kernels.grouped.kernels import GroupTiles
 from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import aggregate
 

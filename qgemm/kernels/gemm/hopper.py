@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from qgemm.kernels.config import DeviceLimits, GemmConfig, programs_per_sm
-from qgemm.kernels.hopper_kernels import PANEL, _gemm_hopper_kernel, _quant_linear_hopper_kernel, block_layout
-from qgemm.kernels.launch import Launch
-from qgemm.kernels.tensor_map import TensorMap
+from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, programs_per_sm
+from qgemm.kernels.gemm.hopper_kernels import PANEL, _gemm_hopper_kernel, _quant_linear_hopper_kernel, block_layout
+from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.tensor_map import TensorMap
 
 REGISTERS = 65_536  # of a multiprocessor
 REGISTERS_BESIDE = {4: 128, 8: 144}  # of a thread, by warps that multiply: no config but the largest needs more

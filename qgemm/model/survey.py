@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from qgemm.held_weights import multiplied_parameters
 from qgemm.kernels.reference import MAX_K
+from qgemm.model.held_weights import multiplied_parameters
+from qgemm.model.swap_rules import find_rule
 from qgemm.nn.attention import why_closed
 from qgemm.nn.carry_over import cannot_be_carried
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear import linear_weight
-from qgemm.swap_rules import find_rule
 
 _WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SWAPPED = {

@@ -17,9 +17,9 @@ from typing import TypeAlias
 
 from torch import nn
 
+from qgemm.model.survey import Layer, find_layers
 from qgemm.nn import QuantLayer
 from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
-from qgemm.survey import Layer, find_layers
 
 Pattern: TypeAlias = "str | re.Pattern[str]"
 Patterns: TypeAlias = "Pattern | Iterable[Pattern] | None"

@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor, nn
 
 from qgemm import QuantLinear, quantize_model
-from qgemm.reporting import report
-from qgemm.survey import find_layers
+from qgemm.model.report import report
+from qgemm.model.survey import find_layers
 
 
 def _reasons(model: nn.Module) -> dict[str, str]:

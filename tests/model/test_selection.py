@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import qgemm
 from qgemm import QuantLinear
 from qgemm.calibration import GPTQ, Budget
+from qgemm.model.report import report
 from qgemm.quantize import quantize_model
-from qgemm.reporting import report
 
 
 class Block(nn.Module):

@@ -7,12 +7,12 @@ import functools
 import torch
 from torch import Tensor
 
-from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits, is_valid, programs_per_sm
-from qgemm.kernels.gemm import _has_hopper_kernel
-from qgemm.kernels.grouped_config import select_grouped_config
-from qgemm.kernels.grouped_kernels import ENTRY, _group_tiles_kernel, _grouped_gemm_kernel
-from qgemm.kernels.launch import ALIGNMENT, Launch
-from qgemm.kernels.tensor_map import TensorMap
+from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, device_limits, is_valid, programs_per_sm
+from qgemm.kernels.gemm.launcher import _has_hopper_kernel
+from qgemm.kernels.grouped.config import select_grouped_config
+from qgemm.kernels.grouped.kernels import ENTRY, _group_tiles_kernel, _grouped_gemm_kernel
+from qgemm.kernels.launch.launch import ALIGNMENT, Launch
+from qgemm.kernels.launch.tensor_map import TensorMap
 
 ROWS_AT_A_TIME = 32  # that Hopper's copy engine loads of A
 
@@ -114,8 +114,8 @@ def product_plan(
 
 
 def _hopper_launch(T: int, G: int, N: int, K: int, out_dtype: torch.dtype, config: GemmConfig, grid: int) -> Launch:
-    from qgemm.kernels.grouped_hopper_kernels import _grouped_hopper_kernel
-    from qgemm.kernels.hopper_kernels import PANEL, block_layout
+    from qgemm.kernels.gemm.hopper_kernels import PANEL, block_layout
+    from qgemm.kernels.grouped.hopper_kernels import _grouped_hopper_kernel
 
     rows, cols, part, panel = config.block_m, config.block_n, ROWS_AT_A_TIME, PANEL.value
     maps = {

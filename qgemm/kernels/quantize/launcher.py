@@ -5,9 +5,9 @@ import functools
 import torch
 from torch import Tensor
 
-from qgemm.kernels.config import DeviceLimits, device_limits
-from qgemm.kernels.launch import Launch
-from qgemm.kernels.quantize_kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
+from qgemm.kernels.gemm.config import DeviceLimits, device_limits
+from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.quantize.kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE
 
 LONGEST_WHOLE_ROW = 131_072  # bytes of a row that a program keeps in registers, at most

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import qgemm
+from qgemm.model.report import LayerRecord, QuantReport, report
 from qgemm.quantize import quantize_model
-from qgemm.reporting import LayerRecord, QuantReport, report
 
 RECORDS = (
     LayerRecord("body.up", "Linear", "int8", "", 4096, 1280, 0.0061),

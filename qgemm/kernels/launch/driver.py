@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qgemm.kernels.tensor_map import EncodedMaps
+from qgemm.kernels.launch.tensor_map import EncodedMaps
 
 MOST_PACKED = 512  # sets of arguments that a launch keeps
 LARGEST_SHARED_MEMORY = 227 * 1024  # bytes; more than any device of today has takes an attribute that isn't set here

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import qgemm
+import qgemm.model.swap
 import qgemm.quantize
-import qgemm.swap
 from qgemm import QuantLinear, quantize_model, report
 from qgemm.calibration import GPTQ, SmoothQuant
 

@@ -13,9 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits, is_valid, programs_per_sm, select_config
-from qgemm.kernels.gemm_kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
-from qgemm.kernels.launch import ALIGNMENT, Launch
+from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, device_limits, is_valid, programs_per_sm, select_config
+from qgemm.kernels.gemm.kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
+from qgemm.kernels.launch.launch import ALIGNMENT, Launch
 
 
 def scaled_mm(
@@ -149,7 +149,7 @@ def _plan(
         )
 
     if config.schedule == "specialized":
-        from qgemm.kernels.hopper import gemm_launch
+        from qgemm.kernels.gemm.hopper import gemm_launch
 
         return Product(config, gemm_launch(config, M, N, K, strides, out_dtype, constant_b, limits), 0)
 
@@ -201,7 +201,7 @@ def _copy_engine_takes(N: int, K: int, stride_am: int, stride_ak: int, stride_bk
 def _has_hopper_kernel() -> bool:
     """Whether this version of Triton has what Hopper's kernel is written in, which is experimental there."""
     try:
-        importlib.import_module("qgemm.kernels.hopper_kernels")
+        importlib.import_module("qgemm.kernels.gemm.hopper_kernels")
     except (ImportError, AttributeError) as error:
         warnings.warn(
             f"triton {triton.__version__} has another Gluon than qgemm knows ({error}): int8 products on Hopper run "

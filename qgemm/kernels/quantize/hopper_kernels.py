@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from qgemm.kernels.quantize_kernels import _quantize_row
+from qgemm.kernels.quantize.kernels import _quantize_row
 from qgemm.kernels.reference import MIN_SCALE
 
 SMALLEST_SCALE = gl.constexpr(MIN_SCALE)

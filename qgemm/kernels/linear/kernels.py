@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.quantize_kernels import _quantize_row
+from qgemm.kernels.quantize.kernels import _quantize_row
 from qgemm.kernels.stages import (
     GemmContext,
     ScheduleContext,

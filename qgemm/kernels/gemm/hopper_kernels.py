@@ -74,7 +74,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.hopper_quantize_kernels import _await_rows, _forget_rows, _quantize_own
+from qgemm.kernels.quantize.hopper_kernels import _await_rows, _forget_rows, _quantize_own
 from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import aggregate
 

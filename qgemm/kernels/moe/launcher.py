@@ -15,10 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qgemm.kernels import grouped, quantize
-from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits
+from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.dispatch import check_experts
-from qgemm.kernels.experts_kernels import (
+from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, device_limits
+from qgemm.kernels.grouped import launcher as grouped
+from qgemm.kernels.grouped.config import select_grouped_config
+from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
+from qgemm.kernels.linear.launcher import _empty
+from qgemm.kernels.moe.kernels import (
     GATE_FUNCTIONS,
     _activate_kernel,
     _combine_kernel,
@@ -27,10 +31,7 @@ from qgemm.kernels.experts_kernels import (
     _quantize_pairs_kernel,
     _quantize_tokens_kernel,
 )
-from qgemm.kernels.gated_activation import GatedActivation
-from qgemm.kernels.grouped_config import select_grouped_config
-from qgemm.kernels.launch import ALIGNMENT, Launch, hooked
-from qgemm.kernels.linear import _empty
+from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.reference import MIN_SCALE
 
 MOST_PLANS = 4096

@@ -34,12 +34,13 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
-from qgemm.kernels import gemm, quantize
-from qgemm.kernels.config import DeviceLimits, GemmConfig, device_limits, is_valid
 from qgemm.kernels.dispatch import check_quant_linear
-from qgemm.kernels.gemm import Product, vector_stride
-from qgemm.kernels.launch import ALIGNMENT, Launch, hooked
-from qgemm.kernels.linear_kernels import _quant_linear_kernel
+from qgemm.kernels.gemm import launcher as gemm
+from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, device_limits, is_valid
+from qgemm.kernels.gemm.launcher import Product, vector_stride
+from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
+from qgemm.kernels.linear.kernels import _quant_linear_kernel
+from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.reference import MIN_SCALE
 
 
@@ -280,7 +281,7 @@ def _make_plan(
     product = gemm.plan(q, weight.t(), scales, weight_scale, bias, None, x.dtype, constant_b=True)
     plan = plan._replace(scaled_mm=product)
     if product.config.schedule == "specialized":
-        from qgemm.kernels import hopper
+        from qgemm.kernels.gemm import hopper
 
         early = hopper.starts_early(product.config, M, N, K, limits)
         plan = plan._replace(quantize_rows=quantize.plan(rows, input_scale, next_early=early))

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qgemm.model.offloading import carry_hooks, weights_at_hand
+from qgemm.model.report import LayerRecord, parameter_bytes
+from qgemm.model.survey import Layer
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.carry_over import carry_over
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear import linear_weight
 from qgemm.nn.linear_layer import InputScale
-from qgemm.offloading import carry_hooks, weights_at_hand
-from qgemm.reporting import LayerRecord, parameter_bytes
 from qgemm.scheme import QuantScheme
-from qgemm.survey import Layer
 
 
 def swap(

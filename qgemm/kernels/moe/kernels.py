@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.gemm_kernels import gelu, relu, silu
-from qgemm.kernels.grouped_kernels import GroupTiles, write_tiles
-from qgemm.kernels.quantize_kernels import ROUND, _float_of, _magnitude, _multiplier, _quantize, _quantize_row
+from qgemm.kernels.gemm.kernels import gelu, relu, silu
+from qgemm.kernels.grouped.kernels import GroupTiles, write_tiles
+from qgemm.kernels.quantize.kernels import ROUND, _float_of, _magnitude, _multiplier, _quantize, _quantize_row
 from qgemm.kernels.stages import INTERPRETING
 from qgemm.kernels.stages.views import _round_to_bfloat16
 

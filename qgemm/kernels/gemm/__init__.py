@@ -1,0 +1,1 @@
+"""Products of two matrices: ``scaled_mm``, ``int_mm``, ``matmul``."""

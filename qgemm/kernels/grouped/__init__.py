@@ -1,0 +1,1 @@
+"""Products of groups of rows: ``grouped_mm``."""

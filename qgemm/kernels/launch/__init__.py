@@ -1,0 +1,1 @@
+"""Launching compiled kernels: plans, the driver, tensor maps, memory of streams."""

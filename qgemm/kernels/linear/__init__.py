@@ -1,0 +1,1 @@
+"""Quantized linear layers: rows quantized and multiplied."""

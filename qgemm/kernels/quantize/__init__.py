@@ -1,0 +1,1 @@
+"""Quantization of rows: ``quantize_rows``."""

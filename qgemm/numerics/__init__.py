@@ -1,0 +1,1 @@
+"""Number formats and how values become them, in plain PyTorch."""
