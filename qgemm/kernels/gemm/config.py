@@ -2,19 +2,12 @@
 
 ``select_config`` takes the entry of ``CANDIDATES`` that a model of the device finds cheapest. Per block of K, a program
 needs the longest of: its loads' latency, shared by the stages in flight; its own chain of load and multiply; and, with
-the programs that share its multiprocessor, their multiply-adds at the tensor cores' rate or their operand bytes at the
-cache's. A problem takes as many rounds as its tiles need, and no less than its bytes at the memory's rate. Nothing is
-timed, so the answer is the same on every run. ``scaled_mm(..., config=...)`` and its siblings take any other
-``GemmConfig``.
+the programs that share its SM, their multiply-adds at the tensor cores' rate or their operand bytes at the cache's. A
+problem takes as many waves as its tiles need, and at least its bytes at the memory's bandwidth. Nothing is timed, so
+the answer is the same on every run. ``scaled_mm(..., config=...)`` and its siblings accept any other ``GemmConfig``.
 
-The constants are cycles and bytes per cycle of one multiprocessor. Those of the kernel for all devices were fitted on
-an H200 to 3,200 timings of 294 products, those of Hopper's to 6,100 of 428 (32 sizes of weight, M from 1 to 3,072; from
-M = 768 on in turns of 50 ms, at the power limit) and to 1,100 of 99 layers. Candidates for up to 32 rows came later and
-fit in as they are: in 1,000 timings of 51 products of 13 sizes of weight and their layers (rings of two candidates one
-stage deeper), the choice took 1.009 and 1.008 times as long as the best (geometric means; 1.06 and 1.07 at worst). From
-M = 64 on it took 1.005 and 1.011 (1.08 and 1.12) in those of the layers. On 48 products of 6 other sizes it took 1.020
-(1.14; ``python -m benchmarks --check-configs``). How multiprocessors share their way to memory was seen at two sizes.
-Only ratios of constants matter, so other devices get a sensible, if less exact, answer.
+The constants are cycles and bytes per cycle of one SM, fitted on an H200 (docs/performance.md). Only their ratios
+matter, so other devices get a sensible, if less exact, answer.
 """
 
 import functools

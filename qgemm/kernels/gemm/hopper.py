@@ -64,9 +64,8 @@ def columns_at_a_time(config: GemmConfig, M: int, N: int, K: int, limits: Device
 
     Programs that follow one another start near one another, 16 or so on multiprocessors that share their way to the
     cache, and it answers their requests for the same rows together. With 4 columns at a time those 16 have 4 x 4 tiles,
-    not 8 x 2, and an H200's cache sent a sixth less. That leaves power to multiply: long products took 1 to 4 % less
-    time, if all programs start in order. So these don't start before the kernel ahead in the stream has ended, which
-    alone was a third to half of the gain.
+    not 8 x 2, which leaves power to multiply (docs/performance.md), if all programs start in order. So these don't
+    start before the kernel ahead in the stream has ended.
     """
     largest = config.block_m == 256 and cluster(config, M, N, limits) == 1
     return COLUMNS_OF_LONG_PRODUCTS if largest and M * N * K > LONG_PRODUCT else 1
@@ -76,8 +75,7 @@ def multiprocessors_of_long_product(config: GemmConfig, M: int, N: int, limits: 
     """How many multiprocessors a product has that takes several columns of tiles at a time.
 
     So many that whole blocks of those columns are computed at a time, if that takes hardly a round more: else a last
-    block's columns are loaded for few tiles, and once more for the others. 128 of an H200's 132 took 1 to 3 % less
-    time, at the power limit.
+    block's columns are loaded for few tiles, and once more for the others.
     """
     tiles = _tiles(config, M, N)
     block = config.group_size_m * COLUMNS_OF_LONG_PRODUCTS
@@ -89,9 +87,8 @@ def multiprocessors_of_long_product(config: GemmConfig, M: int, N: int, limits: 
 def starts_next_early(config: GemmConfig, M: int, limits: DeviceLimits) -> bool:
     """Whether the next kernel may start as soon as all of this one's programs have, to load weights beside them.
 
-    It waits for this one to end before it does anything else. Up to 128 rows that saved up to 14 % on an H200, 1 to 3 %
-    in the mean; of 256 rows it cost up to 12 %, and of more it made no difference. Where programs share a
-    multiprocessor it always may, which wasn't measured with more rows.
+    It waits for this one to end before it does anything else. That saves time up to 128 rows and costs time at 256
+    (docs/performance.md). Where programs share a multiprocessor it always may.
     """
     return M <= MOST_ROWS_TO_START_NEXT or programs_per_sm(config, 1, limits) > 1
 
@@ -99,9 +96,9 @@ def starts_next_early(config: GemmConfig, M: int, limits: DeviceLimits) -> bool:
 def cluster(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
     """How many programs of a product start together, beside one another; 1 if it doesn't matter.
 
-    Tiles of the same columns follow one another and load the same blocks of B. Two to four programs that do so at the
-    same time, near one another, took up to 12 % less time on an H200; presumably their requests are answered together.
-    Three or four only where each has a single tile: fewer of them run at a time.
+    Tiles of the same columns follow one another and load the same blocks of B: two to four programs that do so at the
+    same time, near one another, are faster (docs/performance.md). Three or four only where each has a single tile:
+    fewer of them run at a time.
     """
     rows = -(-M // config.block_m)
     single = programs_per_sm(config, 1, limits) == 1 and _tiles(config, M, N) <= MOST_IN_CLUSTERS * limits.num_sms
@@ -113,10 +110,9 @@ def cluster(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
 def starts_early(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits) -> bool:
     """Whether a product may start before its rows are quantized, to load weights meanwhile.
 
-    Up to 512 rows that saved up to a quarter of a layer's time on an H200; with more to quantize it saved nothing, or
-    cost 6 %. But its programs go wherever there is room, one after the other, so those that load the same blocks of B
-    are apart, unless they are a cluster: that took up to 1.6 times as long. It matters little in products without many
-    steps, or with large tiles.
+    That saves time up to 512 rows (docs/performance.md). But its programs go wherever there is room, one after the
+    other, so those that load the same blocks of B are apart, unless they are a cluster, which may take longer. It
+    matters little in products without many steps, or with large tiles.
     """
     if M * K > MOST_VALUES_TO_OVERLAP:
         return False
@@ -243,8 +239,7 @@ def weight_rows_at_a_time(config: GemmConfig, M: int) -> int:
     """How many rows of the weight the copy engine loads at a time, in a layer that is one launch.
 
     With many at once all programs ask for all of their first weights in no time, and what the layer waits for, its
-    input and then the quantized rows, comes after them. 8 rows at a time made 4096 x 4096 6 to 9 % faster on an H200,
-    seven sizes 1.5 % in the mean, and 8192 x 8192 3 % slower.
+    input and then the quantized rows, comes after them (docs/performance.md).
     """
     return 8 if M <= FEW_ROWS and len(config.widths) == 1 else config.widths[-1]
 

@@ -1,61 +1,12 @@
-"""The int8 GEMM for Hopper (sm_90): warps that load apart from warps that multiply, made of the stages and Gluon.
+"""The int8 GEMM for Hopper (sm_90): ``C = A @ B.T``, scaled, with the rounding of the other kernels.
 
-One producer warp has the copy engine (TMA) bring blocks of A and B into a ring of shared memory. Four consumer warps,
-or eight, wait for a block to arrive, multiply it with ``wgmma`` and hand its slot back; then they scale the sums and
-have the copy engine store them, while the producer loads for the next tile.
-``C[m, n] = sum over k of A[m, k] * B[n, k]``, times ``A_scale[m]`` and ``B_scale[n]``, plus ``bias[n]``, with the
-rounding of the other kernels: the same bits.
+``C[m, n] = sum over k of A[m, k] * B[n, k]``, times ``A_scale[m]`` and ``B_scale[n]``, plus ``bias[n]``. Operands are
+``[M, K]`` and ``[N, K]`` with K contiguous, addresses and row strides multiples of 16 bytes. TMA fills what lies beyond
+the edges with zeros and stores nothing there, so there is no mask.
 
-Programs are persistent. Operands are ``[M, K]`` and ``[N, K]`` with K contiguous; the copy engine fills what lies
-beyond the edges with zeros and stores nothing there, so there is no mask. It wants addresses and row strides that are
-multiples of 16 bytes.
-
-What made it fast, on an H200 (CUDA graphs, weights from memory):
-
-- Against the loop of ``gemm_kernels.py`` it is 3 to 40 % faster from M = 64 on.
-- Few rows: weights that nobody changes are loaded before the kernel ahead in the stream has ended, up to 15 %. The same
-  loads into the L2 cache alone made it slower. No loads beyond the rows that A has, up to 50 % at M = 32.
-- Few rows again: blocks of A with 16 or 32 rows, where instructions read 64, leave the ring room for more weights on
-  their way, 160 KB of a multiprocessor's instead of 96, and the next kernel may start at once (``starts_next_early``):
-  products of up to 32 rows took 2 to 12 % less, 28672 x 4096, M = 1: 28.4 to 26.5 us. One program a multiprocessor does
-  as well as two or three then.
-- Two multiprocessors share their way to memory. 72 tiles of 64 columns by 36,864 took 54 to 59 us, 58 tiles of 80
-  columns 44, and 80 tiles of 64 by 13,824 took 22.4, 64 of 80 columns 19.7: ``select_config`` knows.
-- Many rows: power is the limit, 1.1 to 1.57 * 10^15 operations a second for as long as it runs. A single launch by
-  itself reaches 1.71 * 10^15 (8192 x 28672, M = 2048; tensor cores busy for 94 % of the cycles at 1.69 GHz, ncu), turns
-  of 0.1 s a tenth less. Tiles of 256 x 128 take fewer bytes from the cache than 128 x 128, 3 to 8 % in runs of 0.1 s
-  and more. They want a fourth stage, so they are stored by halves. In runs of 5 ms, at a clock that others set, they
-  look slower.
-  What loads cost: without any (and wrong sums) the same loop ran at 1.78 * 10^15 and 1.95 GHz, with them at 1.44 and
-  1.62 GHz (8192 x 28672, M = 1024, half a second at 700 W). With all blocks from the L2 cache, none from memory, 1.08
-  times as fast; with the same block for all programs, 1.11; with half of the loads, 1.11. (Clocks as NVML says, which
-  the multiprocessors' own counters were 7 to 11 % behind; all of it before tiles were taken as the next point says.)
-- Programs beside one another that compute tiles beside one another: the cache answers requests for the same rows
-  together (of 176 million sectors of 32 bytes it sent 82 to 92, when it had sent 101 to 111; 8192 x 28672, M = 2048,
-  ncu). Long products so took 1 to 4 % less, if their programs start in order (``hopper.columns_at_a_time``), and 1 to
-  3 % less once more by leaving 4 multiprocessors idle (``hopper.multiprocessors_of_long_product``).
-- Tiles of 256 rows go through K forwards and backwards in turn, so that the next one starts with what the cache holds:
-  1 to 2 % at K = 8192, less elsewhere, where tiles are taken column by column.
-- Few tiles with long sums: blocks of 512 along K, read as 4 panels side by side, up to 50 % (1536 x 16384, M = 8).
-- Two to four rows of tiles load the same blocks of B. As clusters, which start together and run side by side, they took
-  up to 12 % less (10240 x 8192, M = 96: 27.2 to 23.9 us); with more rows of tiles nothing was gained.
-- Registers left to the kernel ahead, so that programs start beside it: from M = 65 to 512 layers took up to a quarter
-  less (``hopper.starts_early``).
-- Scales loaded before the loop over K, not after it, gave 2 %.
-- Where tiles leave many multiprocessors idle in the last round, other widths: 80, 160 and 192 columns, up to 20 % at
-  M = 64 to 512 (N = 10240 makes 128 tiles of 80 columns for 132 multiprocessors). Instructions are as wide as a power
-  of 2 here, so there are two for each block of K; the narrower takes no less time than one of 32 columns.
-
-What gave nothing: a second group of consumers that takes turns with the first (ping-pong), 8 consumer warps for 128 x
-128, groups of 4 or 16 tiles, a window of the L2 cache for A, other lengths for tensor maps to promote to, other numbers
-of rows of B at a time (but in layers of one launch, ``hopper.weight_rows_at_a_time``), clusters of long products. Nor
-did larger tiles and shared loads: 128 x 256 was as good as 256 x 128; 256 x 192 2 % faster at best, 23 % slower at
-worst; 192 x 256 by three groups of four warps the same; blocks of A or of B that two programs load together, by
-multicast, 3 % slower to 3 % faster. Eight warps in two groups, one up to three slots ahead of the other, kept the
-tensor cores busier while a tile is stored, and took 2 to 4 % more.
-Stream-K, where programs cut the sums over K between them, makes the loop 5 us of 29 faster (N = 10240, K = 8192, M =
-128), but handing over and adding partial sums takes 9 us, and zeroing their counts 4. A in registers gave wrong sums on
-Triton 3.6. Instructions of 256 columns aren't made for int8 there.
+Programs are persistent. One producer warp has TMA load blocks of A and B into a ring of shared memory; four or eight
+consumer warps wait for a block, multiply it with ``wgmma`` and release its slot. Then they scale the sums and have TMA
+store them, while the producer loads for the next tile. docs/performance.md: what it reaches, why, and what was tried.
 """
 
 import functools

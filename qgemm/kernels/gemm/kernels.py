@@ -1,14 +1,13 @@
 """GEMM kernels made of the stages.
 
-- ``_gemm_kernel``: a tile a program, or persistent tiles. One kernel for every product: int8 with scales, raw int8,
+- ``_gemm_kernel``: a tile per program, or persistent tiles. One kernel for every product: int8 with scales, raw int8,
   floats with an activation. Whatever an epilogue lacks is passed as None and compiled away.
 - ``_gemm_streamk_kernel``: for int8 problems with too few tiles for the device. Programs add int32 partial sums into a
   zeroed workspace with atomics; the last one to arrive at a tile applies the epilogue. Integer sums don't depend on
   their order, so the result is exact and the same bits every time.
 
-``hopper_kernels.py`` has the one that most int8 products get on Hopper. Without it, few rows of A are a read of the
-weights: one tile a program, 4 to 8 % faster there than persistent tiles, with pipelines that fill shared memory, reads
-100 MB at 3.8 TB/s on an H200. Launched ahead of time (PDL) a kernel gains another 0.5 us.
+Most int8 products on Hopper run ``hopper_kernels.py`` instead. Few rows of A are a read of the weights, where one tile
+per program is faster than persistent tiles (docs/performance.md).
 """
 
 import triton

@@ -1,12 +1,9 @@
 """Which tile shape and pipeline a grouped product runs with: a table by the rows of a group.
 
-Only the device knows how many rows each group has, so the table goes by what they are if rows are spread over the
-groups as if by chance. Few rows are a read of the weights of the groups that have any; what counts then is enough
-programs with enough loads under way. With more rows, blocks are as high as groups are, but for Hopper's kernel: that
-multiplies half of a block of 128 rows where that will do.
-
-Measured on an H200 at the experts of Mixtral 8x7B and Qwen3-30B-A3B with 1, 16, 128 and 2,048 tokens, 9 to 25 configs
-for each product (weights from memory, in CUDA graphs): the choice takes at most 3 % longer than the best of them.
+Only the device knows how many rows each group has, so the table assumes that rows are spread over the groups at random.
+Few rows are a read of the weights of the groups that have any; what counts then is enough programs with enough loads in
+flight. With more rows, blocks are as high as groups are, except for Hopper's kernel: that multiplies half of a block of
+128 rows where that is enough. docs/performance.md says how close to the best config the choice is.
 """
 
 import functools

@@ -1,18 +1,13 @@
 """The grouped product for many rows on Hopper: ``hopper_kernels.py``'s ring, producer and consumers, tile by tile of
 ``GroupTiles``.
 
-All groups' weights are one matrix ``[G * N, K]`` to the copy engine, and a tile's block of it begins at row
-``g * N + n``. Its block of A begins at the tile's first row and may hold rows of the next group, or what the slot held
-before: rows that aren't stored, so parts of A without a row of the tile aren't loaded. A tile with 64 rows or fewer in
-blocks of 128 multiplies half a block.
+To TMA all groups' weights are one matrix ``[G * N, K]``, and a tile's block of it begins at row ``g * N + n``. Its
+block of A begins at the tile's first row and may hold rows of the next group, or what the slot held before: rows that
+aren't stored, so parts of A without a row of the tile aren't loaded. A tile with 64 rows or fewer in blocks of 128
+multiplies half a block.
 
-A tile that is full is stored by the copy engine. Others would overwrite the next group's rows, so threads store those,
-from the same staging memory, 16 bytes at a time.
-
-Measured on an H200 (CUDA graphs, weights from memory): at Mixtral's experts with 512 rows each 1.2 * 10^15 operations
-a second; at Qwen3-30B-A3B's with 128 each 83 to 85 % of the memory's speed. What gave nothing or less: the activation
-of experts applied before the store, which took 10 to 12 % longer and saved 3 to 6 % elsewhere; blocks of 64 rows; rows
-of A loaded 64 or 128 at a time.
+A full tile is stored by TMA. Others would overwrite the next group's rows, so threads store those, from the same
+staging memory, 16 bytes at a time. docs/performance.md: what it reaches, and what was tried.
 """
 
 from triton.experimental import gluon

@@ -3,14 +3,8 @@
 ``c[n] = sum over k of (q[k] * b[k, n]) * q_scale * b_scale[n] + bias[n]``, with ``q`` and ``q_scale`` from
 ``_quantize_row``: the numbers are those of ``_quantize_rows_kernel`` and ``_gemm_kernel``, bit for bit.
 
-A product of one row is a read of the weights. A kernel ahead of it, to quantize that row, costs the host 3.4 us for a
-launch and the device 1 us to hand over. A program quantizes a short row in less, so each does it for itself, into
-memory of its own, and nobody waits for anybody. It would be the same bytes in one place, but writes from every
-multiprocessor to a few lines of the cache took 1 to 2.5 us more on an H200.
-
-What else was tried there: asking the cache for the first weights before the row is quantized, with
-``cp.async.bulk.prefetch.L2`` (16 to 64 KB a multiprocessor: 0.1 to 0.5 us slower); two rows, one after the other
-(0.5 to 0.7 us more than one, where two launches take no longer for two than for one).
+A product of one row is a read of the weights, and quantizing a short row takes less time than a launch. So each program
+quantizes it for itself, into memory of its own, and waits for no other (docs/performance.md).
 """
 
 import triton

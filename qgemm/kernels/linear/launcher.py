@@ -5,21 +5,8 @@ the weight's address is aligned. So the first call of a kind is checked and leav
 two allocations and one or two launches: the quantized rows and their scales share one buffer, which no tensor is made
 for. Calls of one launch share the buffer of their stream too: what runs on a stream runs in turn.
 
-One launch takes the host 5 to 8 us less than two, and a call in PyTorch's eager mode takes as long as the slower of
-host and device. On the device two overlap: one launch on Hopper took from 0.4 us less to 1.3 us longer, and 0.3 to 1.4
-us longer where a kernel of PyTorch's came ahead of each layer. Of up to 16 rows and weights of 16 MB and more, which it
-now loads 8 rows at a time, it takes about as long as two in CUDA graphs, 5 % less to 7 % more (in different runs).
-``hopper.in_one_launch`` says when there is one. A layer on an H200 (bfloat16), us, with whole tiles of the weight
-loaded at a time; the host's clock went up and down between lines:
-
-| N x K | M | host: F.linear, one launch, two | device: one, two | eager: F.linear, one, two |
-|---|---|---|---|---|
-| 1024 x 1024 | 16 | 12.8, 7.7, 12.7 | 3.3, 2.9 | 12.5, 7.6, 13.0 |
-| 1024 x 1024 | 1024 | 20.3, 12.8, 20.7 | 7.1, 5.8 | 20.2, 12.4, 20.2 |
-| 4096 x 4096 | 16 | 24.0, 12.1, 19.9 | 7.2, 7.0 | 23.6, 11.8, 20.0 |
-| 4096 x 4096 | 64 | 21.2, 13.0, 21.0 | 7.6, 8.0 | 14.7, 8.9, 15.3 |
-| 8192 x 8192 | 16 | 20.3, 12.5, 20.3 | 18.1, 18.0 | 35.8, 19.8, 20.1 |
-| 28672 x 4096 | 16 | | 30.9, 30.4 | 63.4, 32.1, 31.9 |
+One launch takes the host less time than two, which overlap on the device: ``hopper.in_one_launch`` decides
+(docs/performance.md has the measurements).
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
 """Row quantization within a product, for Hopper: the product's programs share the rows and wait for one another.
 
-So that a layer is one launch (``hopper.in_one_launch`` says when). The values are those of ``_quantize_rows_kernel``,
-bit for bit, and every row is quantized once: by the warps that multiply later, while the one that loads fills its ring
-with weights and then waits for all rows.
+So a layer is one launch (``hopper.in_one_launch`` says when; docs/performance.md, what it saves). The values are those
+of ``_quantize_rows_kernel``, bit for bit, and every row is quantized once: by the warps that multiply later, while the
+one that loads fills its ring with weights and then waits for all rows.
 
 Programs count in memory which rows are done. A program may wait for one that hasn't started: another stream's kernel
-can hold the room that it needs, and may itself wait for room. So nobody waits for long: a program that has asked
+can occupy the SM that it needs, and may itself wait for an SM. So the wait is bounded: a program that has asked
 ``PATIENCE`` times quantizes all rows itself. Others may write the same bytes to the same place then.
-
-Where the time went on an H200 (1024 x 1024, M = 16, CUDA graphs, us after the layer ahead had ended; 3.5 a layer): 0.5
-until that was known, 1.1 rows quantized, 1.6 counted, 1.8 to 2.0 known to all, 2.3 to 2.6 loaded, 3.0 to 3.3
-multiplied. Fences for global memory alone, and barriers set up by one warp, have saved 0.2 since. What gave nothing:
-rows fetched into the L2 cache ahead of time; every program quantizing a single row for itself (0.3 us less at best, up
-to 8 us more).
 """
 
 from triton.experimental import gluon

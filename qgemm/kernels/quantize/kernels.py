@@ -1,11 +1,10 @@
-"""Row quantization, one row a program.
+"""Row quantization, one row per program.
 
 ``scale = max(amax / 127, MIN_SCALE)``, ``q = round_half_even(x / scale)``; ``reference.py`` has the whole rule. A row
-that fits is read once and kept in registers: memory moves ``(bytes of x) + 1`` per value, which is the limit. A longer
-row is read twice; the second read mostly hits cache.
+that fits is read once and kept in registers; a longer row is read twice. Memory is the limit (docs/performance.md).
 
-The values are those of the reference, bit for bit, and a division per value would cost more than the memory. So there
-are three ways to the quotient:
+The values are the reference's, bit for bit, and a division per value would cost more than the memory. So there are
+three ways to the quotient:
 
 - bfloat16 with its own scale takes one product. But for roundings, which change it by less than 2^-22 of itself,
   ``x / scale`` is ``127 * x / amax``. With significands of 8 bits that is a half or at least 2^-16 of itself away from
@@ -16,24 +15,6 @@ are three ways to the quotient:
   differed in 1.3 * 10^8 of float16 and 2.7 * 10^8 around halves of float32. The remainder must be exact, so the scale
   is from 2^-100 to 2^100.
 - Any other scale, and rows with NaN or Inf, divide.
-
-A bfloat16 value then takes 4 instructions: 1 for its magnitude and the maximum, 1 to float32, 1 for the product, 1 to
-pack the bytes. On an H200 that copies 4.28 TB/s (bfloat16, in CUDA graphs, inputs from memory; us):
-
-| rows x columns | kernel | a copy of as many bytes | share of 4.28 TB/s |
-|---|---|---|---|
-| 4096 x 4096 | 13.6 | 13.6 | 87 % |
-| 8192 x 8192 | 49.2 | 49.5 | 96 % |
-| 4096 x 14,336 | 43.3 | 43.6 | 95 % |
-| 2048 x 28,672 | 43.8 | 43.5 | 94 % |
-| 4096 x 28,672 | 84.4 | 85.3 | 98 % |
-| 2048 x 53,248 | 81.1 | 79.6 | 94 % |
-| 64 x 4096, 64 x 28,672 | 1.9, 3.7 | 1.6, 2.7 | |
-
-What did not help: programs that loop over rows, loading the next row early (through registers or shared memory),
-eviction hints for ``x``, other numbers of threads. The corrected product takes 2 to 4 % longer than one product does
-(float16). A maximum in float32 takes twice the registers, and 13 % longer at 28,672 columns, where only one program
-then fits on a multiprocessor.
 """
 
 import triton

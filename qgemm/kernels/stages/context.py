@@ -6,8 +6,8 @@ the sum at a time. The accumulator's type follows the operands, never the output
 float32 at every step: Hopper's tensor cores keep only about 14 bits of an fp8 sum otherwise.
 
 Where a tile sticks out of A's rows, nothing is read: when M is 1, sixteen copies of one row from every multiprocessor
-would crowd one slice of the cache (27 us against 18 on an H200, N = 4096, K = 14336). Where it sticks out of B's
-columns, other columns are read, which costs less than a mask. The store masks both.
+would crowd one slice of the cache (docs/performance.md). Where it sticks out of B's columns, other columns are read,
+which costs less than a mask. The store masks both.
 
 Along K the tail is loaded with zeros, once, after the loop over whole blocks, so that the loop itself carries no mask.
 """
