@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from qgemm.kernels import dispatch
 from qgemm.kernels.activations import GatedActivation
+from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.op_rules import no_tangent, register_autograd
 from qgemm.ops import seen_by_others
 
@@ -30,51 +31,39 @@ torch.library.define("qgemm::quant_experts", f"({_OPERANDS}) -> Tensor")
 torch.library.define("qgemm::quant_experts_backward", f"(Tensor grad, {_OPERANDS}) -> (Tensor, Tensor)")
 
 
-def quant_experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_scale: Tensor,
-    down_bias: Tensor | None,
-    activation: GatedActivation,
-) -> Tensor:
+def quant_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
     """``torch.ops.qgemm.quant_experts``, past the dispatcher where nobody on that way would see the call."""
-    tensors = (x, top_k_index, top_k_weights, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
     if (
         torch.compiler.is_compiling()
-        or seen_by_others(x, gate_up, gate_up_scale, gate_up_bias, top_k_weights)
-        or seen_by_others(x, down, down_scale, down_bias, top_k_index)
+        or seen_by_others(x, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, top_k_weights)
+        or seen_by_others(x, weights.down, weights.down_scale, weights.down_bias, top_k_index)
     ):
-        a = activation
-        out: Tensor = torch.ops.qgemm.quant_experts(*tensors, a.name, a.gated, a.limit, a.alpha, a.up_offset)
+        a = weights.activation
+        fields = (a.name, a.gated, a.limit, a.alpha, a.up_offset)
+        out: Tensor = torch.ops.qgemm.quant_experts(x, top_k_index, top_k_weights, *weights[:6], *fields)
         return out
-    return dispatch.experts(*tensors, activation)
+    return dispatch.run_experts(x, top_k_index, top_k_weights, weights)
 
 
 @torch.library.impl("qgemm::quant_experts", ("cpu", "cuda"))
 def _(*arguments: Any) -> Tensor:
-    return dispatch.experts(*_with_activation(arguments))
+    return dispatch.run_experts(*_as_values(arguments))
 
 
 @torch.library.register_fake("qgemm::quant_experts")
 def _(*arguments: Any) -> Tensor:
-    dispatch.check_experts(*_with_activation(arguments))
+    dispatch.check_experts(*_as_values(arguments))
     x: Tensor = arguments[0]
     return x.new_empty(x.shape)
 
 
 @torch.library.impl("qgemm::quant_experts_backward", ("cpu", "cuda"))
 def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    x, top_k_index, top_k_weights, gate_up, gate_up_scale, gate_up_bias, *others = _with_activation(arguments)
-    down, down_scale, down_bias, activation = others
+    x, top_k_index, top_k_weights, experts = _as_values(arguments)
     k = top_k_index.shape[1]
     ids = top_k_index.flatten()
     pairs = ids.argsort(stable=True)
-    ends = torch.searchsorted(ids[pairs], torch.arange(down.shape[0] + 1, device=ids.device)).tolist()
+    ends = torch.searchsorted(ids[pairs], torch.arange(experts.down.shape[0] + 1, device=ids.device)).tolist()
     weights = top_k_weights.flatten().float()
     # Of each pair of a token and an expert; summed at the end, in an order that doesn't depend on the device's mood.
     grad_pairs = x.new_zeros((ids.shape[0], x.shape[1]), dtype=torch.float32)
@@ -82,16 +71,17 @@ def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     for expert, (start, end) in enumerate(pairwise(ends)):
         if start == end:
             continue
-        own = pairs[start:end]
-        rows = own // k
-        first = _dequantized(gate_up, gate_up_scale, expert, x.dtype)
-        second = _dequantized(down, down_scale, expert, x.dtype)
-        h = F.linear(x[rows], first, _bias_of(gate_up_bias, expert, x.dtype))
-        y = F.linear(activation(h).to(x.dtype), second, _bias_of(down_bias, expert, x.dtype))
+        slots = pairs[start:end]
+        rows, own = slots // k, experts.of(expert)
+        first = (own.gate_up * own.gate_up_scale[:, None]).to(x.dtype)
+        second = (own.down * own.down_scale[:, None]).to(x.dtype)
+        biases = [None if bias is None else bias.to(x.dtype) for bias in (own.gate_up_bias, own.down_bias)]
+        h = F.linear(x[rows], first, biases[0])
+        y = F.linear(own.activation(h).to(x.dtype), second, biases[1])
         grad_y = grad[rows].float()
-        grad_weights[own] = (grad_y * y.float()).sum(-1)
-        grad_inner = (grad_y * weights[own, None]).to(x.dtype) @ second
-        grad_pairs[own] = (_activation_backward(activation, h.float(), grad_inner.float()).to(x.dtype) @ first).float()
+        grad_weights[slots] = (grad_y * y.float()).sum(-1)
+        grad_inner = ((grad_y * weights[slots, None]).to(x.dtype) @ second).float()
+        grad_pairs[slots] = (_activation_backward(own.activation, h.float(), grad_inner).to(x.dtype) @ first).float()
     grad_x = grad_pairs.view(*top_k_index.shape, -1).sum(1)
     return grad_x.to(x.dtype), grad_weights.view(top_k_index.shape).to(top_k_weights.dtype)
 
@@ -101,17 +91,10 @@ def _(grad: Tensor, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: A
     return x.new_empty(x.shape), top_k_weights.new_empty(top_k_weights.shape)
 
 
-def _with_activation(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operator's arguments as ``dispatch.experts`` takes them."""
-    return (*arguments[:9], GatedActivation(*arguments[9:]))
-
-
-def _dequantized(weight: Tensor, scale: Tensor, expert: int, dtype: torch.dtype) -> Tensor:
-    return (weight[expert] * scale[expert][:, None]).to(dtype)
-
-
-def _bias_of(bias: Tensor | None, expert: int, dtype: torch.dtype) -> Tensor | None:
-    return None if bias is None else bias[expert].to(dtype)
+def _as_values(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, ExpertWeights]:
+    """The operator's arguments as ``dispatch.run_experts`` takes them."""
+    x, top_k_index, top_k_weights, *tensors = arguments[:9]
+    return x, top_k_index, top_k_weights, ExpertWeights._make((*tensors, GatedActivation(*arguments[9:])))
 
 
 def _activation_backward(activation: GatedActivation, h: Tensor, grad: Tensor) -> Tensor:

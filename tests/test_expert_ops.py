@@ -13,6 +13,7 @@ import qgemm
 from qgemm.expert_ops import quant_experts
 from qgemm.kernels import GPT_OSS, GatedActivation
 from qgemm.kernels.activations import GATE_FUNCTIONS
+from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.nn import QuantExperts
 
 ACTIVATIONS = [
@@ -74,7 +75,7 @@ def test_gradients_are_those_of_the_dequantized_experts(activation: GatedActivat
     weights.requires_grad_()
     grad = torch.randn_like(x)
     wanted = torch.autograd.grad(float_experts(activation, x, index, weights, *rest), (x, weights), grad)
-    found = torch.autograd.grad(quant_experts(x, index, weights, *rest, activation), (x, weights), grad)
+    found = torch.autograd.grad(quant_experts(x, index, weights, ExpertWeights(*rest, activation)), (x, weights), grad)
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -86,7 +87,7 @@ def test_gradients_of_half_precision(dtype: torch.dtype, device: torch.device) -
     x.requires_grad_()
     weights = weights.to(dtype).requires_grad_()
     wanted = torch.autograd.grad(float_experts(GPT_OSS, x, index, weights, *rest).sum(), (x, weights))
-    found = torch.autograd.grad(quant_experts(x, index, weights, *rest, GPT_OSS).sum(), (x, weights))
+    found = torch.autograd.grad(quant_experts(x, index, weights, ExpertWeights(*rest, GPT_OSS)).sum(), (x, weights))
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == dtype
         assert (ours - theirs).norm() / theirs.norm() < 8 * torch.finfo(dtype).eps
@@ -94,9 +95,9 @@ def test_gradients_of_half_precision(dtype: torch.dtype, device: torch.device) -
 
 def test_gradients_of_one_of_the_two(device: torch.device) -> None:
     x, index, weights, *rest = operands(GPT_OSS, False, device)
-    quant_experts(x.requires_grad_(), index, weights, *rest, GPT_OSS).sum().backward()
+    quant_experts(x.requires_grad_(), index, weights, ExpertWeights(*rest, GPT_OSS)).sum().backward()
     assert x.grad is not None
-    quant_experts(x.detach(), index, weights.requires_grad_(), *rest, GPT_OSS).sum().backward()
+    quant_experts(x.detach(), index, weights.requires_grad_(), ExpertWeights(*rest, GPT_OSS)).sum().backward()
     assert weights.grad is not None
     # An expert that isn't here gives its weight no gradient.
     assert not weights.grad[0].any()
@@ -105,7 +106,7 @@ def test_gradients_of_one_of_the_two(device: torch.device) -> None:
 
 def test_other_gradients_are_refused(device: torch.device) -> None:
     x, index, weights, gate_up, scale, *rest = operands(GPT_OSS, False, device)
-    out = quant_experts(x, index, weights, gate_up, scale.requires_grad_(), *rest, GPT_OSS)
+    out = quant_experts(x, index, weights, ExpertWeights(gate_up, scale.requires_grad_(), *rest, GPT_OSS))
     with pytest.raises(RuntimeError, match="gradients for x and top_k_weights only"):
         out.sum().backward()
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from qgemm.kernels.activations import GatedActivation
+from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.reference import ACTIVATIONS, MIN_SCALE, QMAX
 
 # 2^24 / (128 * 128): float32 holds a sum of this many int8 products exactly.
@@ -126,36 +126,24 @@ def grouped_mm(
 
 
 @torch.no_grad()
-def experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_scale: Tensor,
-    down_bias: Tensor | None,
-    activation: GatedActivation,
-) -> Tensor:
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
     """``dispatch.experts`` on the CPU: an expert at a time, so that what lies between its products stays small."""
-    T, k = top_k_index.shape
+    (T, k), (E, H, _) = top_k_index.shape, weights.down.shape
     q, q_scale = quantize_rows(x)
     ids = top_k_index.flatten()
     pairs = ids.argsort(stable=True)
-    ends = torch.searchsorted(ids[pairs], torch.arange(down.shape[0] + 1, device=ids.device)).tolist()
-    y = x.new_zeros((T * k, down.shape[1]))
+    ends = torch.searchsorted(ids[pairs], torch.arange(E + 1, device=ids.device)).tolist()
+    y = x.new_zeros((T * k, H))
     for expert, (start, end) in enumerate(pairwise(ends)):
         if start == end:
             continue
-        own = pairs[start:end]
-        biases = [None if bias is None else bias[expert] for bias in (gate_up_bias, down_bias)]
-        rows = own // k
-        h = scaled_mm(q[rows], gate_up[expert].t(), q_scale[rows], gate_up_scale[expert], biases[0], x.dtype)
-        h_q, h_scale = quantize_rows(activation(h).to(x.dtype))
-        y[own] = scaled_mm(h_q, down[expert].t(), h_scale, down_scale[expert], biases[1], x.dtype)
-    out = x.new_zeros((T, down.shape[1]), dtype=torch.float32)
-    inside = (top_k_index >= 0) & (top_k_index < down.shape[0])
+        slots = pairs[start:end]
+        rows, own = slots // k, weights.of(expert)
+        h = scaled_mm(q[rows], own.gate_up.t(), q_scale[rows], own.gate_up_scale, own.gate_up_bias, x.dtype)
+        h_q, h_scale = quantize_rows(own.activation(h).to(x.dtype))
+        y[slots] = scaled_mm(h_q, own.down.t(), h_scale, own.down_scale, own.down_bias, x.dtype)
+    out = x.new_zeros((T, H), dtype=torch.float32)
+    inside = (top_k_index >= 0) & (top_k_index < E)
     for slot in range(k):
         # Not a product with 0: a weight may be anything where there is no expert.
         weight = top_k_weights[:, slot].float().masked_fill(~inside[:, slot], 0.0)

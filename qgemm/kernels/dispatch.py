@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qgemm.kernels import cpu
 from qgemm.kernels.activations import GatedActivation
+from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.reference import ACTIVATIONS, MAX_K
 
@@ -172,15 +173,18 @@ def experts(
     contiguous. Scales: float32, one per row of the weight (``[E, 2I]``, ``[E, H]``). Biases: float, as the scales, or
     None. The same bits every time.
     """
+    weights = ExpertWeights(gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation)
+    return run_experts(x, top_k_index, top_k_weights, weights)
+
+
+def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
+    """``experts``, of weights that are a value."""
     if x.is_neg():
         x = x.resolve_neg()
-    arguments = (
-        x, top_k_index, top_k_weights, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation
-    )  # fmt: skip
     # On a GPU, once for every kind of call.
     if not x.is_cuda:
-        check_experts(*arguments)
-    out: Tensor = _backend(x).experts(*arguments)
+        check_experts(x, top_k_index, top_k_weights, weights)
+    out: Tensor = _backend(x).experts(x, top_k_index, top_k_weights, weights)
     return out
 
 
@@ -296,19 +300,9 @@ def check_grouped_mm(
         raise TypeError(f"out_dtype is {out_dtype}; grouped_mm gives {_names(FLOAT_DTYPES)}")
 
 
-def check_experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_scale: Tensor,
-    down_bias: Tensor | None,
-    activation: GatedActivation,
-) -> None:
+def check_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> None:
     """Raises if ``experts`` can't take these."""
+    gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation = weights
     if x.dtype not in FLOAT_DTYPES:
         raise TypeError(f"x is {x.dtype}; experts take {_names(FLOAT_DTYPES)}: {conversion(x)}")
     _check_strided("x", x)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qgemm.kernels.activations import GatedActivation
+from qgemm.kernels.expert_weights import ExpertWeights
 
 QMAX = 127
 MIN_SCALE = torch.finfo(torch.float32).tiny
@@ -116,31 +116,15 @@ def grouped_mm_reference(
     return out
 
 
-def experts_reference(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_scale: Tensor,
-    down_bias: Tensor | None,
-    activation: GatedActivation,
-) -> Tensor:
+def experts_reference(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
     """``out[t] = sum over j of top_k_weights[t, j] * expert[top_k_index[t, j]](x[t])``; see ``dispatch.experts``."""
     out = torch.zeros_like(x, dtype=torch.float32)
     for slot in range(top_k_index.shape[1]):
-        for expert in range(down.shape[0]):
-            chosen = top_k_index[:, slot] == expert
-            h = x[chosen]
-            for weight, scale, bias, function in (
-                (gate_up, gate_up_scale, gate_up_bias, activation),
-                (down, down_scale, down_bias, None),
-            ):
-                q, row_scale = quantize_rows_reference(h)
-                own_bias = None if bias is None else bias[expert]
-                h = scaled_mm_reference(q, weight[expert].t(), row_scale, scale[expert], own_bias, x.dtype)
-                h = h if function is None else function(h).to(x.dtype)
-            out[chosen] += h.float() * top_k_weights[chosen, slot, None].float()
+        for expert in range(weights.down.shape[0]):
+            own, chosen = weights.of(expert), top_k_index[:, slot] == expert
+            q, scale = quantize_rows_reference(x[chosen])
+            h = scaled_mm_reference(q, own.gate_up.t(), scale, own.gate_up_scale, own.gate_up_bias, x.dtype)
+            q, scale = quantize_rows_reference(own.activation(h).to(x.dtype))
+            y = scaled_mm_reference(q, own.down.t(), scale, own.down_scale, own.down_bias, x.dtype)
+            out[chosen] += y.float() * top_k_weights[chosen, slot, None].float()
     return out.to(x.dtype)

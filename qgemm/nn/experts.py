@@ -16,16 +16,11 @@ from torch.fx import Proxy
 
 from qgemm.expert_ops import quant_experts
 from qgemm.kernels import GatedActivation, quantize_rows
+from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.nn.float_experts import FloatExperts, describe_experts
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, traced_as_leaf
 from qgemm.op_rules import autocast
 from qgemm.scheme import QuantScheme, resolve_scheme
-
-# In the order of the operator.
-_OPERANDS = (
-    *("gate_up_proj", "gate_up_proj_scale", "gate_up_proj_bias"),
-    *("down_proj", "down_proj_scale", "down_proj_bias"),
-)
 
 
 class QuantExperts(QuantLayer):
@@ -173,10 +168,17 @@ class QuantExperts(QuantLayer):
         """
         if isinstance(hidden_states, Proxy):
             return traced_as_leaf(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
-        operands = map(self.stored, _OPERANDS)
-        return quant_experts(  # type: ignore[call-arg]
-            hidden_states, top_k_index.to(torch.int64), top_k_weights, *operands, self.activation
+        stored = self.stored
+        weights = ExpertWeights(
+            stored("gate_up_proj"),
+            stored("gate_up_proj_scale"),
+            stored("gate_up_proj_bias"),
+            stored("down_proj"),
+            stored("down_proj_scale"),
+            stored("down_proj_bias"),
+            self.activation,
         )
+        return quant_experts(hidden_states, top_k_index.to(torch.int64), top_k_weights, weights)
 
     def extra_repr(self) -> str:
         """Sizes, activation and scheme, for ``print``."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qgemm.kernels import GPT_OSS, GatedActivation, dispatch, quantize_rows
 from qgemm.kernels import experts as public_experts
+from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.moe import launcher as experts_launch
 from qgemm.kernels.reference import experts_reference
 
@@ -30,7 +31,19 @@ ACTIVATIONS = [
     GatedActivation("relu2", gated=False),
     GatedActivation("silu", gated=False, limit=0.5),
 ]
-FUNCTIONS = pytest.mark.parametrize("function", [public_experts, experts_launch.experts], ids=["dispatch", "kernels"])
+
+
+def as_value(**arguments: Any) -> dict[str, Any]:
+    """The arguments of ``dispatch.experts`` as those below it take them."""
+    weights = ExpertWeights(**{name: arguments.pop(name) for name in ExpertWeights._fields})
+    return {**arguments, "weights": weights}
+
+
+def kernel_experts(**arguments: Any) -> Tensor:
+    return experts_launch.experts(**as_value(**arguments))
+
+
+FUNCTIONS = pytest.mark.parametrize("function", [public_experts, kernel_experts], ids=["dispatch", "kernels"])
 
 
 def layer(
@@ -66,7 +79,7 @@ def layer(
 
 def assert_close(out: Tensor, arguments: dict[str, Any]) -> None:
     """As the specification, but for values that another ``exp`` rounds to another step of int8, or of the dtype."""
-    expected = experts_reference(**arguments)
+    expected = experts_reference(**as_value(**arguments))
     assert out.dtype == expected.dtype
     assert out.shape == expected.shape
     if expected.numel():
@@ -110,7 +123,7 @@ def test_activations_and_dtypes(
 def test_the_specification_against_float64(activation: GatedActivation) -> None:
     arguments = layer(T=20, H=256, intermediate=192, dtype=torch.float32, activation=activation, bias=True)
     exact = float_experts(arguments)
-    out = experts_reference(**arguments)
+    out = experts_reference(**as_value(**arguments))
     # Two quantizations of rows to int8, each of which makes about 0.008 on such data.
     assert (out - exact).norm() / exact.norm() < 0.02
 
@@ -150,7 +163,7 @@ def test_both_ways_of_routing(T: int, most: int, device: torch.device, monkeypat
     monkeypatch.setattr(experts_launch, "_plans", {})
     arguments = layer(T, top_k=3, E=6, H=16, intermediate=16, device=device)
     arguments["top_k_index"] = torch.randint(-2, 8, (T, 3), device=device)
-    assert_close(experts_launch.experts(**arguments), arguments)
+    assert_close(kernel_experts(**arguments), arguments)
 
 
 @FUNCTIONS
@@ -211,7 +224,7 @@ def test_a_long_row_is_computed_twice(device: torch.device, monkeypatch: pytest.
     monkeypatch.setattr(experts_launch, "PART_OF_A_ROW", 128)
     monkeypatch.setattr(experts_launch, "_plans", {})
     arguments = layer(T=3, intermediate=300, device=device)
-    assert_close(experts_launch.experts(**arguments), arguments)
+    assert_close(kernel_experts(**arguments), arguments)
 
 
 @pytest.mark.parametrize("view", ["x", "top_k_index", "top_k_weights", "gate_up_scale", "down_bias"])
@@ -220,22 +233,22 @@ def test_views(view: str, device: torch.device) -> None:
     wide = torch.stack([arguments[view]] * 2, dim=-1)
     arguments[view] = wide[..., 0]
     assert not arguments[view].is_contiguous()
-    assert_close(experts_launch.experts(**arguments), arguments)
+    assert_close(kernel_experts(**arguments), arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_router_weights_of_a_narrow_dtype(dtype: torch.dtype, device: torch.device) -> None:
     arguments = layer(device=device)
     arguments["top_k_weights"] = arguments["top_k_weights"].to(dtype)
-    for function in (public_experts, experts_launch.experts):
+    for function in (public_experts, kernel_experts):
         assert_close(function(**arguments), arguments)
 
 
 def test_the_same_bits_every_time(device: torch.device) -> None:
     arguments = layer(T=300 if device.type == "cuda" else 3, top_k=4, E=9, device=device)
-    out = experts_launch.experts(**arguments)
+    out = kernel_experts(**arguments)
     for _ in range(10 if device.type == "cuda" else 1):
-        assert torch.equal(experts_launch.experts(**arguments), out)
+        assert torch.equal(kernel_experts(**arguments), out)
 
 
 def test_a_negative_view() -> None:
@@ -304,7 +317,7 @@ def test_a_plan_for_every_kind_of_call(device: torch.device, monkeypatch: pytest
     monkeypatch.setattr(experts_launch, "MOST_PLANS", 3)
     arguments = layer(device=device)
     for _ in range(2):
-        experts_launch.experts(**arguments)
+        kernel_experts(**arguments)
         assert len(plans) == 1
     for change in (
         {"x": arguments["x"].half()},
@@ -312,7 +325,7 @@ def test_a_plan_for_every_kind_of_call(device: torch.device, monkeypatch: pytest
         {"activation": dataclasses.replace(SILU, limit=1.0)},
     ):
         changed = {**arguments, **change}
-        assert_close(experts_launch.experts(**changed), changed)
+        assert_close(kernel_experts(**changed), changed)
     assert len(plans) <= 3
 
 

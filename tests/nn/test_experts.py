@@ -12,6 +12,7 @@ from experts_families import ALL, HIDDEN, INTERMEDIATE, ROUTED, E, inputs
 from torch import Tensor, nn
 
 from qgemm.kernels import GPT_OSS, GatedActivation
+from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.reference import experts_reference, quantize_rows_reference
 from qgemm.nn import QuantExperts
 from qgemm.nn.experts import QuantSortedExperts
@@ -50,7 +51,7 @@ def test_output_is_that_of_the_specification(build: Build, dtype: torch.dtype, d
     x, index, weights = (t.to(device) for t in inputs(layer, 9, dtype))
     first = [layer.stored(f"gate_up_proj{end}") for end in ("", "_scale", "_bias")]
     second = [layer.stored(f"down_proj{end}") for end in ("", "_scale", "_bias")]
-    wanted = experts_reference(x, index, weights, *first, *second, layer.activation)
+    wanted = experts_reference(x, index, weights, ExpertWeights(*first, *second, layer.activation))
     out = layer(x, index, weights)
     assert out.dtype == dtype
     assert relative_error(out, wanted) < 4 * torch.finfo(dtype).eps + 1e-6

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.dispatch import check_experts
+from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, device_limits
 from qgemm.kernels.grouped import launcher as grouped
 from qgemm.kernels.grouped.config import select_grouped_config
@@ -43,36 +44,19 @@ LONGEST_WHOLE_ROW = 32_768  # bytes of a row that a program keeps in registers, 
 PART_OF_A_ROW = 4096  # values at a time of a longer one
 
 Tensors = tuple[Tensor | None, ...]
-ARGUMENTS = (
-    "x", "top_k_index", "top_k_weights", "gate_up", "gate_up_scale", "gate_up_bias", "down", "down_scale", "down_bias",
-    "out",
-)  # fmt: skip
+ARGUMENTS = ("x", "top_k_index", "top_k_weights", *ExpertWeights._fields[:6], "out")
 
 
-def experts(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    gate_up: Tensor,
-    gate_up_scale: Tensor,
-    gate_up_bias: Tensor | None,
-    down: Tensor,
-    down_scale: Tensor,
-    down_bias: Tensor | None,
-    activation: GatedActivation,
-) -> Tensor:
+def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
     """``dispatch.experts`` on a GPU, which checks its arguments itself."""
-    tensors: Tensors = (
-        x, top_k_index, top_k_weights, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias
-    )  # fmt: skip
-    aligned = (gate_up.data_ptr() | down.data_ptr()) % ALIGNMENT == 0
-    kind = (*[t is None or (t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors], activation, aligned)
+    tensors: Tensors = (x, top_k_index, top_k_weights, *weights[:6])
+    aligned = (weights.gate_up.data_ptr() | weights.down.data_ptr()) % ALIGNMENT == 0
+    shapes = [t is None or (t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors]
+    kind = (*shapes, weights.activation, aligned)
     plan = _plans.get(kind)
     if plan is None:
-        check_experts(
-            x, top_k_index, top_k_weights, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation
-        )
-        plan = _make_plan(x, top_k_index, gate_up, gate_up_bias, down_bias, activation, aligned)
+        check_experts(x, top_k_index, top_k_weights, weights)
+        plan = _make_plan(x, top_k_index, weights, aligned)
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         _plans[kind] = plan
@@ -172,17 +156,9 @@ class _Buffer:
         return end, {name: _Part(starts[place], shape, dtype) for name, (place, shape, dtype) in self.parts.items()}
 
 
-def _make_plan(
-    x: Tensor,
-    top_k_index: Tensor,
-    gate_up: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: GatedActivation,
-    aligned: bool,
-) -> _Plan:
-    (T, top_k), (E, N, H) = top_k_index.shape, gate_up.shape
-    P, intermediate = T * top_k, N // 2 if activation.gated else N
+def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, aligned: bool) -> _Plan:
+    (T, top_k), (E, N, H) = top_k_index.shape, weights.gate_up.shape
+    P, intermediate = T * top_k, weights.down.shape[2]
     if not (P and E and H):
         return _Plan(x.device.index, 0, (), ())
     limits = device_limits(x.device)
@@ -205,15 +181,15 @@ def _make_plan(
     buffer.add("y", "float rows", (P, H), x.dtype)
     size, parts = buffer.layout()
 
-    absent = {name for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)) if bias is None}
+    absent = {name for name, value in weights._asdict().items() if value is None}
     steps = _Steps((*ARGUMENTS, *parts), absent)
     early = limits.pdl and T <= MOST_TOKENS_TO_OVERLAP
     for launch, arguments in _route(x, P, top_k, E, groups, first.block_m, early, limits):
         steps.add(launch, *arguments)
-    bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_up_bias, down_bias)]
+    bias_dtypes = [None if bias is None else bias.dtype for bias in (weights.gate_up_bias, weights.down_bias)]
     launch = grouped.product_plan(P, E, N, H, x.dtype, bias_dtypes[0], x.device, first)
     steps.add_product(launch, first, "q", "gate_up", "g")
-    steps.add(_activate(P, intermediate, x.dtype, activation, early, limits), "g", "h", "h_scale", "tiles")
+    steps.add(_activate(P, intermediate, x.dtype, weights.activation, early, limits), "g", "h", "h_scale", "tiles")
     launch = grouped.product_plan(P, E, H, intermediate, x.dtype, bias_dtypes[1], x.device, second)
     steps.add_product(launch, second, "h", "down", "y")
     steps.add(_combine(T, top_k, H, early, limits), "y", "position", "top_k_weights", "out")
