@@ -13,13 +13,12 @@
 ``qgemm.kernels`` has the matrix products themselves, ``qgemm.kernels.stages`` the blocks to write more with.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from qgemm import integrations
 from qgemm.calibration import Budget, Calibration, Sensitivity, calibrate
 from qgemm.calibration.sensitivity import sensitivity
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
-from qgemm.integrations.on_import import when_imported
 from qgemm.model.report import QuantReport, report
 from qgemm.nn import QuantExperts, QuantLinear
 from qgemm.quantize import quantize_model
@@ -50,10 +49,7 @@ __all__ = [
     "sensitivity",
 ]
 
-# So that from_pretrained knows the method "qgemm" and LoRA knows QuantLinear, in whatever order things are imported.
-# Too old a version is told so when QGemmConfig is asked for.
-when_imported("transformers.modeling_utils", lambda: importlib.import_module("qgemm.integrations.transformers"))
-when_imported("peft", lambda: importlib.import_module("qgemm.integrations.peft"))
+integrations.register()
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,6 @@ go. Whatever stays in float is in the report with its reason.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,6 +41,7 @@ from qgemm.calibration.result import Calibration
 from qgemm.calibration.sensitivity import Sensitivity
 from qgemm.calibration.sensitivity import sensitivity as measure_sensitivity
 from qgemm.device import find_device
+from qgemm.model.announce import announce_quantized
 from qgemm.model.offloading import check_hooks, weights_at_hand
 from qgemm.model.report import KEPT, LayerRecord, QuantReport
 from qgemm.model.selection import (
@@ -177,10 +177,7 @@ def quantize_model(
         report = replace(report, recipe=methods.to_dict())
     model._qgemm_report = report  # type: ignore[assignment]
     warn_of_coverage(plan.layers, stacklevel=3)
-    if _holds_pretrained(model):
-        from qgemm.integrations.transformers import attach_quantizer
-
-        attach_quantizer(model)
+    announce_quantized(model)
     return model
 
 
@@ -362,11 +359,6 @@ _LOST_HOOKS = (
 
 def _kept_record(layer: Layer) -> LayerRecord:
     return LayerRecord(layer.name, layer.kind, KEPT, layer.reason, layer.bytes, layer.bytes, None)
-
-
-def _holds_pretrained(model: nn.Module) -> bool:
-    transformers = sys.modules.get("transformers")  # where it isn't imported, no model can be one of its own
-    return transformers is not None and any(isinstance(m, transformers.PreTrainedModel) for m in model.modules())
 
 
 def _check_layers(model: nn.Module, layers: list[Layer]) -> None:

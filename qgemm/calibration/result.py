@@ -20,8 +20,8 @@ from torch import Tensor
 from qgemm.arguments import as_path, shown
 from qgemm.calibration.histogram import BINS
 from qgemm.calibration.observers import OBSERVERS, Observer
-from qgemm.checkpoint import CheckpointError
 from qgemm.checkpoint.disk import make_folder, replacing
+from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_metadata, read_values
 from qgemm.checkpoint.safetensors_writer import write_safetensors
 

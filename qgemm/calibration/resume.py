@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
 from qgemm.arguments import as_new_folder
-from qgemm.checkpoint import CheckpointError
 from qgemm.checkpoint.disk import make_folder, remove_unfinished, replacing
+from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import read_json
 from qgemm.checkpoint.matching import quantized_layers
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, read_header, read_metadata, read_values

@@ -37,6 +37,7 @@ from qgemm.checkpoint.safetensors_file import StoredTensor, read_values
 from qgemm.checkpoint.stored_report import parse_report
 from qgemm.checkpoint.tensors import named_tensors, split_name
 from qgemm.device import find_device
+from qgemm.model.announce import announce_quantized
 from qgemm.nn import QuantLayer
 from qgemm.nn.attention import opened_attention
 
@@ -62,9 +63,7 @@ def load_quantized(
     found, values = retry_while_saved(folder, lambda: _read(folder, model, device))
     _put_in_place(found, values, device)
     if is_pretrained(found.model):
-        from qgemm.integrations.transformers import attach_quantizer
-
-        attach_quantizer(found.model, found.save)
+        announce_quantized(found.model, found.save)
     if found.lacks is not None:
         warnings.warn(
             f"{folder} has no {found.lacks}: the model is loaded, but qgemm.report lists its layers without errors and "

@@ -1,1 +1,29 @@
 """qgemm inside of other libraries. Each module imports its library as it is imported, so none is imported at once."""
+
+from __future__ import annotations
+
+import importlib
+
+from torch import nn
+
+from qgemm.checkpoint.pretrained import is_pretrained
+from qgemm.integrations.on_import import when_imported
+from qgemm.model.announce import when_quantized
+
+
+def register() -> None:
+    """Has each integration imported right after its library, in whatever order things are imported.
+
+    So ``from_pretrained`` knows the method "qgemm" and LoRA knows QuantLinear. Too old a version is told so when
+    ``QGemmConfig`` is asked for, or one of its models is quantized or loaded.
+    """
+    when_imported("transformers.modeling_utils", lambda: importlib.import_module("qgemm.integrations.transformers"))
+    when_imported("peft", lambda: importlib.import_module("qgemm.integrations.peft"))
+    when_quantized("transformers", _attach_quantizer)
+
+
+def _attach_quantizer(model: nn.Module, save: str | None) -> None:
+    if any(is_pretrained(module) for module in model.modules()):
+        from qgemm.integrations.transformers import attach_quantizer
+
+        attach_quantizer(model, save)
