@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qgemm.kernels import dispatch
+from qgemm.kernels import checks, dispatch
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.op_rules import no_tangent, register_autograd
@@ -52,7 +52,7 @@ def _(*arguments: Any) -> Tensor:
 
 @torch.library.register_fake("qgemm::quant_experts")
 def _(*arguments: Any) -> Tensor:
-    dispatch.check_experts(*_as_values(arguments))
+    checks.check_experts(*_as_values(arguments))
     x: Tensor = arguments[0]
     return x.new_empty(x.shape)
 

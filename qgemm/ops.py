@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from qgemm.kernels import dispatch
+from qgemm.kernels import checks, dispatch
 from qgemm.kernels.launch.recall import recall, remember
 from qgemm.kernels.linear import asymmetric
 from qgemm.kernels.packed import launcher as int4
@@ -136,19 +136,19 @@ def seen_by_others(
 
 @torch.library.register_fake("qgemm::quantize_rows")
 def _(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    dispatch.check_quantize_rows(x, scale, zero_point)
+    checks.check_quantize_rows(x, scale, zero_point)
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.register_fake("qgemm::int_mm")
 def _(a: Tensor, b: Tensor) -> Tensor:
-    dispatch.check_int_mm(a, b)
+    checks.check_int_mm(a, b)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=torch.int32)
 
 
 @torch.library.register_fake("qgemm::scaled_mm")
 def _(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    dispatch.check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
+    checks.check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
@@ -160,13 +160,13 @@ def _(
     activation: str | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    dispatch.check_matmul(a, b, bias, activation, out_dtype)
+    checks.check_matmul(a, b, bias, activation, out_dtype)
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
 
 
 @torch.library.register_fake("qgemm::quant_linear")
 def _(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None) -> Tensor:
-    dispatch.check_quant_linear(x, weight, weight_scale, bias, input_scale)
+    checks.check_quant_linear(x, weight, weight_scale, bias, input_scale)
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from qgemm.kernels.dispatch import FLOAT_DTYPES
+from qgemm.kernels.checks import FLOAT_DTYPES
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
 from qgemm.scheme import QuantScheme
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from qgemm.kernels import GemmConfig, dispatch
+from qgemm.kernels import GemmConfig, checks, dispatch
 
 F32, F16, BF16, I8, F64 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float64
 
@@ -197,7 +197,7 @@ def test_a_config_on_cpu_tensors_needs_the_interpreter(monkeypatch: pytest.Monke
 
 def test_float8_e4m3fn_needs_hardware_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     # Otherwise Triton's compiler says so, from deep inside.
-    monkeypatch.setattr(dispatch, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(checks, "on_gpu", lambda tensor: True)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     fp8 = {"a": ones(3, 4, dtype=F32).to(torch.float8_e4m3fn), "b": ones(4, 5, dtype=F32).to(torch.float8_e4m3fn)}

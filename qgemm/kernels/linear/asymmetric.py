@@ -17,7 +17,8 @@ import math
 import torch
 from torch import Tensor
 
-from qgemm.kernels.dispatch import check_quant_linear, check_quantize_rows, quantize_rows, scaled_mm
+from qgemm.kernels.checks import check_quant_linear, check_quantize_rows
+from qgemm.kernels.dispatch import quantize_rows, scaled_mm
 
 LOW, HIGH = -128, 127
 # Temporaries are of so many values at a time.

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo import guards
 
-from qgemm.kernels.dispatch import check_quant_linear
+from qgemm.kernels.checks import check_quant_linear
 from qgemm.kernels.gemm import launcher as gemm
 from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, device_limits, is_valid
 from qgemm.kernels.gemm.launcher import Product, vector_stride

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.activations import GatedActivation
-from qgemm.kernels.dispatch import check_experts
+from qgemm.kernels.checks import check_experts
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, device_limits
 from qgemm.kernels.grouped import launcher as grouped

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qgemm.kernels.dispatch import FLOAT_DTYPES, conversion
+from qgemm.kernels.checks import FLOAT_DTYPES, conversion
 from qgemm.kernels.reference import MIN_SCALE
 
 LOW, HIGH = -8, 7

@@ -1,0 +1,266 @@
+"""What the kernels take: each ``check_*`` raises ``TypeError`` or ``ValueError`` for what they can't.
+
+A message names the argument, what came, what was wanted and the way out. All of it is metadata, so the checks run under
+``torch.compile`` and on fake tensors too.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels.expert_weights import ExpertWeights
+from qgemm.kernels.reference import ACTIVATIONS, MAX_K
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def check_quantize_rows(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None) -> None:
+    """Raises if ``quantize_rows`` can't take these."""
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"x is {x.dtype}; quantize_rows takes {_names(FLOAT_DTYPES)}: convert it first")
+    _check_strided("x", x)
+    if x.ndim == 0:
+        raise ValueError("x is a scalar; quantize_rows takes at least one dimension, [..., K]")
+    if scale is not None:
+        _check_tensor("scale", scale)
+        if scale.numel() != 1 or scale.dtype != torch.float32:
+            raise ValueError(f"scale is {scale.dtype} {list(scale.shape)}; a static scale is one float32 number")
+        _same_device(x=x, scale=scale)
+    if zero_point is not None:
+        if scale is None:
+            raise ValueError("zero_point is given without a scale: rows with scales of their own have none")
+        if zero_point.numel() != 1 or zero_point.dtype != torch.int8:
+            raise ValueError(f"zero_point is {zero_point.dtype} {list(zero_point.shape)}; it must be one int8 number")
+        _same_device(x=x, zero_point=zero_point)
+
+
+def check_int_mm(a: Tensor, b: Tensor) -> None:
+    """Raises if ``int_mm`` can't take these."""
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dtype != torch.int8:
+            raise TypeError(f"{name} is {operand.dtype}; it must be torch.int8 (quantize_rows makes it)")
+    _check_product(a, b)
+    _check_length(a.shape[1])
+
+
+def check_scaled_mm(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> None:
+    """Raises if ``scaled_mm`` can't take these."""
+    check_int_mm(a, b)
+    _check_scale("a_scale", a_scale, a.shape[0])
+    _check_scale("b_scale", b_scale, b.shape[1])
+    _check_bias(bias, b.shape[1])
+    _same_device(a=a, a_scale=a_scale, b_scale=b_scale, bias=bias)
+    if out_dtype not in FLOAT_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; scaled_mm gives {_names(FLOAT_DTYPES)}")
+
+
+def check_matmul(
+    a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None, out_dtype: torch.dtype | None
+) -> None:
+    """Raises if ``matmul`` can't take these."""
+    if a.dtype not in FLOAT_DTYPES + FP8_DTYPES:
+        raise TypeError(f"a is {a.dtype}; matmul takes {_names(FLOAT_DTYPES + FP8_DTYPES)}; scaled_mm takes int8")
+    if a.dtype != b.dtype:
+        raise TypeError(f"a is {a.dtype} and b is {b.dtype}; convert one of them")
+    _check_product(a, b)
+    _check_bias(bias, b.shape[1])
+    _same_device(a=a, bias=bias)
+    if activation is not None and activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be one of {sorted(ACTIVATIONS)} or None")
+    if out_dtype is not None and out_dtype not in FLOAT_DTYPES + FP8_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; matmul gives {_names(FLOAT_DTYPES + FP8_DTYPES)}")
+
+
+def check_quant_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+) -> None:
+    """Raises if ``quant_linear`` can't take these."""
+    if weight.ndim != 2:
+        raise ValueError(f"weight is {list(weight.shape)}; it must be [out_features, in_features]")
+    if weight.dtype != torch.int8:
+        raise TypeError(f"weight is {weight.dtype}; it must be torch.int8 (QuantLinear.from_linear makes it)")
+    if x.dtype not in FLOAT_DTYPES:
+        cast = "its code casts it to the dtype of the layer's weight, so have quantize_model skip that layer"
+        way_out = cast if x.dtype == torch.int8 else conversion(x)
+        raise TypeError(f"x is {x.dtype}; a quantized layer takes {_names(FLOAT_DTYPES)}: {way_out}")
+    N, K = weight.shape
+    if x.ndim == 0 or x.shape[-1] != K:
+        raise ValueError(f"x has {x.shape[-1] if x.ndim else 'no'} columns but the layer's in_features is {K}")
+    _check_length(K)
+    check_quantize_rows(x, input_scale)
+    _check_scale("weight_scale", weight_scale, N)
+    _check_bias(bias, N)
+    _same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
+
+
+def check_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    """Raises if ``grouped_mm`` can't take these."""
+    if a.dtype != torch.int8:
+        raise TypeError(f"a is {a.dtype}; it must be torch.int8 (quantize_rows makes it)")
+    _check_strided("a", a)
+    if a.ndim != 2:
+        raise ValueError(f"a has shape {list(a.shape)}; it must be [T, K]: reshape it")
+    _check_grouped_weight("b", b, b_scale, bias, "[G, N, K]")
+    if a.shape[1] != b.shape[2]:
+        raise ValueError(f"a is {list(a.shape)} and b is {list(b.shape)}: a's columns must equal b's last dimension")
+    _check_length(a.shape[1])
+    if offsets.dtype != torch.int32 or offsets.shape != b.shape[:1]:
+        raise ValueError(
+            f"offsets is {offsets.dtype} {list(offsets.shape)}; it must be torch.int32 [{b.shape[0]}], where each "
+            "group ends"
+        )
+    if a_scale.dtype != torch.float32 or a_scale.shape != a.shape[:1]:
+        raise ValueError(f"a_scale is {a_scale.dtype} {list(a_scale.shape)}; it must be torch.float32 [{a.shape[0]}]")
+    _same_device(a=a, b=b, offsets=offsets, a_scale=a_scale, b_scale=b_scale, bias=bias)
+    if out_dtype not in FLOAT_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; grouped_mm gives {_names(FLOAT_DTYPES)}")
+
+
+def check_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> None:
+    """Raises if ``experts`` can't take these."""
+    gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation = weights
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"x is {x.dtype}; experts take {_names(FLOAT_DTYPES)}: {conversion(x)}")
+    _check_strided("x", x)
+    _check_grouped_weight(
+        "gate_up", gate_up, gate_up_scale, gate_up_bias, "[E, 2I, H]" if activation.gated else "[E, I, H]"
+    )
+    _check_grouped_weight("down", down, down_scale, down_bias, "[E, H, I]")
+    E, H, intermediate = down.shape
+    if gate_up.shape != (E, activation.columns(intermediate), H):
+        wanted = [E, activation.columns(intermediate), H]
+        raise ValueError(
+            f"gate_up is {list(gate_up.shape)}; with down {list(down.shape)} and gated={activation.gated} it must be "
+            f"{wanted}"
+        )
+    if not intermediate:
+        raise ValueError(f"down is {list(down.shape)}; its last dimension must be at least 1")
+    if x.ndim != 2 or x.shape[1] != H:
+        raise ValueError(f"x is {list(x.shape)}; it must be [T, {H}]: reshape it")
+    _check_length(max(H, intermediate))
+    if top_k_index.dtype != torch.int64 or top_k_index.ndim != 2 or top_k_index.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"top_k_index is {top_k_index.dtype} {list(top_k_index.shape)}; it must be torch.int64 [{x.shape[0]}, k]"
+        )
+    if top_k_weights.dtype not in FLOAT_DTYPES or top_k_weights.shape != top_k_index.shape:
+        raise ValueError(
+            f"top_k_weights is {top_k_weights.dtype} {list(top_k_weights.shape)}; it must be one of "
+            f"{_names(FLOAT_DTYPES)} {list(top_k_index.shape)}, as top_k_index"
+        )
+    _check_strided("top_k_index", top_k_index)
+    _check_strided("top_k_weights", top_k_weights)
+    _same_device(x=x, top_k_index=top_k_index, top_k_weights=top_k_weights, gate_up=gate_up, down=down)
+
+
+def check_hardware(a: Tensor, out_dtype: torch.dtype | None) -> None:
+    """Raises if the GPU of ``a`` has no instructions for the dtypes of a ``matmul``."""
+    if torch.float8_e4m3fn not in (a.dtype, out_dtype) or not on_gpu(a) or torch.version.hip:
+        return
+    capability = torch.cuda.get_device_capability(a.device)
+    if capability < (8, 9):
+        raise ValueError(
+            f"float8_e4m3fn needs compute capability 8.9, and {a.device} has {'.'.join(map(str, capability))}: "
+            "convert to float16"
+        )
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is on a GPU, not on the CPU. Raises ``ValueError`` for any other device."""
+    if tensor.device.type in ("cuda", "cpu"):
+        return tensor.device.type == "cuda"
+    raise ValueError(
+        f"the tensors are on {tensor.device}; qgemm runs on cuda (NVIDIA and AMD) and cpu: move them there"
+    )
+
+
+def conversion(tensor: Tensor) -> str:
+    """What to do about a tensor of another dtype; float64 comes of ``model.double()``."""
+    return "call float() on the model, or convert it" if tensor.dtype == torch.float64 else "convert it first"
+
+
+def _check_grouped_weight(name: str, weight: Tensor, scale: Tensor, bias: Tensor | None, shape: str) -> None:
+    if weight.dtype != torch.int8:
+        raise TypeError(f"{name} is {weight.dtype}; it must be torch.int8 (quantize_rows makes it)")
+    if weight.ndim != 3 or not weight.is_contiguous():
+        raise ValueError(
+            f"{name} is {list(weight.shape)} with strides {weight.stride()}; it must be {shape}, contiguous"
+        )
+    _check_tensor(f"{name}'s scale", scale)
+    if scale.dtype != torch.float32 or scale.shape != weight.shape[:2]:
+        wanted = list(weight.shape[:2])
+        raise ValueError(f"{name}'s scale is {scale.dtype} {list(scale.shape)}; it must be torch.float32 {wanted}")
+    if bias is not None and (bias.dtype not in FLOAT_DTYPES or bias.shape != weight.shape[:2]):
+        wanted = list(weight.shape[:2])
+        raise ValueError(f"{name}'s bias is {bias.dtype} {list(bias.shape)}; it must be a float {wanted}")
+    _same_device(**{name: weight, f"{name}'s scale": scale, f"{name}'s bias": bias})
+
+
+def _check_length(K: int) -> None:
+    if K > MAX_K:
+        raise ValueError(f"K is {K}; int32 holds sums of int8 products up to K = {MAX_K}: split K and add")
+
+
+def _check_product(a: Tensor, b: Tensor) -> None:
+    for name, operand in (("a", a), ("b", b)):
+        _check_strided(name, operand)
+        if operand.ndim != 2:
+            raise ValueError(f"{name} has shape {list(operand.shape)}; it must have two dimensions: reshape it")
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"a is {list(a.shape)} and b is {list(b.shape)}: a's columns must equal b's rows")
+    _same_device(a=a, b=b)
+
+
+def _check_scale(name: str, scale: Tensor, length: int) -> None:
+    _check_tensor(name, scale)
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name} is {scale.dtype}; scales are torch.float32: convert it with .float()")
+    # The length first: under torch.export it may be symbolic, and comparing it with 1 would rule that batch size out.
+    if scale.ndim > 1 or (scale.ndim == 1 and scale.shape[0] != length and scale.shape[0] != 1):
+        raise ValueError(f"{name} is {list(scale.shape)}; it must be [{length}] or a single number")
+
+
+def _check_bias(bias: Tensor | None, length: int) -> None:
+    if bias is None:
+        return
+    if bias.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"bias is {bias.dtype}; it must be one of {_names(FLOAT_DTYPES)}: {conversion(bias)}")
+    if bias.ndim != 1 or bias.shape[0] != length:
+        raise ValueError(f"bias is {list(bias.shape)}; it must be [{length}], one value per output column")
+
+
+def _check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a float32 tensor: torch.tensor({value!r})")
+
+
+def _check_strided(name: str, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} is {tensor.layout}; it must be a dense tensor: pass {name}.to_dense()")
+    if tensor.is_neg():
+        raise ValueError(f"{name} is a negative view, which stores its values' opposites: pass {name}.resolve_neg()")
+
+
+def _same_device(**tensors: Tensor | None) -> None:
+    first = device = None
+    for name, tensor in tensors.items():
+        if tensor is None or tensor.device == device:
+            continue
+        if device is not None:
+            raise ValueError(f"{first} is on {device} but {name} is on {tensor.device}: move them to one device")
+        first, device = name, tensor.device
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
