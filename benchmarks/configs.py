@@ -7,7 +7,8 @@ from benchmarks.providers import INT8_ERROR
 from benchmarks.results import ConfigCheck
 from benchmarks.shapes import WeightShape
 from qgemm.kernels import GemmConfig, quantize_rows, scaled_mm, select_config
-from qgemm.kernels.gemm.config import CANDIDATES, device_limits, is_valid
+from qgemm.kernels.gemm.config import CANDIDATES, is_valid
+from qgemm.kernels.launch.device import device_limits
 from qgemm_cli.check import largest_errors
 from qgemm_cli.timing import QUICK, Effort, Pass, copy_count, median_seconds
 

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 
 from qgemm.kernels import GPT_OSS, GatedActivation
-from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, is_valid
+from qgemm.kernels.gemm.config import GemmConfig, is_valid
 from qgemm.kernels.gemm.hopper_kernels import block_layout
 from qgemm.kernels.grouped import launcher as grouped
 from qgemm.kernels.grouped.config import BY_ROWS, HOPPER, NARROW, WIDE
 from qgemm.kernels.grouped.hopper_kernels import _grouped_hopper_kernel
 from qgemm.kernels.grouped.kernels import _group_tiles_kernel, _grouped_gemm_kernel
+from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.moe.kernels import (
     GATE_FUNCTIONS,
     _activate_kernel,

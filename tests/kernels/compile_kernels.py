@@ -22,9 +22,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from qgemm.kernels.gemm import hopper
 from qgemm.kernels.gemm import launcher as gemm
-from qgemm.kernels.gemm.config import CANDIDATES, DeviceLimits, GemmConfig, hopper_rows, is_valid, programs_per_sm
+from qgemm.kernels.gemm.config import CANDIDATES, GemmConfig, is_valid, programs_per_sm
 from qgemm.kernels.gemm.hopper_kernels import _gemm_hopper_kernel, _quant_linear_hopper_kernel, block_layout
 from qgemm.kernels.gemm.kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
+from qgemm.kernels.launch.device import DeviceLimits, hopper_rows
 from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.linear.kernels import _quant_linear_kernel
 from qgemm.kernels.quantize import launcher as quantize

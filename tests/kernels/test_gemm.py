@@ -14,7 +14,8 @@ from torch import Tensor
 
 from qgemm.kernels import GemmConfig, cpu, int_mm, matmul, scaled_mm
 from qgemm.kernels.gemm import launcher as gemm
-from qgemm.kernels.gemm.config import CANDIDATES, DeviceLimits, Schedule, device_limits, is_valid
+from qgemm.kernels.gemm.config import CANDIDATES, Schedule, is_valid
+from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.reference import int_mm_reference, matmul_reference, scaled_mm_reference
 
 Check = Callable[[Tensor, Tensor, Tensor], None]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import GemmConfig, grouped_mm
-from qgemm.kernels.gemm.config import DeviceLimits, is_valid
+from qgemm.kernels.gemm.config import is_valid
 from qgemm.kernels.grouped import config as grouped_config
 from qgemm.kernels.grouped import launcher as grouped
+from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.reference import grouped_mm_reference
 
 on_hopper = pytest.mark.skipif(

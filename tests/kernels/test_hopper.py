@@ -14,8 +14,9 @@ from torch import Tensor
 from qgemm.kernels import GemmConfig, scaled_mm
 from qgemm.kernels.gemm import hopper
 from qgemm.kernels.gemm import launcher as gemm
-from qgemm.kernels.gemm.config import CANDIDATES, DeviceLimits
+from qgemm.kernels.gemm.config import CANDIDATES
 from qgemm.kernels.gemm.hopper import rows_at_a_time
+from qgemm.kernels.launch.device import DeviceLimits
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels.gemm.config import DeviceLimits
+from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.linear.launcher import quant_linear
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference

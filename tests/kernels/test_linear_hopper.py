@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qgemm.kernels import GemmConfig, select_config
 from qgemm.kernels.gemm import hopper
-from qgemm.kernels.gemm.config import CANDIDATES, DeviceLimits
+from qgemm.kernels.gemm.config import CANDIDATES
+from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
 from tests.kernels.test_hopper import on_hopper

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import cpu, dispatch
-from qgemm.kernels.gemm.config import DeviceLimits
+from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.quantize.kernels import _quantize_rows_kernel

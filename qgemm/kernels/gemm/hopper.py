@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, programs_per_sm
+from qgemm.kernels.gemm.config import GemmConfig, programs_per_sm
 from qgemm.kernels.gemm.hopper_kernels import PANEL, _gemm_hopper_kernel, _quant_linear_hopper_kernel, block_layout
+from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.tensor_map import TensorMap
 

@@ -13,8 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, device_limits, is_valid, programs_per_sm, select_config
+from qgemm.kernels.gemm.config import GemmConfig, is_valid, programs_per_sm, select_config
 from qgemm.kernels.gemm.kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
+from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, device_limits, is_valid
+from qgemm.kernels.gemm.config import GemmConfig, is_valid
+from qgemm.kernels.launch.device import DeviceLimits, device_limits
 
 MOST_NARROW_PROGRAMS = 6  # a multiprocessor: a product with no more blocks of 32 columns than that takes them
 FEW_ROWS = 6  # of a group, up to which it is a read of weights on Hopper

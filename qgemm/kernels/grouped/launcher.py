@@ -7,10 +7,11 @@ import functools
 import torch
 from torch import Tensor
 
-from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, device_limits, is_valid, programs_per_sm
+from qgemm.kernels.gemm.config import GemmConfig, is_valid, programs_per_sm
 from qgemm.kernels.gemm.launcher import _has_hopper_kernel
 from qgemm.kernels.grouped.config import select_grouped_config
 from qgemm.kernels.grouped.kernels import ENTRY, _group_tiles_kernel, _grouped_gemm_kernel
+from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch
 from qgemm.kernels.launch.tensor_map import TensorMap
 

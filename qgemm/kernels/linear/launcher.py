@@ -23,8 +23,9 @@ from torch._C._dynamo import guards
 
 from qgemm.kernels.checks import check_quant_linear
 from qgemm.kernels.gemm import launcher as gemm
-from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, device_limits, is_valid
+from qgemm.kernels.gemm.config import GemmConfig, is_valid
 from qgemm.kernels.gemm.launcher import Product, vector_stride
+from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.linear.kernels import _quant_linear_kernel
 from qgemm.kernels.quantize import launcher as quantize

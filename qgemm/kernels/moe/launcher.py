@@ -18,9 +18,10 @@ from torch import Tensor
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.checks import check_experts
 from qgemm.kernels.expert_weights import ExpertWeights
-from qgemm.kernels.gemm.config import DeviceLimits, GemmConfig, device_limits
+from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.grouped import launcher as grouped
 from qgemm.kernels.grouped.config import select_grouped_config
+from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.linear.launcher import _empty
 from qgemm.kernels.moe.kernels import (

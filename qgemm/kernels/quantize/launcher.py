@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from qgemm.kernels.gemm.config import DeviceLimits, device_limits
+from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.quantize.kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
 from qgemm.kernels.reference import MIN_SCALE

@@ -1,0 +1,56 @@
+"""``DeviceLimits``: what bounds a kernel on a device. It knows no operation."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What bounds a kernel on one device: counts and bytes, per multiprocessor (compute unit on AMD)."""
+
+    num_sms: int
+    shared_memory: int
+    max_threads: int = 2048
+    warp_size: int = 32
+    num_xcds: int = 1
+    hopper: bool = False
+    """Whether it has ``wgmma`` and the copy engine that goes with it: compute capability 9.0."""
+    hopper_rows: int = 16
+    """The fewest that a block of A has in Hopper's kernel, where instructions read 64."""
+    pdl: bool = False
+    """Whether it has programmatic dependent launch: compute capability 9.0 and later."""
+
+
+INTERPRETER = DeviceLimits(num_sms=4, shared_memory=232_448)
+"""Stands for a device where kernels are interpreted on the CPU."""
+
+_CUS_PER_XCD = {"gfx942": 38, "gfx950": 32}
+
+
+@functools.cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """The limits of a CUDA or ROCm device, read from the driver once; ``INTERPRETER`` for a CPU."""
+    if device.type != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    num_sms = properties.multi_processor_count
+    chip = getattr(properties, "gcnArchName", "").split(":")[0]
+    return DeviceLimits(
+        num_sms=num_sms,
+        shared_memory=getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block),
+        max_threads=properties.max_threads_per_multi_processor,
+        warp_size=properties.warp_size,
+        num_xcds=max(1, num_sms // _CUS_PER_XCD[chip]) if chip in _CUS_PER_XCD else 1,
+        hopper=torch.version.hip is None and (properties.major, properties.minor) == (9, 0),
+        hopper_rows=hopper_rows(),
+        pdl=torch.version.hip is None and properties.major >= 9,
+    )
+
+
+def hopper_rows() -> int:
+    """Triton 3.8 has no views for blocks of fewer rows: see ``Ring.rows_to_multiply``."""
+    import triton
+
+    return 64 if triton.__version__.startswith("3.8.") else 16
