@@ -348,14 +348,14 @@ def test_symbolic_tracing_takes_it_for_a_leaf() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_gives_what_it_gives_in_pytorch(dtype: torch.dtype) -> None:
+def test_autocast_gives_what_it_gives_in_pytorch(dtype: torch.dtype, device: torch.device) -> None:
     for variant in VARIANTS:
-        attention = make(variant)
+        attention = make(variant).to(device)
         quantized = qgemm.quantize_model(copy.deepcopy(attention))
-        query, key, value = (x.float() for x in inputs_of(attention, True, "none"))
-        padding = torch.zeros(N, S, dtype=torch.bool)
+        query, key, value = (x.float().to(device) for x in inputs_of(attention, True, "none"))
+        padding = torch.zeros(N, S, dtype=torch.bool, device=device)
         for need_weights in (True, False):
-            with torch.autocast("cpu", dtype):
+            with torch.autocast(device.type, dtype):
                 wanted = attention(query, key, value, padding, need_weights)
                 got = quantized(query, key, value, padding, need_weights)
             assert got[0].dtype == wanted[0].dtype == dtype

@@ -58,11 +58,11 @@ def test_output_is_that_of_the_specification(build: Build, dtype: torch.dtype, d
 
 
 @families
-def test_the_dtype_under_autocast_is_that_of_the_float_experts(build: Build) -> None:
-    module = build()
+def test_the_dtype_under_autocast_is_that_of_the_float_experts(build: Build, device: torch.device) -> None:
+    module = build().to(device)
     layer = QuantExperts.from_experts(module)
-    arguments = inputs(layer, 9)
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+    arguments = [t.to(device) for t in inputs(layer, 9)]
+    with torch.autocast(device.type, dtype=torch.bfloat16), torch.no_grad():
         out, wanted = layer(*arguments), module(*arguments)
     assert out.dtype == wanted.dtype
     assert relative_error(out, wanted.float()) < 0.05

@@ -253,10 +253,10 @@ def linear_free(layer: LinearLayer, x: torch.Tensor) -> torch.Tensor:
 
 
 @SCHEME
-def test_gradients_under_autocast(scheme: str) -> None:
-    layer = make(scheme)
-    x = torch.randn(3, K, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+def test_gradients_under_autocast(scheme: str, device: torch.device) -> None:
+    layer = make(scheme, device=device)
+    x = torch.randn(3, K, device=device, requires_grad=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
         out = layer(x)
     out.backward(torch.ones_like(out))
     wanted = layer.dequantize().weight.sum(0).expand(3, K)

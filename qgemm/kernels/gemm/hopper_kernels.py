@@ -129,7 +129,8 @@ class Ring:
             # first panel, its second, and so on. Slots of fewer panels begin in turn with each of several.
             MANY: gl.constexpr = MMA_ROWS // self.block_m
             TURNS: gl.constexpr = max(MANY // self.panels, 1)
-            index = slot // TURNS * max(self.panels // MANY, 1) + PART // MANY
+            slot = slot.to(gl.uint32)  # so that division is a shift
+            index = (slot // TURNS * max(self.panels // MANY, 1) + PART // MANY).to(gl.int32)
             a = self.a_views_from(PART % MANY).index(index)
             for turn in gl.static_range(1, TURNS):
                 if slot % TURNS == turn:

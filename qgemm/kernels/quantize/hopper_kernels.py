@@ -23,12 +23,15 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @gluon.jit
 def _quantize_every(step, first, quantization, row_scale, M, K, BLOCK: gl.constexpr, BLOCKS: gl.constexpr):
-    """Quantizes every ``step``-th row from ``first`` on."""
+    """Quantizes every ``step``-th row from ``first`` on. Returns how many."""
     x, q, static_scale, _, stride_xm, stride_xk = quantization
     offsets = gl.arange(0, BLOCK, gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+    count = 0
     for row in range(first, M, step):
         x_row, q_row = x + row.to(gl.int64) * stride_xm, q + row.to(gl.int64) * K
         _quantize_row(x_row, q_row, row_scale + row, static_scale, K, stride_xk, offsets, SMALLEST_SCALE, BLOCKS)
+        count += 1
+    return count
 
 
 @gluon.jit
@@ -40,12 +43,12 @@ def _quantize_own(quantization, row_scale, M, K, ready, ROW: gl.constexpr):
     ``ROW``: the length of a block and ``BLOCKS`` of ``_quantize_row``, and ``PATIENCE``.
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
-    _quantize_every(programs, program, quantization, row_scale, M, K, ROW[0], ROW[1])
+    count = _quantize_every(programs, program, quantization, row_scale, M, K, ROW[0], ROW[1])
     if program < M:
         _fence_async()
         # All threads' values come before the count.
         _barrier()
-        gl.atomic_add(quantization[3], gl.cdiv(M - program, programs), sem="release", scope="gpu")
+        gl.atomic_add(quantization[3], count, sem="release", scope="gpu")
     mbarrier.arrive(ready, count=1)
 
 
