@@ -32,6 +32,7 @@ from qgemm.kernels.launch.recall import recall, remember
 from qgemm.kernels.linear import asymmetric
 from qgemm.kernels.packed import launcher as int4
 from qgemm.numerics.hadamard import hadamard
+from qgemm.numerics.packing import dequantize
 from qgemm.op_rules import no_tangent, register_autocast, register_autograd, register_vmap
 
 torch.library.define("qgemm::quantize_rows", "(Tensor x, Tensor? scale, Tensor? zero_point=None) -> (Tensor, Tensor)")
@@ -278,7 +279,7 @@ def _packed_linear_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) ->
         raise RuntimeError("packed_linear has gradients for x and bias only; set requires_grad=False on its scale")
     grad_x = grad_bias = None
     if wants_x:
-        grad_x = grad @ int4.dequantize(weight, scale, ctx.group_size, ctx.in_features, ctx.x_dtype)
+        grad_x = grad @ dequantize(weight, scale, ctx.group_size, ctx.in_features, ctx.x_dtype)
     if wants_bias:
         grad_bias = grad.float().sum_to_size(weight.shape[0]).to(ctx.bias_dtype)
     return grad_x, None, None, None, None, grad_bias
@@ -308,7 +309,7 @@ def _packed_linear_tangent(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> 
     along_x, _, along_scale, _, _, along_bias = tangents
     if along_scale is not None:
         raise RuntimeError("packed_linear has derivatives for x and bias only; give no tangent for its scale")
-    return _linear_tangent(along_x, along_bias, int4.dequantize(weight, scale, group_size, in_features, x.dtype), x)
+    return _linear_tangent(along_x, along_bias, dequantize(weight, scale, group_size, in_features, x.dtype), x)
 
 
 def _linear_tangent(along_x: Tensor | None, along_bias: Tensor | None, weight: Tensor, x: Tensor) -> Tensor:

@@ -59,6 +59,7 @@ from qgemm.model.swap import make_unusable, swap
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.linear import linear_weight
 from qgemm.nn.linear_layer import InputScale
+from qgemm.numerics.zero_points import ZERO_POINTS, is_zero_point
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -499,8 +500,8 @@ def _check_input_scale(name: str, value: InputScale, scheme: QuantScheme) -> Non
     scale, zero = (torch.as_tensor(each, dtype=torch.float32) for each in (number, zero_point))
     if scale.numel() != 1 or (scale.device.type != "meta" and not (scale > 0 and scale.isfinite())):
         raise ValueError(f"input_scales[{name!r}] is {value}; it must be one finite number greater than 0")
-    if zero.numel() != 1 or (zero.device.type != "meta" and not (-128 <= zero <= 127 and zero == zero.round())):
-        raise ValueError(f"input_scales[{name!r}] is {value}; its zero point must be a whole number, -128 to 127")
+    if zero.numel() != 1 or (zero.device.type != "meta" and not is_zero_point(float(zero))):
+        raise ValueError(f"input_scales[{name!r}] is {value}; its zero point must be {ZERO_POINTS}")
 
 
 def warn_of_coverage(layers: list[Layer], stacklevel: int) -> None:

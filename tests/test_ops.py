@@ -11,6 +11,7 @@ from qgemm.kernels import dispatch
 from qgemm.kernels.linear import asymmetric
 from qgemm.kernels.packed import launcher as int4
 from qgemm.numerics.hadamard import hadamard
+from qgemm.numerics.packing import dequantize
 
 ops = torch.ops.qgemm
 
@@ -120,7 +121,7 @@ def test_packed_linear_gradients(shape: tuple[int, ...], dtype: torch.dtype, dev
     out = ops.packed_linear(x, weight, scale, *sizes, bias)
     grad = torch.randn_like(out)
     out.backward(grad)
-    exact_x = grad.double() @ int4.dequantize(weight, scale, 10, 16, torch.float64)
+    exact_x = grad.double() @ dequantize(weight, scale, 10, 16, torch.float64)
     exact_bias = grad.double().reshape(-1, 8).sum(0)
     torch.testing.assert_close(
         x.grad.double(), exact_x, rtol=3 * torch.finfo(dtype).eps, atol=64 * torch.finfo(dtype).eps * scale.max().item()

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from qgemm.calibration.histogram import BINS, Histogram
-from qgemm.kernels.linear.asymmetric import range_to_scale
-from qgemm.kernels.reference import MIN_SCALE, QMAX
+from qgemm.numerics.formats import INT8, MIN_SCALE
+from qgemm.numerics.zero_points import range_to_scale
 from qgemm.scheme import QuantScheme
 
 Kind = TypeVar("Kind", bound="Observer")
@@ -114,7 +114,7 @@ class Observer(ABC):
         if not self.tokens:
             raise ValueError("nothing was seen, so there is no scale")
         clip = self._clip()
-        return max(clip / QMAX, MIN_SCALE) if clip else 1.0
+        return max(clip / INT8.steps, MIN_SCALE) if clip else 1.0
 
     def scale_and_zero_point(self) -> tuple[float, int]:
         """The pair that ``input_scales`` has for an asymmetric scheme; raises as ``scale``."""
@@ -254,8 +254,8 @@ def squared_error(histogram: Histogram, clips: Tensor) -> Tensor:
     """
     used = int(histogram.amax / histogram.bin_width) + 1
     edges = torch.arange(min(used, BINS) + 1, dtype=torch.float64)
-    steps = clips[:, None] / QMAX / histogram.bin_width
-    whole = (edges / steps).round().clamp(max=QMAX)
+    steps = clips[:, None] / INT8.steps / histogram.bin_width
+    whole = (edges / steps).round().clamp(max=INT8.high)
     integral = whole * steps**3 / 12 + (edges - whole * steps) ** 3 / 3
     return integral.diff(dim=1) @ histogram.counts[: edges.numel() - 1].double()
 

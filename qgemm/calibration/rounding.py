@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from qgemm.calibration.expert_work import decide_experts
 from qgemm.calibration.method import Block, Method, Part, QuantizedWeight
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
-from qgemm.kernels.reference import MIN_SCALE
+from qgemm.numerics.formats import MIN_SCALE
 from qgemm.scheme import TensorScheme
 
 LIMITS = {8: (-127, 127), 4: (-8, 7)}

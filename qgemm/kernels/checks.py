@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.expert_weights import ExpertWeights
-from qgemm.kernels.reference import ACTIVATIONS, MAX_K
+from qgemm.kernels.reference import ACTIVATIONS
+from qgemm.numerics.formats import INT8
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -31,7 +32,7 @@ def check_quantize_rows(x: Tensor, scale: Tensor | None, zero_point: Tensor | No
     if zero_point is not None:
         if scale is None:
             raise ValueError("zero_point is given without a scale: rows with scales of their own have none")
-        if zero_point.numel() != 1 or zero_point.dtype != torch.int8:
+        if zero_point.numel() != 1 or zero_point.dtype != INT8.storage:
             raise ValueError(f"zero_point is {zero_point.dtype} {list(zero_point.shape)}; it must be one int8 number")
         _same_device(x=x, zero_point=zero_point)
 
@@ -39,8 +40,8 @@ def check_quantize_rows(x: Tensor, scale: Tensor | None, zero_point: Tensor | No
 def check_int_mm(a: Tensor, b: Tensor) -> None:
     """Raises if ``int_mm`` can't take these."""
     for name, operand in (("a", a), ("b", b)):
-        if operand.dtype != torch.int8:
-            raise TypeError(f"{name} is {operand.dtype}; it must be torch.int8 (quantize_rows makes it)")
+        if operand.dtype != INT8.storage:
+            raise TypeError(f"{name} is {operand.dtype}; it must be {INT8.storage} (quantize_rows makes it)")
     _check_product(a, b)
     _check_length(a.shape[1])
 
@@ -81,11 +82,11 @@ def check_quant_linear(
     """Raises if ``quant_linear`` can't take these."""
     if weight.ndim != 2:
         raise ValueError(f"weight is {list(weight.shape)}; it must be [out_features, in_features]")
-    if weight.dtype != torch.int8:
-        raise TypeError(f"weight is {weight.dtype}; it must be torch.int8 (QuantLinear.from_linear makes it)")
+    if weight.dtype != INT8.storage:
+        raise TypeError(f"weight is {weight.dtype}; it must be {INT8.storage} (QuantLinear.from_linear makes it)")
     if x.dtype not in FLOAT_DTYPES:
         cast = "its code casts it to the dtype of the layer's weight, so have quantize_model skip that layer"
-        way_out = cast if x.dtype == torch.int8 else conversion(x)
+        way_out = cast if x.dtype == INT8.storage else conversion(x)
         raise TypeError(f"x is {x.dtype}; a quantized layer takes {_names(FLOAT_DTYPES)}: {way_out}")
     N, K = weight.shape
     if x.ndim == 0 or x.shape[-1] != K:
@@ -107,8 +108,8 @@ def check_grouped_mm(
     out_dtype: torch.dtype,
 ) -> None:
     """Raises if ``grouped_mm`` can't take these."""
-    if a.dtype != torch.int8:
-        raise TypeError(f"a is {a.dtype}; it must be torch.int8 (quantize_rows makes it)")
+    if a.dtype != INT8.storage:
+        raise TypeError(f"a is {a.dtype}; it must be {INT8.storage} (quantize_rows makes it)")
     _check_strided("a", a)
     if a.ndim != 2:
         raise ValueError(f"a has shape {list(a.shape)}; it must be [T, K]: reshape it")
@@ -191,8 +192,8 @@ def conversion(tensor: Tensor) -> str:
 
 
 def _check_grouped_weight(name: str, weight: Tensor, scale: Tensor, bias: Tensor | None, shape: str) -> None:
-    if weight.dtype != torch.int8:
-        raise TypeError(f"{name} is {weight.dtype}; it must be torch.int8 (quantize_rows makes it)")
+    if weight.dtype != INT8.storage:
+        raise TypeError(f"{name} is {weight.dtype}; it must be {INT8.storage} (quantize_rows makes it)")
     if weight.ndim != 3 or not weight.is_contiguous():
         raise ValueError(
             f"{name} is {list(weight.shape)} with strides {weight.stride()}; it must be {shape}, contiguous"
@@ -208,8 +209,8 @@ def _check_grouped_weight(name: str, weight: Tensor, scale: Tensor, bias: Tensor
 
 
 def _check_length(K: int) -> None:
-    if K > MAX_K:
-        raise ValueError(f"K is {K}; int32 holds sums of int8 products up to K = {MAX_K}: split K and add")
+    if INT8.max_k < K:
+        raise ValueError(f"K is {K}; int32 holds sums of int8 products up to K = {INT8.max_k}: split K and add")
 
 
 def _check_product(a: Tensor, b: Tensor) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.expert_weights import ExpertWeights
-from qgemm.kernels.reference import ACTIVATIONS, MIN_SCALE, QMAX
+from qgemm.kernels.reference import ACTIVATIONS
+from qgemm.numerics.formats import INT8, MIN_SCALE
 
 # 2^24 / (128 * 128): float32 holds a sum of this many int8 products exactly.
 _EXACT_K = 1024
@@ -40,16 +41,16 @@ def _quantize_block(values: Tensor, scale: Tensor | None, zero_point: Tensor | N
     # Not aminmax or a vector norm: they take ten times as long.
     amax = values.abs().amax(dim=-1)
     low, high = (bound.item() for bound in amax.aminmax())
-    row_scale = amax / QMAX if scale is None else scale.reshape(()).expand(amax.shape).clone()
-    if scale is None and not low >= QMAX * MIN_SCALE:
+    row_scale = amax / INT8.steps if scale is None else scale.reshape(()).expand(amax.shape).clone()
+    if scale is None and not low >= INT8.steps * MIN_SCALE:
         row_scale.clamp_(min=MIN_SCALE).masked_fill_(amax == 0, 1.0)
     if not high < torch.inf:
         row_scale.masked_fill_(~amax.isfinite(), torch.nan)
     quotient = (values / row_scale[:, None]).round_()
     if zero_point is not None:
-        quotient.add_(zero_point).clamp_(-QMAX - 1, QMAX)
+        quotient.add_(zero_point).clamp_(INT8.asymmetric.low, INT8.asymmetric.high)
     elif scale is not None:
-        quotient.clamp_(-QMAX, QMAX)
+        quotient.clamp_(INT8.low, INT8.high)
     if scale is not None or not high < torch.inf:
         quotient.nan_to_num_(0.0)
     q.copy_(quotient)

@@ -2,15 +2,14 @@
 
 Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
 
-- int8 is symmetric, in [-127, 127]: ``scale = amax / 127`` in float32, ``q = round_half_even(x / scale)``. The scale is
-  at least ``MIN_SCALE``, the smallest normal float32: a smaller one would have lost its own precision.
+- int8 is symmetric, in [-127, 127]: ``scale = amax / 127`` in float32, ``q = round_half_even(x / scale)``;
+  ``qgemm.numerics.formats`` has the numbers.
 - With a zero point ``z``, which static scales alone have, ``q = clamp(round_half_even(x / scale) + z, -128, 127)``: all
   256 values, as nothing then has to have its opposite. 0 is stored as ``z``, exactly.
 - A row of zeros has scale 1. A row that holds NaN or Inf has scale NaN and zeros for values: the product is then a row
   of NaN, never finite garbage.
 - A product is accumulated exactly in int32, then scaled in float32 as ``acc * a_scale[m] * b_scale[n] + bias[n]`` and
   cast once.
-- ``MAX_K``: the longest sum of int8 products that int32 holds, -128 * -128 included.
 - Experts round to the dtype of their input where a float module does: after each product, with its bias, and after the
   activation, which is computed in float32. The weighted sum over a token's experts is float32, slot by slot, and cast
   once.
@@ -23,10 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qgemm.kernels.expert_weights import ExpertWeights
-
-QMAX = 127
-MIN_SCALE = torch.finfo(torch.float32).tiny
-MAX_K = (2**31 - 1) // (128 * 128)
+from qgemm.numerics.formats import INT8
 
 
 def quantize_rows_reference(
@@ -41,15 +37,13 @@ def quantize_rows_reference(
     finite = values.isfinite().all(dim=-1)
     if scale is None:
         amax = values.abs().amax(dim=-1) if x.shape[-1] else values.new_zeros(x.shape[:-1])
-        # By a tensor: a GPU divides by a number with its rounded reciprocal.
-        row_scale = (amax / torch.full_like(amax, QMAX)).clamp(min=MIN_SCALE)
-        row_scale = torch.where(amax == 0, 1.0, row_scale)
+        row_scale = INT8.scale_of(amax)
     else:
-        row_scale = scale.reshape(()).expand(x.shape[:-1])
-    row_scale = torch.where(finite, row_scale, torch.nan)
-    q = (values / row_scale[..., None]).round()
-    q = q.clamp(-QMAX, QMAX) if zero_point is None else (q + zero_point.float()).clamp(-QMAX - 1, QMAX)
-    return q.nan_to_num(0.0).to(torch.int8), row_scale
+        row_scale = torch.where(finite, scale.reshape(()), torch.nan)
+    q = values / row_scale[..., None]
+    if zero_point is None:
+        return INT8.store(q), row_scale
+    return INT8.asymmetric.store(q.round() + zero_point.float()), row_scale
 
 
 def int_mm_reference(a: Tensor, b: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from qgemm.kernels.reference import MAX_K
 from qgemm.model.held_weights import multiplied_parameters
 from qgemm.model.swap_rules import find_rule
 from qgemm.nn.attention import why_closed
 from qgemm.nn.carry_over import cannot_be_carried
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear import linear_weight
+from qgemm.numerics.formats import INT8
 
 _WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SWAPPED = {
@@ -253,8 +253,8 @@ def _own_reason(module: nn.Module) -> str:
             return f"its weight is {weight.dtype}"
         if weight.numel() == 0:
             return "its weight is empty"
-        if in_features > MAX_K:
-            return f"in_features is {in_features}; int32 sums hold up to {MAX_K}"
+        if in_features > INT8.max_k:
+            return f"in_features is {in_features}; int32 sums hold up to {INT8.max_k}"
     return ""
 
 

@@ -2,7 +2,7 @@
 
 ``x ~ (q - zero_point) * input_scale`` uses all 256 values of int8 for the range that ``x`` has, where a symmetric scale
 would leave those of one sign nearly unused, as after ReLU or GELU. The product stays the symmetric one; what the zero
-point adds to it is the same for every row, and is taken off in the bias (``qgemm.kernels.linear.asymmetric``).
+point adds to it is the same for every row, and is taken off in the bias (``qgemm.numerics.zero_points``).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from qgemm.kernels.linear.asymmetric import HIGH, LOW, correction
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import InputScale
 from qgemm.nn.quant_layer import frozen
+from qgemm.numerics.zero_points import ZERO_POINTS, correction, is_zero_point
 from qgemm.scheme import QuantScheme
 
 
@@ -60,8 +60,8 @@ class AsymmetricLinear(QuantLinear):
         scale, zero_point = input_scale
         super().take_input_scale(scale, device)
         value = torch.as_tensor(zero_point, device=device).detach()
-        if value.numel() != 1 or (value.device.type != "meta" and not _is_int8(float(value))):
-            raise ValueError(f"the zero point in input_scale is {zero_point}; it must be a whole number, -128 to 127")
+        if value.numel() != 1 or (value.device.type != "meta" and not is_zero_point(float(value))):
+            raise ValueError(f"the zero point in input_scale is {zero_point}; it must be {ZERO_POINTS}")
         self.input_zero_point = frozen(value.reshape(()).to(torch.int8))
 
     def take_bias(self, bias: Tensor | None) -> None:
@@ -85,7 +85,3 @@ class AsymmetricLinear(QuantLinear):
     def _correction(self) -> Tensor:
         names = "weight", "weight_scale", "input_scale", "input_zero_point"
         return correction(*(self.stored(name).detach() for name in names))
-
-
-def _is_int8(value: float) -> bool:
-    return value.is_integer() and LOW <= value <= HIGH

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qgemm.kernels import quantize_rows
 from qgemm.nn.linear_layer import InputScale, LinearLayer, check_values, linear_weight
 from qgemm.nn.quant_layer import frozen
+from qgemm.numerics.formats import INT8
 from qgemm.ops import quant_linear
 from qgemm.scheme import QuantScheme
 
@@ -88,7 +89,7 @@ class QuantLinear(LinearLayer):
 
     def check_weight(self, values: Tensor, scale: Tensor) -> None:
         """Raises ``ValueError`` unless they are int8 ``[N, K]``, -127 to 127, and float32 ``[N]``, above 0."""
-        check_values(values, scale, (self.out_features, self.in_features), (self.out_features,), (-127, 127))
+        check_values(values, scale, (self.out_features, self.in_features), (self.out_features,), INT8)
 
     def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:
         """Sets ``input_scale``, for a static scheme."""

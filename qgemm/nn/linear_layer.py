@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from qgemm.kernels.reference import MAX_K
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, traced_as_leaf
+from qgemm.numerics.formats import INT8, Format
 from qgemm.ops import check_is_tensor
 from qgemm.scheme import QuantScheme, resolve_scheme
 
@@ -67,9 +67,10 @@ class LinearLayer(QuantLayer):
         self.scheme = resolve_scheme(scheme)
         if not self.computes(self.scheme):
             raise ValueError(f"scheme {self.scheme.name!r} isn't for {type(self).__name__}: ask qgemm.nn.linear_class")
-        if self.scheme.activation is not None and in_features > MAX_K:
+        if self.scheme.activation is not None and in_features > INT8.max_k:
             raise ValueError(
-                f"in_features is {in_features}; int32 sums hold up to {MAX_K}: cut the layer along K and add the parts"
+                f"in_features is {in_features}; int32 sums hold up to {INT8.max_k}: cut the layer along K and add the "
+                "parts"
             )
 
     @classmethod
@@ -228,18 +229,19 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def check_values(
-    values: Tensor, scale: Tensor, shape: tuple[int, ...], scale_shape: tuple[int, ...], limits: tuple[int, int]
+    values: Tensor, scale: Tensor, shape: tuple[int, ...], scale_shape: tuple[int, ...], form: Format
 ) -> None:
-    """Raises ``ValueError`` unless ``values`` are int8 within ``limits``, and ``scale`` float32, finite and above 0."""
-    if values.dtype != torch.int8 or tuple(values.shape) != shape:
-        raise ValueError(f"weight's values are {values.dtype} {list(values.shape)}; they must be int8 {list(shape)}")
+    """Raises ``ValueError`` unless ``values`` are some of ``form``, and ``scale`` is float32, finite and above 0."""
+    if values.dtype != form.storage or tuple(values.shape) != shape:
+        wanted = f"{str(form.storage).removeprefix('torch.')} {list(shape)}"
+        raise ValueError(f"weight's values are {values.dtype} {list(values.shape)}; they must be {wanted}")
     if scale.dtype != torch.float32 or tuple(scale.shape) != scale_shape:
         raise ValueError(f"weight's scale is {scale.dtype} {list(scale.shape)}; it must be float32 {list(scale_shape)}")
     if values.device.type == "meta" or scale.device.type == "meta":
         raise ValueError("weight is on meta, without values: give the values that a method decided")
     if values.numel():
-        low, high = (int(bound) for bound in values.aminmax())
-        if low < limits[0] or high > limits[1]:
-            raise ValueError(f"weight's values go from {low} to {high}; they must be from {limits[0]} to {limits[1]}")
+        low, high = (bound.item() for bound in values.aminmax())
+        if low < form.low or high > form.high:
+            raise ValueError(f"weight's values go from {low} to {high}; they must be from {form.low} to {form.high}")
     if not bool((scale.isfinite() & (scale > 0)).all()):
         raise ValueError("weight's scale must be finite and greater than 0 everywhere")

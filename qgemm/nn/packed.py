@@ -12,13 +12,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from qgemm.kernels.packed import launcher as int4
 from qgemm.nn.linear_layer import LinearLayer, check_values
 from qgemm.nn.quant_layer import frozen
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
+from qgemm.numerics import packing
+from qgemm.numerics.formats import INT4
 from qgemm.scheme import QuantScheme
-
-_ZEROS = 0x88888888 - (1 << 32)  # eight values of 0
 
 
 class PackedLinear(LinearLayer):
@@ -26,7 +25,7 @@ class PackedLinear(LinearLayer):
 
     Parameters, none of which require a gradient:
 
-    - ``weight_packed``: int32 ``[out_features, ceil(in_features / 8)]``; ``qgemm.kernels.packed`` has the layout.
+    - ``weight_packed``: int32 ``[out_features, ceil(in_features / 8)]``; ``qgemm.numerics.packing`` has the layout.
     - ``weight_scale``: float32 ``[out_features, groups]``, where ``groups`` is ``ceil(in_features / group_size)``, or 1
       for a scheme with a scale per channel.
     - ``bias``: ``[out_features]`` in ``dtype``, or None.
@@ -52,9 +51,9 @@ class PackedLinear(LinearLayer):
         """``dtype``: of the bias, PyTorch's default dtype if None."""
         super().__init__(in_features, out_features, bias, device, dtype, scheme)
         shape = packed_shape(out_features, in_features)
-        self.weight_packed = frozen(torch.full(shape, _ZEROS, dtype=torch.int32, device=device))
+        self.weight_packed = frozen(torch.full(shape, packing.WORD_OF_ZEROS, dtype=torch.int32, device=device))
         self.bias = frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
-        scales = out_features, int4.groups(in_features, self.group_size)
+        scales = out_features, packing.groups(in_features, self.group_size)
         self.weight_scale = frozen(torch.full(scales, torch.nan, dtype=torch.float32, device=device))
 
     @classmethod
@@ -81,24 +80,24 @@ class PackedLinear(LinearLayer):
 
     def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """int8 ``[n, K]``, -8 to 7, and float32 ``[n, groups]``, or ``[n]`` for a scale per channel."""
-        values, scale = int4.quantize_groups(weight, self.group_size)
+        values, scale = packing.quantize_groups(weight, self.group_size)
         return values, scale if self.scheme.weight.group_size else scale.flatten()
 
     def store_rows(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
         """``weight_packed`` and ``weight_scale``."""
-        grouped = scale.reshape(values.shape[0], int4.groups(self.in_features, self.group_size))
-        return {"weight_packed": int4.pack(values), "weight_scale": grouped.contiguous()}
+        grouped = scale.reshape(values.shape[0], packing.groups(self.in_features, self.group_size))
+        return {"weight_packed": packing.pack(values), "weight_scale": grouped.contiguous()}
 
     def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """``q * scale``."""
         packed, scale = parameters["weight_packed"], parameters["weight_scale"]
-        return int4.dequantize(packed, scale, self.group_size, self.in_features, dtype)
+        return packing.dequantize(packed, scale, self.group_size, self.in_features, dtype)
 
     def check_weight(self, values: Tensor, scale: Tensor) -> None:
         """Raises ``ValueError`` unless they are int8 ``[N, K]``, -8 to 7, and scales as ``round_rows`` gives them."""
         N, K = self.out_features, self.in_features
-        grouped = (N, int4.groups(K, self.group_size)) if self.scheme.weight.group_size else (N,)
-        check_values(values, scale, (N, K), grouped, (int4.LOW, int4.HIGH))
+        grouped = (N, packing.groups(K, self.group_size)) if self.scheme.weight.group_size else (N,)
+        check_values(values, scale, (N, K), grouped, INT4)
 
     def compute(self, x: Tensor) -> Tensor:
         """One operator, which makes the float weight."""
@@ -109,4 +108,4 @@ class PackedLinear(LinearLayer):
 
 def packed_shape(out_features: int, in_features: int) -> tuple[int, int]:
     """The shape of ``weight_packed``."""
-    return out_features, int4.words(in_features)
+    return out_features, packing.words(in_features)

@@ -12,7 +12,8 @@ from torch import Tensor
 from qgemm.calibration import OBSERVERS, MeanSquaredError, MinMax, MovingAverage, Observer, Percentile
 from qgemm.calibration.histogram import Histogram
 from qgemm.calibration.observers import resolve_observer, squared_error
-from qgemm.kernels.reference import MIN_SCALE, quantize_rows_reference
+from qgemm.kernels.reference import quantize_rows_reference
+from qgemm.numerics.formats import MIN_SCALE
 from qgemm.scheme import resolve_scheme
 
 ORDERLESS = [MinMax, Percentile, MeanSquaredError]

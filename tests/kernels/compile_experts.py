@@ -24,7 +24,7 @@ from qgemm.kernels.moe.kernels import (
 )
 from qgemm.kernels.moe.launcher import LONGEST_WHOLE_ROW, row_blocks
 from qgemm.kernels.quantize import launcher as quantize
-from qgemm.kernels.reference import MIN_SCALE
+from qgemm.numerics.formats import MIN_SCALE
 
 Kernel = tuple[str, Any, dict[str, Any], GemmConfig | int]
 

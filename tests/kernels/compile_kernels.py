@@ -30,7 +30,7 @@ from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.linear.kernels import _quant_linear_kernel
 from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.quantize.kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
-from qgemm.kernels.reference import MIN_SCALE
+from qgemm.numerics.formats import MIN_SCALE
 
 TARGETS: dict[str, tuple[GPUTarget, DeviceLimits]] = {
     "sm_80": (GPUTarget("cuda", 80, 32), DeviceLimits(num_sms=108, shared_memory=166_912)),

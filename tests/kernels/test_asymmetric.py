@@ -1,42 +1,13 @@
-"""Products with a zero point: against float64, and the scales and corrections that they take."""
+"""Products with a zero point, against float64."""
 
 import pytest
 import torch
 
-from qgemm.kernels.linear.asymmetric import correction, quant_linear_asymmetric, range_to_scale
-from qgemm.kernels.reference import MIN_SCALE, quantize_rows_reference
+from qgemm.kernels.linear.asymmetric import quant_linear_asymmetric
+from qgemm.kernels.reference import quantize_rows_reference
+from qgemm.numerics.zero_points import correction
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-
-
-@pytest.mark.parametrize(
-    ("low", "high"),
-    [(-1.0, 1.0), (0.0, 6.0), (-3.5, 0.0), (-0.17, 12.3), (-1e-3, 900.0), (-1e-42, 1e-42), (-3e38, 3e38)],
-)
-def test_range_to_scale(low: float, high: float) -> None:
-    scale, zero_point = range_to_scale(low, high)
-    assert scale >= MIN_SCALE
-    assert -128 <= zero_point <= 127
-    # Both ends are within half a step of what the 256 values reach, and 0 is one of them.
-    assert (-128 - zero_point) * scale <= low + 0.5000001 * scale
-    assert (127 - zero_point) * scale >= high - 0.5000001 * scale
-    assert scale * 255 <= max((high - low) * 1.0000001, 255 * MIN_SCALE)
-
-
-def test_no_range() -> None:
-    assert range_to_scale(0.0, 0.0) == (1.0, 0)
-
-
-def test_the_correction_in_pieces(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    weight = torch.randint(-127, 128, (40, 70), dtype=torch.int8, device=device)
-    arguments = (
-        weight, torch.rand(40, device=device), torch.tensor(0.02, device=device), torch.tensor(-30, device=device)
-    )  # fmt: skip
-    whole = correction(*arguments)
-    exact = weight.double().sum(1) * arguments[1].double() * float(arguments[2].double()) * -30
-    torch.testing.assert_close(whole, exact, rtol=1e-14, atol=0)
-    monkeypatch.setattr("qgemm.kernels.linear.asymmetric._PIECE", 200)
-    assert torch.equal(correction(*arguments), whole)
 
 
 @DTYPES

@@ -11,8 +11,9 @@ from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.quantize.kernels import _quantize_rows_kernel
-from qgemm.kernels.reference import MIN_SCALE, quantize_rows_reference
+from qgemm.kernels.reference import quantize_rows_reference
 from qgemm.kernels.stages import INTERPRETING
+from qgemm.numerics.formats import MIN_SCALE
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 # The kernel itself (interpreted on a CPU), and what a user's call runs.

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qgemm.kernels.linear.asymmetric import range_to_scale
 from qgemm.kernels.reference import quantize_rows_reference
 from qgemm.nn import AsymmetricLinear, QuantLinear
+from qgemm.numerics.zero_points import range_to_scale
 
 SCHEME = "int8-static-asymmetric"
 

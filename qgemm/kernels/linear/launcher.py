@@ -29,7 +29,7 @@ from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.linear.kernels import _quant_linear_kernel
 from qgemm.kernels.quantize import launcher as quantize
-from qgemm.kernels.reference import MIN_SCALE
+from qgemm.numerics.formats import MIN_SCALE
 
 
 def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -34,7 +34,7 @@ from qgemm.kernels.moe.kernels import (
     _quantize_tokens_kernel,
 )
 from qgemm.kernels.quantize import launcher as quantize
-from qgemm.kernels.reference import MIN_SCALE
+from qgemm.numerics.formats import MIN_SCALE
 
 MOST_PLANS = 4096
 MOST_PAIRS_TO_COUNT = 512  # for every pair

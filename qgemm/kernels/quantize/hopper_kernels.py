@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from qgemm.kernels.quantize.kernels import _quantize_row
-from qgemm.kernels.reference import MIN_SCALE
+from qgemm.numerics.formats import MIN_SCALE
 
 SMALLEST_SCALE = gl.constexpr(MIN_SCALE)
 # Renamed in Triton 3.7.

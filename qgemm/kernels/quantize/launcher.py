@@ -8,7 +8,7 @@ from torch import Tensor
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.quantize.kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
-from qgemm.kernels.reference import MIN_SCALE
+from qgemm.numerics.formats import MIN_SCALE
 
 LONGEST_WHOLE_ROW = 131_072  # bytes of a row that a program keeps in registers, at most
 PART_OF_A_ROW = 8192  # values at a time of a longer one

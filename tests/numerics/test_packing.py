@@ -1,4 +1,4 @@
-"""4-bit weights: rounding, packing, and the product with what they stand for."""
+"""Groups, and 4-bit values: rounding, packing, and what they stand for."""
 
 import sys
 
@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels.packed.launcher import (
+from qgemm.numerics.packing import (
+    WORD_OF_ZEROS,
     dequantize,
     groups,
     pack,
-    packed_linear,
     quantize_groups,
     spread,
     unpack,
@@ -108,6 +108,10 @@ def test_packing_of_any_strides(device: torch.device) -> None:
     assert torch.equal(unpack(spaced, 10), values)
 
 
+def test_a_word_of_zeros() -> None:
+    assert unpack(torch.tensor([[WORD_OF_ZEROS]], dtype=torch.int32), 8).tolist() == [[0] * 8]
+
+
 def test_nothing_to_pack() -> None:
     for N, K in ((0, 16), (5, 0)):
         values = torch.zeros(N, K, dtype=torch.int8)
@@ -132,49 +136,5 @@ def test_dequantize(dtype: torch.dtype, device: torch.device) -> None:
 def test_dequantize_in_pieces(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     _, packed, scale = stored(9, 70, 32, device)
     whole = dequantize(packed, scale, 32, 70, torch.float32)
-    monkeypatch.setattr("qgemm.kernels.packed.launcher._PIECE", 150)
+    monkeypatch.setattr("qgemm.numerics.packing._PIECE", 150)
     assert torch.equal(dequantize(packed, scale, 32, 70, torch.float32), whole)
-
-
-@DTYPES
-@pytest.mark.parametrize("shape", [(3, 70), (70,), (2, 3, 70), (0, 70)])
-def test_packed_linear(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    values, packed, scale = stored(40, 70, 32, device)
-    x, bias = torch.randn(shape, device=device).to(dtype), torch.randn(40, device=device)
-    out = packed_linear(x, packed, scale, 70, 32, bias)
-    assert out.dtype == dtype
-    assert out.shape == (*shape[:-1], 40)
-    weight = values.double() * spread(scale, 32, 70).double()
-    exact = x.double() @ weight.t() + bias.double()
-    size = x.double().abs() @ weight.abs().t() + bias.abs()
-    # TF32 rounds operands to 10 bits.
-    eps = 2.0**-10 if x.is_cuda and dtype == torch.float32 else torch.finfo(dtype).eps
-    assert ((out.double() - exact).abs() <= 2 * eps * size).all()
-
-
-def test_autocast_keeps_the_dtype_of_x(device: torch.device) -> None:
-    _, packed, scale = stored(40, 70, 32, device)
-    x = torch.randn(3, 70, device=device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        out = packed_linear(x, packed, scale, 70, 32, None)
-    assert torch.equal(out, packed_linear(x, packed, scale, 70, 32, None))
-
-
-def test_what_packed_linear_refuses(device: torch.device) -> None:
-    _, packed, scale = stored(40, 70, 32, device)
-    x, bias = torch.randn(3, 70, device=device), torch.zeros(40, device=device)
-    good = {"x": x, "weight": packed, "scale": scale, "in_features": 70, "group_size": 32, "bias": bias}
-    for changes, message in (
-        ({"x": x.double()}, "x is torch.float64; a quantized layer takes"),
-        ({"x": x[:, :69]}, "x has 69 columns but the layer's in_features is 70"),
-        ({"x": x[0, 0]}, "x has no columns"),
-        ({"weight": packed.long()}, r"weight is torch.int64 \[40, 9\]; it must be torch.int32 \[40, 9\]"),
-        ({"weight": packed[:, 1:]}, r"weight is torch.int32 \[40, 8\]"),
-        ({"scale": scale[:, 1:]}, r"scale is torch.float32 \[40, 2\]; it must be torch.float32 \[40, 3\]"),
-        ({"scale": scale.half()}, "scale is torch.float16"),
-        ({"group_size": 0}, "group_size is 0"),
-        ({"bias": bias[1:]}, r"bias is torch.float32 \[39\]"),
-        ({"scale": scale.to("meta")}, "scale is on meta"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            packed_linear(**{**good, **changes})
