@@ -38,8 +38,8 @@ from qgemm.calibration.observers import Observer, resolve_observer
 from qgemm.calibration.pipeline import quantize_blocks
 from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.result import Calibration
-from qgemm.calibration.sensitivity import Sensitivity
 from qgemm.calibration.sensitivity import sensitivity as measure_sensitivity
+from qgemm.calibration.sensitivity_result import Sensitivity
 from qgemm.device import find_device
 from qgemm.model.announce import announce_quantized
 from qgemm.model.offloading import check_hooks, weights_at_hand

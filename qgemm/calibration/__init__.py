@@ -22,7 +22,7 @@ from qgemm.calibration.recipe import METHODS, Recipe
 from qgemm.calibration.residual_rotation import ResidualRotation
 from qgemm.calibration.result import Calibration
 from qgemm.calibration.rounding import MSEWeights
-from qgemm.calibration.sensitivity import LayerSensitivity, Sensitivity
+from qgemm.calibration.sensitivity_result import LayerSensitivity, Sensitivity
 from qgemm.calibration.smoothquant import SmoothQuant
 from qgemm.calibration.statistics import InputStatistics
 

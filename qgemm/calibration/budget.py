@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qgemm.calibration.sensitivity import ERROR, KL, LayerSensitivity, Sensitivity
+from qgemm.calibration.sensitivity_result import ERROR, KL, LayerSensitivity, Sensitivity
 from qgemm.checkpoint.layout import parse_size
 from qgemm.model.selection import listed
 from qgemm.model.survey import Layer

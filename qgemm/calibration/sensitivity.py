@@ -24,9 +24,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +37,7 @@ from qgemm.calibration.collect import as_call, check_batches, in_eval_mode, run_
 from qgemm.calibration.method import Call, first_tensor
 from qgemm.calibration.observers import MinMax, Observer
 from qgemm.calibration.padding import Masks
+from qgemm.calibration.sensitivity_result import ERROR, KL, LayerSensitivity, Sensitivity
 from qgemm.model.offloading import weights_at_hand
 from qgemm.model.report import parameter_bytes, shortened
 from qgemm.model.selection import Patterns, listed, select_layers
@@ -46,160 +45,9 @@ from qgemm.model.survey import Layer
 from qgemm.nn import QuantExperts, QuantLayer, linear_class
 from qgemm.nn.attention import opened_attention
 from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
-from qgemm.tables import html_table, size, text_table
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-KL, ERROR = "kl", "error"
 
 # Logits at a time, in float64.
 _PIECE = 1 << 24
-_MOST_LAYERS = 40
-
-
-@dataclass(frozen=True)
-class LayerSensitivity:
-    """One layer under one scheme.
-
-    - ``damage``: to the model's output; see ``Sensitivity.metric``.
-    - ``layer_error``: ``norm(quantized(x) - float(x)) / norm(float(x))`` of the layer alone.
-    - ``bytes_before``, ``bytes_after``: of its parameters.
-    """
-
-    name: str
-    scheme: str
-    damage: float
-    layer_error: float
-    bytes_before: int
-    bytes_after: int
-
-
-@dataclass(frozen=True)
-class Sensitivity:
-    """What ``sensitivity`` has measured. ``print`` shows a table, the worst first; a notebook an HTML one.
-
-    - ``metric``: ``"kl"`` (nats per token) or ``"error"`` (relative, of the output).
-    - ``tokens``: how many were measured.
-    - ``other_bytes``: of the model's parameters and buffers that are in no layer here.
-    - ``records``: in the model's order; of a layer, in the order of schemes.
-    """
-
-    metric: str
-    tokens: int
-    other_bytes: int
-    records: tuple[LayerSensitivity, ...]
-
-    def ranked(self) -> list[LayerSensitivity]:
-        """The records, those with the largest damage first."""
-        return sorted(self.records, key=lambda record: -record.damage)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The measurement as JSON-ready values."""
-        return asdict(self) | {"records": [asdict(record) for record in self.records]}
-
-    @classmethod
-    def from_dict(cls, values: Any) -> Sensitivity:
-        """The measurement that ``to_dict`` wrote. Raises ``ValueError`` for anything else."""
-        values = _check("a sensitivity", values, _FIELDS)
-        if values["metric"] not in (KL, ERROR):
-            raise ValueError(
-                f"metric of a sensitivity is {shortened(values['metric'])}; it must be {KL!r} or {ERROR!r}"
-            )
-        records = [
-            LayerSensitivity(**_check(f"record {index} of a sensitivity", each, _RECORD_FIELDS))
-            for index, each in enumerate(values["records"])
-        ]
-        return cls(**(values | {"records": tuple(records)}))
-
-    def __str__(self) -> str:
-        """An aligned table, a row per layer and scheme, the worst first."""
-        return text_table(*self._table(), {self.metric, "layer error", "before", "after"}, self._summary())
-
-    def _repr_html_(self) -> str:
-        return html_table(*self._table(), self._summary())
-
-    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        rows: list[tuple[str, ...]] = [
-            (
-                record.name,
-                record.scheme,
-                f"{record.damage:.3g}",
-                f"{record.layer_error:.4f}",
-                size(record.bytes_before),
-                size(record.bytes_after),
-            )
-            for record in self.ranked()
-        ]
-        return ("layer", "scheme", self.metric, "layer error", "before", "after"), rows
-
-    def _summary(self) -> list[str]:
-        meaning = "KL divergence of the logits, in nats" if self.metric == KL else "relative error of the output"
-        return [f"{self.metric}: {meaning}, with this layer alone quantized; over {self.tokens} tokens"]
-
-    def plot(self, path: str | Path | None = None) -> Axes:
-        """Draws the damage of the 40 worst layers, a color for each scheme, and returns matplotlib's axes.
-
-        ``path``: where to write the figure, in the format of its suffix; None draws only. A damage of 0, which a
-        logarithm has no place for, is an arrow at the left edge. Raises ``ImportError`` without matplotlib.
-        """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(f'a plot needs matplotlib: pip install "matplotlib>=3.8" ({error})') from error
-        names = list(dict.fromkeys(record.name for record in self.ranked()))[:_MOST_LAYERS]
-        places = {name: place for place, name in enumerate(names)}
-        records = [record for record in self.records if record.name in places]
-        longest = max(map(len, names), default=0)
-        figure = Figure(figsize=(5.5 + 0.06 * longest, 1.4 + 0.2 * len(names)), layout="constrained")
-        axis = figure.add_subplot()
-        _set_scale(axis, [record.damage for record in records])
-        edge = axis.get_xlim()[0]
-        for scheme in dict.fromkeys(record.scheme for record in records):
-            points = [(record.damage, places[record.name]) for record in records if record.scheme == scheme]
-            seen = [point for point in points if point[0] > edge]
-            (line,) = axis.plot([x for x, _ in seen], [y for _, y in seen], "o", ms=5, alpha=0.8, label=scheme)
-            rest = [place for damage, place in points if damage <= edge]
-            if rest:  # an empty line that isn't clipped counts as one at the figure's corner
-                axis.plot([edge] * len(rest), rest, "<", ms=7, color=line.get_color(), clip_on=False)
-        axis.set_yticks(range(len(names)), names, fontsize=7)
-        axis.set_ylim(len(names) - 0.5, -0.5)
-        axis.tick_params(axis="x", labelsize=7)
-        axis.set_xlabel(self._summary()[0], fontsize=8)
-        axis.grid(alpha=0.3)
-        figure.legend(fontsize=8, loc="outside upper right", ncols=4, frameon=False)
-        if path is not None:
-            figure.savefig(path, dpi=150)
-        return axis
-
-
-def _set_scale(axis: Axes, damages: Sequence[float]) -> None:
-    """A logarithmic axis for ``damages``, with as many labels as there is room for; a linear one for zeros alone."""
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    positive = [damage for damage in damages if damage > 0]
-    if not positive:
-        axis.set_xlim(0, 1)
-        return
-    low, high = min(positive), max(positive)
-    axis.set_xscale("log")
-    axis.set_xlim(low / 1.5, high * 1.5)
-    decades = math.log10(high / low)
-    labelled = ((1, (1, 1.5, 2, 3, 5, 7)), (3, (1, 2, 5)), (5, (1, 3)), (math.inf, (1,)))
-    axis.xaxis.set_major_locator(LogLocator(subs=next(subs for limit, subs in labelled if decades < limit)))
-    axis.xaxis.set_major_formatter(lambda damage, place: f"{damage:g}")
-    axis.xaxis.set_minor_formatter(NullFormatter())
-
-
-_FIELDS = {"metric": str, "tokens": int, "other_bytes": int, "records": list}
-_RECORD_FIELDS = {
-    "name": str,
-    "scheme": str,
-    "damage": float,
-    "layer_error": float,
-    "bytes_before": int,
-    "bytes_after": int,
-}
 
 
 def sensitivity(
@@ -470,16 +318,3 @@ def _measurable(scheme: QuantScheme) -> QuantScheme:
     if activation is not None and activation.rotation and scheme.is_static:
         raise ValueError(f"scheme {scheme.name!r} needs scales of rotated inputs, which sensitivity doesn't find")
     return scheme
-
-
-def _check(where: str, values: Any, fields: Mapping[str, type]) -> dict[str, Any]:
-    """``values``, if they are a dictionary of just these fields, each of its kind, and no number below 0."""
-    if not isinstance(values, dict) or set(values) != set(fields):
-        raise ValueError(f"{where} must hold exactly {list(fields)}; it is {shortened(values)}")
-    for key, kind in fields.items():
-        value = values[key]
-        fits = type(value) in (int, float) if kind is float else type(value) is kind
-        if not fits or (kind in (int, float) and not value >= 0):
-            wanted = "a string" if kind is str else "a list" if kind is list else "a number, 0 or more"
-            raise ValueError(f"{key} of {where} is {shortened(value)}; it must be {wanted}")
-    return values

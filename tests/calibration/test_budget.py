@@ -16,9 +16,9 @@ from models.mixtures import MIXTURES
 from torch import nn
 
 import qgemm
-from qgemm.calibration import GPTQ
+from qgemm.calibration import GPTQ, LayerSensitivity, Sensitivity
 from qgemm.calibration.budget import Budget, choose_schemes
-from qgemm.calibration.sensitivity import LayerSensitivity, Sensitivity, sensitivity
+from qgemm.calibration.sensitivity import sensitivity
 
 OTHER = 1000
 SCHEMES = ("int8", "int4")

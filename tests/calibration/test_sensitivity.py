@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import sys
 import warnings
 import weakref
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -20,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qgemm
-from qgemm.calibration.sensitivity import LayerSensitivity, Sensitivity, sensitivity
+from qgemm.calibration import LayerSensitivity, Sensitivity
+from qgemm.calibration.sensitivity import sensitivity
 from qgemm.model.selection import select_layers
 
 
@@ -312,99 +310,3 @@ def test_what_is_refused() -> None:
             sensitivity(model, [x], ["int8", scheme])
     with pytest.raises(ValueError, match="the model's output holds NaN on batch 1"):
         sensitivity(model, [x, x / 0 - x / 0], progress=False)
-
-
-def example_result() -> Sensitivity:
-    records = (
-        LayerSensitivity("a", "int8", 0.25, 0.01, 4000, 1010),
-        LayerSensitivity("a", "int8-static", 0.5, 0.02, 4000, 1014),
-        LayerSensitivity("b", "int8", 0.3, 0.005, 2048, 512),
-    )
-    return Sensitivity("kl", 640, 5000, records)
-
-
-def test_the_table_has_the_worst_first() -> None:
-    result = example_result()
-    assert [(record.name, record.scheme) for record in result.ranked()] == [
-        ("a", "int8-static"),
-        ("b", "int8"),
-        ("a", "int8"),
-    ]
-    assert str(result).splitlines() == [
-        "layer  scheme         kl  layer error   before   after",
-        "------------------------------------------------------",
-        "a      int8-static   0.5       0.0200  3.9 KiB  1014 B",
-        "b      int8          0.3       0.0050  2.0 KiB   512 B",
-        "a      int8         0.25       0.0100  3.9 KiB  1010 B",
-        "------------------------------------------------------",
-        "kl: KL divergence of the logits, in nats, with this layer alone quantized; over 640 tokens",
-    ]
-    assert "<td>int8-static</td>" in result._repr_html_()
-
-
-def test_it_goes_through_json() -> None:
-    import json
-
-    result = example_result()
-    assert Sensitivity.from_dict(json.loads(json.dumps(result.to_dict()))) == result
-    values = result.to_dict()
-    for broken, message in (
-        ([], "a sensitivity must hold exactly"),
-        ({**values, "metric": "speed"}, "metric of a sensitivity is 'speed'"),
-        ({**values, "tokens": -1}, "tokens of a sensitivity is -1; it must be a number, 0 or more"),
-        ({**values, "records": "all"}, "records of a sensitivity is 'all'; it must be a list"),
-        ({**values, "records": [{"name": "a"}]}, "record 0 of a sensitivity must hold exactly"),
-        ({**values, "records": [{**values["records"][0], "damage": float("nan")}]}, "damage of record 0 of a"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Sensitivity.from_dict(broken)
-
-
-def spread_out(low: float, high: float, count: int = 60) -> Sensitivity:
-    """So many layers under two schemes, of which one does no damage to the first."""
-    damages = [low * (high / low) ** (place / (count - 1)) for place in range(count)]
-    records = [
-        LayerSensitivity(f"model.layers.{place}.self_attn.k_proj", scheme, damage * factor, 0.01, 1000, 300)
-        for place, damage in enumerate(damages)
-        for scheme, factor in (("int8", float(place > 0)), ("int4", 1.0))
-    ]
-    return Sensitivity("kl", 4096, 0, tuple(records))
-
-
-@pytest.mark.parametrize("high", [1.1e-3, 1e-2, 0.7, 30, 1e8])
-def test_labels_of_the_plot_do_not_overlap(high: float) -> None:
-    pytest.importorskip("matplotlib")
-    axis = spread_out(1e-3, high).plot()
-    axis.figure.draw_without_rendering()
-    low, right = axis.get_xlim()
-    for labels, direction in ((axis.get_xticklabels(), "x"), (axis.get_yticklabels(), "y")):
-        shown = [
-            label
-            for label in labels
-            if label.get_text() and (direction == "y" or low <= label.get_position()[0] <= right)
-        ]
-        ends = sorted(getattr(label.get_window_extent(), f"interval{direction}").tolist() for label in shown)
-        assert len(ends) >= 2
-        assert all(start > end for (_, end), (start, _) in itertools.pairwise(ends))
-
-
-def test_the_plot_has_every_one_of_its_layers(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    result = spread_out(1e-3, 1e-2, count=30)
-    axis = result.plot(tmp_path / "sensitivity.png")
-    assert (tmp_path / "sensitivity.png").read_bytes().startswith(b"\x89PNG")
-    names = [label.get_text() for label in axis.get_yticklabels()]
-    assert names == list(dict.fromkeys(record.name for record in result.ranked()))
-    points = [(float(x), names[int(y)]) for line in axis.lines for x, y in zip(*line.get_data(), strict=True)]
-    left = axis.get_xlim()[0]
-    assert sorted(points) == sorted((record.damage or left, record.name) for record in result.records)
-    assert not list(tmp_path.glob("None*"))
-    # Nothing but zeros has no logarithm.
-    zeros = Sensitivity("kl", 1, 0, (LayerSensitivity("up", "int8", 0.0, 0.01, 100, 30),))
-    assert zeros.plot().get_xscale() == "linear"
-
-
-def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r'pip install "matplotlib>=3\.8"'):
-        example_result().plot()
