@@ -50,7 +50,7 @@ test-newest: ## Run the tests of kernels, layers and operators with the newest t
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --no-compile --upgrade torch transformers accelerate peft safetensors tqdm numpy typer rich compressed-tensors pytest pytest-xdist
 	$(NEWEST)/bin/python -m pip list | grep -E "^(torch|triton|transformers) "
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) tests/kernels tests/nn tests/test_ops.py tests/test_ops_directly.py tests/test_expert_ops.py
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) tests/kernels tests/nn tests/ops
 
 lint: setup ## Check style and types
 	$(BIN)/ruff format --check .

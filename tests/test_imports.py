@@ -26,10 +26,8 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.device": set(),
     "qgemm.arguments": set(),
     "qgemm.version": set(),
-    "qgemm.op_rules": set(),
-    "qgemm.ops": {"qgemm.op_rules", "qgemm.kernels", "qgemm.numerics"},
-    "qgemm.expert_ops": {"qgemm.ops", "qgemm.op_rules", "qgemm.kernels"},
-    "qgemm.nn": {"qgemm.ops", "qgemm.op_rules", "qgemm.expert_ops", "qgemm.kernels", "qgemm.numerics", "qgemm.scheme"},
+    "qgemm.ops": {"qgemm.kernels", "qgemm.numerics"},
+    "qgemm.nn": {"qgemm.ops", "qgemm.kernels", "qgemm.numerics", "qgemm.scheme"},
     "qgemm.tables": set(),
     "qgemm.model": {"qgemm.tables", "qgemm.nn", "qgemm.arguments", "qgemm.numerics", "qgemm.scheme"},
     "qgemm.calibration": {

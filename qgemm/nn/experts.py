@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from qgemm.expert_ops import quant_experts
 from qgemm.kernels import GatedActivation, quantize_rows
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.nn.float_experts import FloatExperts, describe_experts
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, traced_as_leaf
-from qgemm.op_rules import autocast
+from qgemm.ops import quant_experts
+from qgemm.ops.declare import to_autocast_dtype
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 
@@ -200,7 +200,8 @@ class QuantSortedExperts(QuantExperts):
         """``[E * T, hidden_size]``, the first ``T`` rows for the first expert, to the same."""
         if isinstance(hidden_states, Proxy):
             return traced_as_leaf(self, hidden_states)  # type: ignore[no-any-return]
-        hidden_states = autocast(hidden_states)  # as those of Llama 4 are; others give the dtype of their input
+        # As those of Llama 4 do; others give the dtype of their input.
+        hidden_states = to_autocast_dtype(hidden_states)
         rows, E = hidden_states.shape[0], self.num_experts
         if rows % E:
             raise ValueError(f"hidden_states has {rows} rows; it must have as many for each of the {E} experts")

@@ -16,7 +16,7 @@ from torch.fx import Proxy
 
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, traced_as_leaf
 from qgemm.numerics.formats import INT8, Format
-from qgemm.ops import check_is_tensor
+from qgemm.ops.direct import check_is_tensor
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 Linear = TypeVar("Linear", bound="LinearLayer")

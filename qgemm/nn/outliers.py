@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import NOT_FINITE
 from qgemm.nn.quant_layer import frozen
-from qgemm.op_rules import autocast
 from qgemm.ops import quant_linear
+from qgemm.ops.declare import to_autocast_dtype
 from qgemm.scheme import QuantScheme
 
 
@@ -106,7 +106,7 @@ class OutlierLinear(QuantLinear):
         """Both products, added up."""
         if x.ndim == 0 or x.shape[-1] != self.in_features or x.device != self.weight_scale.device:
             return super().compute(x)  # which says what is wrong
-        x = autocast(x)
+        x = to_autocast_dtype(x)
         rest = x.index_fill(-1, self.outlier_columns, 0)
         out = quant_linear(rest, *map(self.stored, self.operands))
         outliers = x.index_select(-1, self.outlier_columns)

@@ -21,7 +21,7 @@ ops = torch.ops.qgemm
 def direct(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The inputs of the calls that went past the dispatcher."""
     seen: list[Any] = []
-    implementation, make_plan, recall = dispatch.quant_linear, dispatch.plan_quant_linear, qgemm.ops.recall
+    implementation, make_plan, recall = dispatch.quant_linear, dispatch.plan_quant_linear, qgemm.ops.linear.recall
 
     def record(x: Tensor, *rest: Any) -> Tensor:
         seen.append(x)
@@ -40,7 +40,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     # The operator keeps the implementation itself, so this is out of its way.
     monkeypatch.setattr(dispatch, "quant_linear", record)
     monkeypatch.setattr(dispatch, "plan_quant_linear", record_plan)
-    monkeypatch.setattr(qgemm.ops, "recall", record_recall)
+    monkeypatch.setattr(qgemm.ops.linear, "recall", record_recall)
     return seen
 
 

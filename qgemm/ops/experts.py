@@ -19,16 +19,14 @@ from torch.nn import functional as F
 from qgemm.kernels import checks, dispatch
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import ExpertWeights
-from qgemm.op_rules import no_tangent, register_autograd
-from qgemm.ops import seen_by_others
+from qgemm.ops.declare import operator
+from qgemm.ops.direct import seen_by_others
 
 _OPERANDS = (
     "Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up, Tensor gate_up_scale, Tensor? gate_up_bias, "
     "Tensor down, Tensor down_scale, Tensor? down_bias, "
     "str activation, bool gated, float? limit, float alpha, float up_offset"
 )
-torch.library.define("qgemm::quant_experts", f"({_OPERANDS}) -> Tensor")
-torch.library.define("qgemm::quant_experts_backward", f"(Tensor grad, {_OPERANDS}) -> (Tensor, Tensor)")
 
 
 def quant_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
@@ -45,20 +43,46 @@ def quant_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights
     return dispatch.run_experts(x, top_k_index, top_k_weights, weights)
 
 
-@torch.library.impl("qgemm::quant_experts", ("cpu", "cuda"))
-def _(*arguments: Any) -> Tensor:
+def _as_values(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, ExpertWeights]:
+    """The operator's arguments as ``dispatch.run_experts`` takes them."""
+    x, top_k_index, top_k_weights, *tensors = arguments[:9]
+    return x, top_k_index, top_k_weights, ExpertWeights._make((*tensors, GatedActivation(*arguments[9:])))
+
+
+def _compute(*arguments: Any) -> Tensor:
     return dispatch.run_experts(*_as_values(arguments))
 
 
-@torch.library.register_fake("qgemm::quant_experts")
-def _(*arguments: Any) -> Tensor:
+def _fake(*arguments: Any) -> Tensor:
     checks.check_experts(*_as_values(arguments))
     x: Tensor = arguments[0]
     return x.new_empty(x.shape)
 
 
-@torch.library.impl("qgemm::quant_experts_backward", ("cpu", "cuda"))
-def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:9])
+    ctx.activation = inputs[9:]
+
+
+def _backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    wants_x, _, wants_weights, *others = wanted
+    if any(others):
+        raise RuntimeError("quant_experts has gradients for x and top_k_weights only; freeze the others")
+    grad_x, grad_weights = torch.ops.qgemm.quant_experts_backward(grad, *ctx.saved_tensors, *ctx.activation)
+    return (grad_x if wants_x else None, None, grad_weights if wants_weights else None, *(None,) * len(others))
+
+
+operator(
+    f"quant_experts({_OPERANDS}) -> Tensor",
+    cpu=_compute,
+    cuda=_compute,
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+)
+
+
+def _compute_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     x, top_k_index, top_k_weights, experts = _as_values(arguments)
     k = top_k_index.shape[1]
     ids = top_k_index.flatten()
@@ -84,17 +108,6 @@ def _(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         grad_pairs[slots] = (_activation_backward(own.activation, h.float(), grad_inner).to(x.dtype) @ first).float()
     grad_x = grad_pairs.view(*top_k_index.shape, -1).sum(1)
     return grad_x.to(x.dtype), grad_weights.view(top_k_index.shape).to(top_k_weights.dtype)
-
-
-@torch.library.register_fake("qgemm::quant_experts_backward")
-def _(grad: Tensor, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), top_k_weights.new_empty(top_k_weights.shape)
-
-
-def _as_values(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, ExpertWeights]:
-    """The operator's arguments as ``dispatch.run_experts`` takes them."""
-    x, top_k_index, top_k_weights, *tensors = arguments[:9]
-    return x, top_k_index, top_k_weights, ExpertWeights._make((*tensors, GatedActivation(*arguments[9:])))
 
 
 def _activation_backward(activation: GatedActivation, h: Tensor, grad: Tensor) -> Tensor:
@@ -136,17 +149,15 @@ def _gate_backward(activation: GatedActivation, gate: Tensor, grad: Tensor) -> T
     return out
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:9])
-    ctx.activation = inputs[9:]
+def _backward_fake(
+    grad: Tensor, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), top_k_weights.new_empty(top_k_weights.shape)
 
 
-def _backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    wants_x, _, wants_weights, *others = wanted
-    if any(others):
-        raise RuntimeError("quant_experts has gradients for x and top_k_weights only; freeze the others")
-    grad_x, grad_weights = torch.ops.qgemm.quant_experts_backward(grad, *ctx.saved_tensors, *ctx.activation)
-    return (grad_x if wants_x else None, None, grad_weights if wants_weights else None, *(None,) * len(others))
-
-
-register_autograd("quant_experts", _setup, _backward, no_tangent("quant_experts"))
+operator(
+    f"quant_experts_backward(Tensor grad, {_OPERANDS}) -> (Tensor, Tensor)",
+    cpu=_compute_backward,
+    cuda=_compute_backward,
+    fake=_backward_fake,
+)

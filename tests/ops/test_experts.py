@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import qgemm
-from qgemm.expert_ops import quant_experts
 from qgemm.kernels import GPT_OSS, GatedActivation
 from qgemm.kernels.activations import GATE_FUNCTIONS
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.nn import QuantExperts
+from qgemm.ops import quant_experts
 
 ACTIVATIONS = [
     *(GatedActivation(name) for name in GATE_FUNCTIONS),

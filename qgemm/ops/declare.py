@@ -1,4 +1,4 @@
-"""What an operator of ``torch.ops.qgemm`` does under autocast, in autograd of both modes, and under ``vmap``.
+"""``operator``: an operator of ``torch.ops.qgemm``, declared in one place.
 
 - Autocast: ``x`` is cast as that of ``F.linear`` would be, so that a quantized layer gives the dtype of a float one.
 - Autograd, of both modes. ``torch.library.register_autograd`` isn't used: it drops tangents of forward mode without a
@@ -17,15 +17,55 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-Tangent = Callable[[tuple[Any, ...], tuple[Any, ...]], Tensor]
+Function = Callable[..., Any]
 
-_library = torch.library.Library("qgemm", "FRAGMENT")  # which forgets its rules when it goes
+_library = torch.library.Library("qgemm", "FRAGMENT")  # which forgets its operators when it goes
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.AutocastCUDA
 )
 
 
-def autocast(x: Tensor) -> Tensor:
+def operator(
+    schema: str,
+    cpu: Function,
+    cuda: Function,
+    fake: Function,
+    *,
+    setup_context: Function | None = None,
+    backward: Function | None = None,
+    jvp: Function | None = None,
+    autocast: bool = False,
+    vmap: bool = False,
+) -> Any:
+    """Declares the operator of ``schema``, ``"name(Tensor x, ...) -> Tensor"``; returns ``torch.ops.qgemm.name``.
+
+    - ``cpu(*arguments)``, ``cuda(*arguments)``: what computes it there.
+    - ``fake(*arguments)``: the output for tensors without values, after the checks that the other two make.
+    - ``setup_context(ctx, inputs, output)``: keeps in ``ctx`` what ``backward`` needs.
+    - ``backward(ctx, wanted, *grads)``: the gradients of all arguments; ``wanted`` says for which there must be one.
+      None for an operator whose output nothing can be differentiated through.
+    - ``jvp(args, tangents)``: the tangent of the output, in forward mode; ``tangents`` are None where an argument has
+      none. It may raise. Where it is None, forward mode raises ``NotImplementedError``.
+    - ``autocast``: whether the first argument is cast under autocast.
+    - ``vmap``: whether a batch of the first argument alone is one call.
+    """
+    name = schema.split("(")[0]
+    _library.define(schema)
+    _library.impl(name, cpu, "CPU")
+    _library.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"qgemm::{name}", fake, lib=_library)
+    declared = getattr(torch.ops.qgemm, name)
+    if backward is not None:
+        assert setup_context is not None
+        _register_autograd(declared.default, name, setup_context, backward, jvp or _no_jvp(name))
+    if autocast:
+        _register_autocast(declared, name)
+    if vmap:
+        _register_vmap(declared, name)
+    return declared
+
+
+def to_autocast_dtype(x: Tensor) -> Tensor:
     """``x`` as ``F.linear`` would take it under autocast: float64 and what is no float stay as they are."""
     device = x.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
@@ -33,37 +73,26 @@ def autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
-def register_autocast(name: str) -> None:
-    """Has the operator called ``name`` cast its first argument under autocast."""
-    operator = getattr(torch.ops.qgemm, name)
-
+def _register_autocast(declared: Any, name: str) -> None:
     def run(x: Tensor, *others: Any) -> Any:
-        x = autocast(x)
+        x = to_autocast_dtype(x)
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return operator(x, *others)
+            return declared(x, *others)
 
     for device in ("CPU", "CUDA"):
         _library.impl(name, run, f"Autocast{device}")
 
 
-def register_autograd(name: str, setup: Callable[..., None], backward: Callable[..., Any], tangent: Tangent) -> None:
-    """Gives the operator called ``name`` its derivatives.
-
-    - ``setup(ctx, inputs, output)``: keeps in ``ctx`` what ``backward`` needs.
-    - ``backward(ctx, wanted, *grads)``: the gradients of all arguments; ``wanted`` says for which there must be one.
-    - ``tangent(args, tangents)``: that of the output; tangents are None where an argument has none. It may raise.
-    """
-    operator = getattr(torch.ops.qgemm, name).default
-
+def _register_autograd(overload: Any, name: str, setup_context: Function, backward: Function, jvp: Function) -> None:
     def compute(keyset: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+            return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
     def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
         # Outer levels of torch.func are below; a Function's forward turns off what they need.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             out = compute(keyset, *args)
-        setup(ctx, args, out)
+        setup_context(ctx, args, out)
         return out
 
     def backward_of_all(ctx: Any, *grads: Tensor) -> Any:
@@ -86,15 +115,13 @@ def register_autograd(name: str, setup: Callable[..., None], backward: Callable[
         if all(each is None for each in tangents):
             return reverse(keyset, *args)
         out = reverse(keyset, *primals)
-        along = tangent(primals, tangents)
+        along = jvp(primals, tangents)
         return forward_ad.make_dual(out, along.to(out.dtype))
 
     _library.impl(name, run, "Autograd", with_keyset=True)
 
 
-def no_tangent(name: str) -> Tangent:
-    """The rule of an operator without a derivative in forward mode: raises ``NotImplementedError``."""
-
+def _no_jvp(name: str) -> Function:
     def refuse(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
         raise NotImplementedError(
             f"{name} has no derivative in forward mode (torch.func.jvp, jacfwd, forward_ad): use reverse mode, such as "
@@ -104,15 +131,12 @@ def no_tangent(name: str) -> Tangent:
     return refuse
 
 
-def register_vmap(name: str) -> None:
-    """Has ``vmap`` over the first argument of the operator called ``name`` make one call."""
-    operator = getattr(torch.ops.qgemm, name)
-
+def _register_vmap(declared: Any, name: str) -> None:
     def run(info: Any, in_dims: Sequence[int | None], x: Tensor, *others: Any) -> tuple[Tensor, int]:
         if any(dim is not None for dim in in_dims[1:]):
             raise NotImplementedError(f"{name} under vmap takes a batch of x alone, not of weights or scales")
         assert in_dims[0] is not None
-        out: Tensor = operator(x.movedim(in_dims[0], 0), *others)
+        out: Tensor = declared(x.movedim(in_dims[0], 0), *others)
         return out, 0
 
     torch.library.register_vmap(f"qgemm::{name}", run, lib=_library)

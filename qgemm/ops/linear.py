@@ -1,0 +1,152 @@
+"""``torch.ops.qgemm.quant_linear``, ``quant_linear_asymmetric`` and ``packed_linear``: layers with a frozen weight.
+
+Their gradient for ``x`` goes through the dequantized weight (rounding ``x`` counts as the identity):
+``grad_x = grad_y @ (weight * weight_scale)``. Adapters on top of a frozen quantized model train with it. In forward
+mode (``torch.func.jvp``) it is the same linear map.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels import checks, dispatch
+from qgemm.kernels.launch.recall import recall, remember
+from qgemm.kernels.linear import asymmetric
+from qgemm.kernels.packed import launcher as int4
+from qgemm.numerics.packing import dequantize
+from qgemm.ops.declare import operator
+from qgemm.ops.direct import seen_by_others
+
+
+def quant_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+) -> Tensor:
+    """``torch.ops.qgemm.quant_linear``, for less host time where it can be.
+
+    Where nobody on the way through the dispatcher would see the call, the function is called directly, and on a GPU
+    what it finds out about a call is remembered for others like it.
+    """
+    if torch.compiler.is_compiling():
+        out: Tensor = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale)
+        return out
+    run = recall(x, weight, weight_scale, bias, input_scale)
+    if run is None:
+        if seen_by_others(x, weight, weight_scale, bias, input_scale):
+            out = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale)
+            return out
+        if not x.is_cuda or x.is_neg():
+            return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale)
+        plan = dispatch.plan_quant_linear(x, weight, weight_scale, bias, input_scale)
+        if plan.aligned:
+            remember(plan, x, weight, weight_scale, bias, input_scale)
+        run = plan
+    return run(x, weight, weight_scale, bias, input_scale)
+
+
+def _derivatives(
+    name: str, float_weight: Callable[..., Tensor], *, bias_at: int, sizes: slice = slice(0)
+) -> dict[str, Any]:
+    """Those of a layer ``name(x, weight, scale, ...)``, for ``x`` and the argument at ``bias_at``.
+
+    ``float_weight(weight, scale, dtype, *sizes)``: the float weight ``[N, K]``; ``sizes``: where these arguments are.
+    """
+
+    def check_others(wanted: list[bool], message: str) -> None:
+        if any(each for at, each in enumerate(wanted) if at not in (0, bias_at)):
+            raise RuntimeError(f"{name} has {message}")
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, scale, *_ = inputs
+        ctx.x_dtype, ctx.bias_dtype = x.dtype, getattr(inputs[bias_at], "dtype", None)
+        ctx.sizes = inputs[sizes]
+        ctx.save_for_backward(weight, scale)
+
+    def backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> list[Tensor | None]:
+        check_others(list(wanted), "gradients for x and bias only; set requires_grad=False on its scales")
+        weight, scale = ctx.saved_tensors
+        grads: list[Tensor | None] = [None] * len(wanted)
+        if wanted[0]:
+            grads[0] = grad @ float_weight(weight, scale, ctx.x_dtype, *ctx.sizes)
+        if wanted[bias_at]:
+            grads[bias_at] = grad.float().sum_to_size(weight.shape[0]).to(ctx.bias_dtype)
+        return grads
+
+    def jvp(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
+        has_tangent = [each is not None for each in tangents]
+        check_others(has_tangent, "derivatives for x and bias only; give no tangents for its scales")
+        x, weight, scale, *_ = args
+        along_x, along_bias = tangents[0], tangents[bias_at]
+        along: Tensor
+        if along_x is None:
+            along = x.new_zeros((*x.shape[:-1], weight.shape[0]))
+        else:
+            along = along_x @ float_weight(weight, scale, x.dtype, *args[sizes]).t()
+        return along if along_bias is None else along + along_bias
+
+    return {"setup_context": setup_context, "backward": backward, "jvp": jvp}
+
+
+def _dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    # The weight is scaled, not the gradient: that would underflow in float16.
+    return (weight * scale.reshape(-1, 1)).to(dtype)
+
+
+def _quant_linear_fake(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+) -> Tensor:
+    checks.check_quant_linear(x, weight, weight_scale, bias, input_scale)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+operator(
+    "quant_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? input_scale) -> Tensor",
+    cpu=dispatch.quant_linear,
+    cuda=dispatch.quant_linear,
+    fake=_quant_linear_fake,
+    **_derivatives("quant_linear", _dequantize_rows, bias_at=3),
+    autocast=True,
+    vmap=True,
+)
+
+
+def _quant_linear_asymmetric_fake(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, input_scale: Tensor, zero_point: Tensor
+) -> Tensor:
+    asymmetric.check_quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+operator(
+    "quant_linear_asymmetric(Tensor x, Tensor weight, Tensor weight_scale, Tensor bias, Tensor input_scale, "
+    "Tensor zero_point) -> Tensor",
+    cpu=asymmetric.quant_linear_asymmetric,
+    cuda=asymmetric.quant_linear_asymmetric,
+    fake=_quant_linear_asymmetric_fake,
+    **_derivatives("quant_linear_asymmetric", _dequantize_rows, bias_at=3),
+    autocast=True,
+    vmap=True,
+)
+
+
+def _packed_linear_fake(
+    x: Tensor, weight: Tensor, scale: Tensor, in_features: int, group_size: int, bias: Tensor | None
+) -> Tensor:
+    int4.check_packed_linear(x, weight, scale, in_features, group_size, bias)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _dequantize_packed(weight: Tensor, scale: Tensor, dtype: torch.dtype, in_features: int, group_size: int) -> Tensor:
+    return dequantize(weight, scale, group_size, in_features, dtype)
+
+
+operator(
+    "packed_linear(Tensor x, Tensor weight, Tensor scale, int in_features, int group_size, Tensor? bias) -> Tensor",
+    cpu=int4.packed_linear,
+    cuda=int4.packed_linear,
+    fake=_packed_linear_fake,
+    **_derivatives("packed_linear", _dequantize_packed, bias_at=5, sizes=slice(3, 5)),
+    autocast=True,
+    vmap=True,
+)
