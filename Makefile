@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel demo bench accuracy test test-newest lint clean
+.PHONY: help setup wheel demo docs bench accuracy test test-newest lint clean
 
 help: ## Show these targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -30,6 +30,9 @@ wheel: setup ## Build dist/qgemm_torch-<version>-py3-none-any.whl, to install el
 
 demo: setup ## Quantize a real sentence-embedding model and compare it with the original
 	$(BIN)/python examples/quantize_minilm.py
+
+docs: setup ## Build the documentation site in build/site; a warning or a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 bench: setup ## Time qgemm beside other libraries, on the GPU where there is one; BENCH="--quick" for a short run
 	$(BIN)/python -m benchmarks $(BENCH)

@@ -1,5 +1,9 @@
-"""The Python code in the documents runs: a file's blocks, in order, as one script in a process of its own."""
+"""The Python code in the documents runs: a file's blocks, in order, as one script in a process of its own.
 
+And the site builds without a warning or a dead link, with every public name on a page of the API reference.
+"""
+
+import importlib
 import json
 import os
 import re
@@ -29,7 +33,7 @@ def python_blocks(text: str) -> str:
 
 
 def test_documents_are_found() -> None:
-    assert {"README.md", "docs/guide.md", "docs/stages.md"} <= set(DOCUMENTS)
+    assert {"README.md", "docs/guide.md", "docs/stages.md", "docs/tutorial.md"} <= set(DOCUMENTS)
 
 
 def test_code_of_documents(tmp_path: Path) -> None:
@@ -49,3 +53,30 @@ def test_code_of_documents(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     failed = json.loads(result.stdout)
     assert not failed, "\n".join(f"{DOCUMENTS[index]}: {error}" for index, error in failed)
+
+    # The tutorial shows what its code prints, in order. Figures, and names with them, differ among machines.
+    def words(text: str) -> str:
+        return " ".join("0" if re.search(r"\d", word) else word for word in text.split())
+
+    printed = words((tmp_path / "docs-tutorial.md" / "code.stdout").read_text(encoding="utf-8"))
+    tutorial = (ROOT / "docs/tutorial.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```text\n(.*?)```", tutorial, flags=re.DOTALL)
+    assert len(shown) > 5
+    assert words(" ".join(shown)) == printed
+
+
+def test_site_builds_and_has_every_public_name(tmp_path: Path) -> None:
+    """``mkdocs build --strict`` fails on a warning: a dead link or anchor, a name that isn't there, a page left out."""
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    # Where two modules have the same object, one page has it and the other one links to it.
+    missing = []
+    for module in ("qgemm", "qgemm.nn", "qgemm.calibration", "qgemm.kernels", "qgemm.kernels.stages"):
+        page = (tmp_path / "api" / module.rpartition(".")[2] / "index.html").read_text(encoding="utf-8")
+        names = [*importlib.import_module(module).__all__, *(["QGemmConfig"] if module == "qgemm" else [])]
+        assert len(names) > 5
+        ids = {*re.findall(r'id="([^"]+)"', page), *re.findall(r'href="\.\./qgemm/#([^"]+)"', page)}
+        missing += [f"{module}.{name}" for name in names if not ids & {f"{module}.{name}", f"qgemm.{name}"}]
+    assert not missing
