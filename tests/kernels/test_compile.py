@@ -32,8 +32,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
 
 
 def of(results: list[Result], target: str, *prefixes: str) -> list[Result]:
-    """The results of a target whose kernel's name starts with one of ``prefixes``."""
-    found = [r for r in results if r["target"] == target and r["kernel"].startswith(prefixes or ("",))]
+    """The results of a target of the cases whose label starts with one of ``prefixes``."""
+    found = [r for r in results if r["target"] == target and r["case"].startswith(prefixes or ("",))]
     assert found, f"nothing was compiled for {target}: {prefixes}"
     return found
 
@@ -45,80 +45,80 @@ INT8 = ("scaled", "int32", "linear", "grouped tiles", "grouped persistent", "gro
 def test_everything_compiles(target: str, results: list[Result]) -> None:
     compiled = of(results, target)
     assert not [f"{r['kernel']}: {r['error']}" for r in compiled if "error" in r]
-    kinds = {r["kernel"].split()[0] for r in compiled}
+    kinds = {r["case"].split()[0] for r in compiled}
     # gfx942 has too little shared memory for the Stream-K candidates; "int32 streamk" is compiled there all the same.
     assert kinds >= {"scaled", "int32", "matmul", "quantize_rows", "grouped", "experts"}
     # A program's part of shared memory is too small for it there.
     assert ("linear" in kinds) == (target != "gfx942")
-    assert any("streamk" in r["kernel"] for r in compiled)
-    assert {"matmul float16", "matmul bfloat16", "matmul float32"} <= {r["kernel"] for r in compiled}
+    assert any("streamk" in r["case"] for r in compiled)
+    assert {"matmul float16", "matmul bfloat16", "matmul float32"} <= {r["case"] for r in compiled}
 
 
 def test_fp8_compiles_where_there_is_fp8(results: list[Result]) -> None:
     for target in TARGETS:
         formats = {"matmul float8_e5m2"} if target == "sm_80" else {"matmul float8_e5m2", "matmul float8_e4m3fn"}
-        assert {r["kernel"] for r in of(results, target, "matmul float8")} == formats
+        assert {r["case"] for r in of(results, target, "matmul float8")} == formats
 
 
 @EVERY_TARGET
 def test_int8_products_run_on_tensor_cores(target: str, results: list[Result]) -> None:
     units = ["mfma"] if target.startswith("gfx") else ["wgmma", "mma_sync", "tcgen05"]
     for r in of(results, target, *INT8):
-        assert any(r[unit] for unit in units), r["kernel"]
+        assert any(r[unit] for unit in units), r["case"]
 
 
 def test_hopper_gets_its_own_instructions_for_tiles_of_64_rows(results: list[Result]) -> None:
     for r in of(results, "sm_90", *INT8, "matmul float16", "matmul bfloat16"):
         if r["block_m"] >= 64:
-            assert r["wgmma"], r["kernel"]
-            assert not r["mma_sync"], r["kernel"]
+            assert r["wgmma"], r["case"]
+            assert not r["mma_sync"], r["case"]
 
 
 def test_hoppers_kernel_copies_by_descriptor_and_multiplies_from_shared_memory(results: list[Result]) -> None:
     for r in of(results, "sm_90", "hopper", "linear hopper", "grouped hopper"):
-        assert all(r[name] for name in ("wgmma", "tma_load", "tma_store")), r["kernel"]
+        assert all(r[name] for name in ("wgmma", "tma_load", "tma_store")), r["case"]
         assert not any(r[name] for name in ("mma_sync", "cp_async_16", "cp_async_narrow", "barriers_in_staging")), r
-    assert not [r for r in results if r["target"] != "sm_90" and "hopper" in r["kernel"]]
+    assert not [r for r in results if r["target"] != "sm_90" and "hopper" in r["case"]]
 
 
 @pytest.mark.parametrize(("target", "starts_early"), [("sm_80", False), ("sm_90", True), ("sm_100", True)])
 def test_kernels_start_ahead_of_time_where_they_can(target: str, starts_early: bool, results: list[Result]) -> None:
     for r in of(results, target, "scaled tiles", "scaled persistent", "quantize_rows", "linear", "grouped", "experts"):
-        assert bool(r["waits_for_previous"]) == starts_early, r["kernel"]
+        assert bool(r["waits_for_previous"]) == starts_early, r["case"]
 
 
 @EVERY_TARGET
 def test_half_precision_products_run_on_tensor_cores(target: str, results: list[Result]) -> None:
     for r in of(results, target, "matmul float16", "matmul bfloat16"):
-        assert any(r[unit] for unit in ("mfma", "wgmma", "mma_sync", "tcgen05")), r["kernel"]
+        assert any(r[unit] for unit in ("mfma", "wgmma", "mma_sync", "tcgen05")), r["case"]
 
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_operands_are_copied_16_bytes_at_a_time(target: str, results: list[Result]) -> None:
     # Narrower copies would mean that the compiler lost sight of an alignment that the arguments have.
     for r in of(results, target, *INT8, "matmul"):
-        if "hopper" in r["kernel"]:
+        if "hopper" in r["case"]:
             continue
-        assert r["cp_async_16"], r["kernel"]
-        assert not r["cp_async_narrow"], r["kernel"]
+        assert r["cp_async_16"], r["case"]
+        assert not r["cp_async_narrow"], r["case"]
 
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_rows_to_quantize_are_read_16_bytes_at_a_time(target: str, results: list[Result]) -> None:
     for r in of(results, target, "quantize_rows", *(["linear hopper"] if target == "sm_90" else [])):
-        assert r["load_16"] >= 4, r["kernel"]
+        assert r["load_16"] >= 4, r["case"]
         # Two values to an instruction, where there is one for that: else a row takes twice the registers.
-        if target != "sm_80" and "float16" in r["kernel"]:
-            assert r["packed_max"], r["kernel"]
+        if target != "sm_80" and "float16" in r["case"]:
+            assert r["packed_max"], r["case"]
 
 
 @EVERY_TARGET
 def test_no_kernel_spills(target: str, results: list[Result]) -> None:
-    assert not {r["kernel"]: r["spilled"] for r in of(results, target) if r["spilled"]}
+    assert not {r["case"]: r["spilled"] for r in of(results, target) if r["spilled"]}
 
 
 @EVERY_TARGET
 def test_candidates_fit_in_shared_memory(target: str, results: list[Result]) -> None:
     limit = {"sm_80": 166_912, "gfx942": 65_536, "gfx950": 163_840}.get(target, 232_448)
     for r in of(results, target, "scaled", "hopper", "linear", "grouped"):
-        assert 0 < r["shared"] <= limit, r["kernel"]
+        assert 0 < r["shared"] <= limit, r["case"]

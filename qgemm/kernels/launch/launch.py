@@ -50,7 +50,7 @@ class Launch:
         so it must wait (``tl.extra.cuda.gdc_wait()``) before it reads what that one writes, or writes what it reads.
         Without effect on devices that have no such thing.
         """
-        self._kernel = kernel
+        self.kernel = kernel
         self._grid = grid
         self._rest = (*numbers, *constants)
         # Without fused multiply-adds an epilogue rounds as the reference does: the same bits on every device.
@@ -71,7 +71,7 @@ class Launch:
         """Runs the kernel on the current stream of the first tensor's device."""
         device = tensors[0].device  # type: ignore[union-attr]
         if INTERPRETING:
-            self._kernel[(self._grid,)](*self._for_triton(tensors))
+            self.kernel[(self._grid,)](*self._for_triton(tensors))
             return None
         if device.index != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
@@ -80,7 +80,7 @@ class Launch:
         alignment = _alignment(pointers)
         variant = self._variants.get(alignment)
         if variant is None:
-            variant = self._variants[alignment] = self._compile(device, tensors)
+            variant = self._variants[alignment] = self._load(tensors)
             if alignment == 0:
                 self.aligned = variant.by_driver
         if variant.by_driver is None or hooked():
@@ -89,15 +89,18 @@ class Launch:
             variant.by_driver(torch._C._cuda_getCurrentRawStream(device.index), pointers)
         return None
 
-    def _compile(self, device: torch.device, tensors: tuple[Tensor | None, ...]) -> "_Variant":
-        """Has Triton compile the kernel for these tensors and load it on the current device."""
-        options = self._options
-        if self._pdl and _has_pdl(device):
-            options = {**options, "launch_pdl": True}
-        arguments = self._for_triton(tensors)
-        compiled = self._kernel.warmup(*arguments, grid=(self._grid,), **options)
+    def _load(self, tensors: tuple[Tensor | None, ...]) -> "_Variant":
+        """Compiles the kernel for these tensors and loads it on the current device."""
+        compiled = self.compile(*tensors)
         by_triton = compiled[(self._grid, 1, 1)]  # which loads it
-        return _Variant(driver_launch(compiled, self._grid, arguments, self._cluster), by_triton)
+        return _Variant(driver_launch(compiled, self._grid, self._for_triton(tensors), self._cluster), by_triton)
+
+    def compile(self, *tensors: Tensor | None) -> Any:
+        """What Triton compiles for a call with these tensors."""
+        options = self._options
+        if self._pdl and _has_pdl(tensors[0].device):  # type: ignore[union-attr]
+            options = {**options, "launch_pdl": True}
+        return self.kernel.warmup(*self._for_triton(tensors), grid=(self._grid,), **options)
 
     def _for_triton(self, tensors: tuple[Tensor | None, ...]) -> list[Any]:
         arguments: list[Any] = [*tensors, *self._rest]

@@ -1,0 +1,113 @@
+"""Devices that aren't there: the launchers choose, plan and compile for one of them, and nothing runs.
+
+Tensors are of PyTorch's device ``meta``: they have shapes, dtypes and strides, and an address of 0, but no memory. A
+process can ``assume`` one device; what the launchers keep in mind is for that one from then on.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from qgemm.kernels.gemm.config import GemmConfig
+from qgemm.kernels.launch import device, launch
+from qgemm.kernels.launch.device import DeviceLimits, hopper_rows
+from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.linear import launcher as linear
+
+META = torch.device("meta")
+
+
+class Device(NamedTuple):
+    target: GPUTarget
+    limits: DeviceLimits
+
+
+DEVICES = {
+    "sm_80": Device(GPUTarget("cuda", 80, 32), DeviceLimits(num_sms=108, shared_memory=166_912)),
+    "sm_90": Device(
+        GPUTarget("cuda", 90, 32),
+        DeviceLimits(132, shared_memory=232_448, hopper=True, hopper_rows=hopper_rows(), pdl=True),
+    ),
+    "sm_100": Device(GPUTarget("cuda", 100, 32), DeviceLimits(148, shared_memory=232_448, pdl=True)),
+    "gfx942": Device(GPUTarget("hip", "gfx942", 64), DeviceLimits(304, shared_memory=65_536, warp_size=64, num_xcds=8)),
+    "gfx950": Device(
+        GPUTarget("hip", "gfx950", 64), DeviceLimits(256, shared_memory=163_840, warp_size=64, num_xcds=8)
+    ),
+}
+
+
+class Launched(NamedTuple):
+    """A launch that would have been made, and the tensors that it would have got."""
+
+    launch: Launch
+    tensors: tuple[Tensor | None, ...]
+
+    @property
+    def kernel(self) -> str:
+        """The name of the kernel."""
+        return self.launch.kernel.__name__
+
+    def compile(self) -> Any:
+        """What Triton compiles for it."""
+        return self.launch.compile(*self.tensors)
+
+
+class _Driver:
+    """What Triton asks a driver for before it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Case(NamedTuple):
+    """A call that launches something."""
+
+    label: str
+    call: Callable[[], object]
+    config: GemmConfig | None = None
+    """Of its product."""
+    only: tuple[str, ...] = ()
+    """The kernels that it is about; all that it launches if empty."""
+
+
+_launched: list[Launched] = []
+
+
+def assume(assumed: Device) -> None:
+    """Makes ``assumed`` that of meta tensors, and of Triton, for the rest of this process."""
+    triton.runtime.driver.set_active(_Driver(assumed.target))
+    _set(device, INTERPRETER=assumed.limits)
+    _set(launch, _has_pdl=lambda _: assumed.limits.pdl)
+    _set(Launch, __call__=lambda self, *tensors: _launched.append(Launched(self, tensors)))
+    # What a layer's plan asks PyTorch for.
+    _set(linear, _empty=lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=META))
+    _set(linear, _on_stream=lambda device, stream: contextlib.nullcontext())
+    _set(linear, _keep_counts=lambda device: None)
+    torch._C._cuda_getCurrentRawStream = lambda device: 0
+
+
+def launches_of(case: Case) -> list[Launched]:
+    """The launches that ``case`` makes, of the kernels that it is about."""
+    _launched.clear()
+    case.call()
+    return [each for each in _launched if not case.only or each.kernel in case.only]
+
+
+def _set(place: Any, **values: Any) -> None:
+    for name, value in values.items():
+        assert hasattr(place, name)
+        setattr(place, name, value)
