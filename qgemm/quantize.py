@@ -145,7 +145,7 @@ def quantize_model(
         schemes = options or plan.schemes_in_use
         by_blocks = recipe is not None or device is not None or resume is not None or budget is not None
         takes_batches = calibration is not None and not isinstance(calibration, Calibration)
-        if by_blocks or (takes_batches and any(_rotates(each) or _keeps_columns(each) for each in schemes)):
+        if by_blocks or (takes_batches and any(each.needs_blocks for each in schemes)):
             methods = recipe if isinstance(recipe, Recipe) else Recipe([] if recipe is None else recipe)
             wants_data = {"budget": budget is not None and sensitivity is None, "device": device is not None}
             wants_data |= {"resume": resume is not None}
@@ -236,14 +236,14 @@ def check_on_batches(
     schemes = _plan_without_scales(model, resolve_schemes(scheme), skip, include).schemes_in_use
     if not has_batches and (wanting := wanting_data(recipe or (), schemes)):
         raise ValueError(f"{wanting[0]} needs batches to run the model on: pass them as calibration")
-    if recipe is None and not any(scheme.is_static or _keeps_columns(scheme) for scheme in schemes):
+    if recipe is None and not any(scheme.needs_data for scheme in schemes):
         raise ValueError(_nothing_to_calibrate(schemes))
 
 
 def wanting_data(recipe: Iterable[Method], schemes: Iterable[QuantScheme]) -> list[str]:
     """The methods and schemes, in words, that need data to run the model on."""
     wanting = [f"the method {method.name}" for method in recipe if method.needs_data]
-    return wanting + [f"the scheme {scheme.name!r}" for scheme in schemes if scheme.is_static or _keeps_columns(scheme)]
+    return wanting + [f"the scheme {scheme.name!r}" for scheme in schemes if scheme.needs_data]
 
 
 def _plan_without_scales(
@@ -269,11 +269,12 @@ def _swap_all(model: nn.Module, plan: SwapPlan, progress: bool | None) -> dict[s
 
 
 def _with_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] | None) -> SwapPlan:
-    for scheme in filter(_keeps_columns, plan.schemes_in_use):
-        raise ValueError(
-            f"scheme {scheme.name!r} keeps columns in float that are found in calibration: load the float model, "
-            "and pass it to quantize_model with batches as calibration"
-        )
+    for scheme in plan.schemes_in_use:
+        if scheme.outlier_columns:
+            raise ValueError(
+                f"scheme {scheme.name!r} keeps columns in float that are found in calibration: load the float model, "
+                "and pass it to quantize_model with batches as calibration"
+            )
     return replace(plan, input_scales=_check_input_scales(plan, input_scales))
 
 
@@ -333,16 +334,6 @@ def _resolve(
         )
     only = resolve_scheme(scheme)
     return {"*": only}, [only]
-
-
-def _keeps_columns(scheme: QuantScheme) -> bool:
-    """Whether some columns of activations stay in float, which are chosen block by block."""
-    return scheme.activation is not None and scheme.activation.outlier_columns > 0
-
-
-def _rotates(scheme: QuantScheme) -> bool:
-    """Whether activations are rotated before they get a static scale, which calibration by itself doesn't see."""
-    return scheme.is_static and scheme.activation is not None and scheme.activation.rotation is not None
 
 
 def make_report(plan: SwapPlan, records: Mapping[str, LayerRecord]) -> QuantReport:
@@ -417,7 +408,7 @@ def _calibrated_scales(
 ) -> dict[str, InputScale]:
     """``input_scales`` of a calibration, or of the batches for one."""
     for scheme in plan.schemes_in_use:
-        if _keeps_columns(scheme) or _rotates(scheme):
+        if scheme.needs_blocks:
             raise ValueError(
                 f"scheme {scheme.name!r} rotates activations, or keeps columns of them in float, which calibration "
                 "hasn't seen: pass batches"
@@ -452,7 +443,7 @@ def _calibrated_scales(
 def _nothing_to_calibrate(schemes: Sequence[QuantScheme]) -> str:
     """Why batches by themselves are of no use, and what would use them."""
     names = " and ".join(repr(scheme.name) for scheme in schemes)
-    if all(scheme.activation is None for scheme in schemes):
+    if all(scheme.is_weight_only for scheme in schemes):
         return (
             f"scheme {names} multiplies in float, so calibration by itself finds nothing: with a recipe, such as "
             "recipe=[GPTQ()], the batches decide better weights than rounding gives"
@@ -490,9 +481,10 @@ def _check_input_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] |
 
 
 def _check_input_scale(name: str, value: InputScale, scheme: QuantScheme) -> None:
-    is_pair = scheme.activation is not None and not scheme.activation.symmetric
-    if isinstance(value, tuple | list) != is_pair or (isinstance(value, tuple | list) and len(value) != 2):
-        wanted = "a pair, of a scale and a zero point" if is_pair else "one number"
+    if isinstance(value, tuple | list) != scheme.has_zero_point or (
+        isinstance(value, tuple | list) and len(value) != 2
+    ):
+        wanted = "a pair, of a scale and a zero point" if scheme.has_zero_point else "one number"
         raise ValueError(f"input_scales[{name!r}] is {value}; scheme {scheme.name!r} takes {wanted}")
     number, zero_point = value if isinstance(value, tuple | list) else (value, 0)
     if not all(isinstance(each, int | float | Tensor) for each in (number, zero_point)):

@@ -1,15 +1,20 @@
 """``QuantScheme``: what a quantized layer stores and computes with.
 
-A scheme says, for the weight and for the activation, which dtype, how finely it is scaled, and when the scale is found.
-Schemes are values: they compare, print, and go through JSON (``to_dict``, ``from_dict``) into a checkpoint. ``SCHEMES``
-holds those with a name; ``resolve_scheme`` takes a name or a scheme.
+A scheme says, for the weight and for the activation, which format, how finely it is scaled, and when the scale is
+found. Schemes are values: they compare, print, and go through JSON (``to_dict``, ``from_dict``) into a checkpoint. What
+a scheme asks for is a property of it (``is_static``, ``rotates``, ``needs_blocks``), and one is made of another by a
+method (``rotated()``, ``with_outliers(16)``); its name is made from the value. ``SCHEMES`` holds those that are
+computed; ``resolve_scheme`` takes a name or a scheme.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
+
+from qgemm.numerics.formats import FORMATS, Format
 
 Granularity = Literal["tensor", "channel", "token", "group"]
 
@@ -18,7 +23,7 @@ Granularity = Literal["tensor", "channel", "token", "group"]
 class TensorScheme:
     """How one tensor is quantized.
 
-    - ``dtype``: what its values are stored as: ``"int8"``, or ``"int4"``, of which eight share an int32.
+    - ``dtype``: the name of its ``format``, one of ``qgemm.numerics.formats.FORMATS``.
     - ``granularity``: what shares a scale: the whole ``"tensor"``, an output ``"channel"`` (row) of a weight, a
       ``"token"`` (row) of an activation, or a ``"group"`` of ``group_size`` values along K.
     - ``dynamic``: whether the scale is found from the values at run time.
@@ -34,6 +39,12 @@ class TensorScheme:
     group_size: int | None = None
     outlier_columns: int = 0
     rotation: str | None = None
+
+    @property
+    def format(self) -> Format:
+        """The number format of its values."""
+        form = FORMATS[self.dtype]
+        return form if self.symmetric else form.asymmetric
 
     def to_dict(self) -> dict[str, Any]:
         """The scheme as JSON-ready values. What most schemes don't have is left out."""
@@ -57,6 +68,71 @@ class QuantScheme:
         """Whether activations are quantized with a scale that is given beforehand, not found at run time."""
         return self.activation is not None and not self.activation.dynamic
 
+    @property
+    def is_weight_only(self) -> bool:
+        """Whether activations stay in float, and products with them."""
+        return self.activation is None
+
+    @property
+    def has_zero_point(self) -> bool:
+        """Whether activations have a zero point, so that their scale is a pair."""
+        return self.activation is not None and not self.activation.symmetric
+
+    @property
+    def rotates(self) -> bool:
+        """Whether activations are rotated before they are quantized."""
+        return self.activation is not None and self.activation.rotation is not None
+
+    @property
+    def outlier_columns(self) -> int:
+        """How many columns of activations stay in float."""
+        return 0 if self.activation is None else self.activation.outlier_columns
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether quantized operands are multiplied, and that is all: no zero point, rotation or columns in float."""
+        return not (self.is_weight_only or self.has_zero_point or self.rotates or self.outlier_columns)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether a layer can't be made from its weight alone."""
+        return self.is_static or self.outlier_columns > 0
+
+    @property
+    def needs_blocks(self) -> bool:
+        """Whether what it needs is only seen block by block, with the layer's work done: columns, or rotated inputs."""
+        return self.outlier_columns > 0 or (self.is_static and self.rotates)
+
+    @property
+    def max_k(self) -> int:
+        """The longest sum that a product's accumulator holds."""
+        return sys.maxsize if self.activation is None else self.activation.format.max_k
+
+    def rotated(self) -> QuantScheme:
+        """The scheme with rotated activations. Raises ``ValueError`` where that has no form, or is so already."""
+        if self.activation is not None and not self.rotates:
+            found = SCHEMES.get(_name(self.weight, replace(self.activation, rotation="hadamard")))
+            if found is not None:
+                return found
+        raise ValueError(f"scheme {self.name!r} has no form with a rotation")
+
+    def with_outliers(self, count: int) -> QuantScheme:
+        """The scheme with ``count`` columns of activations kept in float, a multiple of 16.
+
+        Raises ``ValueError`` where that has no form, or some are kept already.
+        """
+        if self.activation is None or self.weight != INT8_ROWS or not self.is_plain or count < 1 or count % 16:
+            raise ValueError(f"scheme {self.name!r} has no form with {count} columns in float")
+        return _scheme(self.weight, replace(self.activation, outlier_columns=count))
+
+    def without_outliers(self) -> QuantScheme:
+        """The scheme with no columns kept in float."""
+        return self if self.activation is None else _scheme(self.weight, replace(self.activation, outlier_columns=0))
+
+    def for_experts(self) -> QuantScheme:
+        """What fused experts are quantized with where linear layers have this scheme: ``int8``, whatever it is."""
+        return SCHEMES["int8"]
+
     def to_dict(self) -> dict[str, Any]:
         """The scheme as JSON-ready values."""
         activation = None if self.activation is None else self.activation.to_dict()
@@ -76,18 +152,36 @@ class QuantScheme:
             raise ValueError(f"{values!r} is no quantization scheme: {error}") from error
 
 
-_INT8_WEIGHT = TensorScheme("int8", "channel")
+def _name(weight: TensorScheme, activation: TensorScheme | None) -> str:
+    """What a scheme is called, by what it is."""
+    parts = [weight.dtype]
+    if activation is None:
+        parts += ["channel"] if weight.granularity == "channel" else []
+    else:
+        parts += [] if activation.dynamic else ["static"]
+        parts += [] if activation.symmetric else ["asymmetric"]
+        parts += [] if activation.rotation is None else [activation.rotation]
+        parts += [f"outliers-{activation.outlier_columns}"] if activation.outlier_columns else []
+    return "-".join(parts)
+
+
+def _scheme(weight: TensorScheme, activation: TensorScheme | None) -> QuantScheme:
+    return QuantScheme(_name(weight, activation), weight, activation)
+
+
+INT8_ROWS = TensorScheme("int8", "channel")
+"""Weights of 8 bits with a scale a row, which all int8 schemes have."""
 
 SCHEMES: dict[str, QuantScheme] = {
     scheme.name: scheme
     for scheme in (
-        QuantScheme("int8", _INT8_WEIGHT, TensorScheme("int8", "token", dynamic=True)),
-        QuantScheme("int8-static", _INT8_WEIGHT, TensorScheme("int8", "tensor")),
-        QuantScheme("int8-static-asymmetric", _INT8_WEIGHT, TensorScheme("int8", "tensor", symmetric=False)),
-        QuantScheme("int8-hadamard", _INT8_WEIGHT, TensorScheme("int8", "token", dynamic=True, rotation="hadamard")),
-        QuantScheme("int8-static-hadamard", _INT8_WEIGHT, TensorScheme("int8", "tensor", rotation="hadamard")),
-        QuantScheme("int4", TensorScheme("int4", "group", group_size=128), None),
-        QuantScheme("int4-channel", TensorScheme("int4", "channel"), None),
+        _scheme(INT8_ROWS, TensorScheme("int8", "token", dynamic=True)),
+        _scheme(INT8_ROWS, TensorScheme("int8", "tensor")),
+        _scheme(INT8_ROWS, TensorScheme("int8", "tensor", symmetric=False)),
+        _scheme(INT8_ROWS, TensorScheme("int8", "token", dynamic=True, rotation="hadamard")),
+        _scheme(INT8_ROWS, TensorScheme("int8", "tensor", rotation="hadamard")),
+        _scheme(TensorScheme("int4", "group", group_size=128), None),
+        _scheme(TensorScheme("int4", "channel"), None),
     )
 }
 """The schemes with a fixed name.
@@ -103,7 +197,7 @@ SCHEMES: dict[str, QuantScheme] = {
 multiple of 16.
 """
 
-_OUTLIERS = re.compile(r"(int8|int8-static)-outliers-([1-9][0-9]{1,4})")
+_OUTLIERS = re.compile(r"(.+)-outliers-([1-9][0-9]{1,4})")
 
 
 def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
@@ -125,7 +219,8 @@ def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
 def _find(name: str) -> QuantScheme | None:
     if (match := _OUTLIERS.fullmatch(name)) is None:
         return SCHEMES.get(name)
-    base, count = SCHEMES[match[1]], int(match[2])
-    if count % 16 or base.activation is None:
+    base, count = SCHEMES.get(match[1]), int(match[2])
+    try:
+        return None if base is None else base.with_outliers(count)
+    except ValueError:
         return None
-    return QuantScheme(name, base.weight, replace(base.activation, outlier_columns=count))

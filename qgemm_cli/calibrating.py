@@ -160,7 +160,7 @@ def check_wants(scheme: SchemeChoice, recipe: Recipe | None, windows: Windows | 
     """Raises ``ValueError`` if there is no text and something needs one, or the other way round."""
     wanting = [f"the method {method.name}" for method in recipe or () if method.needs_data]
     for each in resolve_schemes(scheme).values():
-        if each is not None and (each.is_static or (each.activation is not None and each.activation.outlier_columns)):
+        if each is not None and each.needs_data:
             wanting.append(f"the scheme {each.name}")
     if windows is None and wanting:
         scales = ", or --input-scales FILE" if recipe is None else ""

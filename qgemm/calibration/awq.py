@@ -123,7 +123,7 @@ class AWQ(Method):
         seen = block.collect(second_moment=True)
         for fold in folds:
             quantized = [name for name in fold.layers if name in block.layers]
-            if any(_is_rotated(block.layers[name]) for name in quantized):
+            if any(block.layers[name].scheme.rotates for name in quantized):
                 refused |= dict.fromkeys(quantized, "a rotation mixes its input's channels")
                 continue
             if quantized[0] not in seen:
@@ -162,11 +162,6 @@ class AWQ(Method):
 
 def _clipped(weight: Tensor, moment: Tensor | None) -> QuantizedWeight:
     return round_weight(weight, mse_scale(weight, second_moment=moment))
-
-
-def _is_rotated(work: LayerWork) -> bool:
-    activation = work.scheme.activation
-    return activation is not None and activation.rotation is not None
 
 
 def _weights(block: Block, fold: Fold) -> tuple[list[Tensor], list[Grid]]:

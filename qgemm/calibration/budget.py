@@ -26,7 +26,7 @@ from qgemm.calibration.sensitivity_result import ERROR, KL, LayerSensitivity, Se
 from qgemm.checkpoint.layout import parse_size
 from qgemm.model.selection import listed
 from qgemm.model.survey import Layer
-from qgemm.scheme import SCHEMES, QuantScheme
+from qgemm.scheme import QuantScheme
 from qgemm.tables import size
 
 _MOST_PAIRS = 1 << 14
@@ -86,17 +86,14 @@ def assign_schemes(
 ) -> tuple[dict[str, QuantScheme], dict[str, str]]:
     """For those of ``layers`` without a reason to stay in float: the scheme of each that gets one, and a note on it.
 
-    All others get their reason. Experts have ``"int8"`` or none. Raises ``ValueError`` as ``choose_schemes`` does, if
-    ``sensitivity`` is of another model or of other schemes, and if all layers stay in float.
+    All others get their reason. Experts have ``QuantScheme.for_experts`` or none. Raises ``ValueError`` as
+    ``choose_schemes`` does, if ``sensitivity`` is of another model or of other schemes, and if all stay in float.
     """
     if foreign := sorted({record.name for record in sensitivity.records} - {layer.name for layer in layers}):
         raise ValueError(f"sensitivity was measured of {listed(foreign)}, but the model has no such layer")
     waiting = [layer for layer in layers if not layer.reason]
-    options = {
-        (layer.name, scheme.name): scheme
-        for layer in waiting
-        for scheme in ([SCHEMES["int8"]] if layer.is_experts else schemes)
-    }
+    own_schemes = ((layer, layer.scheme_for(scheme)) for layer in waiting for scheme in schemes)
+    options = {(layer.name, scheme.name): scheme for layer, scheme in own_schemes}
     known = {record.scheme for record in sensitivity.records}
     if unknown := sorted({scheme for _, scheme in options} - known):
         raise ValueError(f"sensitivity wasn't measured under {listed(unknown)}: measure that, or leave it out")

@@ -21,7 +21,6 @@ from qgemm.calibration.folding import Fold, OutputCheck, find_folds, head_dim_of
 from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.nn.linear import linear_weight
 from qgemm.numerics.hadamard import block_size, hadamard
-from qgemm.scheme import resolve_scheme
 
 _DOWN_PROJECTIONS = (
     "down_proj",
@@ -72,9 +71,9 @@ def _rotate_online(work: LayerWork) -> None:
         work.notes.append(f"hadamard: not rotated: it has {K} columns, an odd number")
         return
     try:
-        work.scheme = resolve_scheme(f"{work.scheme.name}-hadamard")
-    except ValueError:
-        work.notes.append(f"hadamard: not rotated: scheme {work.scheme.name!r} has no form with a rotation")
+        work.scheme = work.scheme.rotated()
+    except ValueError as error:
+        work.notes.append(f"hadamard: not rotated: {error}")
     else:
         work.undecide()
 

@@ -126,8 +126,7 @@ class Observer(ABC):
 
     def input_scale(self, scheme: QuantScheme) -> float | tuple[float, int]:
         """What ``input_scales`` has for a layer of ``scheme``, a static one; raises as ``scale``."""
-        is_symmetric = scheme.activation is None or scheme.activation.symmetric
-        return self.scale() if is_symmetric else self.scale_and_zero_point()
+        return self.scale_and_zero_point() if scheme.has_zero_point else self.scale()
 
     def _blank(self: Kind) -> Kind:
         return type(self)(**self.settings)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from qgemm.calibration.method import Block, LayerWork, Method, Part
-from qgemm.scheme import resolve_scheme
 
 COLUMNS_AT_A_TIME = 16
 """What counts of outlier columns are multiples of: as many as a tensor core takes at once."""
@@ -65,7 +64,7 @@ class OutlierColumns(Method):
             work.notes.append(f"outlier-columns: it has too few columns, {len(channel_amax)}")
             return
         try:
-            scheme = resolve_scheme(f"{work.scheme.name}-outliers-{count}")
+            scheme = work.scheme.with_outliers(count)
         except ValueError:
             work.notes.append(f"outlier-columns: scheme {work.scheme.name!r} has no form with them")
             return
@@ -82,9 +81,8 @@ def fill_columns(block: Block) -> None:
     """
     works = {}
     for name, work in block.layers.items():
-        activation = work.scheme.activation
-        if activation is not None and activation.outlier_columns and work.outlier_columns is None:
-            works[name] = work, activation.outlier_columns
+        if work.scheme.outlier_columns and work.outlier_columns is None:
+            works[name] = work, work.scheme.outlier_columns
     seen = block.collect(works) if works else {}
     for name, (work, count) in works.items():
         if name in seen and count <= len(seen[name].channel_amax):
@@ -92,7 +90,7 @@ def fill_columns(block: Block) -> None:
         else:
             why = "it saw no tokens" if name not in seen else f"it has {len(seen[name].channel_amax)} columns"
             work.notes.append(f"no columns are kept in 16 bits: {why}")
-            work.scheme = resolve_scheme(work.scheme.name.removesuffix(f"-outliers-{count}"))
+            work.scheme = work.scheme.without_outliers()
 
 
 def largest_columns(channel_amax: Tensor, count: int) -> Tensor:

@@ -42,7 +42,7 @@ from qgemm.model.report import KEPT, LayerRecord
 from qgemm.model.survey import Layer
 from qgemm.model.swap import make_unusable, swap
 from qgemm.nn.linear_layer import InputScale
-from qgemm.scheme import SCHEMES, QuantScheme
+from qgemm.scheme import QuantScheme
 from qgemm.version import __version__
 
 # Of a layer's inputs, as many rows tell how far its output is off.
@@ -239,7 +239,7 @@ class _Run:
         weights = {name: (each.values, each.scale) for name, each in (work.weights or {}).items()}
         if len(self.recipe) and work.weights is None:
             work.notes.append("experts are rounded to nearest")
-        record = swap(self.model, self.layers[work.name], SCHEMES["int8"], weights=weights)
+        record = swap(self.model, self.layers[work.name], self.schemes[work.name], weights=weights)
         return replace(record, note="; ".join(work.notes))
 
     def _observe(self, block: Block) -> tuple[dict[str, InputScale], dict[str, Tensor]]:

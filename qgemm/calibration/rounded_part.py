@@ -20,8 +20,7 @@ from qgemm.scheme import TensorScheme
 
 def rounded_part(work: LayerWork, x: Tensor) -> Tensor:
     """The part of ``x [..., K]`` that is rounded: rows of the layer's weight, or of its input."""
-    activation = work.scheme.activation
-    if activation is not None and activation.rotation is not None:
+    if work.scheme.rotates:
         return hadamard(x)
     if work.outlier_columns is not None:
         return x.index_fill(-1, work.outlier_columns.to(x.device), 0)
@@ -50,7 +49,7 @@ def rounded_input(work: LayerWork, seen: InputStatistics, scales: Tensor | None 
     activation = work.scheme.activation
     if activation is None:
         return x, x
-    seen_amax = x.abs().max() if activation.rotation else rounded_part(work, seen.channel_amax / scales).max()
+    seen_amax = x.abs().max() if work.scheme.rotates else rounded_part(work, seen.channel_amax / scales).max()
     return x, _round(x, activation, seen_amax)
 
 

@@ -44,7 +44,7 @@ from qgemm.model.selection import Patterns, listed, select_layers
 from qgemm.model.survey import Layer
 from qgemm.nn import QuantExperts, QuantLayer, linear_class
 from qgemm.nn.attention import opened_attention
-from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
+from qgemm.scheme import QuantScheme, resolve_scheme
 
 # Logits at a time, in float64.
 _PIECE = 1 << 24
@@ -65,7 +65,7 @@ def sensitivity(
       gradients, ``1 + layers * schemes`` times; once more if a scheme is static, whose scales are then ``"min-max"``;
       and a few times on the first batch, to find its blocks. What all blocks return on one batch is kept in memory.
     - ``schemes``: one or more, each tried on every layer: those without outlier columns, and without a rotation before
-      a static scale. Experts have ``"int8"`` for any.
+      a static scale. Experts have ``QuantScheme.for_experts``.
     - ``skip``, ``include``: as ``quantize_model`` has them: what isn't measured, and what is.
 
     The model stays as it is, also after an error. Warns of layers that no token reaches; they have no record. Raises
@@ -92,7 +92,7 @@ def sensitivity(
         trials = [
             _Trial(layer, scheme, seen.get(layer.name))
             for layer in layers
-            for scheme in ([SCHEMES["int8"]] if layer.is_experts else dict.fromkeys(resolved))
+            for scheme in dict.fromkeys(layer.scheme_for(each) for each in resolved)
         ]
         outputs = _Outputs()
         hidden = None if progress is None else not progress
@@ -312,9 +312,8 @@ def _without_nan(value: float) -> float:
 
 def _measurable(scheme: QuantScheme) -> QuantScheme:
     """The scheme, if nothing but rounding to nearest is needed for it."""
-    activation = scheme.activation
-    if activation is not None and activation.outlier_columns:
+    if scheme.outlier_columns:
         raise ValueError(f"scheme {scheme.name!r} needs columns that a method chooses: sensitivity only rounds")
-    if activation is not None and activation.rotation and scheme.is_static:
+    if scheme.needs_blocks:
         raise ValueError(f"scheme {scheme.name!r} needs scales of rotated inputs, which sensitivity doesn't find")
     return scheme

@@ -57,7 +57,7 @@ class SmoothQuant(Method):
             quantized = [name for name in fold.layers if name in block.layers]
             if not self.through_linear and not fold.is_norm(block):
                 refused |= dict.fromkeys(quantized, "its input comes from a linear layer, and through_linear is off")
-            elif all(block.layers[name].scheme.activation is None for name in quantized):
+            elif all(block.layers[name].scheme.is_weight_only for name in quantized):
                 refused |= dict.fromkeys(quantized, "its input stays in float")
             elif not (seen := block.collect(quantized[:1], rows=_ROWS if self.alpha == "search" else 0)):
                 refused |= dict.fromkeys(quantized, "it saw no tokens")

@@ -90,8 +90,11 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
                     raise CheckpointError(
                         f"{config_path.parent} lacks {layer} in int8: the experts of a layer are quantized all or none"
                     )
-                if scheme.weight.dtype != "int8":
-                    raise CheckpointError(f"{config_path}: {layer} is an expert in 4 bits, which qgemm doesn't compute")
+                if scheme.weight != scheme.for_experts().weight:
+                    bits = scheme.weight.format.bits
+                    raise CheckpointError(
+                        f"{config_path}: {layer} is an expert in {bits} bits, which qgemm doesn't compute"
+                    )
                 schemes.add(scheme)
                 place = (expert, slice(index * shape[0], (index + 1) * shape[0]))
                 whole = (source.num_experts, rows)

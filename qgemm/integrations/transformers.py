@@ -273,7 +273,7 @@ class QGemmQuantizer(HfQuantizer):
         if param_name not in self.waiting:
             return param.element_size()
         assert self._plan is not None
-        return 0.5 if self._plan.scheme_of(self.waiting[param_name]).weight.dtype == "int4" else 1
+        return self._plan.scheme_of(self.waiting[param_name]).weight.format.bits / 8
 
     def get_quantize_ops(self) -> ConversionOps:
         """What is done with a weight for which ``param_needs_quantization``."""

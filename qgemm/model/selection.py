@@ -19,7 +19,7 @@ from torch import nn
 
 from qgemm.model.survey import Layer, find_layers
 from qgemm.nn import QuantLayer
-from qgemm.scheme import SCHEMES, QuantScheme, resolve_scheme
+from qgemm.scheme import QuantScheme, resolve_scheme
 
 Pattern: TypeAlias = "str | re.Pattern[str]"
 Patterns: TypeAlias = "Pattern | Iterable[Pattern] | None"
@@ -74,7 +74,8 @@ def apply_schemes(
 ) -> dict[str, QuantScheme]:
     """The scheme of each layer that is to be swapped, by name: that of the first pattern that matches it.
 
-    Layers with the scheme None, and those that no pattern matches, get a ``reason``. Experts compute ``"int8"`` alone.
+    Layers with the scheme None, and those that no pattern matches, get a ``reason``. Experts have
+    ``QuantScheme.for_experts``.
 
     Raises ``ValueError`` if a pattern matches no layer, or none that those ahead of it leave, or nothing is left to be
     swapped.
@@ -91,9 +92,7 @@ def apply_schemes(
         if scheme is None:
             _leave(own, f"scheme={{{shown!r}: None}}")
         else:
-            chosen.update(
-                {each.name: SCHEMES["int8"] if each.is_experts else scheme for each in own if not each.reason}
-            )
+            chosen.update({each.name: each.scheme_for(scheme) for each in own if not each.reason})
     _leave(list(waiting.values()), "no pattern of scheme matches it")
     _check_something_to_swap(model, layers)
     return chosen

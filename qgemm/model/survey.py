@@ -22,6 +22,7 @@ from qgemm.nn.carry_over import cannot_be_carried
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear import linear_weight
 from qgemm.numerics.formats import INT8
+from qgemm.scheme import QuantScheme
 
 _WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SWAPPED = {
@@ -63,6 +64,10 @@ class Layer:
     def name(self) -> str:
         """The name that errors and reports use."""
         return self.names[0]
+
+    def scheme_for(self, scheme: QuantScheme) -> QuantScheme:
+        """What it is quantized with where ``scheme`` is wanted."""
+        return scheme.for_experts() if self.is_experts else scheme
 
 
 def find_layers(model: nn.Module) -> list[Layer]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import InputScale
 from qgemm.nn.quant_layer import frozen
+from qgemm.numerics.formats import INT8
 from qgemm.numerics.zero_points import ZERO_POINTS, correction, is_zero_point
 from qgemm.scheme import QuantScheme
 
@@ -47,7 +48,7 @@ class AsymmetricLinear(QuantLinear):
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:
         """Whether activations have a zero point."""
-        return scheme.activation is not None and not scheme.activation.symmetric
+        return scheme.weight.format is INT8 and scheme.has_zero_point
 
     def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:
         """Sets ``input_scale`` and ``input_zero_point``, from a pair of them."""

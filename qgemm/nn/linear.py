@@ -70,10 +70,7 @@ class QuantLinear(LinearLayer):
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:
         """Whether ``scheme`` is int8 by int8, with nothing more to it."""
-        activation = scheme.activation
-        if activation is None or scheme.weight.dtype != "int8":
-            return False
-        return activation.symmetric and not activation.outlier_columns and activation.rotation is None
+        return scheme.weight.format is INT8 and scheme.is_plain
 
     def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """int8 ``[n, K]`` and a scale for each row, float32 ``[n]``."""

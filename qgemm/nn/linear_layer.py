@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, traced_as_leaf
-from qgemm.numerics.formats import INT8, Format
+from qgemm.numerics.formats import Format
 from qgemm.ops.direct import check_is_tensor
 from qgemm.scheme import QuantScheme, resolve_scheme
 
@@ -67,10 +67,10 @@ class LinearLayer(QuantLayer):
         self.scheme = resolve_scheme(scheme)
         if not self.computes(self.scheme):
             raise ValueError(f"scheme {self.scheme.name!r} isn't for {type(self).__name__}: ask qgemm.nn.linear_class")
-        if self.scheme.activation is not None and in_features > INT8.max_k:
+        if in_features > self.scheme.max_k:
             raise ValueError(
-                f"in_features is {in_features}; int32 sums hold up to {INT8.max_k}: cut the layer along K and add the "
-                "parts"
+                f"in_features is {in_features}; int32 sums hold up to {self.scheme.max_k}: cut the layer along K and "
+                "add the parts"
             )
 
     @classmethod

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import NOT_FINITE
 from qgemm.nn.quant_layer import frozen
+from qgemm.numerics.formats import INT8
 from qgemm.ops import quant_linear
 from qgemm.ops.declare import to_autocast_dtype
 from qgemm.scheme import QuantScheme
@@ -47,8 +48,7 @@ class OutlierLinear(QuantLinear):
     ) -> None:
         """Raises ``ValueError`` if there are fewer columns than ``scheme`` keeps. A new layer keeps the first ones."""
         super().__init__(in_features, out_features, bias, device, dtype, scheme)
-        assert self.scheme.activation is not None
-        count = self.scheme.activation.outlier_columns
+        count = self.scheme.outlier_columns
         if in_features < count:
             raise ValueError(
                 f"scheme {self.scheme.name!r} keeps {count} columns in float, and in_features is {in_features}: use "
@@ -60,7 +60,7 @@ class OutlierLinear(QuantLinear):
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:
         """Whether activations have columns that are kept out of int8."""
-        return scheme.activation is not None and scheme.activation.outlier_columns > 0
+        return scheme.weight.format is INT8 and scheme.outlier_columns > 0
 
     def problem_with(self, name: str, value: Tensor) -> str:
         """As ``QuantLayer``; columns must be ones of the weight, ascending."""

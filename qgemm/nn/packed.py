@@ -59,7 +59,7 @@ class PackedLinear(LinearLayer):
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:
         """Whether ``scheme`` has a weight of 4 bits and leaves activations in float."""
-        return scheme.weight.dtype == "int4" and scheme.activation is None
+        return scheme.weight.format is INT4 and scheme.is_weight_only
 
     @property
     def group_size(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qgemm.nn.linear import QuantLinear
+from qgemm.numerics.formats import INT8
 from qgemm.numerics.hadamard import hadamard
 from qgemm.ops import quant_linear
 from qgemm.scheme import QuantScheme
@@ -31,7 +32,7 @@ class RotatedLinear(QuantLinear):
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:
         """Whether activations are rotated."""
-        return scheme.activation is not None and scheme.activation.rotation == "hadamard"
+        return scheme.weight.format is INT8 and scheme.rotates
 
     def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """As ``QuantLinear``, of the rotated rows."""
