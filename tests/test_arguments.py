@@ -137,7 +137,7 @@ def test_mistaken_arguments_are_answered_with_a_sentence(
 @pytest.mark.parametrize("scheme", ["int8", "int8-hadamard", "int4", "int8-static-asymmetric", "int8-outliers-16"])
 @pytest.mark.parametrize("x", [[1.0] * 32, None, 3, "x"])
 def test_the_input_of_a_layer_is_a_tensor(scheme: str, x: Any) -> None:
-    from models.schemes import quantized_layer
+    from families.schemes import quantized_layer
 
     with pytest.raises(TypeError, match=f"the layer's input is a {type(x).__name__}; it takes a tensor"):
         quantized_layer(nn.Linear(32, 8), scheme)(x)

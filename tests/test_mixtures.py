@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from experts_families import ALL, inputs
-from models.example import Example
-from models.mixtures import MIXTURES
+from families.example import Example
+from families.experts import ALL, inputs
+from families.mixtures import MIXTURES
 from torch import Tensor, nn
 
 from qgemm import QuantLinear, quantize_model, report

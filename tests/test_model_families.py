@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, Example
+from families import FAMILIES, Example
 from torch import nn
 from transformers import PreTrainedModel
 

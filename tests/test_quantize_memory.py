@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from experts_families import ALL
+from families.experts import ALL
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -11,9 +11,9 @@ import accelerate
 import pytest
 import torch
 from checkpoint.rewriting import rewrite_file
+from families import FAMILIES, Example
+from families.schemes import EVERY_SCHEME, quantized_model
 from integrations.folders import assert_same
-from models import FAMILIES, Example
-from models.schemes import EVERY_SCHEME, quantized_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from streaming.files import assert_same_files, quantize_whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from models import FAMILIES
+from families import FAMILIES
 from torch import Tensor, nn
 
 from qgemm.calibration.method import Block, Call, LayerWork

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import FAMILIES
+from families import FAMILIES
 from torch import Tensor, nn
 from torch.nn import functional as F
 

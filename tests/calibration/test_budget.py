@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import FAMILIES
-from models.mixtures import MIXTURES
+from families import FAMILIES
+from families.mixtures import MIXTURES
 from torch import nn
 
 import qgemm

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.mixtures import MIXTURES
+from families.mixtures import MIXTURES
 from torch import Tensor, nn
 
 import qgemm

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, Example
-from models.mixtures import MIXTURES
+from families import FAMILIES, Example
+from families.mixtures import MIXTURES
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import FAMILIES
+from families import FAMILIES
 
 import qgemm
 from calibration.blocks import block_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import FAMILIES
+from families import FAMILIES
 from torch import nn
 
 import qgemm

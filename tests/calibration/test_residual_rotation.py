@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import FAMILIES, Example
-from models.mixtures import MIXTURES
+from families import FAMILIES, Example
+from families.mixtures import MIXTURES
 
 import qgemm
 from qgemm.calibration.residual_rotation import ResidualRotation, rotate_residual

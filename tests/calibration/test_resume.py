@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from models import FAMILIES
-from models.example import Example
-from models.mixtures import MIXTURES
+from families import FAMILIES
+from families.example import Example
+from families.mixtures import MIXTURES
 from torch import nn
 
 import qgemm

@@ -11,8 +11,8 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from models import FAMILIES
-from models.mixtures import MIXTURES
+from families import FAMILIES
+from families.mixtures import MIXTURES
 from torch import Tensor, nn
 from torch.nn import functional as F
 

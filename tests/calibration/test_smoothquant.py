@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import FAMILIES
-from models.mixtures import MIXTURES
+from families import FAMILIES
+from families.mixtures import MIXTURES
 from torch import Tensor, nn
 
 import qgemm

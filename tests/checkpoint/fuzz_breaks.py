@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from models.schemes import EVERY_SCHEME
+from families.schemes import EVERY_SCHEME
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from models.schemes import EVERY_SCHEME, input_scale_for
+from families.schemes import EVERY_SCHEME, input_scale_for
 from torch import Tensor, nn
 
 from checkpoint.faults import Disk

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from experts_families import ALL, inputs
-from models.mixtures import MIXTURES
+from families.experts import ALL, inputs
+from families.mixtures import MIXTURES
 from safetensors.torch import load_file
 from torch import Tensor, nn
 

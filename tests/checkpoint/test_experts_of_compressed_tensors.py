@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from families.example import Example
+from families.mixtures import MIXTURES
 from integrations.folders import assert_same
-from models.example import Example
-from models.mixtures import MIXTURES
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.schemes import quantized_layer
+from families.schemes import quantized_layer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 

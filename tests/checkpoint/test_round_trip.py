@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES, Example
+from families import FAMILIES, Example
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode

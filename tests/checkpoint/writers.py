@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from models import FAMILIES
+from families import FAMILIES
 from torch import Tensor
 
 from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama

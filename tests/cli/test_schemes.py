@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import FAMILIES
-from models.schemes import EVERY_SCHEME, quantized_model
+from families import FAMILIES
+from families.schemes import EVERY_SCHEME, quantized_model
 from safetensors.torch import load_file
 
 import qgemm

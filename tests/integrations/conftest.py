@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from models import FAMILIES
+from families import FAMILIES
 
 
 @pytest.fixture(scope="session")

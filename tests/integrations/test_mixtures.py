@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.rewriting import rewrite_file
-from models.example import Example
-from models.mixtures import MIXTURES
+from families.example import Example
+from families.mixtures import MIXTURES
 from safetensors.torch import load_file, save_file
 from streaming.files import assert_same_files
 from torch import nn

@@ -9,8 +9,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from models import FAMILIES
-from models.mixtures import MIXTURES
+from families import FAMILIES
+from families.mixtures import MIXTURES
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES
+from families import FAMILIES
 from torch import nn
 from transformers import (
     LlamaConfig,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from models import Example
-from models.example import example, tokens
+from families import Example
+from families.example import example, tokens
 from torch import distributed, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig

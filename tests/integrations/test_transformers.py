@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.rewriting import contents
-from models import FAMILIES, Example
+from families import FAMILIES, Example
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from models import FAMILIES
+from families import FAMILIES
 from torch import nn
 
 import qgemm

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.schemes import EVERY_SCHEME
+from families.schemes import EVERY_SCHEME
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from experts_families import ALL, HIDDEN, INTERMEDIATE, ROUTED, E, inputs
+from families.experts import ALL, HIDDEN, INTERMEDIATE, ROUTED, E, inputs
 from torch import Tensor, nn
 
 from qgemm.kernels import GPT_OSS, GatedActivation

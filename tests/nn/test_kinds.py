@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.schemes import EVERY_SCHEME, decided_weight, input_scale_for, quantized_layer
+from families.schemes import EVERY_SCHEME, decided_weight, input_scale_for, quantized_layer
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D

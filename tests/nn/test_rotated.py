@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernels.test_hadamard import definition
+from numerics.test_hadamard import definition
 from torch import nn
 
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference

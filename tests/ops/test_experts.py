@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from experts_families import ALL, E, inputs
+from families.experts import ALL, E, inputs
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.schemes import quantized_layer
+from families.schemes import quantized_layer
 from torch import Tensor, nn
 
 from qgemm.kernels import dispatch

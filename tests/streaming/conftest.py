@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import FAMILIES
+from families import FAMILIES
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.rewriting import contents
-from models import FAMILIES
+from families import FAMILIES
 from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from models.example import LATENT, VOCABULARY, Example, language_model
+from families.example import LATENT, VOCABULARY, Example, language_model
 
 _TEXT = {
     "vocab_size": VOCABULARY,

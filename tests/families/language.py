@@ -7,7 +7,7 @@ from typing import Any
 
 import transformers
 
-from models.example import DEPTH, LATENT, VOCABULARY, Example, example, language_model, tokens
+from families.example import DEPTH, LATENT, VOCABULARY, Example, example, language_model, tokens
 
 _TEXT = {**DEPTH, "vocab_size": VOCABULARY, "initializer_range": 0.1}
 # Some families' own ids are beyond this vocabulary.

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from models.example import DEPTH, VOCABULARY, Example, example, random, tokens
+from families.example import DEPTH, VOCABULARY, Example, example, random, tokens
 
 _IMAGE = {**DEPTH, "intermediate_size": 128, "image_size": 16, "patch_size": 8}
 _TOWER = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

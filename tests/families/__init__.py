@@ -7,9 +7,9 @@ aren't zero: otherwise the embedding dominates the output, and a broken layer wo
 
 from collections.abc import Callable
 
-from models.example import TOKENS, VOCABULARY, Example
-from models.language import LANGUAGE
-from models.perception import PERCEPTION
+from families.example import TOKENS, VOCABULARY, Example
+from families.language import LANGUAGE
+from families.perception import PERCEPTION
 
 __all__ = ["FAMILIES", "TOKENS", "VOCABULARY", "Example"]
 
