@@ -81,6 +81,33 @@ def report(run: Run, folder: Path) -> Path | None:
     return folder / "results.html"
 
 
+def draw_peers(document: Path, path: Path) -> Path:
+    """Draws the table below ``<!-- peers -->`` of ``document`` to ``path``: a line for each column, against its Ms."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    lines = document.read_text(encoding="utf-8").partition("<!-- peers -->\n")[2].partition("\n\n")[0].splitlines()
+    (_, *names), _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    figure, axis = pyplot.subplots(figsize=(7.2, 3.8))
+    for column, name in enumerate(names, 1):
+        cells = [(int(row[0]), row[column].strip(")").split(" (")) for row in rows if row[column][:1].isdigit()]
+        sizes, means = [M for M, _ in cells], [float(mean) for _, (mean, *_) in cells]
+        ours = name.startswith(OURS)
+        axis.plot(sizes, means, "o-", ms=4, lw=2.4 if ours else 1.3, label=name)
+        if ours:
+            axis.fill_between(sizes, [float(least) for _, (_, least) in cells], means, alpha=0.15, lw=0)
+    axis.axhline(1, color="black", lw=0.8)
+    _rows_axis(axis, [int(row[0]) for row in rows])
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("times as fast as bf16 F.linear")
+    axis.set_title("A linear layer on one H200, quantization of activations included", fontsize=10)
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return _save(figure, path)
+
+
 def _draw_speedups(run: Run, levels: list[str], path: Path) -> Path:
     """Speed over bf16 against M: the geometric mean over shapes, and a band from the least to the greatest."""
     from matplotlib import pyplot
