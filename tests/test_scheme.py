@@ -3,7 +3,7 @@
 import sys
 
 import pytest
-from models.schemes import EVERY_SCHEME
+from families.schemes import EVERY_SCHEME
 
 from qgemm import SCHEMES, QuantScheme
 from qgemm.numerics.formats import FORMATS, INT8
