@@ -198,8 +198,7 @@ def _put_in_place(found: Matching, values: dict[str, Tensor], device: torch.devi
     model = found.model
     with opened_attention(model, found.layers):
         for name, layer in found.layers.items():
-            parent, leaf = split_name(name)
-            setattr(model.get_submodule(parent), leaf, layer)
+            model.set_submodule(name, layer)
     placed = {name: _put(model, name, value) for name, value in values.items()}
     for alias, name in found.tied.items():
         _put(model, alias, placed[name])

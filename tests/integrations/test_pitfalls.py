@@ -319,13 +319,14 @@ def test_registering_again() -> None:
     code = """
 import importlib, sys
 import qgemm
-import qgemm.integrations.transformers as module
-old = module.QGemmConfig
-importlib.reload(module)
+import qgemm.integrations.transformers as package
+old = qgemm.QGemmConfig
+for module in (package.config, package.quantizer, package):
+    importlib.reload(module)
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 assert qgemm.QGemmConfig is not old
 assert AUTO_QUANTIZATION_CONFIG_MAPPING["qgemm"] is qgemm.QGemmConfig
-assert AUTO_QUANTIZER_MAPPING["qgemm"] is module.QGemmQuantizer
+assert AUTO_QUANTIZER_MAPPING["qgemm"] is package.QGemmQuantizer
 """
     run_python(code)
 

@@ -19,7 +19,7 @@ from transformers.distributed import DistributedConfig
 import qgemm
 from integrations.folders import assert_same
 from qgemm import QuantLinear
-from qgemm.integrations.tensor_parallel import WHOLE, plan_layers
+from qgemm.integrations.transformers.tensor_parallel import WHOLE, plan_layers
 from qgemm.nn import LinearLayer
 
 SIZES: dict[str, Any] = {

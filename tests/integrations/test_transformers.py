@@ -32,7 +32,8 @@ from transformers import (
 
 import qgemm
 from integrations.folders import IDS, assert_same, load, load_int8, quantized_names, run_python, tensors
-from qgemm.integrations.transformers import QGemmQuantizer, attach_quantizer
+from qgemm.integrations.transformers import attach_quantizer
+from qgemm.integrations.transformers.quantizing import QuantizeOnLoad
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -163,14 +164,14 @@ def test_static_scheme(llama_folder: Path, tmp_path: Path) -> None:
 
 def test_float_weights_go_one_at_a_time(llama_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    quantize = QGemmQuantizer.quantize_weight
+    quantize = QuantizeOnLoad.quantize_weight
 
     def spy(self: Any, model: nn.Module, name: str, value: torch.Tensor) -> None:
         linears = [m for m in model.modules() if type(m) is nn.Linear and m is not model.lm_head]
         seen.append(sum(linear.weight.device.type != "meta" for linear in linears))
         quantize(self, model, name, value)
 
-    monkeypatch.setattr(QGemmQuantizer, "quantize_weight", spy)
+    monkeypatch.setattr(QuantizeOnLoad, "quantize_weight", spy)
     load_int8(llama_folder)
     assert seen == [0] * 14  # two blocks of seven layers: no float weight is there when the next one comes
 

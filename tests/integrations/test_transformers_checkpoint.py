@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 import qgemm
 from integrations.folders import assert_same, load
 from qgemm import CheckpointError
-from qgemm.integrations import transformers_checkpoint
+from qgemm.integrations.transformers import checkpoint, reading
 
 ANOTHER = "0123456789abcdef"
 
@@ -157,10 +157,8 @@ def test_a_save_while_it_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch
             qgemm.save_quantized(other, folder, max_shard_size=700, overwrite=True)
         return opened
 
-    from qgemm.integrations import transformers
-
-    open_files = transformers_checkpoint.open_files
-    monkeypatch.setattr(transformers, "open_files", open_and_save)
+    open_files = checkpoint.open_files
+    monkeypatch.setattr(reading, "open_files", open_and_save)
     with pytest.raises((CheckpointError, OSError)):
         load(folder)
     monkeypatch.undo()

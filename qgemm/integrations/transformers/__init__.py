@@ -1,0 +1,34 @@
+"""The quantizer of Hugging Face transformers: ``from_pretrained`` and ``save_pretrained`` know qgemm.
+
+- ``QGemmConfig(...)`` as ``quantization_config`` of ``from_pretrained`` quantizes a float checkpoint as it is read:
+  each weight is quantized when it arrives, so memory peaks at the quantized model and one float weight. The result is
+  that of ``quantize_model``, bit for bit.
+- With a recipe or batches for calibration it is loaded in float, and quantized by ``quantize_model`` at the end.
+- A folder that ``save_pretrained`` or ``qgemm.save_quantized`` wrote holds a ``Manifest``; quantized layers
+  are put into the model before the int8 values are read into them.
+- ``attach_quantizer`` is for a model that was quantized in place: ``save_pretrained`` then writes that manifest.
+
+Importing this package registers the method ``"qgemm"`` with transformers, once. Versions 5.17 to 5.23 are served: what
+they call differently (plans for tensor parallelism, conversions of names) is left to the base class.
+"""
+
+from __future__ import annotations
+
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+
+from qgemm.checkpoint.manifest import QUANT_METHOD
+from qgemm.integrations.transformers.config import QGemmConfig
+from qgemm.integrations.transformers.quantizer import QGemmQuantizer, attach_quantizer
+
+__all__ = ["QGemmConfig", "QGemmQuantizer", "attach_quantizer"]
+
+# Registering a name twice raises, and a notebook's autoreload runs this module again.
+AUTO_QUANTIZATION_CONFIG_MAPPING.pop(QUANT_METHOD, None)
+AUTO_QUANTIZER_MAPPING.pop(QUANT_METHOD, None)
+register_quantization_config(QUANT_METHOD)(QGemmConfig)
+register_quantizer(QUANT_METHOD)(QGemmQuantizer)

@@ -1,0 +1,160 @@
+"""``QGemmQuantizer``: what transformers asks as it loads and saves a model with quantized layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.base import HfQuantizer
+
+from qgemm.checkpoint.disk import check_regular
+from qgemm.checkpoint.manifest import QUANT_METHOD
+from qgemm.integrations.transformers.config import QGemmConfig
+from qgemm.integrations.transformers.dequantizing import dequantize
+from qgemm.integrations.transformers.quantizing import QuantizeOnLoad, start_quantizing
+from qgemm.integrations.transformers.reading import QuantizedLoad
+from qgemm.integrations.transformers.saving import admit, describe, tensors_and_metadata
+from qgemm.nn import QuantLayer
+from qgemm.quantize import quantize_model
+
+
+class QGemmQuantizer(HfQuantizer):
+    """What ``from_pretrained`` and ``save_pretrained`` ask about a model with quantized layers."""
+
+    serialized_names = {"weight": ["weight", "weight_scale"]}  # noqa: RUF012 (as the base class declares it)
+    quantization_config: QGemmConfig
+
+    def __init__(self, quantization_config: QGemmConfig, **kwargs: Any) -> None:
+        """``pre_quantized``, among ``kwargs``: whether the checkpoint is quantized already."""
+        super().__init__(quantization_config, **kwargs)
+        # While a checkpoint is read: one of float weights, or a quantized one.
+        self._quantizing: QuantizeOnLoad | None = None
+        self._reading: QuantizedLoad | None = None
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether ``save_pretrained`` may be called."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether adapters can train: gradients go through the layers to what lies before them."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``generate`` may compile the model by itself."""
+        return True
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Raises ``ValueError`` if weights are to be quantized and then stay on disk, which transformers mixes up."""
+        if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError(
+                'device_map puts modules on "disk", where weights can\'t be quantized as they load: quantize and save '
+                "the model first, on a machine where it fits, and load that folder with this device_map"
+            )
+
+    def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """Lets transformers go on with a checkpoint that it refuses without qgemm; 5.17 shows the config here."""
+        admit(config)
+        return config
+
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """The same; 5.18 and later show the config here."""
+        admit(config)
+        return config
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether this weight of a float checkpoint is to be quantized."""
+        return self._quantizing is not None and param_name in self._quantizing.waiting
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        """Bytes per value, by which ``device_map="auto"`` counts: those of a weight once it has arrived."""
+        if self._quantizing is None or param_name not in self._quantizing.waiting:
+            return param.element_size()
+        return self._quantizing.element_size(param_name)
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """What is done with a weight for which ``param_needs_quantization``."""
+        assert self._quantizing is not None
+        return self._quantizing
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        files = [Path(file) for file in checkpoint_files or ()]
+        for file in files:
+            check_regular(file)  # transformers opens whatever is there
+        if self.pre_quantized:
+            self._reading = QuantizedLoad(model, self.quantization_config, files)
+        else:
+            self._quantizing = start_quantizing(model, self.quantization_config)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        config = self.quantization_config
+        if self._reading is not None:
+            self._reading.finish(model)
+        elif self._quantizing is not None:
+            self._quantizing.finish(model)
+        else:
+            # Or the batches would be copied with it.
+            del model.config.quantization_config
+            settings: dict[str, Any] = {"skip": config.skip, "include": config.include, "recipe": config.recipe}
+            quantize_model(model, config.schemes, calibration=config.calibration, **settings)
+        self._reading = self._quantizing = None
+        for module in model.modules():
+            if isinstance(module, QuantLayer):
+                module.requires_grad_(False)  # transformers makes every float parameter trainable, scales too
+        self.pre_quantized = True
+        manifest = self.quantization_config.manifest
+        describe(model, None if manifest is None else manifest.save)
+        return model
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """What ``save_pretrained`` is to store: the tensors that ``save_quantized`` does. The config describes them."""
+        return tensors_and_metadata(model)
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+        return dequantize(model, dtype)
+
+
+def attach_quantizer(model: nn.Module, save: str | None = None) -> None:
+    """Makes ``save_pretrained`` of a model with quantized layers write what ``from_pretrained`` can load.
+
+    ``model`` is a transformers model, or holds some. It gets a config of its own, whose ``quantization_config``
+    describes it. ``save``: the id of the save that it was loaded from.
+    """
+    for pretrained in _outermost(model):
+        _copy_config(pretrained)
+        describe(pretrained, save)
+        quantizer = QGemmQuantizer(pretrained.config.quantization_config, pre_quantized=True)
+        pretrained.hf_quantizer = quantizer  # type: ignore[assignment]
+        pretrained.quantization_method = QUANT_METHOD  # type: ignore[assignment]
+        # Not is_quantized: nothing that saves or loads looks at it, and with it half() and float() refuse to run.
+        for module in pretrained.modules():
+            if isinstance(module, PreTrainedModel):
+                module.config._is_quantized = True  # then attention doesn't look for an nn.Linear to learn the dtype
+
+
+def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
+    if isinstance(module, PreTrainedModel):
+        if any(isinstance(part, QuantLayer) for part in module.modules()):
+            yield module
+        return
+    for child in module.children():
+        yield from _outermost(child)
+
+
+def _copy_config(model: PreTrainedModel) -> None:
+    # As from_pretrained does: a float model may yet be built from the config that this one was built from.
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig):
+                vars(module)[key] = copies.get(id(value), value)

@@ -1,0 +1,185 @@
+"""``QuantizeOnLoad``: quantizes the weights of a float checkpoint one at a time, as transformers reads them.
+
+So memory peaks at the quantized model and one float weight. What can be said before weights are read is said then; what
+is wrong with weights is said at the end, of all of them at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+
+from qgemm.calibration.result import Calibration
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.tensors import get_tensor, set_tensor, split_name
+from qgemm.integrations.transformers.config import QGemmConfig
+from qgemm.integrations.transformers.tensor_parallel import is_cut
+from qgemm.model.report import LayerRecord
+from qgemm.model.survey import Layer
+from qgemm.model.swap import ExpertsSwap, swap
+from qgemm.nn.attention import opened_attention
+from qgemm.nn.float_experts import describe_experts
+from qgemm.quantize import SwapPlan, check_on_batches, make_report, plan_swaps, warn_of_coverage
+
+
+def start_quantizing(model: PreTrainedModel, config: QGemmConfig) -> QuantizeOnLoad | None:
+    """What is to be done with the weights of ``model``, which has none yet; None if it is loaded in float first.
+
+    Raises ``ValueError`` as ``quantize_model`` does, and for a model that is cut among processes.
+    """
+    if is_cut(model):
+        raise ValueError(
+            "distributed_config cuts the model among processes, each of which would find other scales for its part "
+            "of a weight: quantize and save the model first, and load that folder with this distributed_config"
+        )
+    seen = config.calibration if isinstance(config.calibration, Calibration) else None
+    with _as_it_will_be(model), opened_attention(model):
+        if config.loads_float:
+            batches = config.calibration is not None
+            check_on_batches(model, config.schemes, config.skip, config.include, config.recipe, batches)
+            return None
+        plan = plan_swaps(model, config.schemes, config.skip, config.include, config.input_scales, seen)
+    return QuantizeOnLoad(model, plan)
+
+
+class QuantizeOnLoad(ConversionOps):
+    """Puts a quantized layer in a float one's place as soon as its weights have been read.
+
+    ``waiting``: the layers by the names of the tensors that have yet to come.
+    """
+
+    def __init__(self, model: PreTrainedModel, plan: SwapPlan) -> None:
+        """``plan``: what is to become of the layers of ``model``."""
+        self._plan = plan
+        # Experts of which some tensors have come; what became of layers that are complete; what is wrong with others.
+        self._experts: dict[str, ExpertsSwap] = {}
+        self._records: dict[str, LayerRecord] = {}
+        self._errors: list[str] = []
+        # Files have the packed weights of an nn.MultiheadAttention, so it is opened once those are there.
+        modules = dict(model.named_modules(remove_duplicate=False))
+        self._in_attention = [
+            layer for layer in plan.chosen if isinstance(modules[split_name(layer.name)[0]], nn.MultiheadAttention)
+        ]
+        self.waiting: dict[str, Layer] = {
+            f"{name}.{leaf}": layer
+            for layer in plan.chosen
+            if layer not in self._in_attention
+            for name in layer.names
+            for leaf in (_expert_tensors(model, layer) if layer.is_experts else ("weight",))
+        }
+
+    def element_size(self, name: str) -> float:
+        """Bytes per value of the weight called ``name``, which is waited for, once it is quantized."""
+        return self._plan.scheme_of(self.waiting[name]).weight.format.bits / 8
+
+    def convert(  # type: ignore[override]
+        self,
+        input_dict: dict[str, Any],
+        model: nn.Module | None = None,
+        missing_keys: set[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Quantizes the weights among ``input_dict``, tensors by full names, and hands on the rest."""
+        assert model is not None
+        rest = {}
+        for name, value in input_dict.items():
+            if name in self.waiting:
+                self.quantize_weight(model, name, value[0] if isinstance(value, list) else value)
+                if missing_keys is not None:
+                    missing_keys.discard(name)
+            else:
+                rest[name] = value
+        return rest
+
+    def quantize_weight(self, model: nn.Module, name: str, value: Tensor) -> None:
+        """Quantizes the weight called ``name``, which is ``value``, and its layer with it once that has all of its."""
+        layer = self.waiting.pop(name)
+        if layer.is_experts:
+            self._take_of_experts(model, layer, name, value)
+            return
+        linear = model.get_submodule(layer.name)
+        wanted = list(linear.weight.shape)  # type: ignore[union-attr,arg-type]
+        if list(value.shape) != wanted:
+            self._errors.append(f"{name} has shape {list(value.shape)} in the checkpoint; the model's is {wanted}")
+            return
+        linear.weight = nn.Parameter(value, requires_grad=False)
+        try:
+            scale = self._plan.input_scales.get(layer.name)
+            self._records[layer.name] = swap(model, layer, self._plan.scheme_of(layer), scale)
+        except ValueError as error:
+            self._errors.append(f"{layer.name}: {error}")
+            return
+        _mark_as_loaded(model.get_submodule(layer.name))
+
+    def _take_of_experts(self, model: nn.Module, layer: Layer, name: str, value: Tensor) -> None:
+        if layer.name not in self._experts:
+            self._experts[layer.name] = ExpertsSwap(model, layer, self._plan.scheme_of(layer))
+        experts = self._experts[layer.name]
+        _, leaf = split_name(name)
+        if value.shape != experts.waiting[leaf]:
+            wanted = list(experts.waiting[leaf])
+            self._errors.append(f"{name} has shape {list(value.shape)} in the checkpoint; the model's is {wanted}")
+            return
+        try:
+            experts.take(leaf, value)
+        except ValueError as error:
+            self._errors.append(f"{layer.name}: {error}")
+            return
+        if not experts.waiting:
+            self._records[layer.name] = self._experts.pop(layer.name).finish()
+            _mark_as_loaded(model.get_submodule(layer.name))
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Quantizes the rest and gives ``model`` its report; raises ``CheckpointError`` if a weight is missing."""
+        self.waiting |= {f"{layer.name}.weight": layer for layer in self._in_attention}
+        with opened_attention(model):
+            for name in list(self.waiting):
+                # One checkpoint tensor that became several parameters is given to the first one's operation only.
+                if name in self.waiting and getattr(weight := model.get_parameter(name), "_is_hf_initialized", False):
+                    self.quantize_weight(model, name, weight.detach())
+        missing = [name for name, layer in self.waiting.items() if layer.name not in self._records]
+        errors = [*self._errors, *(f"{name} is not in the checkpoint" for name in missing)]
+        if errors:
+            shown = "; ".join(errors[:5]) + (f"; and {len(errors) - 5} more" if len(errors) > 5 else "")
+            raise CheckpointError(
+                f"{model.name_or_path or type(model).__name__} can't be quantized as it loads: {shown}. "
+                "Mend the checkpoint, or pass these layers in QGemmConfig(skip=[...])"
+            )
+        model._qgemm_report = make_report(self._plan, self._records)  # type: ignore[assignment]
+        warn_of_coverage(self._plan.layers, stacklevel=2)
+
+
+def _expert_tensors(model: nn.Module, layer: Layer) -> Iterable[str]:
+    return describe_experts(model.get_submodule(layer.name)).parameters.values()
+
+
+@contextmanager
+def _as_it_will_be(model: PreTrainedModel) -> Iterator[None]:
+    """Parameters on meta as they will be once loaded, for a look at the model: tied, and float32 where they stay so."""
+    before = {name: model.get_parameter_or_buffer(name) for name in model.state_dict()}
+    plan = model._get_dtype_plan(model.dtype)
+    for name, parameter in before.items():
+        if isinstance(parameter, nn.Parameter) and any(re.search(rf"(^|\.){kept}(\.|$)", name) for kept in plan):
+            set_tensor(model, name, nn.Parameter(parameter.to(torch.float32), parameter.requires_grad))
+    for alias, name in model.all_tied_weights_keys.items():
+        if alias in before and name in before:
+            set_tensor(model, alias, get_tensor(model, name))
+    try:
+        yield
+    finally:
+        for name, tensor in before.items():
+            set_tensor(model, name, tensor)
+
+
+def _mark_as_loaded(layer: nn.Module) -> None:
+    # Else transformers would initialise them. The bias may still come, and is marked then.
+    for parameter in layer.parameters(recurse=False):
+        if parameter.device.type != "meta":
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]

@@ -1,0 +1,70 @@
+"""What ``save_pretrained`` writes of a quantized model: tensors, and a config that says what is quantized."""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from qgemm.checkpoint.checksum import checksum, format_checksum
+from qgemm.checkpoint.layout import WEIGHTS_KEY
+from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.refusal import FUSIONS_KEY, add_refusal, drop_refusal
+from qgemm.checkpoint.safetensors_file import CHECKSUMS, SAVE
+from qgemm.checkpoint.stored_report import REPORT
+from qgemm.checkpoint.tensors import find_ties, stored_tensors
+from qgemm.integrations.transformers.config import QGemmConfig
+from qgemm.model.report import QuantReport
+from qgemm.nn import QuantLayer
+
+
+def tensors_and_metadata(model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+    """What ``save_pretrained`` is to store: the tensors that ``save_quantized`` does. The config describes them."""
+    is_adapter = getattr(model, "_hf_peft_config_loaded", False)  # of which alone the files are; no config is
+    metadata = {} if is_adapter else {SAVE: secrets.token_hex(8)}
+    describe(model, metadata.get(SAVE))
+    report: QuantReport | None = getattr(model, "_qgemm_report", None)
+    if report is not None and not is_adapter:
+        metadata[REPORT] = json.dumps(report.to_dict())
+    tensors = stored_tensors(model)
+    if any(tensor.device.type == "meta" for tensor in tensors.values()):
+        return None, metadata  # offloaded: transformers fetches them one at a time
+    ties = find_ties(tensors)
+    stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in ties}
+    # Not of parts, which transformers has yet to put together.
+    if not is_adapter and all(type(tensor) is Tensor for tensor in stored.values()):
+        # Every file gets all of them, since nothing here knows which tensor goes where.
+        sums = {name: format_checksum(checksum(tensor.contiguous())) for name, tensor in stored.items()}
+        metadata[CHECKSUMS] = json.dumps(sums)
+    return stored, metadata
+
+
+def describe(model: PreTrainedModel, save: str | None) -> None:
+    """Says in the config of ``model`` what is quantized in it now, and in which save its values are."""
+    layers = {n: m.scheme for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLayer)}
+    tensors = stored_tensors(model)
+    ties = find_ties(tensors)
+    ties.update(  # of tensors that are offloaded, which have no address
+        (alias, name)
+        for alias, name in model.all_tied_weights_keys.items()
+        if alias in tensors and name in tensors and tensors[alias].device.type == "meta"
+    )
+    config = QGemmConfig.from_manifest(Manifest(layers, ties, save))
+    model.config.quantization_config = config
+    model.config.fusion_config = add_refusal(getattr(model.config, FUSIONS_KEY, None))
+    vars(model.config).pop(WEIGHTS_KEY, None)  # of the folder that it came from
+    if (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        quantizer.quantization_config = config
+    # Stored under the model's own names. Those of the original checkpoint may stand for parts of a fused weight, and
+    # nothing would take an int8 weight apart together with its scales.
+    model._weight_conversions = []  # type: ignore[assignment]
+    # All of them: load_quantized builds a model without values, so that those that building makes aren't there.
+    model._keys_to_ignore_on_save = None  # type: ignore[assignment]
+
+
+def admit(config: PreTrainedConfig) -> None:
+    """Takes out of ``config`` what has transformers refuse the checkpoint without qgemm."""
+    if (fusions := drop_refusal(vars(config).pop(FUSIONS_KEY, None))) is not None:
+        config.fusion_config = fusions
