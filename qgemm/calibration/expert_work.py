@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from qgemm.calibration.method import Block, ExpertsWork, QuantizedWeight
 from qgemm.kernels import quantize_rows
 from qgemm.nn.float_experts import FloatExperts, describe_experts
+from qgemm.nn.quant_layer import narrowed
 
 FEWEST_TOKENS = 32
 """An expert that saw fewer is rounded to nearest: so few rows say little of the others that it will see."""
@@ -95,7 +96,7 @@ def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide,
 
 
 def _nearest(weight: Tensor) -> QuantizedWeight:
-    return QuantizedWeight(*quantize_rows(weight.float() if weight.dtype == torch.float64 else weight))
+    return QuantizedWeight(*quantize_rows(narrowed(weight)))
 
 
 def _bias(module: nn.Module, source: FloatExperts, expert: int) -> Tensor | None:

@@ -17,7 +17,7 @@ from torch.fx import Proxy
 from qgemm.kernels import GatedActivation, quantize_rows
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.nn.float_experts import FloatExperts, describe_experts
-from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, traced_as_leaf
+from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
 from qgemm.ops import quant_experts
 from qgemm.ops.declare import to_autocast_dtype
 from qgemm.scheme import QuantScheme, resolve_scheme
@@ -126,7 +126,7 @@ class QuantExperts(QuantLayer):
             return
         if name.endswith("_bias"):
             bias = source.bias_of(name, value)
-            setattr(self, name, frozen(bias.float() if bias.dtype == torch.float64 else bias))
+            setattr(self, name, frozen(narrowed(bias)))
             return
         if decided is not None:
             for leaf, tensor in zip((name, f"{name}_scale"), decided, strict=True):
@@ -137,7 +137,7 @@ class QuantExperts(QuantLayer):
         scale = torch.empty(shape[:2], dtype=torch.float32, device=value.device)
         for expert in range(self.num_experts):
             rows = source.rows_of(name, value, expert)
-            weight[expert], scale[expert] = quantize_rows(rows.float() if rows.dtype == torch.float64 else rows)
+            weight[expert], scale[expert] = quantize_rows(narrowed(rows))
         if not scale.isfinite().all():
             expert = int((~scale.isfinite()).any(1).nonzero()[0])
             raise ValueError(

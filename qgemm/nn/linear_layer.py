@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, traced_as_leaf
+from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
 from qgemm.numerics.formats import Format
 from qgemm.ops.direct import check_is_tensor
 from qgemm.scheme import QuantScheme, resolve_scheme
@@ -30,7 +30,7 @@ NOT_FINITE = "weight holds NaN or Inf, which can't be quantized: mend the checkp
 class LinearLayer(QuantLayer):
     """A quantized ``nn.Linear``: float ``[..., in_features]`` to ``[..., out_features]``.
 
-    - ``row_names``: its parameters that have a row for each row of the weight, which ``quantize_rows`` makes.
+    - ``row_names``: its parameters that have a row for each row of the weight, which ``convert_rows`` makes.
     - ``folds_bias``: whether ``bias`` depends on the weight, so that it can't be stored as it is in the float layer.
     - ``bias``: ``[out_features]``, or None. ``has_bias``: whether the float layer has one.
     """
@@ -101,9 +101,9 @@ class LinearLayer(QuantLayer):
     def check_weight(self, values: Tensor, scale: Tensor) -> None:
         """Raises ``ValueError`` unless this is a quantized weight of the layer's size and scheme."""
 
-    def quantize_rows(self, weight: Tensor) -> dict[str, Tensor]:
+    def convert_rows(self, weight: Tensor) -> dict[str, Tensor]:
         """The parameters called ``row_names`` for float rows ``[n, K]``. Raises ``ValueError`` for NaN or Inf."""
-        values, scale = self.round_rows(weight.float() if weight.dtype == torch.float64 else weight)
+        values, scale = self.round_rows(narrowed(weight))
         if not scale.isfinite().all():
             raise ValueError(NOT_FINITE)
         return {**self.store_rows(values, scale), **self.keep_rows(weight)}
@@ -150,7 +150,7 @@ class LinearLayer(QuantLayer):
             layer.check_weight(*weight)
         if source.device.type != "meta":
             if weight is None:
-                made = layer.quantize_rows(source)
+                made = layer.convert_rows(source)
             else:
                 values, scale = (part.detach().to(source.device) for part in weight)
                 made = {**layer.store_rows(values, scale), **layer.keep_rows(source)}
@@ -191,7 +191,7 @@ class LinearLayer(QuantLayer):
     def take_bias(self, bias: Tensor | None) -> None:
         """Sets the bias, once the weight is there, to that of the float layer."""
         if bias is not None:
-            self.bias = frozen(bias.float() if bias.dtype == torch.float64 else bias)
+            self.bias = frozen(narrowed(bias))
 
     def float_bias(self) -> Tensor | None:
         """The bias of the float layer."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import NOT_FINITE
-from qgemm.nn.quant_layer import frozen
+from qgemm.nn.quant_layer import frozen, narrowed
 from qgemm.numerics.formats import INT8
 from qgemm.ops import quant_linear
 from qgemm.ops.declare import to_autocast_dtype
@@ -87,7 +87,7 @@ class OutlierLinear(QuantLinear):
         kept = weight.index_select(1, self.outlier_columns)
         if not bool(kept.isfinite().all()):
             raise ValueError(NOT_FINITE)
-        return {"outlier_weight": kept.float() if kept.dtype == torch.float64 else kept}
+        return {"outlier_weight": narrowed(kept)}
 
     def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """As ``QuantLinear``, with zeros in the outlier columns."""

@@ -129,6 +129,11 @@ def frozen(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
+def narrowed(tensor: Tensor) -> Tensor:
+    """``tensor``, but float32 if it is float64, with which no layer computes."""
+    return tensor.float() if tensor.dtype == torch.float64 else tensor
+
+
 def check_sizes(**sizes: Any) -> None:
     """Raises ``ValueError`` unless the arguments of these names are whole numbers, 0 or more."""
     for name, size in sizes.items():

@@ -30,7 +30,7 @@ from qgemm.streaming.source import Source
 
 
 @dataclass(frozen=True)
-class QuantizedWeight:
+class FloatWeight:
     """A weight that is to be quantized: its name and its layer's, its float values, and whether they are ``[K, N]``.
 
     It is called what the quantized layer calls it. That of experts is ``[E, N, K]``.
@@ -57,7 +57,7 @@ class Plan:
     tensors: dict[str, Tensor]
     ties: dict[str, str]
     shards: dict[str, list[str]]
-    weights: dict[str, QuantizedWeight]
+    weights: dict[str, FloatWeight]
     copied: dict[str, FloatTensor]
 
     def report(self, errors: Mapping[str, float]) -> QuantReport:
@@ -103,7 +103,7 @@ def make_plan(
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
     # Under whichever of its names a tied tensor is in the files.
     floats = {id(loading.model.get_parameter_or_buffer(name)): float for name, float in loading.tensors.items()}  # type: ignore[operator]
-    weights: dict[str, QuantizedWeight] = {}
+    weights: dict[str, FloatWeight] = {}
     copied: dict[str, FloatTensor] = {}
     layers = [name for name, module in model.named_modules() if isinstance(module, QuantLayer)]
     with opened_attention(loading.model, layers):
@@ -128,7 +128,7 @@ def make_plan(
                 found = floats[id(getattr(float_module, own))]
             if weight_name is not None:
                 is_transposed = is_conv1d(float_module)
-                weights[name] = QuantizedWeight(f"{owner}.{weight_name}", owner, found, is_transposed)
+                weights[name] = FloatWeight(f"{owner}.{weight_name}", owner, found, is_transposed)
             else:
                 copied[name] = found
     shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, limit)

@@ -21,7 +21,7 @@ from qgemm.model.swap import WeightError
 from qgemm.nn import LinearLayer
 from qgemm.streaming.float_tensors import FloatTensor
 from qgemm.streaming.journal import Begun
-from qgemm.streaming.plan import Plan, QuantizedWeight
+from qgemm.streaming.plan import FloatWeight, Plan
 
 _BYTES_AT_A_TIME = 16 << 20
 # Of float values. A disk that writes 100 MB/s takes a second or two for what is made of them.
@@ -95,7 +95,7 @@ def _made(
     _, leaf = split_name(weight.name)
     for part in _rows(weight, device, skip):
         try:
-            made = layer.quantize_rows(part) if isinstance(layer, LinearLayer) else _rows_of_experts(leaf, part)
+            made = layer.convert_rows(part) if isinstance(layer, LinearLayer) else _rows_of_experts(leaf, part)
         except ValueError as problem:
             raise CheckpointError(
                 f"the weight of {weight.layer!r} holds NaN or Inf, which can't be quantized: mend the checkpoint, or "
@@ -123,7 +123,7 @@ def _rows_of_experts(leaf: str, rows: Tensor) -> dict[str, Tensor]:
     return {leaf: q, f"{leaf}_scale": scale}
 
 
-def _rows(weight: QuantizedWeight, device: torch.device, skip: int) -> Iterator[Tensor]:
+def _rows(weight: FloatWeight, device: torch.device, skip: int) -> Iterator[Tensor]:
     """The rows of a weight, as many at a time as ``WeightError`` wants, but the first ``skip`` of these pieces."""
     values = weight.values
     if weight.is_transposed:

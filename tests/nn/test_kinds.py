@@ -173,8 +173,8 @@ def test_rows_are_quantized_alike_whole_or_in_pieces(scheme: str) -> None:
     linear = nn.Linear(K, N, dtype=torch.bfloat16)
     layer = quantized_layer(linear, scheme)
     weight = linear.weight.detach()
-    pieces = [layer.quantize_rows(part) for part in weight.split(7)]
-    for name, value in layer.quantize_rows(weight).items():
+    pieces = [layer.convert_rows(part) for part in weight.split(7)]
+    for name, value in layer.convert_rows(weight).items():
         assert torch.equal(torch.cat([piece[name] for piece in pieces]), value)
         assert torch.equal(getattr(layer, name), value)
 
