@@ -42,18 +42,15 @@ from qgemm.calibration.rounding import (
     output_power,
     round_to_nearest,
     round_weight,
-    weight_grid,
 )
 from qgemm.nn.linear import linear_weight
+from qgemm.scheme import INT8_ROWS, TensorScheme
 
 RATIOS = tuple(step / 20 for step in range(20))
 
 # Ratios are ranked by so many rows of each weight; these and no scales are compared by all rows.
 _ROWS = 128
 _FINALISTS = 3
-
-Grid = tuple[int, int | None]
-"""``(bits, group_size)``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +66,12 @@ class AWQScales:
 def awq_scales(
     weights: Sequence[Tensor],
     second_moment: Tensor,
-    grids: Sequence[Grid],
+    schemes: Sequence[TensorScheme],
     tie: Callable[[Tensor], Tensor] = lambda scales: scales,
 ) -> AWQScales:
     """Scales for input channels of this ``second_moment [K, K]``, which all of ``weights``, ``[N, K]`` each, take.
 
-    - ``grids``: how each weight is to be rounded.
+    - ``schemes``: how each weight is to be rounded.
     - ``tie``: what makes scales equal that must be (``Fold.tie``).
     """
     squares = second_moment.diagonal().float()
@@ -85,23 +82,23 @@ def awq_scales(
     places = list(range(len(RATIOS)))
     if any(len(weight) > _ROWS for weight in weights):
         sample = [weight[torch.arange(min(_ROWS, len(weight))) * len(weight) // _ROWS] for weight in weights]
-        losses = _losses(sample, second_moment, grids, candidates)
+        losses = _losses(sample, second_moment, schemes, candidates)
         ranked = sorted(places, key=losses.__getitem__)
         places = sorted({0, *ranked[:_FINALISTS]})
-    losses = _losses(weights, second_moment, grids, [candidates[place] for place in places])
+    losses = _losses(weights, second_moment, schemes, [candidates[place] for place in places])
     least = losses.index(min(losses))
     return AWQScales(candidates[places[least]], RATIOS[places[least]], losses[least])
 
 
 def _losses(
-    weights: Sequence[Tensor], second_moment: Tensor, grids: Sequence[Grid], candidates: Sequence[Tensor]
+    weights: Sequence[Tensor], second_moment: Tensor, schemes: Sequence[TensorScheme], candidates: Sequence[Tensor]
 ) -> list[float]:
     """The sum of relative errors of the outputs of ``weights`` with each of the ``candidates [K]`` for scales."""
     losses = [0.0] * len(candidates)
-    for weight, (bits, group_size) in zip(weights, grids, strict=True):
+    for weight, scheme in zip(weights, schemes, strict=True):
         if power := output_power(weight, second_moment):
             for place, scales in enumerate(candidates):
-                rounded = dequantize(round_to_nearest(weight.float() * scales, bits, group_size), group_size)
+                rounded = dequantize(round_to_nearest(weight.float() * scales, scheme), scheme.group_size)
                 losses[place] += output_power(rounded / scales - weight, second_moment) / power
     return losses
 
@@ -130,8 +127,8 @@ class AWQ(Method):
                 continue  # said below
             moment = seen[quantized[0]].second_moment
             assert moment is not None
-            weights, grids = _weights(block, fold)
-            found = awq_scales(weights, moment, grids, fold.tie)
+            weights, schemes = _weights(block, fold)
+            found = awq_scales(weights, moment, schemes, fold.tie)
             try:
                 by = fold.apply(block, found.scales)
             except ValueError as error:
@@ -153,29 +150,28 @@ class AWQ(Method):
                 work.notes.append("awq: it saw no tokens, so it is rounded to nearest")
 
     def _round(self, work: LayerWork, moment: Tensor) -> None:
-        weight = rounded_weight(work)
-        bits, group_size = weight_grid(work.scheme.weight)
-        scale = mse_scale(weight, bits, group_size, moment) if self.clip else nearest_scale(weight, bits, group_size)
-        work.weight = round_weight(weight, scale, bits, group_size)
-        work.loss = output_loss(weight, dequantize(work.weight, group_size), moment)
+        weight, scheme = rounded_weight(work), work.scheme.weight
+        scale = mse_scale(weight, scheme, moment) if self.clip else nearest_scale(weight, scheme)
+        work.weight = round_weight(weight, scale, scheme)
+        work.loss = output_loss(weight, dequantize(work.weight, scheme.group_size), moment)
 
 
-def _clipped(weight: Tensor, moment: Tensor | None) -> QuantizedWeight:
-    return round_weight(weight, mse_scale(weight, second_moment=moment))
+def _clipped(weight: Tensor, moment: Tensor | None, scheme: TensorScheme) -> QuantizedWeight:
+    return round_weight(weight, mse_scale(weight, scheme, moment), scheme)
 
 
-def _weights(block: Block, fold: Fold) -> tuple[list[Tensor], list[Grid]]:
+def _weights(block: Block, fold: Fold) -> tuple[list[Tensor], list[TensorScheme]]:
     """All weights that a fold's scales go into and that get quantized, and how; experts' one by one."""
     weights: list[Tensor] = []
-    grids: list[Grid] = []
+    schemes: list[TensorScheme] = []
     for name in fold.layers:
         if name in block.layers:
             own = [linear_weight(block.layers[name].module).detach()]
-            grid = weight_grid(block.layers[name].scheme.weight)
+            scheme = block.layers[name].scheme.weight
         else:
-            # Experts, [E, N, K], have int8 rows under every scheme; a router stays in float.
+            # Experts, [E, N, K]; a router stays in float.
             own = [w for each in input_weights(block.model.get_submodule(name)) if each.ndim == 3 for w in each]
-            grid = (8, None)
+            scheme = block.experts[name].scheme.weight if name in block.experts else INT8_ROWS
         weights += own
-        grids += [grid] * len(own)
-    return weights, grids
+        schemes += [scheme] * len(own)
+    return weights, schemes

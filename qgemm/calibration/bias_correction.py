@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.calibration.rounded_part import rounded_input, rounded_part, rounded_weight
-from qgemm.calibration.rounding import dequantize, round_to_nearest, weight_grid
+from qgemm.calibration.rounding import dequantize, round_to_nearest
 from qgemm.calibration.statistics import InputStatistics
 
 _ROWS = 1024
@@ -48,9 +48,8 @@ class BiasCorrection(Method):
 @torch.no_grad()
 def mean_output_error(work: LayerWork, seen: InputStatistics) -> Tensor:
     """``E[x W^T] - E[x_q W_q^T]``, float32 ``[N]``: the mean of ``x`` is of all inputs, that of ``x - x_q`` of rows."""
-    weight = rounded_weight(work).float()
-    bits, group_size = weight_grid(work.scheme.weight)
-    rounded = dequantize(work.weight or round_to_nearest(weight, bits, group_size), group_size)
+    weight, scheme = rounded_weight(work).float(), work.scheme.weight
+    rounded = dequantize(work.weight or round_to_nearest(weight, scheme), scheme.group_size)
     x, x_rounded = rounded_input(work, seen)
     mean = rounded_part(work, seen.mean.float())
     return (weight - rounded) @ mean + rounded @ (x - x_rounded).mean(0)

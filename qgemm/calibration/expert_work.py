@@ -18,12 +18,13 @@ from qgemm.calibration.method import Block, ExpertsWork, QuantizedWeight
 from qgemm.kernels import quantize_rows
 from qgemm.nn.float_experts import FloatExperts, describe_experts
 from qgemm.nn.quant_layer import narrowed
+from qgemm.scheme import TensorScheme
 
 FEWEST_TOKENS = 32
 """An expert that saw fewer is rounded to nearest: so few rows say little of the others that it will see."""
 
-Decide = Callable[[Tensor, Tensor | None], QuantizedWeight | None]
-"""The int8 values of a float weight ``[N, K]``, for inputs of a second moment ``[K, K]``; None rounds to nearest."""
+Decide = Callable[[Tensor, Tensor | None, TensorScheme], QuantizedWeight | None]
+"""A float weight ``[N, K]`` quantized for inputs of a second moment ``[K, K]``; None rounds to nearest."""
 
 
 class ExpertRows:
@@ -83,7 +84,10 @@ def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide,
             if x is not None and enough:
                 hidden = source.activation(F.linear(x, weights[0].float(), _bias(work.module, source, expert)))
                 moments = [values.T @ values / len(values) for values in (x, hidden)]
-        found = [decide(each, moment) if enough else None for each, moment in zip(weights, moments, strict=True)]
+        found = [
+            decide(each, moment, work.scheme.weight) if enough else None
+            for each, moment in zip(weights, moments, strict=True)
+        ]
         if any(each is None for each in found):
             undecided.append(expert)
         for name, weight, quantized in zip(parts, weights, found, strict=True):

@@ -34,15 +34,15 @@ from qgemm.calibration.expert_work import decide_experts
 from qgemm.calibration.method import Block, LayerWork, Method, Part, QuantizedWeight
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.calibration.rounding import (
-    LIMITS,
     dequantize,
     mse_scale,
     nearest_scale,
     output_loss,
     round_weight,
-    weight_grid,
 )
 from qgemm.calibration.statistics import InputStatistics
+from qgemm.numerics.formats import Format
+from qgemm.scheme import TensorScheme
 
 
 class SingularHessian(ValueError):
@@ -66,15 +66,14 @@ class GPTQResult:
 def gptq(
     weight: Tensor,
     second_moment: Tensor,
-    bits: int = 4,
-    group_size: int | None = None,
+    scheme: TensorScheme,
     *,
     act_order: bool = True,
     damping: float = 0.01,
     block_size: int = 128,
     scale: Tensor | None = None,
 ) -> GPTQResult:
-    """A float weight ``[N, K]`` in ``bits`` (8 or 4) for inputs of this ``second_moment [K, K]``, on the same device.
+    """A float weight ``[N, K]`` as ``scheme`` has it, for inputs of this ``second_moment [K, K]``, on the same device.
 
     - ``act_order``: begin with the columns whose inputs are largest.
     - ``damping``: relative to the mean of the second moment's diagonal.
@@ -86,7 +85,7 @@ def gptq(
     dtype = torch.promote_types(weight.dtype, torch.float32)
     N, K = weight.shape
     if scale is None:
-        scale = nearest_scale(weight, bits, group_size)
+        scale = nearest_scale(weight, scheme)
     if not second_moment.isfinite().all():
         raise SingularHessian("the second moment holds NaN or Inf")
     order = torch.argsort(second_moment.diagonal(), descending=True, stable=True)
@@ -95,12 +94,11 @@ def gptq(
     factor, damping = _inverse_factor(second_moment, order, damping)
     # Columns as rows, so that each is contiguous.
     columns = weight.detach().to(dtype).t()[order].contiguous()
-    values = _round_columns(
-        columns, factor.to(dtype), _column_scales(scale.to(dtype), group_size, order), bits, block_size
-    )
-    quantized = QuantizedWeight(torch.empty(N, K, dtype=torch.int8, device=weight.device), scale)
+    scales = _column_scales(scale.to(dtype), scheme.group_size, order)
+    values = _round_columns(columns, factor.to(dtype), scales, scheme.format, block_size)
+    quantized = QuantizedWeight(torch.empty(N, K, dtype=values.dtype, device=weight.device), scale)
     quantized.values[:, order] = values.t()
-    loss = output_loss(weight, dequantize(quantized, group_size, dtype), second_moment)
+    loss = output_loss(weight, dequantize(quantized, scheme.group_size, dtype), second_moment)
     return GPTQResult(quantized, loss, damping)
 
 
@@ -138,17 +136,17 @@ class GPTQ(Method):
         for experts in block.experts.values():
             decide_experts(block, experts, self.name, self._expert)
 
-    def _expert(self, weight: Tensor, moment: Tensor | None) -> QuantizedWeight | None:
+    def _expert(self, weight: Tensor, moment: Tensor | None, scheme: TensorScheme) -> QuantizedWeight | None:
         """One expert's weight; None if it is no better than rounded to nearest."""
         if moment is None:
             return None
-        scale = mse_scale(weight, second_moment=moment.diagonal()) if self.mse else nearest_scale(weight)
-        plain = output_loss(weight, dequantize(round_weight(weight, scale)), moment)
+        scale = mse_scale(weight, scheme, moment.diagonal()) if self.mse else nearest_scale(weight, scheme)
+        plain = output_loss(weight, dequantize(round_weight(weight, scale, scheme), scheme.group_size), moment)
         try:
             result = gptq(
                 weight,
                 moment,
-                8,
+                scheme,
                 act_order=self.act_order,
                 damping=self.damping,
                 block_size=self.block_size,
@@ -159,22 +157,20 @@ class GPTQ(Method):
         return result.weight if result.loss < plain else None
 
     def _quantize(self, work: LayerWork, seen: InputStatistics | None) -> None:
-        weight = rounded_weight(work)
-        bits, group_size = weight_grid(work.scheme.weight)
+        weight, scheme = rounded_weight(work), work.scheme.weight
         moment = None if seen is None else rounded_moment(work, seen)
         diagonal = None if moment is None else moment.diagonal()
-        scale = mse_scale(weight, bits, group_size, diagonal) if self.mse else nearest_scale(weight, bits, group_size)
-        work.weight = round_weight(weight, scale, bits, group_size)
+        scale = mse_scale(weight, scheme, diagonal) if self.mse else nearest_scale(weight, scheme)
+        work.weight = round_weight(weight, scale, scheme)
         if moment is None:
             work.notes.append("gptq: it saw no tokens, so it is rounded to nearest")
             return
-        work.loss = output_loss(weight, dequantize(work.weight, group_size), moment)
+        work.loss = output_loss(weight, dequantize(work.weight, scheme.group_size), moment)
         try:
             result = gptq(
                 weight,
                 moment,
-                bits,
-                group_size,
+                scheme,
                 act_order=self.act_order,
                 damping=self.damping,
                 block_size=self.block_size,
@@ -221,16 +217,16 @@ def _column_scales(scale: Tensor, group_size: int | None, order: Tensor) -> list
     return [rows[group] for group in (order // group_size).tolist()]
 
 
-def _round_columns(columns: Tensor, factor: Tensor, scales: list[Tensor], bits: int, block_size: int) -> Tensor:
+def _round_columns(columns: Tensor, factor: Tensor, scales: list[Tensor], form: Format, block_size: int) -> Tensor:
     """The values ``[K, N]`` for ``columns [K, N]``, which are worked on in place."""
-    values = torch.empty_like(columns, dtype=torch.int8)
+    values = torch.empty_like(columns, dtype=form.storage)
     for start in range(0, len(columns), block_size):
         end = min(start + block_size, len(columns))
         own, rest = factor[start:end, start:end], factor[start:end, end:]
         block = columns[start:end]
         errors = torch.empty_like(block)
         for i in range(end - start):
-            q = (block[i] / scales[start + i]).round_().clamp_(*LIMITS[bits])
+            q = form.nearest_(block[i] / scales[start + i])
             values[start + i] = q
             errors[i] = (block[i] - q * scales[start + i]) / own[i, i]
             block[i + 1 :].addr_(own[i, i + 1 :], errors[i], alpha=-1)

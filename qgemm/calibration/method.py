@@ -44,7 +44,7 @@ _MOST = 1 << 53
 class QuantizedWeight:
     """A weight ``[N, K]`` that a method has quantized: ``values * scale`` stands for it.
 
-    - ``values``: int8 ``[N, K]``; magnitudes up to 127 for 8 bits, -8 to 7 for 4.
+    - ``values``: ``[N, K]``, of the format of the scheme's weights.
     - ``scale``: float32 ``[N]``, or ``[N, ceil(K / group_size)]`` for a scheme with groups along K.
     """
 
@@ -86,13 +86,15 @@ class ExpertsWork:
     """One module of fused experts on its way.
 
     - ``name``: its dotted name in the model; ``module``: the float one, as ``qgemm.nn.float_experts`` describes it.
-    - ``weights``: what a method has decided: int8 values ``[E, N, K]`` and scales ``[E, N]`` of ``"gate_up_proj"``,
+    - ``scheme``: how they are to be quantized.
+    - ``weights``: what a method has decided: values ``[E, N, K]`` and scales ``[E, N]`` of ``"gate_up_proj"``,
       gates before ups, and ``"down_proj"``; None rounds to nearest.
     - ``notes``: what the report says of it.
     """
 
     name: str
     module: nn.Module
+    scheme: QuantScheme
     weights: dict[str, QuantizedWeight] | None = None
     notes: list[str] = field(default_factory=list)
 

@@ -189,7 +189,9 @@ class _Run:
     def _quantize_block(self, block: Block, names: list[str]) -> None:
         """Quantizes the layers called ``names``: those of ``block``, and experts."""
         experts = [name for name in names if name not in block.layers]
-        block.experts = {name: ExpertsWork(name, self.model.get_submodule(name)) for name in experts}
+        block.experts = {
+            name: ExpertsWork(name, self.model.get_submodule(name), self.schemes[name]) for name in experts
+        }
         # Until something is swapped, the model can be brought back: of the first block alone.
         before = [] if self.has_changed or not len(self.recipe) else _float_parameters(block)
         try:
@@ -239,7 +241,7 @@ class _Run:
         weights = {name: (each.values, each.scale) for name, each in (work.weights or {}).items()}
         if len(self.recipe) and work.weights is None:
             work.notes.append("experts are rounded to nearest")
-        record = swap(self.model, self.layers[work.name], self.schemes[work.name], weights=weights)
+        record = swap(self.model, self.layers[work.name], work.scheme, weights=weights)
         return replace(record, note="; ".join(work.notes))
 
     def _observe(self, block: Block) -> tuple[dict[str, InputScale], dict[str, Tensor]]:

@@ -54,9 +54,10 @@ def rounded_input(work: LayerWork, seen: InputStatistics, scales: Tensor | None 
 
 
 def _round(x: Tensor, activation: TensorScheme, amax: Tensor) -> Tensor:
+    form = activation.format
     if activation.symmetric:
         amax = x.abs().amax(-1, keepdim=True) if activation.dynamic else amax
-        scale = torch.where(amax > 0, amax / 127, 1.0)
-        return (x / scale).round().clamp(-127, 127) * scale
-    scale = (x.max().clamp(min=0) - x.min().clamp(max=0)) / 255
+        scale = torch.where(amax > 0, amax / form.steps, 1.0)
+        return form.nearest_(x / scale) * scale
+    scale = (x.max().clamp(min=0) - x.min().clamp(max=0)) / form.steps
     return (x / scale).round() * scale if scale > 0 else x

@@ -1,12 +1,8 @@
 """Rounding of weights ``[N, K]`` to nearest, with the plain scales or with those of least squared error.
 
-``q = clamp(round_half_even(w / scale), low, high)``, and ``q * scale`` stands for ``w``. A scale belongs to a row, or
-to ``group_size`` values of a row; where K is no multiple of that, the last group of each row is shorter.
-
-- 8 bits: ``scale = amax / 127``, values from -127 to 127; per row, the very bits of ``qgemm.kernels.quantize_rows``.
-- 4 bits: ``scale = amax / 7.5``, values from -8 to 7. The largest value, 7.5 steps away, errs by half a step, as any
-  other may.
-- A row or group of zeros has scale 1. No scale is below the smallest normal float32.
+``q`` is the value of the format nearest to ``w / scale``, and ``q * scale`` stands for ``w``; ``numerics/formats.py``
+has the plain scale of each format. A scale belongs to a row, or to ``group_size`` values of a row; where K is no
+multiple of that, the last group of each row is shorter. int8 per row gives the very bits of ``kernels.quantize_rows``.
 
 The scale of least squared error is searched among multiples of the plain one, itself included: a smaller scale clips
 the largest values and rounds the others more finely. The error may count as it reaches the layer's output: with the
@@ -32,13 +28,10 @@ from torch.nn import functional as F
 from qgemm.calibration.expert_work import decide_experts
 from qgemm.calibration.method import Block, Method, Part, QuantizedWeight
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
-from qgemm.numerics.formats import MIN_SCALE
-from qgemm.scheme import TensorScheme
+from qgemm.numerics.formats import MIN_SCALE, Format
+from qgemm.numerics.packing import grouped, spread
+from qgemm.scheme import INT8_ROWS, TensorScheme
 
-LIMITS = {8: (-127, 127), 4: (-8, 7)}
-"""The least and the largest value of so many bits."""
-
-_STEPS = {8: 127.0, 4: 7.5}
 # Of the plain scale. Its 1 comes first: of equal errors, the first one's scale is taken.
 _MULTIPLES = (1.0, *(percent / 100 for percent in range(106, 38, -2) if percent != 100))
 # Values at a time, so that the search needs little memory beside the weight.
@@ -49,55 +42,45 @@ _DIRECTIONS = 96
 _FINALISTS = 6
 
 
-def weight_grid(scheme: TensorScheme) -> tuple[int, int | None]:
-    """``(bits, group_size)`` of the weights of a scheme, as the functions here take them."""
-    return {"int8": 8, "int4": 4}[scheme.dtype], scheme.group_size
-
-
-def nearest_scale(weight: Tensor, bits: int = 8, group_size: int | None = None) -> Tensor:
+def nearest_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS) -> Tensor:
     """The plain scale of a float weight ``[N, K]``: float32 ``[N]``, or ``[N, ceil(K / group_size)]``."""
-    amax = _grouped(weight, group_size).abs().amax(-1).float()
-    # By a tensor: a GPU divides by a number with its rounded reciprocal.
-    scale = (amax / torch.full_like(amax, _STEPS[bits])).clamp(min=MIN_SCALE)
-    scale = torch.where(amax == 0, 1.0, scale)
-    return scale.squeeze(-1) if group_size is None else scale
+    scale = scheme.format.scale_of(_grouped(weight, scheme.group_size).abs().amax(-1))
+    return scale.squeeze(-1) if scheme.group_size is None else scale
 
 
 @torch.no_grad()
-def mse_scale(
-    weight: Tensor, bits: int = 8, group_size: int | None = None, second_moment: Tensor | None = None
-) -> Tensor:
+def mse_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS, second_moment: Tensor | None = None) -> Tensor:
     """The multiple of ``nearest_scale``, of 0.40 to 1.06, with the least squared error of each row or group.
 
     ``second_moment``: of the layer's inputs, ``[K, K]``, or ``[K]`` for its diagonal: the error is then that of the
     layer's output. Groups are searched one by one, as if all others were exact.
     """
-    plain = nearest_scale(weight, bits, group_size)
+    plain, group_size, form = nearest_scale(weight, scheme), scheme.group_size, scheme.format
     dtype = torch.promote_types(weight.dtype, torch.float32)
     scales = plain.reshape(len(plain), -1)
     search: Callable[[Tensor, Tensor], Tensor]
     if second_moment is not None and second_moment.ndim == 2 and group_size is None and weight.shape[1] > _LONG_ROW:
-        search = _RankedSearch(second_moment.to(dtype), bits).best
+        search = _RankedSearch(second_moment.to(dtype), form).best
     else:
         importance = None if second_moment is None else _importance(second_moment.to(dtype), group_size)
-        search = functools.partial(_search, bits=bits, importance=importance)
+        search = functools.partial(_search, form=form, importance=importance)
     rows = max(_PIECE // weight.shape[1], 1)
     pieces = zip(weight.split(rows), scales.split(rows), strict=True)
     best = torch.cat([search(_grouped(part.to(dtype), group_size), own) for part, own in pieces])
     return best.reshape(plain.shape)
 
 
-def round_weight(weight: Tensor, scale: Tensor, bits: int = 8, group_size: int | None = None) -> QuantizedWeight:
+def round_weight(weight: Tensor, scale: Tensor, scheme: TensorScheme = INT8_ROWS) -> QuantizedWeight:
     """A float weight ``[N, K]`` rounded to nearest with a scale as ``nearest_scale`` or ``mse_scale`` has it."""
     values = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-    q = (values / expand_scale(scale, group_size, weight.shape[1])).round().clamp(*LIMITS[bits])
-    return QuantizedWeight(q.to(torch.int8), scale)
+    quotients = values / expand_scale(scale, scheme.group_size, weight.shape[1])
+    return QuantizedWeight(scheme.format.store(quotients), scale)
 
 
-def round_to_nearest(weight: Tensor, bits: int = 8, group_size: int | None = None) -> QuantizedWeight:
-    """A finite float weight ``[N, K]`` in ``bits`` (8 or 4) with its plain scales."""
+def round_to_nearest(weight: Tensor, scheme: TensorScheme = INT8_ROWS) -> QuantizedWeight:
+    """A finite float weight ``[N, K]`` with its plain scales."""
     weight = weight.detach().float()
-    return round_weight(weight, nearest_scale(weight, bits, group_size), bits, group_size)
+    return round_weight(weight, nearest_scale(weight, scheme), scheme)
 
 
 def dequantize(quantized: QuantizedWeight, group_size: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -108,7 +91,7 @@ def dequantize(quantized: QuantizedWeight, group_size: int | None = None, dtype:
 
 def expand_scale(scale: Tensor, group_size: int | None, K: int) -> Tensor:
     """A scale ``[N]`` as ``[N, 1]``, one of groups as ``[N, K]``."""
-    return scale[:, None] if group_size is None else scale.repeat_interleave(group_size, 1)[:, :K]
+    return scale[:, None] if group_size is None else spread(scale, group_size, K)
 
 
 @torch.no_grad()
@@ -153,24 +136,21 @@ class MSEWeights(Method):
             moment = rounded_moment(work, seen.pop(name)) if name in seen else None
             if self.by_input and moment is None:
                 work.notes.append("mse-weights: it saw no tokens, so all inputs count alike")
-            bits, group_size = weight_grid(work.scheme.weight)
-            weight = rounded_weight(work)
-            work.weight = round_weight(weight, mse_scale(weight, bits, group_size, moment), bits, group_size)
+            weight, scheme = rounded_weight(work), work.scheme.weight
+            work.weight = round_weight(weight, mse_scale(weight, scheme, moment), scheme)
         for experts in block.experts.values():
             decide_experts(
                 block,
                 experts,
                 self.name,
-                lambda weight, moment: round_weight(weight, mse_scale(weight, second_moment=moment)),
+                lambda weight, moment, scheme: round_weight(weight, mse_scale(weight, scheme, moment), scheme),
                 needs_rows=self.by_input,
             )
 
 
 def _grouped(values: Tensor, group_size: int | None) -> Tensor:
     """``[N, K]`` as ``[N, groups, size]``, the last group filled up with zeros."""
-    N, K = values.shape
-    size = group_size or K
-    return F.pad(values, (0, -K % size)).reshape(N, -1, size)
+    return grouped(values, group_size or values.shape[1])
 
 
 def _importance(moment: Tensor, group_size: int | None) -> Tensor:
@@ -184,12 +164,12 @@ def _importance(moment: Tensor, group_size: int | None) -> Tensor:
     return torch.stack([padded[start : start + size, start : start + size] for start in groups])
 
 
-def _search(groups: Tensor, plain: Tensor, bits: int, importance: Tensor | None) -> Tensor:
+def _search(groups: Tensor, plain: Tensor, form: Format, importance: Tensor | None) -> Tensor:
     """The best scale ``[N, groups]`` of ``groups [N, groups, size]``."""
     best, least = plain, torch.full_like(plain, torch.inf, dtype=groups.dtype)
     for multiple in _MULTIPLES:
         scale = (plain * multiple).clamp(min=MIN_SCALE)
-        error = _rounding_error(groups, scale, bits)
+        error = _rounding_error(groups, scale, form)
         if importance is None:
             loss = error.square_().sum(-1)
         elif importance.ndim == 2:
@@ -201,16 +181,16 @@ def _search(groups: Tensor, plain: Tensor, bits: int, importance: Tensor | None)
     return best
 
 
-def _rounding_error(groups: Tensor, scale: Tensor, bits: int) -> Tensor:
+def _rounding_error(groups: Tensor, scale: Tensor, form: Format) -> Tensor:
     """What rounding ``groups [N, groups, size]`` with ``scale [N, groups]`` adds to them."""
-    return (groups / scale[..., None]).round_().clamp_(*LIMITS[bits]).mul_(scale[..., None]).sub_(groups)
+    return form.nearest_(groups / scale[..., None]).mul_(scale[..., None]).sub_(groups)
 
 
 class _RankedSearch:
     """``_search`` of whole rows by all of ``moment [K, K]``, with few products by it."""
 
-    def __init__(self, moment: Tensor, bits: int) -> None:
-        self._moment, self._bits = moment, bits
+    def __init__(self, moment: Tensor, form: Format) -> None:
+        self._moment, self._form = moment, form
         # Its largest directions, by two steps of subspace iteration from the same start every time.
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(len(moment), _DIRECTIONS + 8, generator=generator)
@@ -225,7 +205,7 @@ class _RankedSearch:
         multiples = torch.tensor(_MULTIPLES, dtype=plain.dtype, device=plain.device)
         ranks = []
         for multiple in multiples:
-            error = _rounding_error(groups, (plain * multiple).clamp(min=MIN_SCALE), self._bits).squeeze(1)
+            error = _rounding_error(groups, (plain * multiple).clamp(min=MIN_SCALE), self._form).squeeze(1)
             ranks.append((error @ self._directions).square_().sum(-1) + error.square_() @ self._rest)
         # The plain one comes first.
         finalists = torch.stack(ranks[1:], 1).topk(_FINALISTS, largest=False).indices.sort(1).values + 1
@@ -233,7 +213,7 @@ class _RankedSearch:
         best, least = plain, torch.full_like(plain, torch.inf, dtype=groups.dtype)
         for finalist in finalists.unbind(1):
             scale = (plain * multiples[finalist, None]).clamp(min=MIN_SCALE)
-            error = _rounding_error(groups, scale, self._bits).squeeze(1)
+            error = _rounding_error(groups, scale, self._form).squeeze(1)
             loss = (error @ self._moment).mul_(error).sum(-1, keepdim=True)
             better = loss < least
             best, least = torch.where(better, scale, best), torch.where(better, loss, least)

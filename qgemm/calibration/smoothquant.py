@@ -20,7 +20,7 @@ from torch import Tensor
 from qgemm.calibration.folding import Fold, find_folds, input_weights
 from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.calibration.rounded_part import rounded_input, rounded_part
-from qgemm.calibration.rounding import dequantize, round_to_nearest, weight_grid
+from qgemm.calibration.rounding import dequantize, round_to_nearest
 from qgemm.calibration.statistics import InputStatistics
 from qgemm.nn.linear import linear_weight
 
@@ -107,9 +107,8 @@ def smoothed_loss(work: LayerWork, seen: InputStatistics, scales: Tensor) -> flo
     Weight and input are rounded to nearest, as the layer's scheme says.
     """
     weight = linear_weight(work.module).detach().float() * scales
-    bits, group_size = weight_grid(work.scheme.weight)
-    part = rounded_part(work, weight)
-    rounded = dequantize(round_to_nearest(part, bits, group_size), group_size)
+    part, scheme = rounded_part(work, weight), work.scheme.weight
+    rounded = dequantize(round_to_nearest(part, scheme), scheme.group_size)
     x, x_rounded = rounded_input(work, seen, scales)
     assert seen.rows is not None
     whole = float(((seen.rows.float() / scales) @ weight.T).square().sum())

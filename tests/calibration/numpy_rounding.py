@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from qgemm.scheme import TensorScheme
+
 Array = NDArray[np.float64]
+
+
+def grid(bits: int, group_size: int | None = None) -> TensorScheme:
+    """The weights that are rounded so, as qgemm calls them."""
+    return TensorScheme(f"int{bits}", "group" if group_size else "channel", group_size=group_size)
 
 
 def numpy_scales(weight: Array, bits: int, group_size: int | None) -> Array:

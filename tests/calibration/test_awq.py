@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calibration.numpy_rounding import Array, numpy_round, numpy_scales
+from calibration.numpy_rounding import Array, grid, numpy_round, numpy_scales
 from calibration.test_folding import block_of, build
 from qgemm.calibration.awq import AWQ, AWQScales, awq_scales
 from qgemm.calibration.method import Block, Call, LayerWork
@@ -50,25 +50,27 @@ def numpy_search(weights: list[Array], x: Array, bits: int, group_size: int | No
 @pytest.mark.parametrize(("bits", "group_size"), [(4, None), (4, 16), (8, None)])
 def test_the_search_is_numpys(bits: int, group_size: int | None) -> None:
     x, weights = salient(), [normal(16, K), 10 * normal(8, K, seed=2)]
-    found = awq_scales(weights, x.T @ x / len(x), [(bits, group_size)] * 2)
+    found = awq_scales(weights, x.T @ x / len(x), [grid(bits, group_size)] * 2)
     ratio, scales, loss = numpy_search([w.numpy() for w in weights], x.numpy(), bits, group_size)
     assert found.ratio == ratio
     assert ratio > 0.1
     np.testing.assert_allclose(found.scales.numpy(), scales, rtol=1e-5)
     # The largest value of a row lies halfway between two whole numbers, where a last digit decides.
     assert found.loss == pytest.approx(loss, rel=0.03)
-    plain = sum(output_loss(w, dequantize(round_to_nearest(w, bits, group_size), group_size), x.T @ x) for w in weights)
+    plain = sum(
+        output_loss(w, dequantize(round_to_nearest(w, grid(bits, group_size)), group_size), x.T @ x) for w in weights
+    )
     assert found.loss < plain / 1.5
 
 
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 16), (8, None)])
 def test_weights_of_many_rows_find_what_all_ratios_would(bits: int, group_size: int | None) -> None:
     x, weights = salient(), [normal(700, K) * normal(700, 1, seed=5), 10 * normal(8, K, seed=2)]
-    found = awq_scales(weights, x.T @ x / len(x), [(bits, group_size)] * 2)
+    found = awq_scales(weights, x.T @ x / len(x), [grid(bits, group_size)] * 2)
     _, _, loss = numpy_search([w.numpy() for w in weights], x.numpy(), bits, group_size)
     assert found.loss == pytest.approx(loss, rel=0.01)
-    exact = dequantize(round_to_nearest(normal(300, K), 8))
-    assert awq_scales([exact], x.T @ x / len(x), [(8, None)]).ratio == 0
+    exact = dequantize(round_to_nearest(normal(300, K), grid(8)))
+    assert awq_scales([exact], x.T @ x / len(x), [grid(8)]).ratio == 0
 
 
 def test_the_block_runs_on_the_data_once() -> None:
@@ -82,24 +84,24 @@ def test_the_block_runs_on_the_data_once() -> None:
 def test_weights_have_grids_of_their_own() -> None:
     x, weight = salient(), normal(16, K)
     moment = x.T @ x / len(x)
-    losses = [awq_scales([weight], moment, [grid]).loss for grid in ((4, None), (4, 16))]
-    both = awq_scales([weight, weight], moment, [(4, None), (4, 16)])
+    losses = [awq_scales([weight], moment, [each]).loss for each in (grid(4), grid(4, 16))]
+    both = awq_scales([weight, weight], moment, [grid(4), grid(4, 16)])
     assert sum(losses) <= both.loss < 1.3 * sum(losses)
 
 
 def test_channels_of_zeros_and_even_ones_are_left_alone() -> None:
     x = salient()
     x[:, 5] = 0.0
-    found = awq_scales([normal(16, K)], x.T @ x / len(x), [(4, None)])
+    found = awq_scales([normal(16, K)], x.T @ x / len(x), [grid(4)])
     assert found.ratio > 0
     assert found.scales[5] == 1.0
     assert found.scales.isfinite().all()
-    nothing = awq_scales([normal(16, K)], torch.zeros(K, K), [(4, None)])
+    nothing = awq_scales([normal(16, K)], torch.zeros(K, K), [grid(4)])
     assert nothing.ratio == 0
     assert nothing.scales.tolist() == [1.0] * K
     # Rounded without an error: no scales are better.
-    exact = round_to_nearest(normal(16, K), 8)
-    assert awq_scales([dequantize(exact)], x.T @ x / len(x), [(8, None)]).ratio == 0
+    exact = round_to_nearest(normal(16, K), grid(8))
+    assert awq_scales([dequantize(exact)], x.T @ x / len(x), [grid(8)]).ratio == 0
 
 
 def test_scales_that_must_be_equal_are() -> None:
@@ -107,7 +109,7 @@ def test_scales_that_must_be_equal_are() -> None:
         return scales.reshape(2, K // 2).amax(0).repeat(2)
 
     x = salient()
-    scales = awq_scales([normal(16, K)], x.T @ x / len(x), [(4, None)], tie).scales
+    scales = awq_scales([normal(16, K)], x.T @ x / len(x), [grid(4)], tie).scales
     assert torch.equal(scales[: K // 2], scales[K // 2 :])
     assert scales[3] == scales[3 + K // 2] > 2
 

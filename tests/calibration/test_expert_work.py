@@ -22,6 +22,7 @@ from qgemm.kernels import quantize_rows
 from qgemm.model.selection import select_layers
 from qgemm.nn import QuantExperts
 from qgemm.nn.float_experts import describe_experts
+from qgemm.scheme import INT8_ROWS, SCHEMES
 
 # Gates before ups; gates and ups in turn, transposed, with biases; rows for each expert.
 FAMILIES = ["mixtral", "gpt_oss", "llama4"]
@@ -33,7 +34,7 @@ def experts_block(family: str, tokens: int = 600, **more: Any) -> tuple[Any, Blo
     block = block_of(model, {"input_ids": ids, **more})
     for layer in select_layers(model, None):
         if layer.is_experts and not layer.reason:
-            block.experts[layer.name] = ExpertsWork(layer.name, model.get_submodule(layer.name))
+            block.experts[layer.name] = ExpertsWork(layer.name, model.get_submodule(layer.name), SCHEMES["int8"])
     assert block.experts
     return model, block
 
@@ -87,7 +88,7 @@ def test_each_expert_is_decided_by_its_own_tokens(family: str, method: Method) -
                 moment = x.T @ x / len(x)
                 if isinstance(method, GPTQ):
                     scale = mse_scale(weight, second_moment=moment.diagonal()) if method.mse else None
-                    wanted = gptq(weight, moment, 8, scale=scale, act_order=method.act_order).weight
+                    wanted = gptq(weight, moment, INT8_ROWS, scale=scale, act_order=method.act_order).weight
                 else:
                     wanted = round_weight(weight, mse_scale(weight, second_moment=moment))
                 values, scale = work.weights[name].values[expert], work.weights[name].scale[expert]
@@ -143,7 +144,7 @@ def test_padding_is_no_token_of_an_expert(family: str) -> None:
     model, block = experts_block(family, attention_mask=mask)
     MSEWeights(by_input=True).apply(block)
     plain = copy.copy(block)
-    plain.experts = {name: ExpertsWork(name, model.get_submodule(name)) for name in block.experts}
+    plain.experts = {name: ExpertsWork(name, model.get_submodule(name), SCHEMES["int8"]) for name in block.experts}
     plain.calls = [type(call)((), {"input_ids": call.kwargs["input_ids"][:, :12]}) for call in block.calls]
     MSEWeights(by_input=True).apply(plain)
     for name, work in block.experts.items():

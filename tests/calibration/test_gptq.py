@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calibration.numpy_rounding import Array, numpy_round, numpy_scales
+from calibration.numpy_rounding import Array, grid, numpy_round, numpy_scales
 from qgemm.calibration.gptq import GPTQ, SingularHessian, gptq
 from qgemm.calibration.method import Block, Call, LayerWork
 from qgemm.calibration.rounding import dequantize, mse_scale, output_loss, round_to_nearest, round_weight
@@ -53,19 +53,19 @@ def weight_and_moment(N: int = N, K: int = K, seed: int = 0) -> tuple[Tensor, Te
 @pytest.mark.parametrize("block_size", [1, 16, 128])  # of 40 columns: none waits, some do, all in one
 def test_values_are_numpys(bits: int, group_size: int | None, act_order: bool, block_size: int) -> None:
     weight, moment = weight_and_moment()
-    result = gptq(weight, moment, bits, group_size, act_order=act_order, block_size=block_size)
+    result = gptq(weight, moment, grid(bits, group_size), act_order=act_order, block_size=block_size)
     expected = numpy_gptq(weight.numpy(), moment.numpy(), bits, group_size, act_order)
     assert np.array_equal(result.weight.values.numpy(), expected)
-    scales = round_to_nearest(weight, bits, group_size).scale
+    scales = round_to_nearest(weight, grid(bits, group_size)).scale
     assert torch.equal(result.weight.scale, scales)
-    assert (expected != round_to_nearest(weight, bits, group_size).values.numpy()).mean() > 0.1
+    assert (expected != round_to_nearest(weight, grid(bits, group_size)).values.numpy()).mean() > 0.1
 
 
 def test_other_dampings_are_numpys_too() -> None:
     weight, moment = weight_and_moment()
     for damping in (0.0, 0.3):
         expected = numpy_gptq(weight.numpy(), moment.numpy(), 4, 8, True, damping)
-        assert np.array_equal(gptq(weight, moment, 4, 8, damping=damping).weight.values.numpy(), expected)
+        assert np.array_equal(gptq(weight, moment, grid(4, 8), damping=damping).weight.values.numpy(), expected)
 
 
 # Seeds 0 to 9 gave factors of 8.5 to 12; independent inputs leave 1.2.
@@ -74,8 +74,8 @@ def test_other_dampings_are_numpys_too() -> None:
 def test_loss_is_lower_than_that_of_rounding_to_nearest(bits: int, group_size: int | None, dtype: torch.dtype) -> None:
     weight, moment = weight_and_moment(64, 96)
     weight, moment = weight.to(dtype), moment.float()
-    result = gptq(weight, moment, bits, group_size)
-    nearest = round_to_nearest(weight, bits, group_size)
+    result = gptq(weight, moment, grid(bits, group_size))
+    nearest = round_to_nearest(weight, grid(bits, group_size))
     plain_loss = output_loss(weight, dequantize(nearest, group_size), moment)
     assert result.loss == output_loss(weight, dequantize(result.weight, group_size), moment)
     assert result.loss < plain_loss / 7
@@ -88,23 +88,23 @@ def test_dead_columns_are_rounded_to_nearest_and_move_nothing() -> None:
     alive = torch.tensor([k for k in range(K) if k not in (0, 7, 39)])
     moment[dead] = 0.0
     moment[:, dead] = 0.0
-    scale = round_to_nearest(weight, 4).scale
-    values = gptq(weight, moment, 4, scale=scale).weight.values
-    assert torch.equal(values[:, dead], round_weight(weight, scale, 4).values[:, dead])
-    alone = gptq(weight[:, alive], moment[alive][:, alive], 4, scale=scale)
+    scale = round_to_nearest(weight, grid(4)).scale
+    values = gptq(weight, moment, grid(4), scale=scale).weight.values
+    assert torch.equal(values[:, dead], round_weight(weight, scale, grid(4)).values[:, dead])
+    alone = gptq(weight[:, alive], moment[alive][:, alive], grid(4), scale=scale)
     assert torch.equal(values[:, alive], alone.weight.values)
     # Nothing is known of any: all to nearest.
-    unknown = gptq(weight, torch.zeros(K, K), 4).weight
-    assert torch.equal(unknown.values, round_weight(weight, scale, 4).values)
+    unknown = gptq(weight, torch.zeros(K, K), grid(4)).weight
+    assert torch.equal(unknown.values, round_weight(weight, scale, grid(4)).values)
 
 
 def test_the_same_bits_each_time_and_ties_keep_their_order() -> None:
     weight, moment = weight_and_moment()
-    first, second = (gptq(weight.float(), moment.float(), 4, 8) for _ in range(2))
+    first, second = (gptq(weight.float(), moment.float(), grid(4, 8)) for _ in range(2))
     assert torch.equal(first.weight.values, second.weight.values)
     even = moment / torch.outer(moment.diagonal().sqrt(), moment.diagonal().sqrt())
     even.fill_diagonal_(1.0)
-    by_size, in_order = (gptq(weight, even, 4, act_order=act_order).weight.values for act_order in (True, False))
+    by_size, in_order = (gptq(weight, even, grid(4), act_order=act_order).weight.values for act_order in (True, False))
     assert torch.equal(by_size, in_order)
 
 
@@ -115,18 +115,18 @@ def test_a_singular_moment_takes_more_damping_or_is_refused() -> None:
     values, vectors = torch.linalg.eigh(moment)
     values[0] = -0.05 * mean
     indefinite = vectors @ values.diag() @ vectors.T
-    result = gptq(weight, indefinite, 4)
+    result = gptq(weight, indefinite, grid(4))
     assert result.damping == pytest.approx(0.1)
-    again = gptq(weight, indefinite, 4, damping=0.1)
+    again = gptq(weight, indefinite, grid(4), damping=0.1)
     assert torch.equal(result.weight.values, again.weight.values)
     with pytest.raises(SingularHessian, match="is singular, even with a damping of 1"):
-        gptq(weight, indefinite - 3 * mean * torch.eye(K), 4)
+        gptq(weight, indefinite - 3 * mean * torch.eye(K), grid(4))
     # Of few rows, as every expert that is hardly used has it: singular in truth.
     few = correlated(3, K)
-    assert gptq(weight, few.T @ few / 3, 4, damping=0.0).damping in (0.01, 0.1)
+    assert gptq(weight, few.T @ few / 3, grid(4), damping=0.0).damping in (0.01, 0.1)
     moment[3, 3] = torch.nan
     with pytest.raises(SingularHessian, match="holds NaN or Inf"):
-        gptq(weight, moment, 4)
+        gptq(weight, moment, grid(4))
 
 
 def block_of(linear: nn.Module, batches: list[Tensor], scheme: str = "int8") -> tuple[Block, LayerWork]:
@@ -142,8 +142,8 @@ def test_the_method_decides_the_weight(mse: bool) -> None:
     before = linear.weight.clone()
     GPTQ(mse=mse).apply(block)
     moment = x.T @ x / 200
-    scale = mse_scale(linear.weight.detach(), 8, None, moment.diagonal()) if mse else None
-    result = gptq(linear.weight, moment, 8, scale=scale)
+    scale = mse_scale(linear.weight.detach(), grid(8), moment.diagonal()) if mse else None
+    result = gptq(linear.weight, moment, grid(8), scale=scale)
     assert work.weight is not None
     assert (work.weight.values != result.weight.values).float().mean() < 0.002  # the sums' last digits
     torch.testing.assert_close(work.weight.scale, result.weight.scale)

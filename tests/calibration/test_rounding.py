@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from calibration.numpy_rounding import numpy_round, numpy_scales
+from calibration.numpy_rounding import grid, numpy_round, numpy_scales
 from qgemm.calibration.method import Block, Call, LayerWork
 from qgemm.calibration.rounding import (
     MSEWeights,
@@ -37,7 +37,7 @@ def moment_of(K: int, seed: int = 1) -> Tensor:
 
 
 def row_errors(weight: Tensor, scale: Tensor, bits: int, group_size: int | None) -> Tensor:
-    return dequantize(round_weight(weight, scale, bits, group_size), group_size, torch.float64) - weight.double()
+    return dequantize(round_weight(weight, scale, grid(bits, group_size)), group_size, torch.float64) - weight.double()
 
 
 @pytest.mark.parametrize(("bits", "group_size"), GRIDS)
@@ -48,7 +48,7 @@ def test_nearest_is_numpys(bits: int, group_size: int | None, K: int) -> None:
     weight[3, :32] = 0.0
     weight[4] = 1e-42  # its scale would be subnormal
     weight[5] = torch.arange(K) - 7.5  # halves
-    quantized = round_to_nearest(weight, bits, group_size)
+    quantized = round_to_nearest(weight, grid(bits, group_size))
     scales = numpy_scales(weight.double().numpy(), bits, group_size)
     q = numpy_round(weight.numpy(), scales.astype(np.float32), bits)
     assert quantized.values.dtype == torch.int8
@@ -72,7 +72,7 @@ def test_eight_bits_per_row_are_those_of_the_kernels(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("value", [1.0, -1.0])
 def test_the_largest_value_of_four_bits_errs_by_half_a_step(value: float) -> None:
     for size in torch.linspace(1, 2, 50):  # 7.5 steps, a little more or a little less as its scale was rounded
-        quantized = round_to_nearest(torch.stack((size * value, size * 0))[None], 4)
+        quantized = round_to_nearest(torch.stack((size * value, size * 0))[None], grid(4))
         assert quantized.values[0, 0] in ([7] if value > 0 else [-7, -8])
         error = dequantize(quantized)[0, 0] - size * value
         assert abs(error).item() == pytest.approx(quantized.scale.item() / 2, rel=1e-5)
@@ -91,7 +91,7 @@ def test_scales_of_least_error_are_never_worse(bits: int, group_size: int | None
         parts = [slice(start, start + size) for start in range(0, 100, size)]
         return torch.stack([((errors[:, p] @ weigh[p, p]) * errors[:, p]).sum(1) for p in parts], 1)
 
-    plain, best = nearest_scale(weight, bits, group_size), mse_scale(weight, bits, group_size, given)
+    plain, best = nearest_scale(weight, grid(bits, group_size)), mse_scale(weight, grid(bits, group_size), given)
     before, after = group_losses(plain), group_losses(best)
     assert (after <= before * (1 + 1e-5)).all()
     # With four bits and such tails a tenth or more is gained; with eight there is little to gain.
@@ -106,10 +106,10 @@ def test_a_row_of_zeros_keeps_its_scale_and_large_weights_are_searched_in_pieces
 ) -> None:
     weight = heavy_tailed(9, 64)
     weight[3] = 0.0
-    whole = mse_scale(weight, 4, 32, moment_of(64))
+    whole = mse_scale(weight, grid(4, 32), moment_of(64))
     assert whole[3].tolist() == [1.0, 1.0]
     monkeypatch.setattr("qgemm.calibration.rounding._PIECE", 2 * 64)
-    torch.testing.assert_close(mse_scale(weight, 4, 32, moment_of(64)), whole)
+    torch.testing.assert_close(mse_scale(weight, grid(4, 32), moment_of(64)), whole)
 
 
 def few_directions(K: int) -> Tensor:
@@ -132,16 +132,16 @@ def test_of_long_rows_nothing_that_matters_is_missed(bits: int, inputs: str) -> 
         errors = row_errors(weight, scale, bits, None)
         return ((errors @ moment.double()) * errors).sum(1)
 
-    plain, best = nearest_scale(weight, bits), mse_scale(weight, bits, None, moment)
+    plain, best = nearest_scale(weight, grid(bits)), mse_scale(weight, grid(bits), moment)
     least = torch.stack([losses(plain * (percent / 100)) for percent in range(106, 38, -2)]).amin(0)
     found = losses(best)
     assert (found <= losses(plain) * (1 + 1e-5)).all()
     assert found.sum() <= least.sum() * (1.002 if bits == 4 else 1.0001)
     assert (found <= least * 1.1).all()
     # The same every time, and in pieces.
-    assert torch.equal(mse_scale(weight, bits, None, moment), best)
-    torch.testing.assert_close(mse_scale(weight[7:20], bits, None, moment), best[7:20])
-    assert mse_scale(torch.zeros(2, K), bits, None, moment).tolist() == [1.0, 1.0]
+    assert torch.equal(mse_scale(weight, grid(bits), moment), best)
+    torch.testing.assert_close(mse_scale(weight[7:20], grid(bits), moment), best[7:20])
+    assert mse_scale(torch.zeros(2, K), grid(bits), moment).tolist() == [1.0, 1.0]
 
 
 def test_loss_is_that_of_the_outputs() -> None:
@@ -169,7 +169,7 @@ def test_the_method_decides_weights_with_and_without_data() -> None:
     for block, moment in ((plain, None), (weighted, x.T @ x / 50)):
         weight = block.layers["0"].weight
         assert weight is not None
-        expected = mse_scale(linear.weight.detach(), 8, None, moment)
+        expected = mse_scale(linear.weight.detach(), grid(8), moment)
         torch.testing.assert_close(weight.scale, expected)
         assert torch.equal(weight.values, round_weight(linear.weight, weight.scale).values)
     assert not torch.equal(plain.layers["0"].weight.scale, weighted.layers["0"].weight.scale)  # type: ignore[union-attr]
