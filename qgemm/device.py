@@ -1,8 +1,16 @@
-"""``find_device``: the device that somebody names, or one sentence about why it can't be used."""
+"""Devices: the one that somebody names, or a sentence about why it can't be used; and how much memory is free there."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
+
+# Of control groups, version 2 and 1: where they are mounted, and the files of the limit and of what is in use.
+_GROUPS = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 def find_device(device: torch.device | str) -> torch.device:
@@ -19,3 +27,43 @@ def find_device(device: torch.device | str) -> torch.device:
     if found is not None and found.type == "cuda" and (found.index or 0) < torch.cuda.device_count():
         return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
     raise ValueError(f'device is "{device}"; it must be "cpu", or "cuda" where PyTorch finds a GPU')
+
+
+def free_memory(device: torch.device, root: Path = Path("/")) -> int:
+    """How many bytes could be allocated on ``device``; 0 where the system doesn't say.
+
+    On a GPU what is free, and what PyTorch's allocator holds there unused. On the CPU (Linux) what is available without
+    swapping, or what the limits of the process's control groups leave, if that is less: files that the system has read
+    ahead count as free in both. ``root`` is where ``proc`` and ``sys`` are.
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        available = _number_after("MemAvailable:", root / "proc/meminfo") * 1024
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except (OSError, ValueError, StopIteration):
+        return 0
+    left = [available]
+    for _, controllers, path in (line.split(":", 2) for line in groups):
+        for controller in {"", "memory"}.intersection(controllers.split(",")):
+            left += _left_in_group(root, controller, path)
+    return max(0, min(left))
+
+
+def _left_in_group(root: Path, controller: str, path: str) -> list[int]:
+    """What a control group and those around it leave, where they are seen and have a limit."""
+    mount, limit, usage, cached = _GROUPS[controller]
+    left = []
+    for group in (Path(path), *Path(path).parents):
+        folder = root / mount / group.relative_to("/")
+        try:
+            free = int((folder / limit).read_text()) - int((folder / usage).read_text())
+            left.append(free + _number_after(cached, folder / "memory.stat"))
+        except (OSError, ValueError, StopIteration):
+            continue  # no limit ("max"), or a container that doesn't see it
+    return left
+
+
+def _number_after(name: str, file: Path) -> int:
+    return next(int(words[1]) for words in map(str.split, file.read_text().splitlines()) if words[:1] == [name])

@@ -1,9 +1,10 @@
 """``quantize_model``: swaps linear layers and experts of a model for ``QuantLinear`` and ``QuantExperts``, in place.
 
-First every layer is looked at and everything is checked; only then is anything swapped, one layer at a time, each float
-weight freed before the next is touched. So a mistake leaves the model as it was, and memory peaks at the float model
-plus the working space of one layer; what stops the swaps half-way leaves a model that refuses to run. Between the two
-steps only names are kept: a reference to a layer would keep its weight alive.
+First every layer is looked at and everything is checked; only then is anything swapped, one layer at a time. So a
+mistake leaves the model as it was. What stops the swaps half-way does too, if memory has room for the float model and
+the quantized one (``model/restore.py``). Otherwise each float weight is freed before the next is touched, so that
+memory peaks at the float model plus the working space of one layer, and a model that is swapped in part refuses to run.
+Between the steps only names are kept: a reference to a layer would keep its weight alive.
 
 Exactly ``nn.Linear``, transformers' ``Conv1D`` and ``FalconLinear``, and its modules of fused experts are swapped.
 Other subclasses of ``nn.Linear`` mean something of their own, and ``swap_rules.py`` lists where even a plain one can't
@@ -44,6 +45,7 @@ from qgemm.device import find_device
 from qgemm.model.announce import announce_quantized
 from qgemm.model.offloading import check_hooks, weights_at_hand
 from qgemm.model.report import KEPT, LayerRecord, QuantReport
+from qgemm.model.restore import restored_on_failure
 from qgemm.model.selection import (
     Pattern,
     Patterns,
@@ -122,9 +124,14 @@ def quantize_model(
     hooks; weights that accelerate keeps on disk). What accelerate offloads to the CPU stays there, in int8.
 
     All that can be foreseen is checked before the first layer is swapped, and what a layer holds beside its weight
-    (hooks, children, buffers, attributes) goes with it. Each float weight is freed before the next is touched, so that
-    an error which nobody foresaw (memory that runs out, an interrupt) can't bring swapped layers back: a model that was
-    changed in part then refuses to run and to be saved, and says so. Before the first swap it is as it was.
+    (hooks, children, buffers, attributes) goes with it. If something unforeseen (an interrupt, a bug) stops it
+    half-way, what is left depends on the memory that was free at its beginning:
+
+    - With room for the quantized layers beside the float model, everything is put back: the same modules with the same
+      values. A recipe needs room for a copy of the float model too; with one, or with batches, the room must be there
+      twice.
+    - Without it, each float weight is freed before the next is touched, so that memory peaks at the float model and one
+      layer. A model that was swapped in part then refuses to run and to be saved, and says so.
     """
     check_model(model)
     input_scales = as_scales(input_scales)
@@ -140,45 +147,48 @@ def quantize_model(
     observer = resolve_observer("min-max" if observer is None else observer)
     skip, include = as_patterns("skip", skip), as_patterns("include", include)
     by_pattern, options = _resolve(scheme, budget, sensitivity)
-    with opened_attention(model):
-        plan = _plan_without_scales(model, by_pattern, skip, include)
-        schemes = options or plan.schemes_in_use
-        by_blocks = recipe is not None or device is not None or resume is not None or budget is not None
-        takes_batches = calibration is not None and not isinstance(calibration, Calibration)
-        if by_blocks or (takes_batches and any(each.needs_blocks for each in schemes)):
-            methods = recipe if isinstance(recipe, Recipe) else Recipe([] if recipe is None else recipe)
-            wants_data = {"budget": budget is not None and sensitivity is None, "device": device is not None}
-            wants_data |= {"resume": resume is not None}
-            calls = _calls_for_blocks(model, plan, schemes, input_scales, calibration, methods, wants_data)
-            if device is not None:
-                _check_in_one_place(model)
-            notes: dict[str, str] = {}
-            if budget is not None:
-                if sensitivity is None:
-                    sensitivity = measure_sensitivity(
-                        model, calls, schemes, skip=skip, include=include, progress=progress
-                    )
-                chosen, notes = assign_schemes(plan.layers, schemes, budget, sensitivity)
-                plan = replace(plan, schemes=chosen)
-            layers = [(layer, plan.scheme_of(layer)) for layer in plan.chosen]
-            records = quantize_blocks(
-                model, layers, methods, calls, observer, device=place, resume=resume, progress=progress
-            )
-            for name, note in notes.items():
-                if name in records:
-                    records[name] = replace(records[name], note="; ".join(filter(None, (note, records[name].note))))
-        else:
-            if calibration is not None:
-                input_scales = _calibrated_scales(model, plan, calibration, observer, progress)
-            plan = _with_scales(plan, input_scales)
-            _check_finite(model, plan.chosen)
-            records = _swap_all(model, plan, progress)
-    report = make_report(plan, records)
-    if recipe is not None:
-        report = replace(report, recipe=methods.to_dict())
-    model._qgemm_report = report  # type: ignore[assignment]
-    warn_of_coverage(plan.layers, stacklevel=3)
-    announce_quantized(model)
+    with restored_on_failure(model) as way_back:
+        with opened_attention(model):
+            plan = _plan_without_scales(model, by_pattern, skip, include)
+            schemes = options or plan.schemes_in_use
+            by_blocks = recipe is not None or device is not None or resume is not None or budget is not None
+            takes_batches = calibration is not None and not isinstance(calibration, Calibration)
+            if by_blocks or (takes_batches and any(each.needs_blocks for each in schemes)):
+                methods = recipe if isinstance(recipe, Recipe) else Recipe([] if recipe is None else recipe)
+                wants_data = {"budget": budget is not None and sensitivity is None, "device": device is not None}
+                wants_data |= {"resume": resume is not None}
+                calls = _calls_for_blocks(model, plan, schemes, input_scales, calibration, methods, wants_data)
+                if device is not None:
+                    _check_in_one_place(model)
+                way_back.keep_if_room(plan.names, changes_values=len(methods) > 0, runs_model=takes_batches)
+                notes: dict[str, str] = {}
+                if budget is not None:
+                    if sensitivity is None:
+                        sensitivity = measure_sensitivity(
+                            model, calls, schemes, skip=skip, include=include, progress=progress
+                        )
+                    chosen, notes = assign_schemes(plan.layers, schemes, budget, sensitivity)
+                    plan = replace(plan, schemes=chosen)
+                layers = [(layer, plan.scheme_of(layer)) for layer in plan.chosen]
+                records = quantize_blocks(
+                    model, layers, methods, calls, observer, device=place, resume=resume, progress=progress
+                )
+                for name, note in notes.items():
+                    if name in records:
+                        records[name] = replace(records[name], note="; ".join(filter(None, (note, records[name].note))))
+            else:
+                way_back.keep_if_room(plan.names, changes_values=False, runs_model=takes_batches)
+                if calibration is not None:
+                    input_scales = _calibrated_scales(model, plan, calibration, observer, progress)
+                plan = _with_scales(plan, input_scales)
+                _check_finite(model, plan.chosen)
+                records = _swap_all(model, plan, progress)
+        report = make_report(plan, records)
+        if recipe is not None:
+            report = replace(report, recipe=methods.to_dict())
+        model._qgemm_report = report  # type: ignore[assignment]
+        warn_of_coverage(plan.layers, stacklevel=3)
+        announce_quantized(model)
     return model
 
 
@@ -198,6 +208,11 @@ class SwapPlan:
     def chosen(self) -> list[Layer]:
         """The layers to be swapped."""
         return [layer for layer in self.layers if not layer.reason]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the layers to be swapped."""
+        return [layer.name for layer in self.chosen]
 
     @property
     def schemes_in_use(self) -> list[QuantScheme]:

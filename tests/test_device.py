@@ -1,9 +1,11 @@
-"""Which devices can be named, with and without a GPU."""
+"""Which devices can be named, with and without a GPU, and how much memory is free there."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
-from qgemm.device import find_device
+from qgemm.device import find_device, free_memory
 
 
 @pytest.fixture
@@ -30,3 +32,69 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match=r'device is "cuda"; it must be "cpu", or "cuda" where PyTorch finds a GPU'):
         find_device("cuda")
+
+
+CPU = torch.device("cpu")
+
+
+def system(root: Path, files: dict[str, str], available: int = 1000) -> Path:
+    """What Linux shows of a machine with so many KiB available."""
+    meminfo = f"MemTotal: 9999 kB\nMemFree: 10 kB\nMemAvailable:   {available} kB\n"
+    for name, content in {"proc/meminfo": meminfo, "proc/self/cgroup": "0::/\n", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 1024_000),
+        ({f"{V2}/memory.max": "max\n", f"{V2}/memory.current": "7\n", f"{V2}/memory.stat": ""}, 1024_000),
+        (
+            {f"{V2}/memory.max": "900\n", f"{V2}/memory.current": "600\n", f"{V2}/memory.stat": "inactive_file 50\n"},
+            350,
+        ),
+        # The limit is that of a group around the process's own.
+        (
+            {
+                "proc/self/cgroup": "0::/a/b:c\n",
+                f"{V2}/a/b:c/memory.max": "max\n",
+                f"{V2}/a/memory.max": "500\n",
+                f"{V2}/a/memory.current": "600\n",
+                f"{V2}/a/memory.stat": "anon 500\ninactive_file 150\n",
+            },
+            50,
+        ),
+        # A container sees its own group as the root, whatever it is called outside.
+        (
+            {
+                "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/12\n0::/\n",
+                f"{V1}/memory.limit_in_bytes": "900\n",
+                f"{V1}/memory.usage_in_bytes": "600\n",
+                f"{V1}/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n",
+            },
+            350,
+        ),
+        ({f"{V2}/memory.max": "5\n", f"{V2}/memory.current": "60\n", f"{V2}/memory.stat": "inactive_file 9\n"}, 0),
+        ({"proc/meminfo": "MemTotal: 9999 kB\n"}, 0),  # a kernel that doesn't say
+    ],
+    ids=["no limit", "max", "version 2", "above", "version 1", "over the limit", "unknown"],
+)
+def test_free_memory_on_linux(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    assert free_memory(CPU, system(tmp_path, files)) == expected
+
+
+def test_free_memory_of_an_unknown_system(tmp_path: Path) -> None:
+    assert free_memory(CPU, tmp_path) == 0
+
+
+def test_free_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    assert free_memory(torch.device("cuda", 0)) == 1100

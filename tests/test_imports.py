@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.ops": {"qgemm.kernels", "qgemm.numerics"},
     "qgemm.nn": {"qgemm.ops", "qgemm.kernels", "qgemm.numerics", "qgemm.scheme"},
     "qgemm.tables": set(),
-    "qgemm.model": {"qgemm.tables", "qgemm.nn", "qgemm.arguments", "qgemm.numerics", "qgemm.scheme"},
+    "qgemm.model": {"qgemm.tables", "qgemm.nn", "qgemm.arguments", "qgemm.device", "qgemm.numerics", "qgemm.scheme"},
     "qgemm.calibration": {
         "qgemm.numerics",
         "qgemm.arguments",

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import qgemm.model.restore
 from qgemm import QuantLinear
 from qgemm.model.report import report
 from qgemm.quantize import quantize_model
@@ -434,7 +435,8 @@ def test_no_warning_of_coverage(model: nn.Module, options: dict[str, Any]) -> No
     quantize_model(model, **options)
 
 
-def test_each_float_weight_is_freed_before_the_next_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_room_each_float_weight_is_freed_before_the_next_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qgemm.model.restore, "free_memory", lambda device: 0)
     model = Stack(4)
     weights = {id(p): weakref.ref(p) for name, p in model.named_parameters() if name.endswith("weight")}
     from_linear = QuantLinear.from_linear.__func__  # type: ignore[attr-defined]

@@ -1,4 +1,7 @@
-"""How much memory quantize_model takes: one layer more than the float model at most."""
+"""How much memory quantize_model takes.
+
+One layer more than the float model at most where memory is tight; else the quantized layers too, to have a way back.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import qgemm.model.restore
 from qgemm.quantize import quantize_model
 
 
@@ -48,6 +52,12 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
+@pytest.fixture
+def _no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qgemm.model.restore, "free_memory", lambda device: 0)
+
+
+@pytest.mark.usefixtures("_no_room")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_peaks_at_the_float_model_and_one_layer(dtype: torch.dtype) -> None:
     # Layers of 2^22 weights: of small ones, a first part of fixed size counts for more.
@@ -60,6 +70,20 @@ def test_memory_peaks_at_the_float_model_and_one_layer(dtype: torch.dtype) -> No
     assert 2**22 <= memory.peak - memory.start <= layer
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_room_memory_peaks_at_the_float_model_the_quantized_layers_and_one_layer(
+    dtype: torch.dtype,
+) -> None:
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, dtype=dtype) for _ in range(4)))
+    weights = 2**20
+    with Memory(model) as memory:
+        quantize_model(model)
+    grown = memory.peak - memory.start
+    # As much as must be free for a way back.
+    assert 4 * weights <= grown <= 4 * weights * 17 // 16 + weights * dtype.itemsize
+
+
+@pytest.mark.usefixtures("_no_room")
 @pytest.mark.parametrize("family", ["mixtral", "llama4"])
 def test_memory_of_experts_peaks_at_one_module_in_int8_and_one_expert(family: str) -> None:
     class Block(nn.Module):

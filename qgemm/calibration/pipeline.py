@@ -11,6 +11,7 @@ nearest; the layers' records say so.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -365,17 +366,23 @@ def _output_error(linear: nn.Module, quantized: nn.Module, rows: Tensor) -> floa
 
 @contextmanager
 def _placed(model: nn.Module, name: str, device: torch.device | None) -> Iterator[None]:
-    """Inside, a module is on ``device``; afterwards it, or what is in its place, is where the module was."""
+    """Inside, a module is on ``device``; afterwards it, or what is in its place, is where the module was.
+
+    So are float layers that have been in it, if somebody keeps them.
+    """
     if device is None:
         yield
         return
     block = model.get_submodule(name)
     home = next((tensor.device for tensor in [*block.parameters(), *block.buffers()]), device)
+    parts = [weakref.ref(module) for module in block.modules()]
     block.to(device)
+    del block
     try:
         yield
     finally:
-        model.get_submodule(name).to(home)
+        for module in [model.get_submodule(name), *filter(None, (part() for part in parts))]:
+            module.to(home)
 
 
 def _about(

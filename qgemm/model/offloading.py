@@ -62,6 +62,17 @@ def carry_hooks(module: nn.Module, quantized: nn.Module) -> None:
         )
 
 
+def is_offloaded(module: nn.Module) -> bool:
+    """Whether a module's weights are elsewhere until it is called."""
+    return any(hook.offload for hook in _hooks(module))
+
+
+def stores_of(model: nn.Module) -> list[tuple[MutableMapping[str, Tensor], list[str]]]:
+    """The dictionaries in memory that hold the weights of offloaded modules, and the list of names beside each."""
+    found = [_find_store(hook) for module in model.modules() for hook in _hooks(module) if hook.offload]
+    return list({id(store): (store, names) for store, _, names in filter(None, found)}.values())
+
+
 def check_hooks(model: nn.Module, names: Iterable[str]) -> None:
     """Raises ``ValueError`` if a layer among ``names`` has hooks that can't be carried to another in its place."""
     unknown, on_disk, preloaded = [], [], []

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import qgemm
+import qgemm.model.swap
+import qgemm.quantize
 from qgemm import QuantLinear, quantize_model, report, save_quantized
 
 IDS = torch.arange(5)[None]
@@ -97,6 +99,38 @@ def test_a_model_is_quantized_after_it_was_offloaded(
         brought = model.state_dict()[name]
         assert brought.dtype == value.dtype, name
         assert torch.equal(brought, value), name
+
+
+def offloaded_names(model: nn.Module) -> list[list[str]]:
+    hooks = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
+    return [list(hook.weights_map) for hook in hooks if getattr(hook, "weights_map", None) is not None]
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_what_fails_half_way_leaves_the_float_weights_offloaded(
+    offload: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = llama()
+    model = offload(copy.deepcopy(plain))
+    expected, names, swap = logits(plain), offloaded_names(model), qgemm.model.swap.swap
+    for last in (1, 14):
+        done: list[str] = []
+
+        def fail(model: nn.Module, layer: Any, *args: Any, done: list[str] = done, last: int = last) -> Any:
+            record = swap(model, layer, *args)
+            done.append(layer.name)
+            if len(done) == last:
+                raise KeyboardInterrupt
+            return record
+
+        monkeypatch.setattr(qgemm.quantize, "swap", fail)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_model(model)
+        assert torch.equal(logits(model), expected)
+        assert offloaded_names(model) == names
+    monkeypatch.setattr(qgemm.quantize, "swap", swap)
+    quantize_model(model)
+    assert torch.equal(logits(model), logits(quantize_model(plain)))
 
 
 @pytest.mark.parametrize("offload", OFFLOADS)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import qgemm
+import qgemm.model.restore
 import qgemm.model.swap
 import qgemm.quantize
 from qgemm import QuantLinear, quantize_model, report
@@ -144,9 +145,10 @@ def failing(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> N
     "error", [KeyboardInterrupt(), MemoryError("no room"), RuntimeError("out of memory")], ids=repr
 )
 @pytest.mark.parametrize("way", ["plainly", "with calibration", "with a recipe"])
-def test_before_the_first_swap_nothing_has_changed(
+def test_before_the_first_swap_nothing_has_changed_even_without_room(
     way: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(qgemm.model.restore, "free_memory", lambda device: 0)
     model = stack()
     modules, state = list(model.modules()), copy.deepcopy(model.state_dict())
     failing(monkeypatch, 0, error)
@@ -161,9 +163,10 @@ def test_before_the_first_swap_nothing_has_changed(
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("no room")], ids=repr)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_was_swapped_in_part_refuses_to_run(
+def test_without_room_a_model_that_was_swapped_in_part_refuses_to_run(
     way: str, error: BaseException, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(qgemm.model.restore, "free_memory", lambda device: 0)
     model = nn.Sequential(stack())
     failing(monkeypatch, 7 if way == "with a budget" else 2, error)  # six to measure what layers lose
     with pytest.raises(type(error)):
@@ -192,6 +195,7 @@ def assert_unusable(model: nn.Module) -> None:
 def test_a_recipe_that_fails_on_the_first_block_leaves_the_model_as_it_was(
     failure: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(qgemm.model.restore, "free_memory", lambda device: 0)
     model = stack()
     state = copy.deepcopy(model.state_dict())
     batches = [batch.clone() for batch in BATCHES]
