@@ -69,8 +69,8 @@ class QuantExperts(QuantLayer):
         self.intermediate_size = intermediate_size
         self.activation = activation or GatedActivation()
         self.scheme = resolve_scheme(scheme)
-        if self.scheme != resolve_scheme("int8"):
-            raise ValueError(f'scheme {self.scheme.name!r} isn\'t computed for experts: use "int8"')
+        if self.scheme != (computed := self.scheme.for_experts()):
+            raise ValueError(f'scheme {self.scheme.name!r} isn\'t computed for experts: use "{computed.name}"')
         N = self.activation.columns(intermediate_size)
         for name, shape in (("gate_up_proj", (N, hidden_size)), ("down_proj", (hidden_size, intermediate_size))):
             weight = torch.zeros(num_experts, *shape, dtype=torch.int8, device=device)

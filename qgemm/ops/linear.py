@@ -1,4 +1,8 @@
-"""``torch.ops.qgemm.quant_linear``, ``quant_linear_asymmetric`` and ``packed_linear``: layers with a frozen weight.
+"""Linear layers with a frozen weight.
+
+- ``quant_linear(x, weight, weight_scale, bias, input_scale)``: in int8, activations quantized within.
+- ``quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)``: the same with a zero point.
+- ``packed_linear(x, weight, scale, in_features, group_size, bias)``: in float, with a weight of 4 bits.
 
 Their gradient for ``x`` goes through the dequantized weight (rounding ``x`` counts as the identity):
 ``grad_x = grad_y @ (weight * weight_scale)``. Adapters on top of a frozen quantized model train with it. In forward

@@ -1,4 +1,9 @@
-"""``torch.ops.qgemm.int_mm``, ``scaled_mm`` and ``matmul``: products of two matrices."""
+"""Products of two matrices.
+
+- ``int_mm(a, b)``: ``a @ b`` in int32.
+- ``scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)``: ``(a @ b) * a_scale * b_scale + bias``.
+- ``matmul(a, b, bias, activation, out_dtype)``: ``activation(a @ b + bias)`` of floats.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,8 @@
-"""``torch.ops.qgemm.quantize_rows`` and ``hadamard``: what is done to rows ahead of a product."""
+"""What is done to rows ahead of a product.
+
+- ``quantize_rows(x, scale, zero_point)``: ``(q, row_scale)``.
+- ``hadamard(x)``: ``x`` times a block-diagonal Walsh-Hadamard matrix.
+"""
 
 from typing import Any
 
