@@ -17,16 +17,17 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 
 from qgemm.calibration.result import Calibration
+from qgemm.calibration.scales import calibrated_scales, check_on_batches
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.tensors import get_tensor, set_tensor, split_name
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.tensor_parallel import is_cut
+from qgemm.model.plan import SwapPlan, make_report, plan_swaps, warn_of_coverage, with_scales
 from qgemm.model.report import LayerRecord
 from qgemm.model.survey import Layer
 from qgemm.model.swap import ExpertsSwap, swap
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
-from qgemm.quantize import SwapPlan, check_on_batches, make_report, plan_swaps, warn_of_coverage
 
 
 def start_quantizing(model: PreTrainedModel, config: QGemmConfig) -> QuantizeOnLoad | None:
@@ -39,13 +40,16 @@ def start_quantizing(model: PreTrainedModel, config: QGemmConfig) -> QuantizeOnL
             "distributed_config cuts the model among processes, each of which would find other scales for its part "
             "of a weight: quantize and save the model first, and load that folder with this distributed_config"
         )
-    seen = config.calibration if isinstance(config.calibration, Calibration) else None
     with _as_it_will_be(model), opened_attention(model):
         if config.loads_float:
             batches = config.calibration is not None
             check_on_batches(model, config.schemes, config.skip, config.include, config.recipe, batches)
             return None
-        plan = plan_swaps(model, config.schemes, config.skip, config.include, config.input_scales, seen)
+        plan = plan_swaps(model, config.schemes, config.skip, config.include)
+        seen, scales = config.calibration, config.input_scales
+        if isinstance(seen, Calibration):
+            scales = calibrated_scales(model, plan, seen, seen.observer)
+        plan = with_scales(plan, scales)
     return QuantizeOnLoad(model, plan)
 
 

@@ -1,0 +1,207 @@
+"""``SwapPlan``: what is to become of every layer of a model, decided and checked before any is swapped.
+
+Plans hold names: a reference to a layer would keep its weight alive.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.arguments import shown
+from qgemm.model.offloading import check_hooks, weights_at_hand
+from qgemm.model.report import KEPT, LayerRecord, QuantReport
+from qgemm.model.selection import Pattern, Patterns, apply_schemes, listed, select_layers
+from qgemm.model.survey import Layer
+from qgemm.nn.linear_layer import InputScale
+from qgemm.numerics.zero_points import ZERO_POINTS, is_zero_point
+from qgemm.scheme import QuantScheme
+
+_SHOWN_CAUSES = 3
+
+_LOST_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """What is to become of every layer of a model.
+
+    - ``schemes``: of the chosen layers, by name.
+    - ``input_scales``: of those with a static scheme.
+    """
+
+    layers: list[Layer]
+    schemes: dict[str, QuantScheme]
+    input_scales: dict[str, InputScale] = field(default_factory=dict)
+
+    @property
+    def chosen(self) -> list[Layer]:
+        """The layers to be swapped."""
+        return [layer for layer in self.layers if not layer.reason]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the layers to be swapped."""
+        return [layer.name for layer in self.chosen]
+
+    @property
+    def schemes_in_use(self) -> list[QuantScheme]:
+        """Each scheme that some layer has, once."""
+        return list(dict.fromkeys(self.schemes.values()))
+
+    def scheme_of(self, layer: Layer) -> QuantScheme:
+        """How a chosen layer is to be quantized."""
+        return self.schemes[layer.name]
+
+
+def plan_swaps(
+    model: nn.Module, schemes: Mapping[Pattern, QuantScheme | None], skip: Patterns, include: Patterns
+) -> SwapPlan:
+    """Looks at every layer of ``model`` and decides; raises as ``quantize_model`` does.
+
+    What is left to check are weights' values, and scales of inputs, which ``with_scales`` adds.
+    """
+    layers = select_layers(model, skip, include)
+    plan = SwapPlan(layers, apply_schemes(model, layers, schemes))
+    _check_layers(model, plan.chosen)
+    return plan
+
+
+def _check_layers(model: nn.Module, layers: list[Layer]) -> None:
+    hooked, elsewhere = [], []
+    for layer in layers:
+        module = model.get_submodule(layer.name)
+        if any(vars(module)[hooks] for hooks in _LOST_HOOKS):
+            hooked.append(layer.name)
+        if any(weight.device.type not in ("cpu", "cuda", "meta") for weight in _weights(module)):
+            elsewhere.append(layer.name)
+    check_hooks(model, [layer.name for layer in layers])
+    if hooked:
+        raise ValueError(f"state-dict hooks of {listed(hooked)} would be lost: remove them, or skip these layers")
+    if elsewhere:
+        raise ValueError(f"{listed(elsewhere)} must be on cuda or cpu, where qgemm runs: move the model there")
+
+
+def with_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] | None) -> SwapPlan:
+    """``plan`` with the scales of its layers' inputs, checked; raises as ``quantize_model`` does."""
+    for scheme in plan.schemes_in_use:
+        if scheme.outlier_columns:
+            raise ValueError(
+                f"scheme {scheme.name!r} keeps columns in float that are found in calibration: load the float model, "
+                "and pass it to quantize_model with batches as calibration"
+            )
+    return replace(plan, input_scales=_check_input_scales(plan, input_scales))
+
+
+def _check_input_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] | None) -> dict[str, InputScale]:
+    static = {layer.name: plan.scheme_of(layer) for layer in plan.chosen if plan.scheme_of(layer).is_static}
+    if not static:
+        if input_scales is not None:
+            names = " and ".join(repr(scheme.name) for scheme in plan.schemes_in_use)
+            raise ValueError(f"scheme {names} finds scales as it runs: input_scales is for a static scheme")
+        return {}
+    given = input_scales or {}
+    known = {name for layer in plan.layers if not layer.is_experts for name in layer.names}
+    if foreign := [name for name in given if name not in known]:
+        raise ValueError(f"input_scales names {listed(foreign)}, but the model has no such linear layer")
+    scales = {layer.name: given[name] for layer in plan.chosen for name in layer.names if name in given}
+    if missing := [name for name in static if name not in scales]:
+        name = static[missing[0]].name
+        if given:
+            raise ValueError(f"scheme {name!r} needs input_scales for {listed(missing)} too: add or skip them")
+        raise ValueError(
+            f"scheme {name!r} needs a scale for the input of {listed(missing)}: pass calibration=batches, which finds "
+            "them, or input_scales, or choose a scheme that finds them as it runs"
+        )
+    scales = {name: value for name, value in scales.items() if name in static}
+    for name, value in scales.items():
+        _check_input_scale(name, value, static[name])
+    return scales
+
+
+def _check_input_scale(name: str, value: InputScale, scheme: QuantScheme) -> None:
+    if isinstance(value, tuple | list) != scheme.has_zero_point or (
+        isinstance(value, tuple | list) and len(value) != 2
+    ):
+        wanted = "a pair, of a scale and a zero point" if scheme.has_zero_point else "one number"
+        raise ValueError(f"input_scales[{name!r}] is {value}; scheme {scheme.name!r} takes {wanted}")
+    number, zero_point = value if isinstance(value, tuple | list) else (value, 0)
+    if not all(isinstance(each, int | float | Tensor) for each in (number, zero_point)):
+        raise TypeError(f"input_scales[{name!r}] is {shown(value)}; it takes numbers")
+    scale, zero = (torch.as_tensor(each, dtype=torch.float32) for each in (number, zero_point))
+    if scale.numel() != 1 or (scale.device.type != "meta" and not (scale > 0 and scale.isfinite())):
+        raise ValueError(f"input_scales[{name!r}] is {value}; it must be one finite number greater than 0")
+    if zero.numel() != 1 or (zero.device.type != "meta" and not is_zero_point(float(zero))):
+        raise ValueError(f"input_scales[{name!r}] is {value}; its zero point must be {ZERO_POINTS}")
+
+
+def check_finite(model: nn.Module, layers: list[Layer]) -> None:
+    """Raises ``ValueError`` if a weight of ``layers`` holds NaN or Inf."""
+    bad = []
+    for layer in layers:
+        module = model.get_submodule(layer.name)
+        with weights_at_hand(module):
+            # Both carry NaN through, and neither needs memory.
+            weights = [weight for weight in _weights(module) if weight.device.type != "meta"]
+            if not all(torch.stack(torch.aminmax(weight)).isfinite().all() for weight in weights):
+                bad.append(layer.name)
+    if bad:
+        raise ValueError(
+            f"the weight of {listed(bad)} holds NaN or Inf, which can't be quantized: mend the checkpoint, or pass "
+            "these names in skip"
+        )
+
+
+def _weights(module: nn.Module) -> list[Tensor]:
+    """The weights of a layer that is to be swapped: what it holds but for biases."""
+    return [
+        parameter.detach() for name, parameter in module.named_parameters(recurse=False) if not name.endswith("bias")
+    ]
+
+
+def make_report(plan: SwapPlan, records: Mapping[str, LayerRecord]) -> QuantReport:
+    """The report of a model, from the records of the layers that were swapped."""
+    return QuantReport(tuple(records.get(layer.name) or _kept_record(layer) for layer in plan.layers))
+
+
+def _kept_record(layer: Layer) -> LayerRecord:
+    return LayerRecord(layer.name, layer.kind, KEPT, layer.reason, layer.bytes, layer.bytes, None)
+
+
+def warn_of_coverage(layers: list[Layer], stacklevel: int) -> None:
+    """Warns if less than half of the bytes in products is quantized, what users wanted in float aside.
+
+    ``layers``: after their reasons are known.
+    """
+    counted = [layer for layer in layers if not layer.is_wish]
+    kept = [layer for layer in counted if layer.reason]
+    total, left = sum(layer.bytes for layer in counted), sum(layer.bytes for layer in kept)
+    if 2 * left <= total:
+        return
+    sizes: Counter[str] = Counter()
+    for layer in kept:
+        sizes[layer.reason] += layer.bytes
+    causes = "; ".join(
+        f"{count / total:.0%}: {reason} ({listed([layer.name for layer in kept if layer.reason == reason], 2)})"
+        for reason, count in sizes.most_common(_SHOWN_CAUSES)
+        if count
+    )
+    by_default = sorted((layer for layer in kept if layer.bytes and not layer.obstacle), key=lambda layer: -layer.bytes)
+    gain = sum(layer.bytes for layer in by_default) / total
+    names = listed([layer.name for layer in by_default], 2)
+    way_out = f"include=[...] quantizes {gain:.0%} more, of {names}" if by_default else "That can't be quantized"
+    warnings.warn(
+        f"only {1 - left / total:.0%} of the bytes that this model multiplies by are quantized, so it shrinks little. "
+        f"What stays in float: {causes}. {way_out}",
+        stacklevel=stacklevel,
+    )
