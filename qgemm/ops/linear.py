@@ -49,13 +49,25 @@ def quant_linear(
     return run(x, weight, weight_scale, bias, input_scale)
 
 
-def _derivatives(
-    name: str, float_weight: Callable[..., Tensor], *, bias_at: int, sizes: slice = slice(0)
-) -> dict[str, Any]:
-    """Those of a layer ``name(x, weight, scale, ...)``, for ``x`` and the argument at ``bias_at``.
+def _declare_layer(
+    schema: str,
+    compute: Callable[..., Tensor],
+    check: Callable[..., None],
+    float_weight: Callable[..., Tensor],
+    *,
+    bias_at: int,
+    sizes: slice = slice(0),
+) -> None:
+    """Declares a layer of ``(x, weight, scale, ...)``, with derivatives for ``x`` and the argument at ``bias_at``.
 
-    ``float_weight(weight, scale, dtype, *sizes)``: the float weight ``[N, K]``; ``sizes``: where these arguments are.
+    ``check(*arguments)`` raises for what ``compute`` can't take. ``float_weight(weight, scale, dtype, *sizes)``: the
+    weight ``[N, K]`` in float; ``sizes``: where these arguments are.
     """
+    name = schema.split("(")[0]
+
+    def fake(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+        check(x, weight, *others)
+        return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
     def check_others(wanted: list[bool], message: str) -> None:
         if any(each for at, each in enumerate(wanted) if at not in (0, bias_at)):
@@ -89,7 +101,17 @@ def _derivatives(
             along = along_x @ float_weight(weight, scale, x.dtype, *args[sizes]).t()
         return along if along_bias is None else along + along_bias
 
-    return {"setup_context": setup_context, "backward": backward, "jvp": jvp}
+    operator(
+        schema,
+        cpu=compute,
+        cuda=compute,
+        fake=fake,
+        setup_context=setup_context,
+        backward=backward,
+        jvp=jvp,
+        autocast=True,
+        vmap=True,
+    )
 
 
 def _dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,60 +119,26 @@ def _dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
     return (weight * scale.reshape(-1, 1)).to(dtype)
 
 
-def _quant_linear_fake(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
-) -> Tensor:
-    checks.check_quant_linear(x, weight, weight_scale, bias, input_scale)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-operator(
+_declare_layer(
     "quant_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? input_scale) -> Tensor",
-    cpu=dispatch.quant_linear,
-    cuda=dispatch.quant_linear,
-    fake=_quant_linear_fake,
-    **_derivatives("quant_linear", _dequantize_rows, bias_at=3),
-    autocast=True,
-    vmap=True,
+    dispatch.quant_linear,
+    checks.check_quant_linear,
+    _dequantize_rows,
+    bias_at=3,
 )
-
-
-def _quant_linear_asymmetric_fake(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor, input_scale: Tensor, zero_point: Tensor
-) -> Tensor:
-    asymmetric.check_quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-operator(
+_declare_layer(
     "quant_linear_asymmetric(Tensor x, Tensor weight, Tensor weight_scale, Tensor bias, Tensor input_scale, "
     "Tensor zero_point) -> Tensor",
-    cpu=asymmetric.quant_linear_asymmetric,
-    cuda=asymmetric.quant_linear_asymmetric,
-    fake=_quant_linear_asymmetric_fake,
-    **_derivatives("quant_linear_asymmetric", _dequantize_rows, bias_at=3),
-    autocast=True,
-    vmap=True,
+    asymmetric.quant_linear_asymmetric,
+    asymmetric.check_quant_linear_asymmetric,
+    _dequantize_rows,
+    bias_at=3,
 )
-
-
-def _packed_linear_fake(
-    x: Tensor, weight: Tensor, scale: Tensor, in_features: int, group_size: int, bias: Tensor | None
-) -> Tensor:
-    int4.check_packed_linear(x, weight, scale, in_features, group_size, bias)
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _dequantize_packed(weight: Tensor, scale: Tensor, dtype: torch.dtype, in_features: int, group_size: int) -> Tensor:
-    return dequantize(weight, scale, group_size, in_features, dtype)
-
-
-operator(
+_declare_layer(
     "packed_linear(Tensor x, Tensor weight, Tensor scale, int in_features, int group_size, Tensor? bias) -> Tensor",
-    cpu=int4.packed_linear,
-    cuda=int4.packed_linear,
-    fake=_packed_linear_fake,
-    **_derivatives("packed_linear", _dequantize_packed, bias_at=5, sizes=slice(3, 5)),
-    autocast=True,
-    vmap=True,
+    int4.packed_linear,
+    int4.check_packed_linear,
+    lambda weight, scale, dtype, K, group_size: dequantize(weight, scale, group_size, K, dtype),
+    bias_at=5,
+    sizes=slice(3, 5),
 )
