@@ -51,5 +51,10 @@ def as_scales(scales: Any) -> dict[str, Any] | None:
 
 def shown(value: object) -> str:
     """A value as an error shows it, with its type."""
+    return f"{shortened(value, 60)}, a {type(value).__name__}"
+
+
+def shortened(value: object, length: int = 80) -> str:
+    """A value as an error shows it, in at most ``length`` characters."""
     text = repr(value)
-    return f"{text if len(text) <= 60 else text[:57] + '...'}, a {type(value).__name__}"
+    return text if len(text) <= length else text[: length - 3] + "..."

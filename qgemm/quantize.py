@@ -24,11 +24,7 @@ from tqdm import tqdm
 
 from qgemm.arguments import as_scales, check_model, shown
 from qgemm.calibration.budget import Budget, assign_schemes
-from qgemm.calibration.collect import (
-    NO_BATCH,
-    as_call,
-    check_batches,
-)
+from qgemm.calibration.collect import as_calls
 from qgemm.calibration.method import Call, Method
 from qgemm.calibration.observers import Observer, resolve_observer
 from qgemm.calibration.pipeline import quantize_blocks
@@ -220,11 +216,7 @@ def _calls_for_blocks(
     check_finite(model, plan.chosen)
     if calibration is None:
         return []
-    check_batches(calibration)
-    calls = [as_call(batch, index) for index, batch in enumerate(calibration)]
-    if not calls:
-        raise ValueError(NO_BATCH)
-    return calls
+    return as_calls(calibration)
 
 
 def _resolve(

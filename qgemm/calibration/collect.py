@@ -24,9 +24,6 @@ from qgemm.model.survey import find_layers
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
 
-NO_BATCH = "calibration has no batch: an iterator that was used up gives nothing a second time"
-
-
 NEVER_CALLED = "it was never called in calibration: code around it may read its weight"
 
 
@@ -101,7 +98,7 @@ def run_batches(
             model(*call.args, **call.kwargs)
             count += 1
         if not count:
-            raise ValueError(NO_BATCH)
+            raise no_batch()
     warn_of_unused(unused_experts(tokens), stacklevel=5)  # of quantize_model
     return calibration
 
@@ -113,6 +110,23 @@ def check_batches(batches: Any) -> None:
             f"calibration is a {type(batches).__name__}; it takes a Calibration, or an iterable of batches: put a "
             "single batch into a list"
         )
+
+
+def no_batch(name: str = "calibration") -> ValueError:
+    """What to raise where the argument of that name holds no batch."""
+    return ValueError(f"{name} has no batch: an iterator that was used up gives nothing a second time")
+
+
+def as_calls(batches: Iterable[Any], name: str = "calibration") -> list[Call]:
+    """What all ``batches``, the argument of that name, have the model called with.
+
+    Raises ``TypeError`` if one is none, ``ValueError`` if there are none.
+    """
+    check_batches(batches)
+    calls = [as_call(batch, index) for index, batch in enumerate(batches)]
+    if not calls:
+        raise no_batch(name)
+    return calls
 
 
 def as_call(batch: Any, index: int) -> Call:

@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin,
 import torch
 from torch import Tensor, nn
 
+from qgemm.arguments import shortened
 from qgemm.calibration.padding import Batch, Masks
 from qgemm.calibration.statistics import InputStatistics, StatisticsSum
-from qgemm.model.report import shortened
 from qgemm.scheme import QuantScheme
 
 Kind = TypeVar("Kind", bound="Method")

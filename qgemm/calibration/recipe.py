@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from qgemm.arguments import shortened
 from qgemm.calibration.awq import AWQ
 from qgemm.calibration.bias_correction import BiasCorrection
 from qgemm.calibration.gptq import GPTQ
@@ -29,7 +30,7 @@ from qgemm.calibration.residual_rotation import ResidualRotation
 from qgemm.calibration.rounding import MSEWeights
 from qgemm.calibration.smoothquant import SmoothQuant
 from qgemm.checkpoint.disk import open_regular, replacing
-from qgemm.model.report import report, shortened
+from qgemm.model.report import report
 
 METHODS: dict[str, type[Method]] = {
     method.name: method

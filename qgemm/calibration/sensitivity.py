@@ -31,15 +31,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
-from qgemm.arguments import check_model
+from qgemm.arguments import check_model, shortened
 from qgemm.calibration.blocks import find_chains, without_cache
-from qgemm.calibration.collect import as_call, check_batches, in_eval_mode, run_batches
+from qgemm.calibration.collect import as_calls, check_batches, in_eval_mode, run_batches
 from qgemm.calibration.method import Call, first_tensor
 from qgemm.calibration.observers import MinMax, Observer
 from qgemm.calibration.padding import Masks
 from qgemm.calibration.sensitivity_result import ERROR, KL, LayerSensitivity, Sensitivity
 from qgemm.model.offloading import weights_at_hand
-from qgemm.model.report import parameter_bytes, shortened
+from qgemm.model.report import parameter_bytes
 from qgemm.model.selection import Patterns, listed, select_layers
 from qgemm.model.survey import Layer
 from qgemm.nn import QuantExperts, QuantLayer, linear_class
@@ -81,14 +81,11 @@ def sensitivity(
     resolved = [_measurable(resolve_scheme(scheme)) for scheme in wanted]
     with opened_attention(model):
         layers = [layer for layer in select_layers(model, skip, include) if not layer.reason]
-        batches = list(data)
-        calls = [as_call(batch, index) for index, batch in enumerate(batches)]
-        if not calls:
-            raise ValueError("data has no batch: an iterator that was used up gives nothing a second time")
+        calls = as_calls(data, "data")
         seen: dict[str, Observer] = {}
         if any(scheme.is_static for scheme in resolved):
             linears = [layer.name for layer in layers if not layer.is_experts]
-            seen = run_batches(model, linears, batches, progress=progress).statistics
+            seen = run_batches(model, linears, calls, progress=progress).statistics
         trials = [
             _Trial(layer, scheme, seen.get(layer.name))
             for layer in layers

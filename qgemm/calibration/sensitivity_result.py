@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qgemm.arguments import shortened
 from qgemm.calibration.sensitivity_plot import plot_damages
-from qgemm.model.report import shortened
 from qgemm.tables import html_table, size, text_table
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ parameters on meta; compare every name, shape and dtype; read every tensor; and 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +33,7 @@ from qgemm.checkpoint.layout import (
 from qgemm.checkpoint.matching import match
 from qgemm.checkpoint.pretrained import build_pretrained, is_pretrained, parameters_on_meta, read_generation_config
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values
-from qgemm.checkpoint.stored_report import parse_report
+from qgemm.checkpoint.stored_report import parse_report, warn_without_report
 from qgemm.checkpoint.tensors import named_tensors, split_name
 from qgemm.device import find_device
 from qgemm.model.announce import announce_quantized
@@ -65,11 +64,7 @@ def load_quantized(
     if is_pretrained(found.model):
         announce_quantized(found.model, found.save)
     if found.lacks is not None:
-        warnings.warn(
-            f"{folder} has no {found.lacks}: the model is loaded, but qgemm.report lists its layers without errors and "
-            "without those left in float",
-            stacklevel=2,
-        )
+        warn_without_report(folder, found.lacks, stacklevel=3)
     return found.model.eval()
 
 

@@ -6,6 +6,7 @@ transformers' ``save_pretrained`` lets a quantizer write no file of its own, so 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,15 @@ def parse_report(values: dict[str, Any], manifest: Manifest, folder: Path) -> Qu
     except (KeyError, TypeError, ValueError) as error:
         place = folder / (manifest.report if isinstance(manifest.report, str) else CONFIG_FILE)
         raise CheckpointError(f"{place}: report can't be read: {error}") from error
+
+
+def warn_without_report(folder: Path, name: object, stacklevel: int) -> None:
+    """Warns that the file of the report, called ``name``, isn't there."""
+    warnings.warn(
+        f"{folder} has no {name}: the model is loaded, but qgemm.report lists its layers without errors and without "
+        "those left in float",
+        stacklevel=stacklevel,
+    )
 
 
 def _in_metadata(files: Iterable[Path]) -> dict[str, Any] | None:

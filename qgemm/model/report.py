@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from qgemm.arguments import check_model
+from qgemm.arguments import check_model, shortened
 from qgemm.nn import LinearLayer, QuantLayer
 from qgemm.tables import html_table, size, text_table
 
@@ -236,9 +236,3 @@ def _parse_recipe(values: Any) -> dict[str, Any] | None:
 
 def _is_settings(values: Any) -> bool:
     return isinstance(values, dict) and all(isinstance(value, str | int | float | None) for value in values.values())
-
-
-def shortened(value: object) -> str:
-    """A value as an error shows it."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -7,7 +7,6 @@ uninitialised memory, with a warning. The model may also be of another class tha
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +28,7 @@ from qgemm.checkpoint.safetensors_file import (
     read_header_and_metadata,
 )
 from qgemm.checkpoint.safetensors_reader import file_stamp
-from qgemm.checkpoint.stored_report import parse_report, read_report
+from qgemm.checkpoint.stored_report import parse_report, read_report, warn_without_report
 from qgemm.checkpoint.tensors import get_tensor
 from qgemm.model.report import QuantReport
 from qgemm.nn import QuantLayer
@@ -81,11 +80,7 @@ def open_files(files: list[Path], manifest: Manifest) -> LoadedFiles:
         if (report := read_report(folder, manifest, weights)) is not None:
             opened.report = parse_report(report, manifest, folder)
     except FileNotFoundError:
-        warnings.warn(
-            f"{folder} has no {manifest.report}: the model is loaded, but qgemm.report lists its layers without errors "
-            "and without those left in float",
-            stacklevel=2,
-        )
+        warn_without_report(folder, manifest.report, stacklevel=3)
     if manifest.save is not None:
         pending = folder / name_with_id(GENERATION_CONFIG_FILE, manifest.save)
         if os.path.isfile(pending):

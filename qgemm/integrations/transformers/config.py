@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qgemm.arguments import as_scales, shown
-from qgemm.calibration.collect import NO_BATCH, check_batches
+from qgemm.calibration.collect import check_batches, no_batch
 from qgemm.calibration.method import Method
 from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.result import Calibration
@@ -52,7 +52,7 @@ class QGemmConfig(QuantizationConfigMixin):
             check_batches(calibration)
             calibration = list(calibration)
             if not calibration:
-                raise ValueError(NO_BATCH)
+                raise no_batch()
         self.calibration = calibration
         if input_scales is not None and (calibration is not None or recipe is not None):
             raise ValueError("input_scales say what the scales are, and so do a recipe and calibration: pass one")
