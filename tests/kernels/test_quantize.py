@@ -245,7 +245,7 @@ def test_programs_beyond_the_rows_write_nothing(device: torch.device) -> None:
     q = torch.full((7, 100), 99, dtype=torch.int8, device=device)
     scale = torch.full((7,), torch.nan, device=device)
     block, blocks, threads = quantize.row_blocks(100, 4, quantize.LONGEST_WHOLE_ROW, quantize.PART_OF_A_ROW)
-    numbers, constants = (5, 100, 100, 1), (MIN_SCALE, block, blocks, False, False)
+    numbers, constants = (5, 100, 100, 1), (block, blocks, False, False)
     Launch(_quantize_rows_kernel, 7, numbers, constants, num_warps=max(1, threads // 32))(x, q, scale, None)
     expected, expected_scale = quantize_rows_reference(x)
     assert torch.equal(q[:5], expected)

@@ -225,7 +225,7 @@ def max_registers(config: GemmConfig, limits: DeviceLimits, beside: bool = False
 
 
 def row_blocks(config: GemmConfig, K: int, limits: DeviceLimits) -> tuple[int, int]:
-    """``(BLOCK, BLOCKS)`` of ``_quantize_row`` for a row of ``K`` 16-bit values, which a program's warps share.
+    """``(BLOCK, BLOCKS)`` of ``quantize_row`` for a row of ``K`` 16-bit values, which a program's warps share.
 
     ``BLOCKS`` is a power of 2, so that there are few variants. It is 0, to read the row twice, where registers hold no
     more: 4 for each block.

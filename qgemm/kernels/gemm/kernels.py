@@ -120,25 +120,3 @@ def _gemm_streamk_kernel(
                 acc = partial.load(out_tile)
                 tensorC.store(acc, out_tile, scale=scale_view, bias=bias_view)
         iter_id += k_end - k_start
-
-
-@triton.jit
-def relu(x):
-    """``max(x, 0)``; NaN stays NaN."""
-    return tl.where(x < 0, 0.0, x)
-
-
-@triton.jit
-def gelu(x):
-    """``x * Phi(x)``, exact."""
-    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-
-
-@triton.jit
-def silu(x):
-    """``x * sigmoid(x)``."""
-    return x / (1.0 + tl.exp(-x))
-
-
-ACTIVATION_FUNCTIONS = {"relu": relu, "gelu": gelu, "silu": silu}
-"""Device code of each name in ``reference.ACTIVATIONS``."""

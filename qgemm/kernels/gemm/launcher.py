@@ -14,9 +14,10 @@ import triton
 from torch import Tensor
 
 from qgemm.kernels.gemm.config import GemmConfig, is_valid, programs_per_sm, select_config
-from qgemm.kernels.gemm.kernels import ACTIVATION_FUNCTIONS, _gemm_kernel, _gemm_streamk_kernel
+from qgemm.kernels.gemm.kernels import _gemm_kernel, _gemm_streamk_kernel
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch
+from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
 
 
 def scaled_mm(
@@ -173,7 +174,7 @@ def _plan(
     persistent = config.schedule != "tiles" or limits.num_xcds > 1
     # Programs beyond the tiles would find nothing to do, unless they are renumbered.
     grid = tiles if not persistent else slots if limits.num_xcds > 1 else min(tiles, slots)
-    epilogue = ACTIVATION_FUNCTIONS[activation] if activation else None
+    epilogue = DEVICE_ACTIVATIONS[activation] if activation else None
     constants = (*constants, not dtype.is_floating_point, allow_tf32, epilogue, persistent, limits.pdl)
     launch = Launch(
         _gemm_kernel, grid, numbers, constants, config.num_warps, config.num_stages, limits.pdl,

@@ -1,7 +1,7 @@
 """A quantized linear layer of one row in one launch: every program quantizes the row, then computes its tile.
 
 ``c[n] = sum over k of (q[k] * b[k, n]) * q_scale * b_scale[n] + bias[n]``, with ``q`` and ``q_scale`` from
-``_quantize_row``: the numbers are those of ``_quantize_rows_kernel`` and ``_gemm_kernel``, bit for bit.
+``quantize_row``: the numbers are those of ``_quantize_rows_kernel`` and ``_gemm_kernel``, bit for bit.
 
 A product of one row is a read of the weights, and quantizing a short row takes less time than a launch. So each program
 quantizes it for itself, into memory of its own, and waits for no other (docs/performance.md).
@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.quantize.kernels import _quantize_row
 from qgemm.kernels.stages import (
     GemmContext,
     ScheduleContext,
@@ -20,6 +19,7 @@ from qgemm.kernels.stages import (
     make_scale_view,
     make_tensor_view,
 )
+from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row
 
 
 @triton.jit
@@ -27,14 +27,14 @@ def _quant_linear_kernel(
     x, q, q_scale, x_scale, B, C, b_scale, bias,
     N, K, part,
     stride_xk, stride_bk, stride_bn, stride_b_scale, stride_bias,
-    MIN_SCALE: tl.constexpr, ROW_BLOCK: tl.constexpr, ROW_BLOCKS: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, ROW_BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile a program. ``x_scale``: one static scale, or None. ``PDL``: see ``Launch``.
 
     ``q``, ``q_scale``: where the first program keeps the quantized row and its scale; the next one's are ``part`` bytes
-    further, a multiple of 16. ``ROW_BLOCK``, ``ROW_BLOCKS``: as in ``_quantize_row``.
+    further, a multiple of 16. ``ROW_BLOCK``, ``ROW_BLOCKS``: as in ``quantize_row``.
     """
     program = tl.program_id(0)
     own = program.to(tl.int64) * part
@@ -51,7 +51,8 @@ def _quant_linear_kernel(
 
     if PDL:
         gdc_wait()
-    _quantize_row(x, q, q_scale, x_scale, K, stride_xk, tl.arange(0, ROW_BLOCK), MIN_SCALE, ROW_BLOCKS)
+    source, offsets = StridedRow(x, K, stride_xk), tl.arange(0, ROW_BLOCK)
+    quantize_row(source, RowQuantization(x_scale), q, q_scale, offsets, ROW_BLOCKS)
     # What one thread wrote, others read.
     tl.debug_barrier()
     acc = ctx.reduce_axis(tensorA, tensorB, out_tile)

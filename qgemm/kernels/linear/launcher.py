@@ -29,7 +29,6 @@ from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.linear.kernels import _quant_linear_kernel
 from qgemm.kernels.quantize import launcher as quantize
-from qgemm.numerics.formats import MIN_SCALE
 
 
 def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -316,7 +315,7 @@ def _fused_launch(
         row.stride(1), stride_bk, stride_bn, vector_stride(weight_scale, N), vector_stride(bias, N),
     )  # fmt: skip
     constants = (
-        MIN_SCALE, *row_blocks(K, config.num_warps * limits.warp_size),
+        *row_blocks(K, config.num_warps * limits.warp_size),
         config.block_m, config.block_n, config.block_k, K % config.block_k == 0, limits.pdl,
     )  # fmt: skip
     return Launch(_quant_linear_kernel, programs, numbers, constants, config.num_warps, config.num_stages, limits.pdl)

@@ -16,11 +16,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.gemm.kernels import gelu, relu, silu
 from qgemm.kernels.grouped.kernels import GroupTiles, write_tiles
-from qgemm.kernels.quantize.kernels import ROUND, _float_of, _magnitude, _multiplier, _quantize, _quantize_row
-from qgemm.kernels.stages import INTERPRETING
-from qgemm.kernels.stages.views import _round_to_bfloat16
+from qgemm.kernels.stages.epilogue import rounded
+from qgemm.kernels.stages.rows import (
+    GatedRow,
+    RowQuantization,
+    StridedRow,
+    load_blocks,
+    quantize_blocks,
+    quantize_row,
+)
 
 
 @triton.jit
@@ -34,14 +39,14 @@ def _load_ids(ids, pairs, P, E):
 def _quantize_pairs_kernel(
     x, ids, q, q_scale, position, tiles,
     P, E, K, stride_xm, stride_xk,
-    TOP_K: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PAIRS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """A pair a program: its token's row of ``x``, quantized into its place among the sorted rows of ``q``.
 
     Each program counts its own place among ``PAIRS`` (a power of 2, at least ``P``); one more writes the tiles.
-    ``GROUPS``: a power of 2, at least ``E``. ``BLOCK``, ``BLOCKS``: see ``_quantize_row``.
+    ``GROUPS``: a power of 2, at least ``E``. ``BLOCK``, ``BLOCKS``: see ``quantize_row``.
     """
     if PDL:
         gdc_wait()
@@ -63,17 +68,8 @@ def _quantize_pairs_kernel(
     if place >= 0:
         row = place.to(tl.int64)
         token = (pair // TOP_K).to(tl.int64)
-        _quantize_row(
-            x + token * stride_xm,
-            q + row * K,
-            q_scale + row,
-            None,
-            K,
-            stride_xk,
-            tl.arange(0, BLOCK),
-            MIN_SCALE,
-            BLOCKS,
-        )
+        source = StridedRow(x + token * stride_xm, K, stride_xk)
+        quantize_row(source, RowQuantization(None), q + row * K, q_scale + row, tl.arange(0, BLOCK), BLOCKS)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -129,46 +125,10 @@ def _place_pairs_kernel(
 
 
 @triton.jit
-def _quantized(blocks, BLOCKS: tl.constexpr, MIN_SCALE: tl.constexpr):
-    """``(scale, int8 blocks)`` of a row in ``BLOCKS`` blocks, with the numbers of ``_quantize_row``."""
-    dtype: tl.constexpr = blocks[0].dtype
-    ONE_PRODUCT: tl.constexpr = dtype == tl.bfloat16
-    largest = _magnitude(blocks[0])
-    for i in tl.static_range(1, BLOCKS):
-        largest = tl.maximum(largest, _magnitude(blocks[i]))
-    amax = _float_of(tl.max(largest, axis=0), dtype)
-    scale = _scale_of(amax, MIN_SCALE)
-    inverse = _multiplier(amax, scale) if ONE_PRODUCT else tl.math.div_rn(1.0, scale)
-    # As in _quantize_row.
-    usual = (scale > 2.0**-100) & (scale < 2.0**100) & (ONE_PRODUCT or not INTERPRETING)
-    out = ()
-    for i in tl.static_range(BLOCKS):
-        if usual:
-            values = _quantize(blocks[i], scale, inverse, ONE_PRODUCT, False)
-        else:
-            values = _quantize_by_division(blocks[i], scale)
-        out = out + (values,)
-    return scale, out
-
-
-@triton.jit
-def _scale_of(amax, MIN_SCALE: tl.constexpr):
-    scale = tl.where(amax == 0, 1.0, tl.maximum(tl.math.div_rn(amax, 127.0), MIN_SCALE))
-    return tl.where(amax < float("inf"), scale, float("nan"))
-
-
-@triton.jit
-def _quantize_by_division(x, scale):
-    """For any values and any scale."""
-    quotient = tl.minimum(tl.maximum(tl.math.div_rn(x.to(tl.float32), scale), -127.0), 127.0)
-    return tl.where(scale == scale, (quotient + ROUND) - ROUND, 0.0).to(tl.int8)
-
-
-@triton.jit
 def _quantize_tokens_kernel(
     x, q, q_scale, position,
     K, stride_xm, stride_xk,
-    TOP_K: tl.constexpr, MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """A token a program: its row of ``x``, quantized to each of its places in ``q``.
@@ -180,14 +140,11 @@ def _quantize_tokens_kernel(
     if NEXT_EARLY:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    x_row = x + token * stride_xm
-    offsets = tl.arange(0, BLOCK)
-    blocks = ()
-    for i in tl.static_range(BLOCKS):
-        k = i * BLOCK + offsets
-        blocks = blocks + (tl.load(x_row + k.to(tl.int64) * stride_xk, mask=k < K, other=0.0),)
+    source, offsets = StridedRow(x + token * stride_xm, K, stride_xk), tl.arange(0, BLOCK)
+    quantization = RowQuantization(None)
+    blocks = load_blocks(source, offsets, BLOCKS)
     if BLOCKS:
-        scale, values = _quantized(blocks, BLOCKS, MIN_SCALE)
+        scale, values = quantize_blocks(blocks, quantization, BLOCKS)
     for j in tl.static_range(TOP_K):
         row = tl.load(position + token * TOP_K + j).to(tl.int64)
         if row >= 0:
@@ -197,56 +154,20 @@ def _quantize_tokens_kernel(
                     k = i * BLOCK + offsets
                     tl.store(q + row * K + k, values[i], mask=k < K)
             else:
-                _quantize_row(x_row, q + row * K, q_scale + row, None, K, stride_xk, offsets, MIN_SCALE, BLOCKS)
-
-
-@triton.jit
-def gelu_tanh(x):
-    """GELU by its approximation with a tanh; ``(1 + tanh(u)) / 2`` is ``sigmoid(2 * u)``."""
-    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-
-
-@triton.jit
-def relu2(x):
-    """``max(x, 0) ** 2``; NaN stays NaN."""
-    return relu(x) * relu(x)
-
-
-GATE_FUNCTIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu": relu, "relu2": relu2}
-"""Device code of each name in ``gated_activation.GATE_FUNCTIONS``."""
-
-
-@triton.jit
-def _activated(
-    g, k, K,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
-):  # fmt: skip
-    """The activation of columns ``k`` of the row at ``g``, as its dtype; 0 beyond ``K``. See ``GatedActivation``."""
-    dtype = g.dtype.element_ty
-    gate = tl.load(g + k, mask=k < K, other=0.0).to(tl.float32)
-    if LIMIT is not None:
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-    out = gate / (1.0 + tl.exp(-ALPHA * gate)) if ALPHA != 1.0 else FUNCTION(gate)
-    if GATED:
-        up = tl.load(g + K + k, mask=k < K, other=0.0).to(tl.float32)
-        if LIMIT is not None:
-            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-        out *= up + UP_OFFSET
-    if INTERPRETING and dtype == tl.bfloat16:
-        out = _round_to_bfloat16(out)
-    return out.to(dtype)
+                quantize_row(source, quantization, q + row * K, q_scale + row, offsets, BLOCKS)
 
 
 @triton.jit
 def _activate_kernel(
     g, q, q_scale, tiles,
     K,
-    FUNCTION: tl.constexpr, GATED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr,
-    MIN_SCALE: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+    FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """A row a program: the activation of ``g``'s, ``[rows, 2K]`` or ``[rows, K]``, quantized: ``q [rows, K]``.
 
-    ``BLOCKS``: how many blocks of ``BLOCK`` values hold a row of ``K``; 0 to compute it twice, a block at a time.
+    ``FUNCTION``, ``ACTIVATION``: as in ``GatedRow``. ``BLOCKS``: how many blocks of ``BLOCK`` values hold a row of
+    ``K``; 0 to compute it twice, a block at a time.
     """
     if PDL:
         gdc_wait()
@@ -254,29 +175,8 @@ def _activate_kernel(
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     if row < GroupTiles(tiles).num_rows():
-        g_row = g + row * K * (2 if GATED else 1)
-        q_row = q + row * K
-        offsets = tl.arange(0, BLOCK)
-        if BLOCKS:
-            blocks = ()
-            for i in tl.static_range(BLOCKS):
-                k = i * BLOCK + offsets
-                blocks = blocks + (_activated(g_row, k, K, FUNCTION, GATED, LIMIT, ALPHA, UP_OFFSET),)
-            scale, values = _quantized(blocks, BLOCKS, MIN_SCALE)
-            for i in tl.static_range(BLOCKS):
-                k = i * BLOCK + offsets
-                tl.store(q_row + k, values[i], mask=k < K)
-        else:
-            largest = _magnitude(tl.zeros((BLOCK,), dtype=g.dtype.element_ty))
-            for start in range(0, K, BLOCK):
-                part = _activated(g_row, start + offsets, K, FUNCTION, GATED, LIMIT, ALPHA, UP_OFFSET)
-                largest = tl.maximum(largest, _magnitude(part))
-            scale = _scale_of(_float_of(tl.max(largest, axis=0), g.dtype.element_ty), MIN_SCALE)
-            for start in range(0, K, BLOCK):
-                k = start + offsets
-                part = _activated(g_row, k, K, FUNCTION, GATED, LIMIT, ALPHA, UP_OFFSET)
-                tl.store(q_row + k, _quantize_by_division(part, scale), mask=k < K)
-        tl.store(q_scale + row, scale)
+        source = GatedRow(g + row * K * (2 if ACTIVATION.gated else 1), K, FUNCTION, ACTIVATION)
+        quantize_row(source, RowQuantization(None), q + row * K, q_scale + row, tl.arange(0, BLOCK), BLOCKS)
 
 
 @triton.jit
@@ -300,6 +200,4 @@ def _combine_kernel(
         # One comparison: Triton 3.9's interpreter takes no mask that is made of a vector and a scalar.
         values = tl.load(y + place.to(tl.int64) * N + columns, mask=columns < tl.where(place >= 0, N, 0), other=0.0)
         total += tl.where(place >= 0, values.to(tl.float32) * weight, 0.0)
-    if INTERPRETING and out.dtype.element_ty == tl.bfloat16:
-        total = _round_to_bfloat16(total)
-    tl.store(out + token * N + columns, total.to(out.dtype.element_ty), mask=columns < N)
+    tl.store(out + token * N + columns, rounded(total, out.dtype.element_ty), mask=columns < N)

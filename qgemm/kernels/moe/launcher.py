@@ -25,7 +25,6 @@ from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.linear.launcher import _empty
 from qgemm.kernels.moe.kernels import (
-    GATE_FUNCTIONS,
     _activate_kernel,
     _combine_kernel,
     _count_pairs_kernel,
@@ -34,7 +33,7 @@ from qgemm.kernels.moe.kernels import (
     _quantize_tokens_kernel,
 )
 from qgemm.kernels.quantize import launcher as quantize
-from qgemm.numerics.formats import MIN_SCALE
+from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
 
 MOST_PLANS = 4096
 MOST_PAIRS_TO_COUNT = 512  # for every pair
@@ -228,7 +227,7 @@ def _route(
     warps = max(1, threads // limits.warp_size)
     pdl, flags = limits.pdl, (limits.pdl, early)
     if P <= MOST_PAIRS_TO_COUNT:
-        routing = (top_k, MIN_SCALE, block, blocks, max(32, grouped.next_power_of_2(P)), groups, block_m, *flags)
+        routing = (top_k, block, blocks, max(32, grouped.next_power_of_2(P)), groups, block_m, *flags)
         warps = max(warps, 4)
         launch = Launch(_quantize_pairs_kernel, P + 1, (P, E, K, *strides), routing, num_warps=warps, pdl=pdl)
         return [(launch, ("x", "top_k_index", "q", "q_scale", "position", "tiles"))]
@@ -236,7 +235,7 @@ def _route(
     count = Launch(_count_pairs_kernel, chunks, (P, E), (CHUNK, groups, *flags), num_warps=4, pdl=pdl)
     placing = (CHUNK, groups, block_m, *flags)
     place = Launch(_place_pairs_kernel, chunks + 1, (P, E, chunks), placing, num_warps=8, pdl=pdl)
-    constants = (top_k, MIN_SCALE, block, blocks, *flags)
+    constants = (top_k, block, blocks, *flags)
     tokens = Launch(_quantize_tokens_kernel, T, (K, *strides), constants, num_warps=warps, pdl=pdl)
     return [
         (count, ("top_k_index", "counts")),
@@ -249,10 +248,7 @@ def _activate(
     P: int, K: int, dtype: torch.dtype, activation: GatedActivation, early: bool, limits: DeviceLimits
 ) -> Launch:
     block, blocks, threads = row_blocks(K, dtype.itemsize)
-    function = (
-        GATE_FUNCTIONS[activation.name], activation.gated, activation.limit, activation.alpha, activation.up_offset
-    )  # fmt: skip
-    constants = (*function, MIN_SCALE, block, blocks, limits.pdl, early)
+    constants = (DEVICE_ACTIVATIONS[activation.name], activation, block, blocks, limits.pdl, early)
     warps = max(1, threads // limits.warp_size)
     return Launch(_activate_kernel, P, (K,), constants, num_warps=warps, pdl=limits.pdl)
 

@@ -13,10 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from qgemm.kernels.quantize.kernels import _quantize_row
-from qgemm.numerics.formats import MIN_SCALE
+from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row
 
-SMALLEST_SCALE = gl.constexpr(MIN_SCALE)
 # Renamed in Triton 3.7.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
@@ -29,7 +27,9 @@ def _quantize_every(step, first, quantization, row_scale, M, K, BLOCK: gl.conste
     count = 0
     for row in range(first, M, step):
         x_row, q_row = x + row.to(gl.int64) * stride_xm, q + row.to(gl.int64) * K
-        _quantize_row(x_row, q_row, row_scale + row, static_scale, K, stride_xk, offsets, SMALLEST_SCALE, BLOCKS)
+        quantize_row(
+            StridedRow(x_row, K, stride_xk), RowQuantization(static_scale), q_row, row_scale + row, offsets, BLOCKS
+        )
         count += 1
     return count
 
@@ -40,7 +40,7 @@ def _quantize_own(quantization, row_scale, M, K, ready, ROW: gl.constexpr):
 
     ``quantization``: ``x [M, K]``; ``q``, int8, contiguous ``[M, K]``; a static scale or None; ``counts``; the strides
     of ``x``. ``counts``: two int32 zeros, for the rows that are done and the programs that know of all of them.
-    ``ROW``: the length of a block and ``BLOCKS`` of ``_quantize_row``, and ``PATIENCE``.
+    ``ROW``: the length of a block and ``BLOCKS`` of ``quantize_row``, and ``PATIENCE``.
     """
     program, programs = gl.program_id(0), gl.num_programs(0)
     count = _quantize_every(programs, program, quantization, row_scale, M, K, ROW[0], ROW[1])

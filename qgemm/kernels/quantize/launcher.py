@@ -8,7 +8,6 @@ from torch import Tensor
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.quantize.kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
-from qgemm.numerics.formats import MIN_SCALE
 
 LONGEST_WHOLE_ROW = 131_072  # bytes of a row that a program keeps in registers, at most
 PART_OF_A_ROW = 8192  # values at a time of a longer one
@@ -61,7 +60,7 @@ def _plan(
     next_early = next_early and limits.pdl
     # The next kernel's programs come while these wait, and go where there are fewest: so each multiprocessor has one.
     grid = max(M, limits.num_sms) if next_early else M
-    constants = (MIN_SCALE, block, blocks, limits.pdl, next_early)
+    constants = (block, blocks, limits.pdl, next_early)
     return Launch(_quantize_rows_kernel, grid, (M, K, *strides), constants, num_warps=warps, pdl=limits.pdl)
 
 
@@ -72,7 +71,7 @@ def _plan_asymmetric(
     block, blocks, threads = row_blocks(K, dtype.itemsize, longest, part)
     limits = device_limits(device)
     warps = max(1, threads // limits.warp_size)
-    constants = (MIN_SCALE, block, blocks, limits.pdl)
+    constants = (block, blocks, limits.pdl)
     return Launch(_quantize_rows_asymmetric_kernel, M, (M, K, *strides), constants, num_warps=warps, pdl=limits.pdl)
 
 

@@ -7,6 +7,7 @@ coerces each argument to what its annotation says:
 - ``tl.tensor``: a run-time value. A plain number becomes a tensor, which is what lets a stride of 1 (an argument that
   Triton turns into a constant) stand beside one that is only known at run time.
 - ``tl.constexpr``: a compile-time value.
+- ``OPTIONAL``: a run-time value, or None.
 - another stage: taken as it is.
 
 A value set in the class body is the field's default. Methods are ordinary ``@triton.jit`` functions.
@@ -29,6 +30,9 @@ T = TypeVar("T", bound=type)
 
 INTERPRETING = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """Whether kernels run in Triton's interpreter. Triton reads that when a kernel is defined, so it is fixed at import."""
+
+
+OPTIONAL = tl.tensor | tl.constexpr
 
 
 def aggregate(cls: T) -> T:
@@ -71,7 +75,9 @@ def _make_init(fields: dict[str, Any], defaults: dict[str, Any]) -> Callable[...
 def _coerce(value: Any, kind: Any, semantic: Any) -> Any:
     if kind is tl.tensor:
         return (semantic or interpreter_semantic).to_tensor(value)
-    if kind is tl.constexpr:
+    if kind == OPTIONAL and not (value is None or isinstance(value, tl.constexpr)):
+        return (semantic or interpreter_semantic).to_tensor(value)
+    if kind is tl.constexpr or kind == OPTIONAL:
         plain = value.value if isinstance(value, tl.constexpr) else value
         # Interpreted code computes with numbers where compiled code computes with constants.
         return plain if INTERPRETING else tl.constexpr(plain)

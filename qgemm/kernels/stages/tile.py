@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from qgemm.kernels.stages.aggregate import aggregate
+from qgemm.kernels.stages.epilogue import scaled
 
 
 @aggregate
@@ -52,7 +53,7 @@ class Tile:
         rm, rn = self.indices()
         a_scale = tl.load(A_scale_ptr + rm.to(tl.int64) * stride_a, mask=rm < M, other=0.0)
         b_scale = tl.load(B_scale_ptr + rn.to(tl.int64) * stride_b, mask=rn < N, other=0.0)
-        return acc.to(tl.float32) * a_scale.to(tl.float32)[:, None] * b_scale.to(tl.float32)[None, :]
+        return scaled(acc, a_scale, b_scale)
 
     @triton.jit
     def bias(self, acc, bias_ptr, M, stride_bias=1):

@@ -14,7 +14,8 @@ An epilogue takes its bounds from the output that is stored to, never from the l
 import triton
 import triton.language as tl
 
-from qgemm.kernels.stages.aggregate import INTERPRETING, aggregate
+from qgemm.kernels.stages.aggregate import aggregate
+from qgemm.kernels.stages.epilogue import biased, rounded
 from qgemm.kernels.stages.tile import Tile
 
 
@@ -57,14 +58,6 @@ def _load(
         return tl.load(ptrs, mask=(rm < self.rows)[:, None], other=0.0, cache_modifier=cache_modifier)
     else:
         return tl.load(ptrs, cache_modifier=cache_modifier)
-
-
-@triton.jit
-def _round_to_bfloat16(x):
-    """float32 values that bfloat16 holds exactly: the interpreter's own cast drops bits instead of rounding."""
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
-    return tl.where(x == x, rounded.to(tl.float32, bitcast=True), x)
 
 
 @aggregate
@@ -111,9 +104,7 @@ class OutputView:
         ptrs, inside = self.tile_ptrs(tile, False, False)
         if mask is not None:
             inside = inside & mask
-        if INTERPRETING and self.ptr.dtype.element_ty == tl.bfloat16:
-            data = _round_to_bfloat16(data.to(tl.float32))
-        tl.store(ptrs, data.to(self.ptr.dtype.element_ty), mask=inside)
+        tl.store(ptrs, rounded(data, self.ptr.dtype.element_ty), mask=inside)
 
 
 @aggregate
@@ -153,7 +144,7 @@ class BiasView:
         else:
             _, rn = tile.indices()
             bias = tl.load(self.ptr + rn.to(tl.int64) * self.stride, mask=rn < N, other=0.0)
-            return acc.to(tl.float32) + bias.to(tl.float32)[None, :]
+            return biased(acc, bias)
 
 
 @triton.jit

@@ -1,0 +1,38 @@
+"""Activations on the device: the code of each of the host's (``kernels/activations.py``). Of float32 values."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def relu(x):
+    """``max(x, 0)``; NaN stays NaN."""
+    return tl.where(x < 0, 0.0, x)
+
+
+@triton.jit
+def gelu(x):
+    """``x * Phi(x)``, exact."""
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_tanh(x):
+    """GELU by its approximation with a tanh; ``(1 + tanh(u)) / 2`` is ``sigmoid(2 * u)``."""
+    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
+def silu(x):
+    """``x * sigmoid(x)``."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def relu2(x):
+    """``max(x, 0) ** 2``; NaN stays NaN."""
+    return relu(x) * relu(x)
+
+
+DEVICE_ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "relu2": relu2}
+"""By name."""

@@ -1,0 +1,90 @@
+"""``Epilogue``: what becomes of sums: ``activation(acc * a_scale[m] * b_scale[n] + bias[n])``, rounded once.
+
+All of it is float32. The functions take sums and vectors of any layout, so Triton's kernels and Gluon's share them.
+"""
+
+import triton
+import triton.language as tl
+
+from qgemm.kernels.stages.aggregate import INTERPRETING, OPTIONAL, aggregate
+
+
+@aggregate
+class Epilogue:
+    """The vectors of an epilogue in memory, each None where there is none, and its activation.
+
+    ``a_scale``: of the output's rows; ``b_scale``, ``bias``: of its columns. A stride of 0 repeats one value.
+    ``activation``: a ``@triton.jit`` function of float32 values, or None.
+    """
+
+    a_scale: OPTIONAL
+    b_scale: OPTIONAL
+    bias: OPTIONAL
+    stride_a: tl.tensor = 1
+    stride_b: tl.tensor = 1
+    stride_bias: tl.tensor = 1
+    activation: tl.constexpr = None
+
+    @triton.jit
+    def beyond(self, values):
+        """The epilogue of the output's columns from ``values`` on; vectors are contiguous."""
+        bias = self.bias + values if self.bias is not None else None
+        return Epilogue(self.a_scale, self.b_scale + values, bias)
+
+    @triton.jit
+    def load_scales(self, rows, cols, end, N):
+        """Scales of ``rows`` up to ``end`` and of ``cols`` up to ``N``, for ``apply``; Nones if there are none."""
+        if self.a_scale is not None:
+            a_scale = tl.load(self.a_scale + rows * self.stride_a, mask=rows < end, other=0.0)
+            b_scale = tl.load(self.b_scale + cols * self.stride_b, mask=cols < N, other=0.0)
+            return a_scale, b_scale
+        else:
+            return None, None
+
+    @triton.jit
+    def apply(self, acc, scales, cols, N):
+        """The float32 values of sums ``acc`` at columns ``cols``. ``scales``: what ``load_scales`` gave."""
+        if self.a_scale is not None:
+            acc = scaled(acc, scales[0], scales[1])
+        if self.bias is not None:
+            acc = biased(acc, tl.load(self.bias + cols * self.stride_bias, mask=cols < N, other=0.0))
+        if self.activation is not None:
+            acc = self.activation(acc.to(tl.float32))
+        return acc
+
+    @triton.jit
+    def store(self, acc, out, tile):
+        """Stores the values of a tile of ``out``, an ``OutputView``."""
+        rm, rn = tile.indices()
+        rm, rn = rm.to(tl.int64), rn.to(tl.int64)
+        scales = self.load_scales(rm, rn, out.rows, out.cols)
+        out.store(self.apply(acc, scales, rn, out.cols), tile)
+
+
+@triton.jit
+def scaled(acc, a_scale, b_scale):
+    """``acc[m, n] * a_scale[m] * b_scale[n]`` in float32."""
+    return acc.to(tl.float32) * a_scale.to(tl.float32)[:, None] * b_scale.to(tl.float32)[None, :]
+
+
+@triton.jit
+def biased(acc, bias):
+    """``acc[m, n] + bias[n]`` in float32."""
+    return acc.to(tl.float32) + bias.to(tl.float32)[None, :]
+
+
+@triton.jit
+def rounded(values, dtype: tl.constexpr):
+    """``values`` as ``dtype``."""
+    if INTERPRETING and dtype == tl.bfloat16:
+        # The interpreter's own cast drops bits instead of rounding.
+        values = _round_to_bfloat16(values.to(tl.float32))
+    return values.to(dtype)
+
+
+@triton.jit
+def _round_to_bfloat16(x):
+    """float32 values that bfloat16 holds exactly."""
+    bits = x.to(tl.int32, bitcast=True)
+    kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
+    return tl.where(x == x, kept.to(tl.float32, bitcast=True), x)
