@@ -1,0 +1,140 @@
+"""``operator``: what every operator of ``torch.ops.qgemm`` has, and what it refuses."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qgemm.kernels import dispatch
+from qgemm.kernels.linear import asymmetric
+from qgemm.kernels.packed import launcher as int4
+from qgemm.numerics.hadamard import hadamard
+
+ops = torch.ops.qgemm
+
+
+def int8(*shape: int, device: torch.device) -> Tensor:
+    return torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
+
+
+def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, ...]]:
+    """Arguments of each operator, by its name and a variant."""
+    x, bias = torch.randn(5, 16, device=device).to(dtype), torch.randn(8, device=device).to(dtype)
+    a, weight = int8(5, 16, device=device), int8(8, 16, device=device)
+    a_scale, b_scale = torch.rand(5, device=device), torch.rand(8, device=device)
+    one = torch.tensor(0.02, device=device)
+    y = torch.randn(16, 8, device=device).to(dtype)
+    zero = torch.tensor(-30, dtype=torch.int8, device=device)
+    packed = torch.randint(-(2**31), 2**31, (8, 2), dtype=torch.int32, device=device)
+    return {
+        "quantize_rows": (x, None),
+        "quantize_rows static": (x.view(1, 5, 16), one),
+        "int_mm": (a, weight.t()),
+        "scaled_mm": (a, weight.t(), a_scale, b_scale, bias, dtype),
+        "scaled_mm scalars": (a, weight.t(), one, one, None, dtype),
+        "matmul": (x, y, None, None, None),
+        "matmul activation": (x, y, bias, "gelu", torch.float32),
+        "quant_linear": (x, weight, b_scale, bias, None),
+        "quant_linear static": (x.view(1, 5, 16), weight, b_scale, None, one),
+        "quant_linear vector": (x[0], weight, b_scale, bias, None),
+        "quantize_rows asymmetric": (x, one, zero),
+        "quant_linear_asymmetric": (x, weight, b_scale, bias, one, zero),
+        "quant_linear_asymmetric vector": (x[0], weight, b_scale, bias, one, zero),
+        "packed_linear": (x, packed, torch.rand(8, 2, device=device), 16, 10, bias),
+        "packed_linear vector": (x[0], packed, torch.rand(8, 1, device=device), 16, 16, None),
+        "hadamard": (x,),
+        "hadamard batch": (x.view(1, 5, 16).transpose(0, 1),),
+    }
+
+
+VARIANTS = pytest.mark.parametrize("variant", operands(torch.float32, torch.device("cpu")))
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+
+
+def call(variant: str, arguments: tuple[Any, ...]) -> Any:
+    return getattr(ops, variant.split()[0])(*arguments)
+
+
+def function_of(variant: str) -> Any:
+    name = variant.split()[0]
+    elsewhere = {
+        "packed_linear": int4.packed_linear,
+        "hadamard": hadamard,
+        "quant_linear_asymmetric": asymmetric.quant_linear_asymmetric,
+    }
+    return elsewhere.get(name) or getattr(dispatch, name)
+
+
+@VARIANTS
+@DTYPES
+def test_opcheck(variant: str, dtype: torch.dtype, device: torch.device) -> None:
+    operator = getattr(ops, variant.split()[0]).default
+    arguments = operands(dtype, device)[variant]
+    torch.library.opcheck(operator, arguments)
+    if variant.startswith(("matmul", "quant_linear", "packed_linear", "hadamard")):
+        x, *rest = arguments
+        torch.library.opcheck(operator, (x.clone().requires_grad_(), *rest))
+
+
+@VARIANTS
+@DTYPES
+def test_an_operator_is_its_kernel_function(variant: str, dtype: torch.dtype, device: torch.device) -> None:
+    arguments = operands(dtype, device)[variant]
+    out, wanted = call(variant, arguments), function_of(variant)(*arguments)
+    for ours, theirs in zip(out, wanted, strict=True) if isinstance(out, (tuple, list)) else [(out, wanted)]:
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+@VARIANTS
+def test_inference_mode(variant: str, device: torch.device) -> None:
+    arguments = operands(torch.float32, device)[variant]
+    wanted = call(variant, arguments)
+    with torch.inference_mode():
+        out = call(variant, arguments)
+    pairs = zip(out, wanted, strict=True) if isinstance(out, (tuple, list)) else [(out, wanted)]
+    assert all(torch.equal(*pair) for pair in pairs)
+
+
+@VARIANTS
+def test_meta_tensors_give_shapes(variant: str, device: torch.device) -> None:
+    arguments = operands(torch.bfloat16, device)[variant]
+    wanted = call(variant, arguments)
+    out = call(variant, tuple(v.to("meta") if isinstance(v, Tensor) else v for v in arguments))
+    for ours, theirs in zip(out, wanted, strict=True) if isinstance(out, (tuple, list)) else [(out, wanted)]:
+        assert ours.device.type == "meta"
+        assert (ours.shape, ours.dtype, ours.stride()) == (theirs.shape, theirs.dtype, theirs.stride())
+
+
+def test_what_has_no_tangent_says_so() -> None:
+    x, along = torch.randn(3, 16), torch.ones(3, 16)
+    with pytest.raises(NotImplementedError, match=r"quantize_rows has no derivative in forward mode.*: use reverse"):
+        torch.func.jvp(lambda x: ops.quantize_rows(x, None)[1], (x,), (along,))
+    q, scale = ops.quantize_rows(torch.randn(8, 16), None)
+    with pytest.raises(RuntimeError, match="derivatives for x and bias only"):
+        torch.func.jvp(lambda s: ops.quant_linear(x, q, s, None, None), (scale,), (scale,))
+    with pytest.raises(NotImplementedError, match="takes a batch of x alone"):
+        torch.func.vmap(lambda q: ops.quant_linear(x, q, scale, None, None))(q.expand(2, 8, 16))
+
+
+def operators_in(graph: torch.fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+@VARIANTS
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_keeps_the_operator_whole(variant: str, dynamic: bool, device: torch.device) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    arguments = operands(torch.float32, device)[variant]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *values: call(variant, values), fullgraph=True, dynamic=dynamic, backend=backend)
+    out, wanted = compiled(*arguments), call(variant, arguments)
+    pairs = zip(out, wanted, strict=True) if isinstance(out, (tuple, list)) else [(out, wanted)]
+    assert all(torch.equal(*pair) for pair in pairs)
+    assert any(f"qgemm.{variant.split()[0]}" in name for name in operators_in(graphs[0].graph))

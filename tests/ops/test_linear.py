@@ -1,0 +1,184 @@
+"""``torch.ops.qgemm.quant_linear`` and ``packed_linear``: gradients, tracing, checks."""
+
+import pytest
+import torch
+from families.schemes import quantized_layer
+from torch import Tensor, nn
+
+from ops.test_declare import DTYPES, int8, operands, operators_in
+from qgemm.numerics.packing import dequantize
+
+ops = torch.ops.qgemm
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(6, 16), (16,), (2, 3, 16), (0, 16)])
+def test_packed_linear_gradients(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(shape, device=device).to(dtype).requires_grad_()
+    _, weight, scale, *sizes, _ = operands(dtype, device)["packed_linear"]
+    bias = torch.randn(8, device=device).to(dtype).requires_grad_()
+    out = ops.packed_linear(x, weight, scale, *sizes, bias)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    exact_x = grad.double() @ dequantize(weight, scale, 10, 16, torch.float64)
+    exact_bias = grad.double().reshape(-1, 8).sum(0)
+    torch.testing.assert_close(
+        x.grad.double(), exact_x, rtol=3 * torch.finfo(dtype).eps, atol=64 * torch.finfo(dtype).eps * scale.max().item()
+    )
+    torch.testing.assert_close(bias.grad.double(), exact_bias, rtol=torch.finfo(dtype).eps, atol=1e-5)
+    with pytest.raises(RuntimeError, match="gradients for x and bias only"):
+        ops.packed_linear(x, weight, scale.requires_grad_(), *sizes, bias).sum().backward()
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(6, 16), (16,), (2, 3, 16), (0, 16)])
+@pytest.mark.parametrize("static", [False, True])
+def test_quant_linear_gradients(shape: tuple[int, ...], static: bool, dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(shape, device=device).to(dtype).requires_grad_()
+    weight, scale = int8(8, 16, device=device), torch.rand(8, device=device) / 127
+    bias = torch.randn(8, device=device).to(dtype).requires_grad_()
+    out = ops.quant_linear(x, weight, scale, bias, torch.tensor(0.02, device=device) if static else None)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    exact_x = grad.double() @ (weight.double() * scale.double()[:, None])
+    exact_bias = grad.double().reshape(-1, 8).sum(0)
+    tolerance = 4 * torch.finfo(dtype).eps
+    assert x.grad.dtype == bias.grad.dtype == dtype
+    torch.testing.assert_close(x.grad.double(), exact_x, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(bias.grad.double(), exact_bias, rtol=tolerance, atol=tolerance)
+
+
+def test_quant_linear_gradient_of_small_values_in_float16(device: torch.device) -> None:
+    # The product of this gradient and this scale is below float16's smallest number; the gradient of x is not.
+    x = torch.randn(4, 16, device=device).half().requires_grad_()
+    weight, scale = torch.full((8, 16), 127, dtype=torch.int8, device=device), torch.full((8,), 1e-4, device=device)
+    ops.quant_linear(x, weight, scale, None, None).backward(torch.full((4, 8), 1e-4, device=device).half())
+    torch.testing.assert_close(x.grad, torch.full_like(x, 8 * 1e-4 * 127 * 1e-4), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-static-asymmetric", "int4"])
+def test_the_gradient_of_a_float32_bias_is_summed_in_float32(scheme: str, device: torch.device) -> None:
+    # Of 4,096 rows in float16: that has 11 bits, and ends at 65,504.
+    layer = quantized_layer(nn.Linear(16, 8, device=device), scheme)
+    layer.bias.requires_grad_()
+    grad = (torch.rand(4096, 8, device=device) + 20).half()
+    layer(torch.randn(4096, 16, device=device).half()).backward(grad)
+    torch.testing.assert_close(layer.bias.grad.double(), grad.double().sum(0), rtol=1e-6, atol=0)
+
+
+def test_quant_linear_scales_have_no_gradient(device: torch.device) -> None:
+    x, weight = torch.randn(4, 16, device=device), int8(8, 16, device=device)
+    scale = torch.rand(8, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="gradients for x and bias only; set requires_grad=False on its scales"):
+        ops.quant_linear(x, weight, scale, None, None).sum().backward()
+
+
+def test_an_adapter_on_a_frozen_layer_learns(device: torch.device) -> None:
+    weight, scale = int8(8, 16, device=device), torch.full((8,), 0.005, device=device)
+    down, up = nn.Linear(16, 4, bias=False, device=device), nn.Linear(4, 16, bias=False, device=device)
+    optimizer = torch.optim.Adam([*down.parameters(), *up.parameters()], lr=0.01)
+    x, target = torch.randn(32, 16, device=device), torch.randn(32, 8, device=device)
+    losses = []
+    for _ in range(60):
+        # The adapter comes before the layer: its gradient must pass through the quantized weight.
+        loss = (ops.quant_linear(x + up(down(x)), weight, scale, None, None) - target).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("shape", [(16,), (5, 16), (2, 5, 16)], ids=str)
+def test_an_output_can_be_changed_in_place(shape: tuple[int, ...], device: torch.device) -> None:
+    # As residual connections, nn.ReLU(inplace=True) and PEFT's mixed batches do.
+    weight, scale = int8(8, 16, device=device), torch.full((8,), 0.005, device=device)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    expected = ops.quant_linear(x, weight, scale, None, None) * 2
+    (wanted,) = torch.autograd.grad(expected.sum(), x)
+    out = ops.quant_linear(x, weight, scale, None, None)
+    out *= 2
+    assert torch.equal(out, expected)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], wanted)
+
+
+class Layer(nn.Module):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(int8(8, 16, device=device), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(8, device=device), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(ops.quant_linear(x, self.weight, self.scale, None, None)) + 1
+
+
+def test_compile_traces_forward_and_backward(device: torch.device) -> None:
+    layer = Layer(device)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for rows in (3, 7, 1):
+        x = torch.randn(rows, 16, device=device)
+        ours, eager = x.clone().requires_grad_(), x.clone().requires_grad_()
+        out, wanted = compiled(ours), layer(eager)
+        assert torch.equal(out, wanted)
+        out.sum().backward()
+        wanted.sum().backward()
+        assert torch.equal(ours.grad, eager.grad)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_export_with_a_dynamic_batch(static: bool, device: torch.device) -> None:
+    class Exported(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            scale = torch.tensor(0.02, device=x.device) if static else None
+            return ops.quant_linear(x, self.weight, self.scale, None, scale)
+
+    layer = Exported(device)
+    batch = torch.export.Dim("batch", min=1, max=1024)
+    program = torch.export.export(layer, (torch.randn(4, 3, 16, device=device),), dynamic_shapes={"x": {0: batch}})
+    assert "qgemm.quant_linear.default" in operators_in(program.graph)
+    for rows in (1, 2, 9):
+        x = torch.randn(rows, 3, 16, device=device)
+        assert torch.equal(program.module()(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": torch.empty(3, 15)}, "x has 15 columns but the layer's in_features is 16"),
+        ({"weight": torch.empty(8, 16)}, "weight is torch.float32; it must be torch.int8"),
+        ({"weight_scale": torch.empty(7)}, r"weight_scale is \[7\]; it must be \[8\]"),
+        ({"bias": torch.empty(7)}, r"bias is \[7\]; it must be \[8\]"),
+        ({"input_scale": torch.empty(3)}, r"scale is torch.float32 \[3\]"),
+        ({"x": torch.empty(3, 16, dtype=torch.float64)}, "x is torch.float64"),
+    ],
+)
+@pytest.mark.parametrize("where", ["real", "meta"])
+def test_fake_and_real_tensors_are_checked_alike(arguments: dict[str, Tensor], message: str, where: str) -> None:
+    whole = {
+        "x": torch.empty(3, 16),
+        "weight": torch.empty(8, 16, dtype=torch.int8),
+        "weight_scale": torch.empty(8),
+        "bias": None,
+        "input_scale": None,
+        **arguments,
+    }
+    if where == "meta":
+        whole = {name: None if value is None else value.to("meta") for name, value in whole.items()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        ops.quant_linear(*whole.values())
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, 3, 4])
+def test_mixed_devices_are_refused(position: int, device: torch.device) -> None:
+    # A weight left on meta by an offloading hook must not reach the fake implementation and answer nonsense.
+    arguments = [
+        torch.randn(3, 16, device=device),
+        int8(8, 16, device=device),
+        torch.rand(8, device=device),
+        torch.randn(8, device=device),
+        torch.rand((), device=device),
+    ]
+    arguments[position] = arguments[position].to("meta")
+    with pytest.raises(ValueError, match=r"is on .* but .* is on .*: move them to one device"):
+        ops.quant_linear(*arguments)
