@@ -2,11 +2,10 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run_process
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,22 +24,14 @@ def test_every_example_is_run() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example(name: str, tmp_path: Path) -> None:
+def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, pattern = EXAMPLES[name]
     # Without the interpreter that conftest.py asks for: an example that needs it must say so itself. Nothing may be
     # fetched from a hub.
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {
         "HF_HUB_OFFLINE": "1"
     }
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *arguments],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    monkeypatch.chdir(tmp_path)
+    result = run_process(ROOT / "examples" / name, *arguments, environment=environment)
     assert result.returncode == 0, result.stderr
     assert re.search(pattern, result.stdout, re.MULTILINE), result.stdout

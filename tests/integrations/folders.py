@@ -1,9 +1,7 @@
-"""Float and int8 Llamas in folders: loaded, compared, damaged, and read by processes of their own."""
+"""Float and int8 Llamas in folders: loaded, compared and damaged."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +56,3 @@ def edit_weights(folder: Path, **changes: torch.Tensor | None) -> None:
         else:
             stored[name] = value
     rewrite_file(path, stored)
-
-
-def run_python(code: str, *arguments: object) -> str:
-    result = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout + result.stderr

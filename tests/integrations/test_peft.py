@@ -12,11 +12,12 @@ import torch
 from families import FAMILIES
 from families.mixtures import MIXTURES
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+from processes import run_code
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import qgemm
-from integrations.folders import IDS, load_int8, run_python
+from integrations.folders import IDS, load_int8
 from qgemm import QuantLinear
 from qgemm.integrations.peft import LoraQuantLinear
 
@@ -279,7 +280,7 @@ model = qgemm.quantize_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU()))
 assert type(get_peft_model(model, LoraConfig(target_modules=["0"])).base_model.model[0]) is module.LoraQuantLinear
 assert not any(type(finder).__module__.startswith("qgemm") for finder in sys.meta_path)
 """
-    run_python(code)
+    run_code(code)
 
 
 @pytest.mark.parametrize(

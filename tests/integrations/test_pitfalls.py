@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
+from processes import run_code
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -18,7 +19,7 @@ from transformers import (
 )
 
 import qgemm
-from integrations.folders import IDS, assert_same, edit_weights, load, load_int8, quantized_names, run_python
+from integrations.folders import IDS, assert_same, edit_weights, load, load_int8, quantized_names
 from qgemm import QuantLinear
 from qgemm.checkpoint.name_ranges import expand
 from qgemm.checkpoint.refusal import REFUSAL
@@ -259,7 +260,7 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 assert sum(isinstance(m, qgemm.QuantLinear) for m in model.modules()) == 14
 """
-    run_python(code, tmp_path / "int8")
+    run_code(code, tmp_path / "int8")
 
 
 WITHOUT_QGEMM = """
@@ -294,7 +295,7 @@ def test_a_process_without_qgemm_is_refused(llama_folder: Path, tmp_path: Path) 
     # What was quantized once can be float again.
     model.dequantize()
     model.save_pretrained(tmp_path / "float")
-    run_python(WITHOUT_QGEMM, tmp_path / "float", *folders)
+    run_code(WITHOUT_QGEMM, tmp_path / "float", *folders)
 
 
 def test_fusions_of_the_model_stay(llama_folder: Path, tmp_path: Path) -> None:
@@ -328,7 +329,7 @@ assert qgemm.QGemmConfig is not old
 assert AUTO_QUANTIZATION_CONFIG_MAPPING["qgemm"] is qgemm.QGemmConfig
 assert AUTO_QUANTIZER_MAPPING["qgemm"] is package.QGemmQuantizer
 """
-    run_python(code)
+    run_code(code)
 
 
 def test_disk_is_refused_where_weights_are_quantized(llama_folder: Path) -> None:

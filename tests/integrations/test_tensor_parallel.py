@@ -12,6 +12,7 @@ import torch
 import torch.multiprocessing
 from families import Example
 from families.example import example, tokens
+from processes import FORKED
 from torch import distributed, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.distributed import DistributedConfig
@@ -80,7 +81,7 @@ def test_two_processes(tmp_path: Path) -> None:
     for scheme in ("int8", "int8-static"):
         quantized(scheme).model.save_pretrained(tmp_path / scheme)
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "float")
-    torch.multiprocessing.spawn(one_process, (tmp_path,), nprocs=2)
+    torch.multiprocessing.start_processes(one_process, (tmp_path,), nprocs=2, start_method=FORKED.get_start_method())
     for scheme in ("int8", "int8-static"):
         whole = quantized(scheme).model
         assert_same(LlamaForCausalLM.from_pretrained(tmp_path / f"{scheme}-again"), whole)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from checkpoint.rewriting import contents
 from families import FAMILIES, Example
+from processes import run_code
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
@@ -31,7 +32,7 @@ from transformers import (
 )
 
 import qgemm
-from integrations.folders import IDS, assert_same, load, load_int8, quantized_names, run_python, tensors
+from integrations.folders import IDS, assert_same, load, load_int8, quantized_names, tensors
 from qgemm.integrations.transformers import attach_quantizer
 from qgemm.integrations.transformers.quantizing import QuantizeOnLoad
 
@@ -286,7 +287,7 @@ except ImportError as error:
 else:
     raise AssertionError
 """
-    run_python(code)
+    run_code(code)
 
 
 def test_nothing_to_attach() -> None:
