@@ -1,5 +1,6 @@
 """``QuantScheme`` as a value: names made from it, what it asks for, and how one is made of another."""
 
+import re
 import sys
 
 import pytest
@@ -21,10 +22,10 @@ def test_what_a_scheme_asks_for_is_in_its_name(name: str) -> None:
     assert scheme.rotates == ("hadamard" in name)
     assert scheme.outlier_columns == (int(name.rpartition("-")[2]) if "outliers" in name else 0)
     assert scheme.is_weight_only == name.startswith("int4")
-    assert scheme.is_plain == (name in ("int8", "int8-static"))
+    assert scheme.is_plain == (not scheme.is_weight_only and not re.search("asymmetric|hadamard|outliers", name))
     assert scheme.needs_data == ("static" in name or "outliers" in name)
     assert scheme.needs_blocks == ("outliers" in name or name == "int8-static-hadamard")
-    assert scheme.max_k == (sys.maxsize if scheme.is_weight_only else 131071)
+    assert scheme.max_k == (sys.maxsize if scheme.activation is None else FORMATS[scheme.activation.dtype].max_k)
     assert scheme.for_experts() == INT8_DYNAMIC
 
 

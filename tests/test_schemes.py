@@ -25,7 +25,7 @@ from qgemm.scheme import resolve_scheme
 
 SCHEME = pytest.mark.parametrize("scheme", EVERY_SCHEME)
 # Those that need nothing but the weights.
-NO_CALIBRATION = ["int8", "int4", "int4-channel", "int8-hadamard"]
+NO_CALIBRATION = [name for name in EVERY_SCHEME if not resolve_scheme(name).needs_data]
 UNCALIBRATED = pytest.mark.parametrize("scheme", NO_CALIBRATION)
 # Plain; weights stored transposed, in a Conv1D, and a tied head; code that asks a layer for its weight.
 FAMILY = pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])

@@ -59,7 +59,9 @@ class QuantLinear(LinearLayer):
     ) -> None:
         """``dtype``: of the bias, PyTorch's default dtype if None. ``scheme``: a name from ``SCHEMES``, or a scheme."""
         super().__init__(in_features, out_features, bias, device, dtype, scheme)
-        self.weight = frozen(torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
+        self.weight = frozen(
+            torch.zeros(out_features, in_features, dtype=self.scheme.weight.format.storage, device=device)
+        )
         # Before the scale: a transformers model takes its first float parameter's dtype for its own.
         self.bias = frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
         self.weight_scale = frozen(torch.full((out_features,), torch.nan, dtype=torch.float32, device=device))
@@ -85,8 +87,10 @@ class QuantLinear(LinearLayer):
         return parameters["weight"].to(dtype) * parameters["weight_scale"][:, None]
 
     def check_weight(self, values: Tensor, scale: Tensor) -> None:
-        """Raises ``ValueError`` unless they are int8 ``[N, K]``, -127 to 127, and float32 ``[N]``, above 0."""
-        check_values(values, scale, (self.out_features, self.in_features), (self.out_features,), INT8)
+        """Raises ``ValueError`` unless they are ``[N, K]`` of the scheme's format, and float32 ``[N]``, above 0."""
+        check_values(
+            values, scale, (self.out_features, self.in_features), (self.out_features,), self.scheme.weight.format
+        )
 
     def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:
         """Sets ``input_scale``, for a static scheme."""

@@ -91,7 +91,7 @@ class LinearLayer(QuantLayer):
 
     @abstractmethod
     def store_rows(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        """Those of the parameters called ``row_names`` that hold quantized rows, int8 ``[n, K]``, and their scales."""
+        """Those of the parameters called ``row_names`` that hold quantized rows ``[n, K]`` and their scales."""
 
     @abstractmethod
     def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -240,8 +240,8 @@ def check_values(
     if values.device.type == "meta" or scale.device.type == "meta":
         raise ValueError("weight is on meta, without values: give the values that a method decided")
     if values.numel():
-        low, high = (bound.item() for bound in values.aminmax())
-        if low < form.low or high > form.high:
+        low, high = form.range_of(values)
+        if not (form.low <= low and high <= form.high):
             raise ValueError(f"weight's values go from {low} to {high}; they must be from {form.low} to {form.high}")
     if not bool((scale.isfinite() & (scale > 0)).all()):
         raise ValueError("weight's scale must be finite and greater than 0 everywhere")

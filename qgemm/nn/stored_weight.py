@@ -117,7 +117,8 @@ class TracedWeight:
 
 
 def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    """Whether it is a tensor of floats to compute with; those of one byte are quantized values."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and value.itemsize > 1
 
 
 def _is_of_its_form(func: Callable[..., Any]) -> bool:

@@ -65,6 +65,11 @@ class Format:
             return quotients.copy_(quotients.clamp_(self.low, self.high).to(self.storage))
         return quotients.round_().clamp_(self.low, self.high)
 
+    def range_of(self, values: Tensor) -> tuple[float, float]:
+        """The smallest and the largest of ``values`` of ``storage``; NaN if one is."""
+        low, high = (values.float() if values.is_floating_point() else values).aminmax()
+        return low.item(), high.item()
+
     def store(self, quotients: Tensor) -> Tensor:
         """The nearest values of float ``x / scale``, whose memory is used, as ``storage``; 0 for NaN."""
         return self.nearest_(quotients).nan_to_num_(0.0).to(self.storage)

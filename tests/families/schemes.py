@@ -25,6 +25,9 @@ EVERY_SCHEME = [
 ]
 """One of each family."""
 
+ERRORS = {"int8": 0.03, "int4": 0.15}
+"""The most that rounding to a format changes a product of random values, as a share of it."""
+
 
 def quantized_layer(linear: nn.Module, scheme: str, weight: tuple[Tensor, Tensor] | None = None) -> LinearLayer:
     """``linear`` under ``scheme``; a static one gets a scale for inputs of about -4 to 4."""
@@ -60,7 +63,7 @@ def decided_weight(linear: nn.Module, scheme: str) -> tuple[Tensor, Tensor]:
     """Values and scales that no rounding to nearest would give."""
     N, K = linear_weight(linear).shape
     found = resolve_scheme(scheme).weight
-    low, high = (-8, 7) if found.dtype == "int4" else (-127, 127)
-    values = torch.randint(low, high + 1, (N, K), dtype=torch.int8)
+    form = found.format
+    values = torch.randint(int(form.low), int(form.high) + 1, (N, K)).to(form.storage)
     groups = () if found.group_size is None else (-(-K // found.group_size),)
     return values, torch.rand(N, *groups) + 0.5
