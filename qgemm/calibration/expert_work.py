@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from qgemm.calibration.method import Block, ExpertsWork, QuantizedWeight
 from qgemm.kernels import quantize_rows
+from qgemm.model.selection import listed
 from qgemm.nn.float_experts import FloatExperts, describe_experts
 from qgemm.nn.quant_layer import narrowed
 from qgemm.scheme import TensorScheme
@@ -115,7 +116,6 @@ def _said(method: str, experts: int, counts: list[int], undecided: list[int]) ->
     if counts:
         text += f", which saw {min(counts)} to {max(counts)} tokens"
     if undecided:
-        shown = ", ".join(map(str, undecided[:5])) + (f" and {len(undecided) - 5} more" if len(undecided) > 5 else "")
         why = f"with fewer than {FEWEST_TOKENS} tokens, or no gain" if counts else "without a gain"
-        text += f"; rounded to nearest, {why}: {shown}"
+        text += f"; rounded to nearest, {why}: {listed(undecided, show=str)}"
     return text

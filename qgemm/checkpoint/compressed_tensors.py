@@ -14,7 +14,6 @@ dtype, as if they had been stored in it; vLLM's are float32.
 from __future__ import annotations
 
 import re
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from qgemm.checkpoint import pack_quantized
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
-from qgemm.checkpoint.pretrained import is_pretrained, parameters_on_meta
+from qgemm.checkpoint.pretrained import built_again, is_pretrained
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name, transient_names
 from qgemm.nn import LinearLayer, PackedLinear, QuantLayer, QuantLinear, QuantMultiheadAttention
@@ -255,8 +254,7 @@ def _conv1d_names(model: nn.Module, layers: dict[str, QuantLayer]) -> list[str]:
     if not is_pretrained(model):
         return []
     try:
-        with parameters_on_meta():
-            plain = type(model)(deepcopy(model.config))
+        plain = built_again(model)
         return [name for name in layers if is_conv1d(plain.get_submodule(name))]
     except Exception:  # a class of one's own, built in another way: save_quantized warns of those
         return []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import BIAS_DTYPES, FLOAT_DTYPES, named_tensors, transient_names
+from qgemm.model.selection import listed
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.carry_over import carry_over
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
@@ -135,13 +135,15 @@ def _check_names(
     folder: Path,
 ) -> None:
     if foreign := [name for name in stored if name not in expected]:
-        raise CheckpointError(f"{stored[foreign[0]].path} holds tensors that the model doesn't have: {_some(foreign)}")
+        raise CheckpointError(
+            f"{stored[foreign[0]].path} holds tensors that the model doesn't have: {listed(foreign, show=str)}"
+        )
     absent = [name for name in expected if name not in stored and name not in tied]
     if missing := [name for name in absent if name not in transient]:
-        raise CheckpointError(f"{folder} lacks tensors of the model: {_some(missing)}")
+        raise CheckpointError(f"{folder} lacks tensors of the model: {listed(missing, show=str)}")
     if unknown := [name for name in absent if expected[name].device.type == "meta"]:
         raise CheckpointError(
-            f"{folder} doesn't hold buffers that the given model has on meta: {_some(unknown)}; "
+            f"{folder} doesn't hold buffers that the given model has on meta: {listed(unknown, show=str)}; "
             "pass a model that was built on a device with memory"
         )
 
@@ -154,8 +156,3 @@ def _check_attributes(model: nn.Module) -> None:
                     f"{name or 'the model'} keeps {attribute} on meta, which is no buffer and so in no checkpoint; "
                     "register it as a buffer, or pass a model that was built on a device with memory"
                 )
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

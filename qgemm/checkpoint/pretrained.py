@@ -5,6 +5,7 @@ Only classes that transformers itself exports are built. No code from a checkpoi
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -117,6 +118,12 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
         if isinstance(top_k, int) and isinstance(experts, int) and not 0 <= top_k <= experts:
             raise CheckpointError(f"{path}: {name} is to choose {top_k} of {experts} experts")
     return model
+
+
+def built_again(model: nn.Module) -> Any:
+    """A float model of the class and the config of ``model``, a transformers model: parameters on meta."""
+    with parameters_on_meta():
+        return type(model)(copy.deepcopy(model.config))
 
 
 # Numbers of layers, heads, labels and the like: transformers' configs make lists that long before there is a model.

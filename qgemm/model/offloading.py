@@ -16,8 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qgemm.model.selection import listed
+
 _HOOK = "_hf_hook"
-_SHOWN = 5
 
 
 @contextmanager
@@ -87,17 +88,17 @@ def check_hooks(model: nn.Module, names: Iterable[str]) -> None:
             on_disk.append(name)
     if on_disk:
         raise ValueError(
-            f"accelerate keeps the weights of {_listed(on_disk)} on disk, in files that stay as they are. Quantize the "
+            f"accelerate keeps the weights of {listed(on_disk)} on disk, in files that stay as they are. Quantize the "
             "checkpoint instead, with qgemm.quantize_checkpoint, and load the result with the same device_map"
         )
     if preloaded:
         raise ValueError(
-            f"accelerate loads the weights of {_listed(preloaded)} together with those of a module around them: "
+            f"accelerate loads the weights of {listed(preloaded)} together with those of a module around them: "
             "dispatch the model without preload_module_classes, or quantize it before"
         )
     if unknown:
         raise ValueError(
-            f"a swap would lose hooks of accelerate on {_listed(unknown)} that do more than align devices. Quantize "
+            f"a swap would lose hooks of accelerate on {listed(unknown)} that do more than align devices. Quantize "
             "before they are added, or call accelerate.hooks.remove_hook_from_submodules(model) first"
         )
 
@@ -152,8 +153,3 @@ def _replace(
     for name, value in new.items():
         store[prefix + name] = value.to("cpu")
         names.append(prefix + name)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(repr, names[:_SHOWN])) + more

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
@@ -98,10 +98,10 @@ def apply_schemes(
     return chosen
 
 
-def listed(names: list[str], many: int = _MANY) -> str:
+def listed(names: Sequence[object], many: int = _MANY, show: Callable[[object], str] = repr) -> str:
     """The first of ``names``, as errors show them, and how many more there are."""
     more = f" and {len(names) - many} more" if len(names) > many else ""
-    return ", ".join(map(repr, names[:many])) + more
+    return ", ".join(map(show, names[:many])) + more
 
 
 def _check_not_quantized(model: nn.Module) -> None:

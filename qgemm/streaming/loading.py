@@ -20,11 +20,10 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, checkpoint_file, read_json, weights_file
 from qgemm.checkpoint.pretrained import BuildLimits, build_pretrained, read_generation_config
 from qgemm.checkpoint.tensors import get_tensor, set_tensor
+from qgemm.model.selection import listed
 from qgemm.streaming.conversions import find_tensors
 from qgemm.streaming.float_tensors import BuiltFloat, FloatTensor
 from qgemm.streaming.source import Source
-
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,8 @@ def _check_unplaced(model: Any, unplaced: list[str], drop: Iterable[str], folder
     ]
     if left:
         raise CheckpointError(
-            f"{folder} holds tensors that {type(model).__name__} has no place for: {_some(left)}. If the model is to "
-            "go without them, pass their names, or globs, in drop"
+            f"{folder} holds tensors that {type(model).__name__} has no place for: {listed(left, show=str)}. "
+            "If the model is to go without them, pass their names, or globs, in drop"
         )
 
 
@@ -173,11 +172,6 @@ def _missing(model: Any, tensors: dict[str, FloatTensor], folder: Path) -> list[
     if left:
         raise CheckpointError(
             f"{folder} lacks tensors of {type(model).__name__}, which transformers would fill with random numbers: "
-            f"{_some(left)}"
+            f"{listed(left, show=str)}"
         )
     return missing
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from qgemm.checkpoint.pretrained import parameters_on_meta
+from qgemm.checkpoint.pretrained import built_again
 from qgemm.integrations.transformers.saving import admit
 from qgemm.nn import LinearLayer, QuantExperts
 from qgemm.nn.attention import close_attention
@@ -19,8 +17,7 @@ def dequantize(model: PreTrainedModel, dtype: torch.dtype | str | None = None) -
     """``model`` with the float values of its quantized layers, in ``dtype``, or in that which each layer returns."""
     wanted: torch.dtype | None = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # text in a saved config
     admit(model.config)
-    with parameters_on_meta():
-        plain = type(model)(copy.deepcopy(model.config))
+    plain = built_again(model)
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, LinearLayer):
             model.set_submodule(name, module.dequantize(wanted))
