@@ -96,7 +96,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "load_quantized, device": (lambda bad: qgemm.load_quantized("folder", bad, model=net()), ""),
     "QuantLinear, in_features": (lambda bad: QuantLinear(bad, 8), "int"),
     "QuantLinear, out_features": (lambda bad: QuantLinear(8, bad), "int"),
-    "QuantLinear, scheme": (lambda bad: QuantLinear(8, 8, scheme=bad), ""),
+    "QuantLinear, scheme": (lambda bad: QuantLinear(8, 8, scheme=bad), "None"),
     "QuantLinear, dtype": (lambda bad: QuantLinear(8, 8, dtype=bad), "None"),
     "QuantLinear.from_linear": (QuantLinear.from_linear, ""),
     "QuantLinear.from_linear, input_scale": (

@@ -12,6 +12,7 @@ from torch import Tensor
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.reference import ACTIVATIONS
 from qgemm.numerics.formats import INT8
+from qgemm.numerics.packing import groups, words
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -84,18 +85,31 @@ def check_quant_linear(
         raise ValueError(f"weight is {list(weight.shape)}; it must be [out_features, in_features]")
     if weight.dtype != INT8.storage:
         raise TypeError(f"weight is {weight.dtype}; it must be {INT8.storage} (QuantLinear.from_linear makes it)")
-    if x.dtype not in FLOAT_DTYPES:
-        cast = "its code casts it to the dtype of the layer's weight, so have quantize_model skip that layer"
-        way_out = cast if x.dtype == INT8.storage else conversion(x)
-        raise TypeError(f"x is {x.dtype}; a quantized layer takes {_names(FLOAT_DTYPES)}: {way_out}")
     N, K = weight.shape
-    if x.ndim == 0 or x.shape[-1] != K:
-        raise ValueError(f"x has {x.shape[-1] if x.ndim else 'no'} columns but the layer's in_features is {K}")
+    _check_input(x, K)
     _check_length(K)
     check_quantize_rows(x, input_scale)
     _check_scale("weight_scale", weight_scale, N)
     _check_bias(bias, N)
     _same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
+
+
+def check_packed_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, in_features: int, group_size: int, bias: Tensor | None
+) -> None:
+    """Raises if ``packed_linear`` can't take these."""
+    _check_input(x, in_features)
+    if group_size < 1:
+        raise ValueError(f"group_size is {group_size}; it must be at least 1")
+    N = weight.shape[0] if weight.ndim else 0
+    for name, tensor, dtype, shape in (
+        ("weight", weight, torch.int32, (N, words(in_features))),
+        ("scale", scale, torch.float32, (N, groups(in_features, group_size))),
+    ):
+        if tensor.dtype != dtype or tensor.shape != shape:
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} {list(shape)}")
+    _check_bias(bias, N)
+    _same_device(x=x, weight=weight, scale=scale, bias=bias)
 
 
 def check_grouped_mm(
@@ -189,6 +203,16 @@ def on_gpu(tensor: Tensor) -> bool:
 def conversion(tensor: Tensor) -> str:
     """What to do about a tensor of another dtype; float64 comes of ``model.double()``."""
     return "call float() on the model, or convert it" if tensor.dtype == torch.float64 else "convert it first"
+
+
+def _check_input(x: Tensor, in_features: int) -> None:
+    if x.dtype not in FLOAT_DTYPES:
+        cast = "its code casts it to the dtype of the layer's weight, so have quantize_model skip that layer"
+        way_out = cast if x.dtype == INT8.storage else conversion(x)
+        raise TypeError(f"x is {x.dtype}; a quantized layer takes {_names(FLOAT_DTYPES)}: {way_out}")
+    if x.ndim == 0 or x.shape[-1] != in_features:
+        columns = x.shape[-1] if x.ndim else "no"
+        raise ValueError(f"x has {columns} columns but the layer's in_features is {in_features}")
 
 
 def _check_grouped_weight(name: str, weight: Tensor, scale: Tensor, bias: Tensor | None, shape: str) -> None:

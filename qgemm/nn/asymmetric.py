@@ -26,24 +26,16 @@ class AsymmetricLinear(QuantLinear):
     - ``input_zero_point``: one int8 number.
     """
 
+    default_scheme = "int8-static-asymmetric"
     folds_bias = True
     index_names = ("bias", "input_zero_point")
     operands = (*QuantLinear.operands, "input_zero_point")
     input_zero_point: nn.Parameter
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        scheme: str | QuantScheme = "int8-static-asymmetric",
-    ) -> None:
-        """``bias``: whether the float layer has one."""
-        super().__init__(in_features, out_features, True, device, torch.float32, scheme)
-        self.has_bias = bias
-        self.input_zero_point = frozen(torch.zeros((), dtype=torch.int8, device=device))
+    def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """``bias`` in float32, whatever ``dtype`` is."""
+        super().make_parameters(device, dtype)
+        self.input_zero_point = frozen(torch.zeros((), dtype=INT8.storage, device=device))
 
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:
@@ -63,7 +55,7 @@ class AsymmetricLinear(QuantLinear):
         value = torch.as_tensor(zero_point, device=device).detach()
         if value.numel() != 1 or (value.device.type != "meta" and not is_zero_point(float(value))):
             raise ValueError(f"the zero point in input_scale is {zero_point}; it must be {ZERO_POINTS}")
-        self.input_zero_point = frozen(value.reshape(()).to(torch.int8))
+        self.input_zero_point = frozen(value.reshape(()).to(INT8.storage))
 
     def take_bias(self, bias: Tensor | None) -> None:
         """Sets ``bias`` to that of the float layer, less the correction."""

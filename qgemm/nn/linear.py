@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.kernels import quantize_rows
-from qgemm.nn.linear_layer import InputScale, LinearLayer, check_values, linear_weight
+from qgemm.nn.linear_layer import InputScale, LinearLayer, linear_weight
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics.formats import INT8
 from qgemm.ops import quant_linear
@@ -48,26 +48,15 @@ class QuantLinear(LinearLayer):
     weight_scale: nn.Parameter
     input_scale: nn.Parameter | None
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        scheme: str | QuantScheme = "int8",
-    ) -> None:
-        """``dtype``: of the bias, PyTorch's default dtype if None. ``scheme``: a name from ``SCHEMES``, or a scheme."""
-        super().__init__(in_features, out_features, bias, device, dtype, scheme)
-        self.weight = frozen(
-            torch.zeros(out_features, in_features, dtype=self.scheme.weight.format.storage, device=device)
-        )
+    def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """``bias`` in ``dtype``."""
+        shape, storage = (self.out_features, self.in_features), self.scheme.weight.format.storage
+        self.weight = frozen(torch.zeros(shape, dtype=storage, device=device))
         # Before the scale: a transformers model takes its first float parameter's dtype for its own.
-        self.bias = frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
-        self.weight_scale = frozen(torch.full((out_features,), torch.nan, dtype=torch.float32, device=device))
-        self.input_scale = (
-            frozen(torch.full((), torch.nan, dtype=torch.float32, device=device)) if self.is_static else None
-        )
+        self.bias = self.empty_bias(device, dtype)
+        self.weight_scale = frozen(torch.full(shape[:1], torch.nan, dtype=torch.float32, device=device))
+        unknown = torch.full((), torch.nan, dtype=torch.float32, device=device) if self.is_static else None
+        self.input_scale = None if unknown is None else frozen(unknown)
 
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:
@@ -85,12 +74,6 @@ class QuantLinear(LinearLayer):
     def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """``weight * weight_scale[:, None]``."""
         return parameters["weight"].to(dtype) * parameters["weight_scale"][:, None]
-
-    def check_weight(self, values: Tensor, scale: Tensor) -> None:
-        """Raises ``ValueError`` unless they are ``[N, K]`` of the scheme's format, and float32 ``[N]``, above 0."""
-        check_values(
-            values, scale, (self.out_features, self.in_features), (self.out_features,), self.scheme.weight.format
-        )
 
     def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:
         """Sets ``input_scale``, for a static scheme."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
-from qgemm.numerics.formats import Format
+from qgemm.numerics.packing import groups
 from qgemm.ops.direct import check_is_tensor
 from qgemm.scheme import QuantScheme, resolve_scheme
 
@@ -31,12 +31,14 @@ class LinearLayer(QuantLayer):
     """A quantized ``nn.Linear``: float ``[..., in_features]`` to ``[..., out_features]``.
 
     - ``row_names``: its parameters that have a row for each row of the weight, which ``convert_rows`` makes.
+    - ``default_scheme``: the name of the scheme of a layer that is made without one.
     - ``folds_bias``: whether ``bias`` depends on the weight, so that it can't be stored as it is in the float layer.
     - ``bias``: ``[out_features]``, or None. ``has_bias``: whether the float layer has one.
     """
 
     made_by = "from_linear"
     row_names: ClassVar[tuple[str, ...]]
+    default_scheme: ClassVar[str] = "int8"
     folds_bias: ClassVar[bool] = False
     in_features: int
     out_features: int
@@ -50,13 +52,14 @@ class LinearLayer(QuantLayer):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        scheme: str | QuantScheme = "int8",
+        scheme: str | QuantScheme | None = None,
     ) -> None:
         """A layer that waits for a ``state_dict``. ``dtype``: of what stays in float; PyTorch's default dtype if None.
 
-        Raises ``ValueError`` for a scheme that this kind of layer doesn't compute, sizes that aren't whole numbers, 0
-        or more, a ``dtype`` that no layer computes with, and ``in_features`` above what int32 sums hold; ``TypeError``
-        for a scheme that is none. A subclass makes its parameters.
+        ``bias``: whether the float layer has one. ``scheme``: a name from ``SCHEMES``, or a scheme; None takes
+        ``default_scheme``. Raises ``ValueError`` for one that it doesn't compute, sizes that aren't whole
+        numbers, 0 or more, a ``dtype`` that no layer computes with, and ``in_features`` above what int32 sums hold;
+        ``TypeError`` for a scheme that is none.
         """
         super().__init__()
         check_sizes(in_features=in_features, out_features=out_features)
@@ -64,7 +67,7 @@ class LinearLayer(QuantLayer):
         self.in_features = in_features
         self.out_features = out_features
         self.has_bias = bias
-        self.scheme = resolve_scheme(scheme)
+        self.scheme = resolve_scheme(self.default_scheme if scheme is None else scheme)
         if not self.computes(self.scheme):
             raise ValueError(f"scheme {self.scheme.name!r} isn't for {type(self).__name__}: ask qgemm.nn.linear_class")
         if in_features > self.scheme.max_k:
@@ -72,6 +75,18 @@ class LinearLayer(QuantLayer):
                 f"in_features is {in_features}; int32 sums hold up to {self.scheme.max_k}: cut the layer along K and "
                 "add the parts"
             )
+        self.make_parameters(device, dtype)
+
+    @abstractmethod
+    def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Sets every parameter: quantized values of 0, scales of NaN, and the bias before them."""
+
+    def empty_bias(self, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Parameter | None:
+        """A bias of zeros; float32 in a layer that changes it, and there also if the float layer has none."""
+        if not (self.has_bias or self.folds_bias):
+            return None
+        dtype = torch.float32 if self.folds_bias else dtype
+        return frozen(torch.zeros(self.out_features, dtype=dtype, device=device))
 
     @classmethod
     @abstractmethod
@@ -97,9 +112,29 @@ class LinearLayer(QuantLayer):
     def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The float rows ``[n, K]`` that ``parameters``, by ``row_names``, stand for; float32 or float64."""
 
-    @abstractmethod
     def check_weight(self, values: Tensor, scale: Tensor) -> None:
-        """Raises ``ValueError`` unless this is a quantized weight of the layer's size and scheme."""
+        """Raises ``ValueError`` unless these are a weight of this size: values of the scheme's format, scales above 0.
+
+        ``values``: ``[N, K]``; ``scale``: float32 ``[N]``, or ``[N, groups]`` for a scheme of groups.
+        """
+        form, size = self.scheme.weight.format, self.scheme.weight.group_size
+        shape = [self.out_features, self.in_features]
+        scale_shape = shape[:1] if size is None else [shape[0], groups(shape[1], size)]
+        if values.dtype != form.storage or list(values.shape) != shape:
+            wanted = f"{str(form.storage).removeprefix('torch.')} {shape}"
+            raise ValueError(f"weight's values are {values.dtype} {list(values.shape)}; they must be {wanted}")
+        if scale.dtype != torch.float32 or list(scale.shape) != scale_shape:
+            raise ValueError(f"weight's scale is {scale.dtype} {list(scale.shape)}; it must be float32 {scale_shape}")
+        if values.device.type == "meta" or scale.device.type == "meta":
+            raise ValueError("weight is on meta, without values: give the values that a method decided")
+        if values.numel():
+            low, high = form.range_of(values)
+            if not (form.low <= low and high <= form.high):
+                raise ValueError(
+                    f"weight's values go from {low} to {high}; they must be from {form.low} to {form.high}"
+                )
+        if not bool((scale.isfinite() & (scale > 0)).all()):
+            raise ValueError("weight's scale must be finite and greater than 0 everywhere")
 
     def convert_rows(self, weight: Tensor) -> dict[str, Tensor]:
         """The parameters called ``row_names`` for float rows ``[n, K]``. Raises ``ValueError`` for NaN or Inf."""
@@ -226,22 +261,3 @@ def linear_weight(linear: nn.Module) -> Tensor:
 def is_conv1d(module: nn.Module) -> bool:
     """Whether ``module`` is transformers' ``Conv1D``, a linear layer; a class of somebody else may be called alike."""
     return (type(module).__module__, type(module).__name__) == ("transformers.pytorch_utils", "Conv1D")
-
-
-def check_values(
-    values: Tensor, scale: Tensor, shape: tuple[int, ...], scale_shape: tuple[int, ...], form: Format
-) -> None:
-    """Raises ``ValueError`` unless ``values`` are some of ``form``, and ``scale`` is float32, finite and above 0."""
-    if values.dtype != form.storage or tuple(values.shape) != shape:
-        wanted = f"{str(form.storage).removeprefix('torch.')} {list(shape)}"
-        raise ValueError(f"weight's values are {values.dtype} {list(values.shape)}; they must be {wanted}")
-    if scale.dtype != torch.float32 or tuple(scale.shape) != scale_shape:
-        raise ValueError(f"weight's scale is {scale.dtype} {list(scale.shape)}; it must be float32 {list(scale_shape)}")
-    if values.device.type == "meta" or scale.device.type == "meta":
-        raise ValueError("weight is on meta, without values: give the values that a method decided")
-    if values.numel():
-        low, high = form.range_of(values)
-        if not (form.low <= low and high <= form.high):
-            raise ValueError(f"weight's values go from {low} to {high}; they must be from {form.low} to {form.high}")
-    if not bool((scale.isfinite() & (scale > 0)).all()):
-        raise ValueError("weight's scale must be finite and greater than 0 everywhere")

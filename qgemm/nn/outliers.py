@@ -32,29 +32,22 @@ class OutlierLinear(QuantLinear):
     Both products are sums in float32 or int32. The first is rounded to the dtype of ``x``, as is the sum of the two.
     """
 
+    default_scheme = "int8-outliers-16"
     row_names = ("weight", "weight_scale", "outlier_weight")
     index_names = ("outlier_columns",)
     outlier_columns: nn.Parameter
     outlier_weight: nn.Parameter
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        scheme: str | QuantScheme = "int8-outliers-16",
-    ) -> None:
-        """Raises ``ValueError`` if there are fewer columns than ``scheme`` keeps. A new layer keeps the first ones."""
-        super().__init__(in_features, out_features, bias, device, dtype, scheme)
+    def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Raises ``ValueError`` if there are fewer columns than the scheme keeps. A new layer keeps the first ones."""
+        super().make_parameters(device, dtype)
         count = self.scheme.outlier_columns
-        if in_features < count:
+        if self.in_features < count:
             raise ValueError(
-                f"scheme {self.scheme.name!r} keeps {count} columns in float, and in_features is {in_features}: use "
-                '"int8", or skip the layer'
+                f"scheme {self.scheme.name!r} keeps {count} columns in float, and in_features is {self.in_features}: "
+                'use "int8", or skip the layer'
             )
-        self.outlier_weight = frozen(torch.zeros(out_features, count, dtype=dtype, device=device))
+        self.outlier_weight = frozen(torch.zeros(self.out_features, count, dtype=dtype, device=device))
         self.outlier_columns = frozen(torch.arange(count, dtype=torch.int64, device=device))
 
     @classmethod

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from qgemm.nn.linear_layer import LinearLayer, check_values
+from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.quant_layer import frozen
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
 from qgemm.numerics import packing
@@ -33,27 +33,19 @@ class PackedLinear(LinearLayer):
     A new layer waits for a ``state_dict``, with scales of NaN. ``from_linear`` makes one from a float layer.
     """
 
+    default_scheme = "int4"
     weight_names = ("weight_packed",)
     scale_names = ("weight_scale",)
     row_names = ("weight_packed", "weight_scale")
     weight_packed: nn.Parameter
     weight_scale: nn.Parameter
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        scheme: str | QuantScheme = "int4",
-    ) -> None:
-        """``dtype``: of the bias, PyTorch's default dtype if None."""
-        super().__init__(in_features, out_features, bias, device, dtype, scheme)
-        shape = packed_shape(out_features, in_features)
+    def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """``bias`` in ``dtype``."""
+        shape = packed_shape(self.out_features, self.in_features)
         self.weight_packed = frozen(torch.full(shape, packing.WORD_OF_ZEROS, dtype=torch.int32, device=device))
-        self.bias = frozen(torch.zeros(out_features, dtype=dtype, device=device)) if bias else None
-        scales = out_features, packing.groups(in_features, self.group_size)
+        self.bias = self.empty_bias(device, dtype)
+        scales = self.out_features, packing.groups(self.in_features, self.group_size)
         self.weight_scale = frozen(torch.full(scales, torch.nan, dtype=torch.float32, device=device))
 
     @classmethod
@@ -92,12 +84,6 @@ class PackedLinear(LinearLayer):
         """``q * scale``."""
         packed, scale = parameters["weight_packed"], parameters["weight_scale"]
         return packing.dequantize(packed, scale, self.group_size, self.in_features, dtype)
-
-    def check_weight(self, values: Tensor, scale: Tensor) -> None:
-        """Raises ``ValueError`` unless they are int8 ``[N, K]``, -8 to 7, and scales as ``round_rows`` gives them."""
-        N, K = self.out_features, self.in_features
-        grouped = (N, packing.groups(K, self.group_size)) if self.scheme.weight.group_size else (N,)
-        check_values(values, scale, (N, K), grouped, INT4)
 
     def compute(self, x: Tensor) -> Tensor:
         """One operator, which makes the float weight."""

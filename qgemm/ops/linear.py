@@ -137,7 +137,7 @@ _declare_layer(
 _declare_layer(
     "packed_linear(Tensor x, Tensor weight, Tensor scale, int in_features, int group_size, Tensor? bias) -> Tensor",
     int4.packed_linear,
-    int4.check_packed_linear,
+    checks.check_packed_linear,
     lambda weight, scale, dtype, K, group_size: dequantize(weight, scale, group_size, K, dtype),
     bias_at=5,
     sizes=slice(3, 5),

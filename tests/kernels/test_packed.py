@@ -45,7 +45,7 @@ def test_what_packed_linear_refuses(device: torch.device) -> None:
         ({"scale": scale[:, 1:]}, r"scale is torch.float32 \[40, 2\]; it must be torch.float32 \[40, 3\]"),
         ({"scale": scale.half()}, "scale is torch.float16"),
         ({"group_size": 0}, "group_size is 0"),
-        ({"bias": bias[1:]}, r"bias is torch.float32 \[39\]"),
+        ({"bias": bias[1:]}, r"bias is \[39\]"),
         ({"scale": scale.to("meta")}, "scale is on meta"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

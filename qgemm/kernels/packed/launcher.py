@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qgemm.kernels.checks import FLOAT_DTYPES, conversion
-from qgemm.numerics.packing import dequantize, groups, words
+from qgemm.kernels.checks import check_packed_linear
+from qgemm.numerics.packing import dequantize
 
 
 @torch.no_grad()
@@ -27,30 +27,3 @@ def packed_linear(
     with torch.autocast(x.device.type, enabled=False):
         float_weight = dequantize(weight, scale, group_size, in_features, x.dtype)
         return F.linear(x, float_weight, None if bias is None else bias.to(x.dtype))
-
-
-def check_packed_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, in_features: int, group_size: int, bias: Tensor | None
-) -> None:
-    """Raises if ``packed_linear`` can't take these."""
-    if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x is {x.dtype}; a quantized layer takes float16, bfloat16, float32: {conversion(x)}")
-    if x.ndim == 0 or x.shape[-1] != in_features:
-        raise ValueError(
-            f"x has {x.shape[-1] if x.ndim else 'no'} columns but the layer's in_features is {in_features}"
-        )
-    if group_size < 1:
-        raise ValueError(f"group_size is {group_size}; it must be at least 1")
-    N = weight.shape[0] if weight.ndim else 0
-    for name, tensor, dtype, shape in (
-        ("weight", weight, torch.int32, (N, words(in_features))),
-        ("scale", scale, torch.float32, (N, groups(in_features, group_size))),
-    ):
-        if tensor.dtype != dtype or tensor.shape != shape:
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} {list(shape)}")
-    if bias is not None and (bias.dtype not in FLOAT_DTYPES or bias.shape != (N,)):
-        wanted = f"float16, bfloat16 or float32, [{N}]: {conversion(bias)}"
-        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; it must be {wanted}")
-    for name, other in (("weight", weight), ("scale", scale), ("bias", bias)):
-        if other is not None and other.device != x.device:
-            raise ValueError(f"x is on {x.device} but {name} is on {other.device}: move them to one device")
