@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.kernels import checks, dispatch
+from qgemm.kernels import asymmetric, checks, dispatch
 from qgemm.kernels.launch.recall import recall, remember
-from qgemm.kernels.linear import asymmetric
 from qgemm.kernels.packed import launcher as int4
 from qgemm.numerics.packing import dequantize
 from qgemm.ops.declare import operator

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import dispatch
-from qgemm.kernels.linear import asymmetric
+from qgemm.kernels import asymmetric, dispatch
 from qgemm.kernels.packed import launcher as int4
 from qgemm.numerics.hadamard import hadamard
 
