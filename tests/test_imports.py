@@ -105,8 +105,6 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FILES = [*MODULES, *sorted((ROOT / "qgemm_cli").rglob("*.py"))]
 # The files that take private names from others, which is to end.
 TAKE_PRIVATE_NAMES = {
-    "qgemm.kernels.gemm.hopper_kernels",
-    "qgemm.kernels.grouped.hopper_kernels",
     "qgemm.kernels.grouped.launcher",
     "qgemm.kernels.moe.launcher",
 }

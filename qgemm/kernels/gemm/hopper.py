@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from qgemm.kernels.gemm.config import GemmConfig, programs_per_sm
-from qgemm.kernels.gemm.hopper_kernels import PANEL, _gemm_hopper_kernel, _quant_linear_hopper_kernel, block_layout
+from qgemm.kernels.gemm.hopper_kernels import _gemm_hopper_kernel, _quant_linear_hopper_kernel
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.tensor_map import TensorMap
+from qgemm.kernels.stages.ring import PANEL, block_layout
 
 REGISTERS = 65_536  # of a multiprocessor
 REGISTERS_BESIDE = {4: 128, 8: 144}  # of a thread, by warps that multiply: no config but the largest needs more
@@ -197,10 +198,7 @@ def _launch(
 def _constants(config: GemmConfig, M: int, limits: DeviceLimits, columns: int = 1) -> tuple[Any, ...]:
     _, last_parts = rows_at_a_time(M, config.block_m)
     slots = limits.num_sms * programs_per_sm(config, 1, limits)
-    return (
-        config.block_m, config.block_n, config.block_k, config.widths, config.group_size_m, columns,
-        slots, config.num_stages, last_parts,
-    )  # fmt: skip
+    return config, columns, slots, last_parts
 
 
 def programs(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:

@@ -14,14 +14,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.stages import (
-    GemmContext,
-    ScheduleContext,
-    make_bias_view,
-    make_output_view,
-    make_scale_view,
-    make_tensor_view,
-)
+from qgemm.kernels.stages import GemmContext, ScheduleContext, make_output_view, make_tensor_view
+from qgemm.kernels.stages.epilogue import Epilogue
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -30,22 +24,20 @@ def _gemm_kernel(
     M, N, K,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
     stride_a_scale, stride_b_scale, stride_bias,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_SIZE_M: tl.constexpr, NUM_SMS: tl.constexpr, NUM_XCDS: tl.constexpr, EVEN_K: tl.constexpr,
+    CONFIG: tl.constexpr, NUM_SMS: tl.constexpr, NUM_XCDS: tl.constexpr, EVEN_K: tl.constexpr,
     QUANTIZED: tl.constexpr, ALLOW_TF32: tl.constexpr, ACTIVATION: tl.constexpr,
     PERSISTENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``PERSISTENT``: launched with ``NUM_SMS`` programs; else with one for each tile. ``PDL``: see ``Launch``."""
+    """``CONFIG``: a ``GemmConfig``. ``PERSISTENT``: launched with ``NUM_SMS`` programs; else with one for each tile.
+
+    ``PDL``: see ``Launch``.
+    """
     tensorA = make_tensor_view(A, M, K, stride_am, stride_ak)
     tensorB = make_tensor_view(B, K, N, stride_bk, stride_bn)
     tensorC = make_output_view(C, M, N, stride_cm, stride_cn)
-    scale_view = (
-        make_scale_view(A_scale, B_scale, M, N, stride_a_scale, stride_b_scale) if A_scale is not None else None
-    )
-    bias_view = make_bias_view(bias, N, stride_bias) if bias is not None else None
-
+    epilogue = Epilogue(A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias, ACTIVATION)
     ctx = GemmContext(
-        BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, NUM_XCDS, GROUP_SIZE_M,
+        CONFIG.block_m, CONFIG.block_n, CONFIG.block_k, NUM_SMS, NUM_XCDS, CONFIG.group_size_m,
         even_k=EVEN_K, quantized=QUANTIZED, allow_tf32=ALLOW_TF32,
     )  # fmt: skip
     sched = ScheduleContext(M, N, K, ctx)
@@ -57,14 +49,14 @@ def _gemm_kernel(
         for tile_id in range(start, total, stride):
             out_tile = sched.get_tile_from_idx(tile_id)
             acc = ctx.reduce_axis(tensorA, tensorB, out_tile)
-            tensorC.store(acc, out_tile, scale=scale_view, bias=bias_view, activation=ACTIVATION)
+            epilogue.store(acc, tensorC, out_tile)
     else:
         out_tile = sched.get_tile_from_idx(tl.program_id(0))
         acc = ctx.reduce_axis(tensorA, tensorB, out_tile)
         if PDL:
             # Earlier, programs of the next kernel would crowd onto the multiprocessors that happen to be free.
             gdc_launch_dependents()
-        tensorC.store(acc, out_tile, scale=scale_view, bias=bias_view, activation=ACTIVATION)
+        epilogue.store(acc, tensorC, out_tile)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -73,8 +65,7 @@ def _gemm_streamk_kernel(
     M, N, K,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
     stride_a_scale, stride_b_scale, stride_bias,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_SIZE_M: tl.constexpr, NUM_SMS: tl.constexpr, NUM_XCDS: tl.constexpr, EVEN_K: tl.constexpr,
+    CONFIG: tl.constexpr, NUM_SMS: tl.constexpr, NUM_XCDS: tl.constexpr, EVEN_K: tl.constexpr,
     STREAMK_TILES: tl.constexpr,
 ):  # fmt: skip
     """``workspace``: int32 ``[M, N]`` of zeros; ``arrivals``: int32 zeros, one per tile."""
@@ -82,22 +73,19 @@ def _gemm_streamk_kernel(
     tensorB = make_tensor_view(B, K, N, stride_bk, stride_bn)
     tensorC = make_output_view(C, M, N, stride_cm, stride_cn)
     partial = make_output_view(workspace, M, N, N, 1)
-    scale_view = (
-        make_scale_view(A_scale, B_scale, M, N, stride_a_scale, stride_b_scale) if A_scale is not None else None
-    )
-    bias_view = make_bias_view(bias, N, stride_bias) if bias is not None else None
-
+    epilogue = Epilogue(A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias)
     ctx = GemmContext(
-        BLOCK_M, BLOCK_N, BLOCK_K, NUM_SMS, NUM_XCDS, GROUP_SIZE_M, even_k=EVEN_K, quantized=True
+        CONFIG.block_m, CONFIG.block_n, CONFIG.block_k, NUM_SMS, NUM_XCDS, CONFIG.group_size_m,
+        even_k=EVEN_K, quantized=True,
     )  # fmt: skip
     sched = ScheduleContext(M, N, K, ctx, streamk_tiles=STREAMK_TILES)
-    num_k = tl.cdiv(K, BLOCK_K)
+    num_k = tl.cdiv(K, ctx.block_k)
 
     start, total, stride = sched.persistent_tile_range()
     for tile_id in range(start, total, stride):
         out_tile = sched.get_tile_from_idx(tile_id)
         acc = ctx.reduce_axis(tensorA, tensorB, out_tile)
-        tensorC.store(acc, out_tile, scale=scale_view, bias=bias_view)
+        epilogue.store(acc, tensorC, out_tile)
 
     iter_id, end = sched.iter_range()
     while iter_id < end:
@@ -109,7 +97,7 @@ def _gemm_streamk_kernel(
         for k_idx in range(k_start, k_end):
             acc = ctx.reduce_tile(tensorA, tensorB, out_tile, k_idx, acc, boundary=not EVEN_K)
         if k_end - k_start == num_k:
-            tensorC.store(acc, out_tile, scale=scale_view, bias=bias_view)
+            epilogue.store(acc, tensorC, out_tile)
         else:
             ptrs, mask = partial.tile_ptrs(out_tile, False, False)
             tl.atomic_add(ptrs, acc, mask=mask, sem="relaxed")
@@ -118,5 +106,5 @@ def _gemm_streamk_kernel(
             arrived = tl.atomic_add(arrivals + iter_id // num_k, k_end - k_start, sem="acq_rel")
             if arrived + k_end - k_start == num_k:
                 acc = partial.load(out_tile)
-                tensorC.store(acc, out_tile, scale=scale_view, bias=bias_view)
+                epilogue.store(acc, tensorC, out_tile)
         iter_id += k_end - k_start

@@ -159,8 +159,7 @@ def _plan(
     slots = limits.num_sms * programs_per_sm(config, dtype.itemsize, limits)
     numbers = (M, N, K, *strides)
     constants: tuple[Any, ...] = (
-        config.block_m, config.block_n, config.block_k, config.group_size_m,
-        slots, limits.num_xcds, K % config.block_k == 0,
+        config, slots, limits.num_xcds, K % config.block_k == 0,
     )  # fmt: skip
     if config.schedule == "streamk" and K > 0:
         constants = (*constants, slots)

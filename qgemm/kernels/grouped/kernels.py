@@ -13,15 +13,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.stages import (
-    GemmContext,
-    ScheduleContext,
-    make_bias_view,
-    make_output_view,
-    make_scale_view,
-    make_tensor_view,
-)
+from qgemm.kernels.stages import GemmContext, ScheduleContext, make_output_view, make_tensor_view
 from qgemm.kernels.stages.aggregate import aggregate
+from qgemm.kernels.stages.epilogue import Epilogue
 from qgemm.kernels.stages.tile import Tile
 
 # int32 values of an entry, and before the first: how many tiles there are, and how many rows.
@@ -50,11 +44,16 @@ class GroupTiles:
         entry = self.ptr + ENTRY * (1 + index)
         return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
 
+    @triton.jit
+    def schedule(self, N, K, ctx: GemmContext):
+        """The tiles of all groups, numbered. The table must have been written: see ``gdc_wait``."""
+        return ScheduleContext(self.count() * ctx.block_m, N, K, ctx)
+
 
 @triton.jit
 def write_tiles(ptr, starts, sizes, groups, BLOCK_M: tl.constexpr):
     """Writes the table for groups of ``sizes [G]`` rows that begin at ``starts``; ``groups``: their numbers."""
-    counts = (sizes + BLOCK_M - 1) // BLOCK_M
+    counts = tl.cdiv(sizes, BLOCK_M)
     before = tl.cumsum(counts, axis=0) - counts
     tl.store(ptr, tl.sum(counts, axis=0))
     tl.store(ptr + 1, tl.sum(sizes, axis=0))
@@ -96,31 +95,34 @@ def _group_tiles_kernel(
 def _grouped_gemm_kernel(
     A, B, C, A_scale, B_scale, bias, tiles,
     N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
-    EVEN_K: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
+    CONFIG: tl.constexpr, EVEN_K: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """``A [T, K]``, ``B [G, N, K]``, ``C [T, N]``, ``A_scale [T]``, ``B_scale [G, N]``, ``bias [G, N]`` or None.
 
     All are contiguous. ``tiles``: what ``write_tiles`` wrote for ``BLOCK_M``. ``PERSISTENT``: programs take tiles in
     turn; else there is at least one for each. ``PDL``: see ``Launch``.
     """
-    ctx = GemmContext(BLOCK_M, BLOCK_N, BLOCK_K, num_sms=1, group_size_m=GROUP_SIZE_M, even_k=EVEN_K, quantized=True)
+    ctx = GemmContext(
+        CONFIG.block_m, CONFIG.block_n, CONFIG.block_k, num_sms=1, group_size_m=CONFIG.group_size_m,
+        even_k=EVEN_K, quantized=True,
+    )  # fmt: skip
     if PDL:
         gdc_wait()
     table = GroupTiles(tiles)
-    sched = ScheduleContext(table.count() * BLOCK_M, N, K, ctx)
-    total = table.count() * tl.cdiv(N, BLOCK_N)
+    sched = table.schedule(N, K, ctx)
+    total = table.count() * tl.cdiv(N, ctx.block_n)
     if PERSISTENT:
         for tile_id in range(tl.program_id(0), total, tl.num_programs(0)):
-            _grouped_tile(A, B, C, A_scale, B_scale, bias, N, K, table, sched, tile_id, False)
+            _grouped_tile(A, B, C, A_scale, B_scale, bias, table, sched, tile_id, False)
     else:
         if tl.program_id(0) < total:
-            _grouped_tile(A, B, C, A_scale, B_scale, bias, N, K, table, sched, tl.program_id(0), PDL)
+            _grouped_tile(A, B, C, A_scale, B_scale, bias, table, sched, tl.program_id(0), PDL)
 
 
 @triton.jit
-def _grouped_tile(A, B, C, A_scale, B_scale, bias, N, K, table, sched, tile_id, LAST: tl.constexpr):
+def _grouped_tile(A, B, C, A_scale, B_scale, bias, table, sched, tile_id, LAST: tl.constexpr):
     """One tile of the output. ``LAST``: of this program, so the next kernel may start."""
+    N, K = sched.N, sched.K
     pid_m, pid_n = sched.get_tile(tile_id)
     group, first, end = table.get(pid_m)
     group = group.to(tl.int64)
@@ -129,10 +131,9 @@ def _grouped_tile(A, B, C, A_scale, B_scale, bias, N, K, table, sched, tile_id, 
     tensorA = make_tensor_view(A + row * K, rows, K, K, 1)
     tensorB = make_tensor_view(B + group * N * K, K, N, 1, K)
     tensorC = make_output_view(C + row * N, rows, N, N, 1)
-    scale_view = make_scale_view(A_scale + row, B_scale + group * N, rows, N)
-    bias_view = make_bias_view(bias + group * N, N) if bias is not None else None
+    epilogue = Epilogue(A_scale + row, B_scale, bias).beyond(group * N)
     out_tile = Tile(0, pid_n, sched.ctx.block_m, sched.ctx.block_n)
     acc = sched.ctx.reduce_axis(tensorA, tensorB, out_tile)
     if LAST:
         gdc_launch_dependents()
-    tensorC.store(acc, out_tile, scale=scale_view, bias=bias_view)
+    epilogue.store(acc, tensorC, out_tile)

@@ -104,19 +104,18 @@ def product_plan(
     limits = device_limits(device)
     tiles = most_tiles(T, G, config.block_m) * -(-N // config.block_n)
     slots = limits.num_sms * programs_per_sm(config, 1, limits)
-    blocks = (config.block_m, config.block_n, config.block_k, config.group_size_m)
     if config.schedule == "specialized":
         # A program takes all registers of a multiprocessor.
         return _hopper_launch(T, G, N, K, out_dtype, config, min(tiles, limits.num_sms))
     persistent = config.schedule == "persistent"
-    constants = (*blocks, K % config.block_k == 0, persistent, limits.pdl)
+    constants = (config, K % config.block_k == 0, persistent, limits.pdl)
     grid = min(tiles, slots) if persistent else tiles
     return Launch(_grouped_gemm_kernel, grid, (N, K), constants, config.num_warps, config.num_stages, limits.pdl)
 
 
 def _hopper_launch(T: int, G: int, N: int, K: int, out_dtype: torch.dtype, config: GemmConfig, grid: int) -> Launch:
-    from qgemm.kernels.gemm.hopper_kernels import PANEL, block_layout
     from qgemm.kernels.grouped.hopper_kernels import _grouped_hopper_kernel
+    from qgemm.kernels.stages.ring import PANEL, block_layout
 
     rows, cols, part, panel = config.block_m, config.block_n, ROWS_AT_A_TIME, PANEL.value
     maps = {
@@ -124,8 +123,7 @@ def _hopper_launch(T: int, G: int, N: int, K: int, out_dtype: torch.dtype, confi
         1: TensorMap((G * N, K), (K, 1), (cols, panel), block_layout(cols, panel, torch.int8)),
         2: TensorMap((T, N), (N, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
     }
-    constants = (rows, cols, config.block_k, config.group_size_m, grid, config.num_stages)
-    return Launch(_grouped_hopper_kernel, grid, (N, K), constants, config.num_warps, pdl=True, maps=maps)
+    return Launch(_grouped_hopper_kernel, grid, (N, K), (config, grid), config.num_warps, pdl=True, maps=maps)
 
 
 def next_power_of_2(count: int) -> int:

@@ -11,14 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.stages import (
-    GemmContext,
-    ScheduleContext,
-    make_bias_view,
-    make_output_view,
-    make_scale_view,
-    make_tensor_view,
-)
+from qgemm.kernels.stages import GemmContext, ScheduleContext, make_output_view, make_tensor_view
+from qgemm.kernels.stages.epilogue import Epilogue
 from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row
 
 
@@ -28,7 +22,7 @@ def _quant_linear_kernel(
     N, K, part,
     stride_xk, stride_bk, stride_bn, stride_b_scale, stride_bias,
     ROW_BLOCK: tl.constexpr, ROW_BLOCKS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    CONFIG: tl.constexpr, EVEN_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile a program. ``x_scale``: one static scale, or None. ``PDL``: see ``Launch``.
@@ -43,10 +37,8 @@ def _quant_linear_kernel(
     tensorA = make_tensor_view(q, 1, K, K, 1)
     tensorB = make_tensor_view(B, K, N, stride_bk, stride_bn)
     tensorC = make_output_view(C, 1, N, N, 1)
-    scale_view = make_scale_view(q_scale, b_scale, 1, N, 1, stride_b_scale)
-    bias_view = make_bias_view(bias, N, stride_bias) if bias is not None else None
-
-    ctx = GemmContext(BLOCK_M, BLOCK_N, BLOCK_K, num_sms=1, even_k=EVEN_K, quantized=True)
+    epilogue = Epilogue(q_scale, b_scale, bias, 1, stride_b_scale, stride_bias)
+    ctx = GemmContext(CONFIG.block_m, CONFIG.block_n, CONFIG.block_k, num_sms=1, even_k=EVEN_K, quantized=True)
     out_tile = ScheduleContext(1, N, K, ctx).get_tile_from_coord(0, program)
 
     if PDL:
@@ -58,4 +50,4 @@ def _quant_linear_kernel(
     acc = ctx.reduce_axis(tensorA, tensorB, out_tile)
     if PDL:
         gdc_launch_dependents()
-    tensorC.store(acc, out_tile, scale=scale_view, bias=bias_view)
+    epilogue.store(acc, tensorC, out_tile)

@@ -316,7 +316,7 @@ def _fused_launch(
     )  # fmt: skip
     constants = (
         *row_blocks(K, config.num_warps * limits.warp_size),
-        config.block_m, config.block_n, config.block_k, K % config.block_k == 0, limits.pdl,
+        config, K % config.block_k == 0, limits.pdl,
     )  # fmt: skip
     return Launch(_quant_linear_kernel, programs, numbers, constants, config.num_warps, config.num_stages, limits.pdl)
 

@@ -13,73 +13,81 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row
 
 # Renamed in Triton 3.7.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
-@gluon.jit
-def _quantize_every(step, first, quantization, row_scale, M, K, BLOCK: gl.constexpr, BLOCKS: gl.constexpr):
-    """Quantizes every ``step``-th row from ``first`` on. Returns how many."""
-    x, q, static_scale, _, stride_xm, stride_xk = quantization
-    offsets = gl.arange(0, BLOCK, gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
-    count = 0
-    for row in range(first, M, step):
-        x_row, q_row = x + row.to(gl.int64) * stride_xm, q + row.to(gl.int64) * K
-        quantize_row(
-            StridedRow(x_row, K, stride_xk), RowQuantization(static_scale), q_row, row_scale + row, offsets, BLOCKS
-        )
-        count += 1
-    return count
+@aggregate
+class SharedRows:
+    """Rows ``x [M, K]`` that a product's programs quantize together, to contiguous ``q [M, K]`` and ``scale [M]``.
 
-
-@gluon.jit
-def _quantize_own(quantization, row_scale, M, K, ready, ROW: gl.constexpr):
-    """Quantizes this program's rows and counts them: the first arrival at the barrier ``ready``.
-
-    ``quantization``: ``x [M, K]``; ``q``, int8, contiguous ``[M, K]``; a static scale or None; ``counts``; the strides
-    of ``x``. ``counts``: two int32 zeros, for the rows that are done and the programs that know of all of them.
-    ``ROW``: the length of a block and ``BLOCKS`` of ``quantize_row``, and ``PATIENCE``.
+    ``counts``: two int32 zeros, for the rows that are done and the programs that know of all of them. ``row``: the
+    length of a block and ``BLOCKS`` of ``quantize_row``, and ``PATIENCE``.
     """
-    program, programs = gl.program_id(0), gl.num_programs(0)
-    count = _quantize_every(programs, program, quantization, row_scale, M, K, ROW[0], ROW[1])
-    if program < M:
+
+    x: gl.tensor
+    q: gl.tensor
+    scale: gl.tensor
+    quantization: RowQuantization
+    counts: gl.tensor
+    M: gl.tensor
+    K: gl.tensor
+    stride_xm: gl.tensor
+    stride_xk: gl.tensor
+    row: gl.constexpr
+
+    @gluon.jit
+    def quantize_every(self, step, first, BLOCK: gl.constexpr, BLOCKS: gl.constexpr):
+        """Quantizes every ``step``-th row from ``first`` on. Returns how many."""
+        offsets = gl.arange(0, BLOCK, gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+        count = 0
+        for row in range(first, self.M, step):
+            source = StridedRow(self.x + row.to(gl.int64) * self.stride_xm, self.K, self.stride_xk)
+            q_row = self.q + row.to(gl.int64) * self.K
+            quantize_row(source, self.quantization, q_row, self.scale + row, offsets, BLOCKS)
+            count += 1
+        return count
+
+    @gluon.jit
+    def quantize_own(self, ready):
+        """Quantizes this program's rows and counts them: the first arrival at the barrier ``ready``."""
+        program = gl.program_id(0)
+        count = self.quantize_every(gl.num_programs(0), program, self.row[0], self.row[1])
+        if program < self.M:
+            _fence_async()
+            # All threads' values come before the count.
+            _barrier()
+            gl.atomic_add(self.counts, count, sem="release", scope="gpu")
+        mbarrier.arrive(ready, count=1)
+
+    @gluon.jit
+    def wait_for_all(self, ready):
+        """Returns when all rows are quantized, by all programs or by this one: the second arrival at ``ready``.
+
+        By the warp that loads.
+        """
+        done = _load_acquire(self.counts)
+        asked = 0
+        while (done < self.M) & (asked < self.row[2]):
+            done = _load_acquire(self.counts)
+            asked += 1
+        if done < self.M:
+            self.quantize_every(1, 0, 256, 0)
         _fence_async()
-        # All threads' values come before the count.
-        _barrier()
-        gl.atomic_add(quantization[3], count, sem="release", scope="gpu")
-    mbarrier.arrive(ready, count=1)
+        mbarrier.arrive(ready, count=1)
 
-
-@gluon.jit
-def _await_rows(quantization, row_scale, M, K, ready, ROW: gl.constexpr):
-    """Returns when all programs have quantized their rows, or this one all of them: the second arrival at ``ready``.
-
-    By the warp that loads.
-    """
-    counts = quantization[3]
-    done = _load_acquire(counts)
-    asked = 0
-    while (done < M) & (asked < ROW[2]):
-        done = _load_acquire(counts)
-        asked += 1
-    if done < M:
-        _quantize_every(1, 0, quantization, row_scale, M, K, 256, 0)
-    _fence_async()
-    mbarrier.arrive(ready, count=1)
-
-
-@gluon.jit
-def _forget_rows(quantization, ready):
-    """Zeroes ``counts`` if this is the last program that needed them."""
-    counts = quantization[3]
-    # This program's own rows are counted.
-    mbarrier.wait(ready, 0)
-    others = gl.atomic_add(counts + 1, 1, sem="acq_rel", scope="gpu")
-    if others == gl.num_programs(0) - 1:
-        gl.store(counts, 0)
-        gl.store(counts + 1, 0)
+    @gluon.jit
+    def forget(self, ready):
+        """Zeroes ``counts`` if this is the last program that needed them."""
+        # This program's own rows are counted.
+        mbarrier.wait(ready, 0)
+        others = gl.atomic_add(self.counts + 1, 1, sem="acq_rel", scope="gpu")
+        if others == gl.num_programs(0) - 1:
+            gl.store(self.counts, 0)
+            gl.store(self.counts + 1, 0)
 
 
 @gluon.jit

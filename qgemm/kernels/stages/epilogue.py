@@ -32,22 +32,25 @@ class Epilogue:
         return Epilogue(self.a_scale, self.b_scale + values, bias)
 
     @triton.jit
-    def load_scales(self, rows, cols, end, N):
-        """Scales of ``rows`` up to ``end`` and of ``cols`` up to ``N``, for ``apply``; Nones if there are none."""
+    def load_scales(self, rows, cols, end, N, INDEX: tl.constexpr = tl.int32):
+        """Scales of ``rows`` up to ``end`` and of ``cols`` up to ``N``, for ``apply``; Nones if there are none.
+
+        ``INDEX``: the type of offsets.
+        """
         if self.a_scale is not None:
-            a_scale = tl.load(self.a_scale + rows * self.stride_a, mask=rows < end, other=0.0)
-            b_scale = tl.load(self.b_scale + cols * self.stride_b, mask=cols < N, other=0.0)
+            a_scale = tl.load(self.a_scale + rows.to(INDEX) * self.stride_a, mask=rows < end, other=0.0)
+            b_scale = tl.load(self.b_scale + cols.to(INDEX) * self.stride_b, mask=cols < N, other=0.0)
             return a_scale, b_scale
         else:
             return None, None
 
     @triton.jit
-    def apply(self, acc, scales, cols, N):
+    def apply(self, acc, scales, cols, N, INDEX: tl.constexpr = tl.int32):
         """The float32 values of sums ``acc`` at columns ``cols``. ``scales``: what ``load_scales`` gave."""
         if self.a_scale is not None:
             acc = scaled(acc, scales[0], scales[1])
         if self.bias is not None:
-            acc = biased(acc, tl.load(self.bias + cols * self.stride_bias, mask=cols < N, other=0.0))
+            acc = biased(acc, tl.load(self.bias + cols.to(INDEX) * self.stride_bias, mask=cols < N, other=0.0))
         if self.activation is not None:
             acc = self.activation(acc.to(tl.float32))
         return acc
@@ -56,9 +59,8 @@ class Epilogue:
     def store(self, acc, out, tile):
         """Stores the values of a tile of ``out``, an ``OutputView``."""
         rm, rn = tile.indices()
-        rm, rn = rm.to(tl.int64), rn.to(tl.int64)
-        scales = self.load_scales(rm, rn, out.rows, out.cols)
-        out.store(self.apply(acc, scales, rn, out.cols), tile)
+        scales = self.load_scales(rm, rn, out.rows, out.cols, tl.int64)
+        out.store(self.apply(acc, scales, rn, out.cols, tl.int64), tile)
 
 
 @triton.jit

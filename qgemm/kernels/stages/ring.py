@@ -1,0 +1,225 @@
+"""``Ring``: blocks of A and B on their way through shared memory, from the warp that loads to those that multiply.
+
+For Hopper (sm_90), in Gluon: TMA loads, ``wgmma`` reads, and barriers in shared memory count both. Dense and grouped
+products share it. They say which blocks are loaded when; this is how.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from qgemm.kernels.stages.aggregate import aggregate
+
+# Renamed in Triton 3.8.
+load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+# Up to Triton 3.7 a view of shared memory may be larger than what it is a view of.
+LARGER_VIEWS = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+PANEL = gl.constexpr(128)  # bytes: as wide as TMA swizzles
+MMA_ROWS = gl.constexpr(64)  # the fewest that wgmma multiplies
+PRODUCER_REGISTERS = gl.constexpr(40)  # a thread
+
+
+@functools.cache
+def block_layout(rows: int, cols: int, dtype: torch.dtype) -> Any:
+    """How blocks of a tensor map for these kernels lie in shared memory."""
+    element = {torch.int8: gl.int8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for([rows, cols], element)
+
+
+@aggregate
+class Ring:
+    """Slots of shared memory, each for a block of A and one of B, used round and round.
+
+    Step ``i`` uses slot ``i % depth``. Barrier ``full`` completes when a slot's bytes have arrived, ``empty`` when a
+    consumer has read them. A slot has its blocks in ``panels`` of ``PANEL`` columns, as the tensor cores read them.
+
+    Instructions read ``MMA_ROWS`` rows of A at least. Where a block has fewer, they read on in what follows; what they
+    multiply there isn't stored.
+
+    Sizes are powers of 2 here, so B's block of another number of rows is in two pieces (``widths``), the largest power
+    of 2 and the rest, which has ``rest_panels`` and sums of its own.
+    """
+
+    a_panels: gl.shared_memory_descriptor
+    b_panels: gl.shared_memory_descriptor
+    rest_panels: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    depth: gl.constexpr
+    panels: gl.constexpr
+    block_m: gl.constexpr
+    widths: gl.constexpr
+
+    @gluon.jit
+    def initialize(self):
+        """Before anything else."""
+        initialize(self.full, self.depth)
+        initialize(self.empty, self.depth)
+
+    @gluon.jit
+    def claim(self, step):
+        """Waits until the step's slot is empty."""
+        mbarrier.wait(self.empty.index(step % self.depth), (step // self.depth + 1) & 1)
+
+    @gluon.jit
+    def expect(self, step, A, B, PARTS: gl.constexpr, pred):
+        """Announces what will be loaded: ``PARTS`` parts of A, as many rows as its map's blocks have, and all of B."""
+        b_parts: gl.constexpr = self.widths[0] // B.block_shape[0] + len(self.widths) - 1
+        size: gl.constexpr = self.panels * (PARTS * A.block_type.nbytes + b_parts * B.block_type.nbytes)
+        mbarrier.expect(self.full.index(step % self.depth), size, pred=pred)
+
+    @gluon.jit
+    def load_a(self, step, A, row, k, parts):
+        """Starts loading the first ``parts`` parts of the block at ``(row, k)`` of A.
+
+        The other rows hold whatever they held, which isn't stored. Loading there what isn't needed is slow: zeros from
+        beyond the edge as much as the same last rows over and over.
+        """
+        slot = step % self.depth
+        PART: gl.constexpr = A.block_shape[0]
+        full = self.full.index(slot)
+        for i in gl.static_range(self.panels):
+            panel = self.a_panels.index(slot * self.panels + i)
+            for part in gl.static_range(self.block_m // PART):
+                to = panel.slice(part * PART, PART)
+                load_block(A, [row + part * PART, k + i * PANEL], full, to, pred=part < parts)
+
+    @gluon.jit
+    def load_b(self, step, B, col, k):
+        """Starts loading the block at ``(col, k)`` of B."""
+        slot = step % self.depth
+        PART: gl.constexpr = B.block_shape[0]
+        full = self.full.index(slot)
+        for i in gl.static_range(self.panels):
+            panel = self.b_panels.index(slot * self.panels + i)
+            for part in gl.static_range(self.widths[0] // PART):
+                load_block(B, [col + part * PART, k + i * PANEL], full, panel.slice(part * PART, PART))
+            if len(self.widths) > 1:
+                to = self.rest_panels.index(slot * self.panels + i)
+                load_block(B, [col + self.widths[0], k + i * PANEL], full, to)
+
+    @gluon.jit
+    def reduce(self, step, num_k, accs, ROWS: gl.constexpr):
+        """``(sums, step)``: ``acc + a @ b.T`` over ``num_k`` steps for each piece of B, and the step after them.
+
+        ``ROWS``: how many of A's rows are multiplied.
+        """
+        accs = self.multiply(step, accs, ROWS)
+        for _ in range(1, num_k):
+            accs = self.multiply(step + 1, accs, ROWS)
+            # One slot's products stay in flight; those before have read theirs.
+            accs = self.resume(self.settle(accs, 1))
+            self.release(step)
+            step += 1
+        sums = self.settle(accs, 0)
+        self.release(step)
+        return sums, step + 1
+
+    @gluon.jit
+    def multiply(self, step, accs, ROWS: gl.constexpr):
+        """Starts ``acc += a @ b.T`` of the slot's blocks, once they have arrived: for each piece of B its ``acc``."""
+        slot = step % self.depth
+        mbarrier.wait(self.full.index(slot), step // self.depth & 1)
+        for i in gl.static_range(self.panels):
+            panel = slot * self.panels + i
+            a = self.rows_to_multiply(slot, i, ROWS)
+            b = self.b_panels.index(panel).permute((1, 0))
+            acc = warpgroup_mma(a, b, accs[0], is_async=True)
+            if len(self.widths) == 1:
+                accs = (acc,)
+            else:
+                b = self.rest_panels.index(panel).permute((1, 0))
+                accs = (acc, warpgroup_mma(a, b, accs[1], is_async=True))
+        return accs
+
+    @gluon.jit
+    def rows_to_multiply(self, slot, PART: gl.constexpr, ROWS: gl.constexpr):
+        """The first ``ROWS`` rows of a slot's panel ``PART`` of A, and what follows them where it has fewer."""
+        if self.block_m == ROWS:
+            return self.a_panels.index(slot * self.panels + PART)
+        elif self.block_m > ROWS:
+            return self.a_panels.index(slot * self.panels + PART).slice(0, ROWS)
+        elif LARGER_VIEWS:
+            a = self.a_panels.index(slot * self.panels + PART)
+            return a._reinterpret(a.dtype, [MMA_ROWS, PANEL], a.layout)
+        else:
+            # A view of so many panels begins at any of them: as the ring is cut into such views, beginning with its
+            # first panel, its second, and so on. Slots of fewer panels begin in turn with each of several.
+            MANY: gl.constexpr = MMA_ROWS // self.block_m
+            TURNS: gl.constexpr = max(MANY // self.panels, 1)
+            index = slot // TURNS * max(self.panels // MANY, 1) + PART // MANY
+            a = self.a_views_from(PART % MANY).index(index)
+            for turn in gl.static_range(1, TURNS):
+                if slot % TURNS == turn:
+                    a = self.a_views_from(turn * self.panels + PART).index(index)
+            return a
+
+    @gluon.jit
+    def a_views_from(self, FIRST: gl.constexpr):
+        """A's panels from ``FIRST`` on, cut into views of ``MMA_ROWS`` rows."""
+        MANY: gl.constexpr = MMA_ROWS // self.block_m
+        VIEWS: gl.constexpr = (self.depth * self.panels - FIRST + MANY - 1) // MANY
+        part = self.a_panels.slice(FIRST, VIEWS * MANY)
+        return part.reinterpret(part.dtype, [VIEWS, MMA_ROWS, PANEL], part.layout)
+
+    @gluon.jit
+    def settle(self, accs, SLOTS: gl.constexpr):
+        """Waits until no more than the last ``SLOTS`` slots' products are in flight."""
+        if len(self.widths) == 1:
+            return (warpgroup_mma_wait(SLOTS * self.panels, deps=accs),)
+        else:
+            return warpgroup_mma_wait(SLOTS * self.panels * 2, deps=accs)
+
+    @gluon.jit
+    def resume(self, sums):
+        """What ``settle`` has waited for, to go on with."""
+        if len(self.widths) == 1:
+            return (warpgroup_mma_init(sums[0]),)
+        else:
+            return (warpgroup_mma_init(sums[0]), warpgroup_mma_init(sums[1]))
+
+    @gluon.jit
+    def release(self, step):
+        """Hands a slot back that has been read."""
+        mbarrier.arrive(self.empty.index(step % self.depth), count=1)
+
+
+@gluon.jit
+def make_ring(A, B, DEPTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, WIDTHS: gl.constexpr):
+    """A ring for blocks of the tensor maps ``A`` and ``B``; to be initialized."""
+    panels: gl.constexpr = BLOCK_K // PANEL
+    # Some more of A's, to read on in.
+    more: gl.constexpr = max(MMA_ROWS // BLOCK_M, 1) - 1
+    a_panels = gl.allocate_shared_memory(A.dtype, [DEPTH * panels + more, BLOCK_M, PANEL], A.layout)
+    b_panels = gl.allocate_shared_memory(B.dtype, [DEPTH * panels, WIDTHS[0], PANEL], B.layout)
+    if len(WIDTHS) > 1:
+        rest_panels = gl.allocate_shared_memory(B.dtype, [DEPTH * panels, WIDTHS[1], PANEL], B.layout)
+    else:
+        rest_panels = b_panels
+    return Ring(a_panels, b_panels, rest_panels, barriers(DEPTH), barriers(DEPTH), DEPTH, panels, BLOCK_M, WIDTHS)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr):
+    """Barriers in shared memory; to be initialized."""
+    return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+
+
+@gluon.jit
+def initialize(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
+    """Each completes with so many arrivals."""
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
