@@ -18,7 +18,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel demo docs bench accuracy test test-newest lint clean
+.PHONY: help setup wheel demo docs bench accuracy test quick test-newest lint clean
 
 help: ## Show these targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -47,6 +47,9 @@ $(MODEL)/sentences.json: | setup
 # One thread a process: test processes that share cores wait for each other's threads and get many times slower.
 test: lint ## Check style and types, then run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+quick: setup ## Run tests of every part, without those that take longest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not compile"
 
 # Not in CI: what is newest changes. Nothing is pinned, so that pip takes the CUDA build of PyTorch, some gigabytes.
 test-newest: ## Run the tests of kernels, layers and operators with the newest torch, triton and transformers

@@ -43,9 +43,19 @@ if not torch.cuda.is_available():
     _patch_once_a_launch()
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What compiles every kernel comes first: all of it goes to one of several workers, and none waits for it last."""
-    items.sort(key=lambda item: item.path.name != "test_compile.py")
+    """Takes the mark ``slow(quick=...)`` from parameters of these ids: one of them, or several.
+
+    What compiles every kernel comes first: all of it goes to one of several workers, and none waits for it last.
+    """
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            quick = mark.kwargs.get("quick", ())
+            quick = [quick] if isinstance(quick, str) else quick
+            if any(f"-{name}-" in f"-{item.callspec.id}-" for name in quick):
+                item.own_markers.remove(mark)
+    items.sort(key=lambda item: item.get_closest_marker("compile") is None)
 
 
 @pytest.fixture(scope="session")

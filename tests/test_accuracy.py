@@ -140,6 +140,7 @@ def language(folder: Path, name: str) -> Subject:
     return {one.name: one for one in measure.language_subjects(folder, EFFORT, CPU)}[name]
 
 
+@pytest.mark.slow(quick="plain")
 @pytest.mark.parametrize("name", [PLAIN, OUTLIERS])
 def test_bf16_is_itself_and_a_broken_variant_shows(folder: Path, name: str) -> None:
     subject = language(folder, name)
@@ -254,6 +255,7 @@ def run_of(*results: Result) -> Run:
     return Run(about, settings, [dataclasses.replace(one, device="a CPU") for one in results])
 
 
+@pytest.mark.slow
 def test_the_table_has_means_ranges_and_reasons(tmp_path: Path) -> None:
     run = run_of(
         Result(BASELINE, PLAIN, 0, bytes=63_000_000, perplexity=8.0, kl=0.0),
@@ -291,6 +293,7 @@ def test_the_table_has_means_ranges_and_reasons(tmp_path: Path) -> None:
     assert (tmp_path / "plots" / "kl.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_the_command_from_end_to_end(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,6 +103,7 @@ def data(corpus: dict[str, str]) -> tuple[Tensor, Tensor, int]:
     return encode(tokenizer, texts_of(few, "train")), held_out[:4096], tokenizer.bos_token_id
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_and_the_model_learns(corpus: dict[str, str]) -> None:
     tokens, held_out, end = data(corpus)
     models = [train_model(TINY, tokens, held_out, end, seed=seed) for seed in (3, 3, 4)]
@@ -122,6 +123,7 @@ def test_the_weights_kept_are_the_best_not_the_last(corpus: dict[str, str]) -> N
     assert evaluate(model, windows_of(held_out, 32)).perplexity < 1.5 * TINY.vocabulary
 
 
+@pytest.mark.slow
 def test_a_time_limit_ends_a_run(corpus: dict[str, str]) -> None:
     tokens, held_out, end = data(corpus)
     endless = Size(32, 1, 2, 64, 320, batch=4, steps=10**6, learning_rate=1e-2, window=32)
@@ -131,6 +133,7 @@ def test_a_time_limit_ends_a_run(corpus: dict[str, str]) -> None:
     assert perplexity < TINY.vocabulary
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_what_the_command_says(
     corpus: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

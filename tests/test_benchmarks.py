@@ -335,6 +335,7 @@ def test_the_plot_of_peers_is_drawn_from_the_table(tmp_path: Path, monkeypatch: 
     assert len(drawn) == 5
 
 
+@pytest.mark.slow
 def test_plots_are_drawn(tmp_path: Path) -> None:
     paths = plots.draw(plotted(), tmp_path)
     assert [path.name for path in paths] == ["speedup.png", "roofline-gemm.png", "roofline-layer.png"]
@@ -356,6 +357,7 @@ def test_without_matplotlib_there_is_a_line(
     assert not (tmp_path / "plots").exists()
 
 
+@pytest.mark.slow
 def test_a_plot_and_a_table_of_each_shape(tmp_path: Path) -> None:
     run = plotted()
     run.measurements = [one for one in run.measurements if (one.provider, one.N, one.M) != ("bf16", 4096, 16)]
@@ -419,6 +421,7 @@ def test_config_check_refuses_wrong_outputs(monkeypatch: pytest.MonkeyPatch) -> 
         configs.check_config(shape, 5, weights, QUICK, CPU)
 
 
+@pytest.mark.slow
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     """As a user starts it. On a GPU this measures the GPU's providers on the same tiny shapes."""
     root = Path(__file__).parent.parent

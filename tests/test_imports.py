@@ -261,6 +261,7 @@ def test_the_table_is_true_and_has_no_circle() -> None:
         assert not unused, f"{part} imports nothing of {sorted(unused)}: take that out of its line in ALLOWED"
 
 
+@pytest.mark.slow
 def test_importing_qgemm_is_light() -> None:
     code = """
 import sys

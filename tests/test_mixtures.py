@@ -22,6 +22,7 @@ def is_head(name: str) -> bool:
     return name == "lm_head"
 
 
+@pytest.mark.slow(quick=["mixtral", "gpt_oss"])
 @families
 @pytest.mark.filterwarnings("error:fused experts")
 def test_over_95_percent_of_the_bytes_are_quantized(build: Any) -> None:
@@ -49,6 +50,7 @@ def test_over_95_percent_of_the_bytes_are_quantized(build: Any) -> None:
     assert result.largest_error < 0.01
 
 
+@pytest.mark.slow(quick=["mixtral", "gpt_oss"])
 @families
 def test_output_stays_close_to_the_float_model(build: Any) -> None:
     example: Example = build()
@@ -61,6 +63,7 @@ def test_output_stays_close_to_the_float_model(build: Any) -> None:
     assert cosines.median() > 0.99
 
 
+@pytest.mark.slow(quick=["mixtral", "gpt_oss"])
 @families
 def test_each_module_of_experts_answers_as_the_float_one_did(build: Any) -> None:
     example: Example = build()
@@ -94,6 +97,7 @@ def test_generate(family: str) -> None:
     assert torch.equal(logits[:, -1].argmax(-1), tokens[:, -1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
 def test_compiled_in_one_graph(family: str) -> None:
     example = MIXTURES[family]()

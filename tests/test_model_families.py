@@ -54,6 +54,7 @@ def kept_in(family: str) -> set[str]:
     return KEPT.get(family, {"lm_head"})
 
 
+@pytest.mark.slow(quick=["llama", "bert", "t5", "gpt2"])
 @families
 def test_output_stays_close_to_the_float_model(family: str) -> None:
     example = FAMILIES[family]()
@@ -69,6 +70,7 @@ def test_output_stays_close_to_the_float_model(family: str) -> None:
     assert not torch.equal(out, expected)
 
 
+@pytest.mark.slow(quick=["llama", "bert", "t5", "gpt2"])
 @families
 def test_each_layer_answers_as_the_float_layer_did(family: str) -> None:
     # Outputs alone would hide a lost bias: attention, for one, is blind to the bias of its keys.
@@ -127,6 +129,7 @@ def test_embeddings_stay_tied(family: str) -> None:
     assert head.weight.dtype == torch.float32
 
 
+@pytest.mark.slow(quick=["llama", "bert", "t5", "gpt2"])
 @families
 def test_reload_is_bit_equal(family: str, tmp_path: Path) -> None:
     example = FAMILIES[family]()

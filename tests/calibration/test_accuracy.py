@@ -38,6 +38,7 @@ def static(model: nn.Module, observer: str, batches: list[dict[str, Tensor]]) ->
     return qgemm.quantize_model(quantized, "int8-static", calibration=calibration)
 
 
+@pytest.mark.slow(quick="llama")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
 def test_mse_is_nearer_than_min_max_where_calibration_has_outliers(family: str) -> None:
     model: Any = FAMILIES[family]().model
@@ -89,6 +90,7 @@ def embed(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return (model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
 
 
+@pytest.mark.slow
 def test_sentence_embeddings_of_minilm(minilm: tuple[nn.Module, Any]) -> None:
     model, tokens = minilm
     batches = [tokens(SENTENCES[:2]), tokens(SENTENCES[2:4])]
@@ -105,6 +107,7 @@ def test_sentence_embeddings_of_minilm(minilm: tuple[nn.Module, Any]) -> None:
 
 
 # Measured on 512 sentences: 0.9940 and 0.9975 with rounding to nearest alone; 0.9991 and 0.9996, and 0.9993 and 0.9997.
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [OutlierColumns(count=16), HadamardRotation("all")], ids=["outliers", "hadamard"])
 def test_recipes_keep_minilm_near(minilm: tuple[nn.Module, Any], method: Method) -> None:
     model, tokens = minilm

@@ -319,6 +319,7 @@ def test_modes_caches_and_hooks_are_as_before() -> None:
         assert "forward" not in vars(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["t5", "opt"])
 def test_a_device_given_changes_no_bit(family: str) -> None:
     one, other = FAMILIES[family](), FAMILIES[family]()
@@ -367,6 +368,7 @@ RECIPES: dict[str, list[Method]] = {
 }
 
 
+@pytest.mark.slow(quick="llama")
 @pytest.mark.parametrize(
     ("family", "recipe"), [("llama", "all"), ("bert", "all"), ("bert", "gptq"), ("t5", "awq"), ("t5", "gptq")]
 )

@@ -59,6 +59,7 @@ def recipe_for(name: str) -> list[Method]:
     }[name]
 
 
+@pytest.mark.slow(quick=["bert-int8-static-everything", "llama-int4-weights"])
 @pytest.mark.parametrize("recipe", ["weights", "everything"])
 @pytest.mark.parametrize(
     ("family", "scheme"), [("llama", s) for s in SCHEMES] + [("bert", "int8-static"), ("t5", "int4")]

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 from families import FAMILIES
 from families.example import Example
 from families.mixtures import MIXTURES
+from processes import run_process
 from torch import nn
 
 import qgemm
@@ -73,6 +72,7 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
     assert qgemm.report(model) == qgemm.report(expected)
 
 
+@pytest.mark.slow(quick="llama-model.layers.1")
 @pytest.mark.parametrize(
     ("family", "block"),
     [
@@ -99,6 +99,7 @@ def test_a_run_goes_on_at_the_last_finished_block(family: str, block: str, tmp_p
     assert third.seen == [block for block in BLOCKS[family] if not block]
 
 
+@pytest.mark.slow(quick="int4")
 @pytest.mark.parametrize(
     "scheme", ["int4", "int8-static-asymmetric", "int8-static-hadamard", "int8-outliers-16", "int8-static-outliers-16"]
 )
@@ -109,6 +110,7 @@ def test_layers_of_every_kind_come_back(scheme: str, tmp_path: Path) -> None:
     assert_same(resumed, quantize(build("bert"), scheme=scheme))
 
 
+@pytest.mark.slow
 def test_killed_twice(tmp_path: Path) -> None:
     expected = quantize(build("t5"))
     for block in ("encoder.block.1", "decoder.block.1"):
@@ -126,9 +128,11 @@ def test_nothing_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest
 CHILD = """
     import os, signal, sys
     from pathlib import Path
+
+    folder, at, tests = sys.argv[1:]
+    sys.path.append(tests)
     from calibration.test_resume import build, quantize
 
-    folder, at = sys.argv[1:]
     replace = os.replace
     def killed(source, target):
         if Path(target).name == at:
@@ -139,14 +143,14 @@ CHILD = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on this system")
 def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
     """Killed as it has written the third block, but not moved it into place."""
     folder = tmp_path / "run"
-    tests = Path(__file__).parent.parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent), *sys.path])}
-    command = [sys.executable, "-c", textwrap.dedent(CHILD), str(folder), "block-00002.safetensors"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    script = tmp_path / "code.py"
+    script.write_text(textwrap.dedent(CHILD))
+    result = run_process(script, folder, "block-00002.safetensors", Path(__file__).parent.parent)
     assert result.returncode == -signal.SIGKILL, result.stderr
     names = sorted(path.name for path in folder.iterdir())
     assert [name for name in names if name[0] != "."] == [

@@ -22,6 +22,7 @@ def spread_out(low: float, high: float, count: int = 60) -> Sensitivity:
     return Sensitivity("kl", 4096, 0, tuple(records))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("high", [1.1e-3, 1e-2, 0.7, 30, 1e8])
 def test_labels_of_the_plot_do_not_overlap(high: float) -> None:
     pytest.importorskip("matplotlib")

@@ -47,6 +47,7 @@ def test_channels_of_zeros_stay() -> None:
     assert scales.tolist() == [1, 1, 1, 2]
 
 
+@pytest.mark.slow(quick=["llama", "bert"])
 @pytest.mark.parametrize("alpha", [0.5, "search"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3", "falcon", "opt", "t5", "qwen2_moe", "bert"])
 def test_the_float_function_stays(family: str, alpha: Any) -> None:

@@ -80,6 +80,7 @@ def test_by_the_documented_layout(name: str, tmp_path: Path) -> None:
     assert torch.equal(embedding.weight, model.get_input_embeddings().weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_by_the_library(name: str, tmp_path: Path) -> None:
     float_model(name).save_pretrained(tmp_path / "float")

@@ -28,6 +28,7 @@ CASES = {"own": 1000, "foreign": 300}
 """A seed's first ones, which take some 10 s; ``python tests/checkpoint/fuzz.py --cases 10000`` runs more."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits address space, and reads /proc to know how much is used")
 @pytest.mark.parametrize("formats", CASES)
 def test_broken_checkpoints(formats: str) -> None:
@@ -94,6 +95,7 @@ def test_the_fuzzer_sees_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         fuzz.run_case(Case(good, mixed, [], is_whole=True), tmp_path, watch)
 
 
+@pytest.mark.slow
 def test_a_save_at_any_moment_of_a_load(tmp_path: Path) -> None:
     """It is loaded, old or new: a save that comes between is no reason to refuse."""
     good, watch = make_good(tmp_path / "good")[0], fuzz.Watch()
@@ -243,6 +245,7 @@ def transformers_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, G
     return {json.loads(one.files[CONFIG]).get("model_type"): one for one in good}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "field", "value", "message"),
     [

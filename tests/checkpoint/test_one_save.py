@@ -194,6 +194,7 @@ def save_filled(folder: Path, value: int) -> None:
     save_quantized(filled(value), folder, max_shard_size=300, overwrite=True)
 
 
+@pytest.mark.slow
 def test_loads_while_two_processes_save(folder: Path) -> None:
     found: Counter[str] = Counter()
     with savers(folder, save_filled, 2):

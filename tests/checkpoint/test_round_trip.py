@@ -45,6 +45,7 @@ def assert_same_tensors(loaded: nn.Module, saved: nn.Module) -> None:
     assert not any(module.training for module in loaded.modules())
 
 
+@pytest.mark.slow(quick=["llama", "t5", "bert"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_model(family: str, tmp_path: Path) -> None:
     example = FAMILIES[family]()

@@ -290,6 +290,7 @@ def other_llama() -> nn.Module:
     return swap_linears(tiny_llama())
 
 
+@pytest.mark.slow
 def test_a_failure_at_any_step_leaves_one_whole_checkpoint(llama_folder: Path, tmp_path: Path) -> None:
     old, new = load_quantized(llama_folder).state_dict(), other_llama()
     files, steps = contents(llama_folder), steps_of_a_save(tmp_path, llama_folder)

@@ -73,6 +73,7 @@ def test_a_checkpoint_that_took_the_place_of_another(tmp_path: Path) -> None:
     assert same_tensors(qgemm.load_quantized(tmp_path), model)
 
 
+@pytest.mark.slow
 @needs_the_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scheme", ["int8", "int8-static"])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import run_process
 
 import qgemm
 from cli.command import run, run_failing
@@ -40,6 +41,7 @@ main()
 """
 
 
+@pytest.mark.slow(quick="arguments0")
 @pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS), ["inspekt"]])
 def test_help_and_typing_mistakes_wait_for_no_import(arguments: list[str]) -> None:
     result = run_python(IMPORTED, *arguments)
@@ -52,6 +54,7 @@ def test_the_help_has_examples(command: str) -> None:
     assert f"qgemm {command} " in run(command, "--help").stdout.split("Examples")[1]
 
 
+@pytest.mark.slow
 def test_python_m_and_version() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "qgemm", "--version"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
@@ -114,18 +117,21 @@ main()
     assert (out, err, process.returncode) == ("", "interrupted\n", 130)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--json"]])
-def test_a_reader_that_has_had_enough(arguments: list[str], int8_folder: Path) -> None:
-    code = "from qgemm_cli import main; main()"
-    command = [sys.executable, "-c", code, "inspect", str(int8_folder), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.stderr is not None
-    assert process.stderr.read() == ""
-    assert process.wait(timeout=60) == 141
-    process.stderr.close()
+def test_a_reader_that_has_had_enough(arguments: list[str], int8_folder: Path, tmp_path: Path) -> None:
+    code = """
+import os
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 1)
+from qgemm_cli import main
+main()
+"""
+    script = tmp_path / "code.py"
+    script.write_text(code)
+    result = run_process(script, "inspect", int8_folder, *arguments)
+    assert (result.stderr, result.returncode) == ("", 141)
 
 
 def test_an_error_is_one_line_and_debug_shows_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

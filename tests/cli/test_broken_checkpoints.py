@@ -30,6 +30,7 @@ def check(result: Result) -> None:
     assert "\x1b" not in result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_inspect_and_compare(tmp_path: Path) -> None:
     good = make_good(tmp_path / "good")
     write_files(good[0].files, tmp_path / "outside", tmp_path)

@@ -50,6 +50,7 @@ def same_bits(folder: Path, model: nn.Module) -> bool:
     return list(got) == list(wanted) and all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["names", "file", "no recipe"])
 def test_the_bits_are_those_of_quantize_model(kind: str, source: Path, text: Path, tmp_path: Path) -> None:
     recipe = Recipe([] if kind == "no recipe" else [SmoothQuant(), GPTQ()])

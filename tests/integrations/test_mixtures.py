@@ -32,6 +32,7 @@ def experts_of(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, QuantExperts)]
 
 
+@pytest.mark.slow(quick="mixtral")
 @families
 def test_round_trips(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     example = MIXTURES[family]()

@@ -262,6 +262,7 @@ def test_other_configs_are_as_they_were() -> None:
     assert "custom" not in str(lora().to_dict())
 
 
+@pytest.mark.slow
 def test_any_order_of_imports(tmp_path: Path) -> None:
     """qgemm first, and no word of it afterwards; and a reload, as a notebook's autoreload does."""
     get_peft_model(qgemm.quantize_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU())), LoraConfig(target_modules=["0"]))

@@ -250,6 +250,7 @@ def test_a_float_model_from_the_same_config(tmp_path: Path) -> None:
     assert not quantized_names(load(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_process_that_only_loads(llama_folder: Path, tmp_path: Path) -> None:
     # qgemm first, which is the order that needs the import hook.
     load_int8(llama_folder).save_pretrained(tmp_path / "int8")
@@ -282,6 +283,7 @@ AutoModelForCausalLM.from_pretrained(sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_a_process_without_qgemm_is_refused(llama_folder: Path, tmp_path: Path) -> None:
     # transformers has no way for a package to announce itself.
     folders = []
@@ -315,6 +317,7 @@ def test_fusions_of_the_model_stay(llama_folder: Path, tmp_path: Path) -> None:
     assert model.config.fusion_config == {"patch_embeddings": False}
 
 
+@pytest.mark.slow
 def test_registering_again() -> None:
     # As a notebook's autoreload does. In a process of its own, where nothing else holds the old classes.
     code = """

@@ -77,6 +77,7 @@ def one_process(rank: int, folder: Path) -> None:
         distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     for scheme in ("int8", "int8-static"):
         quantized(scheme).model.save_pretrained(tmp_path / scheme)

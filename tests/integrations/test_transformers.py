@@ -45,6 +45,7 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
+@pytest.mark.slow(quick=["torch.float32-llama", "torch.float32-t5"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_families(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -272,6 +273,7 @@ def test_config_that_names_qgemm_but_no_layers(llama_folder: Path) -> None:
         load(llama_folder)
 
 
+@pytest.mark.slow
 def test_lazy_name() -> None:
     assert "QGemmConfig" in dir(qgemm)
     with pytest.raises(AttributeError, match="no attribute 'QGemConfig'"):

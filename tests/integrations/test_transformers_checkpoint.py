@@ -177,6 +177,7 @@ def test_a_generation_config_that_is_still_to_come(folder: Path) -> None:
     assert load(folder).generation_config.max_new_tokens == 7
 
 
+@pytest.mark.slow
 def test_loads_while_another_process_saves(folder: Path) -> None:
     found: Counter[Any] = Counter()
     with savers(folder, save_filled, 1):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.compile
 Result = dict[str, Any]
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")

@@ -42,6 +42,7 @@ CHOSEN = [
 ]
 
 
+@pytest.mark.slow(quick=["llama", "t5"])
 @pytest.mark.parametrize("family", CHOSEN)
 def test_the_files_are_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
     # In several files: layers are cut in two, their scales in one file and their weights in the next.

@@ -365,12 +365,14 @@ def test_an_error_at_any_moment(lasting: bool, tmp_path: Path) -> None:
     assert set(found) == {"nothing", "whole"}
 
 
+@pytest.mark.slow
 @ON_LINUX
 def test_a_kill_at_any_moment(tmp_path: Path) -> None:
     found = every_kill(lambda: new_folder(tmp_path / "work"), make, made, step=3)
     assert set(found) == {"nothing", "whole"}
 
 
+@pytest.mark.slow
 @ON_LINUX
 def test_a_power_loss_at_any_moment(tmp_path: Path) -> None:
     at_any_moment, at_the_end = every_power_loss(new_folder(tmp_path / "work"), make, made, tmp_path / "after")
@@ -405,6 +407,7 @@ def new_folder(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @ON_LINUX
 def test_a_process_that_is_killed(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # At every so-manieth thing that it does to the disk; what workspaces do is tried above at each.
