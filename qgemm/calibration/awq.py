@@ -43,7 +43,7 @@ from qgemm.calibration.rounding import (
     round_to_nearest,
     round_weight,
 )
-from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import linear_weight
 from qgemm.scheme import INT8_ROWS, TensorScheme
 
 RATIOS = tuple(step / 20 for step in range(20))

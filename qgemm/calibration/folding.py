@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from qgemm.calibration.method import Block
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
-from qgemm.nn.linear import linear_weight
-from qgemm.nn.linear_layer import is_conv1d
+from qgemm.nn.linear_layer import is_conv1d, linear_weight
 
 # (layer, what is ahead of it): ends of names with the same beginning. What can't pass a scale on is here too, so that
 # it is refused for its reason, and for models whose activation is ReLU.

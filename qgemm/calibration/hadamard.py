@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from qgemm.calibration.folding import Fold, OutputCheck, find_folds, head_dim_of, input_weights
 from qgemm.calibration.method import Block, LayerWork, Method, Part
-from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import linear_weight
 from qgemm.numerics.hadamard import block_size, hadamard
 
 _DOWN_PROJECTIONS = (

@@ -57,8 +57,8 @@ class LayerWork:
     """One linear layer on its way.
 
     - ``name``: its dotted name in the model.
-    - ``module``: the float layer, an ``nn.Linear`` or transformers' ``Conv1D``: ``qgemm.nn.linear.linear_weight`` gives
-      its weight as ``[N, K]``, a view of the parameter, which methods change in place.
+    - ``module``: the float layer, an ``nn.Linear`` or transformers' ``Conv1D``. ``qgemm.nn.linear_layer.linear_weight``
+      gives its weight as ``[N, K]``, a view of the parameter, which methods change in place.
     - ``scheme``: how it is to be quantized; a method may replace it.
     - ``weight``: what a method has decided; None rounds to nearest.
     - ``outlier_columns``: int64 ``[c]``, ascending: columns of the input that are to stay in 16 bits.

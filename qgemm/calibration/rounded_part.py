@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qgemm.calibration.method import LayerWork
 from qgemm.calibration.statistics import InputStatistics
-from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import linear_weight
 from qgemm.numerics.hadamard import hadamard
 from qgemm.scheme import TensorScheme
 

@@ -14,8 +14,7 @@ from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.result import Calibration
 from qgemm.model.plan import SwapPlan, check_finite, plan_swaps
 from qgemm.model.selection import Pattern, Patterns, listed
-from qgemm.nn.linear import linear_weight
-from qgemm.nn.linear_layer import InputScale
+from qgemm.nn.linear_layer import InputScale, linear_weight
 from qgemm.scheme import QuantScheme
 
 

@@ -22,7 +22,7 @@ from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.calibration.rounded_part import rounded_input, rounded_part
 from qgemm.calibration.rounding import dequantize, round_to_nearest
 from qgemm.calibration.statistics import InputStatistics
-from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import linear_weight
 
 ALPHAS = tuple(tenths / 10 for tenths in range(11))
 """What ``alpha="search"`` chooses from, beside no scales at all."""

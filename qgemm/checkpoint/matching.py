@@ -16,8 +16,7 @@ from qgemm.model.selection import listed
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.carry_over import carry_over
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
-from qgemm.nn.linear import linear_weight
-from qgemm.nn.linear_layer import is_conv1d
+from qgemm.nn.linear_layer import is_conv1d, linear_weight
 from qgemm.scheme import QuantScheme
 
 

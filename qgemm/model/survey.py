@@ -20,7 +20,7 @@ from qgemm.model.swap_rules import find_rule
 from qgemm.nn.attention import why_closed
 from qgemm.nn.carry_over import cannot_be_carried
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
-from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import linear_weight
 from qgemm.numerics.formats import INT8
 from qgemm.scheme import QuantScheme
 

@@ -18,8 +18,7 @@ from qgemm.model.survey import Layer
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.carry_over import carry_over
 from qgemm.nn.float_experts import describe_experts
-from qgemm.nn.linear import linear_weight
-from qgemm.nn.linear_layer import InputScale
+from qgemm.nn.linear_layer import InputScale, linear_weight
 from qgemm.scheme import QuantScheme
 
 

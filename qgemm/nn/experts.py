@@ -22,6 +22,9 @@ from qgemm.ops import quant_experts
 from qgemm.ops.declare import to_autocast_dtype
 from qgemm.scheme import QuantScheme, resolve_scheme
 
+# In the order of ``ExpertWeights``.
+_OPERANDS = [f"{weight}{end}" for weight in ("gate_up_proj", "down_proj") for end in ("", "_scale", "_bias")]
+
 
 class QuantExperts(QuantLayer):
     """Quantized experts: float ``[T, hidden_size]`` and a routing to ``[T, hidden_size]``.
@@ -168,16 +171,7 @@ class QuantExperts(QuantLayer):
         """
         if isinstance(hidden_states, Proxy):
             return traced_as_leaf(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
-        stored = self.stored
-        weights = ExpertWeights(
-            stored("gate_up_proj"),
-            stored("gate_up_proj_scale"),
-            stored("gate_up_proj_bias"),
-            stored("down_proj"),
-            stored("down_proj_scale"),
-            stored("down_proj_bias"),
-            self.activation,
-        )
+        weights = ExpertWeights._make((*map(self.stored, _OPERANDS), self.activation))
         return quant_experts(hidden_states, top_k_index.to(torch.int64), top_k_weights, weights)
 
     def extra_repr(self) -> str:

@@ -13,13 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.kernels import quantize_rows
-from qgemm.nn.linear_layer import InputScale, LinearLayer, linear_weight
+from qgemm.nn.linear_layer import InputScale, LinearLayer
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics.formats import INT8
 from qgemm.ops import quant_linear
 from qgemm.scheme import QuantScheme
-
-__all__ = ["QuantLinear", "linear_weight"]
 
 
 class QuantLinear(LinearLayer):

@@ -57,7 +57,7 @@ def operator(
     declared = getattr(torch.ops.qgemm, name)
     if backward is not None:
         assert setup_context is not None
-        _register_autograd(declared.default, name, setup_context, backward, jvp or _no_jvp(name))
+        _register_autograd(declared.default, name, setup_context, backward, jvp)
     if autocast:
         _register_autocast(declared, name)
     if vmap:
@@ -83,7 +83,9 @@ def _register_autocast(declared: Any, name: str) -> None:
         _library.impl(name, run, f"Autocast{device}")
 
 
-def _register_autograd(overload: Any, name: str, setup_context: Function, backward: Function, jvp: Function) -> None:
+def _register_autograd(
+    overload: Any, name: str, setup_context: Function, backward: Function, jvp: Function | None
+) -> None:
     def compute(keyset: Any, *args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
             return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args)
@@ -114,21 +116,16 @@ def _register_autograd(overload: Any, name: str, setup_context: Function, backwa
         primals, tangents = zip(*map(_unpack, args), strict=True)
         if all(each is None for each in tangents):
             return reverse(keyset, *args)
+        if jvp is None:
+            raise NotImplementedError(
+                f"{name} has no derivative in forward mode (torch.func.jvp, jacfwd, forward_ad): use reverse mode, "
+                "such as torch.func.vjp and jacrev"
+            )
         out = reverse(keyset, *primals)
         along = jvp(primals, tangents)
         return forward_ad.make_dual(out, along.to(out.dtype))
 
     _library.impl(name, run, "Autograd", with_keyset=True)
-
-
-def _no_jvp(name: str) -> Function:
-    def refuse(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
-        raise NotImplementedError(
-            f"{name} has no derivative in forward mode (torch.func.jvp, jacfwd, forward_ad): use reverse mode, such as "
-            "torch.func.vjp and jacrev"
-        )
-
-    return refuse
 
 
 def _register_vmap(declared: Any, name: str) -> None:

@@ -15,19 +15,22 @@ from qgemm.kernels import checks, dispatch
 from qgemm.ops.declare import operator
 
 
-def _int_mm_fake(a: Tensor, b: Tensor) -> Tensor:
-    checks.check_int_mm(a, b)
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=torch.int32)
+def _fake(check: Callable[..., None], dtype: torch.dtype | None = None) -> Callable[..., Tensor]:
+    """That of a product with an ``out_dtype`` for its last argument, unless it always gives ``dtype``."""
+
+    def fake(a: Tensor, b: Tensor, *others: Any) -> Tensor:
+        check(a, b, *others)
+        return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype or others[-1] or a.dtype)
+
+    return fake
 
 
-operator("int_mm(Tensor a, Tensor b) -> Tensor", cpu=dispatch.int_mm, cuda=dispatch.int_mm, fake=_int_mm_fake)
-
-
-def _scaled_mm_fake(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    checks.check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+operator(
+    "int_mm(Tensor a, Tensor b) -> Tensor",
+    cpu=dispatch.int_mm,
+    cuda=dispatch.int_mm,
+    fake=_fake(checks.check_int_mm, torch.int32),
+)
 
 
 def _scaled_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -68,7 +71,7 @@ operator(
     "scaled_mm(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
     cpu=dispatch.scaled_mm,
     cuda=dispatch.scaled_mm,
-    fake=_scaled_mm_fake,
+    fake=_fake(checks.check_scaled_mm),
     setup_context=_scaled_mm_setup,
     backward=_scaled_mm_backward,
     jvp=_scaled_mm_jvp,
@@ -80,13 +83,6 @@ _ACTIVATION_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gelu": torch.ops.aten.gelu_backward,
     "silu": torch.ops.aten.silu_backward,
 }
-
-
-def _matmul_fake(
-    a: Tensor, b: Tensor, bias: Tensor | None, activation: str | None, out_dtype: torch.dtype | None
-) -> Tensor:
-    checks.check_matmul(a, b, bias, activation, out_dtype)
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype or a.dtype)
 
 
 def _matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -128,7 +124,7 @@ operator(
     "matmul(Tensor a, Tensor b, Tensor? bias, str? activation, ScalarType? out_dtype) -> Tensor",
     cpu=dispatch.matmul,
     cuda=dispatch.matmul,
-    fake=_matmul_fake,
+    fake=_fake(checks.check_matmul),
     setup_context=_matmul_setup,
     backward=_matmul_backward,
     jvp=_matmul_jvp,

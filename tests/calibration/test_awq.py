@@ -12,7 +12,7 @@ from calibration.test_folding import block_of, build
 from qgemm.calibration.awq import AWQ, AWQScales, awq_scales
 from qgemm.calibration.method import Block, Call, LayerWork
 from qgemm.calibration.rounding import dequantize, mse_scale, output_loss, round_to_nearest, round_weight
-from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import linear_weight
 from qgemm.scheme import SCHEMES
 
 K = 48

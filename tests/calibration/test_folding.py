@@ -15,7 +15,7 @@ from calibration.blocks import block_of
 from qgemm.calibration.folding import Fold, find_folds, input_weights
 from qgemm.calibration.method import Block, Call, LayerWork
 from qgemm.nn import QuantLinear
-from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import linear_weight
 from qgemm.scheme import SCHEMES
 
 

@@ -11,7 +11,7 @@ from calibration.numpy_rounding import Array, grid, numpy_round, numpy_scales
 from qgemm.calibration.gptq import GPTQ, SingularHessian, gptq
 from qgemm.calibration.method import Block, Call, LayerWork
 from qgemm.calibration.rounding import dequantize, mse_scale, output_loss, round_to_nearest, round_weight
-from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import linear_weight
 from qgemm.scheme import SCHEMES
 
 N, K = 12, 40

@@ -17,7 +17,7 @@ from qgemm.calibration.folding import find_folds
 from qgemm.calibration.gptq import GPTQ
 from qgemm.calibration.hadamard import HadamardRotation, is_down_projection, rotate_values
 from qgemm.calibration.rounding import MSEWeights
-from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import linear_weight
 from qgemm.scheme import resolve_scheme
 
 

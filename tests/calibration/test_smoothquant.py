@@ -19,7 +19,7 @@ from qgemm.calibration.method import LayerWork
 from qgemm.calibration.smoothquant import ALPHAS, SmoothQuant, smoothed_loss, smoothing_scales
 from qgemm.calibration.statistics import InputStatistics, StatisticsSum
 from qgemm.nn import QuantLinear
-from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import linear_weight
 from qgemm.scheme import SCHEMES, QuantScheme, TensorScheme
 
 

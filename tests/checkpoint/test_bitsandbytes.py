@@ -19,7 +19,7 @@ from checkpoint.foreign import edit_quantization, edit_tensors, logits, relative
 from checkpoint.models import tiny_llama
 from qgemm import QuantLinear
 from qgemm.checkpoint import CheckpointError
-from qgemm.nn.linear import linear_weight
+from qgemm.nn.linear_layer import linear_weight
 
 LAYER = "transformer.h.0.mlp.c_fc"
 NAMES = {"llama": "model.layers.0.mlp.up_proj", "gpt2": LAYER}

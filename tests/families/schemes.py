@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from qgemm.model.selection import select_layers
 from qgemm.model.swap import put
 from qgemm.nn import LinearLayer, linear_class
-from qgemm.nn.linear import linear_weight
-from qgemm.nn.linear_layer import InputScale
+from qgemm.nn.linear_layer import InputScale, linear_weight
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 EVERY_SCHEME = [
