@@ -92,16 +92,12 @@ def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide,
         if any(each is None for each in found):
             undecided.append(expert)
         for name, weight, quantized in zip(parts, weights, found, strict=True):
-            parts[name].append(quantized or _nearest(weight))
+            parts[name].append(quantized or QuantizedWeight(*quantize_rows(narrowed(weight))))
     work.weights = {
         name: QuantizedWeight(torch.stack([e.values for e in each]), torch.stack([e.scale for e in each]))
         for name, each in parts.items()
     }
     work.notes.append(_said(method, source.num_experts, counts, undecided))
-
-
-def _nearest(weight: Tensor) -> QuantizedWeight:
-    return QuantizedWeight(*quantize_rows(narrowed(weight)))
 
 
 def _bias(module: nn.Module, source: FloatExperts, expert: int) -> Tensor | None:

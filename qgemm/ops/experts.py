@@ -53,9 +53,8 @@ def _compute(*arguments: Any) -> Tensor:
     return dispatch.run_experts(*_as_values(arguments))
 
 
-def _fake(*arguments: Any) -> Tensor:
-    checks.check_experts(*_as_values(arguments))
-    x: Tensor = arguments[0]
+def _fake(x: Tensor, *others: Any) -> Tensor:
+    checks.check_experts(*_as_values((x, *others)))
     return x.new_empty(x.shape)
 
 
