@@ -95,17 +95,23 @@ def matmul(
 
 
 def quant_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, input_scale: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    recallable: bool = False,
 ) -> Tensor:
     """``x @ (weight * weight_scale[:, None]).T + bias`` in int8; ``[..., N]`` in the dtype of ``x``.
 
     ``x``: float ``[..., K]``. ``weight``: int8 ``[N, K]``. ``weight_scale``: float32 ``[N]``. ``bias``: float ``[N]``.
-    ``input_scale``: one float32 number for all of ``x``, or None for a scale per row.
+    ``input_scale``: one float32 number for all of ``x``, or None for a scale per row. ``recallable``: that the call
+    concerns nobody but the operator itself, so that a GPU's plan for it may be found by ``launch.plans.recall``.
     """
     if x.is_neg():
         x = x.resolve_neg()
     if x.is_cuda:
-        linear: Tensor = _gpu().quant_linear(x, weight, weight_scale, bias, input_scale)
+        linear: Tensor = _gpu().quant_linear(x, weight, weight_scale, bias, input_scale, recallable)
         return linear
     checks.check_quant_linear(x, weight, weight_scale, bias, input_scale)
     backend = _backend(x)
@@ -113,13 +119,6 @@ def quant_linear(
     out: Tensor = backend.scaled_mm(q, weight.t(), row_scale, weight_scale, bias, x.dtype)
     # Not a view for autograd, which would forbid to change it in place: nothing else holds this memory.
     return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
-
-
-def plan_quant_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
-) -> Any:
-    """What ``quant_linear`` does with tensors like these on a GPU: a function of its arguments (``linear.Plan``)."""
-    return _gpu().plan_quant_linear(x, weight, weight_scale, bias, input_scale)
 
 
 def grouped_mm(

@@ -2,7 +2,7 @@
 
 from qgemm.kernels.gemm.launcher import int_mm, matmul, scaled_mm
 from qgemm.kernels.grouped.launcher import grouped_mm
-from qgemm.kernels.linear.launcher import plan_quant_linear, quant_linear
+from qgemm.kernels.linear.launcher import quant_linear
 from qgemm.kernels.moe.launcher import experts
 from qgemm.kernels.quantize.launcher import quantize_rows
 
@@ -11,7 +11,6 @@ __all__ = [
     "grouped_mm",
     "int_mm",
     "matmul",
-    "plan_quant_linear",
     "quant_linear",
     "quantize_rows",
     "scaled_mm",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import asymmetric, checks, dispatch
-from qgemm.kernels.launch.recall import recall, remember
+from qgemm.kernels.launch.plans import recall
 from qgemm.kernels.packed import launcher as int4
 from qgemm.numerics.packing import dequantize
 from qgemm.ops.declare import operator
@@ -35,17 +35,14 @@ def quant_linear(
         out: Tensor = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale)
         return out
     run = recall(x, weight, weight_scale, bias, input_scale)
-    if run is None:
-        if seen_by_others(x, weight, weight_scale, bias, input_scale):
-            out = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale)
-            return out
-        if not x.is_cuda or x.is_neg():
-            return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale)
-        plan = dispatch.plan_quant_linear(x, weight, weight_scale, bias, input_scale)
-        if plan.aligned:
-            remember(plan, x, weight, weight_scale, bias, input_scale)
-        run = plan
-    return run(x, weight, weight_scale, bias, input_scale)
+    if run is not None:
+        recalled = run(x, weight, weight_scale, bias, input_scale)
+        if recalled is not None:
+            return recalled
+    if seen_by_others(x, weight, weight_scale, bias, input_scale):
+        out = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale)
+        return out
+    return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale, recallable=True)
 
 
 def _declare_layer(

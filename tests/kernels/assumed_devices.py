@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from qgemm.kernels.gemm.config import GemmConfig
-from qgemm.kernels.launch import device, launch
+from qgemm.kernels.launch import device, launch, memory
 from qgemm.kernels.launch.device import DeviceLimits, hopper_rows
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.linear import launcher as linear
@@ -94,9 +94,10 @@ def assume(assumed: Device) -> None:
     _set(launch, _has_pdl=lambda _: assumed.limits.pdl)
     _set(Launch, __call__=lambda self, *tensors: _launched.append(Launched(self, tensors)))
     # What a layer's plan asks PyTorch for.
-    _set(linear, _empty=lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=META))
-    _set(linear, _on_stream=lambda device, stream: contextlib.nullcontext())
-    _set(linear, _keep_counts=lambda device: None)
+    for place in (linear, memory):
+        _set(place, empty=lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=META))
+    _set(memory, _on_stream=lambda device, stream: contextlib.nullcontext())
+    _set(linear, keep_graph_counts=lambda device: None)
     torch._C._cuda_getCurrentRawStream = lambda device: 0
 
 

@@ -113,7 +113,7 @@ def other_products(target: str) -> Iterator[Case]:
 
 
 def quantizations(limits: DeviceLimits) -> Iterator[Case]:
-    longest = quantize.longest_whole_row(limits)
+    longest = quantize.max_row_bytes(limits)
 
     def quantize_rows(dtype: torch.dtype, K: int, static: bool, asymmetric: bool = False) -> None:
         zero_point = torch.empty((), dtype=INT8, device=META) if asymmetric else None
@@ -180,7 +180,7 @@ def layers(limits: DeviceLimits) -> Iterator[Case]:
         # A static scale gives every dtype the same steps.
         for dtype, static in ((HALF, False), (BF16, False), (BF16, True), (FLOAT, False)):
             label = f"linear {config.block_n} {name_of(dtype)} {'static' if static else 'dynamic'}"
-            K = linear.LONGEST_FUSED_ROW // dtype.itemsize
+            K = linear.MAX_FUSED_ROW_BYTES // dtype.itemsize
             yield Case(
                 label,
                 lambda d=dtype, k=K, s=static: quant_linear(1, N, k, d, s),

@@ -80,7 +80,7 @@ def test_the_driver_reads_every_argument_in_order() -> None:
 
 
 def test_arguments_are_kept_by_address_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "MOST_PACKED", 3)
+    monkeypatch.setattr(driver, "MAX_PACKED_ARGUMENTS", 3)
     encoded: list[int] = []
 
     def maps(pointer: int) -> bytes:

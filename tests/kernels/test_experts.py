@@ -16,6 +16,8 @@ from torch import Tensor
 from qgemm.kernels import GPT_OSS, GatedActivation, dispatch, quantize_rows
 from qgemm.kernels import experts as public_experts
 from qgemm.kernels.expert_weights import ExpertWeights
+from qgemm.kernels.launch import plans as launch_plans
+from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.moe import launcher as experts_launch
 from qgemm.kernels.reference import experts_reference
 
@@ -158,9 +160,9 @@ def test_widths_that_nothing_divides(H: int, intermediate: int, function: Expert
 @pytest.mark.parametrize("most", [0, 10**6], ids=["chunks", "at once"])
 @pytest.mark.parametrize("T", [7, 13])
 def test_both_ways_of_routing(T: int, most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_launch, "MOST_PAIRS_TO_COUNT", most)
+    monkeypatch.setattr(experts_launch, "MAX_PAIRS_TO_COUNT", most)
     monkeypatch.setattr(experts_launch, "CHUNK", 32)
-    monkeypatch.setattr(experts_launch, "_plans", {})
+    monkeypatch.setattr(experts_launch, "plans", PlanCache())
     arguments = layer(T, top_k=3, E=6, H=16, intermediate=16, device=device)
     arguments["top_k_index"] = torch.randint(-2, 8, (T, 3), device=device)
     assert_close(kernel_experts(**arguments), arguments)
@@ -220,9 +222,9 @@ def test_magnitudes_that_float16_just_holds(function: Experts, device: torch.dev
 
 
 def test_a_long_row_is_computed_twice(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_launch, "LONGEST_WHOLE_ROW", 64)
-    monkeypatch.setattr(experts_launch, "PART_OF_A_ROW", 128)
-    monkeypatch.setattr(experts_launch, "_plans", {})
+    monkeypatch.setattr(experts_launch, "MAX_ACTIVATED_ROW_BYTES", 64)
+    monkeypatch.setattr(experts_launch, "LONG_ACTIVATED_ROW_BLOCK", 128)
+    monkeypatch.setattr(experts_launch, "plans", PlanCache())
     arguments = layer(T=3, intermediate=300, device=device)
     assert_close(kernel_experts(**arguments), arguments)
 
@@ -312,9 +314,9 @@ def test_a_long_sum_is_refused() -> None:
 
 
 def test_a_plan_for_every_kind_of_call(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: dict[Any, Any] = {}
-    monkeypatch.setattr(experts_launch, "_plans", plans)
-    monkeypatch.setattr(experts_launch, "MOST_PLANS", 3)
+    plans = PlanCache()
+    monkeypatch.setattr(experts_launch, "plans", plans)
+    monkeypatch.setattr(launch_plans, "MAX_PLANS", 3)
     arguments = layer(device=device)
     for _ in range(2):
         kernel_experts(**arguments)

@@ -354,7 +354,7 @@ def plan_for(limits: DeviceLimits, config: GemmConfig, monkeypatch: pytest.Monke
     """The launch of a product of ``[64, 256] @ [256, 4096]``."""
     monkeypatch.setattr(gemm, "device_limits", lambda device: limits)
     strides = (256, 1, 1, 256, 4096, 1, 1, 1, 0)
-    return gemm._plan.__wrapped__(
+    return gemm.make_product(
         64, 4096, 256, strides, torch.int8, torch.bfloat16, False, None, None, False, torch.device("cuda", 0), True,
         config, False,
     ).launch  # fmt: skip

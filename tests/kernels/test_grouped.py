@@ -120,7 +120,7 @@ def test_the_table_of_tiles(device: torch.device) -> None:
     sizes, block_m = [3, 16, 0, 17, 1, 33], 16
     offsets = torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
     tiles = torch.full((grouped.table_size(70, 6, block_m),), -7, dtype=torch.int32, device=device)
-    grouped._tiles_plan(70, 6, block_m, device)(offsets, tiles)
+    grouped.group_tiles_launch(70, 6, block_m, device)(offsets, tiles)
     count, rows, *_ = tiles.tolist()
     assert rows == 70
     entries = tiles[4 : 4 + 4 * count].view(count, 4)[:, :3].tolist()
@@ -129,15 +129,15 @@ def test_the_table_of_tiles(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("block_m", [16, 128])
-def test_most_tiles(block_m: int) -> None:
+def test_max_tiles(block_m: int) -> None:
     # As many rows as possible alone in a tile of theirs.
     for rows in (0, 1, 5, 16, 17, 130, 1000):
         for groups in (1, 3, 64):
             most = 0
             for filled in range(1, min(rows, groups) + 1):
                 most = max(most, filled - 1 + -(-(rows - filled + 1) // block_m))
-            assert grouped.most_tiles(rows, groups, block_m) >= most
-            assert grouped.most_tiles(rows, groups, block_m) <= rows
+            assert grouped.max_tiles(rows, groups, block_m) >= most
+            assert grouped.max_tiles(rows, groups, block_m) <= rows
 
 
 def test_refused_arguments(device: torch.device) -> None:
@@ -186,7 +186,7 @@ def test_configs_of_hoppers_kernel_that_grouped_products_take(block_m: int, bloc
 @pytest.mark.parametrize("limits", DEVICES.values(), ids=DEVICES)
 def test_chosen_configs(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped_config, "device_limits", lambda device: limits)
-    choose = grouped_config.select_grouped_config.__wrapped__
+    choose = grouped_config.select_grouped_config
     device = torch.device("cuda", 0)
     for T, G in itertools.product((1, 2, 30, 128, 1024, 16_384, 200_000), (1, 8, 128, 256)):
         sizes = ((1536, 2048), (2048, 768), (28_672, 4096), (4096, 14_336), (1, 1))

@@ -12,9 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from qgemm.kernels.launch import memory
+from qgemm.kernels.launch import plans as launch_plans
 from qgemm.kernels.launch.device import DeviceLimits
+from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.linear import launcher as linear
-from qgemm.kernels.linear.launcher import quant_linear
+from qgemm.kernels.linear.launcher import LinearPlan, quant_linear
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -25,14 +28,20 @@ N, K = 40, 64
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    linear._plans.clear()
-    linear._shared_buffers.clear()
+    monkeypatch.setattr(linear, "plans", PlanCache())
+    memory._stream_buffers.clear()
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-        monkeypatch.setattr(linear, "_is_capturing", lambda: False)
-        monkeypatch.setattr(linear, "_on_stream", lambda device, stream: contextlib.nullcontext())
-        monkeypatch.setattr(linear, "_empty", lambda shape, strides, dtype: torch.empty(shape, dtype=dtype))
+        monkeypatch.setattr(memory, "_on_stream", lambda device, stream: contextlib.nullcontext())
+        for module in (linear, memory):
+            monkeypatch.setattr(module, "is_capturing", lambda: False)
+            monkeypatch.setattr(module, "empty", lambda shape, strides, dtype: torch.empty(shape, dtype=dtype))
+
+
+def plans() -> list[LinearPlan]:
+    """Those of layers."""
+    return list(linear.plans.values())
 
 
 class Parameters:
@@ -65,7 +74,7 @@ def test_the_reference_s_bits_every_time(
     for _ in range(3):  # compiled, then by the plan
         x = torch.randn(m, K, device=device).to(dtype)
         assert torch.equal(layer(x), layer.expected(x))
-    assert len(linear._plans) == 1
+    assert len(plans()) == 1
 
 
 # A whole block of K, more than one, a tail, rows that 16 bytes don't divide; tiles that stick out.
@@ -76,8 +85,8 @@ def test_one_row_in_one_launch(n: int, k: int, dtype: torch.dtype, device: torch
     for scale in (0.0, 1e-30, 1.0, 1e30):  # float16 rounds the second to zeros; the last one has Inf there
         x = (torch.randn(1, k, device=device) * scale).to(dtype)
         assert torch.allclose(layer(x), layer.expected(x), rtol=0, atol=0, equal_nan=True), scale
-    (plan,) = linear._plans.values()
-    assert plan.fused is not None
+    (plan,) = plans()
+    assert len(plan.usual.steps) == 1
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -95,14 +104,14 @@ def test_one_row_of_any_strides(device: torch.device) -> None:
     for row in (x[:, 1], x.t()[1:2], x.t()[None, 2:], torch.randn(1, 1, device=device).expand(1, K)):
         for _ in range(2):
             assert torch.equal(layer(row), layer.expected(row))
-    assert all(plan.fused is not None for plan in linear._plans.values())
+    assert all(len(plan.usual.steps) == 1 for plan in plans())
 
 
 def test_programs_quantize_the_row_into_memory_of_their_own(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     buffers = []
-    empty = linear._empty
+    empty = memory.empty
 
     def kept(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         out = empty(shape, strides, dtype)
@@ -111,12 +120,14 @@ def test_programs_quantize_the_row_into_memory_of_their_own(
             out.zero_ = lambda: out.fill_(-128)  # type: ignore[method-assign]
         return out
 
-    monkeypatch.setattr(linear, "_empty", kept)
+    monkeypatch.setattr(memory, "empty", kept)
     layer = Parameters(device, n=100, k=67)
     x = torch.randn(1, 67, device=device)
     layer(x)
     q, scale = quantize_rows_reference(x)
-    parts = buffers[0][linear.COUNTS :].view(4, 128)  # one for each tile of 32 columns; 80 + 4 bytes fill a cache line
+    parts = buffers[0][memory.COUNTS_BYTES :].view(
+        4, 128
+    )  # one for each tile of 32 columns; 80 + 4 bytes fill a cache line
     assert torch.equal(parts[:, :67], q.expand(4, 67))
     assert torch.equal(parts[:, 80:84].contiguous().view(torch.float32), scale.expand(4, 1))
     assert (parts[:, 67:80] == -128).all()
@@ -127,29 +138,27 @@ H200 = DeviceLimits(132, shared_memory=232_448, hopper=True, pdl=True)
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "itemsize", "limits", "block_n"),
+    ("n", "k", "itemsize", "limits", "one"),
     [
-        (4096, 4096, 2, H200, 32),
-        (4224, 4096, 2, H200, 32),
-        (4225, 4096, 2, H200, None),  # more tiles than multiprocessors
-        (1024, linear.LONGEST_FUSED_ROW // 2, 2, H200, 32),
-        (1024, linear.LONGEST_FUSED_ROW // 2 + 1, 2, H200, None),
-        (1024, linear.LONGEST_FUSED_ROW // 2, 4, H200, None),
-        (1024, 0, 2, H200, None),
-        (1024, 1024, 2, DeviceLimits(132, shared_memory=101_376), None),
+        (4096, 4096, 2, H200, True),
+        (4224, 4096, 2, H200, True),
+        (4225, 4096, 2, H200, False),  # more tiles than multiprocessors
+        (1024, linear.MAX_FUSED_ROW_BYTES // 2, 2, H200, True),
+        (1024, linear.MAX_FUSED_ROW_BYTES // 2 + 1, 2, H200, False),
+        (1024, linear.MAX_FUSED_ROW_BYTES // 2, 4, H200, False),
+        (1024, 0, 2, H200, False),
+        (1024, 1024, 2, DeviceLimits(132, shared_memory=101_376), False),
     ],
 )
-def test_when_one_launch_is_made(n: int, k: int, itemsize: int, limits: DeviceLimits, block_n: int | None) -> None:
-    config = linear.fused_config(n, k, itemsize, limits)
-    assert (config and config.block_n) == block_n
+def test_when_one_launch_is_made(n: int, k: int, itemsize: int, limits: DeviceLimits, one: bool) -> None:
+    assert linear.fits_fused_kernel(n, k, itemsize, limits) == one
 
 
 def test_several_rows_are_two_launches(device: torch.device) -> None:
     layer = Parameters(device)
     layer(torch.randn(2, K, device=device))
-    (plan,) = linear._plans.values()
-    assert plan.fused is None
-    assert plan.quantize_rows is not None
+    (plan,) = plans()
+    assert len(plan.usual.steps) == 2
 
 
 SHAPES: list[tuple[str, Callable[[Tensor], Tensor]]] = [
@@ -199,7 +208,7 @@ def test_unaligned_pointers_after_aligned_ones(m: int, device: torch.device) -> 
     for offset in (0, 1, 0, 2, 1, 4):  # 16 bytes are 4 values
         x = memory[offset : offset + m * K].view(m, K)
         assert torch.equal(layer(x), layer.expected(x)), offset
-    assert len(linear._plans) == 1, "the address of x is no part of a plan"
+    assert len(plans()) == 1, "the address of x is no part of a plan"
     layer.bias = torch.randn(N + 1, device=device)[1:]
     assert torch.equal(layer(x), layer.expected(x))
     weights = torch.randint(-127, 128, (N * K + 16,), dtype=torch.int8, device=device)
@@ -262,12 +271,12 @@ def test_sparse_tensors_are_refused(device: torch.device) -> None:
 
 
 def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(linear, "MOST_PLANS", 3)
+    monkeypatch.setattr(launch_plans, "MAX_PLANS", 3)
     layer = Parameters(device)
     for m in range(1, 9):
         x = torch.randn(m, K, device=device)
         assert torch.equal(layer(x), layer.expected(x))
-        assert len(linear._plans) <= 3
+        assert len(plans()) <= 3
 
 
 def test_a_workspace_is_given(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -279,17 +288,13 @@ def test_a_workspace_is_given(monkeypatch: pytest.MonkeyPatch, device: torch.dev
         return config.GemmConfig(16, 16, 32, num_warps=2, num_stages=2, schedule="streamk")
 
     monkeypatch.setattr(gemm, "select_config", streamk)
-    gemm._plan.cache_clear()
-    try:
-        layer = Parameters(device)
-        for _ in range(3):
-            x = torch.randn(5, K, device=device)
-            assert torch.equal(layer(x), layer.expected(x))
-        (plan,) = linear._plans.values()
-        assert plan.scaled_mm is not None
-        assert plan.scaled_mm.workspace
-    finally:
-        gemm._plan.cache_clear()
+    monkeypatch.setattr(gemm, "plans", PlanCache())
+    layer = Parameters(device)
+    for _ in range(3):
+        x = torch.randn(5, K, device=device)
+        assert torch.equal(layer(x), layer.expected(x))
+    (plan,) = plans()
+    assert isinstance(plan.usual.steps[1].launch, gemm.StreamKLaunch)
 
 
 # On a GPU
@@ -304,10 +309,11 @@ def test_one_launch_is_the_driver_s(
     layer = Parameters(device, 256, 256, static=static, bias=bias)
     x = torch.randn(1, 256, device=device)
     layer(x)
-    (plan,) = linear._plans.values()
-    assert plan.fused is not None
-    assert plan.fused._variants[0].by_driver is not None
-    monkeypatch.setattr(type(plan.fused), "__call__", lambda *_: pytest.fail("by way of Triton"))
+    (plan,) = plans()
+    assert len(plan.usual.steps) == 1
+    (step,) = plan.usual.steps
+    assert step.launch.aligned is not None
+    monkeypatch.setattr(type(step.launch), "__call__", lambda *_: pytest.fail("by way of Triton"))
     assert torch.equal(layer(x), layer.expected(x))
 
 
@@ -317,13 +323,11 @@ def test_launches_are_the_driver_s(device: torch.device, monkeypatch: pytest.Mon
     layer = Parameters(device, 256, 256)
     x = torch.randn(512, 256, device=device)
     layer(x)
-    (plan,) = linear._plans.values()
-    assert plan.quantize_rows is not None
-    assert plan.scaled_mm is not None
-    assert not plan.scaled_mm.workspace
-    for launch in (plan.quantize_rows, plan.scaled_mm.launch):
-        assert launch._variants[0].by_driver is not None
-        monkeypatch.setattr(type(launch), "__call__", lambda *_: pytest.fail("by way of Triton"))
+    (plan,) = plans()
+    assert len(plan.usual.steps) == 2
+    for step in plan.usual.steps:
+        assert step.launch.aligned is not None
+        monkeypatch.setattr(type(step.launch), "__call__", lambda *_: pytest.fail("by way of Triton"))
     assert torch.equal(layer(x), layer.expected(x))
 
 
@@ -481,9 +485,9 @@ def test_devices() -> None:
 
 def test_each_stream_has_a_buffer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     # Kernels of two streams may run at the same time.
-    monkeypatch.setattr(linear, "_shared_buffers", {})
-    monkeypatch.setattr(linear, "_for_good", lambda allocate: torch.zeros(64, dtype=torch.int8))
-    first, second, other = (linear._shared_buffer(*place, 64) for place in ((0, 0), (0, 7), (1, 0)))
+    monkeypatch.setattr(memory, "_stream_buffers", {})
+    monkeypatch.setattr(memory, "allocated_for_good", lambda allocate: torch.zeros(64, dtype=torch.int8))
+    first, second, other = (memory.stream_buffer(*place, 64) for place in ((0, 0), (0, 7), (1, 0)))
     assert len({buffer.data_ptr() for buffer in (first, second, other)}) == 3
-    assert linear._shared_buffer(0, 0, 64) is first
-    assert linear._shared_buffer(0, 7, 16) is second
+    assert memory.stream_buffer(0, 0, 64) is first
+    assert memory.stream_buffer(0, 7, 16) is second

@@ -16,7 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from qgemm.kernels import GemmConfig, select_config
 from qgemm.kernels.gemm import hopper
 from qgemm.kernels.gemm.config import CANDIDATES
+from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import DeviceLimits
+from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
 from tests.kernels.test_hopper import on_hopper
@@ -24,29 +26,29 @@ from tests.kernels.test_linear import Parameters, wrong_in_threads
 
 CUDA = torch.device("cuda")
 H200 = DeviceLimits(num_sms=132, shared_memory=232_448, hopper=True, pdl=True)
-FEW_ROWS = GemmConfig(16, 32, 256, num_warps=4, num_stages=6, schedule="specialized")
+SKINNY = GemmConfig(16, 32, 256, num_warps=4, num_stages=6, schedule="specialized")
 TALL = GemmConfig(256, 128, 128, num_warps=8, num_stages=4, schedule="specialized")
 
 
 @pytest.mark.parametrize(
     ("config", "M", "N", "K", "one"),
     [
-        (FEW_ROWS, 1, 1024, 1024, True),
-        (FEW_ROWS, 16, 8192, 8192, True),
-        (FEW_ROWS, 17, 8192, 8192, True),
-        (FEW_ROWS, 17, 8192, 8208, False),  # a weight that takes the device longer than the host
-        (FEW_ROWS, 16, 57_344, 28_672, True),  # few rows: always
-        (FEW_ROWS, 16, 16, 200_000, False),  # but for those that one program would quantize for long
-        (FEW_ROWS, 16 * 32, 1024, 1024, True),
-        (FEW_ROWS, 1, 32, 4096, True),
-        (FEW_ROWS, 16, 32, 4096, True),
-        (FEW_ROWS, 17, 16, 4096, True),  # two tiles, and so two programs
-        (FEW_ROWS, 33, 16, 4096, True),
+        (SKINNY, 1, 1024, 1024, True),
+        (SKINNY, 16, 8192, 8192, True),
+        (SKINNY, 17, 8192, 8192, True),
+        (SKINNY, 17, 8192, 8208, False),  # a weight that takes the device longer than the host
+        (SKINNY, 16, 57_344, 28_672, True),  # few rows: always
+        (SKINNY, 16, 16, 200_000, False),  # but for those that one program would quantize for long
+        (SKINNY, 16 * 32, 1024, 1024, True),
+        (SKINNY, 1, 32, 4096, True),
+        (SKINNY, 16, 32, 4096, True),
+        (SKINNY, 17, 16, 4096, True),  # two tiles, and so two programs
+        (SKINNY, 33, 16, 4096, True),
         (TALL, 256, 128, 256, False),  # one program would quantize all rows
         (TALL, 256, 4096, 4096, True),
         (TALL, 264, 4096, 4096, False),  # many products
-        (FEW_ROWS, 2048, 512, 1536, True),
-        (FEW_ROWS, 2056, 512, 1536, False),  # many values to quantize
+        (SKINNY, 2048, 512, 1536, True),
+        (SKINNY, 2056, 512, 1536, False),  # many values to quantize
     ],
 )
 def test_when_a_layer_is_one_launch(config: GemmConfig, M: int, N: int, K: int, one: bool) -> None:
@@ -64,7 +66,7 @@ def test_when_a_layer_is_one_launch(config: GemmConfig, M: int, N: int, K: int, 
     ],
 )
 def test_when_a_layer_is_one_launch_in_graphs(M: int, N: int, K: int, one: bool) -> None:
-    assert hopper.in_one_launch(FEW_ROWS, M, N, K, H200, in_graphs=True) == one
+    assert hopper.in_one_launch(SKINNY, M, N, K, H200, in_graphs=True) == one
 
 
 def tiled(block_m: int, block_n: int, block_k: int = 128, stages: int = 6) -> GemmConfig:
@@ -134,14 +136,14 @@ def test_programs_that_start_together_and_early(
 
 
 def test_counts_for_graphs_are_given_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    zeros = torch.zeros(2, linear.COUNTS // 4, dtype=torch.int32)
-    monkeypatch.setattr(linear, "_graph_counts", {0: (zeros, iter(range(2)))})
-    given = [linear._counts_for_good(0) for _ in range(3)]
+    zeros = torch.zeros(2, memory.COUNTS_BYTES // 4, dtype=torch.int32)
+    monkeypatch.setattr(memory, "_graph_counts", {0: (zeros, iter(range(2)))})
+    given = [memory.graph_counts(0) for _ in range(3)]
     assert given[0] is not None
     assert given[1] is not None
-    assert given[1].data_ptr() - given[0].data_ptr() == linear.COUNTS
+    assert given[1].data_ptr() - given[0].data_ptr() == memory.COUNTS_BYTES
     assert given[2] is None
-    assert linear._counts_for_good(1) is None
+    assert memory.graph_counts(1) is None
 
 
 def test_what_stays_allocated_is_made_by_another_thread_as_if_nothing_were_going_on() -> None:
@@ -152,25 +154,25 @@ def test_what_stays_allocated_is_made_by_another_thread_as_if_nothing_were_going
         return torch.zeros(3)
 
     with torch.inference_mode(), FakeTensorMode():
-        made = linear._for_good(allocate)
+        made = memory.allocated_for_good(allocate)
     assert threads != [threading.get_ident()]
     assert type(made) is Tensor
     assert not made.is_inference()
     with pytest.raises(ZeroDivisionError):
-        linear._for_good(lambda: torch.zeros(1 // 0))
+        memory.allocated_for_good(lambda: torch.zeros(1 // 0))
 
 
 @pytest.mark.parametrize(
-    ("config", "M", "rows"), [(FEW_ROWS, 16, 8), (FEW_ROWS, 17, 32), (tiled(64, 80, 256), 16, 16), (TALL, 300, 128)]
+    ("config", "M", "rows"), [(SKINNY, 16, 8), (SKINNY, 17, 32), (tiled(64, 80, 256), 16, 16), (TALL, 300, 128)]
 )
 def test_rows_of_the_weight_that_are_loaded_at_a_time(config: GemmConfig, M: int, rows: int) -> None:
     assert hopper.weight_rows_at_a_time(config, M) == rows
 
 
 @pytest.mark.parametrize("K", [1, 16, 1024, 1025, 4096, 14_336, 28_672, 65_536])
-@pytest.mark.parametrize("config", [FEW_ROWS, TALL, GemmConfig(64, 64, 256, 4, 6, schedule="specialized")], ids=str)
+@pytest.mark.parametrize("config", [SKINNY, TALL, GemmConfig(64, 64, 256, 4, 6, schedule="specialized")], ids=str)
 def test_blocks_hold_the_row_or_it_is_read_twice(config: GemmConfig, K: int) -> None:
-    block, blocks = hopper.row_blocks(config, K, H200)
+    block, blocks = hopper.shared_row_blocks(config, K, H200)
     assert block == 8 * 32 * config.num_warps
     if blocks:
         assert blocks & (blocks - 1) == 0
@@ -184,21 +186,26 @@ def test_blocks_hold_the_row_or_it_is_read_twice(config: GemmConfig, K: int) -> 
 
 
 @pytest.fixture(autouse=True)
-def no_plans() -> None:
-    linear._plans.clear()
-    linear._shared_buffers.clear()
+def no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "plans", PlanCache())
+    memory._stream_buffers.clear()
 
 
-def only_plan() -> linear.Plan:
-    (plan,) = linear._plans.values()
+def only_plan() -> linear.LinearPlan:
+    (plan,) = linear.plans.values()
     return plan
+
+
+def programs_wait(plan: linear.LinearPlan) -> bool:
+    """Whether calls are one launch, whose programs wait for one another's rows."""
+    return len(plan.usual.steps) == 1 and len(plan.captured.steps) == 2
 
 
 def assert_counts_are_zero() -> None:
     torch.cuda.synchronize()
-    for buffer in linear._shared_buffers.values():
-        assert not buffer[: linear.COUNTS].any()
-    assert not any(zeros.any() for zeros, _ in linear._graph_counts.values())
+    for buffer in memory._stream_buffers.values():
+        assert not buffer[: memory.COUNTS_BYTES].any()
+    assert not any(zeros.any() for zeros, _ in memory._graph_counts.values())
 
 
 def same_bits(out: Tensor, wanted: Tensor) -> bool:
@@ -226,7 +233,7 @@ def test_the_reference_s_bits_every_time(
     wanted = layer.expected(x)
     for _ in range(20):
         assert same_bits(layer(x), wanted)
-    assert only_plan().counts
+    assert programs_wait(only_plan())
     assert_counts_are_zero()
 
 
@@ -236,17 +243,14 @@ def test_every_config(config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> No
     from qgemm.kernels.gemm import launcher as gemm
 
     monkeypatch.setattr(gemm, "select_config", lambda *problem: config)
-    gemm._plan.cache_clear()
-    try:
-        for M in (1, 9, 64, 200):
-            layer = Parameters(CUDA, 2056, 1040)
-            x = torch.randn(M, 1040, device="cuda", dtype=torch.bfloat16)
-            wanted = layer.expected(x)
-            for _ in range(3):
-                assert torch.equal(layer(x), wanted)
-        assert all(plan.counts for plan in linear._plans.values())
-    finally:
-        gemm._plan.cache_clear()
+    monkeypatch.setattr(gemm, "plans", PlanCache())
+    for M in (1, 9, 64, 200):
+        layer = Parameters(CUDA, 2056, 1040)
+        x = torch.randn(M, 1040, device="cuda", dtype=torch.bfloat16)
+        wanted = layer.expected(x)
+        for _ in range(3):
+            assert torch.equal(layer(x), wanted)
+    assert all(programs_wait(plan) for plan in linear.plans.values())
 
 
 @on_hopper
@@ -259,7 +263,7 @@ def test_any_strides(view: Callable[[Tensor], Tensor]) -> None:
     layer = Parameters(CUDA, 512, x.shape[1])
     for _ in range(3):
         assert torch.equal(layer(x), layer.expected(x))
-    assert only_plan().counts
+    assert programs_wait(only_plan())
 
 
 def graph_of(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -271,7 +275,7 @@ def graph_of(run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
 
 def unused_counts() -> int:
     """How many launches of graphs could still get some."""
-    return operator.length_hint(linear._graph_counts[0][1])
+    return operator.length_hint(memory._graph_counts[0][1])
 
 
 @on_hopper
@@ -280,8 +284,8 @@ def test_graphs_run_beside_eager_calls_and_one_another(M: int, N: int, one: bool
     layer = Parameters(CUDA, N, 1024)
     x = torch.randn(M, 1024, device="cuda", dtype=torch.bfloat16)
     layer(x)
-    assert only_plan().counts
-    assert only_plan().one_in_graphs == one
+    assert programs_wait(only_plan())
+    assert only_plan().counts == one
     Parameters(CUDA, 8192, 1024)(x[:1])  # one that has graphs get counts
     unused = unused_counts()
     graphs = [graph_of(lambda: layer(layer(x)[:, :512].repeat(1, 2))) for _ in range(3)]
@@ -327,8 +331,8 @@ def test_graphs_that_torch_compile_makes(M: int, N: int) -> None:
 @pytest.mark.parametrize("already", [False, True])
 def test_graphs_without_counts_left(already: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """None were kept, since the device's first call is captured; or others have them all."""
-    monkeypatch.setattr(linear, "_graph_counts", {})
-    monkeypatch.setattr(linear, "MOST_GRAPH_LAUNCHES", 1)
+    monkeypatch.setattr(memory, "_graph_counts", {})
+    monkeypatch.setattr(memory, "MAX_GRAPH_LAUNCHES", 1)
     layer = Parameters(CUDA, 8192, 1024)
     x = torch.randn(8, 1024, device="cuda", dtype=torch.bfloat16)
     wanted = layer.expected(x)
@@ -338,7 +342,7 @@ def test_graphs_without_counts_left(already: bool, monkeypatch: pytest.MonkeyPat
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = [layer(x) for _ in range(3)]
-    assert (unused_counts() == 0) if already else not linear._graph_counts
+    assert (unused_counts() == 0) if already else not memory._graph_counts
     for _ in range(3):
         for out in outs:
             out.fill_(torch.nan)
@@ -362,7 +366,7 @@ def test_graphs_without_counts_left(already: bool, monkeypatch: pytest.MonkeyPat
 )
 def test_layers_in_a_graph_that_start_before_those_ahead_have_ended(M: int, N: int, K: int) -> None:
     config = select_config(M, N, K, torch.int8, torch.device("cuda", 0))
-    assert hopper.starts_early(config, M, N, K, H200) or M <= hopper.FEW_ROWS
+    assert hopper.starts_early(config, M, N, K, H200) or M <= hopper.MAX_SKINNY_ROWS
     down, up = Parameters(CUDA, N, K), Parameters(CUDA, K, N)
     x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
     wanted = x
@@ -397,7 +401,7 @@ def test_many_streams_at_once_wait_for_no_room() -> None:
                 outs.append(layer(x))
         torch.cuda.synchronize()
         assert all(torch.equal(out, one) for out, one in zip(outs, wanted, strict=True))
-    assert only_plan().counts
+    assert programs_wait(only_plan())
     assert_counts_are_zero()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from qgemm.kernels import cpu, dispatch
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.quantize.kernels import _quantize_rows_kernel
 from qgemm.kernels.reference import quantize_rows_reference
@@ -70,8 +71,9 @@ def test_rows_longer_than_a_block(
 ) -> None:
     # The kernel reads such rows twice. The real limit takes seconds to interpret.
     x = torch.randn(3, K, device=device).to(dtype)
-    monkeypatch.setattr(quantize, "longest_whole_row", lambda limits: 1000 * x.itemsize)
-    monkeypatch.setattr(quantize, "PART_OF_A_ROW", 1024)
+    monkeypatch.setattr(quantize, "plans", PlanCache())
+    monkeypatch.setattr(quantize, "max_row_bytes", lambda limits: 1000 * x.itemsize)
+    monkeypatch.setattr(quantize, "LONG_ROW_BLOCK", 1024)
     x[1, -1] = 50  # the largest value in the last block
     x[2, -1] = torch.nan
     assert_equals_reference(function, x)
@@ -83,7 +85,7 @@ def test_rows_longer_than_a_block(
     "K", [1, 256, 257, 1023, 1024, 2047, 2048, 3584, 4096, 14_336, 18_944, 28_672, 32_768, 53_248, 65_536]
 )
 def test_blocks_hold_a_row(K: int) -> None:
-    block, blocks, threads = quantize.row_blocks(K, 2, quantize.LONGEST_WHOLE_ROW, quantize.PART_OF_A_ROW)
+    block, blocks, threads = quantize.row_blocks(K, 2, quantize.MAX_ROW_BYTES_IN_REGISTERS, quantize.LONG_ROW_BLOCK)
     assert block & (block - 1) == 0
     assert (blocks - 1) * block < K <= blocks * block
     assert threads <= 1024
@@ -97,19 +99,19 @@ def test_a_row_has_fewer_registers_before_hopper() -> None:
         (DeviceLimits(304, 65_536, warp_size=64, num_xcds=8), 131_072),
         (DeviceLimits(108, 166_912), 65_536),
     ):
-        assert quantize.longest_whole_row(limits) == bytes_of_row
+        assert quantize.max_row_bytes(limits) == bytes_of_row
 
 
 def test_each_kind_of_scale_has_a_launch_of_its_own(device: torch.device) -> None:
     # A launch compiles its kernel once, for a scale that is there or not.
     x, scale = torch.randn(3, 40, device=device), torch.tensor(0.02, device=device)
-    assert quantize.plan(x, None) is quantize.plan(x, None)
-    assert quantize.plan(x, None) is not quantize.plan(x, scale)
-    assert quantize.plan(x, None) is not quantize.plan(x.half(), None)
+    assert quantize.plan_quantization(x, None) is quantize.plan_quantization(x, None)
+    assert quantize.plan_quantization(x, None) is not quantize.plan_quantization(x, scale)
+    assert quantize.plan_quantization(x, None) is not quantize.plan_quantization(x.half(), None)
 
 
 def test_rows_beyond_the_registers_are_read_twice() -> None:
-    longest = quantize.LONGEST_WHOLE_ROW
+    longest = quantize.MAX_ROW_BYTES_IN_REGISTERS
     assert quantize.row_blocks(longest // 2, 2, longest, 1024)[1] > 0
     assert quantize.row_blocks(longest // 2 + 1, 2, longest, 1024) == (1024, 0, 64)
     assert quantize.row_blocks(longest // 4, 4, longest, 1024)[1] > 0
@@ -244,7 +246,7 @@ def test_programs_beyond_the_rows_write_nothing(device: torch.device) -> None:
     x = torch.randn(5, 100, device=device)
     q = torch.full((7, 100), 99, dtype=torch.int8, device=device)
     scale = torch.full((7,), torch.nan, device=device)
-    block, blocks, threads = quantize.row_blocks(100, 4, quantize.LONGEST_WHOLE_ROW, quantize.PART_OF_A_ROW)
+    block, blocks, threads = quantize.row_blocks(100, 4, quantize.MAX_ROW_BYTES_IN_REGISTERS, quantize.LONG_ROW_BLOCK)
     numbers, constants = (5, 100, 100, 1), (block, blocks, False, False)
     Launch(_quantize_rows_kernel, 7, numbers, constants, num_warps=max(1, threads // 32))(x, q, scale, None)
     expected, expected_scale = quantize_rows_reference(x)
@@ -325,8 +327,9 @@ def test_what_is_not_finite_with_a_zero_point(dtype: torch.dtype, function: Quan
 def test_long_rows_with_a_zero_point(
     K: int, dtype: torch.dtype, function: Quantize, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantize, "longest_whole_row", lambda limits: 1000 * dtype.itemsize)
-    monkeypatch.setattr(quantize, "PART_OF_A_ROW", 1024)
+    monkeypatch.setattr(quantize, "plans", PlanCache())
+    monkeypatch.setattr(quantize, "max_row_bytes", lambda limits: 1000 * dtype.itemsize)
+    monkeypatch.setattr(quantize, "LONG_ROW_BLOCK", 1024)
     x = torch.randn(3, K, device=device).to(dtype)
     x[2, -1] = torch.nan
     assert_equals_reference(

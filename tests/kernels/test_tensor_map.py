@@ -77,7 +77,7 @@ def test_encoded_once_for_an_address() -> None:
 
 
 def test_a_bounded_number_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_map, "MOST_MAPS", 4)
+    monkeypatch.setattr(tensor_map, "MAX_MAPS", 4)
     maps = EncodedMaps(descriptor(1000, 512), METADATA, Driver())
     for address in range(64, 4096, 64):
         assert maps(address)[:8] == address.to_bytes(8, "little")

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import qgemm.ops
 from qgemm.kernels import dispatch
-from qgemm.kernels.launch import recall
+from qgemm.kernels.launch import plans
 
 ops = torch.ops.qgemm
 
@@ -21,15 +21,11 @@ ops = torch.ops.qgemm
 def direct(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The inputs of the calls that went past the dispatcher."""
     seen: list[Any] = []
-    implementation, make_plan, recall = dispatch.quant_linear, dispatch.plan_quant_linear, qgemm.ops.linear.recall
+    implementation, recall = dispatch.quant_linear, qgemm.ops.linear.recall
 
-    def record(x: Tensor, *rest: Any) -> Tensor:
+    def record(x: Tensor, *rest: Any, **options: Any) -> Tensor:
         seen.append(x)
-        return implementation(x, *rest)
-
-    def record_plan(x: Tensor, *rest: Any) -> Any:
-        seen.append(x)
-        return make_plan(x, *rest)
+        return implementation(x, *rest, **options)
 
     def record_recall(x: Tensor, *rest: Any) -> Any:
         found = recall(x, *rest)
@@ -39,7 +35,6 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     # The operator keeps the implementation itself, so this is out of its way.
     monkeypatch.setattr(dispatch, "quant_linear", record)
-    monkeypatch.setattr(dispatch, "plan_quant_linear", record_plan)
     monkeypatch.setattr(qgemm.ops.linear, "recall", record_recall)
     return seen
 
@@ -136,9 +131,9 @@ def test_a_call_that_others_see(what: str, direct: list[Any], device: torch.devi
 def remembered(device: torch.device) -> tuple[Any, tuple[Any, ...]]:
     """A plan, and the arguments of the call that it is remembered for."""
     arguments = quant_linear_arguments(device)
-    recall._known.clear()
-    recall.remember(ops.quant_linear, *arguments)
-    assert recall.recall(*arguments) is ops.quant_linear
+    plans._guarded.clear()
+    plans.remember(ops.quant_linear, *arguments)
+    assert plans.recall(*arguments) is ops.quant_linear
     return ops.quant_linear, arguments
 
 
@@ -148,7 +143,7 @@ def test_a_plan_is_not_recalled_for_a_call_that_others_see(what: str, remembered
     found: list[Any] = []
 
     def call(*given: Any) -> Tensor:
-        found.append(recall.recall(*given))
+        found.append(plans.recall(*given))
         out: Tensor = run(*given)
         return out
 
@@ -162,7 +157,7 @@ def test_a_plan_is_recalled_for_tensors_like_those_alone(
     remembered: tuple[Any, tuple[Any, ...]], device: torch.device
 ) -> None:
     run, (x, weight, scale, bias, none) = remembered
-    assert recall.recall(torch.randn_like(x), weight.clone(), scale.clone(), bias.clone(), none) is run
+    assert plans.recall(torch.randn_like(x), weight.clone(), scale.clone(), bias.clone(), none) is run
     wide = torch.empty(x.shape[0], 2 * x.shape[1], device=device)
     for other in (
         (x[1:], weight, scale, bias, none),
@@ -177,29 +172,29 @@ def test_a_plan_is_recalled_for_tensors_like_those_alone(
         (x.to_sparse(), weight, scale, bias, none),
         (nn.Parameter(x, requires_grad=False), weight, scale, bias, none),
     ):
-        assert recall.recall(*other) is None
+        assert plans.recall(*other) is None
 
 
 def test_nothing_is_remembered_of_what_requires_gradients(device: torch.device) -> None:
     x, *rest = quant_linear_arguments(device)
-    recall._known.clear()
+    plans._guarded.clear()
     with torch.no_grad():
-        recall.remember(ops.quant_linear, x.requires_grad_(), *rest)
-        assert recall.recall(x, *rest) is None
+        plans.remember(ops.quant_linear, x.requires_grad_(), *rest)
+        assert plans.recall(x, *rest) is None
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(recall, "MOST_SIZES", 3)
-    monkeypatch.setattr(recall, "MOST_GUARDS", 2)
-    recall._known.clear()
+    monkeypatch.setattr(plans, "MAX_SIZES", 3)
+    monkeypatch.setattr(plans, "MAX_GUARDS", 2)
+    plans._guarded.clear()
     x, *rest = quant_linear_arguments(device)
     for rows in range(1, 8):
         some = x[:1].expand(rows, -1).contiguous()
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            recall.remember(ops.quant_linear, some.to(dtype), *rest)
-            assert recall.recall(some.to(dtype), *rest) is ops.quant_linear
-        assert len(recall._known) <= 3
-        assert all(len(found) <= 2 for found in recall._known.values())
+            plans.remember(ops.quant_linear, some.to(dtype), *rest)
+            assert plans.recall(some.to(dtype), *rest) is ops.quant_linear
+        assert len(plans._guarded) <= 3
+        assert all(len(found) <= 2 for found in plans._guarded.values())
 
 
 def guards_that_want_more(*tensors: Tensor) -> None:
@@ -210,11 +205,11 @@ def guards_that_want_more(*tensors: Tensor) -> None:
 def test_without_pytorch_s_guards_nothing_is_recalled(
     guards: Any, monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
-    monkeypatch.setattr(recall, "_Guards", guards)
-    recall._known.clear()
+    monkeypatch.setattr(plans, "_Guards", guards)
+    plans._guarded.clear()
     arguments = quant_linear_arguments(device)
-    recall.remember(ops.quant_linear, *arguments)
-    assert recall.recall(*arguments) is None
+    plans.remember(ops.quant_linear, *arguments)
+    assert plans.recall(*arguments) is None
 
 
 def test_a_profile_names_the_operator(device: torch.device) -> None:

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
+from qgemm.numerics.integers import cdiv
 
 _OVERLAP_LOSS = 0.608  # of the shorter of computing and reading memory
 _MEMORY_BYTES = 20.8
@@ -80,6 +81,10 @@ class GemmConfig:
         # stored, and there are barriers.
         loaded = self.num_stages * (rows + cols) * self.block_k + max(64 - rows, 0) * 128
         return loaded + max(rows, 64) * self.stored_columns * 2 + 1024
+
+    def tiles(self, M: int, N: int) -> int:
+        """How many an output of ``[M, N]`` has."""
+        return cdiv(M, self.block_m) * cdiv(N, self.block_n)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -220,7 +225,7 @@ def _suits(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> bool:
     faster than the model knows. Only Stream-K is ever much faster than it, on few tiles with long sums.
     """
     if config.schedule == "streamk":
-        return 2 * -(-M // config.block_m) * -(-N // config.block_n) <= limits.num_sms
+        return 2 * config.tiles(M, N) <= limits.num_sms
     return config.schedule == "specialized" and config.block_m >= min(M, 64) and (M > 32 or config.block_k > 128)
 
 
@@ -231,8 +236,8 @@ def _valid_candidates(itemsize: int, limits: DeviceLimits) -> list[GemmConfig]:
 
 
 def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: DeviceLimits) -> float:
-    tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    blocks = max(1, -(-K // config.block_k))
+    tiles = config.tiles(M, N)
+    blocks = max(1, cdiv(K, config.block_k))
     memory = ((M + N) * K * itemsize + 2 * M * N) / (_MEMORY_BYTES * limits.num_sms)
     if config.schedule == "specialized":
         compute = _hopper_cycles(config, M, tiles, blocks, limits)
@@ -243,7 +248,7 @@ def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: D
             start = _HOPPER_START_BESIDE
         rounds = tiles / limits.num_sms
         if rounds > 1 and M > 64:
-            memory *= 1 + _HOPPER_IDLE * (-(-tiles // limits.num_sms) / rounds - 1)
+            memory *= 1 + _HOPPER_IDLE * (cdiv(tiles, limits.num_sms) / rounds - 1)
         if config.block_m >= M:
             memory = _weight_cycles(config, memory, tiles, blocks, limits)
     else:
@@ -289,7 +294,7 @@ def _loop_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, itemsize: 
     shared = max(macs, loads / _CACHE_BYTES)
     alone = max(_MEMORY_LATENCY / max(config.num_stages - 1, 1), _BLOCK_LATENCY + loads / _BLOCK_LATENCY_BYTES)
     if config.schedule == "streamk":
-        rounds = -(-tiles * blocks // (limits.num_sms * resident))
+        rounds = cdiv(tiles * blocks, limits.num_sms * resident)
         atomics = resident * config.block_m * config.block_n / _STREAMK_ATOMICS
         return rounds * max(alone, resident * shared) + _STREAMK_LATENCY + atomics
     return blocks * _rounds(alone, shared, tiles, resident, limits)
@@ -300,5 +305,5 @@ def _rounds(alone: float, shared: float, tiles: int, resident: int, limits: Devi
 
     A program takes ``alone`` for it, or with the ``resident - 1`` others on its multiprocessor ``shared`` each.
     """
-    rounds, rest = divmod(-(-tiles // limits.num_sms), resident)
+    rounds, rest = divmod(cdiv(tiles, limits.num_sms), resident)
     return rounds * max(alone, resident * shared) + (max(alone, rest * shared) if rest else 0)

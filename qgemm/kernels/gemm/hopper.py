@@ -13,28 +13,31 @@ from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.tensor_map import TensorMap
 from qgemm.kernels.stages.ring import PANEL, block_layout
+from qgemm.numerics.integers import cdiv, next_power_of_2
 
 REGISTERS = 65_536  # of a multiprocessor
 REGISTERS_BESIDE = {4: 128, 8: 144}  # of a thread, by warps that multiply: no config but the largest needs more
 THREADS = 256  # of a program: four warps that multiply, and four for the one that loads
-MOST_VALUES_TO_OVERLAP = 5 << 20  # to quantize while a product starts
-MOST_ROWS_TO_START_NEXT = 128
-LONG_PRODUCT = 32 << 30  # of two values: more, in the largest tiles, are limited by power
+MAX_VALUES_TO_OVERLAP = 5 << 20  # to quantize while a product starts
+MAX_ROWS_TO_START_NEXT = 128
+MIN_LONG_PRODUCT_MACS = 32 << 30  # multiply-adds: more, in the largest tiles, are limited by power
 COLUMNS_OF_LONG_PRODUCTS = 4  # of tiles, that their programs take at a time
-MOST_ROUNDS_MORE = 1.03  # that a long product takes, so that programs take whole blocks of those columns
-SHORT_LOOP = 2048  # values of K that a program goes through, in all rounds: too few to be slowed down much
+MAX_MORE_ROUNDS = 1.03  # that a long product takes, so that programs take whole blocks of those columns
+MAX_SHORT_LOOP_VALUES = 2048  # values of K that a program goes through, in all rounds: too few to be slowed down much
 PATIENCE = 128  # of programs that wait for the rows of others: how often they ask
 # A layer of few rows is one launch. In CUDA graphs not where the weight is so small that launches, one after the other,
 # take all of the time: two of them overlap.
-FEW_ROWS = 16
-LEAST_WEIGHT_IN_GRAPHS = 8 << 20  # bytes
+MAX_SKINNY_ROWS = 16
+MIN_WEIGHT_BYTES_IN_GRAPHS = 8 << 20
 # Of more rows it is outside of CUDA graphs, up to what the device works off in the time that the host takes for two
 # launches, 16 us on an H200's.
-LARGEST_WEIGHT = 64 << 20  # bytes
-LARGEST_INPUT = 3 << 20  # values
-MOST_PRODUCTS = 4 << 30  # of two values
-MOST_ROWS_OF_A_PROGRAM = 16  # to quantize
-MOST_IN_CLUSTERS = 0.9  # of the programs that a device has room for: its parts have room for few clusters of 3 or 4
+MAX_WEIGHT_BYTES = 64 << 20
+MAX_INPUT_VALUES = 3 << 20
+MAX_MACS = 4 << 30  # multiply-adds
+MAX_ROWS_PER_PROGRAM = 16  # to quantize
+MAX_SHARE_IN_CLUSTERS = (
+    0.9  # of the programs that a device has room for: its parts have room for few clusters of 3 or 4
+)
 
 
 def gemm_launch(
@@ -70,7 +73,7 @@ def columns_at_a_time(config: GemmConfig, M: int, N: int, K: int, limits: Device
     start before the kernel ahead in the stream has ended.
     """
     largest = config.block_m == 256 and cluster(config, M, N, limits) == 1
-    return COLUMNS_OF_LONG_PRODUCTS if largest and M * N * K > LONG_PRODUCT else 1
+    return COLUMNS_OF_LONG_PRODUCTS if largest and M * N * K > MIN_LONG_PRODUCT_MACS else 1
 
 
 def multiprocessors_of_long_product(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
@@ -79,11 +82,11 @@ def multiprocessors_of_long_product(config: GemmConfig, M: int, N: int, limits: 
     So many that whole blocks of those columns are computed at a time, if that takes hardly a round more: else a last
     block's columns are loaded for few tiles, and once more for the others.
     """
-    tiles = _tiles(config, M, N)
+    tiles = config.tiles(M, N)
     block = config.group_size_m * COLUMNS_OF_LONG_PRODUCTS
     whole = limits.num_sms // block * block
-    rounds = -(-tiles // limits.num_sms)
-    return whole if whole and -(-tiles // whole) <= MOST_ROUNDS_MORE * rounds else limits.num_sms
+    rounds = cdiv(tiles, limits.num_sms)
+    return whole if whole and cdiv(tiles, whole) <= MAX_MORE_ROUNDS * rounds else limits.num_sms
 
 
 def starts_next_early(config: GemmConfig, M: int, limits: DeviceLimits) -> bool:
@@ -92,7 +95,7 @@ def starts_next_early(config: GemmConfig, M: int, limits: DeviceLimits) -> bool:
     It waits for this one to end before it does anything else. That saves time up to 128 rows and costs time at 256
     (docs/performance.md). Where programs share a multiprocessor it always may.
     """
-    return M <= MOST_ROWS_TO_START_NEXT or programs_per_sm(config, 1, limits) > 1
+    return M <= MAX_ROWS_TO_START_NEXT or programs_per_sm(config, 1, limits) > 1
 
 
 def cluster(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
@@ -102,8 +105,8 @@ def cluster(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
     same time, near one another, are faster (docs/performance.md). Three or four only where each has a single tile:
     fewer of them run at a time.
     """
-    rows = -(-M // config.block_m)
-    single = programs_per_sm(config, 1, limits) == 1 and _tiles(config, M, N) <= MOST_IN_CLUSTERS * limits.num_sms
+    rows = cdiv(M, config.block_m)
+    single = programs_per_sm(config, 1, limits) == 1 and config.tiles(M, N) <= MAX_SHARE_IN_CLUSTERS * limits.num_sms
     if rows == 2 or (rows in (3, 4) and single):
         return rows
     return 1
@@ -116,26 +119,26 @@ def starts_early(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimit
     other, so those that load the same blocks of B are apart, unless they are a cluster, which may take longer. It
     matters little in products without many steps, or with large tiles.
     """
-    if M * K > MOST_VALUES_TO_OVERLAP:
+    if M * K > MAX_VALUES_TO_OVERLAP:
         return False
     slots = limits.num_sms * programs_per_sm(config, 1, limits)
-    rows = -(-M // config.block_m)
-    rounds = -(-_tiles(config, M, N) // slots)
+    rows = cdiv(M, config.block_m)
+    rounds = cdiv(config.tiles(M, N), slots)
     return (
         rows == cluster(config, M, N, limits)
-        or rounds * K <= SHORT_LOOP
+        or rounds * K <= MAX_SHORT_LOOP_VALUES
         or (config.block_m >= 128 and rows <= 4 and rounds == 1)
     )
 
 
 def in_one_launch(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits, in_graphs: bool = False) -> bool:
     """Whether a layer is one launch; ``in_graphs``: in CUDA graphs, too."""
-    rows = -(-M // programs(config, M, N, limits))
-    if M * K > LARGEST_INPUT or rows > MOST_ROWS_OF_A_PROGRAM:
+    rows = cdiv(M, programs(config, M, N, limits))
+    if M * K > MAX_INPUT_VALUES or rows > MAX_ROWS_PER_PROGRAM:
         return False
     if in_graphs:
-        return M <= FEW_ROWS and N * K >= LEAST_WEIGHT_IN_GRAPHS
-    return M <= FEW_ROWS or (N * K <= LARGEST_WEIGHT and M * N * K <= MOST_PRODUCTS)
+        return M <= MAX_SKINNY_ROWS and N * K >= MIN_WEIGHT_BYTES_IN_GRAPHS
+    return M <= MAX_SKINNY_ROWS or (N * K <= MAX_WEIGHT_BYTES and M * N * K <= MAX_MACS)
 
 
 def quant_linear_launch(
@@ -150,7 +153,7 @@ def quant_linear_launch(
     limits: DeviceLimits,
 ) -> Launch:
     """A layer of rows ``[M, K]`` of ``dtype``. ``epilogue_strides``: of the weight's scale and the bias."""
-    row = (*row_blocks(config, K, limits), PATIENCE)
+    row = (*shared_row_blocks(config, K, limits), PATIENCE)
     return _launch(
         _quant_linear_hopper_kernel, (8, 4, 5), config, M, N, K, (K, stride_bn, N), weight_rows_at_a_time(config, M),
         dtype, limits,
@@ -203,11 +206,7 @@ def _constants(config: GemmConfig, M: int, limits: DeviceLimits, columns: int = 
 
 def programs(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> int:
     """How many a product of ``[M, N]`` has: one for each tile, and no more than the device holds."""
-    return min(_tiles(config, M, N), limits.num_sms * programs_per_sm(config, 1, limits))
-
-
-def _tiles(config: GemmConfig, M: int, N: int) -> int:
-    return -(-M // config.block_m) * -(-N // config.block_n)
+    return min(config.tiles(M, N), limits.num_sms * programs_per_sm(config, 1, limits))
 
 
 def max_registers(config: GemmConfig, limits: DeviceLimits, beside: bool = False) -> int | None:
@@ -222,14 +221,14 @@ def max_registers(config: GemmConfig, limits: DeviceLimits, beside: bool = False
     return REGISTERS_BESIDE[config.num_warps] if beside and config.block_m < 256 else None
 
 
-def row_blocks(config: GemmConfig, K: int, limits: DeviceLimits) -> tuple[int, int]:
+def shared_row_blocks(config: GemmConfig, K: int, limits: DeviceLimits) -> tuple[int, int]:
     """``(BLOCK, BLOCKS)`` of ``quantize_row`` for a row of ``K`` 16-bit values, which a program's warps share.
 
     ``BLOCKS`` is a power of 2, so that there are few variants. It is 0, to read the row twice, where registers hold no
     more: 4 for each block.
     """
     block = 8 * 32 * config.num_warps
-    blocks = 1 << (max(1, -(-K // block)) - 1).bit_length()
+    blocks = next_power_of_2(cdiv(K, block))
     most = 8 if programs_per_sm(config, 1, limits) > 1 else 32 if config.num_warps == 4 else 16
     return block, blocks if blocks <= most else 0
 
@@ -240,7 +239,7 @@ def weight_rows_at_a_time(config: GemmConfig, M: int) -> int:
     With many at once all programs ask for all of their first weights in no time, and what the layer waits for, its
     input and then the quantized rows, comes after them (docs/performance.md).
     """
-    return 8 if M <= FEW_ROWS and len(config.widths) == 1 else config.widths[-1]
+    return 8 if M <= MAX_SKINNY_ROWS and len(config.widths) == 1 else config.widths[-1]
 
 
 def rows_at_a_time(M: int, block_m: int) -> tuple[int, int]:
@@ -253,4 +252,4 @@ def rows_at_a_time(M: int, block_m: int) -> tuple[int, int]:
         part = next((part for part in (block_m, 32, 16) if last % part == 0), 8)
     else:
         part = min(block_m, 32 if last % 32 == 0 or M > 1024 else 16)
-    return part, -(-last // part)
+    return part, cdiv(last, part)

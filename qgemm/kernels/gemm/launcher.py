@@ -4,7 +4,8 @@ They take checked arguments (``dispatch.py``), choose a config, allocate and lau
 CPU tensors.
 """
 
-import functools
+from __future__ import annotations
+
 import importlib
 import warnings
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from qgemm.kernels.gemm.config import GemmConfig, is_valid, programs_per_sm, sel
 from qgemm.kernels.gemm.kernels import _gemm_kernel, _gemm_streamk_kernel
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch
+from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
 
 
@@ -64,31 +66,37 @@ def _launch(
 ) -> Tensor:
     c = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
     if c.numel():
-        product = plan(a, b, a_scale, b_scale, bias, activation, out_dtype, config, constant_b)
-        product(a, b, c, a_scale, b_scale, bias)
+        product = plan_product(a, b, a_scale, b_scale, bias, activation, out_dtype, config, constant_b)
+        product.launch(a, b, c, a_scale, b_scale, bias)
     return c
 
 
 class Product(NamedTuple):
-    """A kernel bound to everything about a product but its tensors."""
+    """A kernel bound to everything about a product but its tensors: a, b, c, the scales of a and b, and the bias."""
 
     config: GemmConfig
-    launch: Launch
-    workspace: int
-    """How many int32 zeros the kernel needs: the output's partial sums, then a count for each tile."""
-
-    def __call__(
-        self, a: Tensor, b: Tensor, c: Tensor, a_scale: Tensor | None, b_scale: Tensor | None, bias: Tensor | None
-    ) -> None:
-        """Writes the product to ``c``."""
-        if self.workspace:
-            zeros = a.new_zeros(self.workspace, dtype=torch.int32)
-            self.launch(a, b, c, a_scale, b_scale, bias, zeros, zeros[c.numel() :])
-        else:
-            self.launch(a, b, c, a_scale, b_scale, bias)
+    launch: Launch | StreamKLaunch
 
 
-def plan(
+class StreamKLaunch:
+    """A ``Launch`` of the Stream-K kernel, which adds into zeros: the output's partial sums and a count per tile."""
+
+    aligned = None
+
+    def __init__(self, launch: Launch, tiles: int) -> None:
+        """``tiles``: how many the output has."""
+        self._launch = launch
+        self._tiles = tiles
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """As a launch of any other product."""
+        c = tensors[2]
+        assert c is not None
+        zeros = c.new_zeros(c.numel() + self._tiles, dtype=torch.int32)
+        self._launch(*tensors, zeros, zeros[c.numel() :])
+
+
+def plan_product(
     a: Tensor,
     b: Tensor,
     a_scale: Tensor | None,
@@ -106,17 +114,19 @@ def plan(
     M, K = a.shape
     N = b.shape[1]
     epilogue_strides = vector_stride(a_scale, M), vector_stride(b_scale, N), vector_stride(bias, N)
-    return _plan(
+    kind = (
+        make_product,
         M, N, K, (*a.stride(), *b.stride(), N, 1, *epilogue_strides),
         a.dtype, out_dtype, a_scale is None, None if bias is None else bias.dtype, activation,
         # allow_tf32, the older name, raises once a user has set this one.
         a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
         a.device, (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0, config, constant_b,
     )  # fmt: skip
+    product: Product | None = plans.get(kind)
+    return plans.keep(kind, make_product(*kind[1:])) if product is None else product
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(
+def make_product(
     M: int,
     N: int,
     K: int,
@@ -132,11 +142,11 @@ def _plan(
     config: GemmConfig | None,
     constant_b: bool,
 ) -> Product:
-    """As ``plan``. The dtypes are here to tell one ``Launch`` from another."""
+    """A product that has not been planned before. A ``Launch`` is for one dtype of the bias."""
     limits = device_limits(device)
     hopper = (
-        limits.hopper and _has_hopper_kernel() and dtype == torch.int8 and not raw and out_dtype.itemsize == 2 and K > 0
-        and aligned and _copy_engine_takes(N, K, *strides[:4])
+        limits.hopper and dtype == torch.int8 and not raw and out_dtype.itemsize == 2 and K > 0
+        and aligned and _copy_engine_takes(N, K, *strides[:4]) and has_hopper_kernel()
     )  # fmt: skip
     if config is None:
         config = select_config(M, N, K, dtype, device, hopper)
@@ -153,9 +163,9 @@ def _plan(
     if config.schedule == "specialized":
         from qgemm.kernels.gemm.hopper import gemm_launch
 
-        return Product(config, gemm_launch(config, M, N, K, strides, out_dtype, constant_b, limits), 0)
+        return Product(config, gemm_launch(config, M, N, K, strides, out_dtype, constant_b, limits))
 
-    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    tiles = config.tiles(M, N)
     slots = limits.num_sms * programs_per_sm(config, dtype.itemsize, limits)
     numbers = (M, N, K, *strides)
     constants: tuple[Any, ...] = (
@@ -167,7 +177,7 @@ def _plan(
             _gemm_streamk_kernel, slots, numbers, constants, config.num_warps, config.num_stages,
             max_registers=max_registers(limits),
         )  # fmt: skip
-        return Product(config, launch, M * N + tiles)
+        return Product(config, StreamKLaunch(launch, tiles))
 
     # Only persistent programs are renumbered for chiplets.
     persistent = config.schedule != "tiles" or limits.num_xcds > 1
@@ -179,7 +189,7 @@ def _plan(
         _gemm_kernel, grid, numbers, constants, config.num_warps, config.num_stages, limits.pdl,
         max_registers=max_registers(limits),
     )  # fmt: skip
-    return Product(config, launch, 0)
+    return Product(config, launch)
 
 
 def max_registers(limits: DeviceLimits) -> int | None:
@@ -198,8 +208,7 @@ def _copy_engine_takes(N: int, K: int, stride_am: int, stride_ak: int, stride_bk
     )
 
 
-@functools.cache
-def _has_hopper_kernel() -> bool:
+def has_hopper_kernel() -> bool:
     """Whether this version of Triton has what Hopper's kernel is written in, which is experimental there."""
     try:
         importlib.import_module("qgemm.kernels.gemm.hopper_kernels")

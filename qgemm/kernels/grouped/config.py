@@ -6,16 +6,17 @@ flight. With more rows, blocks are as high as groups are, except for Hopper's ke
 128 rows where that is enough. docs/performance.md says how close to the best config the choice is.
 """
 
-import functools
 from collections.abc import Sequence
 
 import torch
 
 from qgemm.kernels.gemm.config import GemmConfig, is_valid
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
+from qgemm.numerics.integers import cdiv
 
-MOST_NARROW_PROGRAMS = 6  # a multiprocessor: a product with no more blocks of 32 columns than that takes them
-FEW_ROWS = 6  # of a group, up to which it is a read of weights on Hopper
+MAX_NARROW_PROGRAMS_PER_SM = 6  # a product with no more blocks of 32 columns than that takes them
+# Of a group, up to which its product is a read of weights.
+MAX_ROWS_BY_MEMORY, MAX_ROWS_BY_MEMORY_ON_HOPPER = 16, 6
 
 HOPPER = GemmConfig(128, 128, 128, num_warps=4, num_stages=6, schedule="specialized")
 # What fits in shared memory comes first.
@@ -56,7 +57,6 @@ BY_ROWS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
 )
 
 
-@functools.lru_cache(maxsize=4096)
 def select_grouped_config(T: int, G: int, N: int, K: int, device: torch.device, hopper: bool = True) -> GemmConfig:
     """The config for ``grouped_mm`` of int8 ``[T, K]`` and ``[G, N, K]`` on ``device``.
 
@@ -67,8 +67,8 @@ def select_grouped_config(T: int, G: int, N: int, K: int, device: torch.device, 
     hopper = hopper and limits.hopper
     filled = G * (1 - (1 - 1 / G) ** T)
     rows = T / filled
-    if rows <= (FEW_ROWS if hopper else 16):
-        narrow = filled * -(-N // 32) <= MOST_NARROW_PROGRAMS * limits.num_sms
+    if rows <= (MAX_ROWS_BY_MEMORY_ON_HOPPER if hopper else MAX_ROWS_BY_MEMORY):
+        narrow = filled * cdiv(N, 32) <= MAX_NARROW_PROGRAMS_PER_SM * limits.num_sms
         # A pipeline of 256 values a stage fills only once K is long.
         return _first_valid((NARROW[K < 2048 :] if narrow else WIDE), limits)
     if hopper:

@@ -1,19 +1,19 @@
-"""Launcher of ``grouped_mm`` on GPU tensors, CPU tensors in Triton's interpreter; its plans are
-``experts_launch.py``'s too.
-"""
+"""Launcher of ``grouped_mm`` on GPU tensors, CPU tensors in Triton's interpreter; experts take its launches too."""
 
-import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qgemm.kernels.gemm.config import GemmConfig, is_valid, programs_per_sm
-from qgemm.kernels.gemm.launcher import _has_hopper_kernel
+from qgemm.kernels.gemm.launcher import has_hopper_kernel
 from qgemm.kernels.grouped.config import select_grouped_config
 from qgemm.kernels.grouped.kernels import ENTRY, _group_tiles_kernel, _grouped_gemm_kernel
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch
+from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.launch.tensor_map import TensorMap
+from qgemm.numerics.integers import cdiv, next_power_of_2
 
 ROWS_AT_A_TIME = 32  # that Hopper's copy engine loads of A
 
@@ -36,28 +36,56 @@ def grouped_mm(
         return c
     a, offsets, a_scale, b_scale = (each.contiguous() for each in (a, offsets, a_scale, b_scale))
     bias = None if bias is None else bias.contiguous()
-    hopper = takes_hopper_kernel(N, K, out_dtype, a.device) and (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0
+    aligned = (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0
+    kind = (grouped_mm, T, G, N, K, out_dtype, None if bias is None else bias.dtype, a.device, aligned, config)
+    plan: _GroupedProduct | None = plans.get(kind)
+    if plan is None:
+        plan = plans.keep(kind, _make_plan(T, G, N, K, out_dtype, a.device, aligned, config))
+    tiles = a.new_empty(plan.table_size, dtype=torch.int32)
+    plan.group_tiles(offsets, tiles)
+    plan.product(a, b, *(c,) * plan.outputs, a_scale, b_scale, bias, tiles)
+    return c
+
+
+class _GroupedProduct(NamedTuple):
+    """What calls of a kind have in common."""
+
+    table_size: int
+    group_tiles: Launch
+    product: Launch
+    outputs: int
+    """How often the product takes the output."""
+
+
+def _make_plan(
+    T: int,
+    G: int,
+    N: int,
+    K: int,
+    out_dtype: torch.dtype,
+    device: torch.device,
+    aligned: bool,
+    config: GemmConfig | None,
+) -> _GroupedProduct:
+    hopper = aligned and takes_hopper_kernel(N, K, out_dtype, device)
     if config is None:
-        config = select_grouped_config(T, G, N, K, a.device, hopper)
-    elif not is_grouped(config, device_limits(a.device)):
-        raise ValueError(f"config {config} can't run grouped products on {a.device}; omit it to have one chosen")
+        config = select_grouped_config(T, G, N, K, device, hopper)
+    elif not is_grouped(config, device_limits(device)):
+        raise ValueError(f"config {config} can't run grouped products on {device}; omit it to have one chosen")
     elif config.schedule == "specialized" and not hopper:
         raise ValueError(
             f"config {config} takes addresses that are multiples of 16 bytes, K a multiple of 16, N of 8, and gives "
             "float16 or bfloat16; omit it to have one chosen"
         )
-    tiles = a.new_empty(table_size(T, G, config.block_m), dtype=torch.int32)
-    _tiles_plan(T, G, config.block_m, a.device)(offsets, tiles)
-    launch = product_plan(T, G, N, K, out_dtype, None if bias is None else bias.dtype, a.device, config)
-    outputs = (c, c) if config.schedule == "specialized" else (c,)
-    launch(a, b, *outputs, a_scale, b_scale, bias, tiles)
-    return c
+    group_tiles = group_tiles_launch(T, G, config.block_m, device)
+    product = product_launch(T, G, N, K, out_dtype, device, config)
+    return _GroupedProduct(table_size(T, G, config.block_m), group_tiles, product, outputs(config))
 
 
 def takes_hopper_kernel(N: int, K: int, out_dtype: torch.dtype, device: torch.device) -> bool:
     """Whether Hopper's kernel can compute grouped products like these, if their operands are aligned."""
     limits = device_limits(device)
-    return limits.hopper and out_dtype.itemsize == 2 and K % 16 == 0 and N % 8 == 0 and K > 0 and _has_hopper_kernel()
+    return limits.hopper and out_dtype.itemsize == 2 and K % 16 == 0 and N % 8 == 0 and K > 0 and has_hopper_kernel()
 
 
 def is_grouped(config: GemmConfig, limits: DeviceLimits) -> bool:
@@ -67,7 +95,7 @@ def is_grouped(config: GemmConfig, limits: DeviceLimits) -> bool:
     return is_valid(config, 1, limits) and config.schedule != "streamk"
 
 
-def most_tiles(rows: int, groups: int, block_m: int) -> int:
+def max_tiles(rows: int, groups: int, block_m: int) -> int:
     """How many tiles of ``block_m`` rows there can be, whatever the sizes of the groups."""
     filled = min(rows, groups)
     return filled + (rows - filled) // block_m
@@ -76,33 +104,29 @@ def most_tiles(rows: int, groups: int, block_m: int) -> int:
 def table_size(rows: int, groups: int, block_m: int) -> int:
     """How many int32 values ``GroupTiles`` takes."""
     entry: int = ENTRY.value
-    return entry * (1 + most_tiles(rows, groups, block_m))
+    return entry * (1 + max_tiles(rows, groups, block_m))
 
 
-@functools.lru_cache(maxsize=4096)
-def _tiles_plan(T: int, G: int, block_m: int, device: torch.device) -> Launch:
+def outputs(config: GemmConfig) -> int:
+    """How often a product's launch takes the output: Hopper's kernel as a tensor map too."""
+    return 2 if config.schedule == "specialized" else 1
+
+
+def group_tiles_launch(T: int, G: int, block_m: int, device: torch.device) -> Launch:
+    """What writes the table of tiles. To be called with the offsets and the table."""
     pdl = device_limits(device).pdl
     return Launch(_group_tiles_kernel, 1, (T, G), (next_power_of_2(G), block_m, pdl), num_warps=4, pdl=pdl)
 
 
-@functools.lru_cache(maxsize=4096)
-def product_plan(
-    T: int,
-    G: int,
-    N: int,
-    K: int,
-    out_dtype: torch.dtype,
-    bias_dtype: torch.dtype | None,
-    device: torch.device,
-    config: GemmConfig,
+def product_launch(
+    T: int, G: int, N: int, K: int, out_dtype: torch.dtype, device: torch.device, config: GemmConfig
 ) -> Launch:
-    """The product of ``[T, K]`` and ``[G, N, K]``; the dtypes are here to tell one ``Launch`` from another.
+    """The product of ``[T, K]`` and ``[G, N, K]``, for one dtype of the bias.
 
-    To be called with a, b, the output, ``a_scale``, ``b_scale``, the bias, and the tiles; with the output twice if the
-    schedule is ``"specialized"``.
+    To be called with a, b, the output, ``outputs(config)`` times, ``a_scale``, ``b_scale``, the bias, and the tiles.
     """
     limits = device_limits(device)
-    tiles = most_tiles(T, G, config.block_m) * -(-N // config.block_n)
+    tiles = max_tiles(T, G, config.block_m) * cdiv(N, config.block_n)
     slots = limits.num_sms * programs_per_sm(config, 1, limits)
     if config.schedule == "specialized":
         # A program takes all registers of a multiprocessor.
@@ -124,8 +148,3 @@ def _hopper_launch(T: int, G: int, N: int, K: int, out_dtype: torch.dtype, confi
         2: TensorMap((T, N), (N, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
     }
     return Launch(_grouped_hopper_kernel, grid, (N, K), (config, grid), config.num_warps, pdl=True, maps=maps)
-
-
-def next_power_of_2(count: int) -> int:
-    """The least power of 2 that is at least ``count``."""
-    return 1 << max(count - 1, 0).bit_length()

@@ -23,8 +23,8 @@ import torch
 
 from qgemm.kernels.launch.tensor_map import EncodedMaps
 
-MOST_PACKED = 512  # sets of arguments that a launch keeps
-LARGEST_SHARED_MEMORY = 227 * 1024  # bytes; more than any device of today has takes an attribute that isn't set here
+MAX_PACKED_ARGUMENTS = 512  # sets of arguments that a launch keeps
+MAX_SHARED_MEMORY_BYTES = 227 * 1024  # bytes; more than any device of today has takes an attribute that isn't set here
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _INTEGERS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
@@ -113,7 +113,7 @@ class DriverLaunch:
         for index, maps in self._maps:
             values[index] = maps(pointers[index])
         packed = self._pack(*values)
-        if len(self._packed) >= MOST_PACKED:
+        if len(self._packed) >= MAX_PACKED_ARGUMENTS:
             self._packed.clear()
         self._packed[pointers] = packed
         return packed
@@ -197,7 +197,7 @@ def driver_launch(compiled: Any, grid: int, arguments: Sequence[Any], cluster: i
             or metadata.launch_cooperative_grid
             or metadata.global_scratch_size
             or metadata.profile_scratch_size
-            or metadata.shared > LARGEST_SHARED_MEMORY
+            or metadata.shared > MAX_SHARED_MEMORY_BYTES
             or getattr(metadata, "instrumentation_mode", "")
         ):
             return None

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-MOST_MAPS = 1024  # kept for each argument
+MAX_MAPS = 1024  # kept for each argument
 _BYTES, _ALIGNMENT = 128, 64  # of a CUtensorMap
 _NO_INTERLEAVE, _FILL_WITH_ZEROS = 0, 0
 _L2_PROMOTION_128B = 2  # as Triton has it
@@ -87,7 +87,7 @@ class EncodedMaps:
         encoded = self._maps.get(address)
         if encoded is None:
             encoded = self._encode(address)
-            if len(self._maps) >= MOST_MAPS:
+            if len(self._maps) >= MAX_MAPS:
                 self._maps.clear()
             self._maps[address] = encoded
         return encoded

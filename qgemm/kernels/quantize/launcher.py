@@ -1,19 +1,21 @@
 """Launcher of the row quantization kernel: ``quantize_rows`` on GPU tensors, CPU tensors in Triton's interpreter."""
 
-import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.quantize.kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
+from qgemm.numerics.integers import cdiv, next_power_of_2
 
-LONGEST_WHOLE_ROW = 131_072  # bytes of a row that a program keeps in registers, at most
-PART_OF_A_ROW = 8192  # values at a time of a longer one
+MAX_ROW_BYTES_IN_REGISTERS = 131_072  # of a program; a longer row is read twice
+LONG_ROW_BLOCK = 8192  # values at a time of such a row
 # Up to so many rows, the product that follows may start before rows are quantized, to load its weights meanwhile: 0.5
 # to 2 us less for both on an H200. With more, Hopper's may too (``hopper.starts_early``); others weren't tried.
-MOST_ROWS_TO_OVERLAP = 64
+MAX_ROWS_TO_OVERLAP = 64
 
 
 def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -23,64 +25,52 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | N
     q = x.new_empty(x.shape, dtype=torch.int8)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if row_scale.numel() and zero_point is None:
-        plan(rows, scale)(rows, q, row_scale, scale)
+        plan_quantization(rows, scale)(rows, q, row_scale, scale)
     elif row_scale.numel():
-        longest = longest_whole_row(device_limits(rows.device))
-        _plan_asymmetric(*rows.shape, rows.stride(), rows.dtype, rows.device, longest, PART_OF_A_ROW)(
-            rows, q, row_scale, scale, zero_point
-        )
+        plan_quantization(rows, scale, zero_point)(rows, q, row_scale, scale, zero_point)
     return q, row_scale
 
 
-def plan(rows: Tensor, scale: Tensor | None, next_early: bool = False) -> Launch:
+def plan_quantization(
+    rows: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, next_early: bool = False
+) -> Launch:
     """The quantization of ``rows`` like these, ``[M, K]``.
 
     ``next_early``: what follows on the stream is one of qgemm's products, which may start early if it likes. Not for
-    weights: a product may load those before it waits for this kernel.
+    weights: a product may load those before it waits for this kernel. Without effect with a zero point.
     """
-    longest = longest_whole_row(device_limits(rows.device))
-    return _plan(*rows.shape, rows.stride(), rows.dtype, scale is None, rows.device, next_early, longest, PART_OF_A_ROW)
+    kind = (
+        plan_quantization, rows.shape, rows.stride(), rows.dtype, rows.device,
+        scale is None, zero_point is None, next_early,
+    )  # fmt: skip
+    launch: Launch | None = plans.get(kind)
+    if launch is None:
+        launch = plans.keep(kind, _make_launch(rows, zero_point is None, next_early))
+    return launch
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    M: int,
-    K: int,
-    strides: tuple[int, int],
-    dtype: torch.dtype,
-    dynamic: bool,
-    device: torch.device,
-    next_early: bool,
-    longest: int,
-    part: int,
-) -> Launch:
-    block, blocks, threads = row_blocks(K, dtype.itemsize, longest, part)
-    limits = device_limits(device)
+def _make_launch(rows: Tensor, symmetric: bool, next_early: bool) -> Launch:
+    (M, K), limits = rows.shape, device_limits(rows.device)
+    block, blocks, threads = row_blocks(K, rows.itemsize, max_row_bytes(limits), LONG_ROW_BLOCK)
+    numbers = (M, K, *rows.stride())
+    constants: tuple[Any, ...] = (block, blocks, limits.pdl)
     warps = max(1, threads // limits.warp_size)
+    if not symmetric:
+        return Launch(_quantize_rows_asymmetric_kernel, M, numbers, constants, num_warps=warps, pdl=limits.pdl)
     next_early = next_early and limits.pdl
     # The next kernel's programs come while these wait, and go where there are fewest: so each multiprocessor has one.
     grid = max(M, limits.num_sms) if next_early else M
-    constants = (block, blocks, limits.pdl, next_early)
-    return Launch(_quantize_rows_kernel, grid, (M, K, *strides), constants, num_warps=warps, pdl=limits.pdl)
+    constants = (*constants, next_early)
+    return Launch(_quantize_rows_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan_asymmetric(
-    M: int, K: int, strides: tuple[int, int], dtype: torch.dtype, device: torch.device, longest: int, part: int
-) -> Launch:
-    block, blocks, threads = row_blocks(K, dtype.itemsize, longest, part)
-    limits = device_limits(device)
-    warps = max(1, threads // limits.warp_size)
-    constants = (block, blocks, limits.pdl)
-    return Launch(_quantize_rows_asymmetric_kernel, M, (M, K, *strides), constants, num_warps=warps, pdl=limits.pdl)
-
-
-def longest_whole_row(limits: DeviceLimits) -> int:
+def max_row_bytes(limits: DeviceLimits) -> int:
     """How many bytes of a row a program keeps in registers.
 
     Half on NVIDIA's before Hopper: without its maximum of two pairs of 16-bit values Triton 3.9 takes more of them.
     """
-    return LONGEST_WHOLE_ROW if limits.pdl or limits.warp_size == 64 else LONGEST_WHOLE_ROW // 2
+    half = not limits.pdl and limits.warp_size != 64
+    return MAX_ROW_BYTES_IN_REGISTERS // 2 if half else MAX_ROW_BYTES_IN_REGISTERS
 
 
 def row_blocks(K: int, itemsize: int, longest: int, part: int) -> tuple[int, int, int]:
@@ -92,5 +82,5 @@ def row_blocks(K: int, itemsize: int, longest: int, part: int) -> tuple[int, int
     if longest < K * itemsize:
         return part, 0, max(32, part // 16)
     threads = 32 << (min(max(K // 1024, 1), 32).bit_length() - 1)
-    block = min(8 * threads, 1 << max(K - 1, 0).bit_length())
-    return block, max(1, -(-K // block)), threads
+    block = min(8 * threads, next_power_of_2(K))
+    return block, max(1, cdiv(K, block)), threads

@@ -1,0 +1,90 @@
+"""The plans of calls like those before: the one cache of them. A call finds its plan by guards, else by its kind.
+
+A kind is all that a plan depends on: the operation, dtypes, devices, sizes and strides of the tensors. Asking each
+tensor of a linear layer for each of them takes the host 2 us, and asking what else might want to see the call
+(``ops.seen_by_others``) nearly 1. PyTorch's own guards, those of ``torch.compile``, compare all of that in 0.3 us, and
+the thread's dispatch keys with it: autograd, subclasses, modes, transforms, autocast.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+MAX_PLANS = 16_384
+MAX_SIZES = 4096  # of calls that are found by guards
+MAX_GUARDS = 8  # of calls of the same sizes
+
+P = TypeVar("P")
+Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]
+
+
+class PlanCache(dict[tuple[object, ...], Any]):
+    """Plans by kind; what comes first in a kind says of which operation it is."""
+
+    def keep(self, kind: tuple[object, ...], plan: P) -> P:
+        """Keeps ``plan`` for calls of this kind."""
+        if len(self) >= MAX_PLANS:
+            self.clear()
+        self[kind] = plan
+        return plan
+
+
+plans = PlanCache()
+_guarded: dict[tuple[Any, ...], list[tuple[Callable[..., bool], Run]]] = {}
+_PLAIN = {Tensor, torch.nn.Parameter}
+# Not public: without it nothing is ever found here.
+_Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+
+
+def recall(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+) -> Run | None:
+    """What ``remember`` was given for such a call of a linear layer, if it concerns nobody but the operator itself."""
+    if type(x) not in _PLAIN:  # whose sizes may be symbols
+        return None
+    found = _guarded.get((x.shape, weight.shape, bias is None, input_scale is None))
+    if (
+        found is None
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._autograd._profiler_enabled()
+    ):
+        return None
+    tensors = _given(x, weight, weight_scale, bias, input_scale)
+    for guard, run in found:
+        if guard(*tensors):
+            return run
+    return None
+
+
+def remember(
+    run: Run, x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+) -> None:
+    """Keeps ``run`` for calls like this one, which concerns nobody but the operator itself."""
+    tensors = _given(x, weight, weight_scale, bias, input_scale)
+    # With gradients on, a call with such a tensor concerns autograd.
+    if _Guards is None or any(tensor.requires_grad for tensor in tensors):
+        return
+    try:
+        guard = _Guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        if not guard(*tensors):  # one tensor in two places
+            return
+    except (AttributeError, RuntimeError, SystemError, TypeError):  # those of another PyTorch
+        return
+    if len(_guarded) >= MAX_SIZES:
+        _guarded.clear()
+    found = _guarded.setdefault((x.shape, weight.shape, bias is None, input_scale is None), [])
+    if len(found) >= MAX_GUARDS:
+        found.clear()
+    found.append((guard, run))
+
+
+def _given(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+) -> tuple[Tensor, ...]:
+    if input_scale is None:
+        return (x, weight, weight_scale) if bias is None else (x, weight, weight_scale, bias)
+    return (x, weight, weight_scale, input_scale) if bias is None else (x, weight, weight_scale, bias, input_scale)
