@@ -146,6 +146,7 @@ def test_counts_for_graphs_are_given_out_once(monkeypatch: pytest.MonkeyPatch) -
     assert memory.graph_counts(1) is None
 
 
+@pytest.mark.slow
 def test_what_stays_allocated_is_made_by_another_thread_as_if_nothing_were_going_on() -> None:
     threads = []
 

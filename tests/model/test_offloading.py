@@ -230,6 +230,7 @@ def test_a_quantized_model_is_offloaded(where: str, tmp_path: Path) -> None:
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["cpu", "disk"])
 def test_a_quantized_checkpoint_is_dispatched_into_an_empty_model(where: str, tmp_path: Path) -> None:
     model = quantize_model(mixtral())

@@ -65,6 +65,7 @@ def function_of(variant: str) -> Any:
     return elsewhere.get(name) or getattr(dispatch, name)
 
 
+@pytest.mark.slow(quick=["dtype0-quant_linear", "dtype0-scaled_mm", "dtype0-quantize_rows"])
 @VARIANTS
 @DTYPES
 def test_opcheck(variant: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -121,6 +122,7 @@ def operators_in(graph: torch.fx.Graph) -> list[str]:
     return [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.slow(quick="False-quant_linear")
 @VARIANTS
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_keeps_the_operator_whole(variant: str, dynamic: bool, device: torch.device) -> None:

@@ -133,6 +133,7 @@ def test_forward_mode_is_refused_and_torch_func_grad_works() -> None:
     assert torch.equal(torch.func.grad(call)(x), tracked.grad)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
 def test_compiled_in_one_graph(family: str, device: torch.device) -> None:
     layer = QuantExperts.from_experts(ALL[family]()).to(device)
