@@ -20,35 +20,27 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from qgemm.arguments import as_scales, check_model, shown
+from qgemm.arguments import check_model
 from qgemm.calibration.budget import Budget, assign_schemes
 from qgemm.calibration.collect import as_calls
 from qgemm.calibration.method import Call, Method
-from qgemm.calibration.observers import Observer, resolve_observer
-from qgemm.calibration.pipeline import quantize_blocks
+from qgemm.calibration.observers import Observer
+from qgemm.calibration.pipeline import check_runs, quantize_blocks
+from qgemm.calibration.quantization import Quantization, are_batches
 from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.result import Calibration
-from qgemm.calibration.scales import calibrated_scales, wanting_data
+from qgemm.calibration.scales import find_scales
 from qgemm.calibration.sensitivity import sensitivity as measure_sensitivity
 from qgemm.calibration.sensitivity_result import Sensitivity
-from qgemm.device import find_device
 from qgemm.model.announce import announce_quantized
-from qgemm.model.plan import SwapPlan, check_finite, make_report, plan_swaps, warn_of_coverage, with_scales
-from qgemm.model.report import LayerRecord
+from qgemm.model.plan import SwapPlan, check_finite, plan_swaps
+from qgemm.model.report import give_report
 from qgemm.model.restore import restored_on_failure
-from qgemm.model.selection import (
-    Pattern,
-    Patterns,
-    SchemeChoice,
-    as_patterns,
-    resolve_schemes,
-)
-from qgemm.model.swap import make_unusable, swap
+from qgemm.model.selection import Patterns, SchemeChoice
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.linear_layer import InputScale
-from qgemm.scheme import QuantScheme, resolve_scheme
+from qgemm.scheme import QuantScheme
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -117,135 +109,65 @@ def quantize_model(
     - Without it, each float weight is freed before the next is touched, so that memory peaks at the float model and one
       layer. A model that was swapped in part then refuses to run and to be saved, and says so.
     """
+    wanted = Quantization.of(
+        scheme,
+        skip=skip,
+        include=include,
+        input_scales=input_scales,
+        recipe=recipe,
+        observer=observer,
+        budget=budget,
+        device=device,
+        resume=resume,
+    )
+    return quantize(model, wanted, calibration=calibration, sensitivity=sensitivity, progress=progress)
+
+
+def quantize(
+    model: Model,
+    wanted: Quantization,
+    *,
+    calibration: Calibration | Iterable[Any] | None = None,
+    sensitivity: Sensitivity | None = None,
+    progress: bool | None = None,
+) -> Model:
+    """As ``quantize_model``, of what is ``wanted``."""
     check_model(model)
-    input_scales = as_scales(input_scales)
-    if budget is not None and not isinstance(budget, Budget):
-        raise TypeError(f"budget is {shown(budget)}; it must be a qgemm.Budget")
-    if sensitivity is not None and not isinstance(sensitivity, Sensitivity):
-        raise TypeError(f"sensitivity is {shown(sensitivity)}; it must be what qgemm.sensitivity gave")
-    place = None if device is None else find_device(device)
-    if calibration is not None and input_scales is not None:
-        raise ValueError("input_scales and calibration are both given, and each says what the scales are: pass one")
-    if observer is not None and (calibration is None or isinstance(calibration, Calibration)):
-        raise ValueError("observer is what makes scales of batches: pass those as calibration, or leave it out")
-    observer = resolve_observer("min-max" if observer is None else observer)
-    skip, include = as_patterns("skip", skip), as_patterns("include", include)
-    by_pattern, options = _resolve(scheme, budget, sensitivity)
+    wanted.check_data(calibration, sensitivity)
     with restored_on_failure(model) as way_back:
         with opened_attention(model):
-            plan = plan_swaps(model, by_pattern, skip, include)
-            schemes = options or plan.schemes_in_use
-            by_blocks = recipe is not None or device is not None or resume is not None or budget is not None
-            takes_batches = calibration is not None and not isinstance(calibration, Calibration)
-            if by_blocks or (takes_batches and any(each.needs_blocks for each in schemes)):
-                methods = recipe if isinstance(recipe, Recipe) else Recipe([] if recipe is None else recipe)
-                wants_data = {"budget": budget is not None and sensitivity is None, "device": device is not None}
-                wants_data |= {"resume": resume is not None}
-                calls = _calls_for_blocks(model, plan, schemes, input_scales, calibration, methods, wants_data)
-                if device is not None:
-                    _check_in_one_place(model)
-                way_back.keep_if_room(plan.names, changes_values=len(methods) > 0, runs_model=takes_batches)
-                notes: dict[str, str] = {}
-                if budget is not None:
-                    if sensitivity is None:
-                        sensitivity = measure_sensitivity(
-                            model, calls, schemes, skip=skip, include=include, progress=progress
-                        )
-                    chosen, notes = assign_schemes(plan.layers, schemes, budget, sensitivity)
-                    plan = replace(plan, schemes=chosen)
-                layers = [(layer, plan.scheme_of(layer)) for layer in plan.chosen]
-                records = quantize_blocks(
-                    model, layers, methods, calls, observer, device=place, resume=resume, progress=progress
-                )
-                for name, note in notes.items():
-                    if name in records:
-                        records[name] = replace(records[name], note="; ".join(filter(None, (note, records[name].note))))
-            else:
-                way_back.keep_if_room(plan.names, changes_values=False, runs_model=takes_batches)
-                if calibration is not None:
-                    input_scales = calibrated_scales(model, plan, calibration, observer, progress)
-                plan = with_scales(plan, input_scales)
-                check_finite(model, plan.chosen)
-                records = _swap_all(model, plan, progress)
-        report = make_report(plan, records)
-        if recipe is not None:
-            report = replace(report, recipe=methods.to_dict())
-        model._qgemm_report = report  # type: ignore[assignment]
-        warn_of_coverage(plan.layers, stacklevel=3)
+            plan = plan_swaps(model, wanted.schemes, wanted.skip, wanted.include)
+            schemes = wanted.options or plan.schemes_in_use
+            wanted.check_schemes(schemes, calibration, sensitivity)
+            by_blocks = wanted.goes_by_blocks(schemes, calibration)
+            if by_blocks:
+                check_runs(model, wanted.device)
+            check_finite(model, plan.chosen)
+            calls = as_calls(calibration) if by_blocks and are_batches(calibration) else []
+            way_back.keep_if_room(plan.names, changes_values=bool(wanted.recipe), runs_model=are_batches(calibration))
+            if wanted.budget is not None:
+                plan = _within_budget(model, plan, wanted, calls, sensitivity, progress)
+            elif not by_blocks:
+                plan = find_scales(model, plan, wanted, calibration, progress)
+            records = quantize_blocks(model, plan, wanted, calls, progress)
+        give_report(model, plan, records, None if wanted.recipe is None else wanted.recipe.to_dict())
         announce_quantized(model)
     return model
 
 
-def _swap_all(model: nn.Module, plan: SwapPlan, progress: bool | None) -> dict[str, LayerRecord]:
-    records = {}
-    show = None if progress is None else not progress
-    try:
-        for layer in tqdm(plan.chosen, desc="quantize", unit="layer", disable=show):
-            records[layer.name] = swap(model, layer, plan.scheme_of(layer), plan.input_scales.get(layer.name))
-    except BaseException as error:
-        if records:
-            make_unusable(model, error)
-        raise
-    return records
-
-
-def _calls_for_blocks(
+def _within_budget(
     model: nn.Module,
     plan: SwapPlan,
-    schemes: Sequence[QuantScheme],
-    input_scales: Mapping[str, InputScale] | None,
-    calibration: Calibration | Iterable[Any] | None,
-    recipe: Recipe,
-    wants_data: Mapping[str, bool],
-) -> list[Call]:
-    """The calibration data to quantize block by block; checks all that can be before it begins.
-
-    ``wants_data``: which arguments of ``quantize_model`` need the data.
-    """
-    if input_scales is not None:
-        raise ValueError("input_scales are given, but a recipe finds scales by itself: pass batches as calibration")
-    if isinstance(calibration, Calibration):
-        raise ValueError("calibration is what was seen before, but blocks run on the data itself: pass the batches")
-    if calibration is None:
-        wanting = wanting_data(recipe, schemes)
-        wanting += [name for name, wants in wants_data.items() if wants]
-        if wanting:
-            raise ValueError(f"{wanting[0]} needs batches to run the model on: pass them as calibration")
-    if any(parameter.device.type == "meta" for parameter in model.parameters()):
-        raise ValueError("a recipe needs weights, but the model has some on meta: load it, not offloaded by accelerate")
-    check_finite(model, plan.chosen)
-    if calibration is None:
-        return []
-    return as_calls(calibration)
-
-
-def _resolve(
-    scheme: SchemeChoice | Sequence[str | QuantScheme], budget: Budget | None, sensitivity: Sensitivity | None
-) -> tuple[dict[Pattern, QuantScheme | None], list[QuantScheme]]:
-    """The schemes by pattern; and those that a budget may choose from, none without a budget."""
-    if budget is None and sensitivity is not None:
-        raise ValueError("sensitivity is given without a budget to choose schemes within: pass budget=Budget(...)")
-    if isinstance(scheme, Sequence) and not isinstance(scheme, str):
-        if budget is None:
-            raise ValueError(f"scheme is {scheme!r}: pass one, or a budget to choose within")
-        if not scheme:
-            raise ValueError("scheme is empty: name those that the budget may choose from")
-        options = [resolve_scheme(each) for each in scheme]
-        return {"*": options[0]}, options
-    if budget is None:
-        return resolve_schemes(scheme), []
-    if isinstance(scheme, Mapping):
-        raise ValueError(
-            "scheme says what each layer is to have, and so does a budget: pass a list of schemes for the budget to "
-            "choose from, or leave budget out"
+    wanted: Quantization,
+    calls: Sequence[Call],
+    sensitivity: Sensitivity | None,
+    progress: bool | None,
+) -> SwapPlan:
+    """``plan`` with those of the schemes that the budget chooses, by what is measured on ``calls`` unless it was."""
+    if sensitivity is None:
+        sensitivity = measure_sensitivity(
+            model, calls, wanted.options, skip=wanted.skip, include=wanted.include, progress=progress
         )
-    only = resolve_scheme(scheme)
-    return {"*": only}, [only]
-
-
-def _check_in_one_place(model: nn.Module) -> None:
-    homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if len(homes) > 1 or any(hasattr(module, "_hf_hook") for module in model.modules()):
-        raise ValueError(
-            "device is given, but the model is spread over devices already: leave it out, or load on the CPU"
-        )
+    assert wanted.budget is not None
+    chosen, notes = assign_schemes(plan.layers, wanted.options, wanted.budget, sensitivity)
+    return replace(plan, schemes=chosen, notes=notes)

@@ -21,6 +21,7 @@ PACKAGE = ROOT / "qgemm"
 # and who may import a folder may do so too; the folders in it import of its own files only those with a line.
 ALLOWED: dict[str, set[str]] = {
     "qgemm.version": set(),
+    "qgemm.warn": set(),
     "qgemm.arguments": set(),
     "qgemm.tables": set(),
     "qgemm.device": set(),
@@ -58,12 +59,22 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.kernels": {"qgemm.numerics"},
     "qgemm.ops": {"qgemm.kernels", "qgemm.numerics"},
     "qgemm.nn": {"qgemm.ops", "qgemm.kernels", "qgemm.numerics", "qgemm.scheme"},
-    "qgemm.model": {"qgemm.arguments", "qgemm.tables", "qgemm.device", "qgemm.numerics", "qgemm.scheme", "qgemm.nn"},
+    "qgemm.model": {
+        "qgemm.warn",
+        "qgemm.arguments",
+        "qgemm.tables",
+        "qgemm.device",
+        "qgemm.numerics",
+        "qgemm.scheme",
+        "qgemm.nn",
+    },
     "qgemm.checkpoint": {"qgemm.arguments", "qgemm.device", "qgemm.scheme", "qgemm.nn", "qgemm.model"},
     "qgemm.calibration": {
         "qgemm.version",
+        "qgemm.warn",
         "qgemm.arguments",
         "qgemm.tables",
+        "qgemm.device",
         "qgemm.numerics",
         "qgemm.scheme",
         "qgemm.kernels",
@@ -73,7 +84,6 @@ ALLOWED: dict[str, set[str]] = {
     },
     "qgemm.quantize": {
         "qgemm.arguments",
-        "qgemm.device",
         "qgemm.scheme",
         "qgemm.nn",
         "qgemm.model",

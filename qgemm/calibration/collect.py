@@ -5,7 +5,6 @@ Hooks alone, no tracing: it works for whatever runs as plain PyTorch, and the mo
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,6 +22,7 @@ from qgemm.model.selection import Patterns, listed, select_layers
 from qgemm.model.survey import find_layers
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
+from qgemm.warn import warn_user
 
 NEVER_CALLED = "it was never called in calibration: code around it may read its weight"
 
@@ -59,12 +59,11 @@ def calibrate(
             counted_experts(model, [layer.name for layer in layers if layer.is_experts], batch) as tokens,
         ):
             yield calibration
-    warn_of_unused(unused_experts(tokens), stacklevel=4)
+    warn_of_unused(unused_experts(tokens))
     if unseen := [name for name in names if name not in calibration.statistics]:
-        warnings.warn(
+        warn_user(
             f"{listed(unseen)} saw no tokens, so there are no scales for them: run batches that reach them, or pass "
-            "them in skip to quantize_model",
-            stacklevel=3,
+            "them in skip to quantize_model"
         )
 
 
@@ -99,7 +98,7 @@ def run_batches(
             count += 1
         if not count:
             raise no_batch()
-    warn_of_unused(unused_experts(tokens), stacklevel=5)  # of quantize_model
+    warn_of_unused(unused_experts(tokens))
     return calibration
 
 
@@ -198,23 +197,22 @@ def unused_experts(tokens: Mapping[str, Tensor]) -> list[str]:
     return unused
 
 
-def warn_of_unused(experts: list[str], stacklevel: int) -> None:
+def warn_of_unused(experts: list[str]) -> None:
     """Warns of ``unused_experts``, if there are any."""
     if experts:
-        warnings.warn(
+        warn_user(
             f"{listed(experts)} saw no tokens, so what calibration finds around them says nothing of tokens that need "
-            "them: run more batches, or more various ones",
-            stacklevel=stacklevel,
+            "them: run more batches, or more various ones"
         )
 
 
-def warn_of_uncalled(names: list[str], stacklevel: int) -> None:
-    """Warns of layers that stay in float since calibration has never called them."""
-    warnings.warn(
-        f"{listed(names)} saw no tokens of calibration and stay in float: either code around a layer reads its weight "
-        "instead of calling it, or batches don't reach it: run ones that do",
-        stacklevel=stacklevel,
-    )
+def warn_of_uncalled(names: list[str]) -> None:
+    """Warns of layers that stay in float since calibration has never called them, if there are any."""
+    if names:
+        warn_user(
+            f"{listed(names)} saw no tokens of calibration and stay in float: either code around a layer reads its "
+            "weight instead of calling it, or batches don't reach it: run ones that do"
+        )
 
 
 def _hook(calibration: Calibration, name: str, batch: Batch) -> Any:

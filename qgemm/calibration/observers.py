@@ -277,3 +277,14 @@ def resolve_observer(observer: str | Observer) -> Observer:
     if not isinstance(observer, str) or observer not in OBSERVERS:
         raise ValueError(f"observer is {observer!r}; it must be one of {sorted(OBSERVERS)}, or an Observer")
     return OBSERVERS[observer]()
+
+
+def parse_observer(name: Any, settings: Any) -> Observer:
+    """The observer of that name, with ``Observer.settings`` that were stored.
+
+    Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``AttributeError`` for anything else.
+    """
+    kind = OBSERVERS[name]
+    if set(settings) != set(kind().settings) or not all(type(value) in (int, float) for value in settings.values()):
+        raise ValueError(f"{name} has no settings {settings}")
+    return kind(**settings)

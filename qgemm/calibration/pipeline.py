@@ -1,4 +1,4 @@
-"""``quantize_blocks``: quantizes the layers of a model block by block, with the methods of a recipe.
+"""``quantize_blocks``: quantizes the layers of a model, as planned, block by block.
 
 Of every block in order (``blocks.py`` says what the blocks are): each method of the recipe is applied; under a static
 scheme, the scales of activations are found on the block as it then is; its layers are swapped; and what the quantized
@@ -7,16 +7,17 @@ block at a time needs to be where it is computed (``device``). Nothing is random
 
 A method that fails on a block is undone there, and a weight that it has left without finite values is rounded to
 nearest; the layers' records say so.
+
+Without data the whole model is the one block, and without methods nothing is left of all this but the swaps.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -33,17 +34,17 @@ from qgemm.calibration.collect import (
     warn_of_unused,
 )
 from qgemm.calibration.method import Block, Call, ExpertsWork, LayerWork, Method
-from qgemm.calibration.observers import Observer
+from qgemm.calibration.observers import MinMax
 from qgemm.calibration.outlier_columns import fill_columns
+from qgemm.calibration.quantization import Quantization
 from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.resume import ResumeFolder, hash_of_data, hash_of_model
 from qgemm.calibration.rounded_part import rounded_part
 from qgemm.calibration.statistics import StatisticsSum
-from qgemm.model.report import KEPT, LayerRecord
-from qgemm.model.survey import Layer
+from qgemm.model.plan import SwapPlan
+from qgemm.model.report import LayerRecord, kept_record
 from qgemm.model.swap import make_unusable, swap
 from qgemm.nn.linear_layer import InputScale
-from qgemm.scheme import QuantScheme
 from qgemm.version import __version__
 
 # Of a layer's inputs, as many rows tell how far its output is off.
@@ -51,64 +52,45 @@ _ROWS = 512
 
 
 def quantize_blocks(
-    model: nn.Module,
-    layers: Sequence[tuple[Layer, QuantScheme]],
-    recipe: Recipe,
-    calls: Sequence[Call],
-    observer: Observer,
-    *,
-    device: torch.device | None = None,
-    resume: str | Path | None = None,
-    progress: bool | None = None,
+    model: nn.Module, plan: SwapPlan, wanted: Quantization, calls: Sequence[Call], progress: bool | None = None
 ) -> dict[str, LayerRecord]:
-    """Swaps ``layers``, each with its scheme, for quantized ones, in place; returns their records by name.
+    """Swaps the layers that ``plan`` chooses for quantized ones, in place; returns their records by name.
 
-    - ``calls``: the calibration data. Without any, no layer may have a static scheme, and no method need data.
-    - ``observer``: of activations, for static schemes.
-    - ``device``: where blocks are worked on, one at a time; None leaves them where they are.
-    - ``resume``: a folder for finished blocks; those that it holds are taken from there.
+    - ``wanted``: the recipe, the observer of activations under static schemes, where blocks are worked on, and where
+      finished ones are kept.
+    - ``calls``: the calibration data. Without any, ``plan`` has the scales, and no method may need data.
 
-    Warns of layers that saw no token under a static scheme: they get the scheme ``"int8"``. Raises ``ValueError`` if
-    ``resume`` is of another run, and as methods and observers do, with the model changed in part.
+    Warns of layers that saw no token under a static scheme, and of experts without any. Raises ``ValueError`` if
+    ``wanted.resume`` is of another run, and as methods and observers do, with the model changed in part.
     """
-    run = _Run(model, layers, recipe, observer, device)
+    run = _Run(model, plan, wanted, calls)
     try:
-        _run_all(run, calls, resume, progress)
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if calls:
+                stack.enter_context(in_eval_mode(model))
+                stack.enter_context(without_cache(model))
+            hidden = None if progress is None else not progress
+            run.bar = stack.enter_context(tqdm(total=len(run.layers), desc="quantize", unit="layer", disable=hidden))
+            run.quantize_all()
     except BaseException as error:
         if run.has_changed:
             make_unusable(model, error)
         raise
-    warn_of_unused(run.unused, stacklevel=4)  # of quantize_model
-    if run.unseen:
-        warn_of_uncalled(run.unseen, stacklevel=4)
+    warn_of_unused(run.unused)
+    warn_of_uncalled(run.unseen)
     return run.records
 
 
-def _run_all(run: _Run, calls: Sequence[Call], resume: str | Path | None, progress: bool | None) -> None:
-    model, recipe = run.model, run.recipe
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(in_eval_mode(model))
-        stack.enter_context(without_cache(model))
-        run.bar = stack.enter_context(
-            tqdm(
-                total=len(run.layers), desc="quantize", unit="layer", disable=None if progress is None else not progress
-            )
+def check_runs(model: nn.Module, device: torch.device | None) -> None:
+    """Raises ``ValueError`` if ``model`` lacks weights to be worked on, or can't move to ``device`` block by block."""
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise ValueError("a recipe needs weights, but the model has some on meta: load it, not offloaded by accelerate")
+    homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if device is not None and (len(homes) > 1 or any(hasattr(module, "_hf_hook") for module in model.modules())):
+        raise ValueError(
+            "device is given, but the model is spread over devices already: leave it out, or load on the CPU"
         )
-        chains = find_chains(model, calls[0], [model.get_submodule(name) for name in run.layers]) if calls else []
-        run.divide(chains)
-        if resume is not None:
-            about = _about(model, run.schemes, recipe, calls, run.observer, run.device, chains)
-            run.folder = ResumeFolder(resume, about)
-        before = [parameter._version for parameter in model.parameters()]
-        try:
-            for method in recipe:
-                method.prepare(model, run.works)
-        finally:
-            run.has_changed = before != [parameter._version for parameter in model.parameters()]
-        for chain in chains:
-            run.quantize_chain(chain, calls)
-        run.quantize_rest(calls)
 
 
 class _Run:
@@ -124,26 +106,44 @@ class _Run:
     has_changed: bool = False
     folder: ResumeFolder | None = None
 
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Sequence[tuple[Layer, QuantScheme]],
-        recipe: Recipe,
-        observer: Observer,
-        device: torch.device | None,
-    ) -> None:
-        self.model, self.recipe, self.observer, self.device = model, recipe, observer, device
-        self.layers = {layer.name: layer for layer, _ in layers}
-        self.schemes = {layer.name: scheme for layer, scheme in layers}
+    def __init__(self, model: nn.Module, plan: SwapPlan, wanted: Quantization, calls: Sequence[Call]) -> None:
+        self.model, self.plan, self.wanted, self.calls = model, plan, wanted, calls
+        self.recipe = wanted.recipe or Recipe()
+        self.observer = wanted.observer or MinMax()
+        self.layers = {layer.name: layer for layer in plan.chosen}
         self.works = {
-            layer.name: LayerWork(layer.name, model.get_submodule(layer.name), scheme)
-            for layer, scheme in layers
+            layer.name: LayerWork(layer.name, model.get_submodule(layer.name), plan.scheme_of(layer))
+            for layer in plan.chosen
             if not layer.is_experts
         }
         self.contents: dict[str, list[str]] = {}
         self.records: dict[str, LayerRecord] = {}
         self.unseen: list[str] = []
         self.unused: list[str] = []
+
+    def quantize_all(self) -> None:
+        """Quantizes chain by chain, and then the rest with the whole model as one block."""
+        modules = [self.model.get_submodule(name) for name in self.layers]
+        chains = find_chains(self.model, self.calls[0], modules) if self.calls else []
+        del modules
+        self.divide(chains)
+        if self.wanted.resume is not None:
+            self.folder = ResumeFolder(self.wanted.resume, self._about(chains))
+        if self.recipe:
+            self._prepare()
+        for chain in chains:
+            self.quantize_chain(chain)
+        rest = [name for name in self.layers if name not in self.records]
+        if rest:
+            self._quantize_block(Block("", self.model, self.model, self._take(rest), self.calls), rest)
+
+    def _prepare(self) -> None:
+        before = [parameter._version for parameter in self.model.parameters()]
+        try:
+            for method in self.recipe:
+                method.prepare(self.model, self.works)
+        finally:
+            self.has_changed = before != [parameter._version for parameter in self.model.parameters()]
 
     def divide(self, chains: Sequence[Chain]) -> None:
         """Finds the block of each layer; a layer that is in several blocks belongs to the rest of the model."""
@@ -160,13 +160,13 @@ class _Run:
         contents = {block: [name for name in self.layers if homes.get(name) == block] for block in blocks}
         self.contents = {block: names for block, names in contents.items() if names}
 
-    def quantize_chain(self, chain: Chain, calls: Sequence[Call]) -> None:
+    def quantize_chain(self, chain: Chain) -> None:
         """Quantizes the layers in a chain's blocks, block by block, or takes those that are finished already."""
         inputs = None
         if not all(self._is_finished(name) for name in chain.names):
-            inputs = capture(self.model, chain, calls, self.device)
+            inputs = capture(self.model, chain, self.calls, self.wanted.device)
         for place, name in enumerate(chain.names):
-            with _placed(self.model, name, self.device):
+            with _placed(self.model, name, self.wanted.device):
                 if self._is_finished(name):
                     self._restore(name)
                 elif inputs is not None:
@@ -177,12 +177,6 @@ class _Run:
                     inputs.advance(place, self.model.get_submodule(name))
             self._save(name)
 
-    def quantize_rest(self, calls: Sequence[Call]) -> None:
-        """Quantizes what is left, with the whole model as one block."""
-        rest = [name for name in self.layers if name not in self.records]
-        if rest:
-            self._quantize_block(Block("", self.model, self.model, self._take(rest), calls), rest)
-
     def _take(self, names: list[str]) -> dict[str, LayerWork]:
         # They are nowhere else from then on: a reference would keep a float weight alive.
         return {name: self.works.pop(name) for name in names if name in self.works}
@@ -191,19 +185,16 @@ class _Run:
         """Quantizes the layers called ``names``: those of ``block``, and experts."""
         experts = [name for name in names if name not in block.layers]
         block.experts = {
-            name: ExpertsWork(name, self.model.get_submodule(name), self.schemes[name]) for name in experts
+            name: ExpertsWork(name, self.model.get_submodule(name), self.plan.schemes[name]) for name in experts
         }
         # Until something is swapped, the model can be brought back: of the first block alone.
-        before = [] if self.has_changed or not len(self.recipe) else _float_parameters(block)
+        before = [] if self.has_changed or not self.recipe else _float_parameters(block)
         try:
             fill_columns(block)  # before weights are decided
             for method in self.recipe:
                 _apply(method, block)
             fill_columns(block)
-            with counted_experts(self.model, list(block.experts), block.batch) as tokens:
-                scales, samples = self._observe(block)
-            if block.calls:
-                self.unused += unused_experts(tokens)
+            scales, samples = self._observe(block) if block.calls else (self.plan.input_scales, {})
             for name in names:
                 if name in block.layers:
                     record = self._swap_or_keep(block, name, scales.get(name), samples.get(name))
@@ -224,7 +215,7 @@ class _Run:
             return self._swap(work, input_scale, sample)
         self.unseen.append(name)
         layer.reason = NEVER_CALLED
-        return LayerRecord(name, layer.kind, KEPT, NEVER_CALLED, layer.bytes, layer.bytes, None)
+        return kept_record(layer)
 
     def _swap(self, work: LayerWork, input_scale: InputScale | None, sample: Tensor | None) -> LayerRecord:
         decided: dict[str, Any] = {}
@@ -240,13 +231,16 @@ class _Run:
 
     def _swap_experts(self, work: ExpertsWork) -> LayerRecord:
         weights = {name: (each.values, each.scale) for name, each in (work.weights or {}).items()}
-        if len(self.recipe) and work.weights is None:
+        if self.recipe and work.weights is None:
             work.notes.append("experts are rounded to nearest")
         record = swap(self.model, self.layers[work.name], work.scheme, weights=weights)
         return replace(record, note="; ".join(work.notes))
 
     def _observe(self, block: Block) -> tuple[dict[str, InputScale], dict[str, Tensor]]:
-        """The scales of static layers' inputs, and some of all layers' inputs, from one run of the block."""
+        """The scales of static layers' inputs, and some of all layers' inputs, from one run of the block.
+
+        The experts that it sends no token to become ``unused``.
+        """
         seen = {name: self.observer for name, work in block.layers.items() if work.scheme.is_static}
         sums = {name: StatisticsSum(rows=_ROWS) for name in block.layers}
 
@@ -263,10 +257,12 @@ class _Run:
             return observe
 
         with ExitStack() as stack:
+            tokens = stack.enter_context(counted_experts(self.model, list(block.experts), block.batch))
             for work in block.layers.values():
                 stack.callback(work.module.register_forward_pre_hook(hook(work), with_kwargs=True).remove)
             for _ in block.run():
                 pass
+        self.unused += unused_experts(tokens)
         scales: dict[str, InputScale] = {
             name: observer.input_scale(block.layers[name].scheme) for name, observer in seen.items() if observer.tokens
         }
@@ -295,6 +291,19 @@ class _Run:
         if number is not None and self.folder is not None and not self.folder.has(number):
             records = [self.records[layer] for layer in self.contents[block]]
             self.folder.save(number, block, self.model.get_submodule(block), records)
+
+    def _about(self, chains: Sequence[Chain]) -> dict[str, Any]:
+        """What the run is, so that it isn't gone on with as another one; each key is what errors call it."""
+        return {
+            "version of qgemm": __version__,
+            "recipe": self.recipe.to_dict(),
+            "observer": {self.observer.name: self.observer.settings},
+            "device": str(self.wanted.device),
+            "schemes or layers": {name: scheme.to_dict() for name, scheme in self.plan.schemes.items()},
+            "division into blocks": [list(chain.names) for chain in chains],
+            "model": hash_of_model(self.model),
+            "calibration data": hash_of_data((call.args, dict(call.kwargs)) for call in self.calls),
+        }
 
     def _number(self, block: str) -> int | None:
         """Which of the blocks with layers it is; None for one without any."""
@@ -383,25 +392,3 @@ def _placed(model: nn.Module, name: str, device: torch.device | None) -> Iterato
     finally:
         for module in [model.get_submodule(name), *filter(None, (part() for part in parts))]:
             module.to(home)
-
-
-def _about(
-    model: nn.Module,
-    schemes: Mapping[str, QuantScheme],
-    recipe: Recipe,
-    calls: Sequence[Call],
-    observer: Observer,
-    device: torch.device | None,
-    chains: Sequence[Chain],
-) -> dict[str, Any]:
-    """What a run is, so that it isn't gone on with as another one; each key is what errors call it."""
-    return {
-        "version of qgemm": __version__,
-        "recipe": recipe.to_dict(),
-        "observer": {observer.name: observer.settings},
-        "device": str(device),
-        "schemes or layers": {name: scheme.to_dict() for name, scheme in schemes.items()},
-        "division into blocks": [list(chain.names) for chain in chains],
-        "model": hash_of_model(model),
-        "calibration data": hash_of_data((call.args, dict(call.kwargs)) for call in calls),
-    }

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qgemm.arguments import as_path, shown
 from qgemm.calibration.histogram import BINS
-from qgemm.calibration.observers import OBSERVERS, Observer
+from qgemm.calibration.observers import Observer, parse_observer
 from qgemm.checkpoint.disk import make_folder, replacing
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_metadata, read_values
@@ -124,10 +124,7 @@ def _parse_observer(path: Path, text: str | None) -> Observer:
         raise CheckpointError(f"{path} holds no statistics: give a file that Calibration.save wrote")
     try:
         about = json.loads(text)
-        kind, settings = OBSERVERS[about["observer"]], about["settings"]
-        if set(settings) != set(kind().settings) or not all(type(value) in (int, float) for value in settings.values()):
-            raise ValueError(f"{kind.name} has no settings {settings}")
-        return kind(**settings)
+        return parse_observer(about["observer"], about["settings"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {METADATA} names no observer that qgemm has: {error!r}") from error
 

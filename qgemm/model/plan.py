@@ -5,8 +5,6 @@ Plans hold names: a reference to a layer would keep its weight alive.
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -15,14 +13,12 @@ from torch import Tensor, nn
 
 from qgemm.arguments import shown
 from qgemm.model.offloading import check_hooks, weights_at_hand
-from qgemm.model.report import KEPT, LayerRecord, QuantReport
 from qgemm.model.selection import Pattern, Patterns, apply_schemes, listed, select_layers
 from qgemm.model.survey import Layer
 from qgemm.nn.linear_layer import InputScale
 from qgemm.numerics.zero_points import ZERO_POINTS, is_zero_point
 from qgemm.scheme import QuantScheme
-
-_SHOWN_CAUSES = 3
+from qgemm.tables import size, text_table
 
 _LOST_HOOKS = (
     "_state_dict_hooks",
@@ -34,15 +30,17 @@ _LOST_HOOKS = (
 
 @dataclass(frozen=True)
 class SwapPlan:
-    """What is to become of every layer of a model.
+    """What is to become of every layer of a model. ``print`` shows a table.
 
     - ``schemes``: of the chosen layers, by name.
     - ``input_scales``: of those with a static scheme.
+    - ``notes``: why a layer has its scheme, where there is more to say.
     """
 
     layers: list[Layer]
     schemes: dict[str, QuantScheme]
     input_scales: dict[str, InputScale] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
     @property
     def chosen(self) -> list[Layer]:
@@ -62,6 +60,16 @@ class SwapPlan:
     def scheme_of(self, layer: Layer) -> QuantScheme:
         """How a chosen layer is to be quantized."""
         return self.schemes[layer.name]
+
+    def __str__(self) -> str:
+        """An aligned table, a row per layer, totals last."""
+        rows = []
+        for layer in self.layers:
+            choice = f"float: {layer.reason}" if layer.reason else self.scheme_of(layer).name
+            rows.append((layer.name, layer.kind, choice, size(layer.bytes), self.notes.get(layer.name, "")))
+        chosen, total = (sum(layer.bytes for layer in layers) for layers in (self.chosen, self.layers))
+        below = f"{len(self.chosen)} of {len(self.layers)} layers to quantize, {size(chosen)} of {size(total)}"
+        return text_table(("layer", "kind", "scheme", "bytes", "note"), rows, {"bytes"}, [below])
 
 
 def plan_swaps(
@@ -167,41 +175,3 @@ def _weights(module: nn.Module) -> list[Tensor]:
     return [
         parameter.detach() for name, parameter in module.named_parameters(recurse=False) if not name.endswith("bias")
     ]
-
-
-def make_report(plan: SwapPlan, records: Mapping[str, LayerRecord]) -> QuantReport:
-    """The report of a model, from the records of the layers that were swapped."""
-    return QuantReport(tuple(records.get(layer.name) or _kept_record(layer) for layer in plan.layers))
-
-
-def _kept_record(layer: Layer) -> LayerRecord:
-    return LayerRecord(layer.name, layer.kind, KEPT, layer.reason, layer.bytes, layer.bytes, None)
-
-
-def warn_of_coverage(layers: list[Layer], stacklevel: int) -> None:
-    """Warns if less than half of the bytes in products is quantized, what users wanted in float aside.
-
-    ``layers``: after their reasons are known.
-    """
-    counted = [layer for layer in layers if not layer.is_wish]
-    kept = [layer for layer in counted if layer.reason]
-    total, left = sum(layer.bytes for layer in counted), sum(layer.bytes for layer in kept)
-    if 2 * left <= total:
-        return
-    sizes: Counter[str] = Counter()
-    for layer in kept:
-        sizes[layer.reason] += layer.bytes
-    causes = "; ".join(
-        f"{count / total:.0%}: {reason} ({listed([layer.name for layer in kept if layer.reason == reason], 2)})"
-        for reason, count in sizes.most_common(_SHOWN_CAUSES)
-        if count
-    )
-    by_default = sorted((layer for layer in kept if layer.bytes and not layer.obstacle), key=lambda layer: -layer.bytes)
-    gain = sum(layer.bytes for layer in by_default) / total
-    names = listed([layer.name for layer in by_default], 2)
-    way_out = f"include=[...] quantizes {gain:.0%} more, of {names}" if by_default else "That can't be quantized"
-    warnings.warn(
-        f"only {1 - left / total:.0%} of the bytes that this model multiplies by are quantized, so it shrinks little. "
-        f"What stays in float: {causes}. {way_out}",
-        stacklevel=stacklevel,
-    )

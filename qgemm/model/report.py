@@ -6,16 +6,24 @@ looks like one that was done. Records are values; they go through JSON (``to_dic
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from qgemm.arguments import check_model, shortened
+from qgemm.model.plan import SwapPlan
+from qgemm.model.selection import listed
+from qgemm.model.survey import Layer
 from qgemm.nn import LinearLayer, QuantLayer
 from qgemm.tables import html_table, size, text_table
+from qgemm.warn import warn_user
 
 KEPT = "float"
+
+_SHOWN_CAUSES = 3
 
 
 @dataclass(frozen=True)
@@ -178,6 +186,55 @@ def report(model: nn.Module) -> QuantReport:
             f"{type(model).__name__} holds no quantized layer: quantize_model or load_quantized makes one that does"
         )
     return QuantReport(tuple(_derive_record(name, layer) for name, layer in layers.items()))
+
+
+def give_report(
+    model: nn.Module, plan: SwapPlan, records: Mapping[str, LayerRecord], recipe: dict[str, Any] | None = None
+) -> None:
+    """Has ``report(model)`` say what became of the layers in ``plan``; warns if that is little.
+
+    ``records``: of the layers that were swapped, by name.
+    """
+    every = []
+    for layer in plan.layers:
+        record = records.get(layer.name) or kept_record(layer)
+        notes = (plan.notes.get(layer.name, "") if record.is_quantized else "", record.note)
+        every.append(replace(record, note="; ".join(filter(None, notes))))
+    model._qgemm_report = QuantReport(tuple(every), recipe)  # type: ignore[assignment]
+    _warn_of_coverage(plan.layers)
+
+
+def kept_record(layer: Layer) -> LayerRecord:
+    """Of a layer that stays in float, for its reason."""
+    return LayerRecord(layer.name, layer.kind, KEPT, layer.reason, layer.bytes, layer.bytes, None)
+
+
+def _warn_of_coverage(layers: list[Layer]) -> None:
+    """Warns if less than half of the bytes in products is quantized, what users wanted in float aside.
+
+    ``layers``: after their reasons are known.
+    """
+    counted = [layer for layer in layers if not layer.is_wish]
+    kept = [layer for layer in counted if layer.reason]
+    total, left = sum(layer.bytes for layer in counted), sum(layer.bytes for layer in kept)
+    if 2 * left <= total:
+        return
+    sizes: Counter[str] = Counter()
+    for layer in kept:
+        sizes[layer.reason] += layer.bytes
+    causes = "; ".join(
+        f"{count / total:.0%}: {reason} ({listed([layer.name for layer in kept if layer.reason == reason], 2)})"
+        for reason, count in sizes.most_common(_SHOWN_CAUSES)
+        if count
+    )
+    by_default = sorted((layer for layer in kept if layer.bytes and not layer.obstacle), key=lambda layer: -layer.bytes)
+    gain = sum(layer.bytes for layer in by_default) / total
+    names = listed([layer.name for layer in by_default], 2)
+    way_out = f"include=[...] quantizes {gain:.0%} more, of {names}" if by_default else "That can't be quantized"
+    warn_user(
+        f"only {1 - left / total:.0%} of the bytes that this model multiplies by are quantized, so it shrinks little. "
+        f"What stays in float: {causes}. {way_out}"
+    )
 
 
 def parameter_bytes(module: nn.Module) -> int:

@@ -134,7 +134,11 @@ def as_patterns(argument: str, given: Patterns) -> list[Pattern]:
 
 def shown_pattern(pattern: Pattern) -> str:
     """A pattern as text, that ``as_patterns`` reads."""
-    return pattern if isinstance(pattern, str) else _REGULAR_EXPRESSION + pattern.pattern
+    if isinstance(pattern, str):
+        return pattern
+    given = pattern.flags & ~re.compile(pattern.pattern).flags
+    flags = "".join(letter for letter in "aimsx" if given & getattr(re, letter.upper()))
+    return _REGULAR_EXPRESSION + (f"(?{flags})" if flags else "") + pattern.pattern
 
 
 def _compiled(argument: str, pattern: Pattern) -> Pattern:

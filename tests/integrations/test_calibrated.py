@@ -81,7 +81,7 @@ def test_as_a_dictionary_it_has_the_recipe_and_no_batch() -> None:
     assert values["recipe"] == recipe.to_dict()
     assert "calibration" not in values
     again = qgemm.QGemmConfig.from_dict(values)
-    assert (again.recipe, again.calibration, again.loads_float) == (recipe, None, True)
+    assert (again.quantization.recipe, again.calibration, again.loads_float) == (recipe, None, True)
     assert again.to_dict() == config.to_dict()
     assert qgemm.QGemmConfig().to_dict()["recipe"] is None
     values["recipe"] = {"methods": ["gptq", "smoothquant"]}
@@ -110,6 +110,6 @@ def test_what_does_not_fit_is_said_before_weights_are_read(tmp_path: Path, monke
     refused("put a single batch into a list", "int8-static", calibration=example.inputs)
     refused("calibration has no batch", "int8-static", calibration=iter([]))
     refused("smoothquant after gptq", recipe=[GPTQ(), SmoothQuant()], calibration=batches)
-    refused("input_scales say what the scales are", "int8-static", input_scales={}, calibration=batches)
+    refused("input_scales and calibration are both given", "int8-static", input_scales={}, calibration=batches)
     refused("a recipe runs on the data itself", recipe=[GPTQ()], calibration=Calibration(MinMax()))
     refused("pass batches as calibration", "int8-static-asymmetric", input_scales={})

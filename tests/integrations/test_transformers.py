@@ -247,10 +247,10 @@ def test_config_of_schemes_by_pattern() -> None:
     # transformers sorts the keys of what it writes: the order of patterns counts.
     text = json.dumps(config.to_dict(), sort_keys=True)
     again = qgemm.QGemmConfig.from_dict(json.loads(text))
-    assert list(again.schemes.items()) == list(config.schemes.items())
+    assert list(again.quantization.schemes.items()) == list(config.quantization.schemes.items())
     nothing = qgemm.QGemmConfig({"*": None})
-    assert qgemm.QGemmConfig.from_dict(nothing.to_dict()).schemes == {"*": None}
-    assert (again.skip, again.to_dict()) == (config.skip, config.to_dict())
+    assert qgemm.QGemmConfig.from_dict(nothing.to_dict()).quantization.schemes == {"*": None}
+    assert (again.quantization, again.to_dict()) == (config.quantization, config.to_dict())
 
 
 def test_config_of_a_folder(llama_folder: Path, tmp_path: Path) -> None:

@@ -93,7 +93,6 @@ def failing(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException | Non
             raise error
         return record
 
-    monkeypatch.setattr(qgemm.quantize, "swap", swap)
     monkeypatch.setattr(qgemm.calibration.pipeline, "swap", swap)
     return done
 

@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from qgemm.arguments import as_scales, shown
-from qgemm.calibration.collect import check_batches, no_batch
+from qgemm.arguments import shown
+from qgemm.calibration.collect import as_calls
 from qgemm.calibration.method import Method
+from qgemm.calibration.quantization import Quantization, are_batches
 from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.result import Calibration
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import CONFIG_FILE
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
-from qgemm.model.selection import Patterns, SchemeChoice, as_patterns, resolve_schemes, shown_pattern
-from qgemm.nn import linear_class
+from qgemm.model.selection import Patterns, SchemeChoice
 
 
 class QGemmConfig(QuantizationConfigMixin):
@@ -46,33 +46,24 @@ class QGemmConfig(QuantizationConfigMixin):
         Raises ``TypeError`` and ``ValueError`` as ``quantize_model`` for a recipe or a calibration that is none.
         """
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
-        self.schemes = resolve_schemes(scheme)
-        self.recipe = recipe if recipe is None or isinstance(recipe, Recipe) else Recipe(recipe)
-        if calibration is not None and not isinstance(calibration, Calibration):
-            check_batches(calibration)
-            calibration = list(calibration)
-            if not calibration:
-                raise no_batch()
-        self.calibration = calibration
-        if input_scales is not None and (calibration is not None or recipe is not None):
-            raise ValueError("input_scales say what the scales are, and so do a recipe and calibration: pass one")
-        if self.recipe is not None and isinstance(calibration, Calibration):
-            raise ValueError("calibration is what was seen before, but a recipe runs on the data itself: pass batches")
-        for each in self.schemes.values():
-            if each is not None and linear_class(each).folds_bias and not self.loads_float:
-                # A bias may come before its weight, or after.
-                raise ValueError(
-                    f"scheme {each.name!r} changes biases, which can't be done as weights are read: pass batches as "
-                    "calibration, for which the model is loaded in float first"
-                )
-        self.skip, self.include = as_patterns("skip", skip), as_patterns("include", include)
-        self.input_scales = as_scales(input_scales)
+        wanted = Quantization.of(scheme, skip=skip, include=include, input_scales=input_scales, recipe=recipe)
+        self._take(wanted, calibration)
+
+    def _take(self, wanted: Quantization, calibration: Calibration | Iterable[Any] | None = None) -> None:
+        self.quantization = wanted
+        self.calibration = as_calls(calibration) if are_batches(calibration) else calibration
+        wanted.check_data(calibration)
+        if not self.loads_float:
+            # A bias may come before its weight, or after.
+            wanted.check_folds_no_bias(
+                "as weights are read: pass batches as calibration, for which the model is loaded in float first"
+            )
         self.manifest: Manifest | None = None
 
     @property
     def loads_float(self) -> bool:
         """Whether the model is loaded in float, and quantized once it is there."""
-        return self.recipe is not None or isinstance(self.calibration, list)
+        return self.quantization.recipe is not None or are_batches(self.calibration)
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> QGemmConfig:
@@ -91,12 +82,9 @@ class QGemmConfig(QuantizationConfigMixin):
         else:
             values = {key: value for key, value in config_dict.items() if key != "quant_method"}
             try:
-                if isinstance(values.get("scheme"), list):
-                    values["scheme"] = dict(values["scheme"])
-                if values.get("recipe") is not None:
-                    values["recipe"] = Recipe.from_dict(values["recipe"])
-                config = cls(**values)
-            except (ValueError, TypeError, AttributeError) as error:
+                config = cls()
+                config._take(Quantization.from_dict(values))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise CheckpointError(f"quantization_config is none of qgemm's: {error}") from error
         return (config, kwargs) if return_unused_kwargs else config
 
@@ -104,17 +92,7 @@ class QGemmConfig(QuantizationConfigMixin):
         """JSON-ready values: those of ``manifest`` once there is one; before, without ``calibration``."""
         if self.manifest is not None:
             return self.manifest.to_dict()
-        scales = None if self.input_scales is None else {k: float(v) for k, v in self.input_scales.items()}
-        # Pairs, since their order counts, which JSON promises of lists alone.
-        schemes = [[shown_pattern(pattern), each and each.name] for pattern, each in self.schemes.items()]
-        return {
-            "quant_method": QUANT_METHOD,
-            "scheme": schemes[0][1] if [pattern for pattern, _ in schemes] == ["*"] and schemes[0][1] else schemes,
-            "skip": [shown_pattern(pattern) for pattern in self.skip],
-            "include": [shown_pattern(pattern) for pattern in self.include],
-            "input_scales": scales,
-            "recipe": None if self.recipe is None else self.recipe.to_dict(),
-        }
+        return {"quant_method": QUANT_METHOD, **self.quantization.to_dict()}
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """``dict(config)`` is ``config.to_dict()``."""

@@ -21,7 +21,7 @@ from qgemm.integrations.transformers.quantizing import QuantizeOnLoad, start_qua
 from qgemm.integrations.transformers.reading import QuantizedLoad
 from qgemm.integrations.transformers.saving import admit, describe, tensors_and_metadata
 from qgemm.nn import QuantLayer
-from qgemm.quantize import quantize_model
+from qgemm.quantize import quantize
 
 
 class QGemmQuantizer(HfQuantizer):
@@ -104,8 +104,7 @@ class QGemmQuantizer(HfQuantizer):
         else:
             # Or the batches would be copied with it.
             del model.config.quantization_config
-            settings: dict[str, Any] = {"skip": config.skip, "include": config.include, "recipe": config.recipe}
-            quantize_model(model, config.schemes, calibration=config.calibration, **settings)
+            quantize(model, config.quantization, calibration=config.calibration)
         self._reading = self._quantizing = None
         for module in model.modules():
             if isinstance(module, QuantLayer):

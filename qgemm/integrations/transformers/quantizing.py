@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 
-from qgemm.calibration.result import Calibration
-from qgemm.calibration.scales import calibrated_scales, check_on_batches
+from qgemm.calibration.scales import find_scales
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.tensors import get_tensor, set_tensor, split_name
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.tensor_parallel import is_cut
-from qgemm.model.plan import SwapPlan, make_report, plan_swaps, warn_of_coverage, with_scales
-from qgemm.model.report import LayerRecord
+from qgemm.model.plan import SwapPlan, plan_swaps
+from qgemm.model.report import LayerRecord, give_report
 from qgemm.model.survey import Layer
 from qgemm.model.swap import ExpertsSwap, swap
 from qgemm.nn.attention import opened_attention
@@ -41,16 +40,12 @@ def start_quantizing(model: PreTrainedModel, config: QGemmConfig) -> QuantizeOnL
             "of a weight: quantize and save the model first, and load that folder with this distributed_config"
         )
     with _as_it_will_be(model), opened_attention(model):
+        wanted = config.quantization
+        plan = plan_swaps(model, wanted.schemes, wanted.skip, wanted.include)
+        wanted.check_schemes(plan.schemes_in_use, config.calibration)
         if config.loads_float:
-            batches = config.calibration is not None
-            check_on_batches(model, config.schemes, config.skip, config.include, config.recipe, batches)
             return None
-        plan = plan_swaps(model, config.schemes, config.skip, config.include)
-        seen, scales = config.calibration, config.input_scales
-        if isinstance(seen, Calibration):
-            scales = calibrated_scales(model, plan, seen, seen.observer)
-        plan = with_scales(plan, scales)
-    return QuantizeOnLoad(model, plan)
+        return QuantizeOnLoad(model, find_scales(model, plan, wanted, config.calibration))
 
 
 class QuantizeOnLoad(ConversionOps):
@@ -156,8 +151,7 @@ class QuantizeOnLoad(ConversionOps):
                 f"{model.name_or_path or type(model).__name__} can't be quantized as it loads: {shown}. "
                 "Mend the checkpoint, or pass these layers in QGemmConfig(skip=[...])"
             )
-        model._qgemm_report = make_report(self._plan, self._records)  # type: ignore[assignment]
-        warn_of_coverage(self._plan.layers, stacklevel=2)
+        give_report(model, self._plan, self._records)
 
 
 def _expert_tensors(model: nn.Module, layer: Layer) -> Iterable[str]:

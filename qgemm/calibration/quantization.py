@@ -1,0 +1,225 @@
+"""``Quantization``: what is to be done to a model, as one value that is checked, stored and read.
+
+``quantize_model``, ``quantize_checkpoint``, ``QGemmConfig`` and the command make it of their arguments. The data that a
+model runs on isn't in it: batches, and what was measured on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import torch
+
+from qgemm.arguments import as_scales, shown
+from qgemm.calibration.budget import Budget
+from qgemm.calibration.method import Method
+from qgemm.calibration.observers import Observer, parse_observer, resolve_observer
+from qgemm.calibration.recipe import Recipe
+from qgemm.calibration.result import Calibration
+from qgemm.calibration.sensitivity_result import Sensitivity
+from qgemm.device import find_device
+from qgemm.model.selection import Pattern, Patterns, SchemeChoice, as_patterns, resolve_schemes, shown_pattern
+from qgemm.nn import linear_class
+from qgemm.nn.linear_layer import InputScale
+from qgemm.scheme import QuantScheme, resolve_scheme
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What is to be done to a model; ``quantize_model`` says what each of these does. ``of`` makes one of arguments.
+
+    - ``schemes``: by pattern; None leaves layers in float.
+    - ``options``: the schemes that ``budget`` chooses from.
+    """
+
+    schemes: Mapping[Pattern, QuantScheme | None]
+    options: Sequence[QuantScheme] = ()
+    skip: Sequence[Pattern] = ()
+    include: Sequence[Pattern] = ()
+    input_scales: Mapping[str, InputScale] | None = None
+    recipe: Recipe | None = None
+    observer: Observer | None = None
+    budget: Budget | None = None
+    device: torch.device | None = None
+    resume: str | Path | None = None
+
+    @classmethod
+    def of(
+        cls,
+        scheme: SchemeChoice | Sequence[str | QuantScheme] = "int8",
+        *,
+        skip: Patterns = None,
+        include: Patterns = None,
+        input_scales: Mapping[str, InputScale] | None = None,
+        recipe: Recipe | Sequence[Method] | None = None,
+        observer: str | Observer | None = None,
+        budget: Budget | None = None,
+        device: torch.device | str | None = None,
+        resume: str | Path | None = None,
+    ) -> Quantization:
+        """What these arguments of ``quantize_model`` say; raises as it does for what can be told without a model."""
+        if budget is not None and not isinstance(budget, Budget):
+            raise TypeError(f"budget is {shown(budget)}; it must be a qgemm.Budget")
+        options = _options(scheme, budget)
+        return cls(
+            schemes={"*": options[0]} if options else resolve_schemes(scheme),  # type: ignore[arg-type]
+            options=options,
+            skip=as_patterns("skip", skip),
+            include=as_patterns("include", include),
+            input_scales=as_scales(input_scales),
+            recipe=recipe if recipe is None or isinstance(recipe, Recipe) else Recipe(recipe),
+            observer=None if observer is None else resolve_observer(observer),
+            budget=budget,
+            device=None if device is None else find_device(device),
+            resume=resume,
+        )
+
+    def check_data(
+        self, calibration: Calibration | Iterable[Any] | None, sensitivity: Sensitivity | None = None
+    ) -> None:
+        """Raises ``ValueError`` or ``TypeError`` if this data doesn't go with it, whatever the model is."""
+        if sensitivity is not None and not isinstance(sensitivity, Sensitivity):
+            raise TypeError(f"sensitivity is {shown(sensitivity)}; it must be what qgemm.sensitivity gave")
+        if self.budget is None and sensitivity is not None:
+            raise ValueError("sensitivity is given without a budget to choose schemes within: pass budget=Budget(...)")
+        if calibration is not None and self.input_scales is not None:
+            raise ValueError("input_scales and calibration are both given, and each says what the scales are: pass one")
+        if self.observer is not None and not are_batches(calibration):
+            raise ValueError("observer is what makes scales of batches: pass those as calibration, or leave it out")
+        if self._wants_blocks:
+            if self.input_scales is not None:
+                raise ValueError(
+                    "input_scales are given, but a recipe finds scales by itself: pass batches as calibration"
+                )
+            if isinstance(calibration, Calibration):
+                raise ValueError(
+                    "calibration is what was seen before, but a recipe runs on the data itself: pass the batches"
+                )
+
+    def goes_by_blocks(
+        self, schemes: Iterable[QuantScheme], calibration: Calibration | Iterable[Any] | None = None
+    ) -> bool:
+        """Whether a model under ``schemes`` is quantized block by block, each calibrated on what those before return.
+
+        Else scales, if there must be some, are found of the whole model at once.
+        """
+        return self._wants_blocks or (are_batches(calibration) and any(scheme.needs_blocks for scheme in schemes))
+
+    def check_schemes(
+        self,
+        schemes: Sequence[QuantScheme],
+        calibration: Calibration | Iterable[Any] | None,
+        sensitivity: Sensitivity | None = None,
+    ) -> None:
+        """Raises ``ValueError`` if ``schemes``, which layers of a model have, want data that isn't there, or none."""
+        if self.goes_by_blocks(schemes, calibration):
+            if calibration is None and (wanting := self.wanting_data(schemes, sensitivity)):
+                raise ValueError(f"{wanting[0]} needs batches to run the model on: pass them as calibration")
+        elif calibration is not None:
+            if rotating := [scheme.name for scheme in schemes if scheme.needs_blocks]:
+                raise ValueError(
+                    f"scheme {rotating[0]!r} rotates activations, or keeps columns of them in float, which calibration "
+                    "hasn't seen: pass batches"
+                )
+            if not any(scheme.is_static for scheme in schemes):
+                raise ValueError(_nothing_to_calibrate(schemes))
+
+    def wanting_data(self, schemes: Iterable[QuantScheme], sensitivity: Sensitivity | None = None) -> list[str]:
+        """What needs batches to run the model on, in words, if layers have ``schemes``."""
+        wanting = [f"the method {method.name}" for method in self.recipe or () if method.needs_data]
+        wanting += [f"the scheme {scheme.name!r}" for scheme in schemes if scheme.needs_data]
+        own = {"budget": self.budget if sensitivity is None else None, "device": self.device, "resume": self.resume}
+        return wanting + [name for name, value in own.items() if value is not None]
+
+    def check_folds_no_bias(self, why: str) -> None:
+        """Raises ``ValueError``, which ends in ``why``, if a scheme changes biases, and so takes a whole layer."""
+        for scheme in self.schemes.values():
+            if scheme is not None and linear_class(scheme).folds_bias:
+                raise ValueError(f"scheme {scheme.name!r} changes biases, which can't be done {why}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values, those of ``of`` by name; what only some quantizations have isn't there if it is None."""
+        # Pairs, since their order counts, which JSON promises of lists alone.
+        schemes: Any = [[shown_pattern(pattern), each and each.name] for pattern, each in self.schemes.items()]
+        if len(schemes) == 1 and schemes[0][0] == "*" and schemes[0][1]:
+            schemes = schemes[0][1]
+        scales = self.input_scales
+        rarely = {
+            "observer": self.observer and {self.observer.name: self.observer.settings},
+            "budget": self.budget and {name: value for name, value in vars(self.budget).items() if value is not None},
+            "device": self.device and str(self.device),
+            "resume": self.resume and str(self.resume),
+        }
+        return {
+            "scheme": [each.name for each in self.options] or schemes,
+            "skip": [shown_pattern(pattern) for pattern in self.skip],
+            "include": [shown_pattern(pattern) for pattern in self.include],
+            "input_scales": None if scales is None else {name: _numbers(scale) for name, scale in scales.items()},
+            "recipe": None if self.recipe is None else self.recipe.to_dict(),
+            **{name: value for name, value in rarely.items() if value is not None},
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Quantization:
+        """What ``to_dict`` gave, also by way of JSON or YAML.
+
+        Raises ``ValueError``, ``TypeError``, ``KeyError`` or ``AttributeError`` for anything else.
+        """
+        given = dict(values)
+        if isinstance(given.get("scheme"), list) and not given.get("budget"):
+            given["scheme"] = dict(given["scheme"])
+        if given.get("recipe") is not None:
+            given["recipe"] = Recipe.from_dict(given["recipe"])
+        if given.get("observer") is not None:
+            ((name, settings),) = given["observer"].items()
+            given["observer"] = parse_observer(name, settings)
+        if given.get("budget") is not None:
+            given["budget"] = Budget(**given["budget"])
+        return cls.of(**given)
+
+    @property
+    def _wants_blocks(self) -> bool:
+        return any(each is not None for each in (self.recipe, self.device, self.resume, self.budget))
+
+
+def are_batches(calibration: Calibration | Iterable[Any] | None) -> TypeGuard[Iterable[Any]]:
+    """Whether the model is to run on what is given as ``calibration``."""
+    return calibration is not None and not isinstance(calibration, Calibration)
+
+
+def _options(scheme: Any, budget: Budget | None) -> list[QuantScheme]:
+    """The schemes that ``budget`` may choose from; none without one."""
+    are_several = isinstance(scheme, Sequence) and not isinstance(scheme, str)
+    if budget is None:
+        if are_several:
+            raise ValueError(f"scheme is {scheme!r}: pass one, or a budget to choose within")
+        return []
+    if isinstance(scheme, Mapping):
+        raise ValueError(
+            "scheme says what each layer is to have, and so does a budget: pass a list of schemes for the budget to "
+            "choose from, or leave budget out"
+        )
+    if are_several and not scheme:
+        raise ValueError("scheme is empty: name those that the budget may choose from")
+    return [resolve_scheme(each) for each in (scheme if are_several else [scheme])]
+
+
+def _numbers(scale: InputScale) -> float | list[float]:
+    return [float(each) for each in scale] if isinstance(scale, tuple | list) else float(scale)
+
+
+def _nothing_to_calibrate(schemes: Sequence[QuantScheme]) -> str:
+    """Why batches by themselves are of no use, and what would use them."""
+    names = " and ".join(repr(scheme.name) for scheme in schemes)
+    if all(scheme.is_weight_only for scheme in schemes):
+        return (
+            f"scheme {names} multiplies in float, so calibration by itself finds nothing: with a recipe, such as "
+            "recipe=[GPTQ()], the batches decide better weights than rounding gives"
+        )
+    return (
+        f"scheme {names} finds scales as it runs: calibration is for a static scheme, or for a recipe, such as "
+        "recipe=[SmoothQuant(), GPTQ()]"
+    )
