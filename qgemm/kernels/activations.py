@@ -12,21 +12,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-GATE_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
-"""What a gate goes through, by name. ``"gelu"`` is the exact one (erf), ``"relu2"`` is ``relu(x) ** 2``."""
+"""By name; ``stages/activations.py`` has their device code. ``"gelu"`` is exact (erf), ``"relu2"`` ``relu(x) ** 2``."""
+
+MATMUL_ACTIVATIONS = ("gelu", "relu", "silu")
+"""Those that ``matmul`` applies."""
 
 
 @dataclass(frozen=True)
 class GatedActivation:
     """``act(gate) * (up + up_offset)``; without ``gated``, ``act(gate)`` of all columns.
 
-    ``name``: one of ``GATE_FUNCTIONS``. ``alpha``, of ``"silu"`` alone: ``gate * sigmoid(alpha * gate)``. ``limit``:
+    ``name``: one of ``ACTIVATIONS``. ``alpha``, of ``"silu"`` alone: ``gate * sigmoid(alpha * gate)``. ``limit``:
     before all else the gate is clamped to at most this, ``up`` to at most this in magnitude. Raises ``ValueError`` for
     values that mean nothing.
     """
@@ -39,8 +42,8 @@ class GatedActivation:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        if self.name not in GATE_FUNCTIONS:
-            raise ValueError(f"name is {self.name!r}; it must be one of {sorted(GATE_FUNCTIONS)}")
+        if self.name not in ACTIVATIONS:
+            raise ValueError(f"name is {self.name!r}; it must be one of {sorted(ACTIVATIONS)}")
         if self.limit is not None and not 0 < self.limit < math.inf:
             raise ValueError(f"limit is {self.limit}; it must be a positive number, or None for no limit")
         if not math.isfinite(self.alpha) or (self.alpha != 1.0 and self.name != "silu"):
@@ -58,7 +61,7 @@ class GatedActivation:
         if self.limit is not None:
             gate = gate.clamp(max=self.limit)
             up = up if up is None else up.clamp(-self.limit, self.limit)
-        out = gate * torch.sigmoid(self.alpha * gate) if self.alpha != 1.0 else GATE_FUNCTIONS[self.name](gate)
+        out = gate * torch.sigmoid(self.alpha * gate) if self.alpha != 1.0 else ACTIVATIONS[self.name](gate)
         return out if up is None else out * (up + self.up_offset)
 
 

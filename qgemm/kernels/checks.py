@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qgemm.kernels.activations import MATMUL_ACTIVATIONS
 from qgemm.kernels.expert_weights import ExpertWeights
-from qgemm.kernels.reference import ACTIVATIONS
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.packing import groups, words
 
@@ -71,8 +71,8 @@ def check_matmul(
     _check_product(a, b)
     _check_bias(bias, b.shape[1])
     _same_device(a=a, bias=bias)
-    if activation is not None and activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; it must be one of {sorted(ACTIVATIONS)} or None")
+    if activation is not None and activation not in MATMUL_ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be one of {list(MATMUL_ACTIVATIONS)} or None")
     if out_dtype is not None and out_dtype not in FLOAT_DTYPES + FP8_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; matmul gives {_names(FLOAT_DTYPES + FP8_DTYPES)}")
 

@@ -11,8 +11,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.expert_weights import ExpertWeights
-from qgemm.kernels.reference import ACTIVATIONS
 from qgemm.numerics.formats import INT8, MIN_SCALE
 
 # 2^24 / (128 * 128): float32 holds a sum of this many int8 products exactly.

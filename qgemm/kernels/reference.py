@@ -15,12 +15,10 @@ Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
   once.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.numerics.formats import INT8
 
@@ -64,10 +62,6 @@ def scaled_mm_reference(
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
-"""Activations that ``matmul`` can apply, by name. GELU is the exact one (erf)."""
 
 
 def matmul_reference(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qgemm.kernels.activations import GATE_FUNCTIONS, GatedActivation
+from qgemm.kernels.activations import ACTIVATIONS, GatedActivation
 
 _SORTED_ROWS = {("transformers.models.llama4.modeling_llama4", "Llama4TextExperts")}
 # GPT-OSS's, which is also what "quick_gelu" is.
@@ -192,6 +192,6 @@ def _numbers(module: nn.Module, kind: str) -> list[float]:
 def _candidates(gated: bool, limits: list[float], alphas: list[float]) -> Iterator[GatedActivation]:
     """The simplest first."""
     offsets = (0.0, 1.0) if gated else (0.0,)
-    for limit, up_offset, name in product((None, *limits), offsets, GATE_FUNCTIONS):
+    for limit, up_offset, name in product((None, *limits), offsets, ACTIVATIONS):
         for alpha in (*_KNOWN_ALPHAS, *alphas) if name == "silu" else (1.0,):
             yield GatedActivation(name, gated, limit, alpha, up_offset)

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 import qgemm
 from qgemm.kernels import GPT_OSS, GatedActivation
-from qgemm.kernels.activations import GATE_FUNCTIONS
+from qgemm.kernels import activations as host
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.nn import QuantExperts
 from qgemm.ops import quant_experts
 
 ACTIVATIONS = [
-    *(GatedActivation(name) for name in GATE_FUNCTIONS),
+    *(GatedActivation(name) for name in host.ACTIVATIONS),
     GatedActivation("relu2", gated=False),
     GatedActivation("gelu_tanh", gated=False, limit=0.5),
     GatedActivation("silu", limit=0.5),

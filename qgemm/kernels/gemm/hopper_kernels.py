@@ -167,7 +167,7 @@ def _run(
     sched = ScheduleContext(M, N, K, ctx)
     num_k = gl.cdiv(K, ctx.block_k)
 
-    ring = make_ring(A, B, CONFIG.num_stages, CONFIG.block_m, CONFIG.block_k, CONFIG.widths)
+    ring = make_ring(A, B, CONFIG)
     # Completes when the ring's are initialized and all rows of A quantized.
     ready = barriers(1)
     initialize(ready, 1, 2 if rows is not None else 1)

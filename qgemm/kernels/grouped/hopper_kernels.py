@@ -27,7 +27,8 @@ def _produce(A, B, tiles, ring, N, K, ctx):
     gdc_wait()
     sched = tiles.schedule(N, K, ctx)
     num_k = gl.cdiv(K, ctx.block_k)
-    PARTS: gl.constexpr = ctx.block_m // A.block_shape[0]
+    PART: gl.constexpr = A.block_shape[0]
+    PARTS: gl.constexpr = ctx.block_m // PART
     step = 0
     start, total, stride = sched.persistent_tile_range()
     for tile_id in range(start, total, stride):
@@ -36,7 +37,7 @@ def _produce(A, B, tiles, ring, N, K, ctx):
         weight_row = group * N + pid_n * ctx.block_n
         for k_idx in range(num_k):
             # As many rows as the tile has, in parts, and a block of B.
-            needed = gl.cdiv(end - first, A.block_shape[0])
+            needed = gl.cdiv(end - first, PART)
             ring.claim(step)
             for parts in gl.static_range(1, PARTS + 1):
                 ring.expect(step, A, B, parts, needed == parts)
@@ -115,7 +116,7 @@ def _grouped_hopper_kernel(
     Their blocks: ``PANEL`` columns and a part of ``block_m`` rows; ``PANEL`` columns and ``block_n`` rows; a tile. The
     rest is as for ``_grouped_gemm_kernel``.
     """
-    ring = make_ring(A, B, CONFIG.num_stages, CONFIG.block_m, CONFIG.block_k, CONFIG.widths)
+    ring = make_ring(A, B, CONFIG)
     ring.initialize()
     staging = gl.allocate_shared_memory(out_map.dtype, [CONFIG.block_m, CONFIG.block_n], out_map.layout)
     epilogue, table = Epilogue(A_scale, B_scale, bias), GroupTiles(tiles)

@@ -33,20 +33,14 @@ class Epilogue:
 
     @triton.jit
     def load_scales(self, rows, cols, end, N, INDEX: tl.constexpr = tl.int32):
-        """Scales of ``rows`` up to ``end`` and of ``cols`` up to ``N``, for ``apply``; Nones if there are none.
-
-        ``INDEX``: the type of offsets.
-        """
-        if self.a_scale is not None:
-            a_scale = tl.load(self.a_scale + rows.to(INDEX) * self.stride_a, mask=rows < end, other=0.0)
-            b_scale = tl.load(self.b_scale + cols.to(INDEX) * self.stride_b, mask=cols < N, other=0.0)
-            return a_scale, b_scale
-        else:
-            return None, None
+        """For ``apply``: scales of ``rows`` up to ``end`` and ``cols`` up to ``N``. ``INDEX``: the type of offsets."""
+        a_scale = tl.load(self.a_scale + rows.to(INDEX) * self.stride_a, mask=rows < end, other=0.0)
+        b_scale = tl.load(self.b_scale + cols.to(INDEX) * self.stride_b, mask=cols < N, other=0.0)
+        return a_scale, b_scale
 
     @triton.jit
     def apply(self, acc, scales, cols, N, INDEX: tl.constexpr = tl.int32):
-        """The float32 values of sums ``acc`` at columns ``cols``. ``scales``: what ``load_scales`` gave."""
+        """The float32 values of sums ``acc`` at columns ``cols``. ``scales``: of ``load_scales``, if there are any."""
         if self.a_scale is not None:
             acc = scaled(acc, scales[0], scales[1])
         if self.bias is not None:
@@ -59,7 +53,9 @@ class Epilogue:
     def store(self, acc, out, tile):
         """Stores the values of a tile of ``out``, an ``OutputView``."""
         rm, rn = tile.indices()
-        scales = self.load_scales(rm, rn, out.rows, out.cols, tl.int64)
+        scales = ()
+        if self.a_scale is not None:
+            scales = self.load_scales(rm, rn, out.rows, out.cols, tl.int64)
         out.store(self.apply(acc, scales, rn, out.cols, tl.int64), tile)
 
 

@@ -198,9 +198,12 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(A, B, DEPTH: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_K: gl.constexpr, WIDTHS: gl.constexpr):
-    """A ring for blocks of the tensor maps ``A`` and ``B``; to be initialized."""
-    panels: gl.constexpr = BLOCK_K // PANEL
+def make_ring(A, B, CONFIG: gl.constexpr):
+    """A ring for blocks of the tensor maps ``A`` and ``B`` and a ``GemmConfig``; to be initialized."""
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    WIDTHS: gl.constexpr = CONFIG.widths
+    DEPTH: gl.constexpr = CONFIG.num_stages
+    panels: gl.constexpr = CONFIG.block_k // PANEL
     # Some more of A's, to read on in.
     more: gl.constexpr = max(MMA_ROWS // BLOCK_M, 1) - 1
     a_panels = gl.allocate_shared_memory(A.dtype, [DEPTH * panels + more, BLOCK_M, PANEL], A.layout)

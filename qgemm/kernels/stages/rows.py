@@ -90,14 +90,6 @@ class RowQuantization:
     min_scale: tl.constexpr = formats.MIN_SCALE
 
     @triton.jit
-    def load_zero(self):
-        """The zero point in float32, or None."""
-        if self.zero_point is not None:
-            return tl.load(self.zero_point).to(tl.float32)
-        else:
-            return None
-
-    @triton.jit
     def row_scale(self, amax):
         """The scale of a row whose largest magnitude is ``amax``; NaN if the row has NaN or Inf."""
         if self.scale is not None:
@@ -160,7 +152,9 @@ def quantize_row(source, quantization, q_row, scale_ptr, offsets, BLOCKS: tl.con
     """
     dtype: tl.constexpr = source.ptr.dtype.element_ty
     BLOCK: tl.constexpr = offsets.shape[0]
-    zero = quantization.load_zero()
+    zero = None
+    if quantization.zero_point is not None:
+        zero = tl.load(quantization.zero_point).to(tl.float32)
     blocks = load_blocks(source, offsets, BLOCKS)
     if BLOCKS:
         largest = _largest_magnitude(blocks, BLOCKS)
