@@ -6,13 +6,11 @@ What the zero point adds to a product is the same for every row, and has been ta
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from qgemm.kernels.checks import check_quant_linear, check_quantize_rows
-from qgemm.kernels.dispatch import quantize_rows, scaled_mm
+from qgemm.kernels.dispatch import multiply, quantize
 
 
 @torch.no_grad()
@@ -30,11 +28,7 @@ def quant_linear_asymmetric(
     for it taken off.
     """
     check_quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)
-    rows = x.resolve_neg().reshape(math.prod(x.shape[:-1]), weight.shape[1])
-    q, row_scale = quantize_rows(rows, input_scale, zero_point)
-    out = scaled_mm(q, weight.t(), row_scale, weight_scale, bias, x.dtype, constant_b=True)
-    # Not a view for autograd, which would forbid to change it in place.
-    return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
+    return multiply(quantize(x.resolve_neg(), input_scale, zero_point), weight, weight_scale, bias, x.dtype)
 
 
 def check_quant_linear_asymmetric(

@@ -75,8 +75,9 @@ def scaled_mm(
     b_scale: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    constant_b: bool = False,
 ) -> Tensor:
-    """``dispatch.scaled_mm`` on the CPU."""
+    """``dispatch.scaled_mm`` on the CPU, where it makes no difference whether ``b`` is constant."""
     out = int_mm(a, b).float()
     out.mul_(a_scale.reshape(-1, 1)).mul_(b_scale)
     if bias is not None:

@@ -21,6 +21,7 @@ from qgemm.kernels import checks, cpu
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.gemm.config import GemmConfig
+from qgemm.kernels.rows import QuantizedRows
 
 
 def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -68,8 +69,8 @@ def scaled_mm(
     dependent launch) may not.
     """
     checks.check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
-    options: dict[str, Any] = {**_options(config), **({"constant_b": True} if constant_b and a.is_cuda else {})}
-    out: Tensor = _backend(a, config).scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, **options)
+    backend, options = _backend(a, config), _options(config)
+    out: Tensor = backend.scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, constant_b=constant_b, **options)
     return out
 
 
@@ -114,11 +115,26 @@ def quant_linear(
         linear: Tensor = _gpu().quant_linear(x, weight, weight_scale, bias, input_scale, recallable)
         return linear
     checks.check_quant_linear(x, weight, weight_scale, bias, input_scale)
-    backend = _backend(x)
-    q, row_scale = backend.quantize_rows(x.reshape(math.prod(x.shape[:-1]), weight.shape[1]), input_scale)
-    out: Tensor = backend.scaled_mm(q, weight.t(), row_scale, weight_scale, bias, x.dtype)
+    return multiply(quantize(x, input_scale), weight, weight_scale, bias, x.dtype)
+
+
+def quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> QuantizedRows:
+    """``quantize_rows`` of checked arguments, as a value that several layers may ``multiply``."""
+    values, row_scale = _backend(x).quantize_rows(x, scale, zero_point)
+    return QuantizedRows(values, row_scale, zero_point)
+
+
+def multiply(
+    x: QuantizedRows, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """What ``quant_linear`` gives for rows that are quantized already, of checked arguments: ``out_dtype [..., N]``."""
+    *leading, K = x.values.shape
+    rows = math.prod(leading)
+    a, a_scale = x.values.view(rows, K), x.scale.view(rows)
+    backend = _backend(x.values)
+    out: Tensor = backend.scaled_mm(a, weight.t(), a_scale, weight_scale, bias, out_dtype, constant_b=True)
     # Not a view for autograd, which would forbid to change it in place: nothing else holds this memory.
-    return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
+    return torch.ops.aten._unsafe_view(out, [*leading, weight.shape[0]])  # type: ignore[no-any-return]
 
 
 def grouped_mm(
@@ -185,11 +201,13 @@ def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: 
 
 def _backend(tensor: Tensor, config: GemmConfig | None = None) -> Any:
     """The module that computes where ``tensor`` is: ``cpu``, or ``gpu``, which is not imported before it's needed."""
-    if not checks.on_gpu(tensor) and config is None:
+    if checks.on_gpu(tensor):
+        return _gpu()
+    if config is None:
         return cpu
     from qgemm.kernels.stages import INTERPRETING
 
-    if not checks.on_gpu(tensor) and not INTERPRETING:
+    if not INTERPRETING:
         raise ValueError(
             "a config is for the Triton kernel, which takes CPU tensors only under TRITON_INTERPRET=1: omit it"
         )

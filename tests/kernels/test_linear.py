@@ -493,3 +493,16 @@ def test_each_stream_has_a_buffer_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     assert len({buffer.data_ptr() for buffer in (first, second, other)}) == 3
     assert memory.stream_buffer(0, 0, 64) is first
     assert memory.stream_buffer(0, 7, 16) is second
+
+
+def test_a_plan_that_is_recalled_refuses_a_weight_that_it_is_not_for(device: torch.device) -> None:
+    # What finds it compares no addresses.
+    layer = Parameters(device)
+    x = torch.randn(5, K, device=device)
+    layer(x)
+    (plan,) = plans()
+    assert plan.aligned
+    layer.weight = torch.empty(N * K + 1, dtype=torch.int8, device=device)[1:].view(N, K).copy_(layer.weight)
+    assert plan.run(x, layer.weight, layer.weight_scale, layer.bias, None) is None
+    assert torch.equal(layer(x), layer.expected(x))
+    assert len(plans()) == 2

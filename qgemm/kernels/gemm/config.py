@@ -187,7 +187,6 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
     )
 
 
-@functools.cache
 def programs_per_sm(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> int:
     """How many programs are resident on a multiprocessor at a time; at most 8."""
     if config.schedule == "specialized":
@@ -201,7 +200,6 @@ def programs_per_sm(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> 
     return max(1, min(by_memory, by_registers, limits.max_threads // threads, 8))
 
 
-@functools.lru_cache(maxsize=4096)
 def select_config(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device, hopper: bool = True) -> GemmConfig:
     """The config for ``[M, K] @ [K, N]`` of ``dtype`` operands on ``device``.
 
