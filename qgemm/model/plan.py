@@ -11,12 +11,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from qgemm.arguments import shown
 from qgemm.model.offloading import check_hooks, weights_at_hand
 from qgemm.model.selection import Pattern, Patterns, apply_schemes, listed, select_layers
 from qgemm.model.survey import Layer
-from qgemm.nn.linear_layer import InputScale
-from qgemm.numerics.zero_points import ZERO_POINTS, is_zero_point
+from qgemm.nn.linear_layer import InputScale, parse_input_scale
 from qgemm.scheme import QuantScheme
 from qgemm.tables import size, text_table
 
@@ -133,24 +131,8 @@ def _check_input_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] |
         )
     scales = {name: value for name, value in scales.items() if name in static}
     for name, value in scales.items():
-        _check_input_scale(name, value, static[name])
+        parse_input_scale(value, static[name], name=f"input_scales[{name!r}]")
     return scales
-
-
-def _check_input_scale(name: str, value: InputScale, scheme: QuantScheme) -> None:
-    if isinstance(value, tuple | list) != scheme.has_zero_point or (
-        isinstance(value, tuple | list) and len(value) != 2
-    ):
-        wanted = "a pair, of a scale and a zero point" if scheme.has_zero_point else "one number"
-        raise ValueError(f"input_scales[{name!r}] is {value}; scheme {scheme.name!r} takes {wanted}")
-    number, zero_point = value if isinstance(value, tuple | list) else (value, 0)
-    if not all(isinstance(each, int | float | Tensor) for each in (number, zero_point)):
-        raise TypeError(f"input_scales[{name!r}] is {shown(value)}; it takes numbers")
-    scale, zero = (torch.as_tensor(each, dtype=torch.float32) for each in (number, zero_point))
-    if scale.numel() != 1 or (scale.device.type != "meta" and not (scale > 0 and scale.isfinite())):
-        raise ValueError(f"input_scales[{name!r}] is {value}; it must be one finite number greater than 0")
-    if zero.numel() != 1 or (zero.device.type != "meta" and not is_zero_point(float(zero))):
-        raise ValueError(f"input_scales[{name!r}] is {value}; its zero point must be {ZERO_POINTS}")
 
 
 def check_finite(model: nn.Module, layers: list[Layer]) -> None:

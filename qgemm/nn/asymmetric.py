@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.nn.linear import QuantLinear
-from qgemm.nn.linear_layer import InputScale
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics.formats import INT8
-from qgemm.numerics.zero_points import ZERO_POINTS, correction, is_zero_point
+from qgemm.numerics.zero_points import correction
 from qgemm.scheme import QuantScheme
 
 
@@ -41,21 +40,6 @@ class AsymmetricLinear(QuantLinear):
     def computes(cls, scheme: QuantScheme) -> bool:
         """Whether activations have a zero point."""
         return scheme.weight.format is INT8 and scheme.has_zero_point
-
-    def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:
-        """Sets ``input_scale`` and ``input_zero_point``, from a pair of them."""
-        if input_scale is None:
-            super().take_input_scale(None, device)
-        if not isinstance(input_scale, tuple | list) or len(input_scale) != 2:
-            raise ValueError(
-                f"input_scale is {input_scale!r}; scheme {self.scheme.name!r} takes a pair, of a scale and a zero point"
-            )
-        scale, zero_point = input_scale
-        super().take_input_scale(scale, device)
-        value = torch.as_tensor(zero_point, device=device).detach()
-        if value.numel() != 1 or (value.device.type != "meta" and not is_zero_point(float(value))):
-            raise ValueError(f"the zero point in input_scale is {zero_point}; it must be {ZERO_POINTS}")
-        self.input_zero_point = frozen(value.reshape(()).to(INT8.storage))
 
     def take_bias(self, bias: Tensor | None) -> None:
         """Sets ``bias`` to that of the float layer, less the correction."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.kernels import quantize_rows
-from qgemm.nn.linear_layer import InputScale, LinearLayer
+from qgemm.nn.linear_layer import InputScale, LinearLayer, parse_input_scale
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics.formats import INT8
 from qgemm.ops import quant_linear
@@ -76,19 +76,11 @@ class QuantLinear(LinearLayer):
     def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:
         """Sets ``input_scale``, for a static scheme."""
         super().take_input_scale(input_scale, device)
-        if input_scale is None:
-            return
-        if isinstance(input_scale, tuple | list):
-            raise ValueError(f"input_scale is {input_scale!r}; scheme {self.scheme.name!r} takes a single number")
-        if not isinstance(input_scale, int | float | Tensor):
-            raise TypeError(f"input_scale is {input_scale!r}; it must be a number")
-        value = torch.as_tensor(input_scale, dtype=torch.float32, device=device).detach()
-        if value.numel() != 1:
-            raise ValueError(f"input_scale has shape {list(value.shape)}; it must be a single number")
-        value = value.reshape(())
-        if value.device.type != "meta" and not (value > 0 and value.isfinite()):
-            raise ValueError(f"input_scale is {value.item()}; it must be finite and greater than 0")
-        self.input_scale = frozen(value)
+        if input_scale is not None:
+            scale, zero_point = parse_input_scale(input_scale, self.scheme, device)
+            self.input_scale = frozen(scale)
+            if self.scheme.has_zero_point:
+                self.input_zero_point = frozen(zero_point)
 
     def compute(self, x: Tensor) -> Tensor:
         """One operator, which quantizes ``x``."""

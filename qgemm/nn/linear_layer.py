@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
+from qgemm.numerics.formats import INT8
 from qgemm.numerics.packing import groups
+from qgemm.numerics.zero_points import ZERO_POINTS, is_zero_point
 from qgemm.ops.direct import check_is_tensor
 from qgemm.scheme import QuantScheme, resolve_scheme
 
@@ -250,6 +252,33 @@ class LinearLayer(QuantLayer):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}, "
             f"scheme={self.scheme.name!r}"
         )
+
+
+def parse_input_scale(
+    value: InputScale, scheme: QuantScheme, device: torch.device | None = None, name: str = "input_scale"
+) -> tuple[Tensor, Tensor]:
+    """The scale, float32, and the zero point, int8, on ``device``, of what a static ``scheme`` is given.
+
+    Raises ``ValueError`` and ``TypeError``, of what is called ``name``, for a value that doesn't go with the scheme.
+    """
+    parts = list(value) if isinstance(value, tuple | list) else [value]
+    if isinstance(value, tuple | list) != scheme.has_zero_point or len(parts) != 1 + scheme.has_zero_point:
+        wanted = "a pair, of a scale and a zero point" if scheme.has_zero_point else "a single number"
+        raise ValueError(f"{name} is {value!r}; scheme {scheme.name!r} takes {wanted}")
+    numbers = []
+    for part in parts:
+        if not isinstance(part, int | float | Tensor):
+            raise TypeError(f"{name} is {part!r}; it must be a number")
+        number = torch.as_tensor(part, dtype=torch.float32, device=device).detach()
+        if number.numel() != 1:
+            raise ValueError(f"{name} has shape {list(number.shape)}; it must be a single number")
+        numbers.append(number.reshape(()))
+    scale, zero_point = numbers if scheme.has_zero_point else (*numbers, torch.zeros(()))
+    if scale.device.type != "meta" and not (scale > 0 and scale.isfinite()):
+        raise ValueError(f"{name} is {scale.item()}; it must be finite and greater than 0")
+    if zero_point.device.type != "meta" and not is_zero_point(zero_point.item()):
+        raise ValueError(f"the zero point in {name} is {zero_point.item():g}; it must be {ZERO_POINTS}")
+    return scale, zero_point.to(INT8.storage)
 
 
 def linear_weight(linear: nn.Module) -> Tensor:

@@ -98,7 +98,7 @@ def test_zeros_are_exact() -> None:
         ((0.5, -129), "the zero point in input_scale is -129"),
         ((0.5, 0.5), "the zero point in input_scale is 0.5"),
         ((0.5, torch.nan), "the zero point in input_scale is nan"),
-        ((0.5, torch.ones(2)), "the zero point in input_scale"),
+        ((0.5, torch.ones(2)), r"input_scale has shape \[2\]; it must be a single number"),
     ],
 )
 def test_what_input_scale_may_not_be(given: Any, message: str) -> None:
