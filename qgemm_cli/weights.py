@@ -19,6 +19,7 @@ from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.nn import QuantLinear, linear_class
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
+from qgemm.numerics.formats import INT8
 from qgemm.scheme import QuantScheme
 from qgemm.streaming.float_tensors import FloatTensor, OrderedExperts, StoredFloat
 from qgemm.streaming.loading import plan_loading
@@ -51,7 +52,7 @@ class Dequantized(FloatTensor):
         stored = self._source.tensors[self._scale_name]
         scale = self._source.read_rows(self._scale_name, 0, stored.shape[0] if stored.shape else 1).float()
         if self._scale_name.endswith(".SCB"):
-            scale = scale / 127
+            scale = scale / INT8.steps
         if scale.numel() == 1:
             return scale.reshape([1] * len(self.shape))
         if scale.shape == self.shape[:-1]:

@@ -68,7 +68,14 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.scheme",
         "qgemm.nn",
     },
-    "qgemm.checkpoint": {"qgemm.arguments", "qgemm.device", "qgemm.scheme", "qgemm.nn", "qgemm.model"},
+    "qgemm.checkpoint": {
+        "qgemm.arguments",
+        "qgemm.device",
+        "qgemm.numerics",
+        "qgemm.scheme",
+        "qgemm.nn",
+        "qgemm.model",
+    },
     "qgemm.calibration": {
         "qgemm.version",
         "qgemm.warn",

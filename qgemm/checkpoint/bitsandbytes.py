@@ -21,6 +21,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import split_name
+from qgemm.numerics.formats import INT8, MIN_SCALE
 from qgemm.scheme import SCHEMES
 
 QUANT_METHOD = "bitsandbytes"
@@ -42,7 +43,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
         layer, leaf = split_name(name)
         if leaf == "SCB":
             weight = stored.get(f"{layer}.weight")
-            if weight is None or weight.dtype != torch.int8 or len(weight.shape) != 2:
+            if weight is None or weight.dtype != INT8.storage or len(weight.shape) != 2:
                 raise CheckpointError(f"{tensor.path}: {name} belongs to a weight that is missing or not int8, [N, K]")
             if tensor.dtype != torch.float32 or tensor.shape != weight.shape[:1]:
                 raise CheckpointError(
@@ -62,7 +63,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
 
 def _to_scale(absmax: Tensor) -> Tensor:
     # A row of zeros has 0; the smallest scale there is means the same.
-    return torch.where(absmax == 0, torch.finfo(torch.float32).tiny, absmax / 127)
+    return torch.where(absmax == 0, MIN_SCALE, absmax / INT8.steps)
 
 
 def _must_be_rows(value: Tensor) -> Tensor:

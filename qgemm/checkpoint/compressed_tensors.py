@@ -17,7 +17,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from qgemm.checkpoint import pack_quantized
@@ -29,7 +28,8 @@ from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name, transient_names
 from qgemm.nn import LinearLayer, PackedLinear, QuantLayer, QuantLinear, QuantMultiheadAttention
 from qgemm.nn.linear_layer import is_conv1d
-from qgemm.scheme import SCHEMES
+from qgemm.numerics.formats import INT8
+from qgemm.scheme import SCHEMES, TensorScheme
 
 QUANT_METHOD = "compressed-tensors"
 FORMAT = "int-quantized"
@@ -67,7 +67,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
 
 def _note_weight_scale(contents: Contents, layer: str, scale: StoredTensor, strategies: set[str]) -> None:
     weight = contents.stored.get(f"{layer}.weight")
-    if weight is None or weight.dtype != torch.int8 or len(weight.shape) != 2:
+    if weight is None or weight.dtype != INT8.storage or len(weight.shape) != 2:
         found = "no weight" if weight is None else f"a weight of {weight.dtype} {list(weight.shape)}"
         raise CheckpointError(f"{scale.path}: layer {layer} has a weight_scale but {found}; it must be int8, [N, K]")
     n = weight.shape[0]
@@ -157,7 +157,7 @@ def _arguments(group: dict[str, Any], part: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise _Unsupported(f"has {part} that are no object")
     kind, bits = values.get("type", "int"), values.get("num_bits", 8)
-    if kind != "int" or isinstance(bits, bool) or bits != 8:
+    if kind != "int" or isinstance(bits, bool) or bits != INT8.bits:
         raise _Unsupported(f"has {part} of {bits} bits, {kind!r}", "weight_packed")
     if values.get("symmetric", True) is not True:
         leaf = "weight_zero_point" if part == "weights" else "input_zero_point"
@@ -273,8 +273,8 @@ def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict
         groups[f"group_{index}"] = {
             "format": FORMAT,
             "targets": targets,
-            "weights": _to_arguments("channel", dynamic=False),
-            "input_activations": _to_arguments(scheme.activation.granularity, scheme.activation.dynamic),
+            "weights": _to_arguments(scheme.weight),
+            "input_activations": _to_arguments(scheme.activation),
             "output_activations": None,
         }
     modules = model.named_modules(remove_duplicate=False)
@@ -297,5 +297,6 @@ def _is_target(module: nn.Module) -> bool:
     return is_router or any(cls.__name__ in ("Linear", "LinearBase") for cls in type(module).__mro__)
 
 
-def _to_arguments(strategy: str, dynamic: bool) -> dict[str, Any]:
-    return {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy, "dynamic": dynamic}
+def _to_arguments(scheme: TensorScheme) -> dict[str, Any]:
+    how = {"symmetric": scheme.symmetric, "strategy": scheme.granularity, "dynamic": scheme.dynamic}
+    return {"num_bits": scheme.format.bits, "type": "int", **how}

@@ -18,6 +18,7 @@ from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.nn import PackedLinear
 from qgemm.nn.packed import packed_shape
+from qgemm.numerics.formats import INT4
 from qgemm.scheme import SCHEMES, QuantScheme
 
 FORMAT = "pack-quantized"
@@ -33,7 +34,7 @@ def scheme_of_group(group: dict[str, Any], whole_format: object) -> str | None:
         return None
     bits, size = weights.get("num_bits"), weights.get("group_size")
     plain = weights.get("type", "int") == "int" and weights.get("symmetric", True) is True
-    if isinstance(bits, bool) or bits != 4 or not plain or weights.get("dynamic", False) is not False:
+    if isinstance(bits, bool) or bits != INT4.bits or not plain or weights.get("dynamic", False) is not False:
         return None
     by_size = "channel" if size == -1 else "tensor" if size is None else "group"
     strategy = weights.get("strategy") or by_size
@@ -98,7 +99,7 @@ def to_group(scheme: QuantScheme, targets: list[str]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "targets": targets,
-        "weights": {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False, **sizes},
+        "weights": {"num_bits": scheme.weight.format.bits, "type": "int", "symmetric": True, "dynamic": False, **sizes},
         "input_activations": None,
         "output_activations": None,
     }

@@ -74,9 +74,9 @@ class QuantExperts(QuantLayer):
         self.scheme = resolve_scheme(scheme)
         if self.scheme != (computed := self.scheme.for_experts()):
             raise ValueError(f'scheme {self.scheme.name!r} isn\'t computed for experts: use "{computed.name}"')
-        N = self.activation.columns(intermediate_size)
+        N, storage = self.activation.columns(intermediate_size), self.scheme.weight.format.storage
         for name, shape in (("gate_up_proj", (N, hidden_size)), ("down_proj", (hidden_size, intermediate_size))):
-            weight = torch.zeros(num_experts, *shape, dtype=torch.int8, device=device)
+            weight = torch.zeros(num_experts, *shape, dtype=storage, device=device)
             scale = torch.full((num_experts, shape[0]), torch.nan, dtype=torch.float32, device=device)
             setattr(self, name, frozen(weight))
             # Before the scale: a transformers model takes its first float parameter's dtype for its own.
@@ -136,7 +136,7 @@ class QuantExperts(QuantLayer):
                 setattr(self, leaf, frozen(tensor.to(value.device)))
             return
         shape = getattr(self, name).shape
-        weight = torch.empty(shape, dtype=torch.int8, device=value.device)
+        weight = torch.empty(shape, dtype=self.scheme.weight.format.storage, device=value.device)
         scale = torch.empty(shape[:2], dtype=torch.float32, device=value.device)
         for expert in range(self.num_experts):
             rows = source.rows_of(name, value, expert)

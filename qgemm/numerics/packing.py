@@ -66,7 +66,7 @@ def unpack(packed: Tensor, K: int) -> Tensor:
     """int8 ``[n, K]`` from int32 ``[n, ceil(K / 8)]``."""
     octets = packed.contiguous().view(torch.uint8)
     values = torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)[:, :K]
-    return values.view(torch.int8) - _ZERO
+    return values.view(INT4.storage) - _ZERO
 
 
 def dequantize(packed: Tensor, scale: Tensor, group_size: int, K: int, dtype: torch.dtype) -> Tensor:

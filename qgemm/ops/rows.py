@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import checks, dispatch
+from qgemm.numerics.formats import INT8
 from qgemm.numerics.hadamard import hadamard
 from qgemm.ops.declare import operator
 
 
 def _quantize_rows_fake(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
     checks.check_quantize_rows(x, scale, zero_point)
-    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=INT8.storage), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _quantize_rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
