@@ -1,6 +1,7 @@
 """Kernel tests run compiled where there is a GPU, and in Triton's interpreter elsewhere."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,18 +44,30 @@ if not torch.cuda.is_available():
     _patch_once_a_launch()
 
 
+PARAMETERS = 8  # of a test that `make quick` runs, about
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Takes the mark ``slow(quick=...)`` from parameters of these ids: one of them, or several.
+    """Marks as slow what `make quick` leaves out, and lets what compiles every kernel come first.
 
-    What compiles every kernel comes first: all of it goes to one of several workers, and none waits for it last.
+    That is of a test marked ``slow(quick=...)`` what has other parameters than these; of others, with many parameters,
+    all but every so many. What comes first goes to one of several workers, and none waits for it last.
     """
+    tests: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
-        for mark in item.iter_markers("slow"):
-            quick = mark.kwargs.get("quick", ())
-            quick = [quick] if isinstance(quick, str) else quick
-            if any(f"-{name}-" in f"-{item.callspec.id}-" for name in quick):
-                item.own_markers.remove(mark)
+        if isinstance(item, pytest.Function):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for functions in tests.values():
+        for number, item in enumerate(functions):
+            if marks := [mark for mark in item.own_markers if mark.name == "slow"]:
+                quick = marks[0].kwargs.get("quick", [])
+                if any(
+                    f"-{name}-" in f"-{item.callspec.id}-" for name in ([quick] if isinstance(quick, str) else quick)
+                ):
+                    item.own_markers.remove(marks[0])
+            elif number % -(-len(functions) // PARAMETERS):
+                item.add_marker("slow")
     items.sort(key=lambda item: item.get_closest_marker("compile") is None)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import qgemm
 from qgemm.calibration import Budget
 from qgemm.nn import QuantExperts, QuantLinear
+from qgemm.numerics.formats import INT8
 
 PACKAGE = str(Path(qgemm.__file__).parent)
 X = [torch.ones(4, 32)]
@@ -161,11 +162,11 @@ def test_budgets_of_bytes_as_text() -> None:
 
 
 def test_sums_that_int32_cannot_hold_are_refused_as_a_layer_is_made() -> None:
-    with pytest.raises(ValueError, match="in_features is 131072; int32 sums hold up to 131071"):
-        QuantLinear(131072, 1)
-    QuantLinear(131071, 1, device="meta")
+    with pytest.raises(ValueError, match=f"in_features is {INT8.max_k + 1}; int32 sums hold up to {INT8.max_k}"):
+        QuantLinear(INT8.max_k + 1, 1)
+    QuantLinear(INT8.max_k, 1, device="meta")
     # Packed weights are multiplied in float.
-    qgemm.nn.PackedLinear(131072, 1, scheme="int4", device="meta")
+    qgemm.nn.PackedLinear(INT8.max_k + 1, 1, scheme="int4", device="meta")
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])

@@ -140,7 +140,7 @@ def language(folder: Path, name: str) -> Subject:
     return {one.name: one for one in measure.language_subjects(folder, EFFORT, CPU)}[name]
 
 
-@pytest.mark.slow(quick="plain")
+@pytest.mark.slow(quick=["plain"])
 @pytest.mark.parametrize("name", [PLAIN, OUTLIERS])
 def test_bf16_is_itself_and_a_broken_variant_shows(folder: Path, name: str) -> None:
     subject = language(folder, name)

@@ -38,7 +38,7 @@ def test_documents_are_found() -> None:
     assert {"README.md", "docs/guide.md", "docs/stages.md", "docs/tutorial.md"} <= set(DOCUMENTS)
 
 
-@pytest.mark.slow(quick="README.md")
+@pytest.mark.slow(quick=["README.md"])
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_code_of_a_document(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A file, since Triton reads the source of its kernels from there.

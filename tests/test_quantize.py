@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import qgemm.model.restore
 from qgemm import QuantLinear
 from qgemm.model.report import report
+from qgemm.numerics.formats import INT8
 from qgemm.quantize import quantize_model
 
 
@@ -63,7 +64,7 @@ def test_a_layer_computes_what_float64_does_with_the_rounded_numbers() -> None:
     model = quantize_model(nn.Sequential(linear))
 
     def rounded(values: Tensor) -> Tensor:
-        scale = (values.abs().amax(1, keepdim=True) / 127).double()
+        scale = (values.abs().amax(1, keepdim=True) / INT8.steps).double()
         return (values.double() / scale).round() * scale
 
     expected = rounded(x) @ rounded(linear.weight.detach()).t() + linear.bias.detach().double()
@@ -229,7 +230,7 @@ def _with_own_forward() -> nn.Module:
         (lambda: nn.GRUCell(8, 8), "there is no quantized GRUCell"),
         (lambda: nn.Bilinear(8, 8, 8), "there is no quantized Bilinear"),
         # One more than int32 sums hold, on meta: it would be half a megabyte else.
-        (lambda: nn.Linear(131072, 1, device="meta"), "in_features is 131072"),
+        (lambda: nn.Linear(INT8.max_k + 1, 1, device="meta"), f"in_features is {INT8.max_k + 1}"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:only .* of the bytes")

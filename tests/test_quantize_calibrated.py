@@ -13,6 +13,7 @@ from torch import nn
 from qgemm import Calibration, calibrate
 from qgemm.calibration import GPTQ, MinMax
 from qgemm.model.report import report
+from qgemm.numerics.formats import INT8
 from qgemm.quantize import quantize_model
 
 
@@ -73,7 +74,7 @@ def test_static_scales_of_a_rotated_layer_are_of_rotated_inputs() -> None:
     with pytest.raises(ValueError, match="which calibration hasn't seen: pass batches"):
         quantize_model(model, "int8-static-hadamard", calibration=calibration)
     quantize_model(model, "int8-static-hadamard", calibration=[x])
-    assert model[0].input_scale == pytest.approx(0.25 / 127)
+    assert model[0].input_scale == pytest.approx(0.25 / INT8.steps)
     assert report(model).recipe is None
 
 

@@ -40,7 +40,7 @@ def linear_layers(model: nn.Module) -> dict[str, LinearLayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LinearLayer)}
 
 
-@pytest.mark.slow(quick="torch.float32-llama")
+@pytest.mark.slow(quick=["torch.float32-llama"])
 @SCHEME
 @FAMILY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -211,7 +211,7 @@ def parameters(model: PeftModel) -> list[tuple[str, torch.Tensor]]:
     return [(name, parameter) for name, parameter in named if "lora_" not in name]
 
 
-@pytest.mark.slow(quick="int8")
+@pytest.mark.slow(quick=["int8"])
 @SCHEME
 def test_damaged_values_are_found(scheme: str, tmp_path: Path) -> None:
     model = quantized("llama", scheme).model

@@ -38,7 +38,7 @@ def static(model: nn.Module, observer: str, batches: list[dict[str, Tensor]]) ->
     return qgemm.quantize_model(quantized, "int8-static", calibration=calibration)
 
 
-@pytest.mark.slow(quick="llama")
+@pytest.mark.slow(quick=["llama"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
 def test_mse_is_nearer_than_min_max_where_calibration_has_outliers(family: str) -> None:
     model: Any = FAMILIES[family]().model

@@ -15,6 +15,7 @@ from qgemm.calibration.bias_correction import BiasCorrection, mean_output_error
 from qgemm.calibration.method import Block, Call, LayerWork, QuantizedWeight
 from qgemm.calibration.statistics import StatisticsSum
 from qgemm.nn import QuantLinear
+from qgemm.numerics.formats import INT8
 from qgemm.scheme import SCHEMES
 
 
@@ -52,7 +53,7 @@ def test_the_quantized_layer_is_right_on_average(scheme: str) -> None:
     x = one_sided(1000)
     layer = nn.Linear(64, 24)
     wanted = layer(x).mean(0)
-    input_scale = x.abs().max() / 127 if scheme == "int8-static" else None
+    input_scale = x.abs().max() / INT8.steps if scheme == "int8-static" else None
     errors = []
     for corrected in (False, True):
         linear = copy.deepcopy(layer)

@@ -143,6 +143,7 @@ def nbytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_model_within_bytes(family: str, tmp_path: Path) -> None:
     example = {**FAMILIES, **MIXTURES}[family]()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import qgemm
 from qgemm.calibration import MinMax, Percentile, run_batches
+from qgemm.numerics.formats import INT8
 
 
 class Block(nn.Module):
@@ -75,7 +76,7 @@ def test_every_layer_that_is_swapped_is_watched(family: str) -> None:
     for name, seen in calibration.statistics.items():
         assert seen.tokens == rows[name].shape[0], name
         assert torch.equal(seen.channel_amax, rows[name].abs().amax(0)), name
-        assert calibration.input_scales[name] == rows[name].abs().max().item() / 127
+        assert calibration.input_scales[name] == rows[name].abs().max().item() / INT8.steps
 
     qgemm.quantize_model(model, "int8-static", calibration=calibration)
     static = {name for name, m in model.named_modules() if isinstance(m, qgemm.QuantLinear)}
@@ -95,7 +96,7 @@ def test_several_calls_add_up_and_skip_is_heeded() -> None:
         model(second)
     assert set(calibration.statistics) == {"up", "down"}
     assert calibration.statistics["up"].tokens == 14
-    assert calibration.input_scales["up"] == second.abs().max().item() / 127
+    assert calibration.input_scales["up"] == second.abs().max().item() / INT8.steps
 
 
 def test_the_observer_is_the_one_asked_for() -> None:
@@ -240,7 +241,7 @@ def test_batches_of_every_kind(kind: str) -> None:
     qgemm.quantize_model(
         model, "int8-static", calibration=batches(), skip="side" if kind == "tensor" else None, progress=False
     )
-    assert model.up.input_scale == x.abs().max() / 127
+    assert model.up.input_scale == x.abs().max() / INT8.steps
     assert model.training
     assert model.dropout.training
     assert not model.up.training

@@ -70,7 +70,7 @@ def rows_by_hand(block: Block, work: ExpertsWork) -> list[tuple[Tensor, Tensor]]
     return inputs
 
 
-@pytest.mark.slow(quick="mixtral")
+@pytest.mark.slow(quick=["mixtral"])
 @pytest.mark.parametrize("method", [GPTQ(), GPTQ(mse=False, act_order=False), AWQ(), MSEWeights(by_input=True)])
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
@@ -152,7 +152,7 @@ def test_padding_is_no_token_of_an_expert(family: str) -> None:
         assert work.notes == plain.experts[name].notes
 
 
-@pytest.mark.slow(quick="mixtral")
+@pytest.mark.slow(quick=["mixtral"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_with_decided_experts_are_saved_loaded_and_resumed(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

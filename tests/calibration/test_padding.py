@@ -110,6 +110,7 @@ def padded(family: str) -> tuple[Any, dict[str, Tensor], list[dict[str, Tensor]]
     return model, batch, alone
 
 
+@pytest.mark.slow(quick=["llama"])
 @pytest.mark.parametrize("family", ["llama", "bert", "t5", "bart", "mixtral"])
 def test_scales_are_those_of_sequences_without_padding(family: str) -> None:
     model, batch, alone = padded(family)
@@ -139,7 +140,7 @@ def test_scales_are_those_of_sequences_without_padding(family: str) -> None:
                 torch.testing.assert_close(scales[0][name], scales[1][name], rtol=0.05, atol=0)
 
 
-@pytest.mark.slow(quick="llama-method0")
+@pytest.mark.slow(quick=["llama-method0"])
 @pytest.mark.parametrize("method", [GPTQ(), AWQ(), SmoothQuant(), OutlierColumns(count=16)])
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_methods_see_no_padding(family: str, method: Method) -> None:

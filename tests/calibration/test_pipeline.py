@@ -329,6 +329,7 @@ def test_a_device_given_changes_no_bit(family: str) -> None:
     assert same_state(one.model, other.model)
 
 
+@pytest.mark.slow
 def test_models_that_accelerate_has_spread_are_worked_on_where_they_are() -> None:
     one, other = FAMILIES["t5"](), FAMILIES["t5"]()
     accelerate.dispatch_model(other.model, {"": "cpu"}, force_hooks=True)
@@ -368,7 +369,7 @@ RECIPES: dict[str, list[Method]] = {
 }
 
 
-@pytest.mark.slow(quick="llama")
+@pytest.mark.slow(quick=["llama"])
 @pytest.mark.parametrize(
     ("family", "recipe"), [("llama", "all"), ("bert", "all"), ("bert", "gptq"), ("t5", "awq"), ("t5", "gptq")]
 )

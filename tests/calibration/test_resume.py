@@ -72,7 +72,7 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
     assert qgemm.report(model) == qgemm.report(expected)
 
 
-@pytest.mark.slow(quick="llama-model.layers.1")
+@pytest.mark.slow(quick=["llama-model.layers.1"])
 @pytest.mark.parametrize(
     ("family", "block"),
     [
@@ -99,7 +99,7 @@ def test_a_run_goes_on_at_the_last_finished_block(family: str, block: str, tmp_p
     assert third.seen == [block for block in BLOCKS[family] if not block]
 
 
-@pytest.mark.slow(quick="int4")
+@pytest.mark.slow(quick=["int4"])
 @pytest.mark.parametrize(
     "scheme", ["int4", "int8-static-asymmetric", "int8-static-hadamard", "int8-outliers-16", "int8-static-outliers-16"]
 )
@@ -166,6 +166,7 @@ def test_a_killed_process_leaves_whole_files_only(tmp_path: Path) -> None:
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.slow(quick=["run.json"])
 @pytest.mark.parametrize("at", ["run.json", "block-00000.safetensors"])
 def test_a_full_disk_leaves_whole_files_only(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace = os.replace

@@ -14,6 +14,7 @@ from qgemm.calibration.method import Block, Call, LayerWork, Method
 from qgemm.calibration.rounded_part import rounded_input, rounded_moment, rounded_part, rounded_weight
 from qgemm.calibration.rounding import MSEWeights, dequantize
 from qgemm.calibration.statistics import InputStatistics, StatisticsSum
+from qgemm.numerics.formats import INT8
 from qgemm.numerics.hadamard import hadamard
 from qgemm.scheme import SCHEMES, QuantScheme
 
@@ -101,7 +102,7 @@ def test_a_rotated_input_is_rounded_after_its_rotation(scheme: str) -> None:
     part, rounded = rounded_input(work_of(rotated(SCHEMES[scheme])), seen_of(x))
     assert torch.equal(part, hadamard(x))
     amax = part.abs().amax(1, keepdim=True) if scheme == "int8" else part.abs().max()
-    torch.testing.assert_close(rounded, (part / (amax / 127)).round() * (amax / 127))
+    torch.testing.assert_close(rounded, (part / (amax / INT8.steps)).round() * (amax / INT8.steps))
 
 
 def test_rows_of_zeros_and_inputs_in_float() -> None:

@@ -36,7 +36,7 @@ def divergence(p_logits: Tensor, q_logits: Tensor) -> float:
 
 
 # Decoder, Conv1D, encoder and decoder, experts.
-@pytest.mark.slow(quick="llama")
+@pytest.mark.slow(quick=["llama"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "mixtral"])
 def test_damage_is_that_of_swapping_one_layer(family: str) -> None:
     example = {**FAMILIES, **MIXTURES}[family]()

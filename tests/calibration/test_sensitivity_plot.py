@@ -40,6 +40,7 @@ def test_labels_of_the_plot_do_not_overlap(high: float) -> None:
         assert all(start > end for (_, end), (start, _) in itertools.pairwise(ends))
 
 
+@pytest.mark.slow
 def test_the_plot_has_every_one_of_its_layers(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result = spread_out(1e-3, 1e-2, count=30)

@@ -20,6 +20,7 @@ from qgemm.calibration.smoothquant import ALPHAS, SmoothQuant, smoothed_loss, sm
 from qgemm.calibration.statistics import InputStatistics, StatisticsSum
 from qgemm.nn import QuantLinear
 from qgemm.nn.linear_layer import linear_weight
+from qgemm.numerics.formats import INT8
 from qgemm.scheme import SCHEMES, QuantScheme, TensorScheme
 
 
@@ -109,7 +110,7 @@ def test_the_loss_is_that_of_the_quantized_layer(scheme: str) -> None:
     with torch.no_grad():
         linear.weight *= scales
     amax = (x / scales).abs().max()
-    layer: Any = QuantLinear.from_linear(linear, scheme, amax / 127 if scheme == "int8-static" else None)
+    layer: Any = QuantLinear.from_linear(linear, scheme, amax / INT8.steps if scheme == "int8-static" else None)
     error = (layer(x / scales) - wanted).square().sum().item() / wanted.square().sum().item()
     assert loss == pytest.approx(error, rel=1e-3)
 

@@ -77,6 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow(quick=["dynamic"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_of_the_library_runs_in_int8(case: str, tmp_path: Path) -> None:
     write_with_library(tmp_path, **CASES[case])

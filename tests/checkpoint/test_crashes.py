@@ -21,7 +21,7 @@ STEPS = {CALIBRATION: 1, RECIPE: 1, SAVE: 5, CONVERT_ANEW: 17, STREAM: 37}
 WRITERS = pytest.mark.parametrize("writer", STEPS, ids=lambda writer: writer.name)
 
 
-@pytest.mark.slow(quick="one failure-save")
+@pytest.mark.slow(quick=["one failure-save"])
 @WRITERS
 @pytest.mark.parametrize("lasting", [False, True], ids=["one failure", "full disk"])
 def test_an_error_at_any_moment(writer: Writer, lasting: bool, tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_an_error_at_any_moment(writer: Writer, lasting: bool, tmp_path: Path) -
     assert found.keys() == {writer.before, "new"} or step > 1
 
 
-@pytest.mark.slow(quick="save")
+@pytest.mark.slow(quick=["save"])
 @WRITERS
 def test_a_kill_at_any_moment(writer: Writer, tmp_path: Path) -> None:
     work, step = tmp_path / "work", STEPS[writer]
@@ -46,7 +46,7 @@ def test_kills_at_random_times(tmp_path: Path) -> None:
     assert sum(found.values()) == 12
 
 
-@pytest.mark.slow(quick="save")
+@pytest.mark.slow(quick=["save"])
 @WRITERS
 def test_a_power_loss_at_any_moment(writer: Writer, tmp_path: Path) -> None:
     """What isn't synced may be lost: the order of syncs and renames is right."""
@@ -57,7 +57,7 @@ def test_a_power_loss_at_any_moment(writer: Writer, tmp_path: Path) -> None:
     assert set(at_the_end) == {"new"}
 
 
-@pytest.mark.slow(quick="save")
+@pytest.mark.slow(quick=["save"])
 @pytest.mark.parametrize("writer", [CALIBRATION, RECIPE, SAVE], ids=lambda writer: writer.name)
 def test_nothing_is_left_of_a_kill_once_it_is_done_again(writer: Writer, tmp_path: Path) -> None:
     folder = writer.folder(tmp_path / "work")

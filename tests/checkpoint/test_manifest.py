@@ -21,6 +21,7 @@ from qgemm import CheckpointError, load_quantized, save_quantized
 from qgemm.checkpoint import load, save
 from qgemm.checkpoint.layout import retry_while_saved
 from qgemm.checkpoint.safetensors_file import CHECKSUMS
+from qgemm.numerics.formats import INT8
 
 CONFIG, INDEX, REPORT = "config.json", "model.safetensors.index.json", "qgemm_report.json"
 
@@ -43,8 +44,8 @@ def value_of(model: nn.Module) -> int:
     for layer in model:
         found |= {round(float(value), 3) for value in layer.bias.detach()}
     for layer in model[1:]:
-        assert bool((layer.state_dict()["weight"] == 127).all())
-        found |= {round(127 * float(value), 3) for value in layer.state_dict()["weight_scale"]}
+        assert bool((layer.state_dict()["weight"] == INT8.high).all())
+        found |= {round(INT8.steps * float(value), 3) for value in layer.state_dict()["weight_scale"]}
     assert len(found) == 1, f"a mixture of {found}"
     return int(found.pop())
 
@@ -127,6 +128,7 @@ def test_a_report_that_is_none(values: Any, problem: str, folder: Path) -> None:
         load_quantized(folder, model=empty)
 
 
+@pytest.mark.slow
 def test_the_config_of_many_layers_is_short(tmp_path: Path) -> None:
     blocks = nn.ModuleList(nn.ModuleDict({name: nn.Linear(8, 8) for name in "qkvogud"}) for _ in range(80))
     model = qgemm.quantize_model(nn.ModuleDict({"layers": blocks}))
@@ -273,8 +275,8 @@ def test_version_1_of_the_format_loads(tmp_path: Path) -> None:
     tensors = {
         "0.weight": torch.eye(8),
         "0.bias": torch.zeros(8),
-        "1.weight": torch.full((4, 8), 127, dtype=torch.int8),
-        "1.weight_scale": torch.full((4,), 1 / 127),
+        "1.weight": torch.full((4, 8), INT8.high, dtype=torch.int8),
+        "1.weight_scale": torch.full((4,), 1 / INT8.steps),
         "1.bias": torch.arange(4.0),
     }
     metadata = {"format": "pt", CHECKSUMS: json.dumps({name: CHECKSUMS_1[name] for name in tensors})}

@@ -41,7 +41,7 @@ main()
 """
 
 
-@pytest.mark.slow(quick="arguments0")
+@pytest.mark.slow(quick=["arguments0"])
 @pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS), ["inspekt"]])
 def test_help_and_typing_mistakes_wait_for_no_import(arguments: list[str]) -> None:
     result = run_python(IMPORTED, *arguments)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import qgemm
 from cli.command import run, run_failing, run_json, write_checkpoint
 from qgemm.checkpoint.name_ranges import expand
+from qgemm.numerics.formats import INT8
 from qgemm_cli.logits import compare_logits
 from qgemm_cli.weights import match_names
 
@@ -104,7 +105,7 @@ def test_experts_that_both_hold_one_by_one(tmp_path: Path) -> None:
     tiny_mixture("qwen3_moe").save_pretrained(tmp_path / "float")
     tensors = load_file(tmp_path / "float" / "model.safetensors")
     name = "model.layers.0.mlp.experts.1.up_proj"
-    scale = tensors[f"{name}.weight"].abs().amax(1, keepdim=True) / 127
+    scale = tensors[f"{name}.weight"].abs().amax(1, keepdim=True) / INT8.steps
     int8 = (tensors[f"{name}.weight"] / scale).round().to(torch.int8)
     wanted = float((int8 * scale - tensors[f"{name}.weight"]).norm() / tensors[f"{name}.weight"].norm())
     tensors |= {f"{name}.weight": int8, f"{name}.weight_scale": scale}

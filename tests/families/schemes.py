@@ -9,6 +9,7 @@ from qgemm.model.selection import select_layers
 from qgemm.model.swap import put
 from qgemm.nn import LinearLayer, linear_class
 from qgemm.nn.linear_layer import InputScale, linear_weight
+from qgemm.numerics.formats import INT8
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 EVERY_SCHEME = [
@@ -47,7 +48,7 @@ def input_scale_for(scheme: QuantScheme) -> InputScale | None:
     if scheme.activation is None or not scheme.is_static:
         return None
     # Of an asymmetric one, for -4 to 4.5.
-    return 4 / 127 if scheme.activation.symmetric else (8.5 / 255, -8)
+    return 4 / INT8.steps if scheme.activation.symmetric else (8.5 / INT8.asymmetric.steps, -8)
 
 
 def quantized_model(model: nn.Module, scheme: str) -> nn.Module:

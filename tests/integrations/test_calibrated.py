@@ -17,7 +17,7 @@ from qgemm.calibration import GPTQ, Calibration, MinMax, MSEWeights, Recipe, Smo
 from qgemm.nn import LinearLayer
 
 
-@pytest.mark.slow(quick="llama")
+@pytest.mark.slow(quick=["llama"])
 @pytest.mark.parametrize(
     ("family", "scheme", "recipe", "dtype"),
     [

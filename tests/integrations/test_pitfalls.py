@@ -24,6 +24,7 @@ from qgemm import QuantLinear
 from qgemm.checkpoint.name_ranges import expand
 from qgemm.checkpoint.refusal import REFUSAL
 from qgemm.integrations.transformers import QGemmQuantizer
+from qgemm.numerics.formats import INT8
 
 
 def test_weights_arrive_as_floats(llama_folder: Path) -> None:
@@ -31,7 +32,7 @@ def test_weights_arrive_as_floats(llama_folder: Path) -> None:
     layers = {n: m for n, m in load_int8(llama_folder).named_modules() if isinstance(m, QuantLinear)}
     assert len(layers) == 14  # of two blocks
     for name, layer in layers.items():
-        assert layer.get_parameter("weight").abs().amax(dim=1).eq(127).all(), name
+        assert layer.get_parameter("weight").abs().amax(dim=1).eq(INT8.high).all(), name
 
 
 @pytest.mark.parametrize(
@@ -328,6 +329,7 @@ old = qgemm.QGemmConfig
 for module in (package.config, package.quantizer, package):
     importlib.reload(module)
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+from qgemm.numerics.formats import INT8
 assert qgemm.QGemmConfig is not old
 assert AUTO_QUANTIZATION_CONFIG_MAPPING["qgemm"] is qgemm.QGemmConfig
 assert AUTO_QUANTIZER_MAPPING["qgemm"] is package.QGemmQuantizer

@@ -19,6 +19,7 @@ import qgemm
 from integrations.folders import assert_same, load
 from qgemm import CheckpointError
 from qgemm.integrations.transformers import checkpoint, reading
+from qgemm.numerics.formats import INT8
 
 ANOTHER = "0123456789abcdef"
 
@@ -43,7 +44,7 @@ def values_of(model: Any) -> set[int]:
     }
     for name, parameter in model.named_parameters():
         if name.endswith("weight_scale"):
-            found |= {round(127 * float(value)) for value in parameter}
+            found |= {round(INT8.steps * float(value)) for value in parameter}
     return {*found, model.generation_config.max_new_tokens}
 
 

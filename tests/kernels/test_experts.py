@@ -108,7 +108,7 @@ def float_experts(arguments: dict[str, Any]) -> Tensor:
     return out
 
 
-@pytest.mark.slow(quick="torch.float32-kernels")
+@pytest.mark.slow(quick=["torch.float32-kernels"])
 @FUNCTIONS
 @pytest.mark.parametrize(
     ("activation", "dtype"),
@@ -230,7 +230,7 @@ def test_a_long_row_is_computed_twice(device: torch.device, monkeypatch: pytest.
     assert_close(kernel_experts(**arguments), arguments)
 
 
-@pytest.mark.slow(quick="x")
+@pytest.mark.slow(quick=["x"])
 @pytest.mark.parametrize("view", ["x", "top_k_index", "top_k_weights", "gate_up_scale", "down_bias"])
 def test_views(view: str, device: torch.device) -> None:
     arguments = layer(bias=True, device=device)

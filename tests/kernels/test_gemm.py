@@ -52,7 +52,7 @@ def exact_scaled_mm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias
     return out if bias is None else out + bias.double()
 
 
-@pytest.mark.slow(quick="37-53-101")
+@pytest.mark.slow(quick=["37-53-101"])
 @DISPATCHED
 @pytest.mark.parametrize(("M", "N", "K"), SHAPES)
 def test_int_mm(M: int, N: int, K: int, config: GemmConfig | None, device: torch.device) -> None:
@@ -62,7 +62,7 @@ def test_int_mm(M: int, N: int, K: int, config: GemmConfig | None, device: torch
     assert torch.equal(out, int_mm_reference(a, b))
 
 
-@pytest.mark.slow(quick="37-53-101")
+@pytest.mark.slow(quick=["37-53-101"])
 @DISPATCHED
 @pytest.mark.parametrize(("M", "N", "K"), [shape for shape in SHAPES if shape[0] not in range(2, 16)])
 def test_scaled_mm(
@@ -76,7 +76,7 @@ def test_scaled_mm(
     assert_as_accurate(out, reference, exact_scaled_mm(a, b, a_scale, b_scale, bias))
 
 
-@pytest.mark.slow(quick="tiles")
+@pytest.mark.slow(quick=["tiles"])
 @KERNELS
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("bias_dtype", [None, torch.float16, torch.bfloat16, torch.float32])
@@ -95,7 +95,7 @@ def test_output_and_bias_dtypes(
     assert_as_accurate(out, reference, exact_scaled_mm(a, b, a_scale, b_scale, bias))
 
 
-@pytest.mark.slow(quick="tiles")
+@pytest.mark.slow(quick=["tiles"])
 @DISPATCHED
 @pytest.mark.parametrize("a_shape", [(), (1,), (18,)])
 @pytest.mark.parametrize("b_shape", [(), (1,), (40,)])
@@ -137,7 +137,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.slow(quick="tiles")
+@pytest.mark.slow(quick=["tiles"])
 @DISPATCHED
 @pytest.mark.parametrize("a_view", VIEWS)
 def test_any_strides(a_view: str, config: GemmConfig | None, device: torch.device) -> None:
@@ -177,7 +177,7 @@ def test_every_candidate_is_exact(config: GemmConfig, ragged: bool, device: torc
     assert torch.equal(int_mm(a, b, config=config), int_mm_reference(a, b))
 
 
-@pytest.mark.slow(quick="out_dtype0")
+@pytest.mark.slow(quick=["out_dtype0"])
 @pytest.mark.parametrize(("M", "N", "K"), [(33, 50, 70), (3, 7, 700), (64, 96, 33), (90, 70, 32)])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_streamk_gives_the_bits_of_persistent(
@@ -190,7 +190,7 @@ def test_streamk_gives_the_bits_of_persistent(
     assert torch.equal(*results)
 
 
-@pytest.mark.slow(quick="tiles")
+@pytest.mark.slow(quick=["tiles"])
 @DISPATCHED
 def test_same_inputs_same_bits(config: GemmConfig | None, device: torch.device) -> None:
     a, b = int8(17, 300, device=device), int8(33, 300, device=device).t()
@@ -341,7 +341,7 @@ def test_beyond_2_31_elements() -> None:
         del a, b, out
 
 
-@pytest.mark.slow(quick="persistent-out_dtype1")
+@pytest.mark.slow(quick=["persistent-out_dtype1"])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("schedule", ["tiles", "persistent", "streamk"])
 def test_same_bits_as_on_the_cpu(schedule: Schedule, out_dtype: torch.dtype, device: torch.device) -> None:

@@ -53,7 +53,7 @@ def operands(
     return a, b, offsets, a_scale, b_scale, torch.randn(G, N, device=device) if bias else None
 
 
-@pytest.mark.slow(quick="ragged")
+@pytest.mark.slow(quick=["ragged"])
 @pytest.mark.parametrize("config", [None, SMALL, PERSISTENT], ids=["cpu", "tiles", "persistent"])
 @pytest.mark.parametrize("sizes", GROUPS.values(), ids=GROUPS)
 def test_groups(sizes: list[int], config: GemmConfig | None, device: torch.device) -> None:

@@ -63,7 +63,7 @@ class Parameters:
         return out.view(*x.shape[:-1], -1) if out.numel() else out.view(*x.shape[:-1], self.weight.shape[0])
 
 
-@pytest.mark.slow(quick="5-dtype1")
+@pytest.mark.slow(quick=["5-dtype1"])
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -79,7 +79,7 @@ def test_the_reference_s_bits_every_time(
 
 
 # A whole block of K, more than one, a tail, rows that 16 bytes don't divide; tiles that stick out.
-@pytest.mark.slow(quick="32-512")
+@pytest.mark.slow(quick=["32-512"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("n", "k"), [(32, 512), (40, 1024), (33, 1300), (7, 1535), (100, 2048)])
 def test_one_row_in_one_launch(n: int, k: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -118,7 +118,7 @@ def test_rows_beyond_the_registers_are_read_twice() -> None:
     assert quantize.row_blocks(longest // 4 + 1, 4, longest, 1024) == (1024, 0, 64)
 
 
-@pytest.mark.slow(quick="user")
+@pytest.mark.slow(quick=["user"])
 @FUNCTIONS
 def test_every_bfloat16_quotient_rounds_as_the_reference_does(function: Quantize, device: torch.device) -> None:
     # A row for each amax; in it the 2048 values from amax down, of both signs. Smaller ones round to 0.
@@ -131,7 +131,7 @@ def test_every_bfloat16_quotient_rounds_as_the_reference_does(function: Quantize
         assert_equals_reference(function, x.to(torch.int16).view(torch.bfloat16))
 
 
-@pytest.mark.slow(quick="True-dtype1")
+@pytest.mark.slow(quick=["True-dtype1"])
 @FUNCTIONS
 @DTYPES
 @pytest.mark.parametrize("static", [False, True])
@@ -283,7 +283,7 @@ def test_cpu_quantize_rows_equals_the_reference_on_a_larger_matrix() -> None:
 ZERO_POINTS = pytest.mark.parametrize("zero", [-128, -77, 0, 1, 127])
 
 
-@pytest.mark.slow(quick="0-dtype0")
+@pytest.mark.slow(quick=["0-dtype0"])
 @FUNCTIONS
 @DTYPES
 @ZERO_POINTS

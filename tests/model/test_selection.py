@@ -16,6 +16,7 @@ import qgemm
 from qgemm import QuantLinear
 from qgemm.calibration import GPTQ, Budget
 from qgemm.model.report import report
+from qgemm.numerics.formats import INT8
 from qgemm.quantize import quantize_model
 
 
@@ -224,7 +225,7 @@ def test_batches_calibrate_static_layers_alone(options: dict[str, Any]) -> None:
     assert actions["out"] == "int8"
     # The same again from statistics of the whole float model, where nothing else changes the inputs.
     if not options:
-        torch.testing.assert_close(model.layers[0].up.input_scale, BATCHES[0].abs().max() / 127)
+        torch.testing.assert_close(model.layers[0].up.input_scale, BATCHES[0].abs().max() / INT8.steps)
 
 
 def test_schemes_with_columns_or_rotations_by_pattern_go_block_by_block() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from qgemm.kernels.reference import quantize_rows_reference
 from qgemm.nn import AsymmetricLinear, QuantLinear
+from qgemm.numerics.formats import INT8
 from qgemm.numerics.zero_points import range_to_scale
 
 SCHEME = "int8-static-asymmetric"
@@ -58,7 +59,7 @@ def test_values_of_one_sign_are_rounded_half_as_far(device: torch.device) -> Non
     linear = nn.Linear(512, 64, device=device)
     x = torch.randn(256, 512, device=device).relu()
     exact = linear(x).detach()
-    symmetric = QuantLinear.from_linear(linear, "int8-static", x.max() / 127)
+    symmetric = QuantLinear.from_linear(linear, "int8-static", x.max() / INT8.steps)
     asymmetric = AsymmetricLinear.from_linear(linear, SCHEME, range_to_scale(0.0, float(x.max())))
     assert asymmetric.input_zero_point == -128
     fine = copy.deepcopy(linear)

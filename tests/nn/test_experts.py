@@ -17,6 +17,7 @@ from qgemm.kernels.reference import experts_reference, quantize_rows_reference
 from qgemm.nn import QuantExperts
 from qgemm.nn.experts import QuantSortedExperts
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
+from qgemm.numerics.formats import INT8
 
 Build = Callable[[], nn.Module]
 families = pytest.mark.parametrize("build", ALL.values(), ids=ALL)
@@ -144,7 +145,7 @@ def test_weights_are_those_of_the_float_module(build: Build) -> None:
         if name.endswith("bias"):
             assert torch.equal(back, theirs)
         else:
-            scale = theirs.detach().abs().amax() / 127
+            scale = theirs.detach().abs().amax() / INT8.steps
             assert (back - theirs).abs().max() <= scale
     # Each expert's rows are quantized as a linear layer's would be.
     rows = source.rows_of("gate_up_proj", module.get_parameter(source.parameters["gate_up_proj"]).detach(), 2)

@@ -8,6 +8,7 @@ from torch import nn
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
 from qgemm.nn import QuantLinear, RotatedLinear
 from qgemm.nn.rotated import rotate_rows
+from qgemm.numerics.formats import INT8
 from qgemm.numerics.hadamard import hadamard
 
 
@@ -15,7 +16,7 @@ from qgemm.numerics.hadamard import hadamard
 @pytest.mark.parametrize("scheme", ["int8-hadamard", "int8-static-hadamard"])
 def test_forward(K: int, scheme: str, device: torch.device) -> None:
     linear = nn.Linear(K, 40, device=device)
-    layer = RotatedLinear.from_linear(linear, scheme, 4 / 127 if "static" in scheme else None)
+    layer = RotatedLinear.from_linear(linear, scheme, 4 / INT8.steps if "static" in scheme else None)
     x, H = torch.randn(5, K, device=device), definition(K).to(device)
     # Written out: both sides rotated by the matrix itself, then int8.
     q, q_scale = quantize_rows_reference((x.double() @ H).float(), layer.input_scale)
@@ -24,7 +25,7 @@ def test_forward(K: int, scheme: str, device: torch.device) -> None:
     # A sum of H's own may round a value to the next step.
     assert (layer.weight.int() - w.int()).abs().max() <= 1
     torch.testing.assert_close(layer.weight_scale, w_scale, rtol=1e-6, atol=0)
-    step = (q_scale[:, None] * w_scale * 127).max().item()
+    step = (q_scale[:, None] * w_scale * INT8.steps).max().item()
     torch.testing.assert_close(layer(x), wanted, rtol=0, atol=4 * step)
 
 

@@ -9,7 +9,7 @@ FORMS = [*FORMATS.values(), INT8.asymmetric]
 
 
 def test_the_numbers() -> None:
-    assert (INT8.low, INT8.high, INT8.steps) == (-127, 127, 127)
+    assert (INT8.low, INT8.high, INT8.steps, INT8.max_k) == (-127, 127, 127, 131_071)
     assert (INT8.asymmetric.low, INT8.asymmetric.high, INT8.asymmetric.steps) == (-128, 127, 255)
     assert (INT4.low, INT4.high, INT4.steps) == (-8, 7, 7.5)
     assert MIN_SCALE == 2.0**-126

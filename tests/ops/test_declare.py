@@ -122,7 +122,7 @@ def operators_in(graph: torch.fx.Graph) -> list[str]:
     return [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.slow(quick="False-quant_linear")
+@pytest.mark.slow(quick=["False-quant_linear"])
 @VARIANTS
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_keeps_the_operator_whole(variant: str, dynamic: bool, device: torch.device) -> None:

@@ -37,7 +37,7 @@ def cut(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     return tmp_path / "float"
 
 
-@pytest.mark.slow(quick="llama")
+@pytest.mark.slow(quick=["llama"])
 def test_nothing_that_was_noted_is_made_again(cut: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: Counter[tuple[str, int, int]] = Counter()
     read_rows = Source.read_rows

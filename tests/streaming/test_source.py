@@ -201,7 +201,7 @@ CHANGES: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
-@pytest.mark.slow(quick="at a file")
+@pytest.mark.slow(quick=["at a file"])
 @pytest.mark.parametrize("at", [2, -1], ids=["at a file", "at the end"])
 @pytest.mark.parametrize(("change", "message"), CHANGES)
 def test_a_source_that_is_changed_meanwhile(

@@ -115,7 +115,7 @@ def test_parameters_and_defaults(device: torch.device) -> None:
     assert out.item() == 16 + 32 + 64 + 5
 
 
-@pytest.mark.slow(quick="out_dtype0")
+@pytest.mark.slow(quick=["out_dtype0"])
 @pytest.mark.parametrize("out_dtype", [torch.int32, torch.float32, torch.bfloat16])
 def test_int8_sums_are_exact_whatever_the_output_is(out_dtype: torch.dtype, device: torch.device) -> None:
     # -128 * -128 * 2080 needs 26 bits: a float32 accumulator would lose the odd ones.

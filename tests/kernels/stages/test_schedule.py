@@ -61,7 +61,7 @@ def streamk_kernel(
         tl.atomic_add(count + (pid_m * num_pid_n + pid_n) * num_k + k_idx, 1)
 
 
-@pytest.mark.slow(quick="7-1-4")
+@pytest.mark.slow(quick=["7-1-4"])
 @pytest.mark.parametrize(
     ("num_sms", "num_xcds", "chunk_size"),
     [
@@ -106,7 +106,7 @@ def test_persistent_range_leaves_out_the_streamk_tiles(streamk_tiles: int, devic
     assert count.tolist() == [1] * (6 - left) + [0] * left
 
 
-@pytest.mark.slow(quick="16-32-3")
+@pytest.mark.slow(quick=["16-32-3"])
 @pytest.mark.parametrize(("group_size_m", "group_size_n"), [(1, 1), (2, 1), (3, 1), (8, 1), (1, 4), (3, 2), (8, 4)])
 @pytest.mark.parametrize(
     ("M", "N"),
@@ -136,7 +136,7 @@ def test_get_tile_covers_the_grid_in_groups(
     assert torch.equal(places[:, :2], places[:, 2:]), "get_tile_from_coord must keep the coordinates"
 
 
-@pytest.mark.slow(quick="32-1-1")
+@pytest.mark.slow(quick=["32-1-1"])
 @pytest.mark.parametrize("streamk_tiles", [0, 1, 4, 12, 1000])  # none, some, all of 12, more than there are
 @pytest.mark.parametrize(
     ("num_sms", "num_xcds"),

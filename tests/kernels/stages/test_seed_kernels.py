@@ -252,7 +252,7 @@ def test_streamk_loop(streamk_tiles: int, K: int, device: torch.device) -> None:
     assert torch.equal(c.double(), a.double() @ b.double())
 
 
-@pytest.mark.slow(quick="70-50-33")
+@pytest.mark.slow(quick=["70-50-33"])
 @pytest.mark.parametrize("epilogue", ["none", "bias", "scale", "scale and bias"])
 @pytest.mark.parametrize(("M", "N"), EVEN_SHAPES + RAGGED_SHAPES)
 @pytest.mark.parametrize("K", [64, 70, 5])  # whole blocks; a ragged last block; less than one block
