@@ -250,7 +250,7 @@ def test_programs_beyond_the_rows_write_nothing(device: torch.device) -> None:
     scale = torch.full((7,), torch.nan, device=device)
     block, blocks, threads = quantize.row_blocks(100, 4, quantize.MAX_ROW_BYTES_IN_REGISTERS, quantize.LONG_ROW_BLOCK)
     numbers, constants = (5, 100, 100, 1), (block, blocks, False, False)
-    Launch(_quantize_rows_kernel, 7, numbers, constants, num_warps=max(1, threads // 32))(x, q, scale, None)
+    Launch(_quantize_rows_kernel, 7, numbers, constants, num_warps=max(1, threads // 32))(x, q, scale, None, None)
     expected, expected_scale = quantize_rows_reference(x)
     assert torch.equal(q[:5], expected)
     assert torch.equal(scale[:5], expected_scale)

@@ -183,12 +183,15 @@ def _make_plan(
     way = Way(overlaps=False)
     if out.numel():
         optional = {"bias": bias, "input_scale": input_scale}
-        names = Names((*ARGUMENTS, *PARTS), {name for name, value in optional.items() if value is None})
+        absent = {"zero_point", *(name for name, value in optional.items() if value is None)}
+        names = Names((*ARGUMENTS, *PARTS, "zero_point"), absent)
         _, q, q_scale = two.parts_of(x.new_empty(size, dtype=torch.int8))
         product = plan_product(q, weight.t(), q_scale, weight_scale, bias, None, x.dtype, constant_b=True)
         way = choose_way(product.config, rows, weight, (vector_stride(weight_scale, N), vector_stride(bias, N)))
         quantization = quantize.plan_quantization(rows, input_scale, next_early=way.overlaps)
-        two = replace(two, steps=(names.step(quantization, *QUANTIZATION), names.step(product.launch, *PRODUCT)))
+        two = replace(
+            two, steps=(names.step(quantization, *QUANTIZATION, "zero_point"), names.step(product.launch, *PRODUCT))
+        )
         if way.one is not None:
             tensors = BOTH if way.private else (*BOTH, "q", "counts")
             one = replace(

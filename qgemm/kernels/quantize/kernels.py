@@ -13,12 +13,14 @@ from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row
 
 @triton.jit(do_not_specialize=["M"])
 def _quantize_rows_kernel(
-    x_ptr, q_ptr, row_scale_ptr, scale_ptr,
+    x_ptr, q_ptr, row_scale_ptr, scale_ptr, zero_ptr,
     M, K, stride_xm, stride_xk,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
     NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A row a program. ``q`` is contiguous ``[M, K]``. ``PDL``: see ``Launch``; the rest: ``quantize_row``.
+    """A row a program. ``q`` is contiguous ``[M, K]``. ``scale_ptr``, ``zero_ptr``: as in ``RowQuantization``.
+
+    ``PDL``: see ``Launch``. ``BLOCKS``: see ``quantize_row``.
 
     ``NEXT_EARLY``: let the next kernel start at once, before the one ahead has ended, instead of when this one ends.
     """
@@ -29,20 +31,5 @@ def _quantize_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row < M:
         source = StridedRow(x_ptr + row * stride_xm, K, stride_xk)
-        quantization = RowQuantization(scale_ptr)
+        quantization = RowQuantization(scale_ptr, zero_ptr)
         quantize_row(source, quantization, q_ptr + row * K, row_scale_ptr + row, tl.arange(0, BLOCK), BLOCKS)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _quantize_rows_asymmetric_kernel(
-    x_ptr, q_ptr, row_scale_ptr, scale_ptr, zero_ptr,
-    M, K, stride_xm, stride_xk,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """As ``_quantize_rows_kernel``, with a static scale and its zero point, int8."""
-    if PDL:
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    source = StridedRow(x_ptr + row * stride_xm, K, stride_xk)
-    quantization = RowQuantization(scale_ptr, zero_ptr)
-    quantize_row(source, quantization, q_ptr + row * K, row_scale_ptr + row, tl.arange(0, BLOCK), BLOCKS)

@@ -1,14 +1,12 @@
 """Launcher of the row quantization kernel: ``quantize_rows`` on GPU tensors, CPU tensors in Triton's interpreter."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
-from qgemm.kernels.quantize.kernels import _quantize_rows_asymmetric_kernel, _quantize_rows_kernel
+from qgemm.kernels.quantize.kernels import _quantize_rows_kernel
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_ROW_BYTES_IN_REGISTERS = 131_072  # of a program; a longer row is read twice
@@ -24,9 +22,7 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | N
     rows = x.reshape(-1, K) if K else x.reshape(x.shape[:-1].numel(), 0)
     q = x.new_empty(x.shape, dtype=torch.int8)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
-    if row_scale.numel() and zero_point is None:
-        plan_quantization(rows, scale)(rows, q, row_scale, scale)
-    elif row_scale.numel():
+    if row_scale.numel():
         plan_quantization(rows, scale, zero_point)(rows, q, row_scale, scale, zero_point)
     return q, row_scale
 
@@ -37,7 +33,7 @@ def plan_quantization(
     """The quantization of ``rows`` like these, ``[M, K]``.
 
     ``next_early``: what follows on the stream is one of qgemm's products, which may start early if it likes. Not for
-    weights: a product may load those before it waits for this kernel. Without effect with a zero point.
+    weights: a product may load those before it waits for this kernel.
     """
     kind = (
         plan_quantization, rows.shape, rows.stride(), rows.dtype, rows.device,
@@ -45,22 +41,18 @@ def plan_quantization(
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
-        launch = plans.keep(kind, _make_launch(rows, zero_point is None, next_early))
+        launch = plans.keep(kind, _make_launch(rows, next_early))
     return launch
 
 
-def _make_launch(rows: Tensor, symmetric: bool, next_early: bool) -> Launch:
+def _make_launch(rows: Tensor, next_early: bool) -> Launch:
     (M, K), limits = rows.shape, device_limits(rows.device)
     block, blocks, threads = row_blocks(K, rows.itemsize, max_row_bytes(limits), LONG_ROW_BLOCK)
-    numbers = (M, K, *rows.stride())
-    constants: tuple[Any, ...] = (block, blocks, limits.pdl)
     warps = max(1, threads // limits.warp_size)
-    if not symmetric:
-        return Launch(_quantize_rows_asymmetric_kernel, M, numbers, constants, num_warps=warps, pdl=limits.pdl)
     next_early = next_early and limits.pdl
     # The next kernel's programs come while these wait, and go where there are fewest: so each multiprocessor has one.
     grid = max(M, limits.num_sms) if next_early else M
-    constants = (*constants, next_early)
+    numbers, constants = (M, K, *rows.stride()), (block, blocks, limits.pdl, next_early)
     return Launch(_quantize_rows_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
 
 
