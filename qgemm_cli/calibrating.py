@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,14 @@ from torch import Tensor, nn
 
 import qgemm
 from qgemm.calibration import Recipe
+from qgemm.calibration.quantization import Quantization
 from qgemm.calibration.resume import RUN_FILE
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import parse_size
 from qgemm.device import find_device
 from qgemm.model.report import QuantReport
-from qgemm.model.selection import SchemeChoice, resolve_schemes
-from qgemm.streaming.companions import find_companions
+from qgemm.quantize import quantize
+from qgemm.streaming.companions import find_companions_to_copy
 from qgemm_cli.logits import build_float, load_float, load_tokenizer
 from qgemm_cli.reading import FLOAT, open_checkpoint
 
@@ -57,12 +57,9 @@ def parse_recipe(given: str) -> Recipe:
 def quantize_calibrated(
     source: Path,
     destination: Path,
-    scheme: SchemeChoice,
-    recipe: Recipe | None,
+    wanted: Quantization,
     windows: Windows | None,
     *,
-    skip: Sequence[str],
-    include: Sequence[str],
     device: str,
     max_shard_size: str,
     resume: bool,
@@ -75,15 +72,12 @@ def quantize_calibrated(
     """
     place = find_device(device)
     parse_size(max_shard_size)
-    check_wants(scheme, recipe, windows)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise FileExistsError(f"{destination} is there already, and not empty: name another folder, or remove it")
     checkpoint = open_checkpoint(source)
     if checkpoint.format != FLOAT:
         raise CheckpointError(f"{source} is quantized already ({checkpoint.format}): give the float model")
-    companions, code = find_companions(source)
-    if code:
-        warnings.warn(f"{', '.join(code)} in {source} are not copied: qgemm runs no code of a checkpoint", stacklevel=2)
+    companions = find_companions_to_copy(source)
     built = build_float(checkpoint)
     batches = []
     if windows is not None:
@@ -92,13 +86,11 @@ def quantize_calibrated(
     work = destination.absolute().with_name(destination.name + ".calibration")
     if not resume and (work / "blocks" / RUN_FILE).exists():
         shutil.rmtree(work)
-    calibrated: dict[str, Any] = {}
     if batches:
         work.mkdir(parents=True, exist_ok=True)
-        calibrated = {"calibration": batches, "resume": work / "blocks"}
-        calibrated["device"] = None if place.type == "cpu" else place
+        wanted = replace(wanted, resume=work / "blocks", device=None if place.type == "cpu" else place)
     try:
-        qgemm.quantize_model(model, scheme, skip=skip, include=include, recipe=recipe, progress=progress, **calibrated)
+        quantize(model, wanted, calibration=batches or None, progress=progress)
     except KeyboardInterrupt:
         if not batches:
             raise
@@ -156,16 +148,13 @@ def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def check_wants(scheme: SchemeChoice, recipe: Recipe | None, windows: Windows | None) -> None:
+def check_text(wanted: Quantization, windows: Windows | None) -> None:
     """Raises ``ValueError`` if there is no text and something needs one, or the other way round."""
-    wanting = [f"the method {method.name}" for method in recipe or () if method.needs_data]
-    for each in resolve_schemes(scheme).values():
-        if each is not None and each.needs_data:
-            wanting.append(f"the scheme {each.name}")
-    if windows is None and wanting:
-        scales = ", or --input-scales FILE" if recipe is None else ""
+    wanting = wanted.wanting_data(filter(None, wanted.schemes.values()))
+    if windows is None and wanting and wanted.input_scales is None:
+        scales = ", or --input-scales FILE" if wanted.recipe is None else ""
         raise ValueError(f"{wanting[0]} needs a text to run the model on: pass --text FILE{scales}")
-    if windows is not None and not wanting and recipe is None:
+    if windows is not None and not wanting and wanted.recipe is None:
         raise ValueError(
             "--text is for a scheme with static scales, or for methods: pass --recipe too, or leave it out"
         )

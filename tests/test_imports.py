@@ -98,12 +98,14 @@ ALLOWED: dict[str, set[str]] = {
     },
     "qgemm.streaming": {
         "qgemm.version",
+        "qgemm.warn",
         "qgemm.arguments",
         "qgemm.device",
         "qgemm.kernels",
         "qgemm.nn",
         "qgemm.model",
         "qgemm.checkpoint",
+        "qgemm.calibration",
         "qgemm.quantize",
     },
     "qgemm.integrations.transformers": {

@@ -9,6 +9,7 @@ from typing import BinaryIO
 from qgemm.checkpoint.disk import open_regular
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import checkpoint_file, is_checkpoint_file
+from qgemm.warn import warn_user
 
 CHAT_TEMPLATES = "additional_chat_templates"
 """The one folder that transformers' tokenizers and processors write beside their files."""
@@ -40,6 +41,14 @@ def find_companions(folder: Path) -> tuple[list[Path], list[str]]:
         else:
             copied.append(checkpoint_file(folder, name).relative_to(folder))
     return copied, code
+
+
+def find_companions_to_copy(folder: Path) -> list[Path]:
+    """The files that ``find_companions`` finds; warns of code, which isn't copied."""
+    copied, code = find_companions(folder)
+    if code:
+        warn_user(f"{', '.join(code)} in {folder} are not copied: qgemm runs no code of a checkpoint")
+    return copied
 
 
 def copy_companion(path: Path, target: BinaryIO) -> None:

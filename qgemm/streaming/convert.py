@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import shutil
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,16 +16,17 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qgemm.arguments import as_new_folder, as_path, as_scales
+from qgemm.arguments import as_new_folder, as_path
+from qgemm.calibration.quantization import Quantization
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import parse_size
 from qgemm.checkpoint.save import Save
 from qgemm.device import find_device
 from qgemm.model.report import QuantReport
-from qgemm.model.selection import Pattern, Patterns, SchemeChoice, as_patterns, resolve_schemes
-from qgemm.streaming.companions import copy_companion, find_companions
+from qgemm.model.selection import Patterns, SchemeChoice
+from qgemm.streaming.companions import copy_companion, find_companions_to_copy
 from qgemm.streaming.journal import Begun
-from qgemm.streaming.plan import Plan, make_plan
+from qgemm.streaming.plan import CheckpointPlan, plan_checkpoint
 from qgemm.streaming.shards import bytes_to_read, write_shard
 from qgemm.streaming.source import Source, open_source
 from qgemm.streaming.workspace import Workspace, open_workspace, partial_folder
@@ -70,19 +70,38 @@ def quantize_checkpoint(
     for a device that isn't there; ``FileExistsError`` if ``destination`` isn't empty; ``OSError`` if the disk is full
     or can't be written. ``destination`` is then as it was. ``KeyboardInterrupt`` says how far the work is, and where.
     """
+    wanted = Quantization.of(scheme, skip=skip, include=include, input_scales=input_scales)
+    return quantize_files(
+        source,
+        destination,
+        wanted,
+        drop=drop,
+        device=device,
+        max_shard_size=max_shard_size,
+        resume=resume,
+        progress=progress,
+    )
+
+
+def quantize_files(
+    source: str | Path,
+    destination: str | Path,
+    wanted: Quantization,
+    *,
+    drop: str | Iterable[str],
+    device: torch.device | str,
+    max_shard_size: int | str,
+    resume: bool,
+    progress: bool | None,
+) -> QuantReport:
+    """As ``quantize_checkpoint``, of what is ``wanted``."""
     source, destination = as_path("source", source), as_new_folder("destination", destination).absolute()
     device = find_device(device)
     drop = _names(drop)
-    input_scales = as_scales(input_scales)
-    skip, include = as_patterns("skip", skip), as_patterns("include", include)
     with _one_thread(), open_source(source) as opened:
-        plan = make_plan(opened, scheme, skip, include, input_scales, drop, max_shard_size)
-        companions, code = find_companions(source)
-        if code:
-            warnings.warn(
-                f"{', '.join(code)} in {source} are not copied: qgemm runs no code of a checkpoint", stacklevel=2
-            )
-        job = _describe_job(opened, plan, scheme, skip, include, input_scales, max_shard_size)
+        plan = plan_checkpoint(opened, wanted, drop, max_shard_size)
+        companions = find_companions_to_copy(source)
+        job = _describe_job(opened, plan, wanted, max_shard_size)
         with _explained(destination, resume), open_workspace(destination, job) as workspace:
             if not resume:
                 workspace.clear()
@@ -102,7 +121,7 @@ def quantize_checkpoint(
 
 
 def _write_shards(
-    source: Source, plan: Plan, workspace: Workspace, save: Save, device: torch.device, progress: bool | None
+    source: Source, plan: CheckpointPlan, workspace: Workspace, save: Save, device: torch.device, progress: bool | None
 ) -> dict[str, float]:
     hide = None if progress is None else not progress
     with tqdm(desc="verify", unit="B", unit_scale=True, disable=hide, leave=False) as bar:
@@ -126,7 +145,7 @@ def _note_begun(source: Source, workspace: Workspace, file: BinaryIO, begun: Beg
     workspace.note_begun(begun, file)
 
 
-def _check_room(plan: Plan, workspace: Workspace) -> None:
+def _check_room(plan: CheckpointPlan, workspace: Workspace) -> None:
     names = (name for file, names in plan.shards.items() if file not in workspace.finished for name in names)
     needed = sum(plan.tensors[name].nbytes for name in names)
     if workspace.begun is not None:
@@ -164,7 +183,7 @@ def _watched(source: Source, workspace: Workspace) -> Iterator[None]:
 
 
 @contextmanager
-def _interruptible(plan: Plan, workspace: Workspace, resume: bool) -> Iterator[None]:
+def _interruptible(plan: CheckpointPlan, workspace: Workspace, resume: bool) -> Iterator[None]:
     """Says how far the work is when it is interrupted, and how it goes on."""
     try:
         yield
@@ -211,30 +230,16 @@ def _names(drop: str | Iterable[str]) -> list[str]:
 
 
 def _describe_job(
-    source: Source,
-    plan: Plan,
-    scheme: SchemeChoice,
-    skip: list[Pattern],
-    include: list[Pattern],
-    input_scales: Mapping[str, float | Tensor] | None,
-    max_shard_size: int | str,
+    source: Source, plan: CheckpointPlan, wanted: Quantization, max_shard_size: int | str
 ) -> dict[str, Any]:
     """What a run makes of what, JSON-ready: only a run of which all this is the same may go on with another's work."""
     import transformers
 
     layout = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in plan.tensors.items()}
-    scales = {name: float(scale) for name, scale in (input_scales or {}).items()}
     return {
         **source.fingerprints,
-        "scheme": [[_as_text(pattern), each and each.name] for pattern, each in resolve_schemes(scheme).items()],
-        "skip": [_as_text(pattern) for pattern in skip],
-        "include": [_as_text(pattern) for pattern in include],
-        "input_scales": scales,
+        **wanted.to_dict(),
         "max_shard_size": parse_size(max_shard_size),
         "layout": hashlib.sha256(json.dumps([layout, plan.shards]).encode()).hexdigest(),
         "versions": {"qgemm": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }
-
-
-def _as_text(pattern: Pattern) -> str:
-    return pattern if isinstance(pattern, str) else repr(pattern)  # with its flags

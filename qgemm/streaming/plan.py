@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from qgemm.calibration.quantization import Quantization
 from qgemm.checkpoint.layout import parse_size, split_into_shards
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.save import Save
 from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors
 from qgemm.model.report import QuantReport, report
-from qgemm.model.selection import Patterns, SchemeChoice, resolve_schemes
-from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
-from qgemm.nn.linear_layer import is_conv1d
-from qgemm.quantize import quantize_model
+from qgemm.nn.linear_layer import InputScale, is_conv1d
+from qgemm.quantize import quantize
 from qgemm.streaming.float_tensors import BuiltFloat, FloatTensor, OrderedExperts
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
@@ -43,7 +43,7 @@ class FloatWeight:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CheckpointPlan:
     """The checkpoint to be written.
 
     - ``model``: the quantized model, on meta.
@@ -77,27 +77,15 @@ class Plan:
         return save.text_files(self.model, Manifest(schemes, self.ties).to_dict(), self.tensors, self.shards)
 
 
-def make_plan(
-    source: Source,
-    scheme: SchemeChoice,
-    skip: Patterns,
-    include: Patterns,
-    input_scales: Mapping[str, float | Tensor] | None,
-    drop: Iterable[str],
-    max_shard_size: int | str,
-) -> Plan:
+def plan_checkpoint(
+    source: Source, wanted: Quantization, drop: Iterable[str], max_shard_size: int | str
+) -> CheckpointPlan:
     """What is to be written of ``source``; raises as ``quantize_model`` and ``plan_loading`` do."""
     limit = parse_size(max_shard_size)
-    for each in resolve_schemes(scheme).values():
-        if each is None or not linear_class(each).folds_bias:
-            continue
-        raise ValueError(
-            f"scheme {each.name!r} changes biases, which can't be done from files to files: load the float model, "
-            "and pass it to qgemm.quantize_model"
-        )
+    wanted.check_folds_no_bias("from files to files: load the float model, and pass it to qgemm.quantize_model")
     loading = plan_loading(source, drop)
     model = copy.deepcopy(loading.model)
-    quantize_model(model, scheme, skip=skip, include=include, input_scales=input_scales, progress=False)
+    quantize(model, wanted, progress=False)
     tensors = stored_tensors(model)
     ties = find_ties(tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
@@ -111,7 +99,7 @@ def make_plan(
             owner, leaf = split_name(name)
             quantized = model.get_submodule(owner)
             if isinstance(quantized, LinearLayer) and leaf == "input_scale":
-                copied[name] = BuiltFloat(_input_scale(model, quantized, input_scales or {}))
+                copied[name] = BuiltFloat(_input_scale(model, quantized, wanted.input_scales or {}))
                 continue
             float_module = loading.model.get_submodule(owner)
             own, weight_name = leaf, None
@@ -132,10 +120,10 @@ def make_plan(
             else:
                 copied[name] = found
     shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, limit)
-    return Plan(model, tensors, ties, shards, weights, copied)
+    return CheckpointPlan(model, tensors, ties, shards, weights, copied)
 
 
-def _input_scale(model: nn.Module, layer: LinearLayer, scales: Mapping[str, float | Tensor]) -> Tensor:
+def _input_scale(model: nn.Module, layer: LinearLayer, scales: Mapping[str, InputScale]) -> Tensor:
     names = (name for name, module in model.named_modules(remove_duplicate=False) if module is layer)
     scale = next(scales[name] for name in names if name in scales)
     return torch.as_tensor(scale, dtype=torch.float32, device="cpu").reshape(())

@@ -6,7 +6,6 @@ writes the same bytes.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import BinaryIO
 
@@ -21,7 +20,8 @@ from qgemm.model.swap import WeightError
 from qgemm.nn import LinearLayer
 from qgemm.streaming.float_tensors import FloatTensor
 from qgemm.streaming.journal import Begun
-from qgemm.streaming.plan import FloatWeight, Plan
+from qgemm.streaming.plan import CheckpointPlan, FloatWeight
+from qgemm.warn import warn_user
 
 _BYTES_AT_A_TIME = 16 << 20
 # Of float values. A disk that writes 100 MB/s takes a second or two for what is made of them.
@@ -30,7 +30,7 @@ _BYTES_BETWEEN_NOTES = 256 << 20
 
 def write_shard(
     file: BinaryIO,
-    plan: Plan,
+    plan: CheckpointPlan,
     names: list[str],
     device: torch.device,
     done: Callable[[int], object],
@@ -47,7 +47,7 @@ def write_shard(
     in_shard = {name: plan.tensors[name] for name in names}
     writer = SafetensorsWriter(file, in_shard, metadata)
     if not writer.go_on(begun.written):
-        warnings.warn(f"{file.name} isn't as it was written; it is made again", stacklevel=2)
+        warn_user(f"{file.name} isn't as it was written; it is made again")
         begun = Begun(begun.name)
     done(begun.read)
     errors = dict(begun.errors)
@@ -71,19 +71,19 @@ def write_shard(
     return errors
 
 
-def _units(plan: Plan, names: list[str]) -> list[str]:
+def _units(plan: CheckpointPlan, names: list[str]) -> list[str]:
     """What is made in one go: the weights that tensors are made of, and other tensors."""
     return list(dict.fromkeys(plan.weights[name].name if name in plan.weights else name for name in names))
 
 
-def bytes_to_read(plan: Plan, names: list[str]) -> int:
+def bytes_to_read(plan: CheckpointPlan, names: list[str]) -> int:
     """The bytes of float values that ``write_shard`` deals with for these tensors."""
     weights = {weight.name: weight.values.nbytes for name in names if (weight := plan.weights.get(name)) is not None}
     return sum(weights.values()) + sum(plan.copied[name].nbytes for name in names if name in plan.copied)
 
 
 def _made(
-    plan: Plan, unit: str, device: torch.device, error: WeightError, skip: int
+    plan: CheckpointPlan, unit: str, device: torch.device, error: WeightError, skip: int
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """The pieces of a unit but the first ``skip``: bytes of float values, and the rows that they become, by name."""
     weight = plan.weights.get(unit)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +22,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import CHECKSUMS
 from qgemm.streaming.journal import Begun, Finished, Journal
 from qgemm.streaming.source import read_layout
+from qgemm.warn import warn_user
 
 _JOURNAL = "journal.json"
 _CONTENT = "content"
@@ -116,7 +116,7 @@ class Workspace:
                 if _is_sound(self.content / name, entry.fingerprint, read):
                     self.finished[name] = entry
                 else:
-                    warnings.warn(f"{self.content / name} isn't as it was written; it is made again", stacklevel=3)
+                    warn_user(f"{self.content / name} isn't as it was written; it is made again")
             if (begun := journal.begun) is not None and begun.name in names and begun.name not in self.finished:
                 self.begun = begun if (self.content / begun.name).is_file() else None
         self.content.mkdir(exist_ok=True)

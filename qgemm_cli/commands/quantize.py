@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import qgemm
+from qgemm.calibration.quantization import Quantization
 from qgemm.checkpoint.layout import read_json
 from qgemm.model.selection import Pattern, SchemeChoice
 from qgemm.scheme import QuantScheme
-from qgemm_cli.calibrating import Windows, check_wants, parse_recipe, quantize_calibrated
+from qgemm.streaming.convert import quantize_files
+from qgemm_cli.calibrating import Windows, check_text, parse_recipe, quantize_calibrated
 from qgemm_cli.output import print_lines, print_table, printable, size
 from qgemm_cli.patterns import collapse, pattern_of
 
@@ -33,24 +34,25 @@ def quantize(
     progress: bool,
 ) -> dict[str, Any]:
     """Writes the checkpoint; returns the document that ``--json`` prints."""
-    options: dict[str, Any] = {"skip": skip, "include": include, "device": device, "max_shard_size": max_shard_size}
+    options: dict[str, Any] = {"device": device, "max_shard_size": max_shard_size}
     options |= {"resume": resume, "progress": None if progress else False}
-    schemes = parse_schemes(scheme)
-    windows = None
-    if recipe is None and text is None:
-        if input_scales is None:
-            check_wants(schemes, None, None)
-        scales = None if input_scales is None else read_json(input_scales)
-        report = qgemm.quantize_checkpoint(source, destination, schemes, drop=drop, input_scales=scales, **options)
-    else:
+    if recipe is not None or text is not None:
         with_text = "--recipe" if text is None else "--text"
         if input_scales is not None:
             raise ValueError(f"--input-scales and {with_text} both say what the scales are: pass one of them")
         if drop:
             raise ValueError(f"--drop is for quantizing from files to files, without {with_text}: leave it out")
-        methods = None if recipe is None else parse_recipe(recipe)
-        over = None if text is None else Windows(text, samples, length)
-        report, windows = quantize_calibrated(source, destination, schemes, methods, over, **options)
+    schemes = parse_schemes(scheme)
+    methods = None if recipe is None else parse_recipe(recipe)
+    scales = None if input_scales is None else read_json(input_scales)
+    wanted = Quantization.of(schemes, skip=skip, include=include, input_scales=scales, recipe=methods)
+    over = None if text is None else Windows(text, samples, length)
+    check_text(wanted, over)
+    windows = None
+    if recipe is None and text is None:
+        report = quantize_files(source, destination, wanted, drop=drop, **options)
+    else:
+        report, windows = quantize_calibrated(source, destination, wanted, over, **options)
     return {
         "source": str(source),
         "destination": str(destination),

@@ -58,4 +58,4 @@ def test_quantize_and_convert(tmp_path: Path) -> None:
     assert {layer["storage"] for layer in seen["layers"] if layer["quantized"]} == {"int4"}
     assert run_json("compare", tmp_path / "int4", tmp_path / "theirs")["largest_error"] == 0
     message = run_failing("quantize", tmp_path / "float", tmp_path / "no", "--scheme", "int8-static-asymmetric")
-    assert "the scheme int8-static-asymmetric needs a text to run the model on: pass --text FILE" in message
+    assert "the scheme 'int8-static-asymmetric' needs a text to run the model on: pass --text FILE" in message
