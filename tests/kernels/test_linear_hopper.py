@@ -21,7 +21,7 @@ from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
-from tests.kernels.test_hopper import on_hopper
+from tests.kernels.test_gemm_hopper import on_hopper
 from tests.kernels.test_linear import Parameters, wrong_in_threads
 
 CUDA = torch.device("cuda")
