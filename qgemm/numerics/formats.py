@@ -4,12 +4,6 @@ With a scale, ``q = nearest(x / scale)`` is a value of the format, and ``q * sca
 even. The scale is ``amax / steps``, in float32, at least ``MIN_SCALE``; 1 where all values are 0, NaN where one is NaN
 or Inf.
 
-| format | values | scale | sums |
-|---|---|---|---|
-| int8 | -127 to 127, so that each has its opposite | ``amax / 127`` | exact in int32 up to ``max_k`` |
-| int8, asymmetric | -128 to 127, 0 stored as a zero point | ``(max - min) / 255`` | the same |
-| int4 | -8 to 7; the largest value errs by half a step, as any other may | ``amax / 7.5`` | in float |
-
 A new format is a row in ``FORMATS``.
 """
 
@@ -75,7 +69,9 @@ class Format:
         return self.nearest_(quotients).nan_to_num_(0.0).to(self.storage)
 
 
+# Without -128, so that each value has its opposite.
 INT8 = Format("int8", torch.int8, 8, -127, 127, 127, torch.int32, (2**31 - 1) // (128 * 128))
+# 7.5 steps: the largest value errs by half a step, as any other may.
 INT4 = Format("int4", torch.int8, 4, -8, 7, 7.5, torch.float32)
 
 FORMATS: dict[str, Format] = {each.name: each for each in (INT8, INT4)}
