@@ -6,10 +6,12 @@ process can ``assume`` one device; what the launchers keep in mind is for that o
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from devices import A100, B200, H200, MI300X, MI355X
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
@@ -28,16 +30,14 @@ class Device(NamedTuple):
 
 
 DEVICES = {
-    "sm_80": Device(GPUTarget("cuda", 80, 32), DeviceLimits(num_sms=108, shared_memory=166_912)),
+    "sm_80": Device(GPUTarget("cuda", 80, 32), A100),
     "sm_90": Device(
         GPUTarget("cuda", 90, 32),
-        DeviceLimits(132, shared_memory=232_448, hopper=True, hopper_rows=hopper_rows(), pdl=True),
+        replace(H200, hopper_rows=hopper_rows()),
     ),
-    "sm_100": Device(GPUTarget("cuda", 100, 32), DeviceLimits(148, shared_memory=232_448, pdl=True)),
-    "gfx942": Device(GPUTarget("hip", "gfx942", 64), DeviceLimits(304, shared_memory=65_536, warp_size=64, num_xcds=8)),
-    "gfx950": Device(
-        GPUTarget("hip", "gfx950", 64), DeviceLimits(256, shared_memory=163_840, warp_size=64, num_xcds=8)
-    ),
+    "sm_100": Device(GPUTarget("cuda", 100, 32), B200),
+    "gfx942": Device(GPUTarget("hip", "gfx942", 64), MI300X),
+    "gfx950": Device(GPUTarget("hip", "gfx950", 64), MI355X),
 }
 
 

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 
+from tests.kernels.devices import A100, B200, H200, MI300X, MI355X
+
 pytestmark = pytest.mark.compile
 Result = dict[str, Any]
 
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 ROOT = Path(__file__).parents[2]
-TARGETS = ["sm_80", "sm_90", "sm_100", "gfx942", "gfx950"]
+DEVICES = {"sm_80": A100, "sm_90": H200, "sm_100": B200, "gfx942": MI300X, "gfx950": MI355X}
+TARGETS = list(DEVICES)
 NVIDIA = ["sm_80", "sm_90", "sm_100"]
 EVERY_TARGET = pytest.mark.parametrize("target", TARGETS)
 
@@ -120,6 +123,6 @@ def test_no_kernel_spills(target: str, results: list[Result]) -> None:
 
 @EVERY_TARGET
 def test_candidates_fit_in_shared_memory(target: str, results: list[Result]) -> None:
-    limit = {"sm_80": 166_912, "gfx942": 65_536, "gfx950": 163_840}.get(target, 232_448)
+    limit = DEVICES[target].shared_memory
     for r in of(results, target, "scaled", "hopper", "linear", "grouped"):
         assert 0 < r["shared"] <= limit, r["case"]

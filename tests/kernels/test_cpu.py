@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qgemm.kernels import cpu
 from qgemm.kernels.reference import int_mm_reference, matmul_reference, scaled_mm_reference
+from qgemm.numerics.formats import INT8
 
 # torch._int_mm, and the float32 sums that stand in for it on processors where it saturates.
 PATHS = pytest.mark.parametrize("exact", [True, False], ids=["onednn", "float"])
@@ -58,7 +59,7 @@ def test_float_sums_are_short_enough_to_be_exact() -> None:
 
 
 def test_the_longest_sum() -> None:
-    a, b = torch.full((1, 131_071), -128, dtype=torch.int8), torch.full((131_071, 2), -128, dtype=torch.int8)
+    a, b = torch.full((1, INT8.max_k), -128, dtype=torch.int8), torch.full((INT8.max_k, 2), -128, dtype=torch.int8)
     for out in (cpu.int_mm(a, b), cpu._int_mm_float(a, b)):
         assert out.tolist() == [[2**31 - 2**14] * 2]
 

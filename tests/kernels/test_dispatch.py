@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qgemm.kernels import GemmConfig, checks, dispatch
+from qgemm.numerics.formats import INT8
 
 F32, F16, BF16, I8, F64 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float64
 
@@ -103,9 +104,9 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "a is [3, 4] and b is [5, 4]: a's columns must equal b's rows",
     ),
     (
-        lambda: dispatch.int_mm(ones(1, 131_072), ones(131_072, 1)),
+        lambda: dispatch.int_mm(ones(1, INT8.max_k + 1), ones(INT8.max_k + 1, 1)),
         ValueError,
-        "K is 131072; int32 holds sums of int8 products up to K = 131071",
+        f"K is {INT8.max_k + 1}; int32 holds sums of int8 products up to K = {INT8.max_k}",
     ),
     (lambda: dispatch.int_mm(ones(3, 4), ones(4, 5, device="meta")), ValueError, "a is on cpu but b is on meta"),
     (lambda: dispatch.int_mm(ones(3, 4).to_sparse(), ones(4, 5)), ValueError, "a is torch.sparse_coo"),

@@ -17,6 +17,8 @@ from qgemm.kernels.gemm import launcher as gemm
 from qgemm.kernels.gemm.config import CANDIDATES, Schedule, is_valid
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.reference import int_mm_reference, matmul_reference, scaled_mm_reference
+from qgemm.numerics.formats import INT8
+from tests.kernels.devices import A100, B200, MI300X
 
 Check = Callable[[Tensor, Tensor, Tensor], None]
 
@@ -158,8 +160,8 @@ def test_expanded_operands(config: GemmConfig | None, device: torch.device) -> N
 def test_largest_sums(config: GemmConfig | None, device: torch.device) -> None:
     # The longest K of all, at int8's extreme: 131,071 * 128 * 128 is 2^31 - 2^14.
     config = config and GemmConfig(16, 16, 4096, num_warps=4, num_stages=1, schedule=config.schedule)
-    a = torch.full((2, 131_071), -128, dtype=torch.int8, device=device)
-    b = torch.full((131_071, 3), -128, dtype=torch.int8, device=device)
+    a = torch.full((2, INT8.max_k), -128, dtype=torch.int8, device=device)
+    b = torch.full((INT8.max_k, 3), -128, dtype=torch.int8, device=device)
     out = int_mm(a, b, config=config)
     assert torch.equal(out, torch.full((2, 3), 2**31 - 2**14, dtype=torch.int32, device=device))
 
@@ -355,10 +357,6 @@ def test_same_bits_as_on_the_cpu(schedule: Schedule, out_dtype: torch.dtype, dev
     assert torch.equal(scaled_mm(*on_device, out_dtype, config=config).cpu(), wanted)
 
 
-MI300X = DeviceLimits(num_sms=304, shared_memory=65_536, warp_size=64, num_xcds=8)
-A100 = DeviceLimits(num_sms=108, shared_memory=166_912)
-
-
 def plan_for(limits: DeviceLimits, config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The launch of a product of ``[64, 256] @ [256, 4096]``."""
     monkeypatch.setattr(gemm, "device_limits", lambda device: limits)
@@ -387,5 +385,5 @@ def test_blackwells_assembler_may_take_all_registers(
     pdl: bool, hopper: bool, registers: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = GemmConfig(64, 64, 64, num_warps=4, num_stages=2)
-    limits = DeviceLimits(148, 232_448, pdl=pdl, hopper=hopper)
+    limits = replace(B200, pdl=pdl, hopper=hopper)
     assert plan_for(limits, config, monkeypatch)._options.get("maxnreg") == registers

@@ -9,14 +9,15 @@ import torch
 from qgemm.kernels.gemm import config as module
 from qgemm.kernels.gemm.config import CANDIDATES, GemmConfig, is_valid, programs_per_sm, select_config
 from qgemm.kernels.launch.device import DeviceLimits
+from tests.kernels import devices
 
-H200 = DeviceLimits(num_sms=132, shared_memory=232_448)
+H200 = replace(devices.H200, hopper=False, pdl=False)
 DEVICES = {
     "H200": H200,
-    "A100": DeviceLimits(num_sms=108, shared_memory=166_912),
-    "RTX 3090": DeviceLimits(num_sms=82, shared_memory=101_376, max_threads=1536),
-    "MI300X": DeviceLimits(num_sms=304, shared_memory=65_536, warp_size=64, num_xcds=8),
-    "MI355X": DeviceLimits(num_sms=256, shared_memory=163_840, warp_size=64, num_xcds=8),
+    "A100": devices.A100,
+    "RTX 3090": devices.RTX_3090,
+    "MI300X": devices.MI300X,
+    "MI355X": devices.MI355X,
     "48 KB": DeviceLimits(num_sms=1, shared_memory=49_152, max_threads=1024),
 }
 DTYPES = [torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32]

@@ -16,6 +16,7 @@ from qgemm.kernels.grouped import config as grouped_config
 from qgemm.kernels.grouped import launcher as grouped
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.reference import grouped_mm_reference
+from tests.kernels.devices import A100, H200, MI300X
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -166,14 +167,11 @@ def test_refused_arguments(device: torch.device) -> None:
         grouped_mm(a, b, offsets, a_scale, b_scale, config=GemmConfig(16, 32, 256, 4, 6, schedule="specialized"))
 
 
-H200 = DeviceLimits(num_sms=132, shared_memory=232_448, hopper=True, pdl=True)
-
-
 DEVICES = {
     "H200": H200,
     "without Hopper's kernel": dataclasses.replace(H200, hopper=False),
-    "A100": DeviceLimits(108, 166_912),
-    "MI300X": DeviceLimits(304, 65_536, warp_size=64, num_xcds=8),
+    "A100": A100,
+    "MI300X": MI300X,
 }
 
 

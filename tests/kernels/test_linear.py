@@ -19,6 +19,7 @@ from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.linear.launcher import LinearPlan, quant_linear
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
+from tests.kernels.devices import H200, RTX_3090
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -136,9 +137,6 @@ def test_programs_quantize_the_row_into_memory_of_their_own(
     assert (parts[:, 84:] == -128).all()
 
 
-H200 = DeviceLimits(132, shared_memory=232_448, hopper=True, pdl=True)
-
-
 @pytest.mark.parametrize(
     ("n", "k", "itemsize", "limits", "one"),
     [
@@ -149,7 +147,7 @@ H200 = DeviceLimits(132, shared_memory=232_448, hopper=True, pdl=True)
         (1024, linear.MAX_FUSED_ROW_BYTES // 2 + 1, 2, H200, False),
         (1024, linear.MAX_FUSED_ROW_BYTES // 2, 4, H200, False),
         (1024, 0, 2, H200, False),
-        (1024, 1024, 2, DeviceLimits(132, shared_memory=101_376), False),
+        (1024, 1024, 2, RTX_3090, False),
     ],
 )
 def test_when_one_launch_is_made(n: int, k: int, itemsize: int, limits: DeviceLimits, one: bool) -> None:

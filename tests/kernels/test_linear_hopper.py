@@ -17,15 +17,14 @@ from qgemm.kernels import GemmConfig, select_config
 from qgemm.kernels.gemm import hopper
 from qgemm.kernels.gemm.config import CANDIDATES
 from qgemm.kernels.launch import memory
-from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
+from tests.kernels.devices import H200
 from tests.kernels.test_gemm_hopper import on_hopper
 from tests.kernels.test_linear import Parameters, wrong_in_threads
 
 CUDA = torch.device("cuda")
-H200 = DeviceLimits(num_sms=132, shared_memory=232_448, hopper=True, pdl=True)
 SKINNY = GemmConfig(16, 32, 256, num_warps=4, num_stages=6, schedule="specialized")
 TALL = GemmConfig(256, 128, 128, num_warps=8, num_stages=4, schedule="specialized")
 

@@ -20,6 +20,7 @@ from qgemm.kernels.launch import plans as launch_plans
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.moe import launcher as experts_launch
 from qgemm.kernels.reference import experts_reference
+from qgemm.numerics.formats import INT8
 
 Experts = Callable[..., Tensor]
 
@@ -307,11 +308,11 @@ def test_refused_arguments(changes: dict[str, Any], message: str, function: Expe
 
 
 def test_a_long_sum_is_refused() -> None:
-    E, H = 1, 131_072
+    E, H = 1, INT8.max_k + 1
     arguments = layer(T=1, top_k=1, E=1)
     arguments |= {"x": torch.zeros(1, H), "gate_up": torch.zeros(E, 2, H).char(), "gate_up_scale": torch.ones(E, 2)}
     arguments |= {"down": torch.zeros(E, H, 1).char(), "down_scale": torch.ones(E, H)}
-    with pytest.raises(ValueError, match="K is 131072"):
+    with pytest.raises(ValueError, match=f"K is {INT8.max_k + 1}"):
         public_experts(**arguments)
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import cpu, dispatch
-from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.quantize import launcher as quantize
@@ -15,6 +14,7 @@ from qgemm.kernels.quantize.kernels import _quantize_rows_kernel
 from qgemm.kernels.reference import quantize_rows_reference
 from qgemm.kernels.stages import INTERPRETING
 from qgemm.numerics.formats import MIN_SCALE
+from tests.kernels.devices import A100, H200, MI300X
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 # The kernel itself (interpreted on a CPU), and what a user's call runs.
@@ -94,12 +94,8 @@ def test_blocks_hold_a_row(K: int) -> None:
 
 
 def test_a_row_has_fewer_registers_before_hopper() -> None:
-    for limits, bytes_of_row in (
-        (DeviceLimits(132, 232_448, hopper=True, pdl=True), 131_072),
-        (DeviceLimits(304, 65_536, warp_size=64, num_xcds=8), 131_072),
-        (DeviceLimits(108, 166_912), 65_536),
-    ):
-        assert quantize.max_row_bytes(limits) == bytes_of_row
+    assert quantize.max_row_bytes(H200) == quantize.max_row_bytes(MI300X) == quantize.MAX_ROW_BYTES_IN_REGISTERS
+    assert quantize.max_row_bytes(A100) == quantize.MAX_ROW_BYTES_IN_REGISTERS // 2
 
 
 def test_each_kind_of_scale_has_a_launch_of_its_own(device: torch.device) -> None:
