@@ -101,6 +101,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.warn",
         "qgemm.arguments",
         "qgemm.device",
+        "qgemm.numerics",
         "qgemm.kernels",
         "qgemm.nn",
         "qgemm.model",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qgemm.calibration.method import Block, LayerWork, Method, Part
+from qgemm.numerics.integers import round_up
 
 COLUMNS_AT_A_TIME = 16
 """What counts of outlier columns are multiples of: as many as a tensor core takes at once."""
@@ -59,7 +60,7 @@ class OutlierColumns(Method):
         if not wanted:
             return
         most = len(channel_amax) // _LARGEST_SHARE // COLUMNS_AT_A_TIME * COLUMNS_AT_A_TIME
-        count = min(-(-wanted // COLUMNS_AT_A_TIME) * COLUMNS_AT_A_TIME, most)
+        count = min(round_up(wanted, COLUMNS_AT_A_TIME), most)
         if not count:
             work.notes.append(f"outlier-columns: it has too few columns, {len(channel_amax)}")
             return

@@ -1,17 +1,8 @@
-"""The kernels' functions on a GPU, in Triton; importing this imports Triton."""
+"""The kernels' functions on a GPU, in Triton; importing this imports Triton. For ``dispatch.py`` alone."""
 
+# ruff: noqa: F401
 from qgemm.kernels.gemm.launcher import int_mm, matmul, scaled_mm
 from qgemm.kernels.grouped.launcher import grouped_mm
 from qgemm.kernels.linear.launcher import quant_linear
 from qgemm.kernels.moe.launcher import experts
 from qgemm.kernels.quantize.launcher import quantize_rows
-
-__all__ = [
-    "experts",
-    "grouped_mm",
-    "int_mm",
-    "matmul",
-    "quant_linear",
-    "quantize_rows",
-    "scaled_mm",
-]

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qgemm.numerics.formats import INT4, Format
+from qgemm.numerics.integers import cdiv
 
 PER_WORD = 32 // INT4.bits
 _ZERO = -int(INT4.low)  # as which 0 is packed
@@ -25,12 +26,12 @@ WORD_OF_ZEROS = sum(_ZERO << INT4.bits * place for place in range(PER_WORD)) - (
 
 def words(K: int) -> int:
     """How many int32 numbers hold ``K`` values."""
-    return -(-K // PER_WORD)
+    return cdiv(K, PER_WORD)
 
 
 def groups(K: int, group_size: int) -> int:
     """How many groups there are in a row of ``K`` values."""
-    return -(-K // group_size)
+    return cdiv(K, group_size)
 
 
 def grouped(values: Tensor, group_size: int) -> Tensor:

@@ -18,6 +18,7 @@ from qgemm.checkpoint.tensors import split_name
 from qgemm.kernels import quantize_rows
 from qgemm.model.swap import WeightError
 from qgemm.nn import LinearLayer
+from qgemm.numerics.integers import cdiv
 from qgemm.streaming.float_tensors import FloatTensor
 from qgemm.streaming.journal import Begun
 from qgemm.streaming.plan import CheckpointPlan, FloatWeight
@@ -132,7 +133,7 @@ def _rows(weight: FloatWeight, device: torch.device, skip: int) -> Iterator[Tens
         return
     step = WeightError.rows_at_a_time(values.shape)
     if len(values.shape) == 3:
-        first, skip = divmod(skip, -(-values.shape[1] // step))
+        first, skip = divmod(skip, cdiv(values.shape[1], step))
         for expert in range(first, values.row_count):
             yield from values.rows(expert, expert + 1)[0].to(device).split(step)[skip:]
             skip = 0

@@ -16,10 +16,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from qgemm.kernels.gemm.config import GemmConfig
-from qgemm.kernels.launch import device, launch, memory
+from qgemm.kernels.launch import device, memory
 from qgemm.kernels.launch.device import DeviceLimits, hopper_rows
 from qgemm.kernels.launch.launch import Launch
-from qgemm.kernels.linear import launcher as linear
 
 META = torch.device("meta")
 
@@ -91,13 +90,11 @@ def assume(assumed: Device) -> None:
     """Makes ``assumed`` that of meta tensors, and of Triton, for the rest of this process."""
     triton.runtime.driver.set_active(_Driver(assumed.target))
     _set(device, INTERPRETER=assumed.limits)
-    _set(launch, _has_pdl=lambda _: assumed.limits.pdl)
     _set(Launch, __call__=lambda self, *tensors: _launched.append(Launched(self, tensors)))
     # What a layer's plan asks PyTorch for.
-    for place in (linear, memory):
-        _set(place, empty=lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=META))
+    _set(memory, empty=lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=META))
     _set(memory, _on_stream=lambda device, stream: contextlib.nullcontext())
-    _set(linear, keep_graph_counts=lambda device: None)
+    _set(memory, keep_graph_counts=lambda device: None)
     torch._C._cuda_getCurrentRawStream = lambda device: 0
 
 

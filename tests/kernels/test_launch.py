@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from qgemm.kernels.launch import launch as module
+from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.tensor_map import TensorMap
 
@@ -105,17 +106,13 @@ def test_hooks_see_launches(name: str, replaced: bool, calls: Calls, monkeypatch
     assert [call[0] for call in calls] == ["compiles", "driver", "Triton", "driver", "driver"]
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0)])
-@pytest.mark.parametrize("hip", [None, "7.0"])
-def test_pdl_where_there_is_such_a_thing(
-    capability: tuple[int, int], hip: str | None, calls: Calls, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
+@pytest.mark.parametrize("pdl", [False, True])
+def test_pdl_where_there_is_such_a_thing(pdl: bool, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "device_limits", lambda device: DeviceLimits(132, 232_448, pdl=pdl))
     Launch(Kernel(calls), 5, (), (), num_warps=4, pdl=True)(at(0))
     Launch(Kernel(calls), 5, (), (), num_warps=4)(at(0))
     with_pdl, without = (call[3] for call in calls if call[0] == "compiles")
-    assert with_pdl.get("launch_pdl", False) == (hip is None and capability >= (9, 0))
+    assert with_pdl.get("launch_pdl", False) == pdl
     assert "launch_pdl" not in without
 
 

@@ -35,9 +35,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
         monkeypatch.setattr(memory, "_on_stream", lambda device, stream: contextlib.nullcontext())
-        for module in (linear, memory):
-            monkeypatch.setattr(module, "is_capturing", lambda: False)
-            monkeypatch.setattr(module, "empty", lambda shape, strides, dtype: torch.empty(shape, dtype=dtype))
+        monkeypatch.setattr(memory, "is_capturing", lambda: False)
+        monkeypatch.setattr(memory, "empty", lambda shape, strides, dtype: torch.empty(shape, dtype=dtype))
 
 
 def plans() -> list[LinearPlan]:

@@ -1,7 +1,5 @@
 """Launcher of ``grouped_mm`` on GPU tensors, CPU tensors in Triton's interpreter; experts take its launches too."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -38,36 +36,20 @@ def grouped_mm(
     bias = None if bias is None else bias.contiguous()
     aligned = (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0
     kind = (grouped_mm, T, G, N, K, out_dtype, None if bias is None else bias.dtype, a.device, aligned, config)
-    plan: _GroupedProduct | None = plans.get(kind)
+    plan: tuple[GemmConfig, Launch, Launch] | None = plans.get(kind)
     if plan is None:
         plan = plans.keep(kind, _make_plan(T, G, N, K, out_dtype, a.device, aligned, config))
-    tiles = a.new_empty(plan.table_size, dtype=torch.int32)
-    plan.group_tiles(offsets, tiles)
-    plan.product(a, b, *(c,) * plan.outputs, a_scale, b_scale, bias, tiles)
+    config, group_tiles, product = plan
+    tiles = a.new_empty(table_size(T, G, config.block_m), dtype=torch.int32)
+    group_tiles(offsets, tiles)
+    product(a, b, *(c,) * outputs(config), a_scale, b_scale, bias, tiles)
     return c
 
 
-class _GroupedProduct(NamedTuple):
-    """What calls of a kind have in common."""
-
-    table_size: int
-    group_tiles: Launch
-    product: Launch
-    outputs: int
-    """How often the product takes the output."""
-
-
 def _make_plan(
-    T: int,
-    G: int,
-    N: int,
-    K: int,
-    out_dtype: torch.dtype,
-    device: torch.device,
-    aligned: bool,
-    config: GemmConfig | None,
-) -> _GroupedProduct:
-    hopper = aligned and takes_hopper_kernel(N, K, out_dtype, device)
+    T: int, G: int, N: int, K: int, dtype: torch.dtype, device: torch.device, aligned: bool, config: GemmConfig | None
+) -> tuple[GemmConfig, Launch, Launch]:
+    hopper = aligned and takes_hopper_kernel(N, K, dtype, device)
     if config is None:
         config = select_grouped_config(T, G, N, K, device, hopper)
     elif not is_grouped(config, device_limits(device)):
@@ -78,8 +60,7 @@ def _make_plan(
             "float16 or bfloat16; omit it to have one chosen"
         )
     group_tiles = group_tiles_launch(T, G, config.block_m, device)
-    product = product_launch(T, G, N, K, out_dtype, device, config)
-    return _GroupedProduct(table_size(T, G, config.block_m), group_tiles, product, outputs(config))
+    return config, group_tiles, product_launch(T, G, N, K, dtype, device, config)
 
 
 def takes_hopper_kernel(N: int, K: int, out_dtype: torch.dtype, device: torch.device) -> bool:

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.driver import DriverLaunch, driver_launch
 from qgemm.kernels.launch.tensor_map import TensorMap
 from qgemm.kernels.stages import INTERPRETING
@@ -98,7 +99,7 @@ class Launch:
     def compile(self, *tensors: Tensor | None) -> Any:
         """What Triton compiles for a call with these tensors."""
         options = self._options
-        if self._pdl and _has_pdl(tensors[0].device):  # type: ignore[union-attr]
+        if self._pdl and device_limits(tensors[0].device).pdl:  # type: ignore[union-attr]
             options = {**options, "launch_pdl": True}
         return self.kernel.warmup(*self._for_triton(tensors), grid=(self._grid,), **options)
 
@@ -131,7 +132,3 @@ def hooked() -> bool:
     enter, exit_ = _RUNTIME.launch_enter_hook, _RUNTIME.launch_exit_hook
     # Chains of hooks, unless somebody has put one function, or None, in their place.
     return bool(getattr(enter, "calls", enter) or getattr(exit_, "calls", exit_))
-
-
-def _has_pdl(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -21,17 +21,10 @@ from torch import Tensor
 from qgemm.kernels.checks import check_quant_linear
 from qgemm.kernels.gemm.config import GemmConfig, is_valid
 from qgemm.kernels.gemm.launcher import plan_product, vector_stride
+from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
-from qgemm.kernels.launch.memory import (
-    CACHE_LINE_BYTES,
-    COUNTS_BYTES,
-    empty,
-    graph_counts,
-    is_capturing,
-    keep_graph_counts,
-    stream_buffer,
-)
+from qgemm.kernels.launch.memory import CACHE_LINE_BYTES, COUNTS_BYTES
 from qgemm.kernels.launch.plans import plans, remember
 from qgemm.kernels.launch.steps import LaunchPlan, Names, Part
 from qgemm.kernels.linear.kernels import _quant_linear_kernel
@@ -126,18 +119,18 @@ class LinearPlan:
         if unusual and weight_at % ALIGNMENT and self.aligned:
             return None
 
-        out = empty(self.out_shape, self.out_strides, x.dtype)
+        out = memory.empty(self.out_shape, self.out_strides, x.dtype)
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         plan, counts = self.usual, None
         # The default stream, 0, is never captured.
-        if stream and is_capturing():
-            counts = graph_counts(self.device) if self.counts else None
+        capturing = stream and memory.is_capturing()
+        if capturing:
+            counts = memory.graph_counts(self.device) if self.counts else None
             plan = self.captured if counts is None else plan
-            buffer = empty((plan.buffer,), (1,), torch.int8)
-        elif self.shares_buffer:
-            buffer = stream_buffer(self.device, stream, plan.buffer)
+        if self.shares_buffer and not capturing:
+            buffer = memory.stream_buffer(self.device, stream, plan.buffer)
         else:
-            buffer = empty((plan.buffer,), (1,), torch.int8)
+            buffer = memory.empty((plan.buffer,), (1,), torch.int8)
         buffer_at = buffer.data_ptr()
         q_at = buffer_at + COUNTS_BYTES
         addresses = (
@@ -198,7 +191,7 @@ def _make_plan(
                 one, buffer=COUNTS_BYTES + way.private if way.private else size, steps=(names.step(way.one, *tensors),)
             )
     if way.in_graphs:
-        keep_graph_counts(device)
+        memory.keep_graph_counts(device)
     return LinearPlan(
         device, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), weight.data_ptr() % ALIGNMENT == 0,
         None if rows.data_ptr() == x.data_ptr() else (M, K), q_bytes, one if way.one else two,
