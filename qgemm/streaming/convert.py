@@ -71,30 +71,6 @@ def quantize_checkpoint(
     or can't be written. ``destination`` is then as it was. ``KeyboardInterrupt`` says how far the work is, and where.
     """
     wanted = Quantization.of(scheme, skip=skip, include=include, input_scales=input_scales)
-    return quantize_files(
-        source,
-        destination,
-        wanted,
-        drop=drop,
-        device=device,
-        max_shard_size=max_shard_size,
-        resume=resume,
-        progress=progress,
-    )
-
-
-def quantize_files(
-    source: str | Path,
-    destination: str | Path,
-    wanted: Quantization,
-    *,
-    drop: str | Iterable[str],
-    device: torch.device | str,
-    max_shard_size: int | str,
-    resume: bool,
-    progress: bool | None,
-) -> QuantReport:
-    """As ``quantize_checkpoint``, of what is ``wanted``."""
     source, destination = as_path("source", source), as_new_folder("destination", destination).absolute()
     device = find_device(device)
     drop = _names(drop)

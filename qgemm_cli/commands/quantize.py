@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import qgemm
 from qgemm.calibration.quantization import Quantization
 from qgemm.checkpoint.layout import read_json
 from qgemm.model.selection import Pattern, SchemeChoice
 from qgemm.scheme import QuantScheme
-from qgemm.streaming.convert import quantize_files
 from qgemm_cli.calibrating import Windows, check_text, parse_recipe, quantize_calibrated
 from qgemm_cli.output import print_lines, print_table, printable, size
 from qgemm_cli.patterns import collapse, pattern_of
@@ -50,7 +50,8 @@ def quantize(
     check_text(wanted, over)
     windows = None
     if recipe is None and text is None:
-        report = quantize_files(source, destination, wanted, drop=drop, **options)
+        given: dict[str, Any] = {"skip": skip, "include": include, "input_scales": scales, "drop": drop}
+        report = qgemm.quantize_checkpoint(source, destination, schemes, **given, **options)
     else:
         report, windows = quantize_calibrated(source, destination, wanted, over, **options)
     return {
