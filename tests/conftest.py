@@ -44,7 +44,7 @@ if not torch.cuda.is_available():
     _patch_once_a_launch()
 
 
-PARAMETERS = 8  # of a test that `make quick` runs, about
+PARAMETERS = 5  # of a test that `make quick` runs, about
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
@@ -59,14 +59,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function):
             tests.setdefault((item.path, item.originalname), []).append(item)
     for functions in tests.values():
+        every = -(-len(functions) // PARAMETERS) | 1  # odd, for two values that take turns
         for number, item in enumerate(functions):
             if marks := [mark for mark in item.own_markers if mark.name == "slow"]:
-                quick = marks[0].kwargs.get("quick", [])
-                if any(
-                    f"-{name}-" in f"-{item.callspec.id}-" for name in ([quick] if isinstance(quick, str) else quick)
-                ):
+                if any(f"-{name}-" in f"-{item.callspec.id}-" for name in marks[0].kwargs.get("quick", [])):
                     item.own_markers.remove(marks[0])
-            elif number % -(-len(functions) // PARAMETERS):
+            elif number % every:
                 item.add_marker("slow")
     items.sort(key=lambda item: item.get_closest_marker("compile") is None)
 

@@ -324,6 +324,7 @@ def plotted() -> Run:
     )
 
 
+@pytest.mark.slow
 def test_the_plot_of_peers_is_drawn_from_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = {}
     axes = "matplotlib.axes.Axes"

@@ -51,6 +51,7 @@ def test_broken_checkpoints(formats: str) -> None:
     assert min(counts["refused"], 10 * counts["equal"], 50 * counts["other values"]) > CASES[formats] / 2
 
 
+@pytest.mark.slow
 def test_the_fuzzer_sees_a_wrong_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader that gave two layers each other's weight would be caught."""
 
@@ -68,6 +69,7 @@ def test_the_fuzzer_sees_a_wrong_tensor(tmp_path: Path, monkeypatch: pytest.Monk
         fuzz.run_case(Case(good, good.files, []), tmp_path, watch)
 
 
+@pytest.mark.slow
 def test_the_fuzzer_sees_a_file_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load_and_peek(folder: Path, **kwargs: Any) -> Any:
         (tmp_path / "outside" / "x").read_text()
@@ -81,6 +83,7 @@ def test_the_fuzzer_sees_a_file_outside(tmp_path: Path, monkeypatch: pytest.Monk
         fuzz.run_case(Case(good, good.files, []), tmp_path, fuzz.Watch())
 
 
+@pytest.mark.slow
 def test_the_fuzzer_sees_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader that didn't ask of which save each file is would be caught."""
     good, watch = make_good(tmp_path / "good")[0], fuzz.Watch()
@@ -191,6 +194,7 @@ def test_a_name_twice_in_json(net_folder: Path) -> None:
         load_quantized(net_folder, model=FuzzNet)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_any_value(net_folder: Path) -> None:
     path = net_folder / "model.safetensors"
     content = path.read_bytes()
@@ -269,6 +273,7 @@ def test_a_config_of_another_size(
         load_quantized(tmp_path / "case")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("field", "value"),
     [

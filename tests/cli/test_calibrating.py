@@ -90,6 +90,7 @@ def killed_at(block: str, seen: list[str]) -> Callable[..., None]:
     return stop
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on(source: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("quantize", source, tmp_path / "out", *STATIC, "--recipe", "gptq", "--text", text, *FEW)
     seen: list[str] = []

@@ -117,6 +117,7 @@ def test_experts_that_both_hold_one_by_one(tmp_path: Path) -> None:
         assert found[f"{name}.weight"]["kind"] == "linear"
 
 
+@pytest.mark.slow
 def test_scales_per_row_tensor_and_block(tmp_path: Path) -> None:
     torch.manual_seed(0)
     weight = torch.randn(200, 300)

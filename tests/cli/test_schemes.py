@@ -24,6 +24,7 @@ def relative_errors(float_folder: Path, folder: Path) -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow(quick=["int8", "int4"])
 @pytest.mark.parametrize("scheme", EVERY_SCHEME)
 def test_inspect_and_compare(scheme: str, tmp_path: Path) -> None:
     FAMILIES["llama"]().model.save_pretrained(tmp_path / "float")

@@ -155,6 +155,7 @@ def test_gradient_checkpointing(reentrant: bool) -> None:
     assert all(gradient.any() for gradient in plain)
 
 
+@pytest.mark.slow
 def test_the_adapters_of_transformers_and_its_trainer(llama_folder: Path, tmp_path: Path) -> None:
     load_int8(llama_folder).save_pretrained(tmp_path / "int8")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "int8")

@@ -115,6 +115,7 @@ def test_scalar_scales(
     assert_as_accurate(out, reference, exact_scaled_mm(a, b, a_scale, b_scale, None))
 
 
+@pytest.mark.slow(quick=["tiles", "default"])
 @DISPATCHED
 def test_strided_scales_and_bias(config: GemmConfig | None, device: torch.device) -> None:
     a, b = int8(18, 70, device=device), int8(70, 40, device=device)
@@ -156,6 +157,7 @@ def test_expanded_operands(config: GemmConfig | None, device: torch.device) -> N
     assert torch.equal(int_mm(a, b, config=config), int_mm_reference(a, b))
 
 
+@pytest.mark.slow(quick="tiles")
 @DISPATCHED
 def test_largest_sums(config: GemmConfig | None, device: torch.device) -> None:
     # The longest K of all, at int8's extreme: 131,071 * 128 * 128 is 2^31 - 2^14.

@@ -200,6 +200,7 @@ def test_degenerate_sizes(n: int, k: int, device: torch.device) -> None:
         assert torch.equal(layer(x), layer.expected(x))
 
 
+@pytest.mark.slow(quick="1")
 @pytest.mark.parametrize("m", [1, 5])
 def test_unaligned_pointers_after_aligned_ones(m: int, device: torch.device) -> None:
     layer = Parameters(device)
@@ -216,6 +217,7 @@ def test_unaligned_pointers_after_aligned_ones(m: int, device: torch.device) -> 
         assert torch.equal(layer(x), layer.expected(x)), offset
 
 
+@pytest.mark.slow(quick="1")
 @pytest.mark.parametrize("m", [1, 5])
 def test_parameters_may_be_replaced(m: int, device: torch.device) -> None:
     layer = Parameters(device)
@@ -278,6 +280,7 @@ def test_plans_are_bounded(monkeypatch: pytest.MonkeyPatch, device: torch.device
         assert len(plans()) <= 3
 
 
+@pytest.mark.slow
 def test_a_workspace_is_given(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """A Stream-K kernel, which adds into zeros, runs by the plan too."""
     from qgemm.kernels.gemm import config

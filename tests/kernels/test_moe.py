@@ -159,6 +159,7 @@ def test_widths_that_nothing_divides(H: int, intermediate: int, function: Expert
 
 
 # Either side of where pairs are counted in chunks.
+@pytest.mark.slow(quick="7-chunks")
 @pytest.mark.parametrize("most", [0, 10**6], ids=["chunks", "at once"])
 @pytest.mark.parametrize("T", [7, 13])
 def test_both_ways_of_routing(T: int, most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +250,7 @@ def test_router_weights_of_a_narrow_dtype(dtype: torch.dtype, device: torch.devi
         assert_close(function(**arguments), arguments)
 
 
+@pytest.mark.slow
 def test_the_same_bits_every_time(device: torch.device) -> None:
     arguments = layer(T=300 if device.type == "cuda" else 3, top_k=4, E=9, device=device)
     out = kernel_experts(**arguments)
@@ -316,6 +318,7 @@ def test_a_long_sum_is_refused() -> None:
         public_experts(**arguments)
 
 
+@pytest.mark.slow
 def test_a_plan_for_every_kind_of_call(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = PlanCache()
     monkeypatch.setattr(experts_launch, "plans", plans)

@@ -144,6 +144,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(qgemm.model.restore, "free_memory", lambda device: 0)
 
 
+@pytest.mark.slow(quick=["plain", "static"])
 @pytest.mark.filterwarnings("ignore:'")  # experts that saw few tokens
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_that_fails_half_way_is_what_it_was(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +218,7 @@ def test_a_finished_model_holds_nothing_of_what_it_was() -> None:
     assert weight() is None  # without a garbage collection
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_goes_on_with_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, options = CASES["llama, block by block"]()
     whole = quantize_model(copy.deepcopy(model), **options)

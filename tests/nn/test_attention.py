@@ -320,6 +320,7 @@ def test_gradients_flow_to_every_input() -> None:
         assert (got - wanted).norm() <= 0.05 * wanted.norm()
 
 
+@pytest.mark.slow
 def test_it_compiles_into_one_graph() -> None:
     layer = qgemm.quantize_model(nn.TransformerDecoderLayer(32, 4, 64, batch_first=True).eval())
     target, memory, mask = torch.randn(3, 5, 32), torch.randn(3, 7, 32), torch.ones(5, 5, dtype=torch.bool).triu(1)
@@ -362,6 +363,7 @@ def test_autocast_gives_what_it_gives_in_pytorch(dtype: torch.dtype, device: tor
             assert (got[0] - wanted[0]).float().norm() <= 0.05 * wanted[0].float().norm()
 
 
+@pytest.mark.slow(quick="int4-channel")
 @pytest.mark.parametrize("scheme", EVERY_SCHEME)
 def test_models_are_saved_and_loaded(scheme: str, tmp_path: Path) -> None:
     model = transformer(batch_first=False)

@@ -264,6 +264,7 @@ def test_gradients_under_autocast(scheme: str, device: torch.device) -> None:
     assert (x.grad - wanted).norm() < 0.01 * wanted.norm()
 
 
+@pytest.mark.slow(quick="int4-channel")
 @SCHEME
 def test_derivatives_of_torch_func(scheme: str) -> None:
     layer, x, along = make(scheme), torch.randn(3, K), torch.randn(3, K)
@@ -333,6 +334,7 @@ def test_gradients_reach_x_and_nothing_else(scheme: str, dtype: torch.dtype, dev
     assert all(parameter.grad is None for parameter in layer.parameters())
 
 
+@pytest.mark.slow(quick=["int8", "int4-channel"])
 @SCHEME
 def test_compile(scheme: str) -> None:
     layer, x = make(scheme), torch.randn(3, K).clamp(-3.9, 3.9)

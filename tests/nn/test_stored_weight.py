@@ -199,6 +199,7 @@ def test_a_compiled_model_may_ask_too(scheme: str) -> None:
     assert torch.equal(exported.module()(x), model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["@", "*", "F.linear", "F.linear of a cast"])
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_a_compiled_model_may_not_read_either(how: str, scheme: str) -> None:

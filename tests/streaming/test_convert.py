@@ -66,6 +66,7 @@ def test_experts_that_files_hold_one_by_one(tmp_path: Path) -> None:
     assert_same_files(tmp_path / "whole", tmp_path / "streamed")
 
 
+@pytest.mark.slow(quick="dtype0")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_layers_that_the_model_keeps_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     # T5 keeps wo in float32 where the rest is float16.
@@ -220,6 +221,7 @@ def quantized_header(source: Path, folder: Path) -> bytes:
     return content[8 : 8 + int.from_bytes(content[:8], "little")]
 
 
+@pytest.mark.slow
 def test_the_number_of_threads(tmp_path: Path, threads: Callable[[int], None]) -> None:
     # One thread works, whatever the number is before and afterwards, and it isn't seen in the files: 2^15 values and
     # more are summed by several threads.
