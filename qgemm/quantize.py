@@ -63,8 +63,8 @@ def quantize_model(
 ) -> Model:
     """Swaps the linear layers and experts of ``model`` for quantized ones, in place, and returns ``model``.
 
-    Output heads, layers that share their weight, and layers whose surroundings need a float weight stay as they are;
-    ``qgemm.report(model)`` lists every layer with what was done or why not.
+    Output heads, layers that share their weight, and layers whose weight other code reads stay in float;
+    ``qgemm.report(model)`` lists every layer with what was done, or the reason.
 
     - ``scheme``: a name from ``SCHEMES``, or a scheme; or a mapping of patterns to these, of which the first that
       matches a layer counts: ``{"*.mlp.*": "int4", "*": "int8"}``. Layers with None for a scheme stay in float, and so
@@ -74,30 +74,30 @@ def quantize_model(
       expression, compiled or as text after ``re:``, is searched for in the names of layers.
     - ``include``: patterns of layers to quantize although they stay in float by default: output heads, and what a rule
       keeps. What can't be quantized stays, and so does what ``skip`` matches too.
-    - ``input_scales``: for a static scheme, the activation's scale of every linear layer to be swapped, by name.
-      Experts have none: under any scheme they are quantized with ``"int8"``.
-    - ``calibration``: instead of ``input_scales``, what ``qgemm.calibrate`` gave, or batches to run the model on first:
+    - ``input_scales``: for a static scheme, the activation scale of every linear layer to be swapped, by name.
+      Experts have none: they are quantized with ``"int8"`` under any scheme.
+    - ``calibration``: instead of ``input_scales``, a ``qgemm.Calibration``, or batches to run the model on first:
       mappings of keyword arguments, tuples or lists of arguments, or tensors, on the model's device. It runs in eval
-      mode without gradients. Layers that it never calls stay in float, with a warning: most often their weight is read
-      by code around them.
-    - ``observer``: what makes scales of batches, ``"min-max"`` if None: another name that ``qgemm.calibrate`` takes, or
-      an ``Observer``.
+      mode without gradients. Layers that it never calls stay in float, with a warning: usually other code reads
+      their weight.
+    - ``observer``: how scales are computed from batches, ``"min-max"`` if None: another name that ``qgemm.calibrate``
+      accepts, or an ``Observer``.
     - ``recipe``: methods from ``qgemm.calibration``, applied in order, block by block: ``[SmoothQuant(), GPTQ()]``.
       ``calibration`` must be batches, then also under schemes that aren't static.
-    - ``budget``: chooses for every layer one of the schemes, or float, within so many bytes or so much damage; see
+    - ``budget``: chooses one of the schemes, or float, for every layer, within a maximum size or loss; see
       ``qgemm.calibration.choose_schemes``. ``calibration`` must be batches.
-    - ``sensitivity``: what ``qgemm.sensitivity`` has measured, for ``budget``; None measures it on the batches first,
-      where the model is.
-    - ``device``: with batches, works block by block, each moved to this device and back; the model stays where it is.
-    - ``resume``: a folder in which finished blocks are kept, so that the same call goes on where it was killed. Remove
-      it when the model is saved.
+    - ``sensitivity``: the result of ``qgemm.sensitivity``, for ``budget``; None measures it on the batches first, on
+      the model's device.
+    - ``device``: with batches, each block is moved to this device, quantized, and moved back.
+    - ``resume``: a folder for finished blocks, so that the same call continues after a kill. Remove it when the model
+      is saved.
     - ``progress``: whether to show progress bars; None shows them on a terminal only.
 
-    A transformers model is told of it, so that ``save_pretrained`` works; it gets a copy of its config.
-    A model on the meta device gets the structure alone. Raises ``ValueError``, with the model unchanged, if there is
+    A transformers model gets a copy of its config that says so, for ``save_pretrained``. On a model on the meta device
+    only the structure changes. Raises ``ValueError``, with the model unchanged, if there is
     nothing to swap, the model is quantized already, a pattern matches no layer, a weight holds NaN or Inf,
-    ``input_scales``, ``calibration`` or ``budget`` doesn't fit, or a layer carries what a swap would lose (state-dict
-    hooks; weights that accelerate keeps on disk). What accelerate offloads to the CPU stays there, in int8.
+    ``input_scales``, ``calibration`` or ``budget`` doesn't match, or a swap would lose something of a layer (state-dict
+    hooks; weights that accelerate keeps on disk). Layers that accelerate offloads to the CPU stay there, in int8.
 
     All that can be foreseen is checked before the first layer is swapped, and what a layer holds beside its weight
     (hooks, children, buffers, attributes) goes with it. If something unforeseen (an interrupt, a bug) stops it

@@ -57,7 +57,7 @@ class TensorScheme:
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How a layer is quantized: its weight, and its activation (None where that stays in float)."""
+    """How a layer is quantized: its weight, and its activation (None if that stays in float)."""
 
     name: str
     weight: TensorScheme
@@ -65,12 +65,12 @@ class QuantScheme:
 
     @property
     def is_static(self) -> bool:
-        """Whether activations are quantized with a scale that is given beforehand, not found at run time."""
+        """Whether activations are quantized with a given scale, not with one computed at run time."""
         return self.activation is not None and not self.activation.dynamic
 
     @property
     def is_weight_only(self) -> bool:
-        """Whether activations stay in float, and products with them."""
+        """Whether activations, and so the products, stay in float."""
         return self.activation is None
 
     @property
@@ -90,17 +90,17 @@ class QuantScheme:
 
     @property
     def is_plain(self) -> bool:
-        """Whether quantized operands are multiplied, and that is all: no zero point, rotation or columns in float."""
+        """Whether quantized operands are only multiplied: no zero point, rotation or columns in float."""
         return not (self.is_weight_only or self.has_zero_point or self.rotates or self.outlier_columns)
 
     @property
     def needs_data(self) -> bool:
-        """Whether a layer can't be made from its weight alone."""
+        """Whether making a layer needs more than its weight."""
         return self.is_static or self.outlier_columns > 0
 
     @property
     def needs_blocks(self) -> bool:
-        """Whether what it needs is only seen block by block, with the layer's work done: columns, or rotated inputs."""
+        """Whether it needs data block by block: for outlier columns, or for scales of rotated inputs."""
         return self.outlier_columns > 0 or (self.is_static and self.rotates)
 
     @property
@@ -109,20 +109,20 @@ class QuantScheme:
         return sys.maxsize if self.activation is None else self.activation.format.max_k
 
     def rotated(self) -> QuantScheme:
-        """The scheme with rotated activations. Raises ``ValueError`` where that has no form, or is so already."""
+        """The scheme with rotated activations. Raises ``ValueError`` if that isn't possible, or already so."""
         if self.activation is not None and not self.rotates:
             found = SCHEMES.get(_name(self.weight, replace(self.activation, rotation="hadamard")))
             if found is not None:
                 return found
-        raise ValueError(f"scheme {self.name!r} has no form with a rotation")
+        raise ValueError(f"scheme {self.name!r} can't be combined with a rotation")
 
     def with_outliers(self, count: int) -> QuantScheme:
         """The scheme with ``count`` columns of activations kept in float, a multiple of 16.
 
-        Raises ``ValueError`` where that has no form, or some are kept already.
+        Raises ``ValueError`` if that isn't possible, or if it already keeps some.
         """
         if self.activation is None or self.weight != INT8_ROWS or not self.is_plain or count < 1 or count % 16:
-            raise ValueError(f"scheme {self.name!r} has no form with {count} columns in float")
+            raise ValueError(f"scheme {self.name!r} can't be combined with {count} columns in float")
         return _scheme(self.weight, replace(self.activation, outlier_columns=count))
 
     def without_outliers(self) -> QuantScheme:
@@ -130,7 +130,7 @@ class QuantScheme:
         return self if self.activation is None else _scheme(self.weight, replace(self.activation, outlier_columns=0))
 
     def for_experts(self) -> QuantScheme:
-        """What fused experts are quantized with where linear layers have this scheme: ``int8``, whatever it is."""
+        """The scheme of fused experts in a model whose linear layers have this one: always ``int8``."""
         return SCHEMES["int8"]
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class QuantScheme:
                 activation=None if activation is None else TensorScheme(**activation),
             )
         except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(f"{values!r} is no quantization scheme: {error}") from error
+            raise ValueError(f"{values!r} isn't a quantization scheme: {error}") from error
 
 
 def _name(weight: TensorScheme, activation: TensorScheme | None) -> str:
@@ -210,7 +210,7 @@ def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
     known = _find(scheme if isinstance(scheme, str) else scheme.name)
     if known is None or (isinstance(scheme, QuantScheme) and scheme != known):
         raise ValueError(
-            f"scheme is {scheme!r}; it must be one of {sorted(SCHEMES)}, or as 'int8-outliers-16' or "
+            f"scheme is {scheme!r}; it must be one of {sorted(SCHEMES)}, or like 'int8-outliers-16' or "
             "'int8-static-outliers-16' with any multiple of 16"
         )
     return known

@@ -16,8 +16,8 @@ from qgemm_cli.output import print_json, printable
 
 app = typer.Typer(
     name="qgemm",
-    help="Quantize models to int8, look into checkpoints of any format, convert and compare them, and measure layers.",
-    epilog="Exit codes: 0 fine, 1 problems or differences found, 2 it couldn't be done, 130 interrupted.",
+    help="Quantize models to int8, inspect, convert and compare checkpoints, and time layers.",
+    epilog="Exit codes: 0 success, 1 problems or differences found, 2 failure, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -25,13 +25,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document to standard output, and nothing else there.")
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show where an error came from.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document, and nothing else, to standard output.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-ShardSize = Annotated[str, typer.Option(help='How large a file may be: a number of bytes, or text like "5GB".')]
+ShardSize = Annotated[str, typer.Option(help='The maximum size of a file: a number of bytes, or text like "5GB".')]
 
 
 def _print_version(wanted: bool) -> None:
@@ -66,15 +64,15 @@ def qgemm(
 def inspect(
     path: Annotated[Path, typer.Argument(help="A folder, its model.safetensors.index.json, or a safetensors file.")],
     verify: Annotated[
-        bool, typer.Option(help="Read scales, and all tensors that have a checksum, and check their values.")
+        bool, typer.Option(help="Read and check the values of scales and of tensors with a checksum.")
     ] = True,
-    every_layer: Annotated[bool, typer.Option("--all", help="A row for every layer, not for every kind.")] = False,
+    every_layer: Annotated[bool, typer.Option("--all", help="Print a row for every layer.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show what a checkpoint is: format, layers, sizes, how much of it is quantized, and what is wrong with it.
+    """Show a checkpoint's format, layers, sizes, quantized fraction and problems.
 
-    No model is built, no code is run, and tensors are read one at a time. Exit code 1: there are problems.
+    Builds no model, runs no code, and reads one tensor at a time. Exit code 1: there are problems.
     """
     with running(inspect, debug):
         from qgemm_cli.commands.inspect import examine, show
@@ -100,53 +98,53 @@ def inspect(
     qgemm quantize llama llama-static --scheme int8-static --input-scales scales.json"""
 )
 def quantize(
-    source: Annotated[Path, typer.Argument(help="The folder of a float model, as transformers saves it.")],
+    source: Annotated[Path, typer.Argument(help="The folder of a float model that transformers saved.")],
     destination: Annotated[Path, typer.Argument(help="A folder for the quantized model.")],
     scheme: Annotated[
         list[str] | None,
         typer.Option(
-            help="int8, int4, another of qgemm's; int8-static wants --text or --input-scales. Or PATTERN=SCHEME, "
-            'repeated: the first pattern that matches a layer counts, "float" leaves it. [int8]'
+            help="int8, int4 or another scheme; int8-static needs --text or --input-scales. Or PATTERN=SCHEME, "
+            'repeated: the first pattern that matches a layer counts; "float" leaves it in float. [int8]'
         ),
     ] = None,
     skip: Annotated[
         list[str] | None,
-        typer.Option(help="Leave this in float: a name, a glob, or re: and a regular expression. May be repeated."),
+        typer.Option(help="Layers to leave in float: a name, a glob, or re: and a regular expression. Repeatable."),
     ] = None,
     include: Annotated[
         list[str] | None,
-        typer.Option(help="Quantize this, though it stays in float by default: as --skip has it. May be repeated."),
+        typer.Option(help="Quantize layers that stay in float by default; patterns as for --skip. Repeatable."),
     ] = None,
     drop: Annotated[
         list[str] | None,
-        typer.Option(help="Go without tensors of this name or glob, which the model has no place for."),
+        typer.Option(help="Ignore tensors with this name or glob, which the model doesn't have."),
     ] = None,
     input_scales: Annotated[
-        Path | None, typer.Option(help="A JSON file: the activation's scale of each layer, by name.")
+        Path | None, typer.Option(help="A JSON file with the activation scale of each layer, by name.")
     ] = None,
     recipe: Annotated[
-        str | None, typer.Option(help="Methods, separated by commas (smoothquant,gptq), or a YAML file that has them.")
+        str | None, typer.Option(help="Methods, separated by commas (smoothquant,gptq), or a YAML file with them.")
     ] = None,
     text: Annotated[
-        Path | None, typer.Option(help="A text file, on which static scales are found and methods run the model.")
+        Path | None, typer.Option(help="A text file to run the model on, for static scales and recipes.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="How many windows of the text to take, evenly spread.")] = 128,
-    length: Annotated[int, typer.Option(min=2, help="How many tokens a window has.")] = 512,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    samples: Annotated[int, typer.Option(min=1, help="The number of windows of the text, evenly spread.")] = 128,
+    length: Annotated[int, typer.Option(min=2, help="The number of tokens in a window.")] = 512,
+    device: Annotated[str, typer.Option(help="The device to compute on: cpu, cuda, cuda:1, ...")] = "cpu",
     max_shard_size: ShardSize = "5GB",
     resume: Annotated[
-        bool, typer.Option(help="Go on where an earlier run of the same command ended; or else start afresh.")
+        bool, typer.Option(help="Continue an interrupted run of the same command, or start over.")
     ] = True,
     progress: Annotated[bool, typer.Option(help="Show a progress bar, on a terminal.")] = True,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Quantize a float checkpoint into a new folder, in little memory: the model is never held whole.
+    """Quantize a float checkpoint into a new folder. The whole model is never in memory.
 
-    With --recipe or --text it is: in CPU memory, in float, and quantized block by block, each on --device.
+    Except with --recipe or --text: then the float model is in CPU memory, and is quantized block by block on --device.
 
-    The tokenizer and its like are copied along. The result is what qgemm.load_quantized and, with qgemm imported,
-    transformers' from_pretrained load; qgemm convert makes a compressed-tensors checkpoint of it.
+    The tokenizer and similar files are copied. qgemm.load_quantized loads the result, and so does transformers'
+    from_pretrained once qgemm is imported; qgemm convert converts it to compressed-tensors.
     """
     with running(quantize, debug):
         from qgemm_cli.commands.quantize import quantize as run
@@ -199,7 +197,7 @@ def convert(
     """Write a quantized checkpoint in another format, with the same int8 values.
 
     Reads qgemm, compressed-tensors (int-quantized, 8 bits) and bitsandbytes (int8). Holds the quantized model in
-    memory, and reads what it wrote once more to check it.
+    memory, and reads the result again to check it.
     """
     with running(convert, debug):
         from qgemm_cli.commands.convert import convert as run
@@ -220,29 +218,29 @@ def convert(
     qgemm compare llama-int8 llama-w8a8 --tolerance 0 --json"""
 )
 def compare(
-    a: Annotated[Path, typer.Argument(help="The folder to measure against, float or quantized.")],
-    b: Annotated[Path, typer.Argument(help="The folder to measure, float or quantized.")],
-    text: Annotated[Path | None, typer.Option(help="Run both models over this text file and compare logits.")] = None,
+    a: Annotated[Path, typer.Argument(help="The folder of the reference, float or quantized.")],
+    b: Annotated[Path, typer.Argument(help="The folder to compare with it, float or quantized.")],
+    text: Annotated[Path | None, typer.Option(help="Run both models on this text file and compare logits.")] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="The folder of the tokenizer, if neither A nor B has it.")
+        Path | None, typer.Option(help="The folder of the tokenizer, if neither A nor B has one.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where the models run: cpu, cuda, cuda:1, ...")] = "cpu",
-    window: Annotated[int, typer.Option(min=2, help="How many tokens a model sees at a time.")] = 512,
-    max_tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the text to take.")] = 4096,
+    device: Annotated[str, typer.Option(help="The device to run the models on: cpu, cuda, cuda:1, ...")] = "cpu",
+    window: Annotated[int, typer.Option(min=2, help="The number of tokens that a model gets at a time.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=2, help="The maximum number of tokens of the text.")] = 4096,
     tolerance: Annotated[
         float | None, typer.Option(min=0, help="Exit with 1 if the relative error of a tensor is above this.")
     ] = None,
     max_kl: Annotated[
         float | None, typer.Option(min=0, help="Exit with 1 if the mean divergence over the text is above this.")
     ] = None,
-    every_layer: Annotated[bool, typer.Option("--all", help="A row for every layer, not for every kind.")] = False,
+    every_layer: Annotated[bool, typer.Option("--all", help="Print a row for every layer.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Compare two checkpoints: the error of each weight and, over a text, what it does to a language model.
+    """Compare two checkpoints: the error of each weight and, on a text, the difference of the logits.
 
     Weights are read a few rows at a time. With --text both models are in memory at once. Exit code 1: shapes differ,
-    or something is above --tolerance or --max-kl.
+    or a value is above --tolerance or --max-kl.
     """
     with running(compare, debug):
         from qgemm_cli.commands.compare import compare as run
@@ -278,10 +276,10 @@ def bench(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Time int8 layers beside float ones on this machine, in the sizes of a model.
+    """Time int8 and float layers on this machine, in the sizes of a model.
 
-    Weights and activations are random; every output is checked before it is timed. Exit code 1: one was wrong. Without
-    a path or a shape, the sizes are those of Llama 3 8B on a GPU, and two smaller ones on a CPU.
+    Weights and activations are random; every output is checked before it is timed. Exit code 1: an output was wrong.
+    Without a path or a shape, the sizes are Llama 3 8B's on a GPU, and two smaller ones on a CPU.
     """
     with running(bench, debug):
         from qgemm_cli.commands.bench import bench as run

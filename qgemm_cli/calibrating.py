@@ -73,7 +73,7 @@ def quantize_calibrated(
     place = find_device(device)
     parse_size(max_shard_size)
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise FileExistsError(f"{destination} is there already, and not empty: name another folder, or remove it")
+        raise FileExistsError(f"{destination} already exists and isn't empty: name another folder, or remove it")
     checkpoint = open_checkpoint(source)
     if checkpoint.format != FLOAT:
         raise CheckpointError(f"{source} is quantized already ({checkpoint.format}): give the float model")
@@ -94,7 +94,7 @@ def quantize_calibrated(
     except KeyboardInterrupt:
         if not batches:
             raise
-        raise KeyboardInterrupt(f"finished blocks are kept in {work}; the same command goes on from there") from None
+        raise KeyboardInterrupt(f"finished blocks are kept in {work}; the same command resumes from there") from None
     whole = work / "checkpoint"
     shutil.rmtree(whole, ignore_errors=True)
     qgemm.save_quantized(model, whole, max_shard_size=max_shard_size)
@@ -115,7 +115,7 @@ def cut_windows(model: nn.Module, tokenizer: Any, windows: Windows) -> list[Tens
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False) or getattr(model, "main_input_name", "") != "input_ids":
         raise ValueError(
-            f"{type(model).__name__} doesn't run on a text alone, which --text is: calibrate it in Python, with "
+            f"{type(model).__name__} needs more input than the text of --text: calibrate it in Python, with "
             "qgemm.quantize_model(model, calibration=batches)"
         )
     limit = getattr(config, "max_position_embeddings", None)
@@ -155,6 +155,4 @@ def check_text(wanted: Quantization, windows: Windows | None) -> None:
         scales = ", or --input-scales FILE" if wanted.recipe is None else ""
         raise ValueError(f"{wanting[0]} needs a text to run the model on: pass --text FILE{scales}")
     if windows is not None and not wanting and wanted.recipe is None:
-        raise ValueError(
-            "--text is for a scheme with static scales, or for methods: pass --recipe too, or leave it out"
-        )
+        raise ValueError("--text is for static schemes and recipes: pass --recipe too, or leave --text out")

@@ -84,7 +84,7 @@ def read_tokens(text: Path, folders: list[Path], most: int) -> Tensor:
         content = file.read(_CHARACTERS_A_TOKEN * most)
     tokens = torch.tensor(tokenizer(content, verbose=False)["input_ids"][:most], dtype=torch.int64)
     if tokens.numel() < 2:
-        raise ValueError(f"{text} has {tokens.numel()} tokens; it must have 2 at the least")
+        raise ValueError(f"{text} has {tokens.numel()} tokens; it must have at least 2")
     return tokens
 
 
@@ -143,5 +143,5 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
     device = next(model.parameters()).device
     logits = getattr(model(input_ids=ids[None].to(device)), "logits", None)
     if not isinstance(logits, Tensor) or logits.shape[:2] != (1, ids.numel()):
-        raise ValueError(f"{type(model).__name__} gives no logits for each token: --text is for language models")
+        raise ValueError(f"{type(model).__name__} returns no logits per token: --text is for language models")
     return logits[0]

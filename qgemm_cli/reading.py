@@ -77,9 +77,11 @@ def _open(path: Path) -> Checkpoint:
     if os.path.isdir(path):
         checkpoint = _open_folder(path)
     elif not os.path.isfile(path):
-        raise CheckpointError(f"{path} is no folder and no file")
+        raise CheckpointError(f"{path} is neither a folder nor a file")
     elif path.suffix != ".safetensors":
-        raise CheckpointError(f"{path} is no safetensors file; qgemm opens a folder, {INDEX_FILE} or FILE.safetensors")
+        raise CheckpointError(
+            f"{path} is not a safetensors file; qgemm opens a folder, {INDEX_FILE} or FILE.safetensors"
+        )
     else:
         checkpoint = Checkpoint(path, None, read_header(path))
     _identify(checkpoint)

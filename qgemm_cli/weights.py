@@ -126,7 +126,7 @@ def pair_weights(a: Checkpoint, b: Checkpoint, source_a: Source, source_b: Sourc
     ]
     best = max(pairings, key=lambda pairing: (pairing.values, len(pairing.names_in_a)))
     if not best.names_in_a:
-        raise CheckpointError(f"{a.path} and {b.path} have no tensor in common: they aren't of one model")
+        raise CheckpointError(f"{a.path} and {b.path} have no tensor in common: they belong to different models")
     return best
 
 

@@ -140,7 +140,7 @@ def test_mistaken_arguments_are_answered_with_a_sentence(
 def test_the_input_of_a_layer_is_a_tensor(scheme: str, x: Any) -> None:
     from families.schemes import quantized_layer
 
-    with pytest.raises(TypeError, match=f"the layer's input is a {type(x).__name__}; it takes a tensor"):
+    with pytest.raises(TypeError, match=f"the layer's input is a {type(x).__name__}; it must be a tensor"):
         quantized_layer(nn.Linear(32, 8), scheme)(x)
 
 

@@ -413,7 +413,7 @@ def _half_a_head(out_features: int) -> nn.Module:
 
 def test_coverage_under_half_is_warned_of_with_the_cause_and_the_way_out() -> None:
     wanted = (
-        r"only 25% of the bytes that this model multiplies by are quantized, so it shrinks little\. "
+        r"only 25% of the bytes in this model's weights are quantized, so it stays almost as large\. "
         r"What stays in float: 75%: output head \('head'\)\. include=\[\.\.\.\] quantizes 75% more, of 'head'"
     )
     with pytest.warns(UserWarning, match=wanted):

@@ -71,7 +71,7 @@ def test_static_scales_of_a_rotated_layer_are_of_rotated_inputs() -> None:
     model = nn.Sequential(nn.Linear(16, 8)).eval()
     with calibrate(model) as calibration:
         model(x)
-    with pytest.raises(ValueError, match="which calibration hasn't seen: pass batches"):
+    with pytest.raises(ValueError, match="which calibration has no statistics of: pass batches"):
         quantize_model(model, "int8-static-hadamard", calibration=calibration)
     quantize_model(model, "int8-static-hadamard", calibration=[x])
     assert model[0].input_scale == pytest.approx(0.25 / INT8.steps)
@@ -112,22 +112,22 @@ BATCH = torch.randn(3, 32)
         ({"recipe": [], "scheme": "int8-static"}, ValueError, "the scheme 'int8-static' needs batches"),
         ({"device": "cpu"}, ValueError, "device needs batches"),
         ({"resume": "folder"}, ValueError, "resume needs batches"),
-        ({"recipe": [GPTQ()], "calibration": Calibration(MinMax())}, ValueError, "pass the batches"),
+        ({"recipe": [GPTQ()], "calibration": Calibration(MinMax())}, ValueError, "pass batches"),
         (
             {"recipe": [], "scheme": "int8-static", "input_scales": {"0": 0.1}},
             ValueError,
-            "a recipe finds scales by itself",
+            "a recipe computes scales itself",
         ),
         ({"recipe": [GPTQ()], "calibration": []}, ValueError, "calibration has no batch"),
         ({"recipe": [GPTQ()], "calibration": BATCH}, TypeError, "put a single batch into a list"),
         ({"recipe": [GPTQ()], "calibration": [BATCH, "text"]}, TypeError, "batch 1 of calibration is a str"),
         ({"recipe": GPTQ(), "calibration": [BATCH]}, TypeError, "it must be a list of methods"),
-        ({"recipe": [GPTQ], "calibration": [BATCH]}, TypeError, r"make a method of it: GPTQ\(\)"),
-        ({"observer": "mse"}, ValueError, "observer is what makes scales of batches"),
+        ({"recipe": [GPTQ], "calibration": [BATCH]}, TypeError, r"create an instance: GPTQ\(\)"),
+        ({"observer": "mse"}, ValueError, "observer computes scales from batches"),
         (
             {"observer": "mse", "calibration": Calibration(MinMax())},
             ValueError,
-            "observer is what makes scales of batches",
+            "observer computes scales from batches",
         ),
         ({"observer": "best", "calibration": [BATCH], "recipe": []}, ValueError, "observer is 'best'"),
         ({"calibration": [BATCH]}, ValueError, "calibration is for a static scheme, or for a recipe"),

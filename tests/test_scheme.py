@@ -40,15 +40,15 @@ def test_one_is_made_of_another() -> None:
 @pytest.mark.parametrize("name", ["int4", "int8-hadamard", "int8-static-asymmetric", "int8-outliers-16"])
 def test_what_has_no_such_form(name: str) -> None:
     scheme = resolve_scheme(name)
-    with pytest.raises(ValueError, match=f"scheme '{name}' has no form with a rotation"):
+    with pytest.raises(ValueError, match=f"scheme '{name}' can't be combined with a rotation"):
         scheme.rotated()
-    with pytest.raises(ValueError, match=f"scheme '{name}' has no form with 16 columns in float"):
+    with pytest.raises(ValueError, match=f"scheme '{name}' can't be combined with 16 columns in float"):
         scheme.with_outliers(16)
 
 
 @pytest.mark.parametrize("count", [-16, 0, 8, 17])
 def test_columns_come_by_the_sixteen(count: int) -> None:
-    with pytest.raises(ValueError, match=f"no form with {count} columns"):
+    with pytest.raises(ValueError, match=f"can't be combined with {count} columns"):
         INT8_DYNAMIC.with_outliers(count)
 
 

@@ -112,7 +112,7 @@ def test_quantized_with_calibration(scheme: str, tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ("int8-static-asymmetric", "scheme 'int8-static-asymmetric' changes biases, which can't be done"),
+    ("int8-static-asymmetric", "scheme 'int8-static-asymmetric' changes biases, which isn't possible"),
     ("int8-outliers-16", "scheme 'int8-outliers-16' keeps columns in float that are found in calibration"),
 ]
 
@@ -253,7 +253,7 @@ def test_a_scheme_that_isn_t_one_of_qgemm_s_is_refused(scheme: str, tmp_path: Pa
         values = changed["quantization_config"]["schemes"][scheme]
         values[part] = {**(values[part] or {}), **change}
         path.write_text(json.dumps(changed))
-        with pytest.raises(qgemm.CheckpointError, match="schemes holds one that this qgemm can't compute"):
+        with pytest.raises(qgemm.CheckpointError, match="schemes has one that this version of qgemm doesn't support"):
             qgemm.load_quantized(tmp_path)
 
 

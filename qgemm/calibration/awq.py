@@ -105,9 +105,9 @@ def _losses(
 
 @dataclass(frozen=True)
 class AWQ(Method):
-    """Scales the input channels of every layer for which there is a fold, clips, and rounds to nearest.
+    """Scales the input channels of layers whose scales fold into the previous one, clips, and rounds to nearest.
 
-    ``clip``: whether to search the scales of weights. Without it, and with ``GPTQ`` after it, they are the plain ones.
+    ``clip``: whether to search the scales of weights. Without it, and with ``GPTQ`` after it, they aren't clipped.
     """
 
     name: ClassVar[str] = "awq"
@@ -115,7 +115,7 @@ class AWQ(Method):
     clip: bool = True
 
     def apply(self, block: Block) -> None:
-        """Scales the block's layers in place, then decides their weights."""
+        """Scales the block's layers in place, then rounds their weights."""
         folds, refused = find_folds(block)
         seen = block.collect(second_moment=True)
         for fold in folds:

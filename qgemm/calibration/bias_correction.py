@@ -24,9 +24,9 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class BiasCorrection(Method):
-    """Corrects the bias of every layer that has one; one without stays so, and says so.
+    """Corrects the bias of every layer that has one; the others get a note.
 
-    It goes after the method that decides weights: those that none has decided are rounded to nearest.
+    It comes after the method that rounds weights; weights that no method has rounded are rounded to nearest.
     """
 
     name: ClassVar[str] = "bias-correction"

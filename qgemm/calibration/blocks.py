@@ -388,7 +388,7 @@ def capture(
                 if seen:
                     raise RuntimeError(
                         f"a batch of calibration reaches {chain.names[0]} but not {chain.names[len(seen)]}: leave it "
-                        "out, or give it first, so that the blocks are divided as it needs them"
+                        "out, or pass it first, so that the blocks are found with it"
                     )
     return ChainInputs(chain, captured, masks, device)
 
@@ -396,7 +396,9 @@ def capture(
 def _recorder(chain: Chain, place: int, seen: list[_Inputs], store: _Store, disturb: bool) -> Any:
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(seen) != place:
-            raise RuntimeError(f"{chain.names[place]} runs out of turn on a batch of calibration: leave that batch out")
+            raise RuntimeError(
+                f"{chain.names[place]} runs in another order on a batch of calibration: leave that batch out"
+            )
         leaves, spec = _flattened((args, kwargs))
         links = chain.links[place]
         if missing := [path for path in links if path not in leaves]:

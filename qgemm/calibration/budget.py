@@ -34,11 +34,12 @@ _MOST_PAIRS = 1 << 14
 
 @dataclass(frozen=True)
 class Budget:
-    """What a quantized model may take: exactly one of these.
+    """The maximum size or loss of a quantized model: exactly one of these.
 
-    - ``bytes``: of all its parameters and buffers: a number, or text like ``"2GB"``, which becomes one.
-    - ``kl``: the divergence of its logits from the float model's, in nats per token, by the sum of its layers'.
-    - ``error``: of a model without logits, the relative error of its output, by the root of its layers' sum of squares.
+    - ``bytes``: the size of all parameters and buffers: a number, or text like ``"2GB"``, which is converted to one.
+    - ``kl``: the KL divergence of the logits, in nats per token, estimated as the sum of the layers' divergences.
+    - ``error``: for a model without logits, the relative error of the output, estimated as the root of the sum of the
+      layers' squared errors.
     """
 
     bytes: int | str | None = None
@@ -51,21 +52,21 @@ class Budget:
             object.__setattr__(self, "bytes", parse_size(self.bytes, "bytes"))
         given = {name: value for name, value in vars(self).items() if value is not None}
         if len(given) != 1:
-            raise ValueError(f"a budget is of bytes, of kl or of error: give one, not {sorted(given) or 'none'}")
+            raise ValueError(f"a budget limits bytes, kl or error: give exactly one, not {sorted(given) or 'none'}")
         ((name, value),) = given.items()
         if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
             raise ValueError(f"{name} is {value!r}; it must be 0 or more")
 
 
 def choose_schemes(sensitivity: Sensitivity, budget: Budget) -> dict[str, str | None]:
-    """For each layer in ``sensitivity`` the name of its scheme, or None: it stays in float. The same each time.
+    """The name of the scheme, or None for float, of each layer in ``sensitivity``. Deterministic.
 
-    Raises ``ValueError`` if no choice fits into ``budget.bytes``, or if the budget is of ``kl`` and errors were
-    measured, or the other way round.
+    Raises ``ValueError`` if no choice fits into ``budget.bytes``, or if the budget limits ``kl`` and errors were
+    measured, or vice versa.
     """
     for name in (KL, ERROR):
         if getattr(budget, name) is not None and sensitivity.metric != name:
-            raise ValueError(f"the budget is of {name}, but {sensitivity.metric} was measured: give a budget of that")
+            raise ValueError(f"the budget limits {name}, but {sensitivity.metric} was measured: give a budget for that")
     options: dict[str, list[LayerSensitivity | None]] = defaultdict(lambda: [None])
     for record in sensitivity.records:
         options[record.name].append(record)
@@ -90,13 +91,13 @@ def assign_schemes(
     ``choose_schemes`` does, if ``sensitivity`` is of another model or of other schemes, and if all stay in float.
     """
     if foreign := sorted({record.name for record in sensitivity.records} - {layer.name for layer in layers}):
-        raise ValueError(f"sensitivity was measured of {listed(foreign)}, but the model has no such layer")
+        raise ValueError(f"sensitivity has {listed(foreign)}, but the model has no such layer")
     waiting = [layer for layer in layers if not layer.reason]
     own_schemes = ((layer, layer.scheme_for(scheme)) for layer in waiting for scheme in schemes)
     options = {(layer.name, scheme.name): scheme for layer, scheme in own_schemes}
     known = {record.scheme for record in sensitivity.records}
     if unknown := sorted({scheme for _, scheme in options} - known):
-        raise ValueError(f"sensitivity wasn't measured under {listed(unknown)}: measure that, or leave it out")
+        raise ValueError(f"sensitivity wasn't measured under {listed(unknown)}: measure it, or leave it out")
     sensitivity = _narrowed(sensitivity, options)
     chosen = choose_schemes(sensitivity, budget)
     damages: dict[str, dict[str, float]] = defaultdict(dict)
@@ -169,8 +170,8 @@ class _Pairs:
             if not fitting:
                 least = int(self._bytes[0])
                 raise ValueError(
-                    f"the model takes {least:,} bytes ({size(least)}) at least with these schemes; the budget is "
-                    f"{budget.bytes:,}: give more, or allow smaller schemes"
+                    f"the model takes at least {least:,} bytes ({size(least)}) with these schemes; the budget is "
+                    f"{budget.bytes:,}: raise it, or allow smaller schemes"
                 )
             pair = fitting - 1
         else:

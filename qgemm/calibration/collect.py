@@ -37,16 +37,16 @@ def calibrate(
 ) -> Iterator[Calibration]:
     """A context in which every call of ``model`` adds to the statistics of its layers' inputs.
 
-    The layers are those that ``quantize_model`` would swap, but for experts, which find their scales as they run. What
-    the model computes stays the same. Padding, by the ``attention_mask`` of a call of ``model``, doesn't count. Hooks
-    are removed at the end, also after an error.
+    The layers are those that ``quantize_model`` would swap, except experts, which compute their scales at run time. The
+    model's outputs don't change. Padding, according to the ``attention_mask`` of a call of ``model``, doesn't count.
+    Hooks are removed at the end, also after an error.
 
-    - ``observer``: ``"min-max"``, ``"moving-average"``, ``"percentile"``, ``"mse"``, or an ``Observer`` with the
-      settings that are wanted.
-    - ``skip``, ``include``: as ``quantize_model`` has them.
+    - ``observer``: ``"min-max"``, ``"moving-average"``, ``"percentile"``, ``"mse"``, or an ``Observer`` with
+      other settings.
+    - ``skip``, ``include``: as for ``quantize_model``.
 
-    Warns at the end of layers that saw nothing, and of experts to which no token went. Raises ``ValueError`` as
-    ``quantize_model`` does, before the model runs; and out of the model's call if a layer's input holds NaN or Inf.
+    Warns at the end of layers and experts that saw no tokens. Raises ``ValueError`` as ``quantize_model`` does, before
+    the model runs; and in the model's call if a layer's input holds NaN or Inf.
     """
     check_model(model)
     with opened_attention(model):
@@ -77,7 +77,7 @@ def run_batches(
     """The statistics of the layers called ``names`` on ``batches``, in eval mode and without gradients.
 
     A batch is a mapping of keyword arguments, a tuple or list of arguments, or a tensor, on the model's device. Padding
-    doesn't count. Modules are put back into the mode that they were in. Warns of experts to which no token went. Raises
+    doesn't count. The modules' training modes are restored. Warns of experts that saw no tokens. Raises
     ``TypeError`` for any other batch, ``ValueError`` if there is none.
     """
     check_batches(batches)
@@ -113,7 +113,7 @@ def check_batches(batches: Any) -> None:
 
 def no_batch(name: str = "calibration") -> ValueError:
     """What to raise where the argument of that name holds no batch."""
-    return ValueError(f"{name} has no batch: an iterator that was used up gives nothing a second time")
+    return ValueError(f"{name} has no batch: an iterator can be used only once")
 
 
 def as_calls(batches: Iterable[Any], name: str = "calibration") -> list[Call]:
@@ -201,8 +201,8 @@ def warn_of_unused(experts: list[str]) -> None:
     """Warns of ``unused_experts``, if there are any."""
     if experts:
         warn_user(
-            f"{listed(experts)} saw no tokens, so what calibration finds around them says nothing of tokens that need "
-            "them: run more batches, or more various ones"
+            f"{listed(experts)} saw no tokens, so the calibration of the layers around them doesn't cover tokens that "
+            "need them: use more batches, or more diverse ones"
         )
 
 
@@ -210,8 +210,8 @@ def warn_of_uncalled(names: list[str]) -> None:
     """Warns of layers that stay in float since calibration has never called them, if there are any."""
     if names:
         warn_user(
-            f"{listed(names)} saw no tokens of calibration and stay in float: either code around a layer reads its "
-            "weight instead of calling it, or batches don't reach it: run ones that do"
+            f"{listed(names)} saw no tokens of calibration and stay in float: either other code reads its "
+            "weight instead of calling it, or no batch reaches it: add batches that do"
         )
 
 
@@ -219,7 +219,7 @@ def _hook(calibration: Calibration, name: str, batch: Batch) -> Any:
     def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
         if not isinstance(x, Tensor):
-            raise TypeError(f"the input of {name!r} is a {type(x).__name__}; batches must bring tensors to the layers")
+            raise TypeError(f"the input of {name!r} is a {type(x).__name__}; a layer's input must be a tensor")
         if x.device.type == "meta":
             raise ValueError(f"the input of {name!r} is on meta, without values: load the model to calibrate it")
         seen = calibration.statistics.get(name, calibration.observer)

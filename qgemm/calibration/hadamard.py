@@ -38,10 +38,10 @@ _DOWN_PROJECTIONS = (
 
 @dataclass(frozen=True)
 class HadamardRotation(Method):
-    """Rotates inputs; it goes before methods that decide weights.
+    """Rotates inputs; it comes before methods that round weights.
 
-    - ``online``: which layers rotate their input as they run.
-    - ``values``: whether values are rotated, head by head, where that is verified to change nothing.
+    - ``online``: which layers rotate their input at run time.
+    - ``values``: whether attention values are rotated, head by head, where that is verified not to change the output.
     """
 
     name: ClassVar[str] = "hadamard"

@@ -42,7 +42,7 @@ _MOST = 1 << 53
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A weight ``[N, K]`` that a method has quantized: ``values * scale`` stands for it.
+    """A weight ``[N, K]`` that a method has quantized: its value is ``values * scale``.
 
     - ``values``: ``[N, K]``, of the format of the scheme's weights.
     - ``scale``: float32 ``[N]``, or ``[N, ceil(K / group_size)]`` for a scheme with groups along K.
@@ -54,15 +54,15 @@ class QuantizedWeight:
 
 @dataclass(eq=False)
 class LayerWork:
-    """One linear layer on its way.
+    """One linear layer that is being quantized.
 
     - ``name``: its dotted name in the model.
     - ``module``: the float layer, an ``nn.Linear`` or transformers' ``Conv1D``. ``qgemm.nn.linear_layer.linear_weight``
       gives its weight as ``[N, K]``, a view of the parameter, which methods change in place.
     - ``scheme``: how it is to be quantized; a method may replace it.
-    - ``weight``: what a method has decided; None rounds to nearest.
-    - ``outlier_columns``: int64 ``[c]``, ascending: columns of the input that are to stay in 16 bits.
-    - ``notes``: what the report says of it.
+    - ``weight``: the weight that a method has rounded; None rounds to nearest.
+    - ``outlier_columns``: int64 ``[c]``, ascending: columns of the input that stay in 16 bits.
+    - ``notes``: its notes in the report.
     - ``loss``: ``|x (W - V)^T|^2 / |x W^T|^2`` over the calibration rows, where ``V`` is the quantized weight.
     """
 
@@ -89,7 +89,7 @@ class ExpertsWork:
     - ``scheme``: how they are to be quantized.
     - ``weights``: what a method has decided: values ``[E, N, K]`` and scales ``[E, N]`` of ``"gate_up_proj"``,
       gates before ups, and ``"down_proj"``; None rounds to nearest.
-    - ``notes``: what the report says of it.
+    - ``notes``: its notes in the report.
     """
 
     name: str
@@ -107,7 +107,7 @@ class ExpertsWork:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """What a module is called with. ``masks``: of the batch that it is of; None looks for them in the arguments."""
+    """The arguments of a call of a module. ``masks``: those of its batch; None looks for them in the arguments."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Block:
     - ``layers``: by full name, those of this block that get quantized.
     - ``calls``: what the block is called with, for each batch of calibration data; none without such data.
     - ``experts``: by full name, the modules of fused experts in it that get quantized.
-    - ``batch``: which rows of inputs are tokens of the batch that runs.
+    - ``batch``: which input rows of the current batch are tokens.
     """
 
     name: str
@@ -174,8 +174,8 @@ class Method(ABC):
 
     - ``name``: its key in a recipe's dictionary and in YAML.
     - ``needs_data``: whether ``apply`` runs the block, so that there must be calibration data.
-    - ``settles``: what ``apply`` settles of layers. A recipe is refused if that is lost to a later method: one that
-      changes what it rests upon, or settles it anew. Nothing is asked of a method that names nothing.
+    - ``settles``: the parts of layers that ``apply`` determines. A recipe is refused if a later method changes what
+      they depend on, or determines them again. A method that names nothing may come anywhere.
     """
 
     name: ClassVar[str]
@@ -183,12 +183,12 @@ class Method(ABC):
     settles: ClassVar[tuple[Part, ...]] = ()
 
     def prepare(self, model: nn.Module, layers: dict[str, LayerWork]) -> None:
-        """Once, before any block: what concerns the whole model. ``layers``: all that get quantized."""
+        """Called once, before any block, for work on the whole model. ``layers``: all that get quantized."""
         return None
 
     @abstractmethod
     def apply(self, block: Block) -> None:
-        """Works on one block; what it can't do for a layer it says in that layer's ``notes``."""
+        """Works on one block; if it can't treat a layer, the reason is in that layer's ``notes``."""
 
     def to_dict(self) -> dict[str, Any]:
         """Its settings as JSON-ready values."""
@@ -196,7 +196,7 @@ class Method(ABC):
 
     @classmethod
     def from_dict(cls: type[Kind], settings: Mapping[str, Any]) -> Kind:
-        """The method with these settings; what isn't among them has its default.
+        """The method with these settings; the others have their defaults.
 
         Raises ``ValueError`` for an unknown setting, or one of a wrong type or range.
         """
@@ -219,7 +219,7 @@ def first_tensor(output: Any) -> Tensor:
     for part in parts:
         if isinstance(part, Tensor):
             return part
-    raise TypeError(f"a block returned a {type(output).__name__} in which no tensor comes first")
+    raise TypeError(f"a block returned a {type(output).__name__} ; its first value must be a tensor")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

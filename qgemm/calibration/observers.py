@@ -36,10 +36,10 @@ HistogramKind = TypeVar("HistogramKind", bound="HistogramObserver")
 
 @dataclass(frozen=True, eq=False)
 class Observer(ABC):
-    """What was seen of the inputs of one layer, ``[..., K]``; as it is made, nothing.
+    """Statistics of the inputs of one layer, ``[..., K]``; a new one is empty.
 
     - ``tokens``: how many rows.
-    - ``channel_min [K]``, ``channel_max [K]``: float32, on the CPU: the least and the largest value in each column;
+    - ``channel_min [K]``, ``channel_max [K]``: float32, on the CPU: the minimum and maximum in each column;
       None before any row.
     """
 
@@ -64,7 +64,7 @@ class Observer(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it was made with, as JSON-ready values; not what it has seen."""
+        """Its settings as JSON-ready values, without statistics."""
         return {each.name: getattr(self, each.name) for each in fields(self) if not each.kw_only}
 
     def update(self: Kind, x: Tensor) -> Kind:
@@ -78,15 +78,13 @@ class Observer(ABC):
         low, high = (bound.float().cpu() for bound in rows.aminmax(dim=0))
         batch = replace(self._blank(), tokens=rows.shape[0], channel_min=low, channel_max=high)
         if not math.isfinite(batch.amax):
-            raise ValueError(
-                "x holds NaN or Inf, of which no scale can be made: leave this batch out, or find what makes them"
-            )
+            raise ValueError("x holds NaN or Inf, so it has no scale: leave this batch out, or find their cause")
         return self._add(batch._see(rows))
 
     def merge(self: Kind, other: Kind) -> Kind:
-        """What both have seen. Raises ``ValueError`` if they are of different kinds, settings or widths."""
+        """The combined statistics. Raises ``ValueError`` for different kinds, settings or widths."""
         if type(other) is not type(self) or other.settings != self.settings:
-            raise ValueError(f"{_described(self)} can't be merged with {_described(other)}: only its own kind can")
+            raise ValueError(f"{_described(self)} can't be merged with {_described(other)}: both must be of one kind")
         if not other.tokens:
             return self
         if not self.tokens:
@@ -97,7 +95,9 @@ class Observer(ABC):
         assert other.channel_max is not None
         if self.channel_min.shape != other.channel_min.shape:
             widths = f"{len(self.channel_min)} and {len(other.channel_min)}"
-            raise ValueError(f"statistics of inputs with {widths} columns can't be merged: they are of two layers")
+            raise ValueError(
+                f"statistics of inputs with {widths} columns can't be merged: they belong to different layers"
+            )
         merged = replace(
             self,
             tokens=self.tokens + other.tokens,
@@ -109,23 +109,23 @@ class Observer(ABC):
     def scale(self) -> float:
         """The scale for ``input_scales``: ``clip / 127``, at least the smallest normal float32; 1 if all was 0.
 
-        Raises ``ValueError`` if nothing was seen.
+        Raises ``ValueError`` if it is empty.
         """
         if not self.tokens:
-            raise ValueError("nothing was seen, so there is no scale")
+            raise ValueError("no values were seen, so there is no scale")
         clip = self._clip()
         return max(clip / INT8.steps, MIN_SCALE) if clip else 1.0
 
     def scale_and_zero_point(self) -> tuple[float, int]:
-        """The pair that ``input_scales`` has for an asymmetric scheme; raises as ``scale``."""
+        """The pair for ``input_scales`` of an asymmetric scheme; raises like ``scale``."""
         if self.channel_min is None or self.channel_max is None:
-            raise ValueError("nothing was seen, so there is no scale")
+            raise ValueError("no values were seen, so there is no scale")
         clip = self._clip()
         low, high = float(self.channel_min.min()), float(self.channel_max.max())
         return range_to_scale(min(max(low, -clip), 0.0), max(min(high, clip), 0.0))
 
     def input_scale(self, scheme: QuantScheme) -> float | tuple[float, int]:
-        """What ``input_scales`` has for a layer of ``scheme``, a static one; raises as ``scale``."""
+        """The value for ``input_scales`` of a layer with ``scheme``, a static one; raises like ``scale``."""
         return self.scale_and_zero_point() if scheme.has_zero_point else self.scale()
 
     def _blank(self: Kind) -> Kind:
@@ -162,7 +162,7 @@ class MinMax(Observer):
 class MovingAverage(Observer):
     """``clip = momentum * clip + (1 - momentum) * amax(batch)`` with every batch; of the first one, its ``amax``.
 
-    Merged, two averages count by their numbers of batches.
+    Merged averages are weighted by their numbers of batches.
     """
 
     name = "moving-average"
@@ -213,7 +213,7 @@ class HistogramObserver(Observer):
 
 @dataclass(frozen=True, eq=False)
 class Percentile(HistogramObserver):
-    """``clip``: the magnitude that ``percentile`` % of all values don't exceed, or up to ``amax / 2048`` more."""
+    """``clip``: the ``percentile``-th percentile of all magnitudes, or up to ``amax / 2048`` more."""
 
     name = "percentile"
     percentile: float = 99.99
@@ -229,9 +229,9 @@ class Percentile(HistogramObserver):
 
 @dataclass(frozen=True, eq=False)
 class MeanSquaredError(HistogramObserver):
-    """``clip``: of ``amax * 2^(-i/32)`` for ``i`` up to 256, the one with the least expected squared error of int8.
+    """``clip``: of ``amax * 2^(-i/32)`` for ``i`` up to 256, the one with the minimum expected squared error of int8.
 
-    Within a bin of the histogram, values count as evenly spread.
+    Within a bin of the histogram, values are assumed to be evenly spread.
     """
 
     name = "mse"

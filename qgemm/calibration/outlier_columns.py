@@ -25,13 +25,13 @@ _LARGEST_SHARE = 4
 
 @dataclass(frozen=True)
 class OutlierColumns(Method):
-    """Keeps the columns with the largest values of every layer's input in 16 bits, where its scheme has such a form.
+    """Keeps the columns with the largest values of every layer's input in 16 bits, if its scheme allows that.
 
-    - ``threshold``: those that reach this magnitude on the calibration data; a layer without any stays as it is.
-    - ``count``: instead, so many of every layer.
+    - ``threshold``: keep columns that reach this magnitude on the calibration data; a layer without any is unchanged.
+    - ``count``: instead, the number of columns of every layer.
 
-    Either number is rounded up to a multiple of 16, with the next largest columns. It goes before methods that decide
-    weights. Layers that end up without such columns, or with fewer than reach the threshold, say why.
+    Either number is rounded up to a multiple of 16, with the next largest columns. It comes before methods that round
+    weights. Layers without such columns, or with fewer than reach the threshold, get a note.
     """
 
     name: ClassVar[str] = "outlier-columns"

@@ -82,22 +82,20 @@ class Quantization:
     ) -> None:
         """Raises ``ValueError`` or ``TypeError`` if this data doesn't go with it, whatever the model is."""
         if sensitivity is not None and not isinstance(sensitivity, Sensitivity):
-            raise TypeError(f"sensitivity is {shown(sensitivity)}; it must be what qgemm.sensitivity gave")
+            raise TypeError(f"sensitivity is {shown(sensitivity)}; it must be what qgemm.sensitivity returned")
         if self.budget is None and sensitivity is not None:
-            raise ValueError("sensitivity is given without a budget to choose schemes within: pass budget=Budget(...)")
+            raise ValueError("sensitivity is given without a budget: pass budget=Budget(...)")
         if calibration is not None and self.input_scales is not None:
-            raise ValueError("input_scales and calibration are both given, and each says what the scales are: pass one")
+            raise ValueError("input_scales and calibration both give the scales: pass one of them")
         if self.observer is not None and not are_batches(calibration):
-            raise ValueError("observer is what makes scales of batches: pass those as calibration, or leave it out")
+            raise ValueError("observer computes scales from batches: pass them as calibration, or leave observer out")
         if self._wants_blocks:
             if self.input_scales is not None:
                 raise ValueError(
-                    "input_scales are given, but a recipe finds scales by itself: pass batches as calibration"
+                    "input_scales are given, but a recipe computes scales itself: pass batches as calibration"
                 )
             if isinstance(calibration, Calibration):
-                raise ValueError(
-                    "calibration is what was seen before, but a recipe runs on the data itself: pass the batches"
-                )
+                raise ValueError("calibration is a Calibration, but a recipe runs the model on data: pass batches")
 
     def goes_by_blocks(
         self, schemes: Iterable[QuantScheme], calibration: Calibration | Iterable[Any] | None = None
@@ -122,7 +120,7 @@ class Quantization:
             if rotating := [scheme.name for scheme in schemes if scheme.needs_blocks]:
                 raise ValueError(
                     f"scheme {rotating[0]!r} rotates activations, or keeps columns of them in float, which calibration "
-                    "hasn't seen: pass batches"
+                    "has no statistics of: pass batches"
                 )
             if not any(scheme.is_static for scheme in schemes):
                 raise ValueError(_nothing_to_calibrate(schemes))
@@ -138,7 +136,7 @@ class Quantization:
         """Raises ``ValueError``, which ends in ``why``, if a scheme changes biases, and so takes a whole layer."""
         for scheme in self.schemes.values():
             if scheme is not None and linear_class(scheme).folds_bias:
-                raise ValueError(f"scheme {scheme.name!r} changes biases, which can't be done {why}")
+                raise ValueError(f"scheme {scheme.name!r} changes biases, which isn't possible {why}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values, those of ``of`` by name; what only some quantizations have isn't there if it is None."""
@@ -195,11 +193,11 @@ def _options(scheme: Any, budget: Budget | None) -> list[QuantScheme]:
     are_several = isinstance(scheme, Sequence) and not isinstance(scheme, str)
     if budget is None:
         if are_several:
-            raise ValueError(f"scheme is {scheme!r}: pass one, or a budget to choose within")
+            raise ValueError(f"scheme is {scheme!r}: pass one scheme, or a budget that chooses")
         return []
     if isinstance(scheme, Mapping):
         raise ValueError(
-            "scheme says what each layer is to have, and so does a budget: pass a list of schemes for the budget to "
+            "a mapping of schemes can't be combined with a budget: pass a list of schemes for the budget to "
             "choose from, or leave budget out"
         )
     if are_several and not scheme:

@@ -68,7 +68,7 @@ class Recipe:
         object.__setattr__(self, "methods", tuple(self.methods))
         for method in self.methods:
             if isinstance(method, type) and issubclass(method, Method):
-                raise TypeError(f"recipe holds the class {method.__name__}; make a method of it: {method.__name__}()")
+                raise TypeError(f"recipe holds the class {method.__name__}; create an instance: {method.__name__}()")
             if not isinstance(method, Method):
                 raise TypeError(f"recipe holds {shortened(method)}; it takes methods, such as GPTQ()")
         _check_order(self.methods)
@@ -100,10 +100,10 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, values: Any, methods: Iterable[type[Method]] = ()) -> Recipe:
-        """The recipe that ``to_dict`` wrote, or of the same form; settings that are left out have their defaults.
+        """The recipe that ``to_dict`` wrote, or in the same form; omitted settings have their defaults.
 
-        ``methods``: of one's own, beside those in ``METHODS``. Raises ``ValueError`` for anything that isn't a recipe
-        of these, naming what was meant where a name is nearly right.
+        ``methods``: your own, in addition to ``METHODS``. Raises ``ValueError`` for anything that isn't a recipe of
+        these, and suggests similar names.
         """
         if not isinstance(values, dict) or set(values) != {"methods"} or not isinstance(values["methods"], list):
             raise ValueError(f"a recipe is an object with one list, 'methods'; this is {shortened(values)}")
@@ -114,15 +114,15 @@ class Recipe:
 
     @classmethod
     def of(cls, model: nn.Module, methods: Iterable[type[Method]] = ()) -> Recipe | None:
-        """The recipe that a quantized model was made with, also one that was loaded; None if it had none.
+        """The recipe of a quantized model, also of a loaded one; None without a recipe.
 
-        ``methods``: of one's own, beside those in ``METHODS``. Raises ``ValueError`` if it names others.
+        ``methods``: your own, in addition to ``METHODS``. Raises ``ValueError`` if it names others.
         """
         stored = report(model).recipe
         return None if stored is None else cls.from_dict(stored, methods)
 
     def save(self, path: str | Path) -> None:
-        """Writes a YAML file, whole or not at all: until then, an old one stays. Needs PyYAML."""
+        """Writes a YAML file, atomically: an old file stays until the new one is complete. Needs PyYAML."""
         text = _yaml().safe_dump(self.to_dict(), sort_keys=False)
         with replacing(Path(path)) as file:
             file.write(text.encode())
@@ -131,13 +131,13 @@ class Recipe:
     def load(cls, path: str | Path, methods: Iterable[type[Method]] = ()) -> Recipe:
         """The recipe in a YAML (or JSON) file, in the form of ``to_dict``. Needs PyYAML.
 
-        ``methods``: of one's own, beside those in ``METHODS``. Raises ``ValueError`` for anything else.
+        ``methods``: your own, in addition to ``METHODS``. Raises ``ValueError`` for anything else.
         """
         path = Path(path)
         with open_regular(path) as file:
             content = file.read(_LARGEST_FILE + 1)
         if len(content) > _LARGEST_FILE:
-            raise ValueError(f"{path} is no recipe: it has more than {_LARGEST_FILE} bytes")
+            raise ValueError(f"{path} is not a recipe: it has more than {_LARGEST_FILE} bytes")
         try:
             return cls.from_dict(_parse_yaml(content), methods)
         except ValueError as error:
@@ -151,17 +151,17 @@ def _check_order(methods: Sequence[Method]) -> None:
             if not (earlier.settles and later.settles):
                 continue
             if type(earlier) is type(later):
-                raise ValueError(f"recipe has {later.name} twice: give it once, with the settings that are wanted")
+                raise ValueError(f"recipe has {later.name} twice: give it once")
             first, begins = (min(map(PARTS.index, method.settles)) for method in (earlier, later))
             if begins < max(map(PARTS.index, earlier.settles)):
                 raise ValueError(
                     f"recipe has {later.name} after {earlier.name}, whose work would be lost: {later.name} changes the "
-                    f"{PARTS[begins]} that it rests upon. Put {later.name} first: {later.name}, {earlier.name}"
+                    f"{PARTS[begins]} that it depends on. Put {later.name} first: {later.name}, {earlier.name}"
                 )
             # Scales and rotations add up; whatever rests upon something is there once.
             if first == begins > 0:
                 raise ValueError(
-                    f"recipe has {later.name} after {earlier.name}, whose work would be lost: both settle the "
+                    f"recipe has {later.name} after {earlier.name}, whose work would be lost: both determine the "
                     f"{PARTS[begins]} of layers. Leave one of {earlier.name} and {later.name} out"
                 )
 
@@ -197,14 +197,14 @@ def _parse_yaml(content: bytes) -> Any:
             values = super().construct_mapping(node, deep=deep)
             if len(values) < len(keys):
                 twice = next(key for key in keys if keys.count(key) > 1)
-                raise ValueError(f"{shortened(twice)} is there twice")
+                raise ValueError(f"{shortened(twice)} appears twice")
             return values
 
     try:
         return yaml.load(content, Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
         text = " ".join(str(error).split())
-        raise ValueError(f"it is no YAML that a recipe can be read from: {text}") from error
+        raise ValueError(f"it is not valid YAML for a recipe: {text}") from error
 
 
 def _yaml() -> Any:

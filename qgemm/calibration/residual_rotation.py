@@ -36,9 +36,9 @@ _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 @dataclass(frozen=True)
 class ResidualRotation(Method):
-    """Rotates the residual stream of a language model, before any block is worked on.
+    """Rotates the residual stream of a language model, before any block is quantized.
 
-    ``seed``: of the signs.
+    ``seed``: the seed of the random signs.
     """
 
     name: ClassVar[str] = "residual-rotation"
@@ -46,7 +46,7 @@ class ResidualRotation(Method):
     seed: int = 0
 
     def prepare(self, model: nn.Module, layers: dict[str, LayerWork]) -> None:
-        """Changes weights in place, or says in every layer's notes why it didn't."""
+        """Changes weights in place, or adds the reason why not to every layer's notes."""
         reason = rotate_residual(model, self.seed)
         if reason:
             for work in layers.values():

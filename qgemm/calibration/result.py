@@ -44,9 +44,9 @@ _MOST = 1 << 50
 
 @dataclass(frozen=True)
 class Calibration:
-    """What ``calibrate`` has seen.
+    """The statistics that ``calibrate`` collected.
 
-    - ``observer``: what every layer's statistics begin as.
+    - ``observer``: the initial state of every layer's statistics.
     - ``statistics``: an observer for each layer that was called, by the layer's name.
     """
 
@@ -55,14 +55,14 @@ class Calibration:
 
     @property
     def input_scales(self) -> dict[str, float]:
-        """The scale of each layer's input, for ``quantize_model(..., input_scales=)``, its like, and JSON.
+        """The scale of each layer's input, for ``quantize_model(..., input_scales=)`` and the like, and for JSON.
 
         For schemes without a zero point.
         """
         return {name: observer.scale() for name, observer in self.statistics.items()}
 
     def merge(self, other: Calibration) -> Calibration:
-        """What both have seen, of two processes for instance. Raises ``ValueError`` if they don't fit together."""
+        """The combined statistics, of two processes for example. Raises ``ValueError`` if they are incompatible."""
         if not isinstance(other, Calibration):
             raise TypeError(f"other is {shown(other)}; it must be a Calibration")
         self.observer.merge(other.observer)
@@ -75,13 +75,13 @@ class Calibration:
         return Calibration(self.observer, merged)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Writes the statistics to a safetensors file, whole or not at all: until then, an old one stays.
+        """Writes the statistics to a safetensors file, atomically: an old file stays until the new one is complete.
 
-        Raises ``FileExistsError`` if there is one, unless ``overwrite`` is set.
+        Raises ``FileExistsError`` if the file exists, unless ``overwrite`` is set.
         """
         path = as_path("path", path)
         if path.exists() and not overwrite:
-            raise FileExistsError(f"{path} is there already; pass overwrite=True to replace it")
+            raise FileExistsError(f"{path} already exists; pass overwrite=True to replace it")
         make_folder(path.parent)
         tensors = {
             f"{name}.{key}": torch.as_tensor(getattr(observer, key), dtype=_STORED[key][0])
@@ -94,7 +94,7 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
-        """The statistics that ``save`` wrote. Raises ``CheckpointError`` if the file is damaged or is anything else."""
+        """The statistics that ``save`` wrote. Raises ``CheckpointError`` if the file is damaged or something else."""
         path = as_path("path", path)
         observer = _parse_observer(path, read_metadata(path).get(METADATA))
         kept = _kept_by(observer)
@@ -126,7 +126,7 @@ def _parse_observer(path: Path, text: str | None) -> Observer:
         about = json.loads(text)
         return parse_observer(about["observer"], about["settings"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {METADATA} names no observer that qgemm has: {error!r}") from error
+        raise CheckpointError(f"{path}: {METADATA} doesn't name an observer of qgemm: {error!r}") from error
 
 
 def _layer_names(path: Path, stored: dict[str, StoredTensor], kept: Iterable[str]) -> list[str]:

@@ -92,7 +92,7 @@ class ResumeFolder:
         path = self._path(index)
         schemes, records = _parse(path, read_metadata(path).get(METADATA))
         if foreign := [name for name in schemes if name not in layers]:
-            raise CheckpointError(f"{path} holds {foreign[0]!r}, which isn't to be quantized")
+            raise CheckpointError(f"{path} holds {foreign[0]!r}, which this run doesn't quantize")
         stored = read_header(path)
         made = quantized_layers(model, schemes, path)
         # Devices are known from the float layers, which are still in place.
@@ -151,7 +151,7 @@ def _parse(path: Path, text: str | None) -> tuple[dict[str, QuantScheme], list[L
         schemes = {name: resolve_scheme(QuantScheme.from_dict(each)) for name, each in about["schemes"].items()}
         return schemes, list(QuantReport.from_dict(about["report"]).records)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no block of a run: {error}") from error
+        raise CheckpointError(f"{path} isn't a block of a run: {error}") from error
 
 
 def _restore(model: nn.Module, name: str, value: Tensor, path: Path) -> None:

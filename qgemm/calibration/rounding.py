@@ -114,10 +114,10 @@ def output_power(weight: Tensor, second_moment: Tensor) -> float:
 
 @dataclass(frozen=True)
 class MSEWeights(Method):
-    """Rounds weights to nearest with the scales of least squared error; see ``mse_scale``.
+    """Rounds weights to nearest with the scales of minimum squared error; see ``mse_scale``.
 
-    ``by_input``: the error is that of the layers' outputs on the calibration data; otherwise that of the weights, for
-    which no data is needed. Raises ``ValueError`` if ``by_input`` is set and there is none.
+    ``by_input``: minimize the error of the layers' outputs on the calibration data; otherwise that of the weights,
+    which needs no data. Raises ``ValueError`` if ``by_input`` is set without data.
     """
 
     name: ClassVar[str] = "mse-weights"
@@ -126,7 +126,7 @@ class MSEWeights(Method):
     by_input: bool = False
 
     def apply(self, block: Block) -> None:
-        """Decides the weight of every layer."""
+        """Rounds the weight of every layer."""
         if self.by_input and not block.calls:
             raise ValueError(
                 "mse-weights with by_input needs calibration data: pass calibration, or leave by_input out"

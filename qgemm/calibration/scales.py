@@ -36,7 +36,9 @@ def find_scales(
     unseen = [layer for layer in linears if layer.name not in calibration.statistics]
     uncalled = [layer.name for layer in unseen]
     if len(unseen) == len(linears):
-        raise ValueError(f"calibration has nothing of {listed(uncalled)}: run batches that reach them, or skip")
+        raise ValueError(
+            f"calibration has no statistics of {listed(uncalled)}: run batches that reach them, or skip them"
+        )
     for layer in unseen:
         layer.reason = NEVER_CALLED
     warn_of_uncalled(uncalled)

@@ -61,12 +61,12 @@ def sensitivity(
 ) -> Sensitivity:
     """Measures what each layer of ``model``, quantized alone and rounded to nearest, does to the model's output.
 
-    - ``data``: batches as ``quantize_model(calibration=)`` takes them. The model runs on them in eval mode, without
-      gradients, ``1 + layers * schemes`` times; once more if a scheme is static, whose scales are then ``"min-max"``;
-      and a few times on the first batch, to find its blocks. What all blocks return on one batch is kept in memory.
+    - ``data``: batches as for ``quantize_model(calibration=)``. The model runs on them in eval mode, without gradients,
+      ``1 + layers * schemes`` times; once more for static schemes, to find ``"min-max"`` scales; and a few times on the
+      first batch, to find its blocks. The outputs of all blocks on one batch are kept in memory.
     - ``schemes``: one or more, each tried on every layer: those without outlier columns, and without a rotation before
       a static scale. Experts have ``QuantScheme.for_experts``.
-    - ``skip``, ``include``: as ``quantize_model`` has them: what isn't measured, and what is.
+    - ``skip``, ``include``: as for ``quantize_model``: layers not to measure, and more layers to measure.
 
     The model stays as it is, also after an error. Warns of layers that no token reaches; they have no record. Raises
     ``ValueError`` and ``TypeError`` as ``quantize_model`` does, and ``ValueError`` if the output holds NaN or Inf.
@@ -74,10 +74,10 @@ def sensitivity(
     check_batches(data)
     check_model(model)
     if isinstance(schemes, Mapping) or not isinstance(schemes, str | QuantScheme | Iterable):
-        raise TypeError(f"schemes is {shortened(schemes)}; it takes schemes, one or several, each tried on every layer")
+        raise TypeError(f"schemes is {shortened(schemes)}; it must be one scheme or several")
     wanted = [schemes] if isinstance(schemes, str | QuantScheme) else list(schemes)
     if not wanted:
-        raise ValueError("schemes is empty: name those that are to be measured")
+        raise ValueError("schemes is empty: name at least one")
     resolved = [_measurable(resolve_scheme(scheme)) for scheme in wanted]
     with opened_attention(model):
         layers = [layer for layer in select_layers(model, skip, include) if not layer.reason]
@@ -111,7 +111,7 @@ def sensitivity(
                     bar.update()
     if unseen := list(dict.fromkeys(trial.layer.name for trial in trials if not trial.was_reached)):
         warnings.warn(
-            f"{listed(unseen)} saw no tokens, so nothing is known of them: give batches that reach them", stacklevel=2
+            f"{listed(unseen)} saw no tokens, so they weren't measured: add batches that reach them", stacklevel=2
         )
     records = tuple(trial.record(outputs) for trial in trials if trial.was_reached)
     measured = {record.name: record.bytes_before for record in records}
@@ -263,7 +263,7 @@ class _Outputs:
         self._masks = masks
         self._expected = self._rows(output)
         if self._expected.isnan().any():
-            raise ValueError(f"the model's output holds NaN on batch {index}: leave that out, or find what makes them")
+            raise ValueError(f"the model's output holds NaN on batch {index}: leave it out, or find their cause")
         self.tokens += len(self._expected)
         self._squares += sum(float(rows.double().square().sum()) for rows in self._pieces(self._expected))
 
@@ -310,7 +310,7 @@ def _without_nan(value: float) -> float:
 def _measurable(scheme: QuantScheme) -> QuantScheme:
     """The scheme, if nothing but rounding to nearest is needed for it."""
     if scheme.outlier_columns:
-        raise ValueError(f"scheme {scheme.name!r} needs columns that a method chooses: sensitivity only rounds")
+        raise ValueError(f"scheme {scheme.name!r} needs outlier columns, which sensitivity doesn't choose")
     if scheme.needs_blocks:
         raise ValueError(f"scheme {scheme.name!r} needs scales of rotated inputs, which sensitivity doesn't find")
     return scheme

@@ -36,12 +36,12 @@ class LayerSensitivity:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What ``sensitivity`` has measured. ``print`` shows a table, the worst first; a notebook an HTML one.
+    """The result of ``sensitivity``. ``print`` shows a table, the worst layers first; a notebook shows an HTML table.
 
     - ``metric``: ``"kl"`` (nats per token) or ``"error"`` (relative, of the output).
-    - ``tokens``: how many were measured.
-    - ``other_bytes``: of the model's parameters and buffers that are in no layer here.
-    - ``records``: in the model's order; of a layer, in the order of schemes.
+    - ``tokens``: the number of tokens that were measured.
+    - ``other_bytes``: the bytes of the model's other parameters and buffers.
+    - ``records``: in the model's order; for each layer, in the order of the schemes.
     """
 
     metric: str
@@ -99,8 +99,8 @@ class Sensitivity:
     def plot(self, path: str | Path | None = None) -> Axes:
         """Draws the damage of the 40 worst layers, a color for each scheme, and returns matplotlib's axes.
 
-        ``path``: where to write the figure, in the format of its suffix; None draws only. A damage of 0, which a
-        logarithm has no place for, is an arrow at the left edge. Raises ``ImportError`` without matplotlib.
+        ``path``: where to write the figure, in the format of its suffix; None only draws. A damage of 0, which a
+        logarithmic axis can't show, is an arrow at the left edge. Raises ``ImportError`` without matplotlib.
         """
         damages = [(record.name, record.scheme, record.damage) for record in self.records]
         return plot_damages(damages, self._summary()[0], path)

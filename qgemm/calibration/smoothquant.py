@@ -32,10 +32,10 @@ _ROWS = 512
 
 @dataclass(frozen=True)
 class SmoothQuant(Method):
-    """Scales the input channels of every layer for which there is a fold.
+    """Scales the input channels of every layer whose scales can be folded into the previous one.
 
-    - ``alpha``: 0 to 1, how much of the difficulty goes to the weights; or ``"search"``: for each fold the one of
-      ``ALPHAS``, or none, with which its layers' outputs err least on calibration rows under their schemes.
+    - ``alpha``: 0 to 1, how much of the difficulty moves to the weights; or ``"search"``: for each fold the one of
+      ``ALPHAS``, or none, with the minimum error of its layers' outputs on calibration rows under their schemes.
     - ``through_linear``: whether scales also go into linear layers (values before the output projection, ups before the
       down-projection), or only into norms, as in the paper.
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class InputStatistics:
-    """Of the inputs ``x [..., K]`` of one layer over all calibration batches, on the device that the layer ran on.
+    """Statistics of the inputs ``x [..., K]`` of one layer over all calibration batches, on the layer's device.
 
     - ``tokens``: how many rows there were, at least one.
     - ``channel_amax [K]``: float32, the largest magnitude in each column.
@@ -58,7 +58,7 @@ class StatisticsSum:
         values = rows.float()
         amax = values.abs().amax(0)
         if not amax.isfinite().all():
-            raise ValueError("x holds NaN or Inf: leave this batch out, or find what makes them")
+            raise ValueError("x holds NaN or Inf: leave this batch out, or find their cause")
         total = values.sum(0, dtype=torch.float64)
         self._amax = amax if self._amax is None else torch.maximum(self._amax, amax)
         self._sum = total if self._sum is None else self._sum.add_(total)

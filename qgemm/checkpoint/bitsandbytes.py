@@ -69,6 +69,6 @@ def _to_scale(absmax: Tensor) -> Tensor:
 def _must_be_rows(value: Tensor) -> Tensor:
     if bool((value != 0).any()):
         raise ValueError(
-            "the weight is laid out for one kind of GPU, as old versions of bitsandbytes did; save it anew"
+            "the weight is laid out for one kind of GPU, as old versions of bitsandbytes did; save it again"
         )
     return value

@@ -223,17 +223,17 @@ def tensors_to_write(
     for name, layer in layers.items():
         if type(layer) not in (QuantLinear, PackedLinear):
             raise ValueError(
-                f"{name} has the scheme {layer.scheme.name!r}, which compressed-tensors has no form for: save it with "
+                f"{name} has the scheme {layer.scheme.name!r}, which compressed-tensors can't store: save it with "
                 'format="qgemm"'
             )
     if packed := [name for name, module in model.named_modules() if isinstance(module, QuantMultiheadAttention)]:
         raise ValueError(
-            f"{packed[0]} was an nn.MultiheadAttention, whose packed weights compressed-tensors has no form for: pass "
+            f"{packed[0]} was an nn.MultiheadAttention, whose packed weights compressed-tensors can't store: pass "
             'it in skip, or save the model with format="qgemm"'
         )
     if transposed := _conv1d_names(model, layers):
         raise ValueError(
-            f"{transposed[0]} is a Conv1D in {type(model).__name__}, and compressed-tensors knows only nn.Linear: "
+            f"{transposed[0]} is a Conv1D in {type(model).__name__}, and compressed-tensors supports only nn.Linear: "
             'save it with format="qgemm"'
         )
     known_ties = getattr(model, "all_tied_weights_keys", None)

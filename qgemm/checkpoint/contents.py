@@ -63,7 +63,7 @@ class Contents:
         """
         if name != name_in_file and name in self.stored:
             raise CheckpointError(
-                f"{self.stored[name].path} holds both {name_in_file} and {name}; only one can be meant"
+                f"{self.stored[name].path} holds both {name_in_file} and {name}; only one of them can be the model's"
             )
         tensor = self.headers.pop(name_in_file)
         self.headers[name] = StoredTensor(tensor.path, shape, torch.float32)
@@ -79,7 +79,7 @@ class Contents:
         headers: dict[str, StoredTensor] = {}
         for old, new in names.items():
             if new in headers:
-                raise CheckpointError(f"{headers[new].path} holds {old} beside another tensor that is {new} too")
+                raise CheckpointError(f"{headers[new].path} holds {old} and another tensor that is also {new}")
             headers[new] = self.headers[old]
             file_name = files.get(old, old)
             if new != file_name:
@@ -101,7 +101,7 @@ class Contents:
         """
         tensor = self.headers.pop(part, None)
         if tensor is None:
-            raise CheckpointError(f"no file holds {part}, of which {name} is to be made")
+            raise CheckpointError(f"no file holds {part}, from which {name} is made")
         if tensor.shape != shape:
             raise CheckpointError(f"{tensor.path}: {part} has shape {list(tensor.shape)}; the model's is {list(shape)}")
         known = self.headers.setdefault(name, StoredTensor(tensor.path, whole, tensor.dtype))

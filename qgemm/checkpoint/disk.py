@@ -68,7 +68,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     is removed; several may write at a time, and the last one to finish has its file there.
     """
     if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, "a folder is in the way", str(path))
+        raise IsADirectoryError(errno.EISDIR, "there is a folder with this name", str(path))
     remove_unfinished(path.parent, path.name)
     file = _create_unfinished(path)
     unfinished = Path(file.name)

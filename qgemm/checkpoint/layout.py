@@ -91,7 +91,7 @@ def weights_file(folder: Path, config: dict[str, Any]) -> Path:
             return checkpoint_file(folder, WEIGHTS_FILE)
         if os.path.lexists(folder / WEIGHTS_FILE):
             raise CheckpointError(
-                f"{folder} holds {WEIGHTS_FILE} and {INDEX_FILE}: remove the one that is not this model's"
+                f"{folder} holds {WEIGHTS_FILE} and {INDEX_FILE}: remove the one that doesn't belong to this model"
             )
         return checkpoint_file(folder, INDEX_FILE)
     if not isinstance(name, str) or not name.endswith((".safetensors", ".safetensors.index.json")):
@@ -138,10 +138,10 @@ def checkpoint_file(folder: Path, name: str) -> Path:
     are followed.
     """
     if not os.path.isdir(folder):
-        raise CheckpointError(f"{folder} is no folder; give the one that save_quantized wrote")
+        raise CheckpointError(f"{folder} is not a folder; give the one that save_quantized wrote")
     # Both separators on every system, and Windows drives: what is refused shouldn't depend on where it is read.
     if name in ("", ".", "..") or any(c in name for c in "/\\:\0"):
-        raise CheckpointError(f"{folder}: {name!r} is no plain file name; files must lie directly in the folder")
+        raise CheckpointError(f"{folder}: {name!r} is not a plain file name; files must lie directly in the folder")
     path, real_folder = folder / name, folder.resolve()
     # Not Path.is_file, which before Python 3.14 raises OSError for a name that the file system finds too long.
     if not os.path.isfile(path):
@@ -193,7 +193,7 @@ def save_id(config: dict[str, Any], path: Path) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; raises ``CheckpointError`` for anything else, a name that is there twice, and NaN."""
+    """The JSON object in a file; raises ``CheckpointError`` for anything else, a name that appears twice, and NaN."""
     return parse_json(read_text(path), path)
 
 
@@ -203,7 +203,7 @@ def read_text(path: Path) -> bytes:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > LARGEST_JSON:
-                raise CheckpointError(f"{path} has {size} bytes; JSON of up to {LARGEST_JSON} is read")
+                raise CheckpointError(f"{path} has {size} bytes; the maximum for JSON is {LARGEST_JSON}")
             return file.read(size)
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error}") from error
@@ -229,13 +229,13 @@ def _constant(name: str) -> float:
 
 
 def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, as it is parsed; raises ``ValueError`` if a name is there twice."""
+    """An object of JSON, as it is parsed; raises ``ValueError`` if a name appears twice."""
     # Which of two is meant can't be known, and readers differ.
     values = dict(pairs)
     if len(values) < len(pairs):
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise ValueError(f"{name!r} is there twice")
+                raise ValueError(f"{name!r} appears twice")
             seen.add(name)
     return values

@@ -49,14 +49,14 @@ def load_quantized(
 ) -> nn.Module:
     """The quantized model in ``folder``, on ``device``, in eval mode.
 
-    The format is recognised: that of ``save_quantized``, compressed-tensors' ``int-quantized`` (8 bits by 8) and
+    The format is recognized: that of ``save_quantized``, compressed-tensors' ``int-quantized`` (8 bits by 8) and
     ``pack-quantized`` (4-bit weights), or bitsandbytes' int8. The weights are those in the files, bit for bit, and the
     products are int8, or float where weights have 4 bits. A transformers model is built from its config. For any other,
-    ``model`` gives the float model: a module (it may be on meta), which is changed in place, or a function that builds
-    one, whose parameters then never take memory.
+    pass the float model as ``model``: a module (possibly on meta), which is changed in place, or a function that builds
+    it, whose parameters then never take memory.
 
-    Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or not of this model. Then
-    nothing was loaded, and a module given as ``model`` is as it was.
+    Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or of another model. Then
+    nothing was loaded, and a module given as ``model`` is unchanged.
     """
     device, folder = find_device(device), as_path("folder", folder)
     found, values = retry_while_saved(folder, lambda: _read(folder, model, device))

@@ -85,7 +85,7 @@ class Manifest:
 def _names(values: dict[str, Any], field: str, path: Path) -> dict[str, str]:
     names = values.get(field)
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise CheckpointError(f"{path}: {field} must be an object of names and names")
+        raise CheckpointError(f"{path}: {field} must map names to names")
     return names
 
 
@@ -94,7 +94,7 @@ def _names_by_scheme(values: dict[str, Any], path: Path) -> dict[str, str]:
     if not isinstance(table, dict) or not all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in table.values()
     ):
-        raise CheckpointError(f"{path}: layers must be an object of schemes and lists of names")
+        raise CheckpointError(f"{path}: layers must map schemes to lists of names")
     layers: dict[str, str] = {}
     for scheme, names in table.items():
         try:
@@ -111,8 +111,8 @@ def _names_by_scheme(values: dict[str, Any], path: Path) -> dict[str, str]:
 def _schemes(values: dict[str, Any], path: Path) -> dict[str, QuantScheme]:
     schemes = values.get("schemes")
     if not isinstance(schemes, dict):
-        raise CheckpointError(f"{path}: schemes must be an object of names and schemes")
+        raise CheckpointError(f"{path}: schemes must map names to schemes")
     try:
         return {name: resolve_scheme(QuantScheme.from_dict(scheme)) for name, scheme in schemes.items()}
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: schemes holds one that this qgemm can't compute: {error}") from error
+        raise CheckpointError(f"{path}: schemes has one that this version of qgemm doesn't support: {error}") from error

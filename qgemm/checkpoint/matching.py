@@ -152,6 +152,6 @@ def _check_attributes(model: nn.Module) -> None:
         for attribute, value in vars(module).items():
             if isinstance(value, Tensor) and value.device.type == "meta":
                 raise CheckpointError(
-                    f"{name or 'the model'} keeps {attribute} on meta, which is no buffer and so in no checkpoint; "
+                    f"{name or 'the model'} keeps {attribute} on meta, which isn't a buffer and so in no checkpoint; "
                     "register it as a buffer, or pass a model that was built on a device with memory"
                 )

@@ -88,7 +88,7 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
                 layer = f"{path}.{expert}.{leaf}"
                 if (scheme := layers.pop(layer, None)) is None:
                     raise CheckpointError(
-                        f"{config_path.parent} lacks {layer} in int8: the experts of a layer are quantized all or none"
+                        f"{config_path.parent} lacks {layer} in int8: all experts of a layer must be quantized, or none"
                     )
                 if scheme.weight != scheme.for_experts().weight:
                     bits = scheme.weight.format.bits

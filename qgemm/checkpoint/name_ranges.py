@@ -66,12 +66,12 @@ def _numbers(part: str, line: str) -> list[str]:
         return [part[1:]]
     match = _RANGES.fullmatch(part)
     if match is None:
-        raise ValueError(f"{line}, where {part} is no list of ranges")
+        raise ValueError(f"{line}, where {part} isn't a list of ranges")
     found: list[str] = []
     for span in match[1].split(","):
         low, _, high = span.partition("-")
         count = int(high or low) - int(low) + 1
         if count < 1 or len(found) + count > MAX_NAMES:
-            raise ValueError(f"{line}, where {part} is no list of ranges, or a very long one")
+            raise ValueError(f"{line}, where {part} isn't a list of ranges, or a very long one")
         found += map(str, range(int(low), int(low) + count))
     return found

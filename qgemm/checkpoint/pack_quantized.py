@@ -49,10 +49,10 @@ def note_layer(contents: Contents, layer: str, packed: StoredTensor, schemes: se
     Raises ``CheckpointError`` unless its tensors are as above.
     """
     if not schemes & {"int4", "int4-channel"}:
-        raise CheckpointError(f"{packed.path}: {layer} has a weight_packed, which the config says nothing of")
+        raise CheckpointError(f"{packed.path}: {layer} has a weight_packed, which the config doesn't mention")
     if f"{layer}.weight_g_idx" in contents.stored:
         raise CheckpointError(
-            f"{packed.path}: {layer} has a weight_g_idx: its groups are of columns that don't lie side by side, which "
+            f"{packed.path}: {layer} has a weight_g_idx: its groups aren't contiguous columns, which "
             "qgemm doesn't compute"
         )
     scale, shape = contents.stored.get(f"{layer}.weight_scale"), contents.stored.get(f"{layer}.weight_shape")
@@ -86,8 +86,8 @@ def tensors_to_write(name: str, layer: PackedLinear) -> dict[str, Tensor]:
     """What the files hold of a layer beside its parameters. Raises ``ValueError`` for groups that aren't whole."""
     if layer.scheme.weight.group_size is not None and layer.in_features % layer.group_size:
         raise ValueError(
-            f"{name} has {layer.in_features} input columns, no whole number of groups of {layer.group_size}, which "
-            'compressed-tensors doesn\'t know: save it with format="qgemm"'
+            f"{name} has {layer.in_features} input columns, not a multiple of the group size {layer.group_size}, which "
+            'compressed-tensors doesn\'t support: save it with format="qgemm"'
         )
     return {f"{name}.weight_shape": torch.tensor([layer.out_features, layer.in_features])}
 

@@ -116,7 +116,7 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
         top_k, experts = vars(module).get("top_k"), vars(module).get("num_experts")
         # No tensor is as large as the number of experts that are chosen, so nothing else would find it.
         if isinstance(top_k, int) and isinstance(experts, int) and not 0 <= top_k <= experts:
-            raise CheckpointError(f"{path}: {name} is to choose {top_k} of {experts} experts")
+            raise CheckpointError(f"{path}: {name} would choose {top_k} of {experts} experts")
     return model
 
 

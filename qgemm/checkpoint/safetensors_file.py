@@ -131,9 +131,9 @@ def read_and_check(stored: dict[str, StoredTensor], device: torch.device) -> Ite
             for name in names:
                 place, wanted = file.places.get(name), stored[name]
                 if place is None or (place.shape, _DTYPES.get(place.code)) != (wanted.shape, wanted.dtype):
-                    raise CheckpointError(f"{path} was changed while it was read: tensor {name} is another one now")
+                    raise CheckpointError(f"{path} was changed while it was read: tensor {name} has changed")
                 if wanted.dtype is None:
-                    raise CheckpointError(f"{path}: tensor {name} is {place.code}, which qgemm has no dtype for")
+                    raise CheckpointError(f"{path}: tensor {name} is {place.code}, which qgemm doesn't support")
                 value = file.read(name).view(wanted.dtype).reshape(wanted.shape).to(device)
                 is_sound = None
                 if checksums is not None:

@@ -130,11 +130,11 @@ def _parse(text: bytes, size: int) -> tuple[dict[str, Place], dict[str, str]]:
     """The tensors that a header names, and its metadata, for a file of ``size`` bytes; raises ``ValueError``."""
     header = json.loads(text.decode(), object_pairs_hook=unique_names)
     if not isinstance(header, dict):
-        raise ValueError("its header is no object")
+        raise ValueError("its header isn't an object")
     metadata = header.pop(_METADATA, None)
     metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError(f"{_METADATA} isn't texts by name")
+        raise ValueError(f"{_METADATA} doesn't map names to strings")
     "".join([*header, *metadata, *metadata.values()]).encode()  # JSON may have half a surrogate pair, UTF-8 not
     places = {name: _place(name, entry, 8 + len(text)) for name, entry in header.items()}
     end = 8 + len(text)
@@ -154,7 +154,7 @@ def _place(name: str, entry: Any, begin: int) -> Place:
     if not isinstance(code, str) or code not in _BITS:
         raise ValueError(f"the dtype of tensor {name} is {str(code)[:40]!r}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"shape or data_offsets of tensor {name} are no sizes")
+        raise ValueError(f"shape or data_offsets of tensor {name} aren't sizes")
     if math.prod(shape) * _BITS[code] != 8 * (offsets[1] - offsets[0]):
         raise ValueError(f"tensor {name} of {code} {shape} has {offsets[1] - offsets[0]} bytes")
     return Place(code, tuple(shape), begin + offsets[0], begin + offsets[1])

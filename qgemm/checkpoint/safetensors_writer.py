@@ -140,7 +140,7 @@ class SafetensorsWriter:
         text += b" " * (-len(text) % 8)
         if len(text) > LARGEST_HEADER:
             raise ValueError(
-                f"a file of {len(self._checksums)} tensors needs a header of {len(text)} bytes; readers take at most "
+                f"a file of {len(self._checksums)} tensors needs a header of {len(text)} bytes; readers accept at most "
                 f"{LARGEST_HEADER}: choose a smaller max_shard_size"
             )
         return self._file.write(len(text).to_bytes(8, "little") + text)

@@ -60,15 +60,15 @@ def save_quantized(
 ) -> None:
     """Writes ``model``, which holds quantized layers, to ``folder``, for ``load_quantized``.
 
-    Every tensor keeps its dtype; tensors that are one in memory are stored once. The files are named as transformers
-    names them, so a tokenizer can be saved beside them. ``max_shard_size``: how large a file may be, in bytes or as
-    text like ``"5GB"``. ``overwrite``: replace a checkpoint that the folder already holds; without it, that raises
-    ``FileExistsError``. ``format``: ``"qgemm"``, or ``"compressed-tensors"``, which transformers and vLLM read too; it
-    holds what ``state_dict`` does, and no report.
+    Every tensor keeps its dtype; tensors that share memory are stored once. The file names are transformers', so a
+    tokenizer can be saved into the same folder. ``max_shard_size``: the maximum size of a file, in bytes or as text
+    like ``"5GB"``. ``overwrite``: replace a checkpoint in the folder; without it, that raises ``FileExistsError``.
+    ``format``: ``"qgemm"``, or ``"compressed-tensors"``, which transformers and vLLM read too; it contains the
+    ``state_dict`` and no report.
 
-    The folder holds a whole checkpoint at every moment, the old one or the new one, also if the save is killed or the
-    disk is full. One tensor at a time is copied to CPU memory. Only one process saves into a folder at a time: another
-    one gets a ``CheckpointError``.
+    The folder holds a complete checkpoint at every moment, the old one or the new one, also if the save is killed or
+    the disk is full. One tensor at a time is copied to CPU memory. Only one process at a time can save into a folder: a
+    second one gets a ``CheckpointError``.
 
     Raises ``ValueError`` for an unknown format and for a model that can't be stored: with no quantized layer, with
     tensors on meta, with a scale that isn't finite and above 0, or with state that isn't a plain tensor. Warns of a
@@ -215,7 +215,7 @@ def _check_layers(layers: dict[str, QuantLayer]) -> None:
                     f"{name}.{leaf} is {parameter.dtype}, which no quantized layer computes with: call model.float()"
                 )
             if problem := layer.problem_with(leaf, parameter.detach()):
-                raise ValueError(f"{name}.{leaf} {problem}; it was never set, or damaged")
+                raise ValueError(f"{name}.{leaf} {problem}; it was never set, or is damaged")
 
 
 def _warn_unless_it_loads(model: nn.Module, folder: Path) -> None:
@@ -224,7 +224,7 @@ def _warn_unless_it_loads(model: nn.Module, folder: Path) -> None:
         find_matching(folder)
     except CheckpointError as error:
         warnings.warn(
-            f"{type(model).__name__} is saved, but its config alone doesn't build it again: {error}. "
+            f"{type(model).__name__} was saved, but can't be rebuilt from its config alone: {error}. "
             "To load it, pass the float model, or a function that builds it, as load_quantized(..., model=)",
             stacklevel=3,
         )

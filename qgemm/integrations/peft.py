@@ -66,7 +66,7 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Raises ``NotImplementedError``: the sum of weight and adapter would have to be rounded anew."""
         raise NotImplementedError(
-            "an adapter can't be merged into a quantized weight without rounding both anew: keep it beside the model, "
+            "an adapter can't be merged into a quantized weight without rounding the sum again: keep it separate, "
             "or load it onto the float model, merge it there, and quantize the result"
         )
 
@@ -82,7 +82,7 @@ class _NoneOnExperts(nn.Module):
         """Raises ``ValueError``."""
         raise ValueError(
             f"an adapter can't be put on {type(base_layer).__name__}, whose weights are int8: name the layers around "
-            "the experts in target_modules, and none of theirs in target_parameters"
+            "the experts in target_modules, and no parameter of experts in target_parameters"
         )
 
 

@@ -30,8 +30,8 @@ class GatedActivation:
     """``act(gate) * (up + up_offset)``; without ``gated``, ``act(gate)`` of all columns.
 
     ``name``: one of ``ACTIVATIONS``. ``alpha``, of ``"silu"`` alone: ``gate * sigmoid(alpha * gate)``. ``limit``:
-    before all else the gate is clamped to at most this, ``up`` to at most this in magnitude. Raises ``ValueError`` for
-    values that mean nothing.
+    first the gate is clamped to at most this, and ``up`` to at most this in magnitude. Raises ``ValueError`` for
+    invalid values.
     """
 
     name: str = "silu"
@@ -47,9 +47,9 @@ class GatedActivation:
         if self.limit is not None and not 0 < self.limit < math.inf:
             raise ValueError(f"limit is {self.limit}; it must be a positive number, or None for no limit")
         if not math.isfinite(self.alpha) or (self.alpha != 1.0 and self.name != "silu"):
-            raise ValueError(f"alpha is {self.alpha} for {self.name!r}; other than 1 it belongs to 'silu'")
+            raise ValueError(f"alpha is {self.alpha} for {self.name!r}; only 'silu' has one other than 1")
         if not math.isfinite(self.up_offset) or (self.up_offset != 0.0 and not self.gated):
-            raise ValueError(f"up_offset is {self.up_offset} with gated={self.gated}; it is added to what a gate opens")
+            raise ValueError(f"up_offset is {self.up_offset} with gated={self.gated}; it needs a gate")
 
     def columns(self, intermediate: int) -> int:
         """How many columns the first product has for ``intermediate`` columns after the activation."""

@@ -21,10 +21,10 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 def check_quantize_rows(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None) -> None:
     """Raises if ``quantize_rows`` can't take these."""
     if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x is {x.dtype}; quantize_rows takes {_names(FLOAT_DTYPES)}: convert it first")
+        raise TypeError(f"x is {x.dtype}; quantize_rows accepts {_names(FLOAT_DTYPES)}: convert it first")
     _check_strided("x", x)
     if x.ndim == 0:
-        raise ValueError("x is a scalar; quantize_rows takes at least one dimension, [..., K]")
+        raise ValueError("x is a scalar; quantize_rows needs at least one dimension, [..., K]")
     if scale is not None:
         _check_tensor("scale", scale)
         if scale.numel() != 1 or scale.dtype != torch.float32:
@@ -32,7 +32,7 @@ def check_quantize_rows(x: Tensor, scale: Tensor | None, zero_point: Tensor | No
         _same_device(x=x, scale=scale)
     if zero_point is not None:
         if scale is None:
-            raise ValueError("zero_point is given without a scale: rows with scales of their own have none")
+            raise ValueError("zero_point needs a scale: with a scale per row there is no zero point")
         if zero_point.numel() != 1 or zero_point.dtype != INT8.storage:
             raise ValueError(f"zero_point is {zero_point.dtype} {list(zero_point.shape)}; it must be one int8 number")
         _same_device(x=x, zero_point=zero_point)
@@ -57,7 +57,7 @@ def check_scaled_mm(
     _check_bias(bias, b.shape[1])
     _same_device(a=a, a_scale=a_scale, b_scale=b_scale, bias=bias)
     if out_dtype not in FLOAT_DTYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; scaled_mm gives {_names(FLOAT_DTYPES)}")
+        raise TypeError(f"out_dtype is {out_dtype}; scaled_mm returns {_names(FLOAT_DTYPES)}")
 
 
 def check_matmul(
@@ -65,7 +65,7 @@ def check_matmul(
 ) -> None:
     """Raises if ``matmul`` can't take these."""
     if a.dtype not in FLOAT_DTYPES + FP8_DTYPES:
-        raise TypeError(f"a is {a.dtype}; matmul takes {_names(FLOAT_DTYPES + FP8_DTYPES)}; scaled_mm takes int8")
+        raise TypeError(f"a is {a.dtype}; matmul accepts {_names(FLOAT_DTYPES + FP8_DTYPES)}; scaled_mm accepts int8")
     if a.dtype != b.dtype:
         raise TypeError(f"a is {a.dtype} and b is {b.dtype}; convert one of them")
     _check_product(a, b)
@@ -74,7 +74,7 @@ def check_matmul(
     if activation is not None and activation not in MATMUL_ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be one of {list(MATMUL_ACTIVATIONS)} or None")
     if out_dtype is not None and out_dtype not in FLOAT_DTYPES + FP8_DTYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; matmul gives {_names(FLOAT_DTYPES + FP8_DTYPES)}")
+        raise TypeError(f"out_dtype is {out_dtype}; matmul returns {_names(FLOAT_DTYPES + FP8_DTYPES)}")
 
 
 def check_quant_linear(
@@ -140,14 +140,14 @@ def check_grouped_mm(
         raise ValueError(f"a_scale is {a_scale.dtype} {list(a_scale.shape)}; it must be torch.float32 [{a.shape[0]}]")
     _same_device(a=a, b=b, offsets=offsets, a_scale=a_scale, b_scale=b_scale, bias=bias)
     if out_dtype not in FLOAT_DTYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; grouped_mm gives {_names(FLOAT_DTYPES)}")
+        raise TypeError(f"out_dtype is {out_dtype}; grouped_mm returns {_names(FLOAT_DTYPES)}")
 
 
 def check_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> None:
     """Raises if ``experts`` can't take these."""
     gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation = weights
     if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x is {x.dtype}; experts take {_names(FLOAT_DTYPES)}: {conversion(x)}")
+        raise TypeError(f"x is {x.dtype}; experts accept {_names(FLOAT_DTYPES)}: {conversion(x)}")
     _check_strided("x", x)
     _check_grouped_weight(
         "gate_up", gate_up, gate_up_scale, gate_up_bias, "[E, 2I, H]" if activation.gated else "[E, I, H]"
@@ -209,7 +209,7 @@ def _check_input(x: Tensor, in_features: int) -> None:
     if x.dtype not in FLOAT_DTYPES:
         cast = "its code casts it to the dtype of the layer's weight, so have quantize_model skip that layer"
         way_out = cast if x.dtype == INT8.storage else conversion(x)
-        raise TypeError(f"x is {x.dtype}; a quantized layer takes {_names(FLOAT_DTYPES)}: {way_out}")
+        raise TypeError(f"x is {x.dtype}; a quantized layer accepts {_names(FLOAT_DTYPES)}: {way_out}")
     if x.ndim == 0 or x.shape[-1] != in_features:
         columns = x.shape[-1] if x.ndim else "no"
         raise ValueError(f"x has {columns} columns but the layer's in_features is {in_features}")
@@ -274,7 +274,7 @@ def _check_strided(name: str, tensor: Tensor) -> None:
     if tensor.layout != torch.strided:
         raise ValueError(f"{name} is {tensor.layout}; it must be a dense tensor: pass {name}.to_dense()")
     if tensor.is_neg():
-        raise ValueError(f"{name} is a negative view, which stores its values' opposites: pass {name}.resolve_neg()")
+        raise ValueError(f"{name} is a negative view, which stores negated values: pass {name}.resolve_neg()")
 
 
 def _same_device(**tensors: Tensor | None) -> None:

@@ -63,10 +63,10 @@ def scaled_mm(
     ``b_scale``: float32 ``[N]``, or one number. ``bias``: float ``[N]``. ``out_dtype``: float16, bfloat16 or float32.
     The sum is exact in int32, the rest float32, with one rounding to ``out_dtype``.
 
-    ``constant_b``: that ``b`` is a weight, which nobody changes while the model runs. Hopper GPUs then begin to load it
-    while the kernel ahead in the stream still runs, which makes products of few rows up to 1.15 times as fast. Ordinary
-    kernels ahead may write ``b`` all the same; those that let the next kernel start before they end (programmatic
-    dependent launch) may not.
+    ``constant_b``: whether ``b`` is a weight that doesn't change while the model runs. Hopper GPUs then begin to load
+    it while the previous kernel in the stream still runs, which makes products of few rows up to 1.15 times as fast.
+    Previous kernels may still write ``b``, unless they let the next kernel start before they end (programmatic
+    dependent launch).
     """
     checks.check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
     backend, options = _backend(a, config), _options(config)
@@ -209,7 +209,7 @@ def _backend(tensor: Tensor, config: GemmConfig | None = None) -> Any:
 
     if not INTERPRETING:
         raise ValueError(
-            "a config is for the Triton kernel, which takes CPU tensors only under TRITON_INTERPRET=1: omit it"
+            "a config is for the Triton kernel, which accepts CPU tensors only with TRITON_INTERPRET=1: omit it"
         )
     return _gpu()
 

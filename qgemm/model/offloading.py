@@ -88,8 +88,8 @@ def check_hooks(model: nn.Module, names: Iterable[str]) -> None:
             on_disk.append(name)
     if on_disk:
         raise ValueError(
-            f"accelerate keeps the weights of {listed(on_disk)} on disk, in files that stay as they are. Quantize the "
-            "checkpoint instead, with qgemm.quantize_checkpoint, and load the result with the same device_map"
+            f"accelerate keeps the weights of {listed(on_disk)} on disk, in files that qgemm doesn't change. Quantize "
+            "the checkpoint instead, with qgemm.quantize_checkpoint, and load the result with the same device_map"
         )
     if preloaded:
         raise ValueError(

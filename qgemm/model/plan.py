@@ -114,7 +114,7 @@ def _check_input_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] |
     if not static:
         if input_scales is not None:
             names = " and ".join(repr(scheme.name) for scheme in plan.schemes_in_use)
-            raise ValueError(f"scheme {names} finds scales as it runs: input_scales is for a static scheme")
+            raise ValueError(f"scheme {names} computes its scales at run time: input_scales is for static schemes")
         return {}
     given = input_scales or {}
     known = {name for layer in plan.layers if not layer.is_experts for name in layer.names}
@@ -127,7 +127,7 @@ def _check_input_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] |
             raise ValueError(f"scheme {name!r} needs input_scales for {listed(missing)} too: add or skip them")
         raise ValueError(
             f"scheme {name!r} needs a scale for the input of {listed(missing)}: pass calibration=batches, which finds "
-            "them, or input_scales, or choose a scheme that finds them as it runs"
+            "them, or input_scales, or choose a scheme that computes them at run time"
         )
     scales = {name: value for name, value in scales.items() if name in static}
     for name, value in scales.items():
@@ -147,7 +147,7 @@ def check_finite(model: nn.Module, layers: list[Layer]) -> None:
                 bad.append(layer.name)
     if bad:
         raise ValueError(
-            f"the weight of {listed(bad)} holds NaN or Inf, which can't be quantized: mend the checkpoint, or pass "
+            f"the weight of {listed(bad)} holds NaN or Inf, which can't be quantized: repair the checkpoint, or pass "
             "these names in skip"
         )
 

@@ -61,7 +61,7 @@ class LayerRecord:
 class QuantReport:
     """The records of a model's layers, in the model's order. ``print`` shows a table, a notebook an HTML one.
 
-    ``recipe``: the methods that were used, as ``qgemm.calibration.Recipe.to_dict`` has them; None without a recipe.
+    ``recipe``: the methods that were used, as from ``qgemm.calibration.Recipe.to_dict``; None without a recipe.
     """
 
     records: tuple[LayerRecord, ...]
@@ -89,7 +89,7 @@ class QuantReport:
 
     @property
     def coverage(self) -> float:
-        """The share of ``bytes_before`` that was quantized, 0 to 1."""
+        """The fraction of ``bytes_before`` that was quantized, 0 to 1."""
         before = self.bytes_before
         return sum(record.bytes_before for record in self.quantized) / before if before else 0.0
 
@@ -114,7 +114,8 @@ class QuantReport:
         known = isinstance(values, dict) and {"records"} <= set(values) <= {"records", "recipe"}
         if not known or not isinstance(values["records"], list):
             raise ValueError(
-                f"a report is a dictionary with one list, 'records', and perhaps a recipe; this is {shortened(values)}"
+                f"a report is a dictionary with one list, 'records', and optionally a recipe; this is "
+                f"{shortened(values)}"
             )
         records = tuple(_parse_record(index, record) for index, record in enumerate(values["records"]))
         return cls(records, _parse_recipe(values.get("recipe")))
@@ -173,8 +174,8 @@ _LARGEST_ERROR = 1e300
 def report(model: nn.Module) -> QuantReport:
     """What ``quantize_model`` did to ``model``.
 
-    A model put together by hand has no such account: then its quantized layers are listed, without errors, their size
-    before that of float32, or of the bias's dtype. Raises ``ValueError`` if there are none.
+    For a model that was assembled by hand, its quantized layers are listed, without errors; their size before is
+    computed for float32, or for the bias's dtype. Raises ``ValueError`` if there are none.
     """
     check_model(model)
     stored = getattr(model, "_qgemm_report", None)
@@ -232,7 +233,7 @@ def _warn_of_coverage(layers: list[Layer]) -> None:
     names = listed([layer.name for layer in by_default], 2)
     way_out = f"include=[...] quantizes {gain:.0%} more, of {names}" if by_default else "That can't be quantized"
     warn_user(
-        f"only {1 - left / total:.0%} of the bytes that this model multiplies by are quantized, so it shrinks little. "
+        f"only {1 - left / total:.0%} of the bytes in this model's weights are quantized, so it stays almost as large. "
         f"What stays in float: {causes}. {way_out}"
     )
 

@@ -50,7 +50,7 @@ def select_layers(model: nn.Module, skip: Patterns, include: Patterns = None) ->
         _leave(matched, f"skip={shown!r}")
     for shown, matched in included:
         if all(layer.reason for layer in matched):
-            raise ValueError(f"include: {shown!r} matches only what stays in float all the same: {_reasons(matched)}")
+            raise ValueError(f"include: {shown!r} matches only layers that can't be quantized: {_reasons(matched)}")
     _check_something_to_swap(model, layers)
     return layers
 
@@ -87,7 +87,7 @@ def apply_schemes(
         if not own:
             raise ValueError(
                 f"scheme: {shown!r} comes after patterns that match all of its layers, and the first match wins: put "
-                "it ahead of them"
+                "it before them"
             )
         if scheme is None:
             _leave(own, f"scheme={{{shown!r}: None}}")
@@ -110,7 +110,7 @@ def _check_not_quantized(model: nn.Module) -> None:
         counted = " and ".join(f"{count} of its layers are {kind}" for kind, count in kinds.items())
         raise ValueError(
             f"{type(model).__name__} is quantized already: {counted}. "
-            "Start from the float model, and say in skip what is to stay in float"
+            "Start from the float model, and pass in skip what must stay in float"
         )
 
 
@@ -147,7 +147,7 @@ def _compiled(argument: str, pattern: Pattern) -> Pattern:
     try:
         return re.compile(pattern.removeprefix(_REGULAR_EXPRESSION))
     except re.error as error:
-        raise ValueError(f"{argument}: {pattern!r} is no regular expression: {error}") from error
+        raise ValueError(f"{argument}: {pattern!r} isn't a valid regular expression: {error}") from error
 
 
 def _matches_of(argument: str, patterns: list[Pattern], layers: list[Layer]) -> Iterator[tuple[str, list[Layer]]]:
@@ -193,7 +193,7 @@ def _check_something_to_swap(model: nn.Module, layers: list[Layer]) -> None:
         return
     kind = type(model).__name__
     if layers[0].name == "":
-        raise ValueError(f"{kind} is itself one layer, which can't be swapped in place: use QuantLinear.from_linear")
+        raise ValueError(f"{kind} is itself a layer, so it can't be replaced in place: use QuantLinear.from_linear")
     can_be_included = any(not layer.obstacle and not layer.is_wish for layer in layers)
     way_out = "; include=[...] overrules what stays by default" if can_be_included else ""
     raise ValueError(

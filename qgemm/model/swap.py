@@ -139,7 +139,7 @@ def make_unusable(model: nn.Module, error: BaseException) -> None:
 
     def refuse(*_: Any) -> None:
         raise RuntimeError(
-            f"this {type(model).__name__} is quantized in part: quantize_model was stopped half-way ({cause}), with "
+            f"this {type(model).__name__} is partly quantized: quantize_model was stopped half-way ({cause}), with "
             f"{len(swapped)} layers done, whose float weights are freed. Load the model again"
         )
 

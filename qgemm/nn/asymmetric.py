@@ -20,8 +20,8 @@ from qgemm.scheme import QuantScheme
 class AsymmetricLinear(QuantLinear):
     """``QuantLinear`` with a static scale and a zero point. Parameters that differ:
 
-    - ``bias``: float32 ``[out_features]``, also for a float layer without one, and whatever dtype the model has: the
-      float layer's, less ``zero_point * input_scale * weight_scale * sum_k weight``.
+    - ``bias``: float32 ``[out_features]``, also for a float layer without one, whatever the model's dtype is: the
+      float layer's minus ``zero_point * input_scale * weight_scale * sum_k weight``.
     - ``input_zero_point``: one int8 number.
     """
 
@@ -42,7 +42,7 @@ class AsymmetricLinear(QuantLinear):
         return scheme.weight.format is INT8 and scheme.has_zero_point
 
     def take_bias(self, bias: Tensor | None) -> None:
-        """Sets ``bias`` to that of the float layer, less the correction."""
+        """Sets ``bias`` to the float layer's minus the correction."""
         if self.weight.device.type == "meta":
             return
         exact = -self._correction() if bias is None else bias.double() - self._correction()
@@ -50,7 +50,7 @@ class AsymmetricLinear(QuantLinear):
 
     @torch.no_grad()
     def float_bias(self) -> Tensor | None:
-        """The bias of the float layer, as far as float32 still tells; None if it has none."""
+        """The bias of the float layer, within float32's precision; None if it has none."""
         assert self.bias is not None
         return (self.bias.double() + self._correction()).float() if self.has_bias else None
 

@@ -47,10 +47,10 @@ def _packed_weight(child: str) -> property:
 
 
 class QuantMultiheadAttention(nn.Module):
-    """What an ``nn.MultiheadAttention`` becomes, with the same attributes and the same call.
+    """The quantized ``nn.MultiheadAttention``, with the same attributes and the same call.
 
-    - ``in_proj``: queries, keys and values in one layer, ``[3 * embed_dim, embed_dim]``. With ``kdim`` or ``vdim`` of
-      their own there are ``q_proj``, ``k_proj`` and ``v_proj`` instead.
+    - ``in_proj``: queries, keys and values in one layer, ``[3 * embed_dim, embed_dim]``. If ``kdim`` or ``vdim``
+      differs, there are ``q_proj``, ``k_proj`` and ``v_proj`` instead.
     - ``out_proj``: ``[embed_dim, embed_dim]``.
     - ``bias_k``, ``bias_v``: ``[1, 1, embed_dim]``, of ``add_bias_kv``; or None.
 
@@ -104,7 +104,7 @@ class QuantMultiheadAttention(nn.Module):
             return traced
         batch = _check_inputs(query, key, value, self.batch_first)
         if is_causal and attn_mask is None:
-            raise RuntimeError("is_causal says what attn_mask is: pass the causal mask too")
+            raise RuntimeError("is_causal is only a hint about attn_mask: pass the causal mask too")
         q, k, v = (_batch_first(x, self.batch_first) for x in self._project(query, key, value))
         mask = self._mask(key_padding_mask, attn_mask, query.dim() == 3, q, k)
         if self.bias_k is not None and self.bias_v is not None:

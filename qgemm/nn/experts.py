@@ -36,7 +36,7 @@ class QuantExperts(QuantLayer):
     - ``down_proj``: int8 ``[E, hidden_size, intermediate_size]``; ``down_proj_scale``: float32 ``[E, hidden_size]``.
     - ``gate_up_proj_bias``, ``down_proj_bias``: as the scales, in ``dtype``, or None.
 
-    A new module waits for a ``state_dict``, with scales of NaN. ``from_experts`` makes one from float experts.
+    A new module has scales of NaN until it loads a ``state_dict``. ``from_experts`` makes one from float experts.
     """
 
     weight_names = ("gate_up_proj", "down_proj")
@@ -73,7 +73,7 @@ class QuantExperts(QuantLayer):
         self.activation = activation or GatedActivation()
         self.scheme = resolve_scheme(scheme)
         if self.scheme != (computed := self.scheme.for_experts()):
-            raise ValueError(f'scheme {self.scheme.name!r} isn\'t computed for experts: use "{computed.name}"')
+            raise ValueError(f'scheme {self.scheme.name!r} isn\'t supported for experts: use "{computed.name}"')
         N, storage = self.activation.columns(intermediate_size), self.scheme.weight.format.storage
         for name, shape in (("gate_up_proj", (N, hidden_size)), ("down_proj", (hidden_size, intermediate_size))):
             weight = torch.zeros(num_experts, *shape, dtype=storage, device=device)
@@ -86,10 +86,10 @@ class QuantExperts(QuantLayer):
 
     @classmethod
     def from_experts(cls, experts: nn.Module, scheme: str | QuantScheme = "int8") -> QuantExperts:
-        """Quantized from ``experts``, on their device: a module of transformers that holds fused experts.
+        """Quantizes ``experts``, a module of transformers that holds fused experts, on their device.
 
-        One expert at a time is worked on. Raises ``UnknownExperts`` (a ``TypeError``), saying why, for a module whose
-        layout or activation isn't known; ``ValueError`` if a weight holds NaN or Inf, or for a scheme other than
+        One expert at a time is quantized. Raises ``UnknownExperts`` (a ``TypeError``), with the reason, for a module
+        whose layout or activation isn't known; ``ValueError`` if a weight holds NaN or Inf, or for a scheme other than
         ``"int8"``. ``experts`` is left as it is; biases are shared unless their order changes.
         """
         source = describe_experts(experts)
@@ -100,7 +100,7 @@ class QuantExperts(QuantLayer):
 
     @staticmethod
     def like(experts: nn.Module, source: FloatExperts, scheme: str | QuantScheme = "int8") -> QuantExperts:
-        """A module on meta that has the place of ``experts``, described by ``source``, but none of its values."""
+        """A module on meta with the sizes of ``experts``, which ``source`` describes, without values."""
         kind = QuantSortedExperts if source.takes_sorted_rows else QuantExperts
         layer = kind(
             source.num_experts,
@@ -144,14 +144,14 @@ class QuantExperts(QuantLayer):
         if not scale.isfinite().all():
             expert = int((~scale.isfinite()).any(1).nonzero()[0])
             raise ValueError(
-                f"{source.parameters[name]} of expert {expert} holds NaN or Inf, which can't be quantized: mend the "
+                f"{source.parameters[name]} of expert {expert} holds NaN or Inf, which can't be quantized: repair the "
                 "checkpoint or skip the layer"
             )
         setattr(self, name, frozen(weight))
         setattr(self, f"{name}_scale", frozen(scale))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """The float weights that this module stands for, and its biases: names, shapes and order as its parameters.
+        """The equivalent float weights, and the biases, with the names, shapes and order of the parameters.
 
         ``dtype``: by default the biases', or float32.
         """
@@ -166,8 +166,8 @@ class QuantExperts(QuantLayer):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``[T, hidden_size]`` in float16, bfloat16 or float32 to the same.
 
-        ``top_k_index``: integers ``[T, k]``; one outside of 0 to E - 1 contributes nothing, as an expert on another
-        device does. ``top_k_weights``: float ``[T, k]``.
+        ``top_k_index``: integers ``[T, k]``; one outside of 0 to E - 1 contributes nothing, like an expert on another
+        device. ``top_k_weights``: float ``[T, k]``.
         """
         if isinstance(hidden_states, Proxy):
             return traced_as_leaf(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]

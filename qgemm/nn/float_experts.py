@@ -89,7 +89,7 @@ def describe_experts(module: nn.Module) -> FloatExperts:
     elif _is_dispatched(module):
         flags = [getattr(module, flag, None) for flag in ("has_gate", "has_bias", "is_transposed", "is_concatenated")]
         if not all(isinstance(flag, bool) for flag in flags):
-            raise UnknownExperts("it doesn't say how it holds its experts")
+            raise UnknownExperts("it doesn't declare the layout of its experts")
         if getattr(module, "has_post_expert_norm", False):
             raise UnknownExperts("it has a norm after each expert")
         has_gate, has_bias, is_transposed = (flag is True for flag in flags[:3])
@@ -107,7 +107,7 @@ def describe_experts(module: nn.Module) -> FloatExperts:
     E, N, hidden_size = _shape(module, first, is_transposed)
     _, output_size, intermediate_size = _shape(module, "down_proj", is_transposed)
     if activation.columns(intermediate_size) != N or output_size != hidden_size:
-        raise UnknownExperts("the shapes of its weights don't fit each other")
+        raise UnknownExperts("the shapes of its weights don't match")
     return FloatExperts(
         E, hidden_size, intermediate_size, parameters, activation, is_transposed, is_interleaved, takes_sorted_rows
     )
@@ -123,10 +123,10 @@ def _check_parameters(module: nn.Module, parameters: dict[str, str]) -> None:
     own = {name for name, parameter in module.named_parameters()} | {name for name, _ in module.named_buffers()}
     if own != set(parameters.values()):
         unknown = sorted(own ^ set(parameters.values()))
-        raise UnknownExperts(f"it holds other tensors than experts do ({', '.join(unknown[:3])})")
+        raise UnknownExperts(f"it holds tensors that experts don't have ({', '.join(unknown[:3])})")
     num_experts = {module.get_parameter(theirs).shape[0] for theirs in parameters.values()}
     if len(num_experts) != 1:
-        raise UnknownExperts("the shapes of its weights don't fit each other")
+        raise UnknownExperts("the shapes of its weights don't match")
 
 
 def _shape(module: nn.Module, name: str, is_transposed: bool) -> tuple[int, int, int]:
@@ -137,7 +137,7 @@ def _shape(module: nn.Module, name: str, is_transposed: bool) -> tuple[int, int,
     E, N, K = weight.transpose(1, 2).shape if is_transposed else weight.shape
     bias = module._parameters.get(f"{name}_bias")
     if bias is not None and bias.shape != (E, N):
-        raise UnknownExperts("the shapes of its weights don't fit each other")
+        raise UnknownExperts("the shapes of its weights don't match")
     return E, N, K
 
 

@@ -30,11 +30,11 @@ class QuantLinear(LinearLayer):
     - ``bias``: ``[out_features]`` in ``dtype``, or None.
     - ``input_scale``: one float32 number, for a static scheme only; None otherwise.
 
-    The weight counts as constant while the layer runs: a Hopper GPU may begin to load it before the kernel ahead in the
-    stream has ended, unless that is an ordinary one. Only a kernel that lets others start early (programmatic dependent
-    launch) must not write it right ahead of a call.
+    The weight must not change while the layer runs: if the previous kernel in the stream allows the next one to start
+    early (programmatic dependent launch), a Hopper GPU may load the weight before that kernel has ended. So only such a
+    kernel must not write the weight directly before a call; ordinary kernels may.
 
-    A new layer waits for a ``state_dict``: its scales are NaN, so that one that never got any answers NaN.
+    A new layer has scales of NaN, and so returns NaN, until it loads a ``state_dict``.
     ``from_linear`` makes one from a float layer.
     """
 
@@ -58,7 +58,7 @@ class QuantLinear(LinearLayer):
 
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:
-        """Whether ``scheme`` is int8 by int8, with nothing more to it."""
+        """Whether ``scheme`` is plain int8 by int8."""
         return scheme.weight.format is INT8 and scheme.is_plain
 
     def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:

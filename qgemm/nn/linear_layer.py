@@ -26,7 +26,7 @@ Linear = TypeVar("Linear", bound="LinearLayer")
 InputScale: TypeAlias = "Tensor | float | tuple[Tensor | float, Tensor | int]"
 """The scale of a static activation, or, for an asymmetric scheme, the pair of a scale and a zero point."""
 
-NOT_FINITE = "weight holds NaN or Inf, which can't be quantized: mend the checkpoint or skip the layer"
+NOT_FINITE = "weight holds NaN or Inf, which can't be quantized: repair the checkpoint or skip the layer"
 
 
 class LinearLayer(QuantLayer):
@@ -34,7 +34,7 @@ class LinearLayer(QuantLayer):
 
     - ``row_names``: its parameters that have a row for each row of the weight, which ``convert_rows`` makes.
     - ``default_scheme``: the name of the scheme of a layer that is made without one.
-    - ``folds_bias``: whether ``bias`` depends on the weight, so that it can't be stored as it is in the float layer.
+    - ``folds_bias``: whether ``bias`` depends on the weight, so that it differs from the float layer's.
     - ``bias``: ``[out_features]``, or None. ``has_bias``: whether the float layer has one.
     """
 
@@ -71,10 +71,12 @@ class LinearLayer(QuantLayer):
         self.has_bias = bias
         self.scheme = resolve_scheme(self.default_scheme if scheme is None else scheme)
         if not self.computes(self.scheme):
-            raise ValueError(f"scheme {self.scheme.name!r} isn't for {type(self).__name__}: ask qgemm.nn.linear_class")
+            raise ValueError(
+                f"scheme {self.scheme.name!r} isn't for {type(self).__name__}: qgemm.nn.linear_class names its class"
+            )
         if in_features > self.scheme.max_k:
             raise ValueError(
-                f"in_features is {in_features}; int32 sums hold up to {self.scheme.max_k}: cut the layer along K and "
+                f"in_features is {in_features}; int32 sums hold up to {self.scheme.max_k}: split the layer along K and "
                 "add the parts"
             )
         self.make_parameters(device, dtype)
@@ -97,7 +99,7 @@ class LinearLayer(QuantLayer):
 
     @abstractmethod
     def compute(self, x: Tensor) -> Tensor:
-        """What ``forward`` gives for a plain tensor."""
+        """The result of ``forward`` for a plain tensor."""
 
     @abstractmethod
     def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -128,7 +130,7 @@ class LinearLayer(QuantLayer):
         if scale.dtype != torch.float32 or list(scale.shape) != scale_shape:
             raise ValueError(f"weight's scale is {scale.dtype} {list(scale.shape)}; it must be float32 {scale_shape}")
         if values.device.type == "meta" or scale.device.type == "meta":
-            raise ValueError("weight is on meta, without values: give the values that a method decided")
+            raise ValueError("weight is on meta, without values: pass the rounded values")
         if values.numel():
             low, high = form.range_of(values)
             if not (form.low <= low and high <= form.high):
@@ -162,14 +164,14 @@ class LinearLayer(QuantLayer):
         """A layer quantized from ``linear``, on its device: an ``nn.Linear``, or transformers' ``Conv1D``.
 
         - ``input_scale``: the activation's scale, for a static scheme; with its zero point for an asymmetric one.
-        - ``weight``: quantized values and their scales, as a method such as GPTQ decided them: int8
+        - ``weight``: quantized values and their scales, rounded by a method such as GPTQ: int8
           ``[out_features, in_features]``, and float32 ``[out_features]``, or ``[out_features, groups]`` for a scheme
-          with groups. They are those of the weight as the layer has it: of a rotated one, say. None rounds to nearest.
+          with groups. For a rotated layer they are those of the rotated weight. None rounds to nearest.
         - ``outlier_columns``: int64, ascending, for a scheme that keeps columns in float: which.
 
         Raises ``ValueError`` if the weight holds NaN or Inf, if ``weight`` isn't one for this layer, or if
-        ``input_scale`` or ``outlier_columns`` doesn't go with ``scheme``; ``TypeError`` if ``linear`` is no linear
-        layer. ``linear`` is left as it is; the bias is shared.
+        ``input_scale`` or ``outlier_columns`` doesn't go with ``scheme``; ``TypeError`` if ``linear`` isn't a linear
+        layer. ``linear`` is unchanged; the bias is shared.
         """
         if not (isinstance(linear, nn.Linear) or is_conv1d(linear)):
             kind = type(linear).__name__
@@ -199,8 +201,8 @@ class LinearLayer(QuantLayer):
     def forward(self, input: Tensor) -> Tensor:
         """``[..., in_features]`` in float16, bfloat16 or float32 to ``[..., out_features]`` in the same dtype.
 
-        Under autocast the output has its dtype, as that of ``nn.Linear``. A jagged nested tensor gives one with rows of
-        the same lengths. ``input`` is what ``nn.Linear`` calls it, for models that pass it by name.
+        Under autocast the output has autocast's dtype, as with ``nn.Linear``. A jagged nested tensor returns one with
+        rows of the same lengths. The argument is called ``input`` as in ``nn.Linear``, for models that pass it by name.
         """
         if type(input) is not Tensor:
             if isinstance(input, Proxy):
@@ -235,7 +237,7 @@ class LinearLayer(QuantLayer):
         return self.bias
 
     def dequantize(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """The float layer with the weight that this one stands for, in ``dtype``: by default the bias's, or float32."""
+        """The equivalent float layer, in ``dtype``: by default the bias's, or float32."""
         bias = self.float_bias()
         dtype = dtype or (torch.float32 if bias is None else bias.dtype)
         linear = nn.Linear(self.in_features, self.out_features, bias is not None, device="meta", dtype=dtype)

@@ -23,9 +23,9 @@ from qgemm.scheme import QuantScheme
 
 
 class OutlierLinear(QuantLinear):
-    """``QuantLinear`` beside a float product of a few columns. Parameters that differ, for ``c`` columns:
+    """``QuantLinear`` plus a float product of a few columns. Parameters that differ, for ``c`` columns:
 
-    - ``weight``: has zeros in those columns, and its scales are found without them.
+    - ``weight``: has zeros in those columns; its scales are computed without them.
     - ``outlier_columns``: int64 ``[c]``, ascending.
     - ``outlier_weight``: those columns of the float weight, ``[out_features, c]`` in ``dtype``.
 

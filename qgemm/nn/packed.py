@@ -30,7 +30,7 @@ class PackedLinear(LinearLayer):
       for a scheme with a scale per channel.
     - ``bias``: ``[out_features]`` in ``dtype``, or None.
 
-    A new layer waits for a ``state_dict``, with scales of NaN. ``from_linear`` makes one from a float layer.
+    A new layer has scales of NaN until it loads a ``state_dict``. ``from_linear`` makes one from a float layer.
     """
 
     default_scheme = "int4"

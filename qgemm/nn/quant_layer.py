@@ -28,8 +28,8 @@ class QuantLayer(nn.Module):
     - ``weight_names``: the parameters that hold quantized values.
     - ``scale_names``: those that hold scales, float32.
     - ``index_names``: those that hold other numbers whose dtype is fixed, such as the indices of columns.
-    - ``made_by``: the class method that makes one of a float layer.
-    - ``layer_name``: what it is called in its model, for errors; empty for a layer by itself.
+    - ``made_by``: the class method that makes one from a float layer.
+    - ``layer_name``: its name in the model, for errors; empty for a layer by itself.
 
     The remaining parameters are biases and the like, of any float dtype.
     """
@@ -58,7 +58,7 @@ class QuantLayer(nn.Module):
         super().__setattr__(name, value.stored if type(value) is StoredWeight else value)
 
     def stored(self, name: str) -> Any:
-        """A parameter as it is, with the values that are stored."""
+        """A parameter with its stored values."""
         parameters = self._parameters
         # Else None, or a plain tensor in its place, as nn.DataParallel and parametrizations have.
         return parameters[name] if name in parameters else getattr(self, name)
@@ -76,7 +76,7 @@ class QuantLayer(nn.Module):
 
     @property
     def is_static(self) -> bool:
-        """Whether activations are quantized with ``input_scale`` instead of a scale found at run time."""
+        """Whether activations are quantized with ``input_scale`` instead of a scale computed at run time."""
         return self.scheme.is_static
 
     def _apply(self: Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layer:
@@ -145,4 +145,4 @@ def check_dtype(dtype: Any) -> None:
     """Raises ``ValueError`` for a ``dtype`` that no layer computes with; None is PyTorch's default."""
     if dtype is not None and dtype not in FLOAT_DTYPES:
         names = ", ".join(str(each) for each in FLOAT_DTYPES)
-        raise ValueError(f"dtype is {dtype!r}, which is that of what stays in float; it must be one of {names}")
+        raise ValueError(f"dtype is {dtype!r}; parts that stay in float have that dtype, one of {names}")

@@ -24,9 +24,9 @@ def refuse_to_compute(layer: str, dtype: torch.dtype) -> RuntimeError:
     """The error for code that takes quantized values, of ``dtype``, for the weight of ``layer``."""
     stored = str(dtype).removeprefix("torch.")
     return RuntimeError(  # an operator would answer a TypeError with one of its own
-        f"{layer or 'a layer'} is quantized: its weight is stored as {stored}, beside its scales, and can't be "
-        f"computed with as it is. Code around the layer does that: leave it in float (skip={layer or 'its name'!r} in "
-        "quantize_model), or take dequantize().weight of it"
+        f"{layer or 'a layer'} is quantized: its weight is stored as {stored}, with separate scales, and can't be "
+        f"used directly in a computation, as other code does: leave it in float (skip={layer or 'its name'!r} in "
+        "quantize_model), or use its dequantize().weight"
     )
 
 

@@ -131,7 +131,7 @@ def _register_autograd(
 def _register_vmap(declared: Any, name: str) -> None:
     def run(info: Any, in_dims: Sequence[int | None], x: Tensor, *others: Any) -> tuple[Tensor, int]:
         if any(dim is not None for dim in in_dims[1:]):
-            raise NotImplementedError(f"{name} under vmap takes a batch of x alone, not of weights or scales")
+            raise NotImplementedError(f"{name} under vmap accepts a batch of x only, not of weights or scales")
         assert in_dims[0] is not None
         out: Tensor = declared(x.movedim(in_dims[0], 0), *others)
         return out, 0

@@ -15,7 +15,7 @@ _PLAIN = {Tensor, torch.nn.Parameter, type(None)}
 def check_is_tensor(x: Any) -> None:
     """Raises ``TypeError`` for the input of a layer that is no tensor."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"the layer's input is a {type(x).__name__}; it takes a tensor")
+        raise TypeError(f"the layer's input is a {type(x).__name__}; it must be a tensor")
 
 
 def seen_by_others(

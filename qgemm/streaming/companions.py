@@ -63,7 +63,7 @@ def copy_companion(path: Path, target: BinaryIO) -> None:
             target.write(piece)
         after = os.fstat(original.fileno())
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-        raise CheckpointError(f"{path} was written to while it was copied: try again once nobody writes to it")
+        raise CheckpointError(f"{path} changed while it was copied: try again when no process writes to it")
 
 
 def _read(file: BinaryIO, path: Path) -> bytes:

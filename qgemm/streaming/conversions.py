@@ -65,7 +65,7 @@ def find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], li
             if target in found:
                 raise CheckpointError(
                     f"{source.tensors[name].path}: tensor {name} is {target} of the model, and so is another one in "
-                    "the files; remove the one that isn't meant"
+                    "the files; remove one of them"
                 )
             found[target] = StoredFloat(source, name, dtype_of(target))
         else:
@@ -141,7 +141,7 @@ def _check_is_float(name: str, source: Source) -> None:
     if tensor.dtype is not None and not tensor.dtype.is_floating_point:
         raise CheckpointError(
             f"{tensor.path}: tensor {name} is {tensor.dtype}, where the model has float values. This checkpoint is "
-            "quantized already, it seems. Start from the float checkpoint"
+            "probably quantized already. Start from the float checkpoint"
         )
 
 
@@ -176,5 +176,5 @@ def _try(run: Callable[..., dict[str, Tensor]], source: Source, target: str, inp
     except Exception as error:  # whatever transformers' code makes of shapes that it didn't expect
         first, rest = inputs[0][1], len(inputs) - 1
         raise CheckpointError(
-            f"{source.folder}: {first} and {rest} more can't be made into {target}: {error}"
+            f"{source.folder}: {first} and {rest} more can't be combined into {target}: {error}"
         ) from error

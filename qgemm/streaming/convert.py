@@ -49,26 +49,26 @@ def quantize_checkpoint(
 ) -> QuantReport:
     """Quantizes the checkpoint of a transformers model from files to files, without building the model.
 
-    Writes to the new folder ``destination`` what ``from_pretrained(source)``, ``quantize_model`` and ``save_quantized``
-    would, bit for bit, and copies what else is in ``source``, such as the tokenizer; returns the report. A few rows of
-    a weight, or one expert, are in memory at a time.
+    Writes the same files to the new folder ``destination`` as ``from_pretrained(source)``, ``quantize_model`` and
+    ``save_quantized``, bit for bit, and copies other files in ``source``, such as the tokenizer; returns the report. A
+    few rows of a weight, or one expert, are in memory at a time.
 
     - ``source``: a folder with ``config.json`` and safetensors files, of float weights.
-    - ``scheme``, ``skip``, ``include``, ``input_scales``: as ``quantize_model`` has them.
-    - ``drop``: names or globs of tensors in the files that the model has no place for, to go without them.
+    - ``scheme``, ``skip``, ``include``, ``input_scales``: as for ``quantize_model``.
+    - ``drop``: names or globs of tensors to ignore, which the model doesn't have.
     - ``device``: where weights are quantized, a part at a time.
-    - ``max_shard_size``: how large a file may be, in bytes or as text like ``"5GB"``.
-    - ``resume``: whether to go on where an earlier run with the same arguments ended, however it did. It left its work
-      in ``<destination>.partial``; what it had finished is verified and kept. False starts afresh.
+    - ``max_shard_size``: the maximum size of a file, in bytes or as text like ``"5GB"``.
+    - ``resume``: whether to continue an interrupted run with the same arguments. Its work is in
+      ``<destination>.partial``; finished parts are verified and kept. False starts over.
     - ``progress``: whether to show a progress bar; None shows one on a terminal only.
 
-    Computes in one thread of PyTorch's: pieces are small, and threads that wait for one another on busy cores take many
-    times as long.
+    Uses one thread of PyTorch: pieces are small, and threads that wait for one another on busy cores take many times as
+    long.
 
-    Raises ``CheckpointError`` for a source that is damaged, quantized already, a pickle, or not just what transformers'
-    class of that model wants, and for one that is written to meanwhile; ``ValueError`` as ``quantize_model`` does, and
-    for a device that isn't there; ``FileExistsError`` if ``destination`` isn't empty; ``OSError`` if the disk is full
-    or can't be written. ``destination`` is then as it was. ``KeyboardInterrupt`` says how far the work is, and where.
+    Raises ``CheckpointError`` for a source that is damaged, already quantized, a pickle, or doesn't match transformers'
+    class of the model, and for one that changes during the run; ``ValueError`` as ``quantize_model`` does, and for a
+    device that doesn't exist; ``FileExistsError`` if ``destination`` isn't empty; ``OSError`` if the disk is full or
+    can't be written. ``destination`` is unchanged then. ``KeyboardInterrupt`` has the progress and the folder.
     """
     wanted = Quantization.of(scheme, skip=skip, include=include, input_scales=input_scales)
     source, destination = as_path("source", source), as_new_folder("destination", destination).absolute()
@@ -128,7 +128,7 @@ def _check_room(plan: CheckpointPlan, workspace: Workspace) -> None:
         needed -= sum(size for size, _ in workspace.begun.written.values())
     free = shutil.disk_usage(workspace.folder).free
     if needed > free:
-        raise OSError(errno.ENOSPC, f"{needed:,} bytes are still to be written, and the disk has {free:,}")
+        raise OSError(errno.ENOSPC, f"{needed:,} bytes must still be written, but the disk has only {free:,} free")
 
 
 @contextmanager
@@ -152,9 +152,9 @@ def _watched(source: Source, workspace: Workspace) -> Iterator[None]:
         if (change := source.find_change(digests=True)) is None:
             raise
         raise CheckpointError(
-            f"{source.folder} was changed while it was read: {change}. Nothing was published. What had been made is in "
-            f"{workspace.folder} and goes with the files as they were: once nobody writes to them, pass resume=False "
-            "to start afresh"
+            f"{source.folder} was changed while it was read: {change}. Nothing was published. The partial result is in "
+            f"{workspace.folder} and belongs to the old files: when no process writes to them, pass resume=False "
+            "to start over"
         ) from error
 
 
@@ -194,7 +194,7 @@ def _explained(destination: Path, resume: bool) -> Iterator[None]:
 
 
 def _goes_on(resume: bool) -> str:
-    return f"running the same again{'' if resume else ', but with resume,'} goes on from there"
+    return f"run the same again{'' if resume else ', but with resume,'} to continue from there"
 
 
 def _names(drop: str | Iterable[str]) -> list[str]:

@@ -63,9 +63,9 @@ class Journal:
             begun = values["begun"]
             return cls(values["job"], finished, None if begun is None else _begun(begun))
         except CheckpointError as error:
-            raise CheckpointError(f"{error}. Pass resume=False to start afresh") from error
+            raise CheckpointError(f"{error}. Pass resume=False to start over") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged: pass resume=False to start afresh") from error
+            raise CheckpointError(f"{path} is damaged: pass resume=False to start over") from error
 
 
 def _begun(values: dict[str, Any]) -> Begun:

@@ -110,8 +110,8 @@ def _check_unplaced(model: Any, unplaced: list[str], drop: Iterable[str], folder
     ]
     if left:
         raise CheckpointError(
-            f"{folder} holds tensors that {type(model).__name__} has no place for: {listed(left, show=str)}. "
-            "If the model is to go without them, pass their names, or globs, in drop"
+            f"{folder} holds tensors that {type(model).__name__} doesn't have: {listed(left, show=str)}. "
+            "To ignore them, pass their names, or globs, in drop"
         )
 
 

@@ -48,7 +48,7 @@ def write_shard(
     in_shard = {name: plan.tensors[name] for name in names}
     writer = SafetensorsWriter(file, in_shard, metadata)
     if not writer.go_on(begun.written):
-        warn_user(f"{file.name} isn't as it was written; it is made again")
+        warn_user(f"{file.name} differs from what was written, so it is made again")
         begun = Begun(begun.name)
     done(begun.read)
     errors = dict(begun.errors)
@@ -99,7 +99,7 @@ def _made(
             made = layer.convert_rows(part) if isinstance(layer, LinearLayer) else _rows_of_experts(leaf, part)
         except ValueError as problem:
             raise CheckpointError(
-                f"the weight of {weight.layer!r} holds NaN or Inf, which can't be quantized: mend the checkpoint, or "
+                f"the weight of {weight.layer!r} holds NaN or Inf, which can't be quantized: repair the checkpoint, or "
                 "pass this name in skip"
             ) from problem
         if isinstance(layer, LinearLayer):

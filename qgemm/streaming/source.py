@@ -168,7 +168,7 @@ def open_source(folder: Path) -> Iterator[Source]:
     """The float checkpoint in ``folder``; raises ``CheckpointError`` if it isn't whole, or is a pickle."""
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder} is no folder. To quantize a model of the Hugging Face hub, download it first: "
+            f"{folder} is not a folder. To quantize a model of the Hugging Face hub, download it first: "
             f"hf download {folder} --local-dir {folder.name}"
         )
     # Before they are read, so that whatever happens to them meanwhile is a change.
@@ -211,7 +211,7 @@ def _place(name: str, tensor: StoredTensor, layout: FileLayout) -> SourceTensor:
     except (KeyError, TypeError, ValueError):
         is_same = False
     if not is_same:
-        raise CheckpointError(f"{tensor.path} was changed while it was read: tensor {name} is another one now")
+        raise CheckpointError(f"{tensor.path} was changed while it was read: tensor {name} has changed")
     return SourceTensor(tensor.path, tensor.shape, tensor.dtype, layout.begin + start)
 
 
@@ -238,7 +238,7 @@ def read_layout(path: Path) -> FileLayout:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is no safetensors file")
+        raise CheckpointError(f"{path} is not a safetensors file")
     return FileLayout(header, 8 + len(text), _identity(status, prefix + text))
 
 

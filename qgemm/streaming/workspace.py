@@ -116,7 +116,7 @@ class Workspace:
                 if _is_sound(self.content / name, entry.fingerprint, read):
                     self.finished[name] = entry
                 else:
-                    warn_user(f"{self.content / name} isn't as it was written; it is made again")
+                    warn_user(f"{self.content / name} differs from what was written, so it is made again")
             if (begun := journal.begun) is not None and begun.name in names and begun.name not in self.finished:
                 self.begun = begun if (self.content / begun.name).is_file() else None
         self.content.mkdir(exist_ok=True)
@@ -134,8 +134,8 @@ class Workspace:
             if before.get(key) != value:
                 change = _change(before.get(key), value)
                 raise CheckpointError(
-                    f"{self.folder} holds the beginnings of something else: {key} {change}. Give what was given then, "
-                    "to go on with that, or pass resume=False to start afresh"
+                    f"{self.folder} holds another, unfinished run: {key} {change}. Use the arguments of that run "
+                    "to resume it, or pass resume=False to start over"
                 )
 
     def _write_journal(self) -> None:
@@ -156,10 +156,10 @@ def open_workspace(destination: Path, job: dict[str, Any]) -> Iterator[Workspace
         make_folder(folder)
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else {""}
     if names and not names & {_JOURNAL, _LOCK}:
-        raise FileExistsError(f"{folder} is in the way, and not a folder that qgemm made: move it")
+        raise FileExistsError(f"{folder} exists, and isn't a folder that qgemm made: move it")
     with (folder / _LOCK).open("ab") as lock:
         if not lock_file(lock):
-            raise CheckpointError(f"another process works in {folder}: wait for it, or choose another destination")
+            raise CheckpointError(f"another process uses {folder}: wait for it, or choose another destination")
         sync_folder(folder)  # so that a later run knows whose folder it is, whatever else of it is lost
         _check_is_free(destination)  # of another process, which may have been done just now
         yield workspace

@@ -41,7 +41,7 @@ def compare(
     for checkpoint in (a, b):
         layers = find_layers(checkpoint.stored, checkpoint.bits)
         if problems := [*checkpoint.problems, *find_problems(checkpoint, layers)]:
-            raise CheckpointError(f"{checkpoint.path} isn't sound, see qgemm inspect: {problems[0]}")
+            raise CheckpointError(f"{checkpoint.path} has problems, see qgemm inspect: {problems[0]}")
     document: dict[str, Any] = {
         "a": {"path": str(path_a), "format": a.format, "variant": a.variant},
         "b": {"path": str(path_b), "format": b.format, "variant": b.variant},

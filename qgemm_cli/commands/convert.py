@@ -28,9 +28,9 @@ def convert(source: Path, destination: Path, to: str, max_shard_size: str, overw
     """
     opened = open_checkpoint(source)
     if opened.format == FLOAT:
-        raise CheckpointError(f"{source} is a float checkpoint: qgemm quantize makes a quantized one of it")
+        raise CheckpointError(f"{source} is a float checkpoint: quantize it with qgemm quantize")
     if opened.folder is None:
-        raise CheckpointError(f"{source} is a single file; qgemm converts a folder, with the config that belongs to it")
+        raise CheckpointError(f"{source} is a single file; qgemm converts a folder, with its config")
     if opened.contents is None:
         raise CheckpointError(opened.refusal or opened.problems[0])
     if destination.resolve() == source.resolve():
@@ -42,7 +42,7 @@ def convert(source: Path, destination: Path, to: str, max_shard_size: str, overw
     del model
     written = examine(destination, verify=True)
     if problems := written["problems"] or ([] if written["loads"] else [written["refusal"]]):
-        raise CheckpointError(f"{destination} was written, but isn't sound: {problems[0]}")
+        raise CheckpointError(f"{destination} was written, but has problems: {problems[0]}")
     return {
         "source": str(source),
         "destination": str(destination),

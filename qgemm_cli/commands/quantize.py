@@ -39,7 +39,7 @@ def quantize(
     if recipe is not None or text is not None:
         with_text = "--recipe" if text is None else "--text"
         if input_scales is not None:
-            raise ValueError(f"--input-scales and {with_text} both say what the scales are: pass one of them")
+            raise ValueError(f"--input-scales and {with_text} both give the scales: pass one of them")
         if drop:
             raise ValueError(f"--drop is for quantizing from files to files, without {with_text}: leave it out")
     schemes = parse_schemes(scheme)

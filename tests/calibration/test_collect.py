@@ -133,7 +133,7 @@ def test_a_calibration_of_no_layer_is_refused() -> None:
     model = Block().eval()
     with pytest.warns(UserWarning, match="saw no tokens"), qgemm.calibrate(model) as calibration:
         model.up(torch.empty(0, 32))
-    with pytest.raises(ValueError, match="calibration has nothing of 'up', 'down', 'side': run batches"):
+    with pytest.raises(ValueError, match="calibration has no statistics of 'up', 'down', 'side': run batches"):
         qgemm.quantize_model(model, "int8-static", calibration=calibration)
     assert type(model.up) is nn.Linear
 
@@ -272,7 +272,7 @@ def test_calibration_beside_other_scales_and_schemes() -> None:
     model, x = Block().eval(), torch.randn(4, 32)
     with pytest.raises(ValueError, match="scheme 'int8' finds scales as it runs: calibration is for a static scheme"):
         qgemm.quantize_model(model, calibration=[x])
-    with pytest.raises(ValueError, match="input_scales and calibration are both given"):
+    with pytest.raises(ValueError, match="input_scales and calibration both give the scales"):
         qgemm.quantize_model(model, "int8-static", calibration=[x], input_scales={"up": 1.0})
 
 

@@ -58,7 +58,7 @@ def test_online_rotation_is_a_scheme(scheme: str) -> None:
     assert {work.scheme.name for work in block.layers.values()} == {f"{scheme}-hadamard"}
     # Those that were rotated already have no other form.
     assert block.layers["model.layers.0.mlp.down_proj"].notes == [
-        f"hadamard: not rotated: scheme '{scheme}-hadamard' has no form with a rotation"
+        f"hadamard: not rotated: scheme '{scheme}-hadamard' can't be combined with a rotation"
     ]
 
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_rotated_says_so() -> None:
     block.layers["w2"].scheme = resolve_scheme("int4")
     HadamardRotation(values=False).apply(block)
     assert block.layers["down_proj"].notes == ["hadamard: not rotated: it has 9 columns, an odd number"]
-    assert block.layers["w2"].notes == ["hadamard: not rotated: scheme 'int4' has no form with a rotation"]
+    assert block.layers["w2"].notes == ["hadamard: not rotated: scheme 'int4' can't be combined with a rotation"]
     assert [work.scheme.name for work in block.layers.values()] == ["int8", "int4"]
 
 

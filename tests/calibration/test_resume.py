@@ -263,9 +263,10 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     refused(bytes(flipped), "doesn't have the checksum")
     refused(whole[:-5], "block-00000")
     refused(b"", "block-00000")
-    refused(whole.replace(b"qgemm_block", b"qgemm_bluck", 1), "is no block of a run")
+    refused(whole.replace(b"qgemm_block", b"qgemm_bluck", 1), "isn't a block of a run")
     refused(
-        whole.replace(b"self_attn.q_proj.weight_scale", b"self_attn.q_proj.weight_scule"), "lacks|doesn't have|no block"
+        whole.replace(b"self_attn.q_proj.weight_scale", b"self_attn.q_proj.weight_scule"),
+        "lacks|doesn't have|isn't a block",
     )
     path.write_bytes(whole)
     run = tmp_path / "run.json"

@@ -112,7 +112,7 @@ def test_without_logits_it_is_the_error_of_the_output() -> None:
     with warnings.catch_warnings(record=True) as caught:
         result = sensitivity(model, [(x,), more], progress=False)
     [warning] = caught
-    assert "'side' saw no tokens, so nothing is known of them" in str(warning.message)
+    assert "'side' saw no tokens, so they weren't measured" in str(warning.message)
     assert warning.filename == __file__
     assert (result.metric, result.tokens) == ("error", 13)
     assert [record.name for record in result.records] == ["up", "down"]
@@ -306,7 +306,10 @@ def test_what_is_refused() -> None:
         sensitivity(model, x)
     with pytest.raises(ValueError, match="scheme is 'int3'"):
         sensitivity(model, [x], "int3")
-    for scheme, message in (("int8-outliers-16", "needs columns"), ("int8-static-hadamard", "needs scales of rotated")):
+    for scheme, message in (
+        ("int8-outliers-16", "needs outlier columns"),
+        ("int8-static-hadamard", "needs scales of rotated"),
+    ):
         with pytest.raises(ValueError, match=f"scheme '{scheme}' {message}"):
             sensitivity(model, [x], ["int8", scheme])
     with pytest.raises(ValueError, match="the model's output holds NaN on batch 1"):

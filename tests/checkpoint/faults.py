@@ -334,7 +334,7 @@ class PowerLoss:
 
     @property
     def trees(self) -> list[Tree]:
-        """All that may be left at any moment up to now, without what is there twice."""
+        """All that may be left at any moment up to now, without what appears twice."""
         return self._seen
 
     @property

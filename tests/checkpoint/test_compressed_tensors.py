@@ -268,7 +268,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "packed": (
         add("weight_packed", torch.ones(32, 8, dtype=torch.int32)),
-        r"has a weight_packed, which the config says nothing of",
+        r"has a weight_packed, which the config doesn't mention",
     ),
     "no layer": (only_floats, r"no file holds a quantized layer"),
     "unknown layer": (

@@ -111,7 +111,7 @@ def with_float_expert(tensors: dict[str, Tensor]) -> None:
     ("edit", "problem"),
     [
         (without(f"{EXPERT}.weight"), f"layer {EXPERT} has a weight_scale but no weight"),
-        (with_float_expert, rf"lacks {EXPERT} in int8: the experts of a layer are quantized all or none"),
+        (with_float_expert, rf"lacks {EXPERT} in int8: all experts of a layer must be quantized, or none"),
         (replaced(f"{EXPERT}.weight", lambda t: t[:, :-1]), rf"{EXPERT}\.weight has shape \[64, 63\]; the model's is"),
         (replaced(f"{EXPERT}.weight_scale", lambda t: t * 0), rf"{EXPERT}\.weight_scale is not finite and above"),
         (

@@ -90,7 +90,7 @@ def test_an_error_leaves_the_old_file_alone(error: type[BaseException], tmp_path
 
 def test_a_folder_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
-    with pytest.raises(IsADirectoryError, match="a folder is in the way"), replacing(tmp_path / "x"):
+    with pytest.raises(IsADirectoryError, match="there is a folder with this name"), replacing(tmp_path / "x"):
         pytest.fail("the work is done for nothing")
     assert names(tmp_path) == ["x"]
 

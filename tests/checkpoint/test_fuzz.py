@@ -190,7 +190,7 @@ def test_a_bias_that_no_kernel_takes(net_folder: Path) -> None:
 def test_a_name_twice_in_json(net_folder: Path) -> None:
     config = net_folder / CONFIG
     config.write_text(config.read_text().replace('"layers":', '"layers": {"head": "int8"}, "layers":'))
-    with pytest.raises(CheckpointError, match="'layers' is there twice"):
+    with pytest.raises(CheckpointError, match="'layers' appears twice"):
         load_quantized(net_folder, model=FuzzNet)
 
 
@@ -239,7 +239,7 @@ def test_nan_in_a_config(net_folder: Path) -> None:
 
 def test_json_of_many_gigabytes_is_not_read(net_folder: Path) -> None:
     os.truncate(net_folder / CONFIG, 1 << 40)  # a hole: takes no room on the disk
-    with pytest.raises(CheckpointError, match=f"JSON of up to {layout.LARGEST_JSON} is read"):
+    with pytest.raises(CheckpointError, match=f"the maximum for JSON is {layout.LARGEST_JSON}"):
         load_quantized(net_folder, model=FuzzNet)
 
 

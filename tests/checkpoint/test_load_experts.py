@@ -66,11 +66,11 @@ def module_around(values: dict[str, Any]) -> None:
     [
         (
             in_config(static),
-            rf"layers names {EXPERTS}, which is a GptOssExperts, scheme 'int8-static' isn't computed",
+            rf"layers names {EXPERTS}, which is a GptOssExperts, scheme 'int8-static' isn't supported",
         ),
         (in_config(module_around), r"model\.layers\.0\.mlp, which is a GptOssMLP, not linear, nor experts that can be"),
         (in_config(lambda v: v.update(num_local_experts=5)), r"has shape \[4, 64\]; the model's is \[5, 64\]"),
-        (in_config(lambda v: v.update(num_experts_per_tok=5)), r"0\.mlp\.router is to choose 5 of 4 experts"),
+        (in_config(lambda v: v.update(num_experts_per_tok=5)), r"0\.mlp\.router would choose 5 of 4 experts"),
         (
             tensor("gate_up_proj", lambda t: t[:, :-1]),
             rf"{EXPERTS}\.gate_up_proj has shape \[4, 191, 64\]; the model's",

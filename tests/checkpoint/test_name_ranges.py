@@ -37,7 +37,7 @@ def test_names_and_lines(case: str) -> None:
 
 @pytest.mark.parametrize("line", ["h.[a].up", "h.[].up", "h.[1-0].up", "h.[1,].up", "h.[1-2-3]", "h.[-1]", "h.[0"])
 def test_brackets_that_are_none(line: str) -> None:
-    with pytest.raises(ValueError, match="no list of ranges"):
+    with pytest.raises(ValueError, match="isn't a list of ranges"):
         expand([line])
 
 

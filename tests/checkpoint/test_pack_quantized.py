@@ -205,15 +205,15 @@ def test_tensors_that_are_refused(edit: Callable[[dict[str, Tensor]], None], mes
 def test_a_config_that_says_nothing_of_packed_weights(tmp_path: Path) -> None:
     qgemm.save_quantized(qgemm.quantize_model(llama(), "int8"), tmp_path, format="compressed-tensors")
     edit_tensors(tmp_path, lambda t: t.update({f"{LAYER}.weight_packed": torch.zeros(256, 32, dtype=torch.int32)}))
-    with pytest.raises(CheckpointError, match="has a weight_packed, which the config says nothing of"):
+    with pytest.raises(CheckpointError, match="has a weight_packed, which the config doesn't mention"):
         qgemm.load_quantized(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("linear", "scheme", "message"),
     [
-        (nn.Linear(200, 8), "int4", "0 has 200 input columns, no whole number of groups of 128"),
-        (nn.Linear(256, 8), "int8-hadamard", "0 has the scheme 'int8-hadamard', which compressed-tensors has no form"),
+        (nn.Linear(200, 8), "int4", "0 has 200 input columns, not a multiple of the group size 128"),
+        (nn.Linear(256, 8), "int8-hadamard", "0 has the scheme 'int8-hadamard', which compressed-tensors can't store"),
     ],
 )
 def test_what_is_not_written(linear: nn.Linear, scheme: str, message: str, tmp_path: Path) -> None:

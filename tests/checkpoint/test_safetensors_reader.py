@@ -50,7 +50,7 @@ def test_every_dtype(tmp_path: Path) -> None:
         code: dtype for dtype, code in DTYPE_CODES.items()
     }
     assert stored["U64"].dtype is None
-    with pytest.raises(CheckpointError, match="tensor U64 is U64, which qgemm has no dtype for"):
+    with pytest.raises(CheckpointError, match="tensor U64 is U64, which qgemm doesn't support"):
         dict(read_values(stored, torch.device("cpu")))
 
 

@@ -198,7 +198,7 @@ def test_model_that_its_config_does_not_build(tmp_path: Path) -> None:
     model = swap_linears(tiny_llama())
     model.adapter = nn.Linear(2, 2)
     with pytest.warns(
-        UserWarning, match=r"LlamaForCausalLM is saved, but .*doesn't have: adapter\.weight, adapter\.bias"
+        UserWarning, match=r"LlamaForCausalLM was saved, but .*doesn't have: adapter\.weight, adapter\.bias"
     ):
         save_quantized(model, tmp_path)
     given = tiny_llama()

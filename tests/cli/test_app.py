@@ -145,7 +145,7 @@ def test_an_error_is_one_line_and_debug_shows_where(monkeypatch: pytest.MonkeyPa
 
 def test_a_mistaken_option_is_exit_code_2(tmp_path: Path) -> None:
     assert "No such option" in run("inspect", tmp_path, "--nonsense", exit_code=2).stderr
-    assert "no folder" in run_failing("inspect", tmp_path / "nowhere", "--json")
+    assert "neither a folder" in run_failing("inspect", tmp_path / "nowhere", "--json")
 
 
 def test_colours_and_width_of_a_terminal(int8_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_the_same_command_goes_on(source: Path, text: Path, tmp_path: Path, monk
     with monkeypatch.context() as patch:
         patch.setattr(GPTQ, "apply", killed_at("model.layers.1", seen))
         said = run(*command, exit_code=130).stderr
-        assert "out.calibration; the same command goes on from there" in said
+        assert "out.calibration; the same command resumes from there" in said
         assert not (tmp_path / "out").exists()
         shutil.copytree(tmp_path / "out.calibration", tmp_path / "afresh.calibration")
         patch.setattr(GPTQ, "apply", killed_at("", seen))
@@ -176,10 +176,10 @@ def test_what_cannot_be_done_is_one_sentence(source: Path, int8_folder: Path, te
     write_tokenizer(source)
     out.mkdir()
     (out / "thesis.tex").touch()
-    assert "is there already, and not empty" in failing(*with_text)
+    assert "already exists and isn't empty" in failing(*with_text)
     shutil.rmtree(out)
     example = FAMILIES["t5"]()
     example.model.save_pretrained(tmp_path / "t5")
     write_tokenizer(tmp_path / "t5")
-    assert "T5ForConditionalGeneration doesn't run on a text alone" in failing(*with_text, folder=tmp_path / "t5")
+    assert "T5ForConditionalGeneration needs more input than the text" in failing(*with_text, folder=tmp_path / "t5")
     assert not out.exists()

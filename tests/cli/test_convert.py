@@ -74,7 +74,7 @@ def test_what_was_written_is_read_again(int8_folder: Path, tmp_path: Path, monke
 
     monkeypatch.setattr(qgemm, "save_quantized", save_badly)
     message = run_failing("convert", int8_folder, tmp_path / "out", "--to", "qgemm")
-    assert "was written, but isn't sound" in message
+    assert "was written, but has problems" in message
 
 
 def test_a_model_that_the_format_cannot_hold(tmp_path: Path) -> None:

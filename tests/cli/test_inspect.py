@@ -261,7 +261,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "an index that leads out": (
         lambda folder: edit_index(folder, lambda names: names.update({f"{UP}.weight": "../float/model.safetensors"})),
-        "'../float/model.safetensors' is no plain file name",
+        "'../float/model.safetensors' is not a plain file name",
     ),
     "an index with another file": (
         lambda folder: edit_index(
@@ -317,7 +317,7 @@ def test_thousands_of_lists_of_blocks_are_not_counted(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:
-    assert "is no folder and no file" in run_failing("inspect", tmp_path / "nowhere")
+    assert "is neither a folder nor a file" in run_failing("inspect", tmp_path / "nowhere")
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "has no file model.safetensors" in run_failing("inspect", empty)
@@ -326,10 +326,10 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(b"\xff" * 20)
     assert "is truncated or no safetensors file" in run_failing("inspect", cut)
-    assert "is no safetensors file" in run_failing("inspect", empty / "pytorch_model.bin")
+    assert "is not a safetensors file" in run_failing("inspect", empty / "pytorch_model.bin")
     os.mkfifo(tmp_path / "model.safetensors")  # opening it would wait for ever
     assert "model.safetensors is a pipe; only regular files are read" in run_failing("inspect", tmp_path)
-    assert "is no folder and no file" in run_failing("inspect", tmp_path / "model.safetensors")
+    assert "is neither a folder nor a file" in run_failing("inspect", tmp_path / "model.safetensors")
 
 
 def test_names_are_shown_without_what_a_terminal_acts_on(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_every_option(command: Callable[..., Any], argument: str, message: str, 
 @pytest.mark.parametrize(
     ("message", "wanted"),
     [
-        ("pass resume=False to start afresh", "pass --no-resume to start afresh"),
+        ("pass resume=False to start over", "pass --no-resume to start over"),
         ("choose a smaller max_shard_size", "choose a smaller --max-shard-size"),
         ("scheme 'int8' needs a scale: skip these layers", None),
         ("the device is full, and can't resume", None),

@@ -85,14 +85,14 @@ def test_what_cannot_be_done_is_one_sentence(float_folder: Path, int8_folder: Pa
     out = tmp_path / "out"
     assert "qgemm: --scheme is 'int3'" in run_failing("quantize", float_folder, out, "--scheme", "int3")
     assert "did you mean" in run_failing("quantize", float_folder, out, "--skip", "model.layers.0.mlp.up_prj")
-    assert "qgemm: --skip: 're:(' is no regular" in run_failing("quantize", float_folder, out, "--skip", "re:(")
+    assert "qgemm: --skip: 're:(' isn't a valid regular" in run_failing("quantize", float_folder, out, "--skip", "re:(")
     assert "qgemm: --max-shard-size is 'big'" in run_failing("quantize", float_folder, out, "--max-shard-size", "big")
     assert 'qgemm: --device is "tpu"' in run_failing("quantize", float_folder, out, "--device", "tpu")
     assert "pass --text FILE, or --input-scales FILE" in run_failing(
         "quantize", float_folder, out, "--scheme", "int8-static"
     )
     assert "is quantized already" in run_failing("quantize", int8_folder, out)
-    assert "is no folder" in run_failing("quantize", tmp_path / "nowhere", out)
+    assert "is not a folder" in run_failing("quantize", tmp_path / "nowhere", out)
     assert not out.exists()
 
 

@@ -70,7 +70,7 @@ def test_scales_of_a_calibration_are_taken_as_weights_are_read(tmp_path: Path) -
     assert not config.loads_float
     assert_same(cls.from_pretrained(tmp_path, quantization_config=config), in_place)
     config = qgemm.QGemmConfig("int8-static", calibration=Calibration(MinMax()))
-    with pytest.raises(ValueError, match="calibration has nothing of"):
+    with pytest.raises(ValueError, match="calibration has no statistics of"):
         cls.from_pretrained(tmp_path, quantization_config=config)
 
 
@@ -85,7 +85,7 @@ def test_as_a_dictionary_it_has_the_recipe_and_no_batch() -> None:
     assert again.to_dict() == config.to_dict()
     assert qgemm.QGemmConfig().to_dict()["recipe"] is None
     values["recipe"] = {"methods": ["gptq", "smoothquant"]}
-    with pytest.raises(qgemm.CheckpointError, match=r"quantization_config is none of qgemm's: recipe has smoothquant"):
+    with pytest.raises(qgemm.CheckpointError, match=r"quantization_config isn't qgemm's: recipe has smoothquant"):
         qgemm.QGemmConfig.from_dict(values)
 
 
@@ -110,6 +110,6 @@ def test_what_does_not_fit_is_said_before_weights_are_read(tmp_path: Path, monke
     refused("put a single batch into a list", "int8-static", calibration=example.inputs)
     refused("calibration has no batch", "int8-static", calibration=iter([]))
     refused("smoothquant after gptq", recipe=[GPTQ(), SmoothQuant()], calibration=batches)
-    refused("input_scales and calibration are both given", "int8-static", input_scales={}, calibration=batches)
-    refused("a recipe runs on the data itself", recipe=[GPTQ()], calibration=Calibration(MinMax()))
+    refused("input_scales and calibration both give the scales", "int8-static", input_scales={}, calibration=batches)
+    refused("a recipe runs the model on data", recipe=[GPTQ()], calibration=Calibration(MinMax()))
     refused("pass batches as calibration", "int8-static-asymmetric", input_scales={})

@@ -108,7 +108,9 @@ def test_a_plan_of_the_user_is_completed() -> None:
 @pytest.mark.parametrize("entry", ["model.layers.*.mlp.up_proj", "model.layers.*.mlp.up_proj.weight"])
 def test_a_style_in_which_scales_do_not_follow(entry: str) -> None:
     # Packed weights are cut into halves of halves, vectors beside them in one piece.
-    with pytest.raises(ValueError, match=r"would cut model\.layers\.0\.mlp\.up_proj, a QuantLinear, .* packed_colwise"):
+    with pytest.raises(
+        ValueError, match=r"would split model\.layers\.0\.mlp\.up_proj, a QuantLinear, .* packed_colwise"
+    ):
         planned(quantized("int8").model, {entry: "packed_colwise"})
 
 
@@ -118,7 +120,7 @@ def test_other_schemes_are_refused(scheme: str, style: str) -> None:
     # A part of a packed word, or of what a rotation mixes, is of no use by itself.
     layers = {name: layer for name, layer in quantized(scheme).model.named_modules() if isinstance(layer, LinearLayer)}
     config = SimpleNamespace(distributed_config=SimpleNamespace(tp_plan={"model.layers.*.mlp.up_proj": style}))
-    with pytest.raises(ValueError, match=r"would cut model\.layers\.0\.mlp\.up_proj, a (Packed|Rotated)Linear"):
+    with pytest.raises(ValueError, match=r"would split model\.layers\.0\.mlp\.up_proj, a (Packed|Rotated)Linear"):
         plan_layers(SimpleNamespace(config=config, tp_plan={}), layers)  # type: ignore[arg-type]
 
 
@@ -128,5 +130,5 @@ def test_experts_are_refused() -> None:
     model: Any = qgemm.quantize_model(Qwen3MoeForCausalLM(config))
     model.config.distributed_config = SimpleNamespace(tp_plan="auto", enable_expert_parallel=False)
     layers = {"model.layers.0.mlp.experts": model.model.layers[0].mlp.experts}
-    with pytest.raises(ValueError, match=r"would cut model\.layers\.0\.mlp\.experts, a QuantExperts"):
+    with pytest.raises(ValueError, match=r"would split model\.layers\.0\.mlp\.experts, a QuantExperts"):
         plan_layers(model, layers)

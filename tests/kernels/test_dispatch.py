@@ -43,13 +43,13 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: dispatch.quantize_rows(ones(3, 4, dtype=F64)),
         TypeError,
-        "x is torch.float64; quantize_rows takes float16, bfloat16, float32: convert it first",
+        "x is torch.float64; quantize_rows accepts float16, bfloat16, float32: convert it first",
     ),
-    (lambda: dispatch.quantize_rows(ones(3, 4)), TypeError, "x is torch.int8; quantize_rows takes"),
+    (lambda: dispatch.quantize_rows(ones(3, 4)), TypeError, "x is torch.int8; quantize_rows accepts"),
     (
         lambda: dispatch.quantize_rows(torch.tensor(1.0)),
         ValueError,
-        "x is a scalar; quantize_rows takes at least one dimension",
+        "x is a scalar; quantize_rows needs at least one dimension",
     ),
     (
         lambda: dispatch.quantize_rows(ones(3, 4, dtype=F32).to_sparse()),
@@ -127,9 +127,13 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: scaled_mm(bias=ones(1, dtype=F32)), ValueError, "bias is [1]; it must be [5]"),
     (lambda: scaled_mm(b_scale=ones(5, dtype=F32, device="meta")), ValueError, "a is on cpu but b_scale is on meta"),
     (lambda: scaled_mm(bias=ones(5, dtype=F32, device="meta")), ValueError, "a is on cpu but bias is on meta"),
-    (lambda: scaled_mm(out_dtype=I8), TypeError, "out_dtype is torch.int8; scaled_mm gives float16, bfloat16, float32"),
+    (
+        lambda: scaled_mm(out_dtype=I8),
+        TypeError,
+        "out_dtype is torch.int8; scaled_mm returns float16, bfloat16, float32",
+    ),
     # matmul
-    (lambda: matmul(a=ones(3, 4)), TypeError, "a is torch.int8; matmul takes float16"),
+    (lambda: matmul(a=ones(3, 4)), TypeError, "a is torch.int8; matmul accepts float16"),
     (lambda: matmul(b=ones(4, 5, dtype=F16)), TypeError, "a is torch.float32 and b is torch.float16; convert one"),
     (
         lambda: matmul(b=ones(3, 5, dtype=F32)),
@@ -142,7 +146,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "activation is 'tanh'; it must be one of ['gelu', 'relu', 'silu'] or None",
     ),
     (lambda: matmul(bias=ones(4, dtype=F32)), ValueError, "bias is [4]; it must be [5]"),
-    (lambda: matmul(out_dtype=I8), TypeError, "out_dtype is torch.int8; matmul gives float16"),
+    (lambda: matmul(out_dtype=I8), TypeError, "out_dtype is torch.int8; matmul returns float16"),
     # quant_linear
     (
         lambda: quant_linear(x=ones(3, 4095, dtype=F32), weight=ones(5, 4096)),
@@ -150,7 +154,7 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "x has 4095 columns but the layer's in_features is 4096",
     ),
     (lambda: quant_linear(x=torch.tensor(1.0)), ValueError, "x has no columns but the layer's in_features is 4"),
-    (lambda: quant_linear(x=ones(3, 4)), TypeError, "x is torch.int8; a quantized layer takes"),
+    (lambda: quant_linear(x=ones(3, 4)), TypeError, "x is torch.int8; a quantized layer accepts"),
     (lambda: quant_linear(weight=ones(5, 4, dtype=F32)), TypeError, "weight is torch.float32; it must be torch.int8"),
     (lambda: quant_linear(weight=ones(4)), ValueError, "weight is [4]; it must be [out_features, in_features]"),
     (lambda: quant_linear(weight_scale=ones(4, dtype=F32)), ValueError, "weight_scale is [4]; it must be [5]"),
@@ -192,7 +196,7 @@ def test_a_config_on_cpu_tensors_needs_the_interpreter(monkeypatch: pytest.Monke
     from qgemm.kernels import stages
 
     monkeypatch.setattr(stages, "INTERPRETING", False)
-    with pytest.raises(ValueError, match="takes CPU tensors only under TRITON_INTERPRET=1: omit it"):
+    with pytest.raises(ValueError, match="accepts CPU tensors only with TRITON_INTERPRET=1: omit it"):
         dispatch.int_mm(ones(16, 16), ones(16, 16), config=GemmConfig(16, 16, 32, num_warps=1, num_stages=1))
 
 

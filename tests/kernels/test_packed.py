@@ -37,7 +37,7 @@ def test_what_packed_linear_refuses(device: torch.device) -> None:
     x, bias = torch.randn(3, 70, device=device), torch.zeros(40, device=device)
     good = {"x": x, "weight": packed, "scale": scale, "in_features": 70, "group_size": 32, "bias": bias}
     for changes, message in (
-        ({"x": x.double()}, "x is torch.float64; a quantized layer takes"),
+        ({"x": x.double()}, "x is torch.float64; a quantized layer accepts"),
         ({"x": x[:, :69]}, "x has 69 columns but the layer's in_features is 70"),
         ({"x": x[0, 0]}, "x has no columns"),
         ({"weight": packed.long()}, r"weight is torch.int64 \[40, 9\]; it must be torch.int32 \[40, 9\]"),

@@ -340,7 +340,7 @@ def test_zero_points_that_are_refused(device: torch.device) -> None:
     x, scale = torch.randn(3, 8, device=device), torch.tensor(0.02, device=device)
     zero_point = torch.tensor(3, dtype=torch.int8, device=device)
     for arguments, message in (
-        ((x, None, zero_point), "zero_point is given without a scale"),
+        ((x, None, zero_point), "zero_point needs a scale"),
         ((x, scale, zero_point.int()), r"zero_point is torch.int32 \[\]; it must be one int8 number"),
         ((x, scale, zero_point.expand(3)), r"zero_point is torch.int8 \[3\]"),
         ((x, scale, zero_point.to("meta")), "x is on .* but zero_point is on meta"),

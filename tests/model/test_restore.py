@@ -181,7 +181,7 @@ def test_without_room_it_refuses_to_run(case: str, monkeypatch: pytest.MonkeyPat
     failing(monkeypatch, 1, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         quantize_model(model, **options)
-    with pytest.raises(RuntimeError, match=r"is quantized in part: quantize_model was stopped half-way \(Keyb"):
+    with pytest.raises(RuntimeError, match=r"is partly quantized: quantize_model was stopped half-way \(Keyb"):
         model(**inputs)
     with pytest.raises(RuntimeError, match=r"Load the model again"):
         model.state_dict()
@@ -206,7 +206,7 @@ def test_what_fails_after_the_last_swap_counts_too(monkeypatch: pytest.MonkeyPat
 def test_a_warning_that_is_made_an_error_counts_too() -> None:
     model = nn.ModuleDict({"body": nn.Linear(32, 32), "head": nn.Linear(32, 96)})
     before = Picture(model)
-    with pytest.raises(UserWarning, match="of the bytes that this model multiplies by are quantized"):
+    with pytest.raises(UserWarning, match="of the bytes in this model's weights are quantized"):
         quantize_model(model)
     before.assert_same(model)
 

@@ -183,7 +183,7 @@ def changed(model: nn.Module, state: dict[str, Tensor]) -> bool:
 
 
 def assert_unusable(model: nn.Module) -> None:
-    with pytest.raises(RuntimeError, match=r"is quantized in part: quantize_model was stopped half-way \("):
+    with pytest.raises(RuntimeError, match=r"is partly quantized: quantize_model was stopped half-way \("):
         model(BATCHES[0])
     with pytest.raises(RuntimeError, match=r"Load the model again"):
         model.state_dict()

@@ -552,7 +552,7 @@ def test_code_that_reads_packed_weights_sees_float_ones() -> None:
         ({"attn_mask": torch.zeros(S, L)}, r"attn_mask is \[7, 5\]; it must be \[5, 7\] or \[12, 5, 7\]"),
         ({"attn_mask": torch.zeros(L, S, dtype=torch.int64)}, r"attn_mask is torch\.int64; it must be bool, or float"),
         ({"key_padding_mask": torch.zeros(S, N)}, r"key_padding_mask is \[7, 3\]; it must be \[3, 7\]"),
-        ({"is_causal": True}, "is_causal says what attn_mask is: pass the causal mask too"),
+        ({"is_causal": True}, "is_causal is only a hint about attn_mask: pass the causal mask too"),
         (
             {"key": torch.nested.as_nested_tensor([torch.zeros(2, E)] * N, layout=torch.jagged)},
             "is a nested tensor: pad it",

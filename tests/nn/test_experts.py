@@ -234,13 +234,13 @@ def with_other_shapes(module: Any) -> Any:
     ("change", "reason"),
     [
         (lambda module: with_act_fn(module, nn.Mish()), "its activation isn't one that qgemm computes"),
-        (lambda module: with_act_fn(module, nn.PReLU()), "it holds other tensors than experts do (act_fn.weight)"),
+        (lambda module: with_act_fn(module, nn.PReLU()), "it holds tensors that experts don't have (act_fn.weight)"),
         (lambda module: with_act_fn(module, lambda gate, up: gate), "its activation isn't one that qgemm computes"),
         (lambda module: with_act_fn(module, None), "it has no act_fn"),
-        (with_a_norm, "it holds other tensors than experts do (post_expert_norm.bias, post_expert_norm.weight)"),
+        (with_a_norm, "it holds tensors that experts don't have (post_expert_norm.bias, post_expert_norm.weight)"),
         (with_a_norm_without_weights, "it has a norm after each expert"),
         (with_its_own_forward, "its layout of experts isn't one that qgemm knows"),
-        (with_other_shapes, "the shapes of its weights don't fit each other"),
+        (with_other_shapes, "the shapes of its weights don't match"),
         (lambda module: nn.Linear(4, 4), "its layout of experts isn't one that qgemm knows"),
     ],
 )
@@ -261,7 +261,7 @@ def test_nan_is_refused_by_expert() -> None:
 
 
 def test_a_static_scheme_is_refused() -> None:
-    with pytest.raises(ValueError, match="scheme 'int8-static' isn't computed for experts"):
+    with pytest.raises(ValueError, match="scheme 'int8-static' isn't supported for experts"):
         QuantExperts(2, 4, 4, scheme="int8-static")
 
 

@@ -155,7 +155,7 @@ def test_a_weight_that_is_not_finite_is_refused(scheme: str, value: float) -> No
     linear = nn.Linear(K, N)
     with torch.no_grad():
         linear.weight[7, 130] = value
-    with pytest.raises(ValueError, match=r"weight holds NaN or Inf.*: mend the checkpoint or skip the layer"):
+    with pytest.raises(ValueError, match=r"weight holds NaN or Inf.*: repair the checkpoint or skip the layer"):
         quantized_layer(linear, scheme)
 
 

@@ -81,7 +81,7 @@ def test_an_unknown_scheme_is_refused() -> None:
 
 
 def test_a_scheme_of_another_class_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"scheme 'int4' isn't for QuantLinear: ask qgemm\.nn\.linear_class"):
+    with pytest.raises(ValueError, match=r"scheme 'int4' isn't for QuantLinear: qgemm\.nn\.linear_class"):
         QuantLinear(4, 4, scheme="int4")
 
 
@@ -153,7 +153,7 @@ def test_from_linear_refuses_a_weight_that_is_not_finite(value: float, device: t
     linear = nn.Linear(70, 40, device=device)
     with torch.no_grad():
         linear.weight[7, 3] = value
-    with pytest.raises(ValueError, match=r"weight holds NaN or Inf.*: mend the checkpoint or skip the layer"):
+    with pytest.raises(ValueError, match=r"weight holds NaN or Inf.*: repair the checkpoint or skip the layer"):
         QuantLinear.from_linear(linear)
 
 

@@ -114,7 +114,7 @@ def test_what_has_no_tangent_says_so() -> None:
     q, scale = ops.quantize_rows(torch.randn(8, 16), None)
     with pytest.raises(RuntimeError, match="derivatives for x and bias only"):
         torch.func.jvp(lambda s: ops.quant_linear(x, q, s, None, None), (scale,), (scale,))
-    with pytest.raises(NotImplementedError, match="takes a batch of x alone"):
+    with pytest.raises(NotImplementedError, match="accepts a batch of x only"):
         torch.func.vmap(lambda q: ops.quant_linear(x, q, scale, None, None))(q.expand(2, 8, 16))
 
 

@@ -92,7 +92,7 @@ def test_a_file_that_is_changed_while_it_is_copied(
             self.target.write(piece)
             self.original.write_text("a tokenizer, but another" if change == "longer" else "A TOKENIZER")
 
-    message = "can't be read" if change == "gone" else "was written to while it was copied: try again once"
+    message = "can't be read" if change == "gone" else "changed while it was copied: try again when"
     with monkeypatch.context() as patched:
         patched.setattr(convert, "copy_companion", copy)
         with pytest.raises(CheckpointError, match=rf"tokenizer\.json {message}"):

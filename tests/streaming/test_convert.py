@@ -159,7 +159,7 @@ def test_the_device_of_the_session(source: Path, tmp_path: Path, device: torch.d
 def test_a_full_disk(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(OSError, match=r"can't be written: [\d,]+ bytes are still to be written.*has 1,000.*kept in"):
+    with pytest.raises(OSError, match=r"can't be written: [\d,]+ bytes must still be written.*only 1,000.*kept in"):
         quantize_checkpoint(source, tmp_path / "streamed")
 
 
@@ -211,7 +211,7 @@ def test_room_is_wanted_for_what_is_still_to_be_written(
         if fits:
             quantize_checkpoint(source, tmp_path / "streamed")
         else:
-            with pytest.raises(OSError, match=rf"{total - there:,} bytes are still to be written"):
+            with pytest.raises(OSError, match=rf"{total - there:,} bytes must still be written"):
                 quantize_checkpoint(source, tmp_path / "streamed")
 
 
@@ -254,7 +254,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 def test_threads_are_given_back_after_an_error(source: Path, tmp_path: Path, threads: Callable[[int], None]) -> None:
     threads(2)
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         quantize_checkpoint(tmp_path / "nowhere", tmp_path / "streamed")
     assert torch.get_num_threads() == 2
 

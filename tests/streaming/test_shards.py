@@ -96,7 +96,7 @@ def test_a_file_that_was_changed_meanwhile_is_made_again(
     if damage == "gone":
         quantize_checkpoint(source, tmp_path / "streamed")
     else:
-        with pytest.warns(UserWarning, match=r"model\.safetensors isn't as it was written; it is made again"):
+        with pytest.warns(UserWarning, match=r"model\.safetensors differs from what was written, so it is made again"):
             quantize_checkpoint(source, tmp_path / "streamed")
     assert_same_files(tmp_path / "whole", tmp_path / "streamed")
 

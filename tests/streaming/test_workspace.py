@@ -101,7 +101,7 @@ def test_a_finished_file_that_was_damaged_is_made_again(
     else:
         content[20 if where == "header" else -3] ^= 1
         path.write_bytes(content)
-    with pytest.warns(UserWarning, match=f"{path.name} isn't as it was written"):
+    with pytest.warns(UserWarning, match=f"{path.name} differs from what was written"):
         quantize_checkpoint(source, stopped, **OPTIONS)
     assert written[0] == [name for name in written[0] if name in json_index(stopped, path.name)]
     assert_same_files(tmp_path / "whole", stopped)
@@ -144,7 +144,7 @@ def test_work_on_something_else_is_left_alone(
     before = contents(partial / "content")
     if change is not None:
         change(source)
-    with pytest.raises(CheckpointError, match=rf"int8\.partial holds the beginnings.*{message}.*resume=False"):
+    with pytest.raises(CheckpointError, match=rf"int8\.partial holds another, unfinished run.*{message}.*resume=False"):
         quantize_checkpoint(source, stopped, **{**OPTIONS, **options})
     assert contents(partial / "content") == before
     quantize_whole(source, tmp_path / "whole", **{**OPTIONS, **options})
@@ -177,7 +177,7 @@ def test_a_finished_file_whose_tensors_changed_places_is_made_again(
     assert one != two
     content[start:end], content[other[0] : other[1]] = two, one
     path.write_bytes(content)
-    with pytest.warns(UserWarning, match=f"{path.name} isn't as it was written"):
+    with pytest.warns(UserWarning, match=f"{path.name} differs from what was written"):
         quantize_checkpoint(source, stopped, **OPTIONS)
     quantize_whole(source, tmp_path / "whole", **OPTIONS)
     assert_same_files(tmp_path / "whole", stopped)
@@ -191,7 +191,9 @@ def test_work_with_other_input_scales_is_left_alone(source: Path, tmp_path: Path
         with pytest.raises(Stopped):
             quantize_checkpoint(source, tmp_path / "int8", input_scales=dict.fromkeys(names, 0.01), **options)
     other = {**dict.fromkeys(names, 0.01), names[-1]: 0.02}
-    with pytest.raises(CheckpointError, match=r"int8\.partial holds the beginnings.*input_scales .*resume=False"):
+    with pytest.raises(
+        CheckpointError, match=r"int8\.partial holds another, unfinished run.*input_scales .*resume=False"
+    ):
         quantize_checkpoint(source, tmp_path / "int8", input_scales=other, **options)
     quantize_checkpoint(source, tmp_path / "int8", input_scales=other, **options, resume=False)
     quantize_whole(source, tmp_path / "whole", input_scales=other, **options)
@@ -205,7 +207,7 @@ def test_an_interrupt_says_how_far_the_work_is(
 ) -> None:
     monkeypatch.setattr("qgemm.streaming.shards._BYTES_BETWEEN_NOTES", 1000)
     quantize_whole(source, tmp_path / "whole")
-    again = "running the same again goes on" if resume else "running the same again, but with resume, goes on"
+    again = "run the same again to continue" if resume else "run the same again, but with resume, to continue"
     with monkeypatch.context() as patched:
         stop_after(8, patched, KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt, match=rf"\d\d% of the work is done.*in .*/int8\.partial; {again}"):
@@ -265,14 +267,14 @@ def test_the_destination_must_be_new(source: Path, tmp_path: Path) -> None:
 def test_a_folder_of_somebody_else(source: Path, tmp_path: Path) -> None:
     (tmp_path / "int8.partial").mkdir()
     (tmp_path / "int8.partial" / "notes").touch()
-    with pytest.raises(FileExistsError, match=r"int8\.partial is in the way"):
+    with pytest.raises(FileExistsError, match=r"int8\.partial exists, and isn't a folder"):
         quantize_checkpoint(source, tmp_path / "int8", resume=False)
     assert (tmp_path / "int8.partial" / "notes").exists()
 
 
 def test_a_file_where_the_folder_should_be(source: Path, tmp_path: Path) -> None:
     (tmp_path / "int8.partial").touch()
-    with pytest.raises(FileExistsError, match=r"int8\.partial is in the way"):
+    with pytest.raises(FileExistsError, match=r"int8\.partial exists, and isn't a folder"):
         quantize_checkpoint(source, tmp_path / "int8", resume=False)
 
 
@@ -298,7 +300,7 @@ def test_a_destination_that_somebody_else_fills_meanwhile(
 
 def test_two_runs_at_once(source: Path, tmp_path: Path) -> None:
     other = open_workspace(tmp_path / "int8", {})
-    with other, pytest.raises(CheckpointError, match=r"another process works in .*int8\.partial"):
+    with other, pytest.raises(CheckpointError, match=r"another process uses .*int8\.partial"):
         quantize_checkpoint(source, tmp_path / "int8")
 
 

@@ -56,7 +56,7 @@ class QGemmConfig(QuantizationConfigMixin):
         if not self.loads_float:
             # A bias may come before its weight, or after.
             wanted.check_folds_no_bias(
-                "as weights are read: pass batches as calibration, for which the model is loaded in float first"
+                "as weights are read: pass batches as calibration; the model is then loaded in float first"
             )
         self.manifest: Manifest | None = None
 
@@ -76,7 +76,7 @@ class QGemmConfig(QuantizationConfigMixin):
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """What ``to_dict`` gave, or ``config.json`` of a quantized model holds; raises ``CheckpointError``."""
         if not isinstance(config_dict, Mapping):
-            raise TypeError(f"config_dict is {shown(config_dict)}; it must be what to_dict gave")
+            raise TypeError(f"config_dict is {shown(config_dict)}; it must be what to_dict returned")
         if "format_version" in config_dict or "layers" in config_dict:
             config = cls.from_manifest(Manifest.from_config({"quantization_config": config_dict}, Path(CONFIG_FILE)))
         else:
@@ -85,7 +85,7 @@ class QGemmConfig(QuantizationConfigMixin):
                 config = cls()
                 config._take(Quantization.from_dict(values))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise CheckpointError(f"quantization_config is none of qgemm's: {error}") from error
+                raise CheckpointError(f"quantization_config isn't qgemm's: {error}") from error
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class QGemmQuantizer(HfQuantizer):
         """Raises ``ValueError`` if weights are to be quantized and then stay on disk, which transformers mixes up."""
         if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
             raise ValueError(
-                'device_map puts modules on "disk", where weights can\'t be quantized as they load: quantize and save '
-                "the model first, on a machine where it fits, and load that folder with this device_map"
+                'device_map puts modules on "disk", where weights can\'t be quantized while they load: quantize and '
+                "save the model first, on a machine where it fits, and load that folder with this device_map"
             )
 
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:

@@ -36,7 +36,7 @@ def start_quantizing(model: PreTrainedModel, config: QGemmConfig) -> QuantizeOnL
     """
     if is_cut(model):
         raise ValueError(
-            "distributed_config cuts the model among processes, each of which would find other scales for its part "
+            "distributed_config splits the model among processes, and each would find other scales for its part "
             "of a weight: quantize and save the model first, and load that folder with this distributed_config"
         )
     with _as_it_will_be(model), opened_attention(model):
@@ -148,8 +148,8 @@ class QuantizeOnLoad(ConversionOps):
         if errors:
             shown = "; ".join(errors[:5]) + (f"; and {len(errors) - 5} more" if len(errors) > 5 else "")
             raise CheckpointError(
-                f"{model.name_or_path or type(model).__name__} can't be quantized as it loads: {shown}. "
-                "Mend the checkpoint, or pass these layers in QGemmConfig(skip=[...])"
+                f"{model.name_or_path or type(model).__name__} can't be quantized while it loads: {shown}. "
+                "Repair the checkpoint, or pass these layers in QGemmConfig(skip=[...])"
             )
         give_report(model, self._plan, self._records)
 

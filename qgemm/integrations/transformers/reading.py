@@ -37,7 +37,7 @@ class QuantizedLoad:
         if manifest is None:
             raise CheckpointError(
                 "quantization_config in the model's config doesn't say which layers are quantized: the checkpoint is "
-                "not one of qgemm. For a float model, pass QGemmConfig to from_pretrained instead"
+                "not qgemm's. For a float model, pass QGemmConfig to from_pretrained instead"
             )
         self._files = open_files(files, manifest)
         in_files, checksums = self._files.stored, self._files.checksums

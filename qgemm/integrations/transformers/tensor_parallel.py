@@ -52,9 +52,9 @@ def plan_layers(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> None
             unknown = styles - {*_BY_CHANNEL, *_ALONG_K, *_UNCUT, WHOLE}
             if unknown or (styles and type(layer) is not QuantLinear):
                 raise ValueError(
-                    f"tensor parallelism would cut {name}, a {type(layer).__name__}, in the style "
-                    f"{' and '.join(sorted(styles))}, in which its scales don't follow: load the model without "
-                    "distributed_config, with a device_map say, or quantize it with this layer in skip"
+                    f"tensor parallelism would split {name}, a {type(layer).__name__}, in the style "
+                    f"{' and '.join(sorted(styles))}, which doesn't split its scales: load the model without "
+                    "distributed_config (with a device_map, for example), or quantize it with this layer in skip"
                 )
             # Its kernels take tensors, not DTensors.
             layer._hf_quantized_needs_local_tp = True  # type: ignore[assignment]

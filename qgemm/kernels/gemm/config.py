@@ -60,8 +60,8 @@ Schedule = Literal["tiles", "persistent", "streamk", "specialized"]
 class GemmConfig:
     """Tile shape, pipeline and schedule of one GEMM kernel variant.
 
-    ``block_k`` counts elements. ``num_warps`` multiply; ``"specialized"`` has more, to load. Blocks are powers of 2; of
-    ``"specialized"``, ``block_n`` may be a sum of two.
+    ``block_k`` counts elements. ``num_warps`` warps multiply; ``"specialized"`` has more, which load. Blocks are powers
+    of 2; with ``"specialized"``, ``block_n`` may be a sum of two.
     """
 
     block_m: int

@@ -157,7 +157,7 @@ def make_product(
     elif config.schedule == "specialized" and not hopper:
         raise ValueError(
             f"config {config} takes scaled int8 operands with K contiguous and addresses and rows that are multiples "
-            "of 16 bytes, N a multiple of 8, and gives float16 or bfloat16; omit it to have one chosen"
+            "of 16 bytes, N a multiple of 8, and returns float16 or bfloat16; omit it to have one chosen"
         )
 
     if config.schedule == "specialized":
@@ -214,8 +214,8 @@ def has_hopper_kernel() -> bool:
         importlib.import_module("qgemm.kernels.gemm.hopper_kernels")
     except (ImportError, AttributeError) as error:
         warnings.warn(
-            f"triton {triton.__version__} has another Gluon than qgemm knows ({error}): int8 products on Hopper run "
-            "with the slower kernel for all devices; install triton 3.6 to 3.9 for the faster one",
+            f"triton {triton.__version__} has a Gluon that qgemm doesn't support ({error}): int8 products on Hopper "
+            "run the slower kernel for all devices; install triton 3.6 to 3.9 for the faster one",
             stacklevel=2,
         )
         return False

@@ -1,4 +1,4 @@
-"""Launcher of ``grouped_mm`` on GPU tensors, CPU tensors in Triton's interpreter; experts take its launches too."""
+"""Launcher of ``grouped_mm`` on GPU tensors, CPU tensors in Triton's interpreter; experts accept its launches too."""
 
 import torch
 from torch import Tensor
