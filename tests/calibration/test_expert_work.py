@@ -138,7 +138,7 @@ def test_experts_with_few_tokens_are_rounded_to_nearest_and_said() -> None:
     assert note.endswith(f"with fewer than 32 tokens, or no gain: {', '.join(map(str, few))}")
 
 
-@pytest.mark.slow(quick="mixtral")
+@pytest.mark.slow(quick=["mixtral"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_is_no_token_of_an_expert(family: str) -> None:
     mask = torch.ones(30, 20, dtype=torch.int64)

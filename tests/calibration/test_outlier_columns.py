@@ -94,7 +94,6 @@ def test_of_equal_columns_the_first_come() -> None:
     assert largest_columns(torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0]), 2).tolist() == [1, 2]
 
 
-@pytest.mark.slow(quick="int8-outliers-16")
 @pytest.mark.parametrize("scheme", ["int8", "int8-static"])
 @pytest.mark.parametrize("then", [[], [GPTQ()]], ids=["nearest", "gptq"])
 def test_outlier_channels_lose_their_harm(scheme: str, then: list[Method]) -> None:

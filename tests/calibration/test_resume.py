@@ -197,7 +197,7 @@ def changed_data() -> Example:
     return example
 
 
-@pytest.mark.slow(quick="another observer")
+@pytest.mark.slow(quick=["another observer"])
 @pytest.mark.parametrize(
     ("example", "settings", "message"),
     [

@@ -90,7 +90,7 @@ def test_an_interrupt_that_says_how_it_goes_on(monkeypatch: pytest.MonkeyPatch, 
     assert result.stderr.splitlines()[-1] == "interrupted: half is done\\x1b[2J"
 
 
-@pytest.mark.slow(quick="2")
+@pytest.mark.slow(quick=["2"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_of_a_process(number: signal.Signals) -> None:
     code = """

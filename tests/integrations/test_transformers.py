@@ -82,7 +82,7 @@ def test_families(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
         assert_same(cls.from_pretrained(tmp_path / "again"), on_load)
 
 
-@pytest.mark.slow(quick="llama")
+@pytest.mark.slow(quick=["llama"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
 def test_base_model_of_a_quantized_folder(family: str, tmp_path: Path) -> None:
     model = qgemm.quantize_model(FAMILIES[family]().model).to(torch.bfloat16)

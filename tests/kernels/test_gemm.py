@@ -157,7 +157,7 @@ def test_expanded_operands(config: GemmConfig | None, device: torch.device) -> N
     assert torch.equal(int_mm(a, b, config=config), int_mm_reference(a, b))
 
 
-@pytest.mark.slow(quick="tiles")
+@pytest.mark.slow(quick=["tiles"])
 @DISPATCHED
 def test_largest_sums(config: GemmConfig | None, device: torch.device) -> None:
     # The longest K of all, at int8's extreme: 131,071 * 128 * 128 is 2^31 - 2^14.

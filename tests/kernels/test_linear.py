@@ -200,7 +200,7 @@ def test_degenerate_sizes(n: int, k: int, device: torch.device) -> None:
         assert torch.equal(layer(x), layer.expected(x))
 
 
-@pytest.mark.slow(quick="1")
+@pytest.mark.slow(quick=["1"])
 @pytest.mark.parametrize("m", [1, 5])
 def test_unaligned_pointers_after_aligned_ones(m: int, device: torch.device) -> None:
     layer = Parameters(device)
@@ -217,7 +217,7 @@ def test_unaligned_pointers_after_aligned_ones(m: int, device: torch.device) -> 
         assert torch.equal(layer(x), layer.expected(x)), offset
 
 
-@pytest.mark.slow(quick="1")
+@pytest.mark.slow(quick=["1"])
 @pytest.mark.parametrize("m", [1, 5])
 def test_parameters_may_be_replaced(m: int, device: torch.device) -> None:
     layer = Parameters(device)

@@ -159,7 +159,7 @@ def test_widths_that_nothing_divides(H: int, intermediate: int, function: Expert
 
 
 # Either side of where pairs are counted in chunks.
-@pytest.mark.slow(quick="7-chunks")
+@pytest.mark.slow(quick=["7-chunks"])
 @pytest.mark.parametrize("most", [0, 10**6], ids=["chunks", "at once"])
 @pytest.mark.parametrize("T", [7, 13])
 def test_both_ways_of_routing(T: int, most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -363,7 +363,7 @@ def test_autocast_gives_what_it_gives_in_pytorch(dtype: torch.dtype, device: tor
             assert (got[0] - wanted[0]).float().norm() <= 0.05 * wanted[0].float().norm()
 
 
-@pytest.mark.slow(quick="int4-channel")
+@pytest.mark.slow(quick=["int4-channel"])
 @pytest.mark.parametrize("scheme", EVERY_SCHEME)
 def test_models_are_saved_and_loaded(scheme: str, tmp_path: Path) -> None:
     model = transformer(batch_first=False)

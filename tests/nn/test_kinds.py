@@ -264,7 +264,7 @@ def test_gradients_under_autocast(scheme: str, device: torch.device) -> None:
     assert (x.grad - wanted).norm() < 0.01 * wanted.norm()
 
 
-@pytest.mark.slow(quick="int4-channel")
+@pytest.mark.slow(quick=["int4-channel"])
 @SCHEME
 def test_derivatives_of_torch_func(scheme: str) -> None:
     layer, x, along = make(scheme), torch.randn(3, K), torch.randn(3, K)

@@ -58,7 +58,7 @@ def float_experts(activation: GatedActivation, *arguments: Any) -> Tensor:
     return out.to(x.dtype)
 
 
-@pytest.mark.slow(quick="True")
+@pytest.mark.slow(quick=["True"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_opcheck(bias: bool, device: torch.device) -> None:
     x, index, weights, *rest = operands(GPT_OSS, bias, device)

@@ -66,7 +66,7 @@ def test_experts_that_files_hold_one_by_one(tmp_path: Path) -> None:
     assert_same_files(tmp_path / "whole", tmp_path / "streamed")
 
 
-@pytest.mark.slow(quick="dtype0")
+@pytest.mark.slow(quick=["dtype0"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_layers_that_the_model_keeps_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     # T5 keeps wo in float32 where the rest is float16.

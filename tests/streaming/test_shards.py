@@ -70,7 +70,7 @@ def test_nothing_that_was_noted_is_made_again(cut: Path, tmp_path: Path, monkeyp
     assert not at_once - reads
 
 
-@pytest.mark.slow(quick="cut")
+@pytest.mark.slow(quick=["cut"])
 @pytest.mark.parametrize("damage", ["values", "cut", "gone"])
 def test_a_file_that_was_changed_meanwhile_is_made_again(
     damage: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,7 +86,7 @@ def test_finished_files_are_not_made_again(
     assert not partial.exists()
 
 
-@pytest.mark.slow(quick="values")
+@pytest.mark.slow(quick=["values"])
 @pytest.mark.parametrize("where", ["header", "values", "end", "gone"])
 def test_a_finished_file_that_was_damaged_is_made_again(
     where: str, source: Path, stopped: Path, partial: Path, written: list[list[str]], tmp_path: Path
@@ -200,7 +200,7 @@ def test_work_with_other_input_scales_is_left_alone(source: Path, tmp_path: Path
     assert_same_files(tmp_path / "whole", tmp_path / "int8")
 
 
-@pytest.mark.slow(quick="True")
+@pytest.mark.slow(quick=["True"])
 @pytest.mark.parametrize("resume", [True, False])
 def test_an_interrupt_says_how_far_the_work_is(
     resume: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -227,7 +227,7 @@ def test_what_is_left_of_a_run_that_was_killed_after_it_published(
     assert not partial.exists()
 
 
-@pytest.mark.slow(quick="[]")
+@pytest.mark.slow(quick=["[]"])
 @pytest.mark.parametrize("journal", ["{", "[]", '{"job": {}}', '{"job": JOB, "finished": {"a": 1}}'])
 def test_a_journal_that_is_damaged(journal: str, source: Path, stopped: Path, partial: Path) -> None:
     path = partial / "journal.json"
@@ -364,7 +364,7 @@ def read_and_compare(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to know which file is meant")
 
 
-@pytest.mark.slow(quick="one failure")
+@pytest.mark.slow(quick=["one failure"])
 @ON_LINUX
 @pytest.mark.parametrize("lasting", [False, True], ids=["one failure", "full disk"])
 def test_an_error_at_any_moment(lasting: bool, tmp_path: Path) -> None:
