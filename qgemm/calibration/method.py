@@ -74,11 +74,16 @@ class LayerWork:
     notes: list[str] = field(default_factory=list)
     loss: float | None = None
 
-    def undecide(self) -> None:
+    @property
+    def decided(self) -> list[QuantizedWeight]:
+        """The weights that a method has decided."""
+        return [] if self.weight is None else [self.weight]
+
+    def undecide(self, why: str = _UNDECIDED) -> None:
         """Takes back the weight that a method has decided, if there is one: what it was decided for has changed."""
         if self.weight is not None:
             self.weight = self.loss = None
-            self.notes.append(_UNDECIDED)
+            self.notes.append(why)
 
 
 @dataclass(eq=False)
@@ -98,11 +103,16 @@ class ExpertsWork:
     weights: dict[str, QuantizedWeight] | None = None
     notes: list[str] = field(default_factory=list)
 
-    def undecide(self) -> None:
+    @property
+    def decided(self) -> list[QuantizedWeight]:
+        """The weights that a method has decided."""
+        return list((self.weights or {}).values())
+
+    def undecide(self, why: str = _UNDECIDED) -> None:
         """As ``LayerWork.undecide``."""
         if self.weights is not None:
             self.weights = None
-            self.notes.append(_UNDECIDED)
+            self.notes.append(why)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,16 +155,32 @@ class Block:
         wanted = list(self.layers if names is None else names)
         sums = {name: StatisticsSum(second_moment=second_moment, rows=rows) for name in wanted}
         shared = _SharedProducts()
-        with ExitStack() as stack:
-            for name, total in sums.items():
-                handle = self.layers[name].module.register_forward_pre_hook(
-                    _hook(name, total, shared, self.batch), with_kwargs=True
-                )
-                stack.callback(handle.remove)
-            for _ in self.run():
-                shared.forget()
+        for _ in self.watch(wanted, lambda name, x, tokens: shared.add(sums[name], x, tokens)):
+            shared.forget()
         results = {name: total.result for name, total in sums.items()}
         return {name: result for name, result in results.items() if result is not None}
+
+    def watch(self, names: Iterable[str], see: Callable[[str, Tensor, Tensor], None]) -> Iterator[Any]:
+        """As ``run``; calls ``see(name, x, tokens)`` for each input ``x`` of these layers, of which ``tokens`` count.
+
+        A ``ValueError`` of ``see`` names the layer.
+        """
+
+        def hook(name: str) -> Callable[..., None]:
+            def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                x = args[0] if args else next(iter(kwargs.values()))
+                try:
+                    see(name, x, self.batch.tokens(x, name))
+                except ValueError as error:
+                    raise ValueError(f"the input of {name!r}: {error}") from error
+
+            return observe
+
+        with ExitStack() as stack:
+            for name in names:
+                handle = self.layers[name].module.register_forward_pre_hook(hook(name), with_kwargs=True)
+                stack.callback(handle.remove)
+            yield from self.run()
 
     def outputs(self) -> list[Tensor]:
         """The first tensor of the block's output for each batch, as the block is now."""
@@ -246,17 +272,6 @@ class _SharedProducts:
 
     def forget(self) -> None:
         self._last = None
-
-
-def _hook(name: str, total: StatisticsSum, shared: _SharedProducts, batch: Batch) -> Callable[..., None]:
-    def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else next(iter(kwargs.values()))
-        try:
-            shared.add(total, x, batch.tokens(x, name))
-        except ValueError as error:
-            raise ValueError(f"the input of {name!r}: {error}") from error
-
-    return observe
 
 
 def _fits(value: object, hint: Any) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -244,23 +244,13 @@ class _Run:
         seen = {name: self.observer for name, work in block.layers.items() if work.scheme.is_static}
         sums = {name: StatisticsSum(rows=_ROWS) for name in block.layers}
 
-        def hook(work: LayerWork) -> Callable[..., None]:
-            def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                x = block.batch.tokens(args[0] if args else next(iter(kwargs.values())), work.name)
-                try:
-                    sums[work.name].add(x)
-                    if work.name in seen:
-                        seen[work.name] = seen[work.name].update(rounded_part(work, x))
-                except ValueError as error:
-                    raise ValueError(f"the input of {work.name!r}: {error}") from error
+        def see(name: str, x: Tensor, tokens: Tensor) -> None:
+            sums[name].add(tokens)
+            if name in seen:
+                seen[name] = seen[name].update(rounded_part(block.layers[name], tokens))
 
-            return observe
-
-        with ExitStack() as stack:
-            tokens = stack.enter_context(counted_experts(self.model, list(block.experts), block.batch))
-            for work in block.layers.values():
-                stack.callback(work.module.register_forward_pre_hook(hook(work), with_kwargs=True).remove)
-            for _ in block.run():
+        with counted_experts(self.model, list(block.experts), block.batch) as tokens:
+            for _ in block.watch(block.layers, see):
                 pass
         self.unused += unused_experts(tokens)
         scales: dict[str, InputScale] = {
@@ -313,8 +303,8 @@ class _Run:
 def _apply(method: Method, block: Block) -> None:
     """Applies a method; undoes it if it fails, or leaves values that aren't finite."""
     parameters = _float_parameters(block)
-    before = {name: (work.scheme, work.weight, work.outlier_columns) for name, work in block.layers.items()}
-    experts = {name: work.weights for name, work in block.experts.items()}
+    works: list[LayerWork | ExpertsWork] = [*block.layers.values(), *block.experts.values()]
+    before = [dict(vars(work)) for work in works]
     try:
         method.apply(block)
         failure = _not_finite(block)
@@ -322,21 +312,12 @@ def _apply(method: Method, block: Block) -> None:
         failure = str(error)
     if failure:
         _put_back(parameters)
-        for work in block.layers.values():
-            work.scheme, work.weight, work.outlier_columns = before[work.name]
+        for work, values in zip(works, before, strict=True):
+            vars(work).update(values)
             work.notes.append(f"{method.name} failed on its block: {failure}")
-        for each in block.experts.values():
-            each.weights = experts[each.name]
-            each.notes.append(f"{method.name} failed on its block: {failure}")
-    for each in block.experts.values():
-        scales = [weight.scale for weight in (each.weights or {}).values()]
-        if not all(bool((scale.isfinite() & (scale > 0)).all()) for scale in scales):
-            each.weights = None
-            each.notes.append(f"{method.name} found no finite scales: rounded to nearest")
-    for work in block.layers.values():
-        if work.weight is not None and not bool((work.weight.scale.isfinite() & (work.weight.scale > 0)).all()):
-            work.weight = None
-            work.notes.append(f"{method.name} found no finite scales: rounded to nearest")
+    for work in works:
+        if not all(bool((weight.scale.isfinite() & (weight.scale > 0)).all()) for weight in work.decided):
+            work.undecide(f"{method.name} found no finite scales: rounded to nearest")
 
 
 _Saved: TypeAlias = "list[tuple[nn.Module, str, nn.Parameter | None, Tensor | None]]"

@@ -103,22 +103,20 @@ def plan_checkpoint(
                 continue
             float_module = loading.model.get_submodule(owner)
             own, weight_name = leaf, None
-            if isinstance(quantized, LinearLayer) and leaf in quantized.row_names:
-                own, weight_name = "weight", quantized.row_names[0]
-            elif isinstance(quantized, QuantExperts):
+            if isinstance(quantized, QuantExperts):
                 own = leaf.removesuffix("_scale")
                 weight_name = own if own in quantized.weight_names else None
-            if isinstance(quantized, QuantExperts):
                 source_of = describe_experts(float_module)
                 theirs = float_module.get_parameter(source_of.parameters[own])
                 found: FloatTensor = OrderedExperts(floats[id(theirs)], own, source_of)
             else:
+                if isinstance(quantized, LinearLayer) and leaf in quantized.row_names:
+                    own, weight_name = "weight", quantized.row_names[0]
                 found = floats[id(getattr(float_module, own))]
-            if weight_name is not None:
-                is_transposed = is_conv1d(float_module)
-                weights[name] = FloatWeight(f"{owner}.{weight_name}", owner, found, is_transposed)
-            else:
+            if weight_name is None:
                 copied[name] = found
+            else:
+                weights[name] = FloatWeight(f"{owner}.{weight_name}", owner, found, is_conv1d(float_module))
     shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, limit)
     return CheckpointPlan(model, tensors, ties, shards, weights, copied)
 
