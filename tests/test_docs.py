@@ -74,3 +74,11 @@ def test_site_builds_and_has_every_public_name(tmp_path: Path) -> None:
         ids = {*re.findall(r'id="([^"]+)"', page), *re.findall(r'href="\.\./qgemm/#([^"]+)"', page)}
         missing += [f"{module}.{name}" for name in names if not ids & {f"{module}.{name}", f"qgemm.{name}"}]
     assert not missing
+
+
+def test_the_architecture_names_every_part() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    parts = [path for folder in ("qgemm", "qgemm/kernels") for path in (ROOT / folder).iterdir() if path.name[0] != "_"]
+    names = [f"{path.name}/" if path.is_dir() else path.name for path in parts if path.suffix in ("", ".py")]
+    assert len(names) > 20
+    assert not [name for name in names if f"`{name}`" not in text]
