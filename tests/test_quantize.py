@@ -361,7 +361,7 @@ def test_input_scales_that_do_not_fit(scheme: str, scales: Any, message: str) ->
 def test_input_scale_that_is_no_scale(value: Any) -> None:
     model = Stack(1)
     scales = {"layers.0.up": 1.0, "layers.0.down": 1.0, "out": value}
-    with pytest.raises(ValueError, match=r"input_scales\['out'\] is"):
+    with pytest.raises(ValueError, match=r"input_scales\['out'\] (is|has shape \[2\])"):
         quantize_model(model, "int8-static", input_scales=scales)
     assert len(_kept(model)) == 3
 
