@@ -99,15 +99,15 @@ def quantize_model(
     ``input_scales``, ``calibration`` or ``budget`` doesn't match, or a swap would lose something of a layer (state-dict
     hooks; weights that accelerate keeps on disk). Layers that accelerate offloads to the CPU stay there, in int8.
 
-    All that can be foreseen is checked before the first layer is swapped, and what a layer holds beside its weight
-    (hooks, children, buffers, attributes) goes with it. If something unforeseen (an interrupt, a bug) stops it
-    half-way, what is left depends on the memory that was free at its beginning:
+    Everything is checked before the first layer is swapped, and hooks, children, buffers and attributes of a layer move
+    to the quantized one. If an exception (an interrupt, a bug) stops it half-way, the result depends on the memory
+    that was free at the start:
 
-    - With room for the quantized layers beside the float model, everything is put back: the same modules with the same
-      values. A recipe needs room for a copy of the float model too; with one, or with batches, the room must be there
-      twice.
-    - Without it, each float weight is freed before the next is touched, so that memory peaks at the float model and one
-      layer. A model that was swapped in part then refuses to run and to be saved, and says so.
+    - With enough for the quantized layers in addition to the float model, the model is restored: the same modules with
+      the same values. A recipe also needs enough for a copy of the float model; with a recipe or batches, twice as much
+      must be free.
+    - Otherwise each float weight is freed before the next layer, so that memory peaks at the float model and one layer.
+      A partly swapped model then refuses to run or to be saved, and says so.
     """
     wanted = Quantization.of(
         scheme,

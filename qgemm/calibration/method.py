@@ -76,11 +76,11 @@ class LayerWork:
 
     @property
     def decided(self) -> list[QuantizedWeight]:
-        """The weights that a method has decided."""
+        """The weights that a method has rounded."""
         return [] if self.weight is None else [self.weight]
 
     def undecide(self, why: str = _UNDECIDED) -> None:
-        """Takes back the weight that a method has decided, if there is one: what it was decided for has changed."""
+        """Discards the rounded weight, if there is one, because its input or float weight has changed."""
         if self.weight is not None:
             self.weight = self.loss = None
             self.notes.append(why)
@@ -105,7 +105,7 @@ class ExpertsWork:
 
     @property
     def decided(self) -> list[QuantizedWeight]:
-        """The weights that a method has decided."""
+        """The weights that a method has rounded."""
         return list((self.weights or {}).values())
 
     def undecide(self, why: str = _UNDECIDED) -> None:
@@ -149,8 +149,8 @@ class Block:
     ) -> dict[str, InputStatistics]:
         """The statistics of the inputs of the layers called ``names``, all of ``layers`` if None, by name.
 
-        Runs the block as it is now on all calibration data. Padding doesn't count. A layer that saw no token isn't in
-        the result. Raises ``ValueError`` if a layer's input holds NaN or Inf.
+        Runs the block in its current state on all calibration data. Padding doesn't count. A layer without tokens isn't
+        in the result. Raises ``ValueError`` if a layer's input holds NaN or Inf.
         """
         wanted = list(self.layers if names is None else names)
         sums = {name: StatisticsSum(second_moment=second_moment, rows=rows) for name in wanted}
@@ -183,11 +183,11 @@ class Block:
             yield from self.run()
 
     def outputs(self) -> list[Tensor]:
-        """The first tensor of the block's output for each batch, as the block is now."""
+        """The first tensor of the output of the block in its current state, for each batch."""
         return [first_tensor(output) for output in self.run()]
 
     def run(self) -> Iterator[Any]:
-        """What the block returns for each batch, in order, as it is now; without gradients."""
+        """The output of the block in its current state for each batch, in order; without gradients."""
         for call in self.calls:
             self.batch.masks = call.masks or Masks.of(self.module, call.args, call.kwargs)
             with torch.no_grad():

@@ -38,7 +38,7 @@ HistogramKind = TypeVar("HistogramKind", bound="HistogramObserver")
 class Observer(ABC):
     """Statistics of the inputs of one layer, ``[..., K]``; a new one is empty.
 
-    - ``tokens``: how many rows.
+    - ``tokens``: the number of rows.
     - ``channel_min [K]``, ``channel_max [K]``: float32, on the CPU: the minimum and maximum in each column;
       None before any row.
     """

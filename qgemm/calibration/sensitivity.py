@@ -68,7 +68,7 @@ def sensitivity(
       a static scale. Experts have ``QuantScheme.for_experts``.
     - ``skip``, ``include``: as for ``quantize_model``: layers not to measure, and more layers to measure.
 
-    The model stays as it is, also after an error. Warns of layers that no token reaches; they have no record. Raises
+    The model doesn't change, also after an error. Warns of layers that no token reaches; they have no record. Raises
     ``ValueError`` and ``TypeError`` as ``quantize_model`` does, and ``ValueError`` if the output holds NaN or Inf.
     """
     check_batches(data)

@@ -20,7 +20,7 @@ from torch import Tensor
 class InputStatistics:
     """Statistics of the inputs ``x [..., K]`` of one layer over all calibration batches, on the layer's device.
 
-    - ``tokens``: how many rows there were, at least one.
+    - ``tokens``: the number of rows, at least one.
     - ``channel_amax [K]``: float32, the largest magnitude in each column.
     - ``mean [K]``: float32.
     - ``second_moment [K, K]``: float32, ``sum x x^T / tokens``; only if asked for.

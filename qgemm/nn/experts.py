@@ -90,7 +90,7 @@ class QuantExperts(QuantLayer):
 
         One expert at a time is quantized. Raises ``UnknownExperts`` (a ``TypeError``), with the reason, for a module
         whose layout or activation isn't known; ``ValueError`` if a weight holds NaN or Inf, or for a scheme other than
-        ``"int8"``. ``experts`` is left as it is; biases are shared unless their order changes.
+        ``"int8"``. ``experts`` is unchanged; biases are shared unless their order changes.
         """
         source = describe_experts(experts)
         layer = cls.like(experts, source, scheme)
@@ -121,8 +121,8 @@ class QuantExperts(QuantLayer):
     ) -> None:
         """Takes over ``value``, a float weight or bias of the module that ``source`` describes, as ``name`` here.
 
-        A weight is quantized an expert at a time, or has been ``decided``: values ``[E, N, K]`` and scales ``[E, N]``.
-        Raises ``ValueError`` if it holds NaN or Inf.
+        A weight is quantized an expert at a time, or a method has rounded it already (``decided``): values ``[E, N,
+        K]`` and scales ``[E, N]``. Raises ``ValueError`` if it holds NaN or Inf.
         """
         value = value.detach()
         if value.device.type == "meta":

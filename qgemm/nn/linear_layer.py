@@ -148,7 +148,7 @@ class LinearLayer(QuantLayer):
         return {**self.store_rows(values, scale), **self.keep_rows(weight)}
 
     def keep_rows(self, weight: Tensor) -> dict[str, Tensor]:
-        """The others of ``row_names``: those that hold part of float rows ``[n, K]`` as it is; most have none."""
+        """The others of ``row_names``, which hold part of the float rows ``[n, K]``; most layers have none."""
         return {}
 
     @classmethod
@@ -217,13 +217,13 @@ class LinearLayer(QuantLayer):
         return rows
 
     def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:
-        """Sets the activation's scale, on ``device``. Raises ``ValueError`` unless it goes with the scheme."""
+        """Sets the activation's scale, on ``device``. Raises ``ValueError`` unless it matches the scheme."""
         if self.is_static != (input_scale is not None):
             wants = "needs an input_scale" if self.is_static else "takes no input_scale"
             raise ValueError(f"scheme {self.scheme.name!r} {wants}")
 
     def take_outlier_columns(self, columns: Tensor | None, device: torch.device) -> None:
-        """Sets which columns stay in float, on ``device``. Raises ``ValueError`` unless they go with the scheme."""
+        """Sets which columns stay in float, on ``device``. Raises ``ValueError`` unless they match the scheme."""
         if columns is not None:
             raise ValueError(f"scheme {self.scheme.name!r} keeps no columns in float, so it takes no outlier_columns")
 

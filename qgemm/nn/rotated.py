@@ -26,7 +26,7 @@ _PIECE = 1 << 21
 class RotatedLinear(QuantLinear):
     """``QuantLinear`` on a rotated input. The parameters are the same; ``weight`` is that of ``W @ H``, quantized.
 
-    A static ``input_scale`` is one for ``x @ H``. A ``weight`` that a method decided is one of ``W @ H`` too.
+    A static ``input_scale`` is that of ``x @ H``, and a rounded ``weight`` that of ``W @ H``.
     """
 
     @classmethod

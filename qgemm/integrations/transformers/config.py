@@ -23,12 +23,12 @@ from qgemm.model.selection import Patterns, SchemeChoice
 
 
 class QGemmConfig(QuantizationConfigMixin):
-    """``quantization_config`` for ``from_pretrained``: how to quantize a float model as it is loaded.
+    """``quantization_config`` for ``from_pretrained``: how to quantize a float model while it is loaded.
 
     All arguments are those of ``qgemm.quantize_model``. With ``recipe``, or batches as ``calibration``, the model is
-    loaded in float, where the device map puts it, and then quantized on these batches, which must be there too. Else
-    each weight is quantized as it is read. Once a model is quantized, its ``config.quantization_config`` has
-    ``manifest`` instead, which says what was done to every layer. Batches are stored nowhere.
+    loaded in float, where the device map puts it, and then quantized on these batches, which must be on its device.
+    Otherwise each weight is quantized while it is read. The ``config.quantization_config`` of a quantized model has a
+    ``manifest`` instead, which says what was done to every layer. Batches aren't stored.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class QGemmConfig(QuantizationConfigMixin):
         recipe: Recipe | Sequence[Method] | None = None,
         calibration: Calibration | Iterable[Any] | None = None,
     ) -> None:
-        """Raises ``ValueError`` for an unknown scheme, or one that can't be applied as a model loads.
+        """Raises ``ValueError`` for an unknown scheme, or one that can't be applied while a model loads.
 
-        Raises ``TypeError`` and ``ValueError`` as ``quantize_model`` for a recipe or a calibration that is none.
+        Raises ``TypeError`` and ``ValueError`` like ``quantize_model`` for an invalid recipe or calibration.
         """
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         wanted = Quantization.of(scheme, skip=skip, include=include, input_scales=input_scales, recipe=recipe)
