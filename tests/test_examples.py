@@ -23,7 +23,7 @@ def test_every_example_is_run() -> None:
     assert set(EXAMPLES) == {path.name for path in (ROOT / "examples").glob("*.py")}
 
 
-@pytest.mark.slow(quick=["quant_linear.py"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, pattern = EXAMPLES[name]

@@ -35,6 +35,7 @@ def error_with(scheme: str, recipe: list[Method] | None, factor: float = 30.0) -
     return relative_error(model, {"input_ids": tokens[64:]}, expected)
 
 
+@pytest.mark.slow
 def test_outliers_are_what_smoothquant_and_gptq_help_against() -> None:
     static = error_with("int8-static", None)
     smoothed = error_with("int8-static", [SmoothQuant(0.5)])
@@ -45,6 +46,7 @@ def test_outliers_are_what_smoothquant_and_gptq_help_against() -> None:
     assert both < error_with("int8-static", None, factor=1.0)
 
 
+@pytest.mark.slow
 def test_methods_for_weights_help_at_4_bits() -> None:
     nearest, gptq, awq = (
         error_with("int4", recipe, factor=1.0) for recipe in ([], [GPTQ()], [AWQ(clip=False), GPTQ()])

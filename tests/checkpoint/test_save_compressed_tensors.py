@@ -59,6 +59,7 @@ def test_the_files(tmp_path: Path) -> None:
     assert (group["input_activations"]["strategy"], group["input_activations"]["dynamic"]) == ("tensor", False)
 
 
+@pytest.mark.slow
 @needs_the_library
 def test_a_checkpoint_that_took_the_place_of_another(tmp_path: Path) -> None:
     # Its files have other names than transformers looks for by itself.

@@ -228,6 +228,7 @@ def test_logits_over_a_text(float_folder: Path, int8_folder: Path, tmp_path: Pat
     run("compare", float_folder, int8_folder, *arguments, "--max-kl", 1e-12, exit_code=1)
 
 
+@pytest.mark.slow
 def test_a_window_is_no_longer_than_either_model_can_see(float_folder: Path, int8_folder: Path, tmp_path: Path) -> None:
     write_tokenizer(int8_folder)
     text = tmp_path / "text.txt"

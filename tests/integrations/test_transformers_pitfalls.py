@@ -301,6 +301,7 @@ def test_a_process_without_qgemm_is_refused(llama_folder: Path, tmp_path: Path) 
     run_code(WITHOUT_QGEMM, tmp_path / "float", *folders)
 
 
+@pytest.mark.slow
 def test_fusions_of_the_model_stay(llama_folder: Path, tmp_path: Path) -> None:
     model = load_int8(llama_folder)
     assert list(model.config.fusion_config) == [REFUSAL]
