@@ -157,7 +157,7 @@ def test_experts_that_saw_no_tokens_are_named(family: str, router: str, place: i
     expected = [f"{name}[{e}]" for name in names for e in range(4) if e not in logits[name].topk(k).indices]
     assert len(expected) == len(names) * (4 - k)
     shown = ", ".join(map(repr, expected[:5])) + (" and 1 more" if len(expected) == 6 else "")
-    assert [str(warning.message).partition(" saw no tokens, so what")[0] for warning in caught] == [shown]
+    assert [str(warning.message).partition(" saw no tokens, so the calibration")[0] for warning in caught] == [shown]
     assert caught[0].filename == __file__
 
     # As quantize_model finds it, with a recipe and without.
@@ -165,13 +165,15 @@ def test_experts_that_saw_no_tokens_are_named(family: str, router: str, place: i
         with warnings.catch_warnings(record=True) as caught:
             quantized = copy.deepcopy(model)
             qgemm.quantize_model(quantized, calibration=[{"input_ids": token}], progress=False, **settings)
-        assert [str(warning.message).partition(" saw no tokens, so what")[0] for warning in caught] == [shown]
+        assert [str(warning.message).partition(" saw no tokens, so the calibration")[0] for warning in caught] == [
+            shown
+        ]
         assert caught[0].filename == __file__
 
     # A module that none reaches goes by its name alone.
     with warnings.catch_warnings(record=True) as caught, qgemm.calibrate(model):
         model.model.embed_tokens(token)
-    assert str(caught[0].message).startswith(f"{names[0]!r}, {names[1]!r} saw no tokens, so what")
+    assert str(caught[0].message).startswith(f"{names[0]!r}, {names[1]!r} saw no tokens, so the calibration")
 
 
 def test_hooks_go_after_an_error_and_others_stay() -> None:
