@@ -34,7 +34,7 @@ demo: setup ## Quantize a real sentence-embedding model and compare it with the 
 docs: setup ## Build the documentation site in build/site; a warning or a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-bench: setup ## Time qgemm beside other libraries, on the GPU where there is one; BENCH="--quick" for a short run
+bench: setup ## Time qgemm and other libraries, on the GPU if there is one; BENCH="--quick" for a short run
 	$(BIN)/python -m benchmarks $(BENCH)
 
 accuracy: setup $(MODEL)/sentences.json ## Measure what each way to quantize costs a trained model; ACCURACY="--quick" for a short run

@@ -24,7 +24,7 @@ from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
 from qgemm.warn import warn_user
 
-NEVER_CALLED = "it was never called in calibration: code around it may read its weight"
+NEVER_CALLED = "it was never called in calibration: other code may read its weight"
 
 
 @contextmanager

@@ -245,7 +245,7 @@ def first_tensor(output: Any) -> Tensor:
     for part in parts:
         if isinstance(part, Tensor):
             return part
-    raise TypeError(f"a block returned a {type(output).__name__} ; its first value must be a tensor")
+    raise TypeError(f"a block returned a {type(output).__name__}; its first value must be a tensor")
 
 
 def nearest(name: object, known: Iterable[str]) -> str:

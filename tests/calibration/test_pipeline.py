@@ -283,7 +283,7 @@ def test_layers_that_saw_nothing_stay_in_float() -> None:
     assert model.side.weight is weight
     up, side = qgemm.report(model).records
     assert (up.action, side.action) == ("int8-static", "float")
-    assert side.reason == "it was never called in calibration: code around it may read its weight"
+    assert side.reason == "it was never called in calibration: other code may read its weight"
     assert model(torch.randn(4, 32), True).isfinite().all()
 
 

@@ -241,6 +241,6 @@ def test_a_layer_that_calibration_never_called_stays_in_float(options: dict[str,
     assert isinstance(model.called, QuantLinear)
     assert type(model.read) is nn.Linear
     assert [(each.name, each.reason) for each in report(model).kept] == [
-        ("read", "it was never called in calibration: code around it may read its weight")
+        ("read", "it was never called in calibration: other code may read its weight")
     ]
     assert (model(BATCHES[0]) - wanted).norm() < 0.1 * wanted.norm()
