@@ -202,5 +202,5 @@ def test_a_batch_that_brings_no_tensor_names_the_layer() -> None:
         def forward(self, x: Any) -> Tensor:
             return self.layer(x)  # type: ignore[no-any-return]
 
-    with pytest.raises(TypeError, match="the input of 'layer' is a list; batches must bring tensors"):
+    with pytest.raises(TypeError, match="the input of 'layer' is a list; a layer's input must be a tensor"):
         qgemm.quantize_model(Takes(), "int8-static", calibration=[([1.0, 2.0],)])

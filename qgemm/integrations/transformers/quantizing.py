@@ -45,7 +45,8 @@ def start_quantizing(model: PreTrainedModel, config: QGemmConfig) -> QuantizeOnL
         wanted.check_schemes(plan.schemes_in_use, config.calibration)
         if config.loads_float:
             return None
-        return QuantizeOnLoad(model, find_scales(model, plan, wanted, config.calibration))
+        plan = find_scales(model, plan, wanted, config.calibration)
+    return QuantizeOnLoad(model, plan)
 
 
 class QuantizeOnLoad(ConversionOps):
