@@ -314,7 +314,7 @@ def test_a_second_call_says_so() -> None:
     ("model", "options", "message"),
     [
         (nn.Sequential(nn.ReLU()), {}, "Sequential has no linear layer"),
-        (nn.Linear(4, 4), {}, "Linear is itself one layer.*QuantLinear.from_linear"),
+        (nn.Linear(4, 4), {}, "Linear is itself a layer.*QuantLinear.from_linear"),
         (Stack(1), {"skip": "*"}, r"all 3 linear layers of Stack stay in float \(3 x skip='\*'\)"),
     ],
 )
@@ -347,7 +347,7 @@ def test_static_scales_reach_their_layers() -> None:
         ),
         ("int8-static", {"layers.0.up": 1.0}, "needs input_scales for 'layers.0.down', 'out' too"),
         ("int8-static", {"up": 1.0}, "input_scales names 'up', but the model has no such"),
-        ("int8", {"out": 1.0}, "scheme 'int8' finds scales as it runs"),
+        ("int8", {"out": 1.0}, "scheme 'int8' computes its scales at run time"),
     ],
 )
 def test_input_scales_that_do_not_fit(scheme: str, scales: Any, message: str) -> None:

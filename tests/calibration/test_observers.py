@@ -73,7 +73,7 @@ def test_scales_with_a_zero_point(name: str, shift: float) -> None:
 
 def test_zeros_and_nothing_with_a_zero_point() -> None:
     assert MinMax().update(torch.zeros(3, 4)).scale_and_zero_point() == (1.0, 0)
-    with pytest.raises(ValueError, match="nothing was seen"):
+    with pytest.raises(ValueError, match="no values were seen"):
         MinMax().scale_and_zero_point()
 
 
@@ -168,7 +168,7 @@ def test_any_order_and_any_batches_give_the_same_bits(kind: type[Observer]) -> N
 def test_nothing_zeros_and_the_smallest(name: str) -> None:
     blank = OBSERVERS[name]()
     assert blank.update(torch.empty(0, 16)) is blank
-    with pytest.raises(ValueError, match="nothing was seen"):
+    with pytest.raises(ValueError, match="no values were seen"):
         blank.scale()
     zeros = blank.update(torch.zeros(2, 16))
     assert zeros.scale() == 1.0

@@ -81,7 +81,7 @@ def test_schemes_without_such_a_form_say_so() -> None:
     work = chosen(OutlierColumns(), inputs({1: 7.0}), "int4")
     assert work.scheme is SCHEMES["int4"]
     assert work.outlier_columns is None
-    assert work.notes == ["outlier-columns: scheme 'int4' can't be combined with them"]
+    assert work.notes == ["outlier-columns: scheme 'int4' has no form with them"]
 
 
 def test_a_layer_that_saw_nothing_says_so() -> None:

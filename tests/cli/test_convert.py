@@ -55,7 +55,7 @@ def test_a_folder_is_replaced_only_when_asked(int8_folder: Path, tmp_path: Path)
 
 def test_what_cannot_be_converted(int8_folder: Path, float_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert "qgemm quantize makes" in run_failing("convert", float_folder, out, "--to", "qgemm")
+    assert "quantize it with qgemm quantize" in run_failing("convert", float_folder, out, "--to", "qgemm")
     assert "write to another one" in run_failing("convert", int8_folder, int8_folder, "--to", "qgemm", "--overwrite")
     single = next(int8_folder.glob("*.safetensors"))
     assert "is a single file" in run_failing("convert", single, out, "--to", "qgemm")

@@ -169,9 +169,7 @@ def test_a_disk_that_fills_up(source: Path, tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full)
-        message = (
-            r"streamed can't be written: No space left on device\. .* kept in .*/streamed\.partial; running the same"
-        )
+        message = r"streamed can't be written: No space left on device\. .* kept in .*/streamed\.partial; run the same"
         with pytest.raises(OSError, match=message):
             quantize_checkpoint(source, tmp_path / "streamed")
     quantize_checkpoint(source, tmp_path / "streamed")
