@@ -21,7 +21,7 @@ from qgemm.nn import QuantLinear, linear_class
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.numerics.formats import INT8
 from qgemm.scheme import QuantScheme
-from qgemm.streaming.float_tensors import FloatTensor, OrderedExperts, StoredFloat
+from qgemm.streaming.float_tensors import FloatTensor, ordered_experts, stored_float
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
 from qgemm_cli.layers import FP8_DTYPES, StoredLayer, find_layers
@@ -35,13 +35,13 @@ class Dequantized(FloatTensor):
 
     def __init__(self, source: Source, layer: StoredLayer, weight: StoredTensor, scale_name: str) -> None:
         """``weight``: ``[..., N, K]``; ``scale_name``: the tensor in ``source`` that scales it."""
-        super().__init__(weight.shape, torch.float32)
+        super().__init__(weight.shape, torch.float32, self._read)
         self._source = source
         self._name = layer.full_name("" if layer.kind == "experts" else "weight")
         self._scale_name = scale_name
         self._scale: Tensor | None = None
 
-    def rows(self, start: int, stop: int) -> Tensor:
+    def _read(self, start: int, stop: int) -> Tensor:
         """Reads them; the scales the first time."""
         if self._scale is None:
             self._scale = self._read_scale()
@@ -73,7 +73,7 @@ class Restored(FloatTensor):
 
     def __init__(self, source: Source, stored: StoredLayer, scheme: QuantScheme) -> None:
         """``source``: holds the tensors of ``stored``."""
-        super().__init__(stored.shape, torch.float32)
+        super().__init__(stored.shape, torch.float32, self._read)
         self._source, self._stored = source, stored
         N, K = stored.shape
         self._layer = linear_class(scheme)(K, N, False, "meta", scheme=scheme)
@@ -84,7 +84,7 @@ class Restored(FloatTensor):
                     raise CheckpointError(f"{tensor.path}: {stored.full_name(leaf)} {problem}")
                 setattr(self._layer, leaf, nn.Parameter(values, requires_grad=False))
 
-    def rows(self, start: int, stop: int) -> Tensor:
+    def _read(self, start: int, stop: int) -> Tensor:
         """Reads them."""
         parameters = {}
         for leaf in self._layer.row_names:
@@ -167,7 +167,7 @@ def _order_experts(tensors: dict[str, FloatTensor], model: nn.Module) -> dict[st
         own = {name: ordered.pop(f"{module_name}.{theirs}", None) for name, theirs in layout.parameters.items()}
         for name, tensor in own.items():
             if tensor is not None:
-                ordered[f"{module_name}.{name}"] = OrderedExperts(tensor, name, layout)
+                ordered[f"{module_name}.{name}"] = ordered_experts(tensor, name, layout)
     return ordered
 
 
@@ -192,7 +192,7 @@ def _of_layer(layer: StoredLayer, source: Source, scheme: QuantScheme | None) ->
     for leaf, tensor in layer.tensors.items():
         is_scale = layer.is_quantized and layer.full_name(leaf) in layer.scales
         if leaf not in others and tensor.dtype in FLOAT_DTYPES and (leaf == "input_scale" or not is_scale):
-            found = StoredFloat(source, layer.full_name(leaf), torch.float32)
+            found = stored_float(source, layer.full_name(leaf), torch.float32)
             found.shape = found.shape or (1,)  # one number has either shape, by the format
             yield layer.full_name(leaf), found
 

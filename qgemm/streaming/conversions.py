@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.streaming.float_tensors import (
-    Conversion,
-    ConversionTurn,
-    ConvertedFloat,
-    FloatTensor,
-    StackedFloat,
-    StoredFloat,
-)
+from qgemm.streaming.float_tensors import ConversionTurn, FloatTensor, made_float, stored_float
 from qgemm.streaming.source import Source
 
 # A tensor that goes into a conversion: the pattern that it matched, its name in the files, and what to cast it to.
@@ -67,7 +60,7 @@ def find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], li
                     f"{source.tensors[name].path}: tensor {name} is {target} of the model, and so is another one in "
                     "the files; remove one of them"
                 )
-            found[target] = StoredFloat(source, name, dtype_of(target))
+            found[target] = stored_float(source, name, dtype_of(target))
         else:
             _check_is_float(name, source)
             _, inputs = conversions.setdefault(target, (by_pattern[pattern], []))
@@ -76,15 +69,15 @@ def find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], li
     for target, (converter, inputs) in conversions.items():
         run = partial(_convert, model, converter, target, inputs)
         shapes = _try(run, source, target, inputs)
-        conversion = Conversion(partial(run, read=partial(_read, source)), turn)
+        convert = partial(run, read=partial(_read, source))
         for name, value in shapes.items():
             _check_shape(name, tuple(value.shape), wanted.get(name), inputs[0][1], source)
             by_expert = _split_by_expert(converter, inputs, len(value) if value.ndim else 0)
             if by_expert and len(shapes) == 1:
                 make = partial(_convert_experts, partial(_convert, model, converter, target), by_expert, source)
-                found[name] = StackedFloat(tuple(value.shape), value.dtype, make)
+                found[name] = FloatTensor(tuple(value.shape), value.dtype, make)
             else:
-                found[name] = ConvertedFloat(tuple(value.shape), value.dtype, name, conversion)
+                found[name] = made_float(value, partial(turn.value, convert, name))
     return found, unplaced
 
 

@@ -22,7 +22,7 @@ from qgemm.checkpoint.pretrained import BuildLimits, build_pretrained, read_gene
 from qgemm.checkpoint.tensors import get_tensor, set_tensor
 from qgemm.model.selection import listed
 from qgemm.streaming.conversions import find_tensors
-from qgemm.streaming.float_tensors import BuiltFloat, FloatTensor
+from qgemm.streaming.float_tensors import FloatTensor, built_float
 from qgemm.streaming.source import Source
 
 
@@ -160,7 +160,7 @@ def _add_built(model: Any, tensors: dict[str, FloatTensor], source: Source) -> N
     for module in model.modules():
         module._is_hf_initialized = False
     model.initialize_weights()
-    tensors.update((name, BuiltFloat(get_tensor(model, name).detach())) for name in built)
+    tensors.update((name, built_float(get_tensor(model, name).detach())) for name in built)
 
 
 def _missing(model: Any, tensors: dict[str, FloatTensor], folder: Path) -> list[str]:

@@ -24,7 +24,7 @@ from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear_layer import InputScale, is_conv1d
 from qgemm.quantize import quantize
-from qgemm.streaming.float_tensors import BuiltFloat, FloatTensor, OrderedExperts
+from qgemm.streaming.float_tensors import FloatTensor, built_float, ordered_experts
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
 
@@ -99,7 +99,7 @@ def plan_checkpoint(
             owner, leaf = split_name(name)
             quantized = model.get_submodule(owner)
             if isinstance(quantized, LinearLayer) and leaf == "input_scale":
-                copied[name] = BuiltFloat(_input_scale(model, quantized, wanted.input_scales or {}))
+                copied[name] = built_float(_input_scale(model, quantized, wanted.input_scales or {}))
                 continue
             float_module = loading.model.get_submodule(owner)
             own, weight_name = leaf, None
@@ -108,7 +108,7 @@ def plan_checkpoint(
                 weight_name = own if own in quantized.weight_names else None
                 source_of = describe_experts(float_module)
                 theirs = float_module.get_parameter(source_of.parameters[own])
-                found: FloatTensor = OrderedExperts(floats[id(theirs)], own, source_of)
+                found = ordered_experts(floats[id(theirs)], own, source_of)
             else:
                 if isinstance(quantized, LinearLayer) and leaf in quantized.row_names:
                     own, weight_name = "weight", quantized.row_names[0]
