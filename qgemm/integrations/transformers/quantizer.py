@@ -15,12 +15,14 @@ from transformers.quantizers.base import HfQuantizer
 
 from qgemm.checkpoint.disk import check_regular
 from qgemm.checkpoint.manifest import QUANT_METHOD
+from qgemm.checkpoint.pretrained import built_again
 from qgemm.integrations.transformers.config import QGemmConfig
-from qgemm.integrations.transformers.dequantizing import dequantize
 from qgemm.integrations.transformers.quantizing import QuantizeOnLoad, start_quantizing
 from qgemm.integrations.transformers.reading import QuantizedLoad
 from qgemm.integrations.transformers.saving import admit, describe, tensors_and_metadata
-from qgemm.nn import QuantLayer
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
+from qgemm.nn.attention import close_attention
+from qgemm.nn.float_experts import describe_experts
 from qgemm.quantize import quantize
 
 
@@ -119,7 +121,18 @@ class QGemmQuantizer(HfQuantizer):
         return tensors_and_metadata(model)
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
-        return dequantize(model, dtype)
+        wanted: torch.dtype | None = (
+            getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        )  # text in a saved config
+        admit(model.config)
+        plain = built_again(model)
+        for name, module in list(model.named_modules(remove_duplicate=False)):
+            if isinstance(module, LinearLayer):
+                model.set_submodule(name, module.dequantize(wanted))
+            elif isinstance(module, QuantExperts):
+                model.set_submodule(name, _float_experts(plain.get_submodule(name), module, wanted))
+        close_attention(model)
+        return model
 
 
 def attach_quantizer(model: nn.Module, save: str | None = None) -> None:
@@ -157,3 +170,13 @@ def _copy_config(model: PreTrainedModel) -> None:
         for key, value in vars(module).items():
             if isinstance(value, PreTrainedConfig):
                 vars(module)[key] = copies.get(id(value), value)
+
+
+def _float_experts(module: nn.Module, quantized: QuantExperts, dtype: torch.dtype | None) -> nn.Module:
+    """``module``, float experts on meta, with the values of ``quantized``."""
+    source = describe_experts(module)
+    for name, value in quantized.dequantize(dtype).items():
+        setattr(module, source.parameters[name], nn.Parameter(source.restore(name, value)))
+    if hasattr(quantized, "config"):
+        module.config = quantized.config
+    return module.train(quantized.training)

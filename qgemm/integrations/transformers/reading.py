@@ -1,26 +1,42 @@
-"""``QuantizedLoad``: puts quantized layers into a model, into which transformers reads a checkpoint, and checks it."""
+"""``QuantizedLoad``: puts quantized layers into a model, into which transformers reads a checkpoint, and checks it.
+
+transformers checks little of a quantized model: shapes not at all in some versions, and a tensor that is missing leaves
+uninitialised memory, with a warning. The model may also be of another class than the one that was saved.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from qgemm.checkpoint.checksum import checksum, format_checksum
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, name_with_id, read_json, save_id
+from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.matching import quantized_layers
-from qgemm.checkpoint.safetensors_file import read_values
-from qgemm.checkpoint.tensors import get_tensor, set_tensor, transient_names
-from qgemm.integrations.transformers.checkpoint import (
-    check_loaded,
-    check_stored,
-    manifest_for,
-    name_in,
-    open_files,
+from qgemm.checkpoint.pretrained import read_generation_config
+from qgemm.checkpoint.safetensors_file import (
+    SAVE,
+    StoredTensor,
+    check_save,
+    parse_checksums,
+    read_header_and_metadata,
+    read_values,
 )
+from qgemm.checkpoint.safetensors_reader import file_stamp
+from qgemm.checkpoint.stored_report import parse_report, read_report, warn_without_report
+from qgemm.checkpoint.tensors import get_tensor, set_tensor, transient_names
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.tensor_parallel import is_cut, plan_layers
+from qgemm.model.report import QuantReport
 from qgemm.nn import QuantLayer
 from qgemm.nn.attention import opened_attention
 
@@ -39,11 +55,11 @@ class QuantizedLoad:
                 "quantization_config in the model's config doesn't say which layers are quantized: the checkpoint is "
                 "not qgemm's. For a float model, pass QGemmConfig to from_pretrained instead"
             )
-        self._files = open_files(files, manifest)
+        self._files = _open_files(files, manifest)
         in_files, checksums = self._files.stored, self._files.checksums
         same_class = type(model).__name__ in (model.config.architectures or ())
         if not same_class:
-            manifest = config.manifest = manifest_for(model, manifest, self._files.config_path)
+            manifest = config.manifest = _manifest_for(model, manifest, self._files.config_path)
             self._files.report = None  # it is of the whole model
         with opened_attention(model, manifest.layers):
             layers = quantized_layers(model, manifest.layers, self._files.config_path)
@@ -52,11 +68,13 @@ class QuantizedLoad:
             for name, layer in layers.items():
                 model.set_submodule(name, layer)
         # What the files hold, by the model's names.
-        names = self._names_in_files = {name if same_class else name_in(model, name) or name: name for name in in_files}
+        names = self._names_in_files = {
+            name if same_class else _name_in(model, name) or name: name for name in in_files
+        }
         self._stored = {name: in_files[in_file] for name, in_file in names.items()}
         self._checksums = {name: checksums[in_file] for name, in_file in names.items() if in_file in checksums}
         if self._stored:
-            check_stored(self._stored, manifest, layers, self._files.config_path)
+            _check_stored(self._stored, manifest, layers, self._files.config_path)
         # Float buffers that state_dict leaves out are stored too; they are put into place afterwards.
         known = {re.escape(names[name]) for name in transient_names(model) if name in names}
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *known}
@@ -67,7 +85,7 @@ class QuantizedLoad:
         for name in self._manifest.layers:
             layer = model.get_submodule(name)
             assert isinstance(layer, QuantLayer)
-            check_loaded(name, layer, self._checksums, self._files.config_path)
+            _check_loaded(name, layer, self._checksums, self._files.config_path)
         for alias, name in self._manifest.tied.items():
             set_tensor(model, alias, get_tensor(model, name))  # also ties that the model's class doesn't know of
         transient = {self._names_in_files[name]: name for name in transient_names(model) if name in self._stored}
@@ -78,3 +96,127 @@ class QuantizedLoad:
         if self._files.report is not None:
             model._qgemm_report = self._files.report  # type: ignore[assignment]
         self._files.finish(model)
+
+
+@dataclass
+class _LoadedFiles:
+    """The files that transformers loads a model from, all of one save. ``_open_files`` opens them.
+
+    ``stored`` and ``checksums`` are by the names in the files.
+    """
+
+    config_path: Path
+    manifest: Manifest
+    stored: dict[str, StoredTensor] = field(default_factory=dict)
+    checksums: dict[str, object] = field(default_factory=dict)
+    report: QuantReport | None = None
+    # Where the generation config is until its save is over, and the one before, which transformers may read instead.
+    _pending: Path | None = None
+    _stale: Any = None
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Raises ``CheckpointError`` if a save took place while transformers read, and else ends one that was killed.
+
+        transformers opens files by their names, so it may have met others than those that were opened here.
+        """
+        for path, stamp in {tensor.path: tensor.stamp for tensor in self.stored.values()}.items():
+            if file_stamp(path) != stamp:
+                raise CheckpointError(f"{path} was replaced while it was loaded: load it again")
+        if self.stored and self.config_path.exists():
+            if save_id(read_json(self.config_path), self.config_path) != self.manifest.save:
+                raise CheckpointError(f"{self.config_path} was replaced while the model was loaded: load it again")
+        if self._pending is not None and self._stale in (None, model.generation_config):
+            path = self._pending if self._pending.exists() else self.config_path.with_name(GENERATION_CONFIG_FILE)
+            model.generation_config = read_generation_config(path)
+
+
+def _open_files(files: list[Path], manifest: Manifest) -> _LoadedFiles:
+    """Reads the headers of ``files``; raises ``CheckpointError`` unless they are of the save that ``manifest`` has."""
+    folder = files[0].parent if files else Path()
+    opened = _LoadedFiles(folder / CONFIG_FILE, manifest)
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    for file in weights:
+        tensors, metadata = read_header_and_metadata(file)
+        check_save(file, metadata.get(SAVE), manifest.save)
+        opened.stored.update(tensors)
+        opened.checksums.update(parse_checksums(file, metadata) or {})
+    try:
+        if (report := read_report(folder, manifest, weights)) is not None:
+            opened.report = parse_report(report, manifest, folder)
+    except FileNotFoundError:
+        warn_without_report(folder, manifest.report, stacklevel=3)
+    if manifest.save is not None:
+        pending = folder / name_with_id(GENERATION_CONFIG_FILE, manifest.save)
+        if os.path.isfile(pending):
+            opened._pending, standard = pending, folder / GENERATION_CONFIG_FILE
+            opened._stale = read_generation_config(standard) if standard.exists() else None
+    return opened
+
+
+def _name_in(model: PreTrainedModel, name: str) -> str | None:
+    """What ``model`` calls a part of the model that was saved: one may be the base model of the other."""
+    prefix = f"{model.base_model_prefix}."
+    for candidate in (name, name.removeprefix(prefix), prefix + name):
+        try:
+            if get_tensor(model, candidate) is not None:
+                return candidate
+        except AttributeError:
+            continue
+    return None
+
+
+def _manifest_for(model: PreTrainedModel, manifest: Manifest, config_path: Path) -> Manifest:
+    """What of ``manifest`` is about ``model``, which is of another class than the model that was saved."""
+    layers = {_name_in(model, name): scheme for name, scheme in manifest.layers.items()}
+    ties = {_name_in(model, alias): _name_in(model, name) for alias, name in manifest.tied.items()}
+    own_layers = {name: scheme for name, scheme in layers.items() if name is not None}
+    if not own_layers:
+        raise CheckpointError(
+            f"{config_path}: {type(model).__name__} has none of the quantized layers of this checkpoint"
+        )
+    own_ties = {alias: name for alias, name in ties.items() if alias is not None and name is not None}
+    return Manifest(own_layers, own_ties, manifest.save)
+
+
+def _check_stored(
+    stored: dict[str, StoredTensor], manifest: Manifest, layers: dict[str, QuantLayer], config_path: Path
+) -> None:
+    """Raises ``CheckpointError`` unless the files hold quantized weights and their scales for each of ``layers``."""
+    for name, layer in layers.items():
+        for leaf, parameter in layer.named_parameters(recurse=False):
+            full_name = manifest.tied.get(f"{name}.{leaf}", f"{name}.{leaf}")
+            tensor = stored.get(full_name)
+            if tensor is None:
+                raise CheckpointError(
+                    f"{config_path.parent} lacks tensor {full_name} of a quantized layer: the checkpoint is "
+                    "incomplete; save or download it again"
+                )
+            if tensor.shape != tuple(parameter.shape):
+                shapes = f"{list(tensor.shape)}; the model's is {list(parameter.shape)}"
+                raise CheckpointError(f"{tensor.path}: tensor {full_name} has shape {shapes}")
+            if leaf in layer.fixed_names and tensor.dtype != parameter.dtype:
+                raise CheckpointError(
+                    f"{tensor.path}: tensor {full_name} is {tensor.dtype}; a quantized layer's is {parameter.dtype}"
+                )
+
+
+def _check_loaded(name: str, layer: QuantLayer, checksums: Mapping[str, object], config_path: Path) -> None:
+    """Raises ``CheckpointError`` unless every parameter of the layer ``name`` was loaded, with scales above 0.
+
+    Values that are in ``checksums``, by name, are held against theirs. Biases aren't: transformers casts them.
+    """
+    for leaf, parameter in layer.named_parameters(recurse=False):
+        if parameter.device.type == "meta":
+            continue  # offloaded
+        # A parameter without the mark is uninitialised memory: no tensor went there.
+        if not getattr(parameter, "_is_hf_initialized", False) and not hasattr(layer, "_hf_hook"):
+            raise CheckpointError(f"{config_path.parent}: {name}.{leaf} was not loaded: the checkpoint is incomplete")
+        if problem := layer.problem_with(leaf, parameter.detach()):
+            raise CheckpointError(f"{config_path.parent}: {name}.{leaf} {problem}")
+        wanted = checksums.get(f"{name}.{leaf}") if leaf in layer.fixed_names else None
+        # Of a layer that is cut among processes, nobody has all the values.
+        is_whole = type(parameter.detach()) is Tensor
+        if wanted is not None and is_whole and format_checksum(checksum(parameter.detach().contiguous())) != wanted:
+            raise CheckpointError(
+                f"{config_path.parent}: tensor {name}.{leaf} doesn't have the checksum that it was saved with"
+            )
