@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from qgemm.model.selection import listed
 
-_HOOK = "_hf_hook"
-
 
 @contextmanager
 def weights_at_hand(module: nn.Module) -> Iterator[None]:
@@ -44,18 +42,23 @@ def carry_hooks(module: nn.Module, quantized: nn.Module) -> None:
 
     values = {name: parameter.detach() for name, parameter in quantized.named_parameters(recurse=False)}
     for hook in hooks:
-        weights_map = hook.weights_map
         if hook.offload:
             found = _find_store(hook)
             assert found is not None, "check_hooks was to refuse this"
-            _replace(*found, (name for name, _ in module.named_parameters(recurse=False)), values)
+            store, prefix, names = found
+            for name, _ in module.named_parameters(recurse=False):
+                del store[prefix + name]
+                names.remove(prefix + name)
+            for name, value in values.items():
+                store[prefix + name] = value.to("cpu")
+                names.append(prefix + name)
         add_hook_to_module(
             quantized,
             AlignDevicesHook(
                 execution_device=hook.execution_device,
                 offload=hook.offload,
                 io_same_device=hook.io_same_device,
-                weights_map=weights_map,
+                weights_map=hook.weights_map,
                 offload_buffers=hook.offload_buffers,
                 skip_keys=hook.skip_keys,
             ),
@@ -77,7 +80,11 @@ def stores_of(model: nn.Module) -> list[tuple[MutableMapping[str, Tensor], list[
 def check_hooks(model: nn.Module, names: Iterable[str]) -> None:
     """Raises ``ValueError`` if a layer among ``names`` has hooks that can't be carried to another in its place."""
     unknown, on_disk, preloaded = [], [], []
-    wholes = [name for name, module in model.named_modules() if _is_loaded_as_a_whole(module)]
+    wholes = [
+        name
+        for name, module in model.named_modules()
+        if any(hook.offload and hook.place_submodules for hook in _hooks(module))
+    ]
     for name in names:
         module = model.get_submodule(name)
         if any(whole == "" or name == whole or name.startswith(f"{whole}.") for whole in wholes):
@@ -104,16 +111,13 @@ def check_hooks(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def _all_hooks(module: nn.Module) -> list[Any]:
-    hook = getattr(module, _HOOK, None)
-    if hook is None:
-        return []
-    return _flatten(hook)
+    return _flatten(getattr(module, "_hf_hook", None))
 
 
 def _flatten(hook: Any) -> list[Any]:
     if type(hook).__name__ == "SequentialHook":
         return [inner for part in hook.hooks for inner in _flatten(part)]
-    return [hook]
+    return [] if hook is None else [hook]
 
 
 def _hooks(module: nn.Module) -> list[Any]:
@@ -122,10 +126,6 @@ def _hooks(module: nn.Module) -> list[Any]:
 
 def _is_understood(hook: Any) -> bool:
     return type(hook).__name__ == "AlignDevicesHook"
-
-
-def _is_loaded_as_a_whole(module: nn.Module) -> bool:
-    return any(hook.offload and hook.place_submodules for hook in _hooks(module))
 
 
 def _find_store(hook: Any) -> tuple[MutableMapping[str, Tensor], str, list[str]] | None:
@@ -142,14 +142,3 @@ def _find_store(hook: Any) -> tuple[MutableMapping[str, Tensor], str, list[str]]
             return None
         weights_map, names = weights_map.state_dict, weights_map.all_keys
     return (weights_map, prefix, names) if isinstance(weights_map, MutableMapping) else None
-
-
-def _replace(
-    store: MutableMapping[str, Tensor], prefix: str, names: list[str], old: Iterable[str], new: dict[str, Tensor]
-) -> None:
-    for name in old:
-        del store[prefix + name]
-        names.remove(prefix + name)
-    for name, value in new.items():
-        store[prefix + name] = value.to("cpu")
-        names.append(prefix + name)

@@ -6,7 +6,7 @@ Experts can be swapped a tensor at a time (``ExpertsSwap``), for a model that is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,37 +33,17 @@ def swap(
     module = model.get_submodule(layer.name)
     with weights_at_hand(module):
         if layer.is_experts:
-            record = _swap_experts(model, module, layer, scheme, **decided)
+            experts = ExpertsSwap(model, layer, scheme, **decided)
+            for name in list(experts.waiting):
+                experts.take(name, module.get_parameter(name))
+            record = experts.finish()
         else:
             quantized = linear_class(scheme).from_linear(module, scheme, input_scale, **decided)
-            record = _swap_linear(model, module, layer, quantized)
+            weight = linear_weight(module).detach()
+            error = None if weight.device.type == "meta" else WeightError.of_layer(weight, quantized).value
+            record = _put_and_record(model, layer, quantized, error)
     carry_hooks(module, model.get_submodule(layer.name))
     return record
-
-
-def _swap_experts(
-    model: nn.Module,
-    module: nn.Module,
-    layer: Layer,
-    scheme: QuantScheme,
-    weights: Mapping[str, tuple[Tensor, Tensor]] | None = None,
-) -> LayerRecord:
-    experts = ExpertsSwap(model, layer, scheme, weights)
-    for name in list(experts.waiting):
-        experts.take(name, module.get_parameter(name))
-    return experts.finish()
-
-
-def _swap_linear(model: nn.Module, module: nn.Module, layer: Layer, quantized: LinearLayer) -> LayerRecord:
-    weight = linear_weight(module).detach()
-    value = None
-    if weight.device.type != "meta":
-        error = WeightError()
-        error.add_layer(weight, quantized)
-        value = error.value
-    put(model, layer, quantized)
-    scheme, size = quantized.scheme.name, parameter_bytes(quantized)
-    return LayerRecord(layer.name, layer.kind, scheme, "", layer.bytes, size, value)
 
 
 class ExpertsSwap:
@@ -78,10 +58,10 @@ class ExpertsSwap:
         model: nn.Module,
         layer: Layer,
         scheme: QuantScheme,
-        decided: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        weights: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
-        """``layer``: a module that ``describe_experts`` understands. ``decided``: as ``QuantExperts.fill``, by name."""
-        self._model, self._layer, self._decided = model, layer, decided or {}
+        """``layer``: a module that ``describe_experts`` understands. ``weights``: those decided already, by name."""
+        self._model, self._layer, self._decided = model, layer, weights or {}
         module = model.get_submodule(layer.name)
         self._source = describe_experts(module)
         self._quantized = QuantExperts.like(module, self._source, scheme)
@@ -100,23 +80,21 @@ class ExpertsSwap:
             step = error.rows_at_a_time(q.shape)
             for expert in range(q.shape[0]):
                 rows = self._source.rows_of(name, value.detach(), expert)
-                for part in error.parts(rows.shape[0], step):
+                for start in range(0, rows.shape[0], step):
+                    part = slice(start, start + step)
                     error.add(rows[part], q[expert, part].double().mul_(scale[expert, part, None]))
             self._errors.append(error.value)
 
     def finish(self) -> LayerRecord:
         """Puts the quantized module in its place."""
         assert not self.waiting, f"{next(iter(self.waiting))} has yet to come"
-        put(self._model, self._layer, self._quantized)
-        return LayerRecord(
-            self._layer.name,
-            self._layer.kind,
-            self._quantized.scheme.name,
-            "",
-            self._layer.bytes,
-            parameter_bytes(self._quantized),
-            max(self._errors, default=None),
-        )
+        return _put_and_record(self._model, self._layer, self._quantized, max(self._errors, default=None))
+
+
+def _put_and_record(model: nn.Module, layer: Layer, quantized: QuantLayer, error: float | None) -> LayerRecord:
+    put(model, layer, quantized)
+    size = parameter_bytes(quantized)
+    return LayerRecord(layer.name, layer.kind, quantized.scheme.name, "", layer.bytes, size, error)
 
 
 def put(model: nn.Module, layer: Layer, quantized: QuantLayer) -> None:
@@ -166,12 +144,6 @@ class WeightError:
         N, K = shape[-2:]
         return max(N // 32, (2**16 if len(shape) == 2 else 2**20) // K, 1)
 
-    @staticmethod
-    def parts(count: int, step: int) -> Iterator[slice]:
-        """The slices of ``count`` rows, ``step`` at a time."""
-        for start in range(0, count, step):
-            yield slice(start, start + step)
-
     @torch.no_grad()
     def add(self, weight: Tensor, restored: Tensor) -> None:
         """Takes in some rows ``[n, K]``: the float ones, and in float64 those quantized, whose memory is used."""
@@ -181,12 +153,15 @@ class WeightError:
         # Row by row: several threads would each sum a part of it, and their number would be seen in the last digit.
         self._squares += torch.stack([squares.square_().sum(1).sum() for squares in (error, wanted)])
 
-    def add_layer(self, weight: Tensor, layer: LinearLayer) -> None:
-        """Takes in all rows of a weight and of the layer made of it."""
+    @classmethod
+    def of_layer(cls, weight: Tensor, layer: LinearLayer) -> WeightError:
+        """Of all rows of a weight and of the layer made of it."""
+        error, step = cls(), cls.rows_at_a_time(weight.shape)
         stored = {name: layer.stored(name).detach() for name in layer.row_names}
-        for part in self.parts(weight.shape[0], self.rows_at_a_time(weight.shape)):
-            rows = {name: parameter[part] for name, parameter in stored.items()}
-            self.add(weight[part], layer.restore_rows(rows, torch.float64))
+        for start in range(0, weight.shape[0], step):
+            rows = {name: parameter[start : start + step] for name, parameter in stored.items()}
+            error.add(weight[start : start + step], layer.restore_rows(rows, torch.float64))
+        return error
 
     @property
     def squares(self) -> tuple[float, float]:

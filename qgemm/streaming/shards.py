@@ -14,10 +14,8 @@ from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_writer import SafetensorsWriter
-from qgemm.checkpoint.tensors import split_name
-from qgemm.kernels import quantize_rows
 from qgemm.model.swap import WeightError
-from qgemm.nn import LinearLayer
+from qgemm.nn import LinearLayer, QuantLinear
 from qgemm.numerics.integers import cdiv
 from qgemm.streaming.float_tensors import FloatTensor
 from qgemm.streaming.journal import Begun
@@ -93,35 +91,29 @@ def _made(
             yield piece.nbytes, {unit: piece}
         return
     layer = plan.model.get_submodule(weight.layer)
-    _, leaf = split_name(weight.name)
+    if isinstance(layer, LinearLayer):
+        names = {leaf: f"{weight.layer}.{leaf}" for leaf in layer.row_names}
+    else:  # experts, whose rows are those of a linear layer
+        names = {"weight": weight.name, "weight_scale": f"{weight.name}_scale"}
+        layer = QuantLinear(1, 1, False, "meta")
     for part in _rows(weight, device, skip):
         try:
-            made = layer.convert_rows(part) if isinstance(layer, LinearLayer) else _rows_of_experts(leaf, part)
+            made = layer.convert_rows(part)
         except ValueError as problem:
             raise CheckpointError(
                 f"the weight of {weight.layer!r} holds NaN or Inf, which can't be quantized: repair the checkpoint, or "
                 "pass this name in skip"
             ) from problem
-        if isinstance(layer, LinearLayer):
-            error.add(part, layer.restore_rows(made, torch.float64))
-        else:
-            error.add(part, made[leaf].double().mul_(made[f"{leaf}_scale"][:, None]))
+        error.add(part, layer.restore_rows(made, torch.float64))
         nbytes = part.nbytes
         del part  # of the next expert's weight and this one's only one need be in memory
-        yield nbytes, {f"{weight.layer}.{leaf}": rows for leaf, rows in made.items()}
+        yield nbytes, {names[leaf]: rows for leaf, rows in made.items()}
 
 
 def _pieces(tensor: FloatTensor, skip: int) -> Iterator[Tensor]:
     step = max(1, _BYTES_AT_A_TIME * tensor.row_count // max(1, tensor.nbytes))
     for start, stop in list(tensor.spans(step))[skip:]:
         yield tensor.rows(start, stop)
-
-
-def _rows_of_experts(leaf: str, rows: Tensor) -> dict[str, Tensor]:
-    q, scale = quantize_rows(rows)
-    if not scale.isfinite().all():
-        raise ValueError(f"{leaf} holds NaN or Inf")
-    return {leaf: q, f"{leaf}_scale": scale}
 
 
 def _rows(weight: FloatWeight, device: torch.device, skip: int) -> Iterator[Tensor]:

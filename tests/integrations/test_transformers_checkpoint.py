@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 import qgemm
 from integrations.folders import assert_same, load
 from qgemm import CheckpointError
-from qgemm.integrations.transformers import checkpoint, reading
+from qgemm.integrations.transformers import reading
 from qgemm.numerics.formats import INT8
 
 ANOTHER = "0123456789abcdef"
@@ -158,7 +158,7 @@ def test_a_save_while_it_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch
             qgemm.save_quantized(other, folder, max_shard_size=700, overwrite=True)
         return opened
 
-    open_files = checkpoint.open_files
+    open_files = reading.open_files
     monkeypatch.setattr(reading, "open_files", open_and_save)
     with pytest.raises((CheckpointError, OSError)):
         load(folder)

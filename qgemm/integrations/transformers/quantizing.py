@@ -100,41 +100,30 @@ class QuantizeOnLoad(ConversionOps):
 
     def quantize_weight(self, model: nn.Module, name: str, value: Tensor) -> None:
         """Quantizes the weight called ``name``, which is ``value``, and its layer with it once that has all of its."""
-        layer = self.waiting.pop(name)
-        if layer.is_experts:
-            self._take_of_experts(model, layer, name, value)
+        layer, (_, leaf) = self.waiting.pop(name), split_name(name)
+        scheme = self._plan.scheme_of(layer)
+        if layer.is_experts and layer.name not in self._experts:
+            self._experts[layer.name] = ExpertsSwap(model, layer, scheme)
+        experts = self._experts.get(layer.name)
+        wanted = model.get_parameter(f"{layer.name}.{leaf}").shape if experts is None else experts.waiting[leaf]
+        if value.shape != wanted:
+            self._errors.append(
+                f"{name} has shape {list(value.shape)} in the checkpoint; the model's is {list(wanted)}"
+            )
             return
-        linear = model.get_submodule(layer.name)
-        wanted = list(linear.weight.shape)  # type: ignore[union-attr,arg-type]
-        if list(value.shape) != wanted:
-            self._errors.append(f"{name} has shape {list(value.shape)} in the checkpoint; the model's is {wanted}")
-            return
-        linear.weight = nn.Parameter(value, requires_grad=False)
         try:
-            scale = self._plan.input_scales.get(layer.name)
-            self._records[layer.name] = swap(model, layer, self._plan.scheme_of(layer), scale)
+            if experts is None:
+                model.get_submodule(layer.name).weight = nn.Parameter(value, requires_grad=False)
+                self._records[layer.name] = swap(model, layer, scheme, self._plan.input_scales.get(layer.name))
+            else:
+                experts.take(leaf, value)
+                if experts.waiting:
+                    return
+                self._records[layer.name] = self._experts.pop(layer.name).finish()
         except ValueError as error:
             self._errors.append(f"{layer.name}: {error}")
             return
         _mark_as_loaded(model.get_submodule(layer.name))
-
-    def _take_of_experts(self, model: nn.Module, layer: Layer, name: str, value: Tensor) -> None:
-        if layer.name not in self._experts:
-            self._experts[layer.name] = ExpertsSwap(model, layer, self._plan.scheme_of(layer))
-        experts = self._experts[layer.name]
-        _, leaf = split_name(name)
-        if value.shape != experts.waiting[leaf]:
-            wanted = list(experts.waiting[leaf])
-            self._errors.append(f"{name} has shape {list(value.shape)} in the checkpoint; the model's is {wanted}")
-            return
-        try:
-            experts.take(leaf, value)
-        except ValueError as error:
-            self._errors.append(f"{layer.name}: {error}")
-            return
-        if not experts.waiting:
-            self._records[layer.name] = self._experts.pop(layer.name).finish()
-            _mark_as_loaded(model.get_submodule(layer.name))
 
     def finish(self, model: PreTrainedModel) -> None:
         """Quantizes the rest and gives ``model`` its report; raises ``CheckpointError`` if a weight is missing."""

@@ -55,7 +55,7 @@ class QuantizedLoad:
                 "quantization_config in the model's config doesn't say which layers are quantized: the checkpoint is "
                 "not qgemm's. For a float model, pass QGemmConfig to from_pretrained instead"
             )
-        self._files = _open_files(files, manifest)
+        self._files = open_files(files, manifest)
         in_files, checksums = self._files.stored, self._files.checksums
         same_class = type(model).__name__ in (model.config.architectures or ())
         if not same_class:
@@ -100,7 +100,7 @@ class QuantizedLoad:
 
 @dataclass
 class _LoadedFiles:
-    """The files that transformers loads a model from, all of one save. ``_open_files`` opens them.
+    """The files that transformers loads a model from, all of one save. ``open_files`` opens them.
 
     ``stored`` and ``checksums`` are by the names in the files.
     """
@@ -130,7 +130,7 @@ class _LoadedFiles:
             model.generation_config = read_generation_config(path)
 
 
-def _open_files(files: list[Path], manifest: Manifest) -> _LoadedFiles:
+def open_files(files: list[Path], manifest: Manifest) -> _LoadedFiles:
     """Reads the headers of ``files``; raises ``CheckpointError`` unless they are of the save that ``manifest`` has."""
     folder = files[0].parent if files else Path()
     opened = _LoadedFiles(folder / CONFIG_FILE, manifest)
