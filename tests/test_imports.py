@@ -102,7 +102,6 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.arguments",
         "qgemm.device",
         "qgemm.numerics",
-        "qgemm.kernels",
         "qgemm.nn",
         "qgemm.model",
         "qgemm.checkpoint",
