@@ -15,7 +15,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -63,6 +63,22 @@ class Place:
     stop: int
 
 
+def read_bytes(file: BinaryIO, path: Path, start: int, count: int) -> Tensor:
+    """Some bytes of ``file``, the one at ``path``. Raises ``CheckpointError`` if it has become shorter."""
+    values = torch.empty(count, dtype=torch.uint8)
+    if not count:
+        return values
+    target = memoryview((ctypes.c_char * count).from_address(values.data_ptr())).cast("B")
+    try:
+        file.seek(start)
+        found = file.readinto(target)  # type: ignore[attr-defined]
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+    if found != count:
+        raise CheckpointError(f"{path} became shorter while it was read")
+    return values
+
+
 class SafetensorsReader:
     """A safetensors file that is open. To be closed, or entered (``with``).
 
@@ -86,18 +102,7 @@ class SafetensorsReader:
     def read(self, name: str) -> Tensor:
         """The bytes of a tensor, in memory of their own. Raises ``CheckpointError`` if the file has become shorter."""
         place = self.places[name]
-        values = torch.empty(place.stop - place.start, dtype=torch.uint8)
-        if not values.nbytes:
-            return values
-        target = memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
-        try:
-            self._file.seek(place.start)
-            count = self._file.readinto(target)  # type: ignore[attr-defined]
-        except OSError as error:
-            raise CheckpointError(f"{self.path} can't be read: {error}") from error
-        if count != values.nbytes:
-            raise CheckpointError(f"{self.path} became shorter while it was read")
-        return values
+        return read_bytes(self._file, self.path, place.start, place.stop - place.start)
 
     def close(self) -> None:
         """Closes the file."""

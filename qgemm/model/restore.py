@@ -59,7 +59,8 @@ class WayBack:
 
         Half of the free memory is left to methods and runs, where there are any.
         """
-        tensors = {id(tensor): tensor for tensor in self._tensors() if not tensor.is_meta}
+        held = (contents[kind].values() for *_, contents in self._modules for kind in ("_parameters", "_buffers"))
+        tensors = {id(t): t for values in held for t in values if t is not None and not t.is_meta}
         copied = [t for t in tensors.values() if changes_values or not isinstance(t, nn.Parameter)]
         needed = self._bytes_of_layers(layers)
         for tensor in copied:
@@ -93,11 +94,6 @@ class WayBack:
     def drop(self) -> None:
         """Frees what is kept."""
         self._modules, self._stores, self._copies, self.is_kept = [], [], [], False
-
-    def _tensors(self) -> Iterator[Tensor]:
-        for *_, contents in self._modules:
-            for tensors in (contents["_parameters"], contents["_buffers"]):
-                yield from (tensor for tensor in tensors.values() if tensor is not None)
 
     def _bytes_of_layers(self, names: Iterable[str]) -> Counter[torch.device]:
         """What the quantized layers take beside the float ones, by device, with the working space of the largest."""

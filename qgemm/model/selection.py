@@ -128,7 +128,12 @@ def as_patterns(argument: str, given: Patterns) -> list[Pattern]:
     for pattern in given:
         if not isinstance(pattern, str | re.Pattern):
             raise TypeError(f"{argument} holds {pattern!r}; it takes {wanted}")
-        patterns.append(_compiled(argument, pattern))
+        if isinstance(pattern, str) and pattern.startswith(_REGULAR_EXPRESSION):
+            try:
+                pattern = re.compile(pattern.removeprefix(_REGULAR_EXPRESSION))
+            except re.error as error:
+                raise ValueError(f"{argument}: {pattern!r} isn't a valid regular expression: {error}") from error
+        patterns.append(pattern)
     return patterns
 
 
@@ -139,15 +144,6 @@ def shown_pattern(pattern: Pattern) -> str:
     given = pattern.flags & ~re.compile(pattern.pattern).flags
     flags = "".join(letter for letter in "aimsx" if given & getattr(re, letter.upper()))
     return _REGULAR_EXPRESSION + (f"(?{flags})" if flags else "") + pattern.pattern
-
-
-def _compiled(argument: str, pattern: Pattern) -> Pattern:
-    if not isinstance(pattern, str) or not pattern.startswith(_REGULAR_EXPRESSION):
-        return pattern
-    try:
-        return re.compile(pattern.removeprefix(_REGULAR_EXPRESSION))
-    except re.error as error:
-        raise ValueError(f"{argument}: {pattern!r} isn't a valid regular expression: {error}") from error
 
 
 def _matches_of(argument: str, patterns: list[Pattern], layers: list[Layer]) -> Iterator[tuple[str, list[Layer]]]:

@@ -17,7 +17,6 @@ from qgemm.checkpoint.safetensors_writer import SafetensorsWriter
 from qgemm.model.swap import WeightError
 from qgemm.nn import LinearLayer, QuantLinear
 from qgemm.numerics.integers import cdiv
-from qgemm.streaming.float_tensors import FloatTensor
 from qgemm.streaming.journal import Begun
 from qgemm.streaming.plan import CheckpointPlan, FloatWeight
 from qgemm.warn import warn_user
@@ -51,7 +50,9 @@ def write_shard(
     done(begun.read)
     errors = dict(begun.errors)
     read = noted = begun.read
-    for index, unit in list(enumerate(_units(plan, names)))[begun.units :]:
+    # What is made in one go: the weights that tensors are made of, and other tensors.
+    units = list(dict.fromkeys(plan.weights[name].name if name in plan.weights else name for name in names))
+    for index, unit in list(enumerate(units))[begun.units :]:
         pieces, squares = (begun.pieces, begun.squares) if index == begun.units else (0, (0.0, 0.0))
         error = WeightError(squares)
         for nbytes, made in _made(plan, unit, device, error, pieces):
@@ -70,11 +71,6 @@ def write_shard(
     return errors
 
 
-def _units(plan: CheckpointPlan, names: list[str]) -> list[str]:
-    """What is made in one go: the weights that tensors are made of, and other tensors."""
-    return list(dict.fromkeys(plan.weights[name].name if name in plan.weights else name for name in names))
-
-
 def bytes_to_read(plan: CheckpointPlan, names: list[str]) -> int:
     """The bytes of float values that ``write_shard`` deals with for these tensors."""
     weights = {weight.name: weight.values.nbytes for name in names if (weight := plan.weights.get(name)) is not None}
@@ -87,7 +83,10 @@ def _made(
     """The pieces of a unit but the first ``skip``: bytes of float values, and the rows that they become, by name."""
     weight = plan.weights.get(unit)
     if weight is None:
-        for piece in _pieces(plan.copied[unit], skip):
+        tensor = plan.copied[unit]
+        step = max(1, _BYTES_AT_A_TIME * tensor.row_count // max(1, tensor.nbytes))
+        for start, stop in list(tensor.spans(step))[skip:]:
+            piece = tensor.rows(start, stop)
             yield piece.nbytes, {unit: piece}
         return
     layer = plan.model.get_submodule(weight.layer)
@@ -108,12 +107,6 @@ def _made(
         nbytes = part.nbytes
         del part  # of the next expert's weight and this one's only one need be in memory
         yield nbytes, {names[leaf]: rows for leaf, rows in made.items()}
-
-
-def _pieces(tensor: FloatTensor, skip: int) -> Iterator[Tensor]:
-    step = max(1, _BYTES_AT_A_TIME * tensor.row_count // max(1, tensor.nbytes))
-    for start, stop in list(tensor.spans(step))[skip:]:
-        yield tensor.rows(start, stop)
 
 
 def _rows(weight: FloatWeight, device: torch.device, skip: int) -> Iterator[Tensor]:

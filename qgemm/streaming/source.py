@@ -7,7 +7,6 @@ values come from the file whose header was read, and whether all are as they wer
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import math
@@ -18,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from torch import Tensor
 
 from qgemm.checkpoint.disk import open_regular
@@ -35,6 +33,7 @@ from qgemm.checkpoint.layout import (
     weights_file,
 )
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES, StoredTensor, read_headers
+from qgemm.checkpoint.safetensors_reader import read_bytes
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _JSON_FILES = (CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE)
@@ -129,17 +128,8 @@ class Source:
         assert tensor.dtype is not None
         shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
         row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
-        values = torch.empty(math.prod(shape) * tensor.dtype.itemsize, dtype=torch.uint8)
-        if values.nbytes:
-            target = memoryview((ctypes.c_char * values.nbytes).from_address(values.data_ptr())).cast("B")
-            file = self._open(tensor.path)
-            file.seek(tensor.offset + start * row_bytes)
-            try:
-                count = file.readinto(target)  # type: ignore[attr-defined]
-            except OSError as error:
-                raise CheckpointError(f"{tensor.path} can't be read: {error}") from error
-            if count != values.nbytes:
-                raise CheckpointError(f"{tensor.path} became shorter while it was read")
+        count = math.prod(shape) * tensor.dtype.itemsize
+        values = read_bytes(self._open(tensor.path), tensor.path, tensor.offset + start * row_bytes, count)
         return values.view(tensor.dtype).reshape(shape)
 
     def close(self) -> None:

@@ -186,19 +186,16 @@ def _is_sound(path: Path, fingerprint: str, read: Callable[[int], object]) -> bo
         layout = read_layout(path)
         checksums = json.loads(layout.header["__metadata__"][CHECKSUMS])
         with open_regular(path) as file:
-            for name, (start, end) in _places(layout.header):
+            for name, values in layout.header.items():
+                if name == "__metadata__":
+                    continue
+                start, end = values["data_offsets"]
                 found = checksum_in_file(file, layout.begin + start, end - start, read)
                 if format_checksum(found.value) != checksums[name]:
                     return False
     except (CheckpointError, OSError, KeyError, TypeError, ValueError):
         return False
     return True
-
-
-def _places(header: dict[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
-    for name, values in header.items():
-        if name != "__metadata__":
-            yield name, values["data_offsets"]
 
 
 def _sync(file: BinaryIO) -> None:

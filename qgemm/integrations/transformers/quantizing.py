@@ -7,7 +7,7 @@ is wrong with weights is said at the end, of all of them at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,7 +72,7 @@ class QuantizeOnLoad(ConversionOps):
             for layer in plan.chosen
             if layer not in self._in_attention
             for name in layer.names
-            for leaf in (_expert_tensors(model, layer) if layer.is_experts else ("weight",))
+            for leaf in (describe_experts(modules[layer.name]).parameters.values() if layer.is_experts else ["weight"])
         }
 
     def element_size(self, name: str) -> float:
@@ -123,7 +123,10 @@ class QuantizeOnLoad(ConversionOps):
         except ValueError as error:
             self._errors.append(f"{layer.name}: {error}")
             return
-        _mark_as_loaded(model.get_submodule(layer.name))
+        # Else transformers would initialise them. The bias may still come, and is marked then.
+        for parameter in model.get_submodule(layer.name).parameters(recurse=False):
+            if parameter.device.type != "meta":
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
     def finish(self, model: PreTrainedModel) -> None:
         """Quantizes the rest and gives ``model`` its report; raises ``CheckpointError`` if a weight is missing."""
@@ -144,10 +147,6 @@ class QuantizeOnLoad(ConversionOps):
         give_report(model, self._plan, self._records)
 
 
-def _expert_tensors(model: nn.Module, layer: Layer) -> Iterable[str]:
-    return describe_experts(model.get_submodule(layer.name)).parameters.values()
-
-
 @contextmanager
 def _as_it_will_be(model: PreTrainedModel) -> Iterator[None]:
     """Parameters on meta as they will be once loaded, for a look at the model: tied, and float32 where they stay so."""
@@ -164,10 +163,3 @@ def _as_it_will_be(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for name, tensor in before.items():
             set_tensor(model, name, tensor)
-
-
-def _mark_as_loaded(layer: nn.Module) -> None:
-    # Else transformers would initialise them. The bias may still come, and is marked then.
-    for parameter in layer.parameters(recurse=False):
-        if parameter.device.type != "meta":
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
