@@ -12,7 +12,8 @@ from torch import Tensor
 from qgemm.kernels.activations import MATMUL_ACTIVATIONS
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.numerics.formats import INT8
-from qgemm.numerics.packing import groups, words
+from qgemm.numerics.integers import cdiv
+from qgemm.numerics.packing import PER_WORD
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -103,8 +104,8 @@ def check_packed_linear(
         raise ValueError(f"group_size is {group_size}; it must be at least 1")
     N = weight.shape[0] if weight.ndim else 0
     for name, tensor, dtype, shape in (
-        ("weight", weight, torch.int32, (N, words(in_features))),
-        ("scale", scale, torch.float32, (N, groups(in_features, group_size))),
+        ("weight", weight, torch.int32, (N, cdiv(in_features, PER_WORD))),
+        ("scale", scale, torch.float32, (N, cdiv(in_features, group_size))),
     ):
         if tensor.dtype != dtype or tensor.shape != shape:
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} {list(shape)}")

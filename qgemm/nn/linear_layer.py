@@ -16,7 +16,7 @@ from torch.fx import Proxy
 
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
 from qgemm.numerics.formats import INT8
-from qgemm.numerics.packing import groups
+from qgemm.numerics.integers import cdiv
 from qgemm.numerics.zero_points import ZERO_POINTS, is_zero_point
 from qgemm.ops.direct import check_is_tensor
 from qgemm.scheme import QuantScheme, resolve_scheme
@@ -123,7 +123,7 @@ class LinearLayer(QuantLayer):
         """
         form, size = self.scheme.weight.format, self.scheme.weight.group_size
         shape = [self.out_features, self.in_features]
-        scale_shape = shape[:1] if size is None else [shape[0], groups(shape[1], size)]
+        scale_shape = shape[:1] if size is None else [shape[0], cdiv(shape[1], size)]
         if values.dtype != form.storage or list(values.shape) != shape:
             wanted = f"{str(form.storage).removeprefix('torch.')} {shape}"
             raise ValueError(f"weight's values are {values.dtype} {list(values.shape)}; they must be {wanted}")

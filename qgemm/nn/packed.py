@@ -17,6 +17,7 @@ from qgemm.nn.quant_layer import frozen
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
 from qgemm.numerics import packing
 from qgemm.numerics.formats import INT4
+from qgemm.numerics.integers import cdiv
 from qgemm.scheme import QuantScheme
 
 
@@ -45,7 +46,7 @@ class PackedLinear(LinearLayer):
         shape = packed_shape(self.out_features, self.in_features)
         self.weight_packed = frozen(torch.full(shape, packing.WORD_OF_ZEROS, dtype=torch.int32, device=device))
         self.bias = self.empty_bias(device, dtype)
-        scales = self.out_features, packing.groups(self.in_features, self.group_size)
+        scales = self.out_features, cdiv(self.in_features, self.group_size)
         self.weight_scale = frozen(torch.full(scales, torch.nan, dtype=torch.float32, device=device))
 
     @classmethod
@@ -77,7 +78,7 @@ class PackedLinear(LinearLayer):
 
     def store_rows(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
         """``weight_packed`` and ``weight_scale``."""
-        grouped = scale.reshape(values.shape[0], packing.groups(self.in_features, self.group_size))
+        grouped = scale.reshape(values.shape[0], cdiv(self.in_features, self.group_size))
         return {"weight_packed": packing.pack(values), "weight_scale": grouped.contiguous()}
 
     def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -94,4 +95,4 @@ class PackedLinear(LinearLayer):
 
 def packed_shape(out_features: int, in_features: int) -> tuple[int, int]:
     """The shape of ``weight_packed``."""
-    return out_features, packing.words(in_features)
+    return out_features, cdiv(in_features, packing.PER_WORD)

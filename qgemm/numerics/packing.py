@@ -24,20 +24,10 @@ WORD_OF_ZEROS = sum(_ZERO << INT4.bits * place for place in range(PER_WORD)) - (
 """A packed int32 that holds eight values of 0."""
 
 
-def words(K: int) -> int:
-    """How many int32 numbers hold ``K`` values."""
-    return cdiv(K, PER_WORD)
-
-
-def groups(K: int, group_size: int) -> int:
-    """How many groups there are in a row of ``K`` values."""
-    return cdiv(K, group_size)
-
-
 def grouped(values: Tensor, group_size: int) -> Tensor:
     """``[n, K]`` as ``[n, groups, group_size]``, the last group filled up with zeros."""
     n, K = values.shape
-    count = groups(K, group_size)
+    count = cdiv(K, group_size)
     return F.pad(values, (0, count * group_size - K)).reshape(n, count, group_size)
 
 
@@ -58,7 +48,7 @@ def quantize_groups(weight: Tensor, group_size: int, form: Format = INT4) -> tup
 def pack(values: Tensor) -> Tensor:
     """int8 ``[n, K]`` from -8 to 7 as int32 ``[n, ceil(K / 8)]``."""
     octets = F.pad((values + _ZERO).view(torch.uint8), (0, -values.shape[1] % PER_WORD))
-    packed = torch.empty(values.shape[0], words(values.shape[1]), dtype=torch.int32, device=values.device)
+    packed = torch.empty(values.shape[0], cdiv(values.shape[1], PER_WORD), dtype=torch.int32, device=values.device)
     torch.bitwise_or(octets[:, ::2], octets[:, 1::2] << 4, out=packed.view(torch.uint8))
     return packed
 

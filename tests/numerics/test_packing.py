@@ -7,15 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import (
     WORD_OF_ZEROS,
     dequantize,
-    groups,
     pack,
     quantize_groups,
     spread,
     unpack,
-    words,
 )
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -45,7 +44,7 @@ def test_quantize_groups(K: int, group_size: int, device: torch.device) -> None:
     wanted, scales = by_hand(weight.cpu().numpy(), group_size)
     assert np.array_equal(q.cpu().numpy(), wanted)
     assert np.array_equal(scale.cpu().numpy(), scales)
-    assert scale.shape == (5, groups(K, group_size))
+    assert scale.shape == (5, cdiv(K, group_size))
     error = (q * spread(scale, group_size, K) - weight).abs()
     assert (error <= spread(scale, group_size, K) * (0.5 + 1e-6)).all()
 
@@ -83,7 +82,7 @@ def test_packing(K: int, device: torch.device) -> None:
     values = torch.randint(-8, 8, (5, K), dtype=torch.int8, device=device)
     packed = pack(values)
     assert packed.dtype == torch.int32
-    assert packed.shape == (5, words(K))
+    assert packed.shape == (5, cdiv(K, 8))
     assert torch.equal(unpack(packed, K), values)
     for row, numbers in zip(values.tolist(), packed.tolist(), strict=True):
         wanted = [sum((q + 8) << 4 * i for i, q in enumerate(row[start : start + 8])) for start in range(0, K, 8)]
@@ -117,12 +116,12 @@ def test_nothing_to_pack() -> None:
         values = torch.zeros(N, K, dtype=torch.int8)
         assert unpack(pack(values), K).shape == (N, K)
         assert quantize_groups(torch.zeros(N, K), 128)[0].shape == (N, K)
-        assert dequantize(pack(values), torch.ones(N, groups(K, 128)), 128, K, torch.float32).shape == (N, K)
+        assert dequantize(pack(values), torch.ones(N, cdiv(K, 128)), 128, K, torch.float32).shape == (N, K)
 
 
 def stored(N: int, K: int, group_size: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     values = torch.randint(-8, 8, (N, K), dtype=torch.int8, device=device)
-    return values, pack(values), torch.rand(N, groups(K, group_size), device=device) + 0.01
+    return values, pack(values), torch.rand(N, cdiv(K, group_size), device=device) + 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
