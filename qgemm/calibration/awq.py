@@ -32,7 +32,7 @@ from torch import Tensor
 
 from qgemm.calibration.expert_work import decide_experts
 from qgemm.calibration.folding import Fold, find_folds, input_weights
-from qgemm.calibration.method import Block, LayerWork, Method, Part, QuantizedWeight
+from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.calibration.rounding import (
     dequantize,
@@ -40,6 +40,7 @@ from qgemm.calibration.rounding import (
     nearest_scale,
     output_loss,
     output_power,
+    round_by_mse,
     round_to_nearest,
     round_weight,
 )
@@ -142,7 +143,7 @@ class AWQ(Method):
             block.layers[name].notes.append(f"awq: not scaled: {reason}")
         if self.clip:
             for experts in block.experts.values():
-                decide_experts(block, experts, self.name, _clipped)
+                decide_experts(block, experts, self.name, round_by_mse)
         for name, work in block.layers.items():
             if name in seen:
                 self._round(work, rounded_moment(work, seen.pop(name)))
@@ -154,10 +155,6 @@ class AWQ(Method):
         scale = mse_scale(weight, scheme, moment) if self.clip else nearest_scale(weight, scheme)
         work.weight = round_weight(weight, scale, scheme)
         work.loss = output_loss(weight, dequantize(work.weight, scheme.group_size), moment)
-
-
-def _clipped(weight: Tensor, moment: Tensor | None, scheme: TensorScheme) -> QuantizedWeight:
-    return round_weight(weight, mse_scale(weight, scheme, moment), scheme)
 
 
 def _weights(block: Block, fold: Fold) -> tuple[list[Tensor], list[TensorScheme]]:

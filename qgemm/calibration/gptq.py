@@ -33,13 +33,7 @@ from torch import Tensor
 from qgemm.calibration.expert_work import decide_experts
 from qgemm.calibration.method import Block, LayerWork, Method, Part, QuantizedWeight
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
-from qgemm.calibration.rounding import (
-    dequantize,
-    mse_scale,
-    nearest_scale,
-    output_loss,
-    round_weight,
-)
+from qgemm.calibration.rounding import dequantize, mse_scale, nearest_scale, output_loss, round_weight
 from qgemm.calibration.statistics import InputStatistics
 from qgemm.numerics.formats import Format
 from qgemm.scheme import TensorScheme
@@ -138,54 +132,36 @@ class GPTQ(Method):
 
     def _expert(self, weight: Tensor, moment: Tensor | None, scheme: TensorScheme) -> QuantizedWeight | None:
         """One expert's weight; None if it is no better than rounded to nearest."""
-        if moment is None:
-            return None
-        scale = mse_scale(weight, scheme, moment.diagonal()) if self.mse else nearest_scale(weight, scheme)
-        plain = output_loss(weight, dequantize(round_weight(weight, scale, scheme), scheme.group_size), moment)
-        try:
-            result = gptq(
-                weight,
-                moment,
-                scheme,
-                act_order=self.act_order,
-                damping=self.damping,
-                block_size=self.block_size,
-                scale=scale,
-            )
-        except SingularHessian:
-            return None
-        return result.weight if result.loss < plain else None
+        found = self._attempt(weight, moment, scheme)[2]
+        return found.weight if isinstance(found, GPTQResult) else None
 
     def _quantize(self, work: LayerWork, seen: InputStatistics | None) -> None:
-        weight, scheme = rounded_weight(work), work.scheme.weight
         moment = None if seen is None else rounded_moment(work, seen)
+        work.weight, work.loss, found = self._attempt(rounded_weight(work), moment, work.scheme.weight)
+        if isinstance(found, str):
+            work.notes.append(f"gptq: {found}")
+            return
+        work.weight, work.loss = found.weight, found.loss
+        if found.damping != self.damping:
+            work.notes.append(f"gptq: singular with a damping of {self.damping:g}, so {found.damping:g} was taken")
+
+    def _attempt(
+        self, weight: Tensor, moment: Tensor | None, scheme: TensorScheme
+    ) -> tuple[QuantizedWeight, float | None, GPTQResult | str]:
+        """The weight rounded to nearest and its loss; and what GPTQ makes of it, or why that isn't to be taken."""
         diagonal = None if moment is None else moment.diagonal()
         scale = mse_scale(weight, scheme, diagonal) if self.mse else nearest_scale(weight, scheme)
-        work.weight = round_weight(weight, scale, scheme)
+        plain = round_weight(weight, scale, scheme)
         if moment is None:
-            work.notes.append("gptq: it saw no tokens, so it is rounded to nearest")
-            return
-        work.loss = output_loss(weight, dequantize(work.weight, scheme.group_size), moment)
+            return plain, None, "it saw no tokens, so it is rounded to nearest"
+        loss = output_loss(weight, dequantize(plain, scheme.group_size), moment)
+        order, damping, size = self.act_order, self.damping, self.block_size
         try:
-            result = gptq(
-                weight,
-                moment,
-                scheme,
-                act_order=self.act_order,
-                damping=self.damping,
-                block_size=self.block_size,
-                scale=scale,
-            )
+            result = gptq(weight, moment, scheme, act_order=order, damping=damping, block_size=size, scale=scale)
         except SingularHessian as error:
-            work.notes.append(f"gptq: {error}, so it is rounded to nearest")
-            return
+            return plain, loss, f"{error}, so it is rounded to nearest"
         # Not "if it is worse": a loss of NaN isn't better either.
-        if not result.loss < work.loss:
-            work.notes.append("gptq: no better than rounding to nearest, which it is")
-            return
-        work.weight, work.loss = result.weight, result.loss
-        if result.damping != self.damping:
-            work.notes.append(f"gptq: singular with a damping of {self.damping:g}, so {result.damping:g} was taken")
+        return plain, loss, result if result.loss < loss else "no better than rounding to nearest, which it is"
 
 
 def _inverse_factor(moment: Tensor, order: Tensor, damping: float) -> tuple[Tensor, float]:

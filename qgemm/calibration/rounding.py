@@ -17,7 +17,7 @@ that is a quarter of the products. It missed up to 0.1 % of the least error with
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -63,7 +63,8 @@ def mse_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS, second_moment: T
         search = _RankedSearch(second_moment.to(dtype), form).best
     else:
         importance = None if second_moment is None else _importance(second_moment.to(dtype), group_size)
-        search = functools.partial(_search, form=form, importance=importance)
+        loss = functools.partial(_weighted, importance=importance)
+        search = functools.partial(_search, multiples=_MULTIPLES, form=form, loss=loss)
     rows = max(_PIECE // weight.shape[1], 1)
     pieces = zip(weight.split(rows), scales.split(rows), strict=True)
     best = torch.cat([search(_grouped(part.to(dtype), group_size), own) for part, own in pieces])
@@ -81,6 +82,11 @@ def round_to_nearest(weight: Tensor, scheme: TensorScheme = INT8_ROWS) -> Quanti
     """A finite float weight ``[N, K]`` with its plain scales."""
     weight = weight.detach().float()
     return round_weight(weight, nearest_scale(weight, scheme), scheme)
+
+
+def round_by_mse(weight: Tensor, second_moment: Tensor | None, scheme: TensorScheme) -> QuantizedWeight:
+    """A float weight ``[N, K]`` with its ``mse_scale``."""
+    return round_weight(weight, mse_scale(weight, scheme, second_moment), scheme)
 
 
 def dequantize(quantized: QuantizedWeight, group_size: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -136,16 +142,9 @@ class MSEWeights(Method):
             moment = rounded_moment(work, seen.pop(name)) if name in seen else None
             if self.by_input and moment is None:
                 work.notes.append("mse-weights: it saw no tokens, so all inputs count alike")
-            weight, scheme = rounded_weight(work), work.scheme.weight
-            work.weight = round_weight(weight, mse_scale(weight, scheme, moment), scheme)
+            work.weight = round_by_mse(rounded_weight(work), moment, work.scheme.weight)
         for experts in block.experts.values():
-            decide_experts(
-                block,
-                experts,
-                self.name,
-                lambda weight, moment, scheme: round_weight(weight, mse_scale(weight, scheme, moment), scheme),
-                needs_rows=self.by_input,
-            )
+            decide_experts(block, experts, self.name, round_by_mse, needs_rows=self.by_input)
 
 
 def _grouped(values: Tensor, group_size: int | None) -> Tensor:
@@ -164,21 +163,30 @@ def _importance(moment: Tensor, group_size: int | None) -> Tensor:
     return torch.stack([padded[start : start + size, start : start + size] for start in groups])
 
 
-def _search(groups: Tensor, plain: Tensor, form: Format, importance: Tensor | None) -> Tensor:
-    """The best scale ``[N, groups]`` of ``groups [N, groups, size]``."""
+def _search(
+    groups: Tensor,
+    plain: Tensor,
+    multiples: Iterable[float | Tensor],
+    form: Format,
+    loss: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The multiple of ``plain [N, groups]`` whose error has the least ``loss``, for ``groups [N, groups, size]``."""
     best, least = plain, torch.full_like(plain, torch.inf, dtype=groups.dtype)
-    for multiple in _MULTIPLES:
+    for multiple in multiples:
         scale = (plain * multiple).clamp(min=MIN_SCALE)
-        error = _rounding_error(groups, scale, form)
-        if importance is None:
-            loss = error.square_().sum(-1)
-        elif importance.ndim == 2:
-            loss = error.square_().mul_(importance).sum(-1)
-        else:
-            loss = torch.einsum("ngi,gij,ngj->ng", error, importance, error)
-        better = loss < least
-        best, least = torch.where(better, scale, best), torch.where(better, loss, least)
+        own = loss(_rounding_error(groups, scale, form))
+        better = own < least
+        best, least = torch.where(better, scale, best), torch.where(better, own, least)
     return best
+
+
+def _weighted(error: Tensor, importance: Tensor | None) -> Tensor:
+    """The loss ``[N, groups]`` of an ``error [N, groups, size]``, which it may change."""
+    if importance is None:
+        return error.square_().sum(-1)
+    if importance.ndim == 2:
+        return error.square_().mul_(importance).sum(-1)
+    return torch.einsum("ngi,gij,ngj->ng", error, importance, error)
 
 
 def _rounding_error(groups: Tensor, scale: Tensor, form: Format) -> Tensor:
@@ -210,11 +218,8 @@ class _RankedSearch:
         # The plain one comes first.
         finalists = torch.stack(ranks[1:], 1).topk(_FINALISTS, largest=False).indices.sort(1).values + 1
         finalists = torch.cat((torch.zeros_like(finalists[:, :1]), finalists), 1)
-        best, least = plain, torch.full_like(plain, torch.inf, dtype=groups.dtype)
-        for finalist in finalists.unbind(1):
-            scale = (plain * multiples[finalist, None]).clamp(min=MIN_SCALE)
-            error = _rounding_error(groups, scale, self._form).squeeze(1)
-            loss = (error @ self._moment).mul_(error).sum(-1, keepdim=True)
-            better = loss < least
-            best, least = torch.where(better, scale, best), torch.where(better, loss, least)
-        return best
+        return _search(groups, plain, multiples[finalists].split(1, 1), self._form, self._loss)
+
+    def _loss(self, error: Tensor) -> Tensor:
+        rows = error.squeeze(1)
+        return (rows @ self._moment).mul_(rows).sum(-1, keepdim=True)
