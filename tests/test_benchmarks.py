@@ -331,9 +331,13 @@ def test_the_plot_of_peers_is_drawn_from_the_table(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(f"{axes}.plot", lambda self, x, y, *args, label, **options: drawn.update({label: (x, y)}))
     monkeypatch.setattr(f"{axes}.legend", lambda *args, **options: None)
     assert plots.draw_peers(Path(__file__).parents[1] / "docs/benchmarks.md", tmp_path / "peers.png").exists()
-    assert drawn["qgemm int8"] == ([1, 16, 64, 128, 256, 1024, 4096], [1.96, 1.88, 1.78, 1.79, 1.84, 1.98, 2.05])
+    assert drawn["qgemm int8, 8 shapes"] == (
+        [1, 16, 64, 128, 256, 1024, 4096],
+        [1.96, 1.88, 1.78, 1.79, 1.84, 1.98, 2.05],
+    )
     assert drawn["torchao int8"] == ([256, 4096], [0.66, 0.84])  # it fails at other Ms
-    assert len(drawn) == 5
+    assert drawn["qgemm int8"] == ([1, 16, 256, 4096], [1.91, 1.95, 1.45, 1.55])
+    assert len(drawn) == 6
 
 
 @pytest.mark.slow
