@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
 
+from qgemm.calibration.hooks import hooked, replaced
 from qgemm.calibration.method import Call
 from qgemm.calibration.padding import Masks
 
@@ -75,8 +76,8 @@ class Shortcut:
     paths: tuple[str, ...]
     spec: TreeSpec
 
-    def output_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the block is to return; None in the place of all other tensors."""
+    def output_of(self, *args: Any, **kwargs: Any) -> Any:
+        """What the block, called with these, is to return; None in the place of all other tensors."""
         # A copy: code between blocks may change it in place, and it would be the batch itself.
         value = _flattened((args, kwargs))[0][self.input].clone()
         return tree_unflatten([value if path == self.output else None for path in self.paths], self.spec)
@@ -190,18 +191,9 @@ def _trace(model: nn.Module, call: Call, blocks: dict[str, nn.Module]) -> list[_
             if isinstance(leaf, Tensor):
                 made[id(leaf)] = (weakref.ref(leaf), event, path)
 
-    with ExitStack() as stack:
-        for name, module in blocks.items():
-            stack.callback(
-                module.register_forward_pre_hook(
-                    lambda _, args, kwargs, name=name: before(name, args, kwargs), with_kwargs=True, prepend=True
-                ).remove
-            )
-            stack.callback(module.register_forward_hook(lambda _, __, output, name=name: after(name, output)).remove)
+    with hooked(blocks, before, after, first=True):
         model(*call.args, **call.kwargs)
-    counts: dict[str, int] = defaultdict(int)
-    for event in events:
-        counts[event.name] += 1
+    counts = Counter(event.name for event in events)
     return [event for event in events if counts[event.name] == 1]
 
 
@@ -367,18 +359,16 @@ def capture(
     ``device``: as ``ChainInputs`` has it. ``disturb``: gives the first block another input than the model does.
     Raises ``RuntimeError`` if a batch reaches only some of the blocks.
     """
-    modules = [model.get_submodule(name) for name in chain.names]
+    modules = {name: model.get_submodule(name) for name in chain.names}
     captured, masks = [], []
     for call in calls:
         seen: list[_Inputs] = []
         store = _Store(device)
         with ExitStack() as stack:
-            for place, module in enumerate(modules):
-                hook = _recorder(chain, place, seen, store, disturb)
-                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True).remove)
-                shortcut = chain.shortcuts[place]
-                if shortcut is not None and place + 1 < len(modules):
-                    stack.enter_context(_left_out(module, shortcut))
+            stack.enter_context(hooked(modules, _recorder(chain, seen, store, disturb), first=True))
+            for name, shortcut in zip(chain.names[:-1], chain.shortcuts, strict=False):
+                if shortcut is not None:
+                    stack.enter_context(replaced(modules[name], "forward", shortcut.output_of))
             try:
                 model(*call.args, **call.kwargs)
             except _Stop:
@@ -393,16 +383,15 @@ def capture(
     return ChainInputs(chain, captured, masks, device)
 
 
-def _recorder(chain: Chain, place: int, seen: list[_Inputs], store: _Store, disturb: bool) -> Any:
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recorder(chain: Chain, seen: list[_Inputs], store: _Store, disturb: bool) -> Any:
+    def record(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place = chain.names.index(name)
         if len(seen) != place:
-            raise RuntimeError(
-                f"{chain.names[place]} runs in another order on a batch of calibration: leave that batch out"
-            )
+            raise RuntimeError(f"{name} runs in another order on a batch of calibration: leave that batch out")
         leaves, spec = _flattened((args, kwargs))
         links = chain.links[place]
         if missing := [path for path in links if path not in leaves]:
-            raise RuntimeError(f"{chain.names[place]} is called without {missing[0]} on a batch of calibration")
+            raise RuntimeError(f"{name} is called without {missing[0]} on a batch of calibration")
         kept = {path: store.keep(leaf) for path, leaf in leaves.items() if path not in links}
         seen.append(_Inputs(kept, list(leaves), spec))
         if place + 1 == len(chain.names):
@@ -414,19 +403,6 @@ def _recorder(chain: Chain, place: int, seen: list[_Inputs], store: _Store, dist
         return None
 
     return record
-
-
-@contextmanager
-def _left_out(module: nn.Module, shortcut: Shortcut) -> Iterator[None]:
-    """Inside, ``module`` lets its input through."""
-    own = vars(module).get("forward")
-    module.forward = lambda *args, **kwargs: shortcut.output_of(args, kwargs)
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 @contextmanager

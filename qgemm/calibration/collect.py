@@ -6,7 +6,7 @@ Hooks alone, no tracing: it works for whatever runs as plain PyTorch, and the mo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qgemm.arguments import check_model
+from qgemm.calibration.expert_work import routed_rows
+from qgemm.calibration.hooks import hooked
 from qgemm.calibration.method import Call
 from qgemm.calibration.observers import Observer, resolve_observer
 from qgemm.calibration.padding import Batch
@@ -83,7 +85,6 @@ def run_batches(
     check_batches(batches)
     experts = [layer.name for layer in find_layers(model) if layer.is_experts and not layer.reason]
     bar = tqdm(batches, desc="calibrate", unit="batch", disable=None if progress is None else not progress)
-    count = 0
     calibration, running = Calibration(resolve_observer(observer)), Batch()
     with (
         running.watching(model),
@@ -92,12 +93,8 @@ def run_batches(
         in_eval_mode(model),
         torch.no_grad(),
     ):
-        for batch in bar:
-            call = as_call(batch, count)
+        for call in _each_call(bar):
             model(*call.args, **call.kwargs)
-            count += 1
-        if not count:
-            raise no_batch()
     warn_of_unused(unused_experts(tokens))
     return calibration
 
@@ -111,49 +108,56 @@ def check_batches(batches: Any) -> None:
         )
 
 
-def no_batch(name: str = "calibration") -> ValueError:
-    """What to raise where the argument of that name holds no batch."""
-    return ValueError(f"{name} has no batch: an iterator can be used only once")
-
-
 def as_calls(batches: Iterable[Any], name: str = "calibration") -> list[Call]:
     """What all ``batches``, the argument of that name, have the model called with.
 
     Raises ``TypeError`` if one is none, ``ValueError`` if there are none.
     """
     check_batches(batches)
-    calls = [as_call(batch, index) for index, batch in enumerate(batches)]
-    if not calls:
-        raise no_batch(name)
-    return calls
+    return list(_each_call(batches, name))
 
 
-def as_call(batch: Any, index: int) -> Call:
-    """What a batch, the one at ``index``, has the model called with; raises ``TypeError`` if it isn't a batch."""
-    if isinstance(batch, Call):
-        return batch
-    if isinstance(batch, Mapping):
-        return Call(kwargs=batch)
-    if isinstance(batch, tuple | list):
-        return Call(tuple(batch))
-    if isinstance(batch, Tensor):
-        return Call((batch,))
-    raise TypeError(
-        f"batch {index} of calibration is a {type(batch).__name__}; a batch is a mapping of keyword arguments, a "
-        "tuple or list of arguments, or a tensor"
-    )
-
-
-@contextmanager
-def _watched(model: nn.Module, names: list[str], calibration: Calibration, batch: Batch) -> Iterator[Calibration]:
-    """Inside, every call of the layers called ``names`` adds to ``calibration``."""
-    with ExitStack() as stack:
-        for name in names:
-            handle = model.get_submodule(name).register_forward_pre_hook(
-                _hook(calibration, name, batch), with_kwargs=True
+def _each_call(batches: Iterable[Any], name: str = "calibration") -> Iterator[Call]:
+    """As ``as_calls``, one by one as they come."""
+    index = -1
+    for index, batch in enumerate(batches):
+        if isinstance(batch, Call):
+            yield batch
+        elif isinstance(batch, Mapping):
+            yield Call(kwargs=batch)
+        elif isinstance(batch, tuple | list):
+            yield Call(tuple(batch))
+        elif isinstance(batch, Tensor):
+            yield Call((batch,))
+        else:
+            raise TypeError(
+                f"batch {index} of calibration is a {type(batch).__name__}; a batch is a mapping of keyword arguments, "
+                "a tuple or list of arguments, or a tensor"
             )
-            stack.callback(handle.remove)
-        yield calibration
+    if index < 0:
+        raise ValueError(f"{name} has no batch: an iterator can be used only once")
+
+
+def _watched(
+    model: nn.Module, names: list[str], calibration: Calibration, batch: Batch
+) -> AbstractContextManager[None]:
+    """Inside, every call of the layers called ``names`` adds to ``calibration``."""
+
+    def observe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else next(iter(kwargs.values()))
+        if not isinstance(x, Tensor):
+            raise TypeError(f"the input of {name!r} is a {type(x).__name__}; a layer's input must be a tensor")
+        if x.device.type == "meta":
+            raise ValueError(f"the input of {name!r} is on meta, without values: load the model to calibrate it")
+        seen = calibration.statistics.get(name, calibration.observer)
+        try:
+            updated = seen.update(batch.tokens(x, name))
+        except ValueError as error:
+            raise ValueError(f"the input of {name!r}: {error}") from error
+        if updated.tokens:
+            calibration.statistics[name] = updated
+
+    return hooked({name: model.get_submodule(name) for name in names}, observe)
 
 
 @contextmanager
@@ -162,30 +166,17 @@ def counted_experts(model: nn.Module, names: list[str], batch: Batch) -> Iterato
 
     ``batch``: which rows are tokens.
     """
-    tokens: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        for name in names:
-            module = model.get_submodule(name)
-            source = describe_experts(module)
-            tokens[name] = torch.zeros(source.num_experts, dtype=torch.int64)
-            hook = _counting_hook(name, tokens[name], source.takes_sorted_rows, batch)
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    modules = {name: model.get_submodule(name) for name in names}
+    sources = {name: describe_experts(module) for name, module in modules.items()}
+    tokens = {name: torch.zeros(source.num_experts, dtype=torch.int64) for name, source in sources.items()}
+
+    def count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen, index = tokens[name], routed_rows(sources[name], name, batch, args, kwargs)[1].flatten()
+        known = index[(index >= 0) & (index < len(seen))]
+        seen.add_(torch.bincount(known, minlength=len(seen)).to(seen.device))
+
+    with hooked(modules, count):
         yield tokens
-
-
-def _counting_hook(name: str, tokens: Tensor, takes_sorted_rows: bool, batch: Batch) -> Any:
-    def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip(("hidden_states", "top_k_index"), args, strict=False)) | kwargs
-        if takes_sorted_rows:
-            # As many rows for each, of zeros where a token isn't for it.
-            rows = given["hidden_states"].detach()
-            seen = batch.tokens((rows != 0).any(-1).view(len(tokens), -1).T, name).sum(0)
-        else:
-            index = batch.tokens(given["top_k_index"], name).flatten()
-            seen = torch.bincount(index[(index >= 0) & (index < len(tokens))], minlength=len(tokens))
-        tokens.add_(seen.to(tokens.device))
-
-    return count
 
 
 def unused_experts(tokens: Mapping[str, Tensor]) -> list[str]:
@@ -213,24 +204,6 @@ def warn_of_uncalled(names: list[str]) -> None:
             f"{listed(names)} saw no tokens of calibration and stay in float: either other code reads its "
             "weight instead of calling it, or no batch reaches it: add batches that do"
         )
-
-
-def _hook(calibration: Calibration, name: str, batch: Batch) -> Any:
-    def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = args[0] if args else next(iter(kwargs.values()))
-        if not isinstance(x, Tensor):
-            raise TypeError(f"the input of {name!r} is a {type(x).__name__}; a layer's input must be a tensor")
-        if x.device.type == "meta":
-            raise ValueError(f"the input of {name!r} is on meta, without values: load the model to calibrate it")
-        seen = calibration.statistics.get(name, calibration.observer)
-        try:
-            updated = seen.update(batch.tokens(x, name))
-        except ValueError as error:
-            raise ValueError(f"the input of {name!r}: {error}") from error
-        if updated.tokens:
-            calibration.statistics[name] = updated
-
-    return observe
 
 
 @contextmanager

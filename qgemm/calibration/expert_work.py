@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qgemm.calibration.hooks import hooked
 from qgemm.calibration.method import Block, ExpertsWork, QuantizedWeight
+from qgemm.calibration.padding import Batch
 from qgemm.kernels import quantize_rows
 from qgemm.model.selection import listed
 from qgemm.nn.float_experts import FloatExperts, describe_experts
@@ -28,6 +30,23 @@ Decide = Callable[[Tensor, Tensor | None, TensorScheme], QuantizedWeight | None]
 """A float weight ``[N, K]`` quantized for inputs of a second moment ``[K, K]``; None rounds to nearest."""
 
 
+def routed_rows(
+    source: FloatExperts, name: str, batch: Batch, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The rows ``[n, hidden_size]`` that experts called ``name`` are given, and whose they are, ``[n, top_k]``.
+
+    ``args``, ``kwargs``: what the module is called with. Padding is left out.
+    """
+    given = dict(zip(("hidden_states", "top_k_index"), args, strict=False)) | kwargs
+    rows = given["hidden_states"].detach()
+    if not source.takes_sorted_rows:
+        return batch.tokens(rows, name), batch.tokens(given["top_k_index"], name)
+    # As many for each, of zeros where a token isn't for it.
+    rows = batch.tokens(rows.reshape(source.num_experts, -1, rows.shape[-1]).transpose(0, 1), name)
+    token, expert = (rows != 0).any(-1).nonzero().unbind(1)
+    return rows[token, expert], expert[:, None]
+
+
 class ExpertRows:
     """What the experts of one module are given over all calibration batches."""
 
@@ -35,24 +54,13 @@ class ExpertRows:
         """Runs the block as it is now on all calibration data. Padding doesn't count."""
         self._parts: list[tuple[Tensor, Tensor]] = []
 
-        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = dict(zip(("hidden_states", "top_k_index"), args, strict=False)) | kwargs
-            rows = given["hidden_states"].detach()
-            if source.takes_sorted_rows:
-                # As many for each, of zeros where a token isn't for it.
-                rows = block.batch.tokens(rows.view(source.num_experts, -1, rows.shape[-1]).transpose(0, 1), work.name)
-                token, expert = (rows != 0).any(-1).nonzero().unbind(1)
-                self._parts.append((rows[token, expert], expert[:, None]))
-            else:
-                index = block.batch.tokens(given["top_k_index"], work.name)
-                self._parts.append((block.batch.tokens(rows, work.name).clone(), index.clone()))
+        def keep(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            rows, index = routed_rows(source, name, block.batch, args, kwargs)
+            self._parts.append((rows.clone(), index.clone()))
 
-        handle = work.module.register_forward_pre_hook(keep, with_kwargs=True)
-        try:
+        with hooked({work.name: work.module}, keep):
             for _ in block.run():
                 pass
-        finally:
-            handle.remove()
 
     def of(self, expert: int) -> Tensor | None:
         """The rows ``[n, hidden_size]`` that go to ``expert``, float32; None without a batch."""

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qgemm.calibration.hooks import hooked
 from qgemm.calibration.method import Block
-from qgemm.nn.float_experts import UnknownExperts, describe_experts
+from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
 from qgemm.nn.linear_layer import is_conv1d, linear_weight
 
 # (layer, what is ahead of it): ends of names with the same beginning. What can't pass a scale on is here too, so that
@@ -203,14 +204,21 @@ def input_weights(module: nn.Module) -> list[Tensor]:
     weight = module._parameters.get("weight")
     if weight is not None and weight.ndim == 2:
         return [linear_weight(module).detach()] if weight.is_floating_point() else []
-    if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
-        try:
-            experts = describe_experts(module)
-        except UnknownExperts:
-            return []
-        first = module.get_parameter(experts.parameters["gate_up_proj"]).detach()
-        return [first.transpose(1, 2) if experts.is_transposed else first]
-    return []
+    experts = known_experts(module)
+    if experts is None:
+        return []
+    first = module.get_parameter(experts.parameters["gate_up_proj"]).detach()
+    return [first.transpose(1, 2) if experts.is_transposed else first]
+
+
+def known_experts(module: nn.Module) -> FloatExperts | None:
+    """How ``module`` holds its experts; None if it has none, or not as qgemm knows them."""
+    if all(parameter.ndim != 3 for parameter in module.parameters(recurse=False)):
+        return None
+    try:
+        return describe_experts(module)
+    except UnknownExperts:
+        return None
 
 
 class OutputCheck:
@@ -281,32 +289,27 @@ def norm_consumers(block: Block) -> dict[str, tuple[str, ...]]:
     returned: dict[str, Tensor] = {}
     consumers: dict[str, dict[str, None]] = defaultdict(dict)
 
-    def remember(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                returned[name] = output.detach()
+    widths = {
+        name: weights[0].shape[-1]
+        for name, module in modules.items()
+        if not _is_norm(module) and (weights := input_weights(module))
+    }
 
-        return hook
+    def match(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        if name not in widths or not isinstance(x, Tensor):
+            return
+        K = widths[name]
+        for norm, output in returned.items():
+            if output.shape[-1] == x.shape[-1] == K and output.numel() == x.numel():
+                if torch.equal(output.reshape(-1, K), x.reshape(-1, K)):
+                    consumers[norm][name] = None
 
-    def match(name: str, K: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            x = args[0] if args else next(iter(kwargs.values()), None)
-            if not isinstance(x, Tensor):
-                return
-            for norm, output in returned.items():
-                if output.shape[-1] == x.shape[-1] == K and output.numel() == x.numel():
-                    if torch.equal(output.reshape(-1, K), x.reshape(-1, K)):
-                        consumers[norm][name] = None
+    def remember(name: str, output: Any) -> None:
+        if _is_norm(modules[name]) and isinstance(output, Tensor):
+            returned[name] = output.detach()
 
-        return hook
-
-    with ExitStack() as stack:
-        for name, module in modules.items():
-            if _is_norm(module):
-                stack.callback(module.register_forward_hook(remember(name)).remove)
-            elif weights := input_weights(module):
-                hook = match(name, weights[0].shape[-1])
-                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    with hooked(modules, match, remember):
         block.outputs()
     return {norm: tuple(layers) for norm, layers in consumers.items()}
 

@@ -11,7 +11,6 @@ import difflib
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.arguments import shortened
+from qgemm.calibration.hooks import hooked
 from qgemm.calibration.padding import Batch, Masks
 from qgemm.calibration.statistics import InputStatistics, StatisticsSum
 from qgemm.scheme import QuantScheme
@@ -166,20 +166,14 @@ class Block:
         A ``ValueError`` of ``see`` names the layer.
         """
 
-        def hook(name: str) -> Callable[..., None]:
-            def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                x = args[0] if args else next(iter(kwargs.values()))
-                try:
-                    see(name, x, self.batch.tokens(x, name))
-                except ValueError as error:
-                    raise ValueError(f"the input of {name!r}: {error}") from error
+        def observe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = args[0] if args else next(iter(kwargs.values()))
+            try:
+                see(name, x, self.batch.tokens(x, name))
+            except ValueError as error:
+                raise ValueError(f"the input of {name!r}: {error}") from error
 
-            return observe
-
-        with ExitStack() as stack:
-            for name in names:
-                handle = self.layers[name].module.register_forward_pre_hook(hook(name), with_kwargs=True)
-                stack.callback(handle.remove)
+        with hooked({name: self.layers[name].module for name in names}, observe):
             yield from self.run()
 
     def outputs(self) -> list[Tensor]:

@@ -166,16 +166,21 @@ class _Run:
         if not all(self._is_finished(name) for name in chain.names):
             inputs = capture(self.model, chain, self.calls, self.wanted.device)
         for place, name in enumerate(chain.names):
+            is_finished, held = self._is_finished(name), self.contents.get(name, [])
             with _placed(self.model, name, self.wanted.device):
-                if self._is_finished(name):
-                    self._restore(name)
-                elif inputs is not None:
-                    works = self._take(self.contents[name])
+                if not is_finished and inputs is not None:
+                    works = self._take(held)
                     block = Block(name, self.model.get_submodule(name), self.model, works, inputs.calls(place))
-                    self._quantize_block(block, self.contents[name])
+                    self._quantize_block(block, held)
+                elif self.folder is not None and held:
+                    self._take(held)
+                    for record in self.folder.restore(self._number(name), self.model, self.layers):
+                        self._finish(record)
                 if inputs is not None and place + 1 < len(chain.names):
                     inputs.advance(place, self.model.get_submodule(name))
-            self._save(name)
+            if self.folder is not None and not is_finished:
+                records = [self.records[layer] for layer in held]
+                self.folder.save(self._number(name), name, self.model.get_submodule(name), records)
 
     def _take(self, names: list[str]) -> dict[str, LayerWork]:
         # They are nowhere else from then on: a reference would keep a float weight alive.
@@ -266,21 +271,7 @@ class _Run:
         self.bar.update()
 
     def _is_finished(self, block: str) -> bool:
-        number = self._number(block)
-        return number is None or (self.folder is not None and self.folder.has(number))
-
-    def _restore(self, block: str) -> None:
-        number = self._number(block)
-        if number is not None and self.folder is not None:
-            self._take(self.contents[block])
-            for record in self.folder.restore(number, self.model, self.layers):
-                self._finish(record)
-
-    def _save(self, block: str) -> None:
-        number = self._number(block)
-        if number is not None and self.folder is not None and not self.folder.has(number):
-            records = [self.records[layer] for layer in self.contents[block]]
-            self.folder.save(number, block, self.model.get_submodule(block), records)
+        return block not in self.contents or (self.folder is not None and self.folder.has(self._number(block)))
 
     def _about(self, chains: Sequence[Chain]) -> dict[str, Any]:
         """What the run is, so that it isn't gone on with as another one; each key is what errors call it."""
@@ -295,9 +286,9 @@ class _Run:
             "calibration data": hash_of_data((call.args, dict(call.kwargs)) for call in self.calls),
         }
 
-    def _number(self, block: str) -> int | None:
-        """Which of the blocks with layers it is; None for one without any."""
-        return list(self.contents).index(block) if block in self.contents else None
+    def _number(self, block: str) -> int:
+        """Which of the blocks with layers it is."""
+        return list(self.contents).index(block)
 
 
 def _apply(method: Method, block: Block) -> None:

@@ -14,16 +14,15 @@ of the model must have run; otherwise the model stays as it was, and says why.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from qgemm.calibration.folding import as_they_were, input_weights, norm_consumers
+from qgemm.calibration.folding import as_they_were, input_weights, known_experts, norm_consumers
+from qgemm.calibration.hooks import hooked
 from qgemm.calibration.method import Block, Call, LayerWork, Method, first_tensor
-from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.numerics.hadamard import hadamard
 
 # Ends of the names of linear layers whose output is added to the residual stream.
@@ -75,11 +74,11 @@ def rotate_residual(model: Any, seed: int = 0) -> str:
     call = Call((), {"input_ids": ids.to(embedding.weight.device), "use_cache": False})
     block = Block("", model, model, {}, [call])
     try:
-        idle = _idle_modules(model, block)
+        idle = _idle_modules(block)
     except Exception as error:  # somebody's code, which may want anything
         return f"it doesn't run on tokens alone ({type(error).__name__})"
     if idle:
-        return f"{names[idle[0]]!r} has no part in what it makes of tokens alone"
+        return f"{idle[0]!r} has no part in what it makes of tokens alone"
     readers = {
         model.get_submodule(norm): [model.get_submodule(name) for name in consumers]
         for norm, consumers in norm_consumers(block).items()
@@ -112,14 +111,13 @@ def rotate_residual(model: Any, seed: int = 0) -> str:
     return f"its logits would change by {change:.2g} of their size: not all that reads or writes is known"
 
 
-def _idle_modules(model: nn.Module, block: Block) -> list[nn.Module]:
+def _idle_modules(block: Block) -> list[str]:
     """The modules with parameters of their own that aren't called as the block runs."""
-    idle = {module: None for module in model.modules() if module._parameters}
-    with ExitStack() as stack:
-        for module in list(idle):
-            stack.callback(module.register_forward_pre_hook(lambda called, args: idle.pop(called, None)).remove)
+    modules = {name: module for name, module in block.module.named_modules() if module._parameters}
+    called: set[str] = set()
+    with hooked(modules, lambda name, *_: called.add(name)):
         block.outputs()
-    return list(idle)
+    return [name for name in modules if name not in called]
 
 
 def _rotate(x: Tensor, signs: Tensor, gain: Tensor | None = None) -> None:
@@ -134,11 +132,8 @@ def _written(name: str, module: nn.Module) -> list[Tensor]:
     if isinstance(module, nn.Linear):
         own: list[Tensor | None] = [module.weight.detach().t(), module.bias] if name.endswith(_WRITERS) else []
         return [tensor.detach() for tensor in own if tensor is not None]
-    if all(parameter.ndim != 3 for parameter in module.parameters(recurse=False)):
-        return []
-    try:
-        experts = describe_experts(module)
-    except UnknownExperts:
+    experts = known_experts(module)
+    if experts is None:
         return []
     weight = module.get_parameter(experts.parameters["down_proj"]).detach()
     weights = [weight if experts.is_transposed else weight.transpose(1, 2)]

@@ -21,8 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -34,6 +33,7 @@ from tqdm import tqdm
 from qgemm.arguments import check_model, shortened
 from qgemm.calibration.blocks import find_chains, without_cache
 from qgemm.calibration.collect import as_calls, check_batches, in_eval_mode, run_batches
+from qgemm.calibration.hooks import hooked, replaced
 from qgemm.calibration.method import Call, first_tensor
 from qgemm.calibration.observers import MinMax, Observer
 from qgemm.calibration.padding import Masks
@@ -45,6 +45,7 @@ from qgemm.model.survey import Layer
 from qgemm.nn import QuantExperts, QuantLayer, linear_class
 from qgemm.nn.attention import opened_attention
 from qgemm.scheme import QuantScheme, resolve_scheme
+from qgemm.warn import warn_user
 
 # Logits at a time, in float64.
 _PIECE = 1 << 24
@@ -110,9 +111,7 @@ def sensitivity(
                         trial.damage += outputs.damage_of(model(*call.args, **call.kwargs))
                     bar.update()
     if unseen := list(dict.fromkeys(trial.layer.name for trial in trials if not trial.was_reached)):
-        warnings.warn(
-            f"{listed(unseen)} saw no tokens, so they weren't measured: add batches that reach them", stacklevel=2
-        )
+        warn_user(f"{listed(unseen)} saw no tokens, so they weren't measured: add batches that reach them")
     records = tuple(trial.record(outputs) for trial in trials if trial.was_reached)
     measured = {record.name: record.bytes_before for record in records}
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -155,7 +154,7 @@ class _Trial:
             self._compare(*(masks.tokens(each, self.layer.name) for each in outputs))
             return output
 
-        with _replaced(module, key, forward):
+        with replaced(module, key, forward):
             yield
 
     def _quantized(self, module: nn.Module) -> QuantLayer:
@@ -198,22 +197,13 @@ class _Blocks:
         self._starts, self._ends = {}, {}
         events = itertools.count()
 
-        def start(name: str) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
-                self._starts[name] = next(events)
+        def start(name: str, *_: Any) -> None:
+            self._starts[name] = next(events)
 
-            return hook
+        def end(name: str, output: Any) -> None:
+            self._ends[name] = next(events), _copied(output)
 
-        def end(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: Any, output: Any) -> None:
-                self._ends[name] = next(events), _copied(output)
-
-            return hook
-
-        with ExitStack() as stack:
-            for name, module in self._modules.items():
-                stack.callback(module.register_forward_pre_hook(start(name)).remove)
-                stack.callback(module.register_forward_hook(end(name)).remove)
+        with hooked(self._modules, start, end):
             yield
 
     @contextmanager
@@ -226,25 +216,12 @@ class _Blocks:
                 if end < start:
                     # A copy each time: whoever gets it may change it.
                     given = functools.partial(lambda output, *args, **kwargs: _copied(output), output)
-                    stack.enter_context(_replaced(self._modules[name], "forward", given))
+                    stack.enter_context(replaced(self._modules[name], "forward", given))
             yield
 
 
 def _copied(output: Any) -> Any:
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, output)
-
-
-@contextmanager
-def _replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, the module's method of that name is ``function``."""
-    own = vars(module).get(name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        delattr(module, name)
-        if own is not None:
-            setattr(module, name, own)
 
 
 class _Outputs:
