@@ -61,6 +61,15 @@ def _check_kind(path: Path, status: os.stat_result) -> None:
 
 
 @contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Makes a ``CheckpointError`` of any ``OSError`` inside, where the file at ``path`` is read."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from error
+
+
+@contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Opens a new file, which takes the place of the one at ``path``, if there is one, when the block is left.
 
@@ -75,8 +84,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     try:
         with file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
             # It stays locked until it has its name. Windows, which has no such locks, renames no open file.
             if os.name != "posix":
                 file.close()
@@ -90,11 +98,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 def _create_unfinished(path: Path) -> BinaryIO:
     while True:
-        file = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}").open("xb")
+        file = unfinished_path(path).open("xb")
         # Another process may take it for one that was left behind, until it is locked.
         if lock_file(file) and os.path.exists(file.name):
             return file
         file.close()
+
+
+def unfinished_path(path: Path) -> Path:
+    """Another name, which no file has, for the file that is to be at ``path``; ``remove_unfinished`` knows it."""
+    return path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
 
 
 def make_folder(folder: Path) -> None:
@@ -103,6 +116,12 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for each in missing:
         sync_folder(each.parent)
+
+
+def sync_file(file: BinaryIO) -> None:
+    """Waits until all that was written to an open file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

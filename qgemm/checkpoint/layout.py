@@ -18,7 +18,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qgemm.checkpoint.disk import check_regular, open_regular
+from qgemm.checkpoint.disk import check_regular, open_regular, reading
 from qgemm.checkpoint.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -199,14 +199,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_text(path: Path) -> bytes:
     """What a file of JSON holds; raises ``CheckpointError`` if it can't be read, or is too long."""
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > LARGEST_JSON:
-                raise CheckpointError(f"{path} has {size} bytes; the maximum for JSON is {LARGEST_JSON}")
-            return file.read(size)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
+    with reading(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > LARGEST_JSON:
+            raise CheckpointError(f"{path} has {size} bytes; the maximum for JSON is {LARGEST_JSON}")
+        return file.read(size)
 
 
 def parse_json(text: bytes | str, path: Path) -> dict[str, Any]:

@@ -44,13 +44,16 @@ _DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 class StoredTensor:
     """A tensor in a file, as its header has it. ``dtype`` is None for one that PyTorch or qgemm has no name for.
 
-    ``stamp``: of the file when its header was read; its values are read from that one only.
+    ``stamp``: of the file when its header was read; its values are read from that one only. ``digest``: of that header.
+    ``start``: where in the file the values begin.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     stamp: Stamp | None = field(default=None, kw_only=True, compare=False)
+    digest: str = field(default="", kw_only=True, compare=False)
+    start: int = field(default=0, kw_only=True, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -175,7 +178,9 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, StoredTensor], dict[
     """What one file holds, by name, and what it says beside that; raises as ``read_header`` does."""
     with SafetensorsReader(path) as file:
         tensors = {
-            name: StoredTensor(path, place.shape, _DTYPES.get(place.code), stamp=file.stamp)
+            name: StoredTensor(
+                path, place.shape, _DTYPES.get(place.code), stamp=file.stamp, digest=file.digest, start=place.start
+            )
             for name, place in file.places.items()
         }
         return tensors, file.metadata

@@ -10,17 +10,18 @@ files, which no header that was checked says anything about.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qgemm.checkpoint.disk import open_regular
+from qgemm.checkpoint.disk import open_regular, reading
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import unique_names
 
@@ -36,21 +37,33 @@ _BITS = {
 _METADATA = "__metadata__"
 
 
-Stamp = tuple[int, int, int, int]
-"""What tells a file from another one of its name: device, number, size, time of the last change."""
+class Stamp(NamedTuple):
+    """What tells a file from another one of its name, and from itself before it was written to."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, file: BinaryIO) -> Stamp:
+        """That of an open file."""
+        status = os.fstat(file.fileno())
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+    def find_change(self, status: os.stat_result) -> str | None:
+        """What has become of the file, whose status is that now; None if it is as it was."""
+        if (status.st_dev, status.st_ino) != (self.device, self.inode):
+            return "is another file now"
+        if status.st_size != self.size:
+            return f"has {status.st_size:,} bytes now, and had {self.size:,}"
+        return None if status.st_mtime_ns == self.mtime_ns else "was written to"
 
 
 def file_stamp(path: Path) -> Stamp:
     """The stamp of the file at ``path``; raises ``CheckpointError`` if there is none, or no regular one."""
-    try:
-        with open_regular(path) as file:
-            return _stamp(os.fstat(file.fileno()))
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
-
-
-def _stamp(status: os.stat_result) -> Stamp:
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    with reading(path), open_regular(path) as file:
+        return Stamp.of(file)
 
 
 @dataclass(frozen=True)
@@ -69,11 +82,9 @@ def read_bytes(file: BinaryIO, path: Path, start: int, count: int) -> Tensor:
     if not count:
         return values
     target = memoryview((ctypes.c_char * count).from_address(values.data_ptr())).cast("B")
-    try:
+    with reading(path):
         file.seek(start)
         found = file.readinto(target)  # type: ignore[attr-defined]
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
     if found != count:
         raise CheckpointError(f"{path} became shorter while it was read")
     return values
@@ -82,19 +93,20 @@ def read_bytes(file: BinaryIO, path: Path, start: int, count: int) -> Tensor:
 class SafetensorsReader:
     """A safetensors file that is open. To be closed, or entered (``with``).
 
-    ``places``: its tensors by name. ``metadata``: what the header says beside them. ``stamp``: of the file.
+    ``places``: its tensors by name. ``metadata``: what the header says beside them. ``digest``: of the header.
+    ``stamp``: of the file.
     """
 
     def __init__(self, path: Path) -> None:
         """Reads the header. Raises ``CheckpointError`` if there is no such file, if it is truncated, or none at all."""
         self.path = path
-        try:
+        with reading(path):
             self._file = open_regular(path)
-        except OSError as error:
-            raise CheckpointError(f"{path} can't be read: {error}") from error
         try:
-            self.stamp = _stamp(os.fstat(self._file.fileno()))
-            self.places, self.metadata = _parse(self._read_header(), self._size)
+            self.stamp = Stamp.of(self._file)
+            header = self._read_header()
+            self.digest = hashlib.sha256(len(header).to_bytes(8, "little") + header).hexdigest()
+            self.places, self.metadata = _parse(header, self.stamp.size)
         except (OSError, ValueError, RecursionError) as error:
             self.close()
             raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
@@ -116,14 +128,10 @@ class SafetensorsReader:
         """Closes the file."""
         self.close()
 
-    @property
-    def _size(self) -> int:
-        return self.stamp[2]
-
     def _read_header(self) -> bytes:
         prefix = self._file.read(8)
         length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or not 2 <= length <= min(LARGEST_HEADER, self._size - 8):
+        if len(prefix) < 8 or not 2 <= length <= min(LARGEST_HEADER, self.stamp.size - 8):
             raise ValueError("its header doesn't end")
         header = self._file.read(length)
         if len(header) < length:

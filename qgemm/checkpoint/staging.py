@@ -9,13 +9,12 @@ folder is forced to the disk before and after that rename, so a power cut leaves
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from qgemm.checkpoint.disk import sync_folder
+from qgemm.checkpoint.disk import sync_file, sync_folder, unfinished_path
 
 
 class StagedFiles:
@@ -31,12 +30,10 @@ class StagedFiles:
     @contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
         """Opens a new file that is to be called ``name``, and sees it safely on the disk at the end."""
-        path = self.folder / f".{name}.tmp-{secrets.token_hex(4)}"
-        self._staged[name] = path
-        with path.open("xb") as file:
+        self._staged[name] = unfinished_path(self.folder / name)
+        with self._staged[name].open("xb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
 
     def publish(self, last: str) -> None:
         """Moves the files to their names, ``last``, which points to the others, after them.

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from qgemm.checkpoint.disk import open_regular
+from qgemm.checkpoint.disk import open_regular, reading
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import checkpoint_file, is_checkpoint_file
 from qgemm.warn import warn_user
@@ -53,10 +53,8 @@ def find_companions_to_copy(folder: Path) -> list[Path]:
 
 def copy_companion(path: Path, target: BinaryIO) -> None:
     """Copies the file at ``path``; raises ``CheckpointError`` if it isn't there any more, or changes meanwhile."""
-    try:
+    with reading(path):
         original = open_regular(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
     with original:
         before = os.fstat(original.fileno())
         while piece := _read(original, path):
@@ -67,10 +65,8 @@ def copy_companion(path: Path, target: BinaryIO) -> None:
 
 
 def _read(file: BinaryIO, path: Path) -> bytes:
-    try:
+    with reading(path):
         return file.read(_BYTES_AT_A_TIME)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
 
 
 def _chat_templates(folder: Path) -> list[Path]:

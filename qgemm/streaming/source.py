@@ -8,7 +8,6 @@ values come from the file whose header was read, and whether all are as they wer
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from qgemm.checkpoint.disk import open_regular
+from qgemm.checkpoint.disk import open_regular, reading
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
@@ -32,8 +31,8 @@ from qgemm.checkpoint.layout import (
     read_json,
     weights_file,
 )
-from qgemm.checkpoint.safetensors_file import DTYPE_CODES, StoredTensor, read_headers
-from qgemm.checkpoint.safetensors_reader import read_bytes
+from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
+from qgemm.checkpoint.safetensors_reader import SafetensorsReader, Stamp, read_bytes
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _JSON_FILES = (CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE)
@@ -41,43 +40,22 @@ _JSON_FILES = (CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE)
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """What tells a file from another one of its name, and from itself before it was written to.
+    """``stamp``: of a file. ``digest``: of the header of a safetensors file, and of any other file as a whole."""
 
-    ``digest``: of the header of a safetensors file, and of any other file as a whole.
-    """
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
+    stamp: Stamp
     digest: str
 
     @property
     def fingerprint(self) -> str:
         """What a later run knows it by; the device's number is another one after a restart."""
-        return f"{self.inode} {self.size} {self.mtime_ns} {self.digest}"
-
-    def find_change(self, status: os.stat_result) -> str | None:
-        """What has become of the file, whose status is that now; None if it is as it was."""
-        if (status.st_dev, status.st_ino) != (self.device, self.inode):
-            return "is another file now"
-        if status.st_size != self.size:
-            return f"has {status.st_size:,} bytes now, and had {self.size:,}"
-        return None if status.st_mtime_ns == self.mtime_ns else "was written to"
-
-
-@dataclass(frozen=True)
-class SourceTensor(StoredTensor):
-    """A tensor in a file, and where in it its values begin."""
-
-    offset: int
+        return f"{self.stamp.inode} {self.stamp.size} {self.stamp.mtime_ns} {self.digest}"
 
 
 class Source:
     """The tensors of the checkpoint in ``folder``, by name. ``open_source`` makes one."""
 
     def __init__(
-        self, folder: Path, tensors: dict[str, SourceTensor], identities: dict[str, FileIdentity | None]
+        self, folder: Path, tensors: dict[str, StoredTensor], identities: dict[str, FileIdentity | None]
     ) -> None:
         """``identities``: of the files that were read, by name; None for one that isn't there."""
         self.folder = folder
@@ -102,7 +80,7 @@ class Source:
                 if before is None:
                     change = f"{name} is there now" if os.path.lexists(path) else None
                 else:
-                    change = before.find_change(os.stat(path))
+                    change = before.stamp.find_change(os.stat(path))
                     if change is None and digests and _identify(path) != before:
                         change = "has another header now" if path.suffix == ".safetensors" else "was written to"
                     change = change and f"{name} {change}"
@@ -129,7 +107,7 @@ class Source:
         shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
         row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
         count = math.prod(shape) * tensor.dtype.itemsize
-        values = read_bytes(self._open(tensor.path), tensor.path, tensor.offset + start * row_bytes, count)
+        values = read_bytes(self._open(tensor.path), tensor.path, tensor.start + start * row_bytes, count)
         return values.view(tensor.dtype).reshape(shape)
 
     def close(self) -> None:
@@ -140,13 +118,11 @@ class Source:
 
     def _open(self, path: Path) -> BinaryIO:
         if path not in self._files:
-            try:
+            with reading(path):
                 file = open_regular(path)
-            except OSError as error:
-                raise CheckpointError(f"{path} can't be read: {error}") from error
             identity = self.identities[path.name]
             assert identity is not None
-            if change := identity.find_change(os.fstat(file.fileno())):
+            if change := identity.stamp.find_change(os.fstat(file.fileno())):
                 file.close()
                 raise CheckpointError(f"{path} {change}: it was changed while it was read")
             self._files[path] = file
@@ -168,10 +144,10 @@ def open_source(folder: Path) -> Iterator[Source]:
     weights = weights_file(folder, config)
     if weights.suffix == ".json":  # which may have a name of its own
         identities[weights.name] = _identify(weights)
-    stored = read_headers(folder, config)
-    layouts = {path: read_layout(path) for path in sorted({tensor.path for tensor in stored.values()})}
-    tensors = {name: _place(name, tensor, layouts[tensor.path]) for name, tensor in stored.items()}
-    identities.update((path.name, layout.identity) for path, layout in layouts.items())
+    tensors = read_headers(folder, config)
+    for tensor in tensors.values():
+        assert tensor.stamp is not None
+        identities[tensor.path.name] = FileIdentity(tensor.stamp, tensor.digest)
     source = Source(folder, tensors, identities)
     try:
         yield source
@@ -190,59 +166,10 @@ def _check_no_pickles(folder: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _place(name: str, tensor: StoredTensor, layout: FileLayout) -> SourceTensor:
-    """Where a tensor lies; raises ``CheckpointError`` unless the file is the one whose header was checked."""
-    entry: Any = layout.header.get(name)
-    try:
-        start, end = entry["data_offsets"]
-        is_same = entry["shape"] == list(tensor.shape) and 0 <= start <= end <= layout.identity.size - layout.begin
-        if tensor.dtype is not None:
-            is_same = is_same and entry["dtype"] == DTYPE_CODES[tensor.dtype] and end - start == tensor.nbytes
-    except (KeyError, TypeError, ValueError):
-        is_same = False
-    if not is_same:
-        raise CheckpointError(f"{tensor.path} was changed while it was read: tensor {name} has changed")
-    return SourceTensor(tensor.path, tensor.shape, tensor.dtype, layout.begin + start)
-
-
-@dataclass(frozen=True)
-class FileLayout:
-    """Where things lie in a safetensors file.
-
-    ``header``: as parsed. ``begin``: of the values, from the start of the file.
-    """
-
-    header: dict[str, Any]
-    begin: int
-    identity: FileIdentity
-
-
-def read_layout(path: Path) -> FileLayout:
-    """The layout of a file; raises ``CheckpointError`` if it has none. It isn't checked further."""
-    try:
-        with open_regular(path) as file:
-            status = os.fstat(file.fileno())
-            prefix = file.read(8)
-            text = file.read(min(int.from_bytes(prefix, "little"), LARGEST_JSON))
-        header = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{path} is not a safetensors file")
-    return FileLayout(header, 8 + len(text), _identity(status, prefix + text))
-
-
 def _identify(path: Path) -> FileIdentity:
     if path.suffix == ".safetensors":
-        return read_layout(path).identity
-    try:
-        with open_regular(path) as file:
-            status = os.fstat(file.fileno())
-            return _identity(status, file.read(LARGEST_JSON))
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
-
-
-def _identity(status: os.stat_result, content: bytes) -> FileIdentity:
-    digest = hashlib.sha256(content).hexdigest()
-    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, digest)
+        with SafetensorsReader(path) as reader:
+            return FileIdentity(reader.stamp, reader.digest)
+    with reading(path), open_regular(path) as file:
+        stamp = Stamp.of(file)
+        return FileIdentity(stamp, hashlib.sha256(file.read(LARGEST_JSON)).hexdigest())

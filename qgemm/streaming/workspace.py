@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from qgemm.checkpoint.checksum import checksum_in_file, format_checksum
-from qgemm.checkpoint.disk import lock_file, make_folder, open_regular, replacing, sync_folder
+from qgemm.checkpoint.disk import lock_file, make_folder, open_regular, replacing, sync_file, sync_folder
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import CHECKSUMS
+from qgemm.checkpoint.safetensors_reader import SafetensorsReader
 from qgemm.streaming.journal import Begun, Finished, Journal
-from qgemm.streaming.source import read_layout
 from qgemm.warn import warn_user
 
 _JOURNAL = "journal.json"
@@ -62,7 +62,7 @@ class Workspace:
         try:
             with path.open("r+b" if begun else "w+b") as file:
                 yield file, begun or Begun(name)
-                _sync(file)
+                sync_file(file)
         except BaseException:
             if self.begun is None:
                 with suppress(OSError):  # what led here is what has to be said
@@ -72,7 +72,7 @@ class Workspace:
 
     def note_begun(self, begun: Begun, file: BinaryIO) -> None:
         """Puts into the journal how far a shard is, of which ``file`` is the open file."""
-        _sync(file)
+        sync_file(file)
         sync_folder(self.content)
         self.begun = begun
         self._write_journal()
@@ -174,33 +174,24 @@ def _check_is_free(destination: Path) -> None:
 
 
 def _fingerprint(path: Path) -> str:
-    identity = read_layout(path).identity
-    return f"{identity.size} {identity.digest}"
+    with SafetensorsReader(path) as reader:
+        return f"{reader.stamp.size} {reader.digest}"
 
 
 def _is_sound(path: Path, fingerprint: str, read: Callable[[int], object]) -> bool:
     """Whether a file is the one with that fingerprint, and its values have the checksums in its header."""
     try:
-        if _fingerprint(path) != fingerprint:
-            return False
-        layout = read_layout(path)
-        checksums = json.loads(layout.header["__metadata__"][CHECKSUMS])
-        with open_regular(path) as file:
-            for name, values in layout.header.items():
-                if name == "__metadata__":
-                    continue
-                start, end = values["data_offsets"]
-                found = checksum_in_file(file, layout.begin + start, end - start, read)
+        with SafetensorsReader(path) as reader, open_regular(path) as file:
+            if f"{reader.stamp.size} {reader.digest}" != fingerprint:
+                return False
+            checksums = json.loads(reader.metadata[CHECKSUMS])
+            for name, place in reader.places.items():
+                found = checksum_in_file(file, place.start, place.stop - place.start, read)
                 if format_checksum(found.value) != checksums[name]:
                     return False
     except (CheckpointError, OSError, KeyError, TypeError, ValueError):
         return False
     return True
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _change(before: Any, now: Any) -> str:
