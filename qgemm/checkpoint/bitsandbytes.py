@@ -19,7 +19,7 @@ from torch import Tensor
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
-from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.tensors import split_name
 from qgemm.numerics.formats import INT8, MIN_SCALE
 from qgemm.scheme import SCHEMES
@@ -46,17 +46,12 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
             if weight is None or weight.dtype != INT8.storage or len(weight.shape) != 2:
                 raise CheckpointError(f"{tensor.path}: {name} belongs to a weight that is missing or not int8, [N, K]")
             if tensor.dtype != torch.float32 or tensor.shape != weight.shape[:1]:
-                raise CheckpointError(
-                    f"{tensor.path}: {name} is {tensor.dtype} {list(tensor.shape)}; it must be torch.float32, "
-                    f"[{weight.shape[0]}]"
-                )
+                raise unfit(tensor.path, name, tensor, f"torch.float32, [{weight.shape[0]}]")
             contents.manifest.layers[layer] = SCHEMES["int8"]
             contents.convert(f"{layer}.weight_scale", name, tensor.shape, _to_scale)
         elif leaf == "weight_format" and f"{layer}.SCB" in stored:
             if tensor.dtype != torch.uint8 or tensor.shape not in ((), (1,)):
-                raise CheckpointError(
-                    f"{tensor.path}: {name} is {tensor.dtype} {list(tensor.shape)}, not a uint8 number"
-                )
+                raise CheckpointError(f"{tensor.path}: {name} is {tensor}, not a uint8 number")
             contents.look_at(name, _must_be_rows)
     return contents
 

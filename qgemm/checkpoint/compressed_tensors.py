@@ -24,7 +24,7 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.pretrained import built_again, is_pretrained
-from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name, transient_names
 from qgemm.nn import LinearLayer, PackedLinear, QuantLayer, QuantLinear, QuantMultiheadAttention
 from qgemm.nn.linear_layer import is_conv1d
@@ -68,7 +68,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
 def _note_weight_scale(contents: Contents, layer: str, scale: StoredTensor, strategies: set[str]) -> None:
     weight = contents.stored.get(f"{layer}.weight")
     if weight is None or weight.dtype != INT8.storage or len(weight.shape) != 2:
-        found = "no weight" if weight is None else f"a weight of {weight.dtype} {list(weight.shape)}"
+        found = "no weight" if weight is None else f"a weight of {weight}"
         raise CheckpointError(f"{scale.path}: layer {layer} has a weight_scale but {found}; it must be int8, [N, K]")
     n = weight.shape[0]
     shapes: set[tuple[int, ...]] = set()
@@ -88,9 +88,7 @@ def _note_weight_scale(contents: Contents, layer: str, scale: StoredTensor, stra
 def _check_scale(name: str, scale: StoredTensor, shapes: set[tuple[int, ...]]) -> None:
     if scale.dtype not in FLOAT_DTYPES or scale.shape not in shapes:
         allowed = " or ".join(str(list(shape)) for shape in sorted(shapes))
-        raise CheckpointError(
-            f"{scale.path}: {name} is {scale.dtype} {list(scale.shape)}; it must be of a float dtype and {allowed}"
-        )
+        raise unfit(scale.path, name, scale, f"of a float dtype and {allowed}")
 
 
 def _must_be_zero(value: Tensor) -> Tensor:
@@ -169,9 +167,7 @@ def _weight_strategy(group: dict[str, Any], weights: dict[str, Any], whole_forma
     stored_as = group.get("format") or whole_format
     if stored_as != FORMAT:
         raise _Unsupported(f"is stored as {stored_as!r}", "weight_packed")
-    group_size = weights.get("group_size")
-    by_size = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
-    strategy = weights.get("strategy") or by_size
+    strategy = pack_quantized.strategy_of(weights)
     if strategy not in ("channel", "tensor"):
         raise _Unsupported(f"has weights scaled per {strategy}")
     if weights.get("dynamic", False) is not False:

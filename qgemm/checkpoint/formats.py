@@ -14,7 +14,8 @@ from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.stored_report import read_report
-from qgemm.model.swap_rules import find_rule
+from qgemm.checkpoint.tensors import find_module
+from qgemm.model.swap_rules import find_rule, modules_around
 from qgemm.nn.linear_layer import is_conv1d
 
 _READERS = {
@@ -59,10 +60,7 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path) -> Non
     rename_as_model(contents, model)
     fused = fuse_experts(contents, model, config_path)
     for layer in contents.manifest.layers:
-        try:
-            module = model.get_submodule(layer) if layer else None
-        except AttributeError:
-            module = None
+        module = find_module(model, layer)
         if module is None:
             raise CheckpointError(
                 f"{config_path.parent} holds a quantized layer {layer!r}, which the model doesn't have"
@@ -72,12 +70,7 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path) -> Non
             raise CheckpointError(
                 f"{config_path.parent} quantizes {layer}, a {type(module).__name__}, which qgemm can't compute"
             )
-        parts = layer.split(".")
-        around = (
-            (type(model.get_submodule(".".join(parts[:depth]))), ".".join(parts[depth:]))
-            for depth in range(len(parts) - 1, -1, -1)
-        )
-        if (rule := find_rule(around)) is not None:
+        if (rule := find_rule((type(holder), path) for holder, path in modules_around(model, layer))) is not None:
             raise CheckpointError(
                 f"{config_path.parent} quantizes {layer}, which qgemm can't run in int8: {rule.reason}"
             )

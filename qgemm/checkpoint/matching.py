@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
-from qgemm.checkpoint.tensors import BIAS_DTYPES, FLOAT_DTYPES, named_tensors, transient_names
+from qgemm.checkpoint.tensors import BIAS_DTYPES, FLOAT_DTYPES, find_module, named_tensors, transient_names
 from qgemm.model.selection import listed
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.carry_over import carry_over
@@ -73,10 +73,7 @@ def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_p
     made: dict[nn.Module, QuantLayer] = {}
     layers = {}
     for name, scheme in schemes.items():
-        try:
-            module = model.get_submodule(name) if name else None
-        except AttributeError:
-            module = None
+        module = find_module(model, name)
         if module is None:
             raise CheckpointError(f"{config_path}: layers names {name!r}, which the model doesn't have")
         if module not in made:
@@ -95,21 +92,17 @@ def quantized_layers(model: nn.Module, schemes: dict[str, QuantScheme], config_p
 
 def _quantized_like(module: nn.Module, scheme: QuantScheme) -> QuantLayer:
     if isinstance(module, LinearLayer):
-        return _linear_like(module, module.in_features, module.out_features, scheme)
-    if isinstance(module, nn.Linear) or is_conv1d(module):
-        out_features, in_features = linear_weight(module).shape
-        return _linear_like(module, in_features, out_features, scheme)
-    if isinstance(module, QuantExperts):
+        K, N, has_bias = module.in_features, module.out_features, module.has_bias
+    elif isinstance(module, nn.Linear) or is_conv1d(module):
+        (N, K), has_bias = linear_weight(module).shape, module.bias is not None
+    elif isinstance(module, QuantExperts):
         return copy.deepcopy(module).to("meta")
-    try:
-        return QuantExperts.like(module, describe_experts(module), scheme)
-    except UnknownExperts as error:
-        raise TypeError(f"not linear, nor experts that can be quantized: {error}") from None
-
-
-def _linear_like(module: nn.Module, in_features: int, out_features: int, scheme: QuantScheme) -> LinearLayer:
-    has_bias = module.has_bias if isinstance(module, LinearLayer) else module.bias is not None
-    return linear_class(scheme)(in_features, out_features, has_bias, "meta", scheme=scheme)
+    else:
+        try:
+            return QuantExperts.like(module, describe_experts(module), scheme)
+        except UnknownExperts as error:
+            raise TypeError(f"not linear, nor experts that can be quantized: {error}") from None
+    return linear_class(scheme)(K, N, has_bias, "meta", scheme=scheme)
 
 
 def _check_ties(

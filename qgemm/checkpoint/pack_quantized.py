@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.nn import PackedLinear
 from qgemm.nn.packed import packed_shape
@@ -23,6 +23,12 @@ from qgemm.scheme import SCHEMES, QuantScheme
 
 FORMAT = "pack-quantized"
 GROUP_SIZE = SCHEMES["int4"].weight.group_size
+
+
+def strategy_of(weights: dict[str, Any]) -> Any:
+    """How finely weights are scaled: what they say, or what their group size means."""
+    size = weights.get("group_size")
+    return weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
 
 
 def scheme_of_group(group: dict[str, Any], whole_format: object) -> str | None:
@@ -36,8 +42,7 @@ def scheme_of_group(group: dict[str, Any], whole_format: object) -> str | None:
     plain = weights.get("type", "int") == "int" and weights.get("symmetric", True) is True
     if isinstance(bits, bool) or bits != INT4.bits or not plain or weights.get("dynamic", False) is not False:
         return None
-    by_size = "channel" if size == -1 else "tensor" if size is None else "group"
-    strategy = weights.get("strategy") or by_size
+    strategy = strategy_of(weights)
     if strategy == "channel":
         return "int4-channel"
     return "int4" if strategy == "group" and size == GROUP_SIZE and not isinstance(size, bool) else None
@@ -57,17 +62,11 @@ def note_layer(contents: Contents, layer: str, packed: StoredTensor, schemes: se
         )
     scale, shape = contents.stored.get(f"{layer}.weight_scale"), contents.stored.get(f"{layer}.weight_shape")
     if packed.dtype != torch.int32 or len(packed.shape) != 2:
-        raise CheckpointError(
-            f"{packed.path}: {layer}.weight_packed is {packed.dtype} {list(packed.shape)}; it must be int32, [N, K / 8]"
-        )
+        raise unfit(packed.path, f"{layer}.weight_packed", packed, "int32, [N, K / 8]")
     if scale is None or scale.dtype not in FLOAT_DTYPES or len(scale.shape) != 2 or scale.shape[0] != packed.shape[0]:
-        found = "is missing" if scale is None else f"is {scale.dtype} {list(scale.shape)}"
-        raise CheckpointError(
-            f"{packed.path}: {layer}.weight_scale {found}; it must be of a float dtype, [{packed.shape[0]}, groups]"
-        )
+        raise unfit(packed.path, f"{layer}.weight_scale", scale, f"of a float dtype, [{packed.shape[0]}, groups]")
     if shape is None or shape.dtype not in (torch.int64, torch.int32) or shape.shape != (2,):
-        found = "is missing" if shape is None else f"is {shape.dtype} {list(shape.shape)}"
-        raise CheckpointError(f"{packed.path}: {layer}.weight_shape {found}; it must be int64, [2]")
+        raise unfit(packed.path, f"{layer}.weight_shape", shape, "int64, [2]")
     # One group is one scale per channel, where both are in use.
     by_channel = scale.shape[1] == 1 and "int4-channel" in schemes
     contents.manifest.layers[layer] = SCHEMES["int4-channel" if by_channel or "int4" not in schemes else "int4"]

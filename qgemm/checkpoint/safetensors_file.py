@@ -55,10 +55,20 @@ class StoredTensor:
     digest: str = field(default="", kw_only=True, compare=False)
     start: int = field(default=0, kw_only=True, compare=False)
 
+    def __str__(self) -> str:
+        """Dtype and shape, as errors show them."""
+        return f"{self.dtype} {list(self.shape)}"
+
     @property
     def nbytes(self) -> int:
         """The size of its values."""
         return math.prod(self.shape) * (0 if self.dtype is None else self.dtype.itemsize)
+
+
+def unfit(path: Path, name: str, tensor: StoredTensor | None, wanted: str) -> CheckpointError:
+    """The error about the tensor ``name``, which isn't what it must be, or isn't there."""
+    found = "is missing" if tensor is None else f"is {tensor}"
+    return CheckpointError(f"{path}: {name} {found}; it must be {wanted}")
 
 
 def read_headers(folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, StoredTensor]:

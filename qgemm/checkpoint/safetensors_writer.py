@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import BinaryIO
 
 from torch import Tensor
@@ -63,22 +64,16 @@ class SafetensorsWriter:
         self._metadata = {"format": "pt", **(metadata or {})}
         self._checksums = {name: RunningChecksum() for name in tensors}
         self._header: dict[str, object] = {"__metadata__": {}}
-        places = {}
-        end = 0
+        ends = dict(zip(tensors, accumulate(tensor.nbytes for tensor in tensors.values()), strict=True))
         for name, tensor in tensors.items():
-            places[name] = start = end
-            end += tensor.nbytes
-            self._header[name] = {
-                "dtype": DTYPE_CODES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [start, end],
-            }
+            code, offsets = DTYPE_CODES[tensor.dtype], [ends[name] - tensor.nbytes, ends[name]]
+            self._header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": offsets}
         self._begin = file.tell()
         values_begin = self._begin + self._write_header()
-        self._starts = {name: values_begin + place for name, place in places.items()}
+        self._ends = {name: values_begin + end for name, end in ends.items()}
+        self._starts = {name: end - tensors[name].nbytes for name, end in self._ends.items()}
         self._next = dict(self._starts)
-        self._ends = {name: start + tensors[name].nbytes for name, start in self._starts.items()}
-        self._end = values_begin + end
+        self._end = values_begin + sum(tensor.nbytes for tensor in tensors.values())
 
     @property
     def names(self) -> list[str]:

@@ -64,6 +64,14 @@ def split_name(name: str) -> tuple[str, str]:
     return module, tensor
 
 
+def find_module(model: nn.Module, name: str) -> nn.Module | None:
+    """The module called ``name`` in ``model``, which itself has no name; None if there is none."""
+    try:
+        return model.get_submodule(name) if name else None
+    except AttributeError:
+        return None
+
+
 def get_tensor(model: nn.Module, name: str) -> Tensor:
     """The parameter, buffer or module called ``name``; raises ``AttributeError`` if there is none."""
     owner, leaf = split_name(name)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from qgemm.model.held_weights import multiplied_parameters
-from qgemm.model.swap_rules import find_rule
+from qgemm.model.swap_rules import find_rule, modules_around
 from qgemm.nn.attention import why_closed
 from qgemm.nn.carry_over import cannot_be_carried
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
@@ -164,7 +164,7 @@ class _Survey:
         if not name:
             yield "it is the whole model", True
             return
-        around = self._around(name)
+        around = modules_around(self.model, name)
         if isinstance(around[0][0], nn.MultiheadAttention):
             yield "its weight is read by the attention around it", True
         if any(id(part) in self.heads for part in (module, *(holder for holder, _ in around))):
@@ -182,14 +182,6 @@ class _Survey:
                 yield "the model keeps it in float32", False
         if (rule := find_rule((type(holder), path) for holder, path in around)) is not None:
             yield rule.reason, False
-
-    def _around(self, name: str) -> list[tuple[nn.Module, str]]:
-        """Each module around the one called ``name``, the nearest first, with the path from there."""
-        parts = name.split(".")
-        return [
-            (self.model.get_submodule(".".join(parts[:depth])), ".".join(parts[depth:]))
-            for depth in range(len(parts) - 1, -1, -1)
-        ]
 
 
 def _is_linear(module: nn.Module) -> bool:

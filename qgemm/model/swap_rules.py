@@ -86,6 +86,15 @@ SWAP_RULES = (
 )
 
 
+def modules_around(model: nn.Module, name: str) -> list[tuple[nn.Module, str]]:
+    """Each module around the layer called ``name``, the nearest first, with the layer's dotted path below it."""
+    parts = name.split(".")
+    return [
+        (model.get_submodule(".".join(parts[:depth])), ".".join(parts[depth:]))
+        for depth in range(len(parts) - 1, -1, -1)
+    ]
+
+
 def find_rule(ancestors: Iterable[tuple[type[nn.Module], str]]) -> SwapRule | None:
     """The rule that keeps a layer in float, or None.
 
