@@ -110,8 +110,11 @@ class Contents:
         self._redirect(self._files.pop(part, part), name=name, place=place, whole=whole)
 
     def _redirect(self, name_in_file: str, **changes: Any) -> None:
-        as_it_is = Conversion(name_in_file, lambda value: value)
-        self.conversions[name_in_file] = replace(self.conversions.get(name_in_file, as_it_is), **changes)
+        self.conversions[name_in_file] = replace(self.conversion_of(name_in_file), **changes)
+
+    def conversion_of(self, name_in_file: str) -> Conversion:
+        """What becomes of a tensor in the files."""
+        return self.conversions.get(name_in_file) or Conversion(name_in_file, lambda value: value)
 
     def look_at(self, name_in_file: str, convert: Callable[[Tensor], Tensor]) -> None:
         """Notes that the model doesn't hold the tensor ``name_in_file``, whose value ``convert`` checks."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qgemm.arguments import as_path, shown
-from qgemm.checkpoint.contents import Contents, Conversion
+from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.formats import fit_to_model, read_contents
 from qgemm.checkpoint.layout import (
@@ -32,7 +32,7 @@ from qgemm.checkpoint.layout import (
 )
 from qgemm.checkpoint.matching import match
 from qgemm.checkpoint.pretrained import build_pretrained, is_pretrained, parameters_on_meta, read_generation_config
-from qgemm.checkpoint.safetensors_file import StoredTensor, read_values
+from qgemm.checkpoint.safetensors_file import read_values
 from qgemm.checkpoint.stored_report import parse_report, warn_without_report
 from qgemm.checkpoint.tensors import named_tensors, split_name
 from qgemm.device import find_device
@@ -62,9 +62,9 @@ def load_quantized(
     found, values = retry_while_saved(folder, lambda: _read(folder, model, device))
     _put_in_place(found, values, device)
     if is_pretrained(found.model):
-        announce_quantized(found.model, found.save)
-    if found.lacks is not None:
-        warn_without_report(folder, found.lacks, stacklevel=3)
+        announce_quantized(found.model, found.contents.manifest.save)
+    if found.contents.lacks is not None:
+        warn_without_report(folder, found.contents.lacks, stacklevel=3)
     return found.model.eval()
 
 
@@ -73,43 +73,46 @@ def _read(
 ) -> tuple[Matching, dict[str, Tensor]]:
     """The checkpoint in ``folder``, and its tensors by the model's names."""
     found = find_matching(folder, model)
+    stored, tied = found.contents.stored, found.contents.manifest.tied
     owners = {}
     for layer_name, layer in found.layers.items():
         for leaf in layer.scale_names + layer.index_names:
             full_name = f"{layer_name}.{leaf}"
-            owners[found.tied.get(full_name, full_name)] = layer, leaf
+            owners[tied.get(full_name, full_name)] = layer, leaf
     values: dict[str, Tensor] = {}
-    total = sum(tensor.nbytes for tensor in found.stored.values())
+    total = sum(tensor.nbytes for tensor in stored.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=None) as progress:
-        for name_in_file, stored in read_values(found.stored, device):
-            progress.update(stored.nbytes)
-            name, value = _converted(found, name_in_file, stored)
+        for name_in_file, value in read_values(stored, device):
+            progress.update(value.nbytes)
+            conversion = found.contents.conversion_of(name_in_file)
+            name, path = conversion.name, stored[name_in_file].path
+            try:
+                value = conversion.convert(value)
+            except ValueError as error:
+                raise CheckpointError(f"{path}: {name_in_file}: {error}") from error
             if name is None:
                 continue
             if name in owners:
                 layer, leaf = owners[name]
                 if problem := layer.problem_with(leaf, value):
-                    raise CheckpointError(f"{found.stored[name_in_file].path}: {name_in_file} {problem}")
-            _take_in(values, name, value, found.conversions.get(name_in_file))
+                    raise CheckpointError(f"{path}: {name_in_file} {problem}")
+            if conversion.place is None:
+                values[name] = value
+                continue
+            if name not in values:
+                values[name] = torch.empty(conversion.whole, dtype=value.dtype, device=value.device)
+            values[name][conversion.place] = value
     return found, values
 
 
 @dataclass(frozen=True)
 class Matching:
-    """A float model and the checkpoint that fits it: ``layers`` go into it, and ``extras`` become its attributes.
-
-    ``stored``: the tensors in the files, which ``conversions`` turn into the model's. ``save``: the id of the save that
-    wrote them. ``lacks``: the name of a file that isn't there, and without which it loads.
-    """
+    """A float model and the checkpoint that fits it: ``layers`` go into it, and ``extras`` become its attributes."""
 
     model: nn.Module
     layers: dict[str, QuantLayer]
-    stored: dict[str, StoredTensor]
-    tied: dict[str, str]
+    contents: Contents
     extras: dict[str, Any]
-    conversions: dict[str, Conversion]
-    save: str | None
-    lacks: str | None
 
 
 def find_matching(folder: Path, model: nn.Module | Callable[[], nn.Module] | None = None) -> Matching:
@@ -129,8 +132,7 @@ def find_matching(folder: Path, model: nn.Module | Callable[[], nn.Module] | Non
     extras = _extra_attributes(folder, target, contents, config)
     if read_text(config_path) != text:
         raise CheckpointError(f"{config_path} was replaced while the checkpoint was read: load it again")
-    conversions, lacks = contents.conversions, contents.lacks
-    return Matching(target, layers, contents.stored, manifest.tied, extras, conversions, manifest.save, lacks)
+    return Matching(target, layers, contents, extras)
 
 
 def _given(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
@@ -170,35 +172,16 @@ def _generation_config(folder: Path, config: dict[str, Any]) -> Any:
     return read_generation_config(checkpoint_file(folder, GENERATION_CONFIG_FILE))
 
 
-def _converted(found: Matching, name: str, value: Tensor) -> tuple[str | None, Tensor]:
-    conversion = found.conversions.get(name)
-    if conversion is None:
-        return name, value
-    try:
-        return conversion.name, conversion.convert(value)
-    except ValueError as error:
-        raise CheckpointError(f"{found.stored[name].path}: {name}: {error}") from error
-
-
-def _take_in(values: dict[str, Tensor], name: str, value: Tensor, conversion: Conversion | None) -> None:
-    if conversion is None or conversion.place is None:
-        values[name] = value
-        return
-    if name not in values:
-        values[name] = torch.empty(conversion.whole, dtype=value.dtype, device=value.device)
-    values[name][conversion.place] = value
-
-
 def _put_in_place(found: Matching, values: dict[str, Tensor], device: torch.device) -> None:
-    model = found.model
+    model, tied = found.model, found.contents.manifest.tied
     with opened_attention(model, found.layers):
         for name, layer in found.layers.items():
             model.set_submodule(name, layer)
     placed = {name: _put(model, name, value) for name, value in values.items()}
-    for alias, name in found.tied.items():
+    for alias, name in tied.items():
         _put(model, alias, placed[name])
     for name, tensor in named_tensors(model).items():
-        if name not in placed and name not in found.tied:
+        if name not in placed and name not in tied:
             _put(model, name, tensor.to(device))
     for name, extra in found.extras.items():
         setattr(model, name, extra)

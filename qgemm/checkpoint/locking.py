@@ -27,8 +27,9 @@ def locked(folder: Path) -> Iterator[None]:
             file.close()
             raise CheckpointError(f"another process is saving into {folder}: wait for it, then save again")
         # Whoever held it before may have removed the file just now; then this is the lock of nothing.
-        if _is_at(path, file.fileno()):
-            break
+        with suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                break
         file.close()
     with file:
         try:
@@ -36,10 +37,3 @@ def locked(folder: Path) -> Iterator[None]:
         finally:
             with suppress(OSError):  # Windows removes no open file
                 path.unlink()
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

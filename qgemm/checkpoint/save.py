@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,19 +105,18 @@ def save_quantized(
         remove_unfinished(folder)
         save.has_own_names = not are_names_free(folder, old_files)
         texts = save.text_files(model, quantization, tensors, shards)
-        generation = texts.pop(GENERATION_CONFIG_FILE, None)
+        if (generation := texts.pop(GENERATION_CONFIG_FILE, None)) is not None:
+            texts[save.pending_generation_config] = generation
         staged = StagedFiles(folder)
         try:
-            with _progress(tensors.values()) as progress:
+            total = sum(tensor.nbytes for tensor in tensors.values())
+            with tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=None) as progress:
                 for file_name, names in shards.items():
                     with staged.create(save.name(file_name)) as file:
                         write_safetensors(file, {n: tensors[n] for n in names}, progress.update, save.metadata)
             for file_name, text in texts.items():
                 with staged.create(file_name) as file:
                     file.write(text)
-            if generation is not None:
-                with staged.create(save.pending_generation_config) as file:
-                    file.write(generation)
             staged.publish(last=CONFIG_FILE)
         finally:
             staged.discard()
@@ -232,8 +230,3 @@ def _warn_unless_it_loads(model: nn.Module, folder: Path) -> None:
 
 def _json(values: dict[str, Any]) -> bytes:
     return (json.dumps(values, indent=2) + "\n").encode()
-
-
-def _progress(tensors: Iterable[Tensor]) -> tqdm[Any]:
-    total = sum(tensor.nbytes for tensor in tensors)
-    return tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=None)

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from qgemm.model.selection import listed
 
+_SETTINGS = ("execution_device", "offload", "io_same_device", "weights_map", "offload_buffers", "skip_keys")
+
 
 @contextmanager
 def weights_at_hand(module: nn.Module) -> Iterator[None]:
@@ -54,14 +56,7 @@ def carry_hooks(module: nn.Module, quantized: nn.Module) -> None:
                 names.append(prefix + name)
         add_hook_to_module(
             quantized,
-            AlignDevicesHook(
-                execution_device=hook.execution_device,
-                offload=hook.offload,
-                io_same_device=hook.io_same_device,
-                weights_map=hook.weights_map,
-                offload_buffers=hook.offload_buffers,
-                skip_keys=hook.skip_keys,
-            ),
+            AlignDevicesHook(**{name: getattr(hook, name) for name in _SETTINGS}),
             append=True,
         )
 
@@ -89,7 +84,7 @@ def check_hooks(model: nn.Module, names: Iterable[str]) -> None:
         module = model.get_submodule(name)
         if any(whole == "" or name == whole or name.startswith(f"{whole}.") for whole in wholes):
             preloaded.append(name)
-        elif not all(_is_understood(hook) for hook in _all_hooks(module)):
+        elif not all(_is_understood(hook) for hook in _flatten(getattr(module, "_hf_hook", None))):
             unknown.append(name)
         elif any(hook.offload and _find_store(hook) is None for hook in _hooks(module)):
             on_disk.append(name)
@@ -110,10 +105,6 @@ def check_hooks(model: nn.Module, names: Iterable[str]) -> None:
         )
 
 
-def _all_hooks(module: nn.Module) -> list[Any]:
-    return _flatten(getattr(module, "_hf_hook", None))
-
-
 def _flatten(hook: Any) -> list[Any]:
     if type(hook).__name__ == "SequentialHook":
         return [inner for part in hook.hooks for inner in _flatten(part)]
@@ -121,7 +112,7 @@ def _flatten(hook: Any) -> list[Any]:
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    return [hook for hook in _all_hooks(module) if _is_understood(hook)]
+    return [hook for hook in _flatten(getattr(module, "_hf_hook", None)) if _is_understood(hook)]
 
 
 def _is_understood(hook: Any) -> bool:

@@ -110,11 +110,9 @@ class _Survey:
         parameters = dict(module.named_parameters(recurse=False))
         if _is_linear(module):
             yield Layer(names, kind, self._bytes(module.parameters(recurse=False)), *self._reason(names, module))
-        elif isinstance(module, nn.MultiheadAttention):
-            reason = why_closed(module)
-            yield Layer(names, kind, self._bytes(parameters.values()), reason, reason)
-        elif isinstance(module, _OTHER_PRODUCTS):
-            reason = f"there is no quantized {kind}"
+        elif isinstance(module, (nn.MultiheadAttention, *_OTHER_PRODUCTS)):
+            is_attention = isinstance(module, nn.MultiheadAttention)
+            reason = why_closed(module) if is_attention else f"there is no quantized {kind}"
             yield Layer(names, kind, self._bytes(parameters.values()), reason, reason)
         elif fused := [key for key, parameter in parameters.items() if _is_fused(name, kind, key, parameter)]:
             try:
@@ -178,10 +176,15 @@ class _Survey:
         if owner is not None and all(part is not module for part in _base_model(owner).modules()):
             yield "task head, outside the base model", False
         if self.is_half and all(parameter.dtype == torch.float32 for parameter in module.parameters()):
-            if any(re.search(rf"(^|\.){kept}(\.|$)", name) for kept in self.kept_in_fp32):
+            if is_kept_in_fp32(name, self.kept_in_fp32):
                 yield "the model keeps it in float32", False
         if (rule := find_rule((type(holder), path) for holder, path in around)) is not None:
             yield rule.reason, False
+
+
+def is_kept_in_fp32(name: str, kept: Iterable[str]) -> bool:
+    """Whether a part of the dotted ``name`` is among ``kept``, what a transformers model keeps in float32."""
+    return any(re.search(rf"(^|\.){part}(\.|$)", name) for part in kept)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -6,7 +6,6 @@ is wrong with weights is said at the end, of all of them at once.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +22,7 @@ from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.tensor_parallel import is_cut
 from qgemm.model.plan import SwapPlan, plan_swaps
 from qgemm.model.report import LayerRecord, give_report
-from qgemm.model.survey import Layer
+from qgemm.model.survey import Layer, is_kept_in_fp32
 from qgemm.model.swap import ExpertsSwap, swap
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
@@ -153,7 +152,7 @@ def _as_it_will_be(model: PreTrainedModel) -> Iterator[None]:
     before = {name: model.get_parameter_or_buffer(name) for name in model.state_dict()}
     plan = model._get_dtype_plan(model.dtype)
     for name, parameter in before.items():
-        if isinstance(parameter, nn.Parameter) and any(re.search(rf"(^|\.){kept}(\.|$)", name) for kept in plan):
+        if isinstance(parameter, nn.Parameter) and is_kept_in_fp32(name, plan):
             set_tensor(model, name, nn.Parameter(parameter.to(torch.float32), parameter.requires_grad))
     for alias, name in model.all_tied_weights_keys.items():
         if alias in before and name in before:
