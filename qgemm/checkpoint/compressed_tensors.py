@@ -76,13 +76,9 @@ def _note_weight_scale(contents: Contents, layer: str, scale: StoredTensor, stra
         shapes |= {(n, 1), (n,)}
     if "tensor" in strategies:
         shapes |= {(1,), ()}
-    _check_scale(f"{layer}.weight_scale", scale, shapes)
-    contents.convert(
-        f"{layer}.weight_scale",
-        f"{layer}.weight_scale",
-        (n,),
-        lambda value: value.float().reshape(-1).expand(n).clone(),
-    )
+    name = f"{layer}.weight_scale"
+    _check_scale(name, scale, shapes)
+    contents.convert(name, name, (n,), lambda value: value.float().reshape(-1).expand(n).clone())
 
 
 def _check_scale(name: str, scale: StoredTensor, shapes: set[tuple[int, ...]]) -> None:
@@ -263,14 +259,12 @@ def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict
     for index, scheme in enumerate(used.values()):
         names = [name for name, layer in layers.items() if layer.scheme == scheme]
         targets = ["Linear"] if len(used) == 1 else names
-        if scheme.activation is None:
-            groups[f"group_{index}"] = pack_quantized.to_group(scheme, targets)
-            continue
+        is_packed = scheme.activation is None
         groups[f"group_{index}"] = {
-            "format": FORMAT,
+            "format": pack_quantized.FORMAT if is_packed else FORMAT,
             "targets": targets,
-            "weights": _to_arguments(scheme.weight),
-            "input_activations": _to_arguments(scheme.activation),
+            "weights": pack_quantized.to_arguments(scheme.weight) if is_packed else _to_arguments(scheme.weight),
+            "input_activations": None if scheme.activation is None else _to_arguments(scheme.activation),
             "output_activations": None,
         }
     modules = model.named_modules(remove_duplicate=False)

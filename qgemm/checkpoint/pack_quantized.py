@@ -19,7 +19,7 @@ from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.nn import PackedLinear
 from qgemm.nn.packed import packed_shape
 from qgemm.numerics.formats import INT4
-from qgemm.scheme import SCHEMES, QuantScheme
+from qgemm.scheme import SCHEMES, TensorScheme
 
 FORMAT = "pack-quantized"
 GROUP_SIZE = SCHEMES["int4"].weight.group_size
@@ -91,14 +91,8 @@ def tensors_to_write(name: str, layer: PackedLinear) -> dict[str, Tensor]:
     return {f"{name}.weight_shape": torch.tensor([layer.out_features, layer.in_features])}
 
 
-def to_group(scheme: QuantScheme, targets: list[str]) -> dict[str, Any]:
-    """The group in ``config_groups`` of layers with ``scheme``."""
-    by_group = scheme.weight.granularity == "group"
-    sizes = {"strategy": "group", "group_size": scheme.weight.group_size} if by_group else {"strategy": "channel"}
-    return {
-        "format": FORMAT,
-        "targets": targets,
-        "weights": {"num_bits": scheme.weight.format.bits, "type": "int", "symmetric": True, "dynamic": False, **sizes},
-        "input_activations": None,
-        "output_activations": None,
-    }
+def to_arguments(scheme: TensorScheme) -> dict[str, Any]:
+    """What a group in ``config_groups`` says of weights with ``scheme``."""
+    by_group = scheme.granularity == "group"
+    sizes = {"strategy": "group", "group_size": scheme.group_size} if by_group else {"strategy": "channel"}
+    return {"num_bits": scheme.format.bits, "type": "int", "symmetric": True, "dynamic": False, **sizes}

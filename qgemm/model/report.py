@@ -100,12 +100,10 @@ class QuantReport:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready values."""
-        records = []
-        for record in self.records:
-            values = asdict(record)
-            records.append(
-                {key: value for key, value in values.items() if key not in _OPTIONAL or value not in ("", None)}
-            )
+        records = [
+            {key: value for key, value in asdict(record).items() if key not in _OPTIONAL or value not in ("", None)}
+            for record in self.records
+        ]
         return {"records": records, **({} if self.recipe is None else {"recipe": self.recipe})}
 
     @classmethod
@@ -211,10 +209,7 @@ def kept_record(layer: Layer) -> LayerRecord:
 
 
 def _warn_of_coverage(layers: list[Layer]) -> None:
-    """Warns if less than half of the bytes in products is quantized, what users wanted in float aside.
-
-    ``layers``: after their reasons are known.
-    """
+    """Warns if less than half of the bytes in products is quantized, what users wanted in float aside."""
     counted = [layer for layer in layers if not layer.is_wish]
     kept = [layer for layer in counted if layer.reason]
     total, left = sum(layer.bytes for layer in counted), sum(layer.bytes for layer in kept)

@@ -145,7 +145,6 @@ def _convert(
     inputs: list[_Input],
     read: Callable[[str, torch.dtype], Tensor],
 ) -> dict[str, Tensor]:
-    """Runs one of transformers' conversions."""
     own = deepcopy(converter)
     for pattern, name, dtype in inputs:
         own.add_tensor(target, name, pattern, partial(read, name, dtype))

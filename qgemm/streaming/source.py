@@ -11,7 +11,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -148,11 +148,8 @@ def open_source(folder: Path) -> Iterator[Source]:
     for tensor in tensors.values():
         assert tensor.stamp is not None
         identities[tensor.path.name] = FileIdentity(tensor.stamp, tensor.digest)
-    source = Source(folder, tensors, identities)
-    try:
+    with closing(Source(folder, tensors, identities)) as source:
         yield source
-    finally:
-        source.close()
 
 
 def _check_no_pickles(folder: Path, config: dict[str, Any]) -> None:
