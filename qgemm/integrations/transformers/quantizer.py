@@ -66,10 +66,7 @@ class QGemmQuantizer(HfQuantizer):
         admit(config)
         return config
 
-    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
-        """The same; 5.18 and later show the config here."""
-        admit(config)
-        return config
+    update_attn_implementation = update_tp_plan  # where 5.18 and later show it
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether this weight of a float checkpoint is to be quantized."""
