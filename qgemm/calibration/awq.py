@@ -44,7 +44,6 @@ from qgemm.calibration.rounding import (
     round_to_nearest,
     round_weight,
 )
-from qgemm.nn.linear_layer import linear_weight
 from qgemm.scheme import INT8_ROWS, TensorScheme
 
 RATIOS = tuple(step / 20 for step in range(20))
@@ -162,13 +161,9 @@ def _weights(block: Block, fold: Fold) -> tuple[list[Tensor], list[TensorScheme]
     weights: list[Tensor] = []
     schemes: list[TensorScheme] = []
     for name in fold.layers:
-        if name in block.layers:
-            own = [linear_weight(block.layers[name].module).detach()]
-            scheme = block.layers[name].scheme.weight
-        else:
+        work = block.layers.get(name) or block.experts.get(name)
+        for weight in input_weights(block.model.get_submodule(name)):
             # Experts, [E, N, K]; a router stays in float.
-            own = [w for each in input_weights(block.model.get_submodule(name)) if each.ndim == 3 for w in each]
-            scheme = block.experts[name].scheme.weight if name in block.experts else INT8_ROWS
-        weights += own
-        schemes += [scheme] * len(own)
+            weights += [weight] if name in block.layers else weight if weight.ndim == 3 else []
+        schemes += [work.scheme.weight if work else INT8_ROWS] * (len(weights) - len(schemes))
     return weights, schemes

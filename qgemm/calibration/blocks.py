@@ -338,11 +338,8 @@ class _Calls(Sequence[Call]):
         return self._count
 
     def __getitem__(self, batch: Any) -> Any:
-        if isinstance(batch, slice):
-            return [self[each] for each in range(*batch.indices(self._count))]
-        if not -self._count <= batch < self._count:
-            raise IndexError(batch)
-        return self._inputs.call(self._place, batch % self._count)
+        chosen = range(self._count)[batch]
+        return self._inputs.call(self._place, chosen) if isinstance(chosen, int) else [self[each] for each in chosen]
 
 
 @torch.no_grad()

@@ -67,19 +67,18 @@ def choose_schemes(sensitivity: Sensitivity, budget: Budget) -> dict[str, str | 
     for name in (KL, ERROR):
         if getattr(budget, name) is not None and sensitivity.metric != name:
             raise ValueError(f"the budget limits {name}, but {sensitivity.metric} was measured: give a budget for that")
-    options: dict[str, list[LayerSensitivity | None]] = defaultdict(lambda: [None])
+    options: dict[str, list[LayerSensitivity]] = defaultdict(list)
     for record in sensitivity.records:
         options[record.name].append(record)
     pairs = _Pairs(sensitivity.other_bytes)
     for records in options.values():
-        before = next(record.bytes_before for record in records if record is not None)
+        # Float comes first.
         pairs.extend(
-            [before if record is None else record.bytes_after for record in records],
-            [0.0 if record is None else added_damage(record, sensitivity.metric) for record in records],
+            [records[0].bytes_before, *(record.bytes_after for record in records)],
+            [0.0, *(added_damage(record, sensitivity.metric) for record in records)],
         )
-    chosen = pairs.choose(budget)
-    best = {name: records[place] for (name, records), place in zip(options.items(), chosen, strict=True)}
-    return {name: None if record is None else record.scheme for name, record in best.items()}
+    schemes = ([None, *(record.scheme for record in records)] for records in options.values())
+    return {name: own[place] for name, own, place in zip(options, schemes, pairs.choose(budget), strict=True)}
 
 
 def assign_schemes(

@@ -6,7 +6,7 @@ Hooks alone, no tracing: it works for whatever runs as plain PyTorch, and the mo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,14 +54,8 @@ def calibrate(
     with opened_attention(model):
         layers = [layer for layer in select_layers(model, skip, include) if not layer.reason]
         names = [layer.name for layer in layers if not layer.is_experts]
-        calibration, batch = Calibration(resolve_observer(observer)), Batch()
-        with (
-            batch.watching(model),
-            _watched(model, names, calibration, batch),
-            counted_experts(model, [layer.name for layer in layers if layer.is_experts], batch) as tokens,
-        ):
+        with _watched(model, names, [layer.name for layer in layers if layer.is_experts], observer) as calibration:
             yield calibration
-    warn_of_unused(unused_experts(tokens))
     if unseen := [name for name in names if name not in calibration.statistics]:
         warn_user(
             f"{listed(unseen)} saw no tokens, so there are no scales for them: run batches that reach them, or pass "
@@ -85,17 +79,9 @@ def run_batches(
     check_batches(batches)
     experts = [layer.name for layer in find_layers(model) if layer.is_experts and not layer.reason]
     bar = tqdm(batches, desc="calibrate", unit="batch", disable=None if progress is None else not progress)
-    calibration, running = Calibration(resolve_observer(observer)), Batch()
-    with (
-        running.watching(model),
-        _watched(model, names, calibration, running),
-        counted_experts(model, experts, running) as tokens,
-        in_eval_mode(model),
-        torch.no_grad(),
-    ):
+    with _watched(model, names, experts, observer) as calibration, in_eval_mode(model), torch.no_grad():
         for call in _each_call(bar):
             model(*call.args, **call.kwargs)
-    warn_of_unused(unused_experts(tokens))
     return calibration
 
 
@@ -138,10 +124,10 @@ def _each_call(batches: Iterable[Any], name: str = "calibration") -> Iterator[Ca
         raise ValueError(f"{name} has no batch: an iterator can be used only once")
 
 
-def _watched(
-    model: nn.Module, names: list[str], calibration: Calibration, batch: Batch
-) -> AbstractContextManager[None]:
-    """Inside, every call of the layers called ``names`` adds to ``calibration``."""
+@contextmanager
+def _watched(model: nn.Module, names: list[str], experts: list[str], observer: str | Observer) -> Iterator[Calibration]:
+    """Inside, calls of ``model`` add to the statistics of ``names``; at the end it warns of unused ``experts``."""
+    calibration, batch = Calibration(resolve_observer(observer)), Batch()
 
     def observe(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0] if args else next(iter(kwargs.values()))
@@ -157,7 +143,10 @@ def _watched(
         if updated.tokens:
             calibration.statistics[name] = updated
 
-    return hooked({name: model.get_submodule(name) for name in names}, observe)
+    modules = {name: model.get_submodule(name) for name in names}
+    with batch.watching(model), hooked(modules, observe), counted_experts(model, experts, batch) as tokens:
+        yield calibration
+    warn_of_unused(unused_experts(tokens))
 
 
 @contextmanager

@@ -95,15 +95,12 @@ def rotate_values(block: Block, fold: Fold) -> bool:
     channels = torch.arange(K) if fold.channels is None else fold.channels
     groups = torch.unique(channels.view(-1, width), dim=0)
 
-    def rotate_source() -> None:
-        _rotate_rows(source, groups)
-
     def rotate() -> None:
-        rotate_source()
+        _rotate_rows(source, groups)
         for weight in columns:
             weight.copy_(hadamard(weight.double().reshape(*weight.shape[:-1], -1, width)).reshape(weight.shape))
 
-    return OutputCheck(block).keeps_outputs([source, *layers], rotate, rotate_source)
+    return OutputCheck(block).keeps_outputs([source, *layers], rotate, lambda: _rotate_rows(source, groups))
 
 
 def _rotate_rows(linear: nn.Module, groups: Tensor) -> None:

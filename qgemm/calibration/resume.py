@@ -118,31 +118,26 @@ class ResumeFolder:
 
 def hash_of_model(model: nn.Module) -> str:
     """Of the names, shapes and dtypes of a model's tensors, and of a sample of their values."""
-    sum_of = hashlib.blake2b(digest_size=16)
-    for name, tensor in named_tensors(model).items():
-        sum_of.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        flat = tensor.detach().flatten()
-        _add(sum_of, flat[:: max(1, flat.numel() // _SAMPLE)])
-    return sum_of.hexdigest()
+    return _hash((name, tensor, max(1, tensor.numel() // _SAMPLE)) for name, tensor in named_tensors(model).items())
 
 
 def hash_of_data(batches: Iterable[Any]) -> str:
     """Of all values in the batches."""
+    return _hash((path, leaf, 1) for batch in batches for path, leaf in tree_flatten_with_path(batch)[0])
+
+
+def _hash(leaves: Iterable[tuple[Any, Any, int]]) -> str:
+    """Of names, with tensors, of which every so-many-th value counts, or other values."""
     sum_of = hashlib.blake2b(digest_size=16)
-    for batch in batches:
-        for path, leaf in tree_flatten_with_path(batch)[0]:
-            if isinstance(leaf, Tensor):
-                sum_of.update(f"{path} {leaf.dtype} {list(leaf.shape)}\n".encode())
-                _add(sum_of, leaf.detach())
-            else:
-                sum_of.update(f"{path} {leaf!r}\n".encode())
+    for name, leaf, stride in leaves:
+        if not isinstance(leaf, Tensor):
+            sum_of.update(f"{name} {leaf!r}\n".encode())
+            continue
+        sum_of.update(f"{name} {leaf.dtype} {list(leaf.shape)}\n".encode())
+        content = (leaf.detach() if stride == 1 else leaf.detach().flatten()[::stride]).to("cpu").contiguous()
+        if content.nbytes:
+            sum_of.update((ctypes.c_char * content.nbytes).from_address(content.data_ptr()))
     return sum_of.hexdigest()
-
-
-def _add(sum_of: Any, values: Tensor) -> None:
-    content = values.to("cpu").contiguous()
-    if content.nbytes:
-        sum_of.update((ctypes.c_char * content.nbytes).from_address(content.data_ptr()))
 
 
 def _parse(path: Path, text: str | None) -> tuple[dict[str, QuantScheme], list[LayerRecord]]:

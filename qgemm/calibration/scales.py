@@ -47,9 +47,9 @@ def find_scales(
         if layer.reason:
             continue
         seen = calibration.statistics[layer.name]
+        columns = 0 if seen.channel_amax is None else len(seen.channel_amax)
         width = linear_weight(model.get_submodule(layer.name)).shape[1]
-        if seen.channel_amax is None or len(seen.channel_amax) != width:
-            columns = 0 if seen.channel_amax is None else len(seen.channel_amax)
+        if columns != width:
             raise ValueError(
                 f"calibration saw {columns} input columns of {layer.name!r}, which has {width}: it is of another model"
             )

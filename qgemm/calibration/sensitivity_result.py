@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from qgemm.arguments import shortened
 from qgemm.calibration.sensitivity_plot import plot_damages
@@ -107,14 +107,7 @@ class Sensitivity:
 
 
 _FIELDS = {"metric": str, "tokens": int, "other_bytes": int, "records": list}
-_RECORD_FIELDS = {
-    "name": str,
-    "scheme": str,
-    "damage": float,
-    "layer_error": float,
-    "bytes_before": int,
-    "bytes_after": int,
-}
+_RECORD_FIELDS = get_type_hints(LayerSensitivity)
 
 
 def _check(where: str, values: Any, fields: Mapping[str, type]) -> dict[str, Any]:
