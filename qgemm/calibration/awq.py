@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from qgemm.calibration.expert_work import decide_experts
-from qgemm.calibration.folding import Fold, find_folds, input_weights
+from qgemm.calibration.folding import find_folds
 from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.calibration.rounding import (
@@ -44,7 +44,7 @@ from qgemm.calibration.rounding import (
     round_to_nearest,
     round_weight,
 )
-from qgemm.scheme import INT8_ROWS, TensorScheme
+from qgemm.scheme import TensorScheme
 
 RATIOS = tuple(step / 20 for step in range(20))
 
@@ -127,7 +127,7 @@ class AWQ(Method):
                 continue  # said below
             moment = seen[quantized[0]].second_moment
             assert moment is not None
-            weights, schemes = _weights(block, fold)
+            weights, schemes = fold.weights(block)
             found = awq_scales(weights, moment, schemes, fold.tie)
             try:
                 by = fold.apply(block, found.scales)
@@ -154,16 +154,3 @@ class AWQ(Method):
         scale = mse_scale(weight, scheme, moment) if self.clip else nearest_scale(weight, scheme)
         work.weight = round_weight(weight, scale, scheme)
         work.loss = output_loss(weight, dequantize(work.weight, scheme.group_size), moment)
-
-
-def _weights(block: Block, fold: Fold) -> tuple[list[Tensor], list[TensorScheme]]:
-    """All weights that a fold's scales go into and that get quantized, and how; experts' one by one."""
-    weights: list[Tensor] = []
-    schemes: list[TensorScheme] = []
-    for name in fold.layers:
-        work = block.layers.get(name) or block.experts.get(name)
-        for weight in input_weights(block.model.get_submodule(name)):
-            # Experts, [E, N, K]; a router stays in float.
-            weights += [weight] if name in block.layers else weight if weight.ndim == 3 else []
-        schemes += [work.scheme.weight if work else INT8_ROWS] * (len(weights) - len(schemes))
-    return weights, schemes

@@ -172,11 +172,8 @@ def _trace(model: nn.Module, call: Call, blocks: dict[str, nn.Module]) -> list[_
 
     def before(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = _flattened((args, kwargs))[0]
-        links = {}
-        for path, leaf in leaves.items():
-            known = made.get(id(leaf))
-            if known is not None and known[0]() is leaf:
-                links[path] = known[1:]
+        known = {path: made[id(leaf)] for path, leaf in leaves.items() if id(leaf) in made}
+        links = {path: (event, output) for path, (tensor, event, output) in known.items() if tensor() is leaves[path]}
         shapes = {path: _shape(leaf) for path, leaf in leaves.items()}
         event = _Event(name, _digests(leaves), shapes, links)
         events.append(event)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from qgemm.calibration.hooks import hooked
@@ -47,25 +47,18 @@ def routed_rows(
     return rows[token, expert], expert[:, None]
 
 
-class ExpertRows:
-    """What the experts of one module are given over all calibration batches."""
+def _all_routed_rows(block: Block, work: ExpertsWork, source: FloatExperts) -> list[tuple[Tensor, Tensor]]:
+    """The ``routed_rows`` of each batch of calibration data, from a run of the block as it is now."""
+    kept: list[tuple[Tensor, Tensor]] = []
 
-    def __init__(self, block: Block, work: ExpertsWork, source: FloatExperts) -> None:
-        """Runs the block as it is now on all calibration data. Padding doesn't count."""
-        self._parts: list[tuple[Tensor, Tensor]] = []
+    def keep(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        rows, index = routed_rows(source, name, block.batch, args, kwargs)
+        kept.append((rows.clone(), index.clone()))
 
-        def keep(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            rows, index = routed_rows(source, name, block.batch, args, kwargs)
-            self._parts.append((rows.clone(), index.clone()))
-
-        with hooked({work.name: work.module}, keep):
-            for _ in block.run():
-                pass
-
-    def of(self, expert: int) -> Tensor | None:
-        """The rows ``[n, hidden_size]`` that go to ``expert``, float32; None without a batch."""
-        parts = [rows[(index == expert).any(-1)] for rows, index in self._parts]
-        return torch.cat(parts).float() if parts else None
+    with hooked({work.name: work.module}, keep):
+        for _ in block.run():
+            pass
+    return kept
 
 
 @torch.no_grad()
@@ -76,22 +69,26 @@ def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide,
     rounded to nearest.
     """
     source = describe_experts(work.module)
-    rows = ExpertRows(block, work, source) if needs_rows else None
-    first, second = (
-        work.module.get_parameter(source.parameters[name]).detach() for name in ("gate_up_proj", "down_proj")
-    )
+    routed = _all_routed_rows(block, work, source) if needs_rows else None
     parts: dict[str, list[QuantizedWeight]] = {"gate_up_proj": [], "down_proj": []}
+    stored = {name: work.module.get_parameter(source.parameters[name]).detach() for name in parts}
+    biases = None
+    if source.has_bias:
+        name = source.parameters["gate_up_proj_bias"]
+        biases = source.bias_of("gate_up_proj", work.module.get_parameter(name).detach())
     counts, undecided = [], []
     for expert in range(source.num_experts):
-        weights = [source.rows_of(name, weight, expert) for name, weight in zip(parts, (first, second), strict=True)]
+        weights = [source.rows_of(name, weight, expert) for name, weight in stored.items()]
         moments: list[Tensor | None] = [None, None]
         enough = True
-        if rows is not None:
-            x = rows.of(expert)
-            counts.append(0 if x is None else len(x))
-            enough = x is not None and len(x) >= FEWEST_TOKENS
-            if x is not None and enough:
-                hidden = source.activation(F.linear(x, weights[0].float(), _bias(work.module, source, expert)))
+        if routed is not None:
+            own = [rows[(index == expert).any(-1)] for rows, index in routed]
+            x = torch.cat(own).float() if own else torch.empty(0)
+            counts.append(len(x))
+            enough = len(x) >= FEWEST_TOKENS
+            if enough:
+                bias = None if biases is None else biases[expert].float()
+                hidden = source.activation(F.linear(x, weights[0].float(), bias))
                 moments = [values.T @ values / len(values) for values in (x, hidden)]
         found = [
             decide(each, moment, work.scheme.weight) if enough else None
@@ -106,13 +103,6 @@ def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide,
         for name, each in parts.items()
     }
     work.notes.append(_said(method, source.num_experts, counts, undecided))
-
-
-def _bias(module: nn.Module, source: FloatExperts, expert: int) -> Tensor | None:
-    if not source.has_bias:
-        return None
-    bias = module.get_parameter(source.parameters["gate_up_proj_bias"]).detach()
-    return source.bias_of("gate_up_proj", bias)[expert].float()
 
 
 def _said(method: str, experts: int, counts: list[int], undecided: list[int]) -> str:

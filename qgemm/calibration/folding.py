@@ -26,6 +26,7 @@ from qgemm.calibration.hooks import hooked
 from qgemm.calibration.method import Block
 from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
 from qgemm.nn.linear_layer import is_conv1d, linear_weight
+from qgemm.scheme import INT8_ROWS, TensorScheme
 
 # (layer, what is ahead of it): ends of names with the same beginning. What can't pass a scale on is here too, so that
 # it is refused for its reason, and for models whose activation is ReLU.
@@ -82,6 +83,18 @@ class Fold:
     def is_norm(self, block: Block) -> bool:
         """Whether the source is a norm, not a linear layer."""
         return _is_norm(block.model.get_submodule(self.source))
+
+    def weights(self, block: Block) -> tuple[list[Tensor], list[TensorScheme]]:
+        """All weights that the scales go into and that get quantized, and how; experts' one by one."""
+        weights: list[Tensor] = []
+        schemes: list[TensorScheme] = []
+        for name in self.layers:
+            work = block.layers.get(name) or block.experts.get(name)
+            for weight in input_weights(block.model.get_submodule(name)):
+                # Experts, [E, N, K]; a router stays in float.
+                weights += [weight] if name in block.layers else weight if weight.ndim == 3 else []
+            schemes += [work.scheme.weight if work else INT8_ROWS] * (len(weights) - len(schemes))
+        return weights, schemes
 
     def undecide(self, block: Block) -> None:
         """Takes back what methods have decided for weights that the fold changes."""
@@ -158,7 +171,11 @@ def find_folds(block: Block) -> tuple[list[Fold], dict[str, str]]:
     check, elsewhere = OutputCheck(block), _held_elsewhere(block)
     folds: list[Fold] = []
     refused: dict[str, str] = {}
-    for candidates in (*_norm_candidates(block), *_linear_candidates(block)):
+    norms = [
+        [Fold(norm, layers, gain_offset=offset) for offset in (0.0, 1.0)]
+        for norm, layers in norm_consumers(block).items()
+    ]
+    for candidates in (*norms, *_linear_candidates(block)):
         source, layers = candidates[0].source, candidates[0].layers
         waiting = [name for name in layers if name in block.layers and not any(name in fold.layers for fold in folds)]
         if not waiting:
@@ -268,15 +285,6 @@ def float_tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, Mapping | tuple | list):
         for part in output.values() if isinstance(output, Mapping) else output:
             yield from float_tensors(part)
-
-
-def _norm_candidates(block: Block) -> list[list[Fold]]:
-    """For each norm whose output goes into a layer to be quantized, the folds to try."""
-    return [
-        [Fold(norm, layers, gain_offset=offset) for offset in (0.0, 1.0)]
-        for norm, layers in norm_consumers(block).items()
-        if any(name in block.layers for name in layers)
-    ]
 
 
 def norm_consumers(block: Block) -> dict[str, tuple[str, ...]]:

@@ -157,8 +157,7 @@ class Block:
         shared = _SharedProducts()
         for _ in self.watch(wanted, lambda name, x, tokens: shared.add(sums[name], x, tokens)):
             shared.forget()
-        results = {name: total.result for name, total in sums.items()}
-        return {name: result for name, result in results.items() if result is not None}
+        return {name: result for name, total in sums.items() if (result := total.result) is not None}
 
     def watch(self, names: Iterable[str], see: Callable[[str, Tensor, Tensor], None]) -> Iterator[Any]:
         """As ``run``; calls ``see(name, x, tokens)`` for each input ``x`` of these layers, of which ``tokens`` count.

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from qgemm.calibration.folding import Fold, find_folds, input_weights
+from qgemm.calibration.folding import Fold, find_folds
 from qgemm.calibration.method import Block, LayerWork, Method, Part
 from qgemm.calibration.rounded_part import rounded_input, rounded_part
 from qgemm.calibration.rounding import dequantize, round_to_nearest
@@ -72,14 +72,8 @@ class SmoothQuant(Method):
             block.layers[name].notes.append(f"smoothquant: not scaled: {reason}")
 
     def _scale(self, block: Block, fold: Fold, seen: InputStatistics) -> None:
-        # Experts are quantized too; routers stay as they are.
-        weights = [
-            weight
-            for name in fold.layers
-            for weight in input_weights(block.model.get_submodule(name))
-            if name in block.layers or weight.ndim == 3
-        ]
-        weight_amax = fold.tie(torch.stack([weight.abs().flatten(0, -2).amax(0).float() for weight in weights]).amax(0))
+        weights = fold.weights(block)[0]
+        weight_amax = fold.tie(torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0))
         input_amax = fold.tie(seen.channel_amax)
         if self.alpha != "search":
             fold.apply(block, smoothing_scales(input_amax, weight_amax, self.alpha))
