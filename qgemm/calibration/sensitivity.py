@@ -10,10 +10,9 @@ Padding doesn't count (``padding.py``). Beside it stands the layer's own error o
 ``norm(quantized(x) - float(x)) / norm(float(x))``, which costs nothing more but says nothing of what comes of it
 further on.
 
-The model runs once for each batch, layer and scheme, so that the cost is that of ``layers * schemes`` passes over the
-data, or half of that, as blocks ahead of the layer aren't run again: what they gave on the batch is kept. A few
-thousand tokens are enough to tell layers apart. Nothing is swapped: while a layer is measured, its ``forward`` computes
-with a quantized copy, of which there is one at a time.
+The cost is that of ``layers * schemes`` passes over the data, or half of that, as blocks ahead of the layer aren't run
+again. A few thousand tokens are enough to tell layers apart. Nothing is swapped: while a layer is measured, its
+``forward`` computes with a quantized copy, of which there is one at a time.
 """
 
 from __future__ import annotations
