@@ -52,18 +52,11 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
         elif leaf == "weight_format" and f"{layer}.SCB" in stored:
             if tensor.dtype != torch.uint8 or tensor.shape not in ((), (1,)):
                 raise CheckpointError(f"{tensor.path}: {name} is {tensor}, not a uint8 number")
-            contents.look_at(name, _must_be_rows)
+            problem = "the weight is laid out for one kind of GPU, as old versions of bitsandbytes did; save it again"
+            contents.must_be_zero(name, problem)
     return contents
 
 
 def _to_scale(absmax: Tensor) -> Tensor:
     # A row of zeros has 0; the smallest scale there is means the same.
     return torch.where(absmax == 0, MIN_SCALE, absmax / INT8.steps)
-
-
-def _must_be_rows(value: Tensor) -> Tensor:
-    if bool((value != 0).any()):
-        raise ValueError(
-            "the weight is laid out for one kind of GPU, as old versions of bitsandbytes did; save it again"
-        )
-    return value

@@ -34,6 +34,7 @@ from qgemm.scheme import SCHEMES, TensorScheme
 QUANT_METHOD = "compressed-tensors"
 FORMAT = "int-quantized"
 MIXED = "mixed-precision"
+_ASYMMETRIC = "the zero point is not 0: the layer is quantized asymmetrically, which qgemm doesn't compute"
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
@@ -61,7 +62,8 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
             _check_scale(name, tensor, {(), (1,)})
             contents.convert(name, name, (), lambda value: value.float().reshape(()))
         elif leaf in ("weight_zero_point", "input_zero_point"):
-            contents.look_at(name, _must_be_zero)  # older versions store them for symmetric schemes as well
+            # Older versions store them for symmetric schemes as well.
+            contents.must_be_zero(name, _ASYMMETRIC)
     return contents
 
 
@@ -85,12 +87,6 @@ def _check_scale(name: str, scale: StoredTensor, shapes: set[tuple[int, ...]]) -
     if scale.dtype not in FLOAT_DTYPES or scale.shape not in shapes:
         allowed = " or ".join(str(list(shape)) for shape in sorted(shapes))
         raise unfit(scale.path, name, scale, f"of a float dtype and {allowed}")
-
-
-def _must_be_zero(value: Tensor) -> Tensor:
-    if bool((value != 0).any()):
-        raise ValueError("the zero point is not 0: the layer is quantized asymmetrically, which qgemm doesn't compute")
-    return value
 
 
 def _check_groups(

@@ -120,3 +120,13 @@ class Contents:
         """Notes that the model doesn't hold the tensor ``name_in_file``, whose value ``convert`` checks."""
         del self.headers[name_in_file]
         self.conversions[name_in_file] = Conversion(None, convert)
+
+    def must_be_zero(self, name_in_file: str, problem: str) -> None:
+        """As ``look_at``, for a tensor in which anything but 0 is a ``problem``."""
+
+        def check(value: Tensor) -> Tensor:
+            if bool((value != 0).any()):
+                raise ValueError(problem)
+            return value
+
+        self.look_at(name_in_file, check)

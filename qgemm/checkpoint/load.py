@@ -71,7 +71,6 @@ def load_quantized(
 def _read(
     folder: Path, model: nn.Module | Callable[[], nn.Module] | None, device: torch.device
 ) -> tuple[Matching, dict[str, Tensor]]:
-    """The checkpoint in ``folder``, and its tensors by the model's names."""
     found = find_matching(folder, model)
     stored, tied = found.contents.stored, found.contents.manifest.tied
     owners = {}

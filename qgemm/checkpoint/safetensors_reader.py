@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -90,7 +91,7 @@ def read_bytes(file: BinaryIO, path: Path, start: int, count: int) -> Tensor:
     return values
 
 
-class SafetensorsReader:
+class SafetensorsReader(AbstractContextManager["SafetensorsReader"]):
     """A safetensors file that is open. To be closed, or entered (``with``).
 
     ``places``: its tensors by name. ``metadata``: what the header says beside them. ``digest``: of the header.
@@ -119,10 +120,6 @@ class SafetensorsReader:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
-
-    def __enter__(self) -> SafetensorsReader:
-        """The reader itself."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Closes the file."""

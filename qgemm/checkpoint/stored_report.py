@@ -33,8 +33,12 @@ def read_report(folder: Path, manifest: Manifest, files: Iterable[Path]) -> dict
     ``CheckpointError`` if it is damaged, or of another save.
     """
     report = manifest.report
+    if report is None:
+        for file in files:  # the same in each
+            text = read_metadata(file).get(REPORT)
+            return None if text is None else parse_json(text, file)
     if not isinstance(report, str):
-        return report if report is not None else _in_metadata(files)
+        return report
     if report == Path(report).name and not os.path.lexists(folder / report):
         raise FileNotFoundError(folder / report)
     path = checkpoint_file(folder, report)
@@ -62,10 +66,3 @@ def warn_without_report(folder: Path, name: object, stacklevel: int) -> None:
         "those left in float",
         stacklevel=stacklevel,
     )
-
-
-def _in_metadata(files: Iterable[Path]) -> dict[str, Any] | None:
-    for path in files:  # the same in each
-        text = read_metadata(path).get(REPORT)
-        return None if text is None else parse_json(text, path)
-    return None

@@ -36,8 +36,6 @@ def _run(action: Callable[[], object]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds ``module`` as the other finders do, and sees that ``action`` runs after it."""
-
     def __init__(self, module: str, action: Callable[[], object]) -> None:
         self._module = module
         self._action = action

@@ -129,21 +129,20 @@ class QuantReport:
 
     def _table(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [("layer", "kind", "action", "before", "after", "error", "output", "note")]
-        for record in self.records:
-            rows.append(
-                (
-                    record.name,
-                    record.kind,
-                    record.action if record.is_quantized else f"{record.action}: {record.reason}",
-                    size(record.bytes_before),
-                    size(record.bytes_after),
-                    "" if record.weight_error is None else f"{record.weight_error:.4f}",
-                    "" if record.output_error is None else f"{record.output_error:.4f}",
-                    record.note,
-                )
+        rows += [
+            (
+                record.name,
+                record.kind,
+                record.action if record.is_quantized else f"{record.action}: {record.reason}",
+                size(record.bytes_before),
+                size(record.bytes_after),
+                "" if record.weight_error is None else f"{record.weight_error:.4f}",
+                "" if record.output_error is None else f"{record.output_error:.4f}",
+                record.note,
             )
-        used = [any(row[column] for row in rows[1:]) for column in range(len(rows[0]))]
-        shown = [column for column in range(len(rows[0])) if column < _ALWAYS_SHOWN or used[column]]
+            for record in self.records
+        ]
+        shown = [c for c in range(len(rows[0])) if c < _ALWAYS_SHOWN or any(row[c] for row in rows[1:])]
         return [tuple(row[column] for column in shown) for row in rows]
 
     def _totals(self) -> list[str]:

@@ -131,7 +131,6 @@ class _Survey:
     def _held(
         self, names: list[str], kind: str, held: dict[str, nn.Parameter], reason: str, is_experts: bool = False
     ) -> Iterator[Layer]:
-        """Parameters, each as a layer by itself, of a module called ``names``."""
         for key, parameter in held.items():
             aliases = [f"{alias}.{key}" if alias else key for alias in names]
             yield Layer(aliases, kind, self._bytes([parameter]), reason, reason, is_experts)
@@ -229,7 +228,6 @@ def _base_model(pretrained: nn.Module) -> nn.Module:
 
 
 def _own_reason(module: nn.Module) -> str:
-    """What about the layer itself keeps it in float; empty if nothing does."""
     if hasattr(module, "parametrizations"):
         return "it is parametrized"
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):

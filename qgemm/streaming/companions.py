@@ -33,7 +33,9 @@ def find_companions(folder: Path) -> tuple[list[Path], list[str]]:
     for path in sorted(folder.iterdir()):
         name = path.name
         if name == CHAT_TEMPLATES and path.is_dir():
-            copied += _chat_templates(path)
+            if path.is_symlink():
+                raise CheckpointError(f"{path} is a link; it must be a folder")
+            copied += [checkpoint_file(path, each.name).relative_to(folder) for each in sorted(path.glob("*.jinja"))]
         elif path.is_dir() or name.startswith(".") or is_checkpoint_file(name) or name.lower().endswith(_WEIGHTS):
             continue
         elif name.lower().endswith(_CODE):
@@ -67,9 +69,3 @@ def copy_companion(path: Path, target: BinaryIO) -> None:
 def _read(file: BinaryIO, path: Path) -> bytes:
     with reading(path):
         return file.read(_BYTES_AT_A_TIME)
-
-
-def _chat_templates(folder: Path) -> list[Path]:
-    if folder.is_symlink():
-        raise CheckpointError(f"{folder} is a link; it must be a folder")
-    return [checkpoint_file(folder, path.name).relative_to(folder.parent) for path in sorted(folder.glob("*.jinja"))]

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.streaming.float_tensors import ConversionTurn, FloatTensor, made_float, stored_float
 from qgemm.streaming.source import Source
 
@@ -43,26 +45,26 @@ def find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], li
     conversions: dict[str, tuple[Any, list[_Input]]] = {}
     unplaced = []
     for name in sorted(source.tensors, key=dot_natural_key):
+        stored = source.tensors[name]
         target, pattern = rename_source_key(name, renamings, converters, prefix, wanted)
         if target not in wanted and name in wanted:
             target, pattern = rename_source_key(name, [], [], prefix, wanted)
         if target not in wanted:
             unplaced.append(name)
-        elif source.tensors[name].dtype is None:
-            path = source.tensors[name].path
-            raise CheckpointError(f"{path}: tensor {name} is of a dtype that qgemm doesn't read")
+        elif stored.dtype is None:
+            raise CheckpointError(f"{stored.path}: tensor {name} is of a dtype that qgemm doesn't read")
         elif pattern is None:
-            _check_shape(target, source.tensors[name].shape, wanted[target], name, source)
+            _check_shape(target, stored.shape, wanted[target], name, stored.path)
             if wanted[target].is_floating_point():
-                _check_is_float(name, source)
+                _check_is_float(name, stored)
             if target in found:
                 raise CheckpointError(
-                    f"{source.tensors[name].path}: tensor {name} is {target} of the model, and so is another one in "
+                    f"{stored.path}: tensor {name} is {target} of the model, and so is another one in "
                     "the files; remove one of them"
                 )
             found[target] = stored_float(source, name, dtype_of(target))
         else:
-            _check_is_float(name, source)
+            _check_is_float(name, stored)
             _, inputs = conversions.setdefault(target, (by_pattern[pattern], []))
             inputs.append((pattern, name, dtype_of(target)))
     turn = ConversionTurn()
@@ -71,7 +73,8 @@ def find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], li
         shapes = _try(run, source, target, inputs)
         convert = partial(run, read=partial(_read, source))
         for name, value in shapes.items():
-            _check_shape(name, tuple(value.shape), wanted.get(name), inputs[0][1], source)
+            first = inputs[0][1]
+            _check_shape(name, tuple(value.shape), wanted.get(name), first, source.tensors[first].path)
             by_expert = _split_by_expert(converter, inputs, len(value) if value.ndim else 0)
             if by_expert and len(shapes) == 1:
                 make = partial(_convert_experts, partial(_convert, model, converter, target), by_expert, source)
@@ -121,16 +124,14 @@ def _dtype_rule(model: Any, wanted: dict[str, Tensor]) -> Callable[[str], torch.
     return dtype_of
 
 
-def _check_shape(target: str, shape: tuple[int, ...], wanted: Tensor | None, name: str, source: Source) -> None:
-    path = source.tensors[name].path
+def _check_shape(target: str, shape: tuple[int, ...], wanted: Tensor | None, name: str, path: Path) -> None:
     if wanted is None:
         raise CheckpointError(f"{path}: tensor {name} would become {target}, which the model doesn't have")
     if shape != tuple(wanted.shape):
         raise CheckpointError(f"{path}: {target} has shape {list(shape)}; the model's is {list(wanted.shape)}")
 
 
-def _check_is_float(name: str, source: Source) -> None:
-    tensor = source.tensors[name]
+def _check_is_float(name: str, tensor: StoredTensor) -> None:
     if tensor.dtype is not None and not tensor.dtype.is_floating_point:
         raise CheckpointError(
             f"{tensor.path}: tensor {name} is {tensor.dtype}, where the model has float values. This checkpoint is "

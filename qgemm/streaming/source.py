@@ -107,7 +107,7 @@ class Source:
         shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
         row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
         count = math.prod(shape) * tensor.dtype.itemsize
-        values = read_bytes(self._open(tensor.path), tensor.path, tensor.start + start * row_bytes, count)
+        values = read_bytes(self._open(tensor), tensor.path, tensor.start + start * row_bytes, count)
         return values.view(tensor.dtype).reshape(shape)
 
     def close(self) -> None:
@@ -116,13 +116,12 @@ class Source:
             file.close()
         self._files.clear()
 
-    def _open(self, path: Path) -> BinaryIO:
-        if path not in self._files:
+    def _open(self, tensor: StoredTensor) -> BinaryIO:
+        if (path := tensor.path) not in self._files:
             with reading(path):
                 file = open_regular(path)
-            identity = self.identities[path.name]
-            assert identity is not None
-            if change := identity.stamp.find_change(os.fstat(file.fileno())):
+            assert tensor.stamp is not None
+            if change := tensor.stamp.find_change(os.fstat(file.fileno())):
                 file.close()
                 raise CheckpointError(f"{path} {change}: it was changed while it was read")
             self._files[path] = file

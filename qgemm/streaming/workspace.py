@@ -79,7 +79,8 @@ class Workspace:
 
     def note_finished(self, name: str, errors: dict[str, float]) -> None:
         """Puts into the journal that the file ``name`` is done."""
-        self.finished[name] = Finished(_fingerprint(self.content / name), errors)
+        with SafetensorsReader(self.content / name) as reader:
+            self.finished[name] = Finished(_fingerprint(reader), errors)
         self.begun = None
         self._write_journal()
 
@@ -132,7 +133,8 @@ class Workspace:
         before = job if isinstance(job, dict) else {}
         for key, value in self._job.items():
             if before.get(key) != value:
-                change = _change(before.get(key), value)
+                change = f"was {before.get(key)!r}, is {value!r}"
+                change = change if len(change) <= 100 else "is another now"
                 raise CheckpointError(
                     f"{self.folder} holds another, unfinished run: {key} {change}. Use the arguments of that run "
                     "to resume it, or pass resume=False to start over"
@@ -173,16 +175,14 @@ def _check_is_free(destination: Path) -> None:
             raise FileExistsError(f"{destination} is a mounted disk: choose a folder in it as the destination")
 
 
-def _fingerprint(path: Path) -> str:
-    with SafetensorsReader(path) as reader:
-        return f"{reader.stamp.size} {reader.digest}"
+def _fingerprint(reader: SafetensorsReader) -> str:
+    return f"{reader.stamp.size} {reader.digest}"
 
 
 def _is_sound(path: Path, fingerprint: str, read: Callable[[int], object]) -> bool:
-    """Whether a file is the one with that fingerprint, and its values have the checksums in its header."""
     try:
         with SafetensorsReader(path) as reader, open_regular(path) as file:
-            if f"{reader.stamp.size} {reader.digest}" != fingerprint:
+            if _fingerprint(reader) != fingerprint:
                 return False
             checksums = json.loads(reader.metadata[CHECKSUMS])
             for name, place in reader.places.items():
@@ -192,8 +192,3 @@ def _is_sound(path: Path, fingerprint: str, read: Callable[[int], object]) -> bo
     except (CheckpointError, OSError, KeyError, TypeError, ValueError):
         return False
     return True
-
-
-def _change(before: Any, now: Any) -> str:
-    text = f"was {before!r}, is {now!r}"
-    return text if len(text) <= 100 else "is another now"

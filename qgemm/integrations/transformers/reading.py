@@ -181,7 +181,6 @@ def _manifest_for(model: PreTrainedModel, manifest: Manifest, config_path: Path)
 def _check_stored(
     stored: dict[str, StoredTensor], manifest: Manifest, layers: dict[str, QuantLayer], config_path: Path
 ) -> None:
-    """Raises ``CheckpointError`` unless the files hold quantized weights and their scales for each of ``layers``."""
     for name, layer in layers.items():
         for leaf, parameter in layer.named_parameters(recurse=False):
             full_name = manifest.tied.get(f"{name}.{leaf}", f"{name}.{leaf}")
