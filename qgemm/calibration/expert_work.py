@@ -23,7 +23,7 @@ from qgemm.nn.float_experts import FloatExperts, describe_experts
 from qgemm.nn.quant_layer import narrowed
 from qgemm.scheme import TensorScheme
 
-FEWEST_TOKENS = 32
+MIN_TOKENS = 32
 """An expert that saw fewer is rounded to nearest: so few rows say little of the others that it will see."""
 
 Decide = Callable[[Tensor, Tensor | None, TensorScheme], QuantizedWeight | None]
@@ -65,7 +65,7 @@ def _all_routed_rows(block: Block, work: ExpertsWork, source: FloatExperts) -> l
 def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide, needs_rows: bool = True) -> None:
     """Sets ``work.weights`` to what ``decide`` makes of each expert's weights, and says in its notes how many it did.
 
-    ``needs_rows``: whether ``decide`` is given second moments; then experts with fewer than ``FEWEST_TOKENS`` are
+    ``needs_rows``: whether ``decide`` is given second moments; then experts with fewer than ``MIN_TOKENS`` are
     rounded to nearest.
     """
     source = describe_experts(work.module)
@@ -85,7 +85,7 @@ def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide,
             own = [rows[(index == expert).any(-1)] for rows, index in routed]
             x = torch.cat(own).float() if own else torch.empty(0)
             counts.append(len(x))
-            enough = len(x) >= FEWEST_TOKENS
+            enough = len(x) >= MIN_TOKENS
             if enough:
                 bias = None if biases is None else biases[expert].float()
                 hidden = source.activation(F.linear(x, weights[0].float(), bias))
@@ -110,6 +110,6 @@ def _said(method: str, experts: int, counts: list[int], undecided: list[int]) ->
     if counts:
         text += f", which saw {min(counts)} to {max(counts)} tokens"
     if undecided:
-        why = f"with fewer than {FEWEST_TOKENS} tokens, or no gain" if counts else "without a gain"
+        why = f"with fewer than {MIN_TOKENS} tokens, or no gain" if counts else "without a gain"
         text += f"; rounded to nearest, {why}: {listed(undecided, show=str)}"
     return text

@@ -37,7 +37,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 _UNDECIDED = "its weight was decided before a later method changed what is rounded: put that one first"
 # No setting is larger.
-_MOST = 1 << 53
+_MAX_NUMBER = 1 << 53
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +276,7 @@ def _fits(value: object, hint: Any) -> bool:
         return value is None
     # What JSON and YAML hold may be infinite, or have thousands of digits.
     if type(value) in (int, float):
-        return _is_number(hint, value) or (hint is type(value) is int and abs(value) <= _MOST)  # type: ignore[arg-type]
+        return _is_number(hint, value) or (hint is type(value) is int and abs(value) <= _MAX_NUMBER)  # type: ignore[arg-type]
     return type(value) is hint
 
 
@@ -285,7 +285,7 @@ def _is_number(hint: Any, value: object) -> bool:
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if float not in kinds or (type(value) is int and int in kinds):
         return False
-    return type(value) in (int, float) and abs(value) <= _MOST  # type: ignore[operator,arg-type]
+    return type(value) in (int, float) and abs(value) <= _MAX_NUMBER  # type: ignore[operator,arg-type]
 
 
 def _described(hint: Any) -> str:

@@ -20,7 +20,7 @@ COLUMNS_AT_A_TIME = 16
 """What counts of outlier columns are multiples of: as many as a tensor core takes at once."""
 
 # Beyond a quarter of all columns there is little left to gain from int8.
-_LARGEST_SHARE = 4
+_MIN_COLUMNS_PER_OUTLIER = 4
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class OutlierColumns(Method):
         wanted = self.count or int((channel_amax >= self.threshold).sum())
         if not wanted:
             return
-        most = len(channel_amax) // _LARGEST_SHARE // COLUMNS_AT_A_TIME * COLUMNS_AT_A_TIME
+        most = len(channel_amax) // _MIN_COLUMNS_PER_OUTLIER // COLUMNS_AT_A_TIME * COLUMNS_AT_A_TIME
         count = min(round_up(wanted, COLUMNS_AT_A_TIME), most)
         if not count:
             work.notes.append(f"outlier-columns: it has too few columns, {len(channel_amax)}")

@@ -48,8 +48,8 @@ METHODS: dict[str, type[Method]] = {
 """The methods, by name, in the order in which they usually come."""
 
 # A recipe of all methods with all settings has a thousand characters.
-_LARGEST_FILE = 100_000
-_MOST_METHODS = 100
+_MAX_FILE_BYTES = 100_000
+_MAX_METHODS = 100
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Recipe:
         """
         if not isinstance(values, dict) or set(values) != {"methods"} or not isinstance(values["methods"], list):
             raise ValueError(f"a recipe is an object with one list, 'methods'; this is {shortened(values)}")
-        if len(values["methods"]) > _MOST_METHODS:
-            raise ValueError(f"methods lists {len(values['methods'])} methods; up to {_MOST_METHODS} are read")
+        if len(values["methods"]) > _MAX_METHODS:
+            raise ValueError(f"methods lists {len(values['methods'])} methods; up to {_MAX_METHODS} are read")
         known = {**METHODS, **{method.name: method for method in methods}}
         return cls(tuple(_parse_method(entry, known) for entry in values["methods"]))
 
@@ -135,9 +135,9 @@ class Recipe:
         """
         path = Path(path)
         with open_regular(path) as file:
-            content = file.read(_LARGEST_FILE + 1)
-        if len(content) > _LARGEST_FILE:
-            raise ValueError(f"{path} is not a recipe: it has more than {_LARGEST_FILE} bytes")
+            content = file.read(_MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
+            raise ValueError(f"{path} is not a recipe: it has more than {_MAX_FILE_BYTES} bytes")
         try:
             return cls.from_dict(_parse_yaml(content), methods)
         except ValueError as error:

@@ -37,9 +37,9 @@ _STORED = {
     "counts": (torch.int64, 1),
 }
 # The least that they may be, where that isn't 0.
-_LEAST: dict[str, float] = {"tokens": 1, "batches": 1, "channel_min": -math.inf, "channel_max": -math.inf}
+_MINIMA: dict[str, float] = {"tokens": 1, "batches": 1, "channel_min": -math.inf, "channel_max": -math.inf}
 # Of one bin: so the sum of all fits into int64.
-_MOST = 1 << 50
+_MAX_COUNT = 1 << 50
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Calibration:
             state: dict[str, Any] = {}
             for key in kept:
                 value = values[f"{layer}.{key}"]
-                _check_value(path, f"{layer}.{key}", value, _LEAST.get(key, 0))
+                _check_value(path, f"{layer}.{key}", value, _MINIMA.get(key, 0))
                 state[key] = value if value.ndim else value.item()
             low, high = state["channel_min"], state["channel_max"]
             if low.shape != high.shape or bool((low > high).any()):
@@ -148,5 +148,5 @@ def _check_value(path: Path, name: str, value: Tensor, least: float) -> None:
     if not value.numel() or not bool((value.isfinite() & (value >= least)).all()):
         wanted = "finite numbers" if least == -math.inf else f"finite numbers, {least} or more"
         raise CheckpointError(f"{path}: {name} must be {wanted}")
-    if not value.is_floating_point() and int(value.max()) > _MOST:
-        raise CheckpointError(f"{path}: {name} counts more than {_MOST}")
+    if not value.is_floating_point() and int(value.max()) > _MAX_COUNT:
+        raise CheckpointError(f"{path}: {name} counts more than {_MAX_COUNT}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_LAYERS = 40
+_MAX_LAYERS = 40
 
 
 def plot_damages(damages: Sequence[tuple[str, str, float]], label: str, path: str | Path | None) -> Axes:
@@ -20,7 +20,7 @@ def plot_damages(damages: Sequence[tuple[str, str, float]], label: str, path: st
     except ImportError as error:
         raise ImportError(f'a plot needs matplotlib: pip install "matplotlib>=3.8" ({error})') from error
     worst_first = sorted(damages, key=lambda each: -each[2])
-    names = list(dict.fromkeys(name for name, _, _ in worst_first))[:_MOST_LAYERS]
+    names = list(dict.fromkeys(name for name, _, _ in worst_first))[:_MAX_LAYERS]
     places = {name: place for place, name in enumerate(names)}
     shown = [(places[name], scheme, damage) for name, scheme, damage in damages if name in places]
     longest = max(map(len, names), default=0)

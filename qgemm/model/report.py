@@ -165,7 +165,7 @@ _NUMERIC = frozenset({"before", "after", "error", "output"})
 _ALWAYS_SHOWN = 6
 _OPTIONAL = {"note", "output_error"}
 # Of a record that is read, where numbers may have hundreds of digits.
-_LARGEST_ERROR = 1e300
+_MAX_ERROR = 1e300
 
 
 def report(model: nn.Module) -> QuantReport:
@@ -265,7 +265,7 @@ def _parse_record(index: int, values: Any) -> LayerRecord:
             raise ValueError(f"{key} of {where} is {shortened(values[key])}; it must be a whole number of bytes")
     for key in ("weight_error", "output_error"):
         error = values.get(key)
-        if error is not None and not (type(error) in (int, float) and 0 <= error <= _LARGEST_ERROR):
+        if error is not None and not (type(error) in (int, float) and 0 <= error <= _MAX_ERROR):
             raise ValueError(f"{key} of {where} is {shortened(error)}; it must be a number, 0 or more, or None")
     return LayerRecord(**values)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 # A larger block is two products, with H_a and H_b where a * b = n: fewer operations, one more pass over memory.
-LARGEST_PRODUCT = 256
+MAX_PRODUCT_COLUMNS = 256
 
 _matrices: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
 
@@ -39,12 +39,12 @@ def hadamard(x: Tensor) -> Tensor:
     if n == 1 or not x.numel():
         return x.clone(memory_format=torch.contiguous_format)
     bits = n.bit_length() - 1
-    right_bits = bits if n <= LARGEST_PRODUCT else bits // 2
+    right_bits = bits if n <= MAX_PRODUCT_COLUMNS else bits // 2
     # Powers of two alone go into the matrices, which so are exact in every dtype; a root of two comes afterwards.
-    right_shift = bits // 2 if n <= LARGEST_PRODUCT else (right_bits + 1) // 2
+    right_shift = bits // 2 if n <= MAX_PRODUCT_COLUMNS else (right_bits + 1) // 2
     with torch.autocast(x.device.type, enabled=False):
         out = x.reshape(*x.shape[:-1], -1, 1 << right_bits) @ _sylvester(right_bits, right_shift, x)
-        if n > LARGEST_PRODUCT:
+        if n > MAX_PRODUCT_COLUMNS:
             blocks = out.reshape(-1, n >> right_bits, 1 << right_bits)
             out = _sylvester(bits - right_bits, bits // 2 - right_shift, x) @ blocks
     if bits % 2:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import qgemm
 from calibration.blocks import block_of
 from qgemm.calibration import AWQ, GPTQ, Block, Method, MSEWeights, SmoothQuant
-from qgemm.calibration.expert_work import FEWEST_TOKENS
+from qgemm.calibration.expert_work import MIN_TOKENS
 from qgemm.calibration.gptq import gptq
 from qgemm.calibration.method import ExpertsWork
 from qgemm.calibration.rounding import mse_scale, round_weight
@@ -124,7 +124,7 @@ def test_experts_with_few_tokens_are_rounded_to_nearest_and_said() -> None:
     _, block = experts_block("mixtral", tokens=60)
     [first, *_] = block.experts.values()
     counts = [len(x) for x, _ in rows_by_hand(block, first)]
-    few = [expert for expert, count in enumerate(counts) if count < FEWEST_TOKENS]
+    few = [expert for expert, count in enumerate(counts) if count < MIN_TOKENS]
     assert 0 < len(few) < len(counts), counts
     GPTQ().apply(block)
     source = describe_experts(first.module)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.numerics.hadamard import LARGEST_PRODUCT, block_size, hadamard
+from qgemm.numerics.hadamard import MAX_PRODUCT_COLUMNS, block_size, hadamard
 
-# Even and odd powers of two, on both sides of LARGEST_PRODUCT; whole and odd numbers of blocks; no block at all.
+# Even and odd powers of two, on both sides of MAX_PRODUCT_COLUMNS; whole and odd numbers of blocks; no block at all.
 WIDTHS = [0, 1, 2, 3, 4, 6, 8, 12, 24, 96, 128, 256, 384, 512, 1024, 1536, 2048, 4096 + 2048, 8192]
 
 
@@ -107,7 +107,7 @@ def test_strides_and_autocast(device: torch.device) -> None:
 
 
 def test_x_is_left_alone(device: torch.device) -> None:
-    for K in (7, 32, 2 * LARGEST_PRODUCT):
+    for K in (7, 32, 2 * MAX_PRODUCT_COLUMNS):
         x = torch.randn(3, K, device=device)
         before = x.clone()
         hadamard(x).zero_()
