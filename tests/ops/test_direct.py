@@ -108,7 +108,7 @@ SEEN_BY_OTHERS: dict[str, Any] = {
     "a trace": lambda f, x, *rest: torch.jit.trace(lambda x: f(x, *rest), x, check_trace=False)(x),
     "make_fx": lambda f, x, *rest: make_fx(lambda x: f(x, *rest))(x)(x),
     "make_fx with symbols": lambda f, *rest: make_fx(f, tracing_mode="symbolic")(*rest)(*rest),
-    "torch.compile": lambda f, x, *rest: torch.compile(f, backend="eager", fullgraph=True)(x, *rest),
+    "torch.compile": lambda f, *rest: torch.compile(lambda *rest: f(*rest), backend="eager", fullgraph=True)(*rest),
     "a profiler": lambda f, *rest: within(torch.profiler.profile(), f, *rest),
 }
 
