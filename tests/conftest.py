@@ -44,7 +44,7 @@ if not torch.cuda.is_available():
     _patch_once_a_launch()
 
 
-PARAMETERS = 3  # of a test that `make quick` runs, about
+PARAMETERS = 2  # of a test that `make quick` runs, about
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
