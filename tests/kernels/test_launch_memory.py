@@ -22,6 +22,7 @@ def test_a_stream_has_a_buffer_of_its_own() -> None:
     assert len({buffer.data_ptr() for buffer in buffers}) == 4
     for stream, buffer in zip(streams, buffers, strict=True):
         assert memory.stream_buffer(*stream, 256) is buffer
+        assert memory.stream_buffer(*stream, 16) is buffer
     assert not any(buffer[: memory.COUNTS_BYTES].any() for buffer in buffers)
 
 

@@ -485,16 +485,6 @@ def test_devices() -> None:
                 assert torch.equal(out, layer.expected(x))
 
 
-def test_each_stream_has_a_buffer_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Kernels of two streams may run at the same time.
-    monkeypatch.setattr(memory, "_stream_buffers", {})
-    monkeypatch.setattr(memory, "allocated_for_good", lambda allocate: torch.zeros(64, dtype=torch.int8))
-    first, second, other = (memory.stream_buffer(*place, 64) for place in ((0, 0), (0, 7), (1, 0)))
-    assert len({buffer.data_ptr() for buffer in (first, second, other)}) == 3
-    assert memory.stream_buffer(0, 0, 64) is first
-    assert memory.stream_buffer(0, 7, 16) is second
-
-
 def test_a_plan_that_is_recalled_refuses_a_weight_that_it_is_not_for(device: torch.device) -> None:
     # What finds it compares no addresses.
     layer = Parameters(device)
