@@ -33,6 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.kernels.expert_weights": {"qgemm.kernels.activations"},
     "qgemm.kernels.reference": {"qgemm.kernels.activations", "qgemm.kernels.expert_weights", "qgemm.numerics"},
     "qgemm.kernels.checks": {"qgemm.kernels.activations", "qgemm.kernels.expert_weights", "qgemm.numerics"},
+    "qgemm.kernels.attention": set(),
     "qgemm.kernels.packed": {"qgemm.kernels.checks", "qgemm.numerics"},
     "qgemm.kernels.quantize": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.numerics"},
     "qgemm.kernels.gemm": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.kernels.quantize", "qgemm.numerics"},

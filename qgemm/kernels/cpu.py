@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.activations import ACTIVATIONS
+from qgemm.kernels.attention.cpu import decode_attention  # noqa: F401
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.numerics.formats import INT8, MIN_SCALE
 

@@ -13,6 +13,7 @@ Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
 - Experts round to the dtype of their input where a float module does: after each product, with its bias, and after the
   activation, which is computed in float32. The weighted sum over a token's experts is float32, slot by slot, and cast
   once.
+- Attention is computed in float32 and rounded once: scores, softmax and the sum over values.
 """
 
 import torch
@@ -116,3 +117,48 @@ def experts_reference(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, wei
             y = scaled_mm_reference(q, own.down.t(), scale, own.down_scale, own.down_bias, x.dtype)
             out[chosen] += y.float() * top_k_weights[chosen, slot, None].float()
     return out.to(x.dtype)
+
+
+def decode_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    start: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> Tensor:
+    """``softmax(scale * q @ k.T) @ v`` over the keys that each query sees; see ``dispatch.decode_attention``.
+
+    In float32, or float64 for a ``q`` of that type.
+    """
+    (B, S, Hq, D), (Hkv, L) = q.shape, k.shape[1:3]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    keys = k.to(dtype) if k_scale is None else k.to(dtype) * k_scale[..., None]
+    values = v.to(dtype) if v_scale is None else v.to(dtype) * v_scale[..., None]
+    keys, values = (each.repeat_interleave(Hq // Hkv, dim=1) for each in (keys, values))
+    sink = q.new_full((1,), -torch.inf, dtype=dtype) if sinks is None else sinks.to(dtype)
+    ends = length.reshape(-1, 1).expand(B, 1)
+    starts = torch.zeros_like(ends) if start is None else start[:, None]
+    out = torch.empty(B, S, Hq, D, dtype=q.dtype, device=q.device)
+    for i in range(S):
+        position, key = ends - S + i, torch.arange(L, device=q.device)
+        visible = (key <= position) & (key >= starts)  # [B, L]
+        if window:
+            visible &= key > position - window
+        scores = torch.einsum("bhd,bhld->bhl", q[:, i].to(dtype), keys) * (D**-0.5 if scale is None else scale)
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~visible[:, None], -torch.inf)
+        top = torch.maximum(scores.amax(dim=-1), sink).clamp(min=torch.finfo(dtype).min)
+        weights = torch.exp(scores - top[..., None])
+        total = weights.sum(dim=-1) + torch.exp(sink - top)
+        # Memory of keys that nobody sees may hold anything.
+        summed = torch.einsum("bhl,bhld->bhd", weights, values.masked_fill(~visible[:, None, :, None], 0.0))
+        out[:, i] = summed / total.masked_fill(total == 0, 1.0)[..., None]  # a query that sees nothing gives zeros
+    return out

@@ -6,13 +6,14 @@ A file that declares operators is imported here:
 - ``products``: ``int_mm``, ``scaled_mm``, ``matmul``.
 - ``linear``: ``quant_linear``, ``quant_linear_asymmetric``, ``packed_linear``.
 - ``experts``: ``quant_experts``.
+- ``attention``: ``decode_attention``.
 
 Each operator runs on CPU and CUDA (ROCm included), traces under ``torch.compile`` and ``torch.export`` through a fake
 implementation that makes the same checks, and has a gradient. ``dispatch.py`` documents arguments and numbers.
 """
 
-from qgemm.ops import products, rows
+from qgemm.ops import attention, products, rows
 from qgemm.ops.experts import quant_experts
 from qgemm.ops.linear import quant_linear
 
-__all__ = ["products", "quant_experts", "quant_linear", "rows"]
+__all__ = ["attention", "products", "quant_experts", "quant_linear", "rows"]

@@ -1,0 +1,92 @@
+"""``decode_attention`` on the CPU: PyTorch's attention over the keys in use, which are all that is read."""
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@torch.no_grad()
+@torch.autocast("cpu", enabled=False)
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor,
+    start: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+    max_length: int,
+) -> Tensor:
+    """``dispatch.decode_attention`` on the CPU, where ``max_length`` makes no difference."""
+    B, S = q.shape[:2]
+    out = q.new_zeros(q.shape)
+    for rows, first, end in _spans(B, S, length, start, window, together=k_scale is None):
+        if first >= end:
+            continue
+        queries, keys, values = q[rows].transpose(1, 2), k[rows, :, first:end], v[rows, :, first:end]
+        if k_scale is not None and v_scale is not None:
+            queries = queries.float()
+            keys = keys * k_scale[rows, :, first:end, None]
+            values = values * v_scale[rows, :, first:end, None]
+        visible = _visible(S, first, end, window) if S > 1 else None
+        if softcap or sinks is not None:
+            found = _attend(queries, keys, values, visible, sinks, scale, softcap)
+        else:
+            found = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=visible, scale=scale, enable_gqa=q.shape[2] != k.shape[1]
+            )
+        out[rows] = found.transpose(1, 2)
+    return out
+
+
+def _spans(
+    B: int, S: int, length: Tensor, start: Tensor | None, window: int, together: bool
+) -> Iterator[tuple[slice, int, int]]:
+    """Rows of the batch, and from where to where there are keys that some query of theirs sees.
+
+    ``together``: neighbours with the same keys in use come as one.
+    """
+    ends = length.reshape(-1).expand(B).tolist()
+    starts = [0] * B if start is None else start.expand(B).tolist()
+    spans = [
+        (max(s, e - S - window + 1 if window else 0, 0), e, 0 if together else row)
+        for row, (s, e) in enumerate(zip(starts, ends, strict=True))
+    ]
+    row = 0
+    for (first, end, _), group in groupby(spans):
+        count = len(list(group))
+        yield slice(row, row + count), first, end
+        row += count
+
+
+def _visible(S: int, first: int, end: int, window: int) -> Tensor:
+    """``[S, keys]``: which of the keys from ``first`` to ``end`` each of the last ``S`` positions sees."""
+    position = torch.arange(end - S, end)[:, None]
+    key = torch.arange(first, end)
+    visible = key <= position
+    return visible & (key > position - window) if window else visible
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """What PyTorch's attention has no arguments for: soft caps and sinks. In float32; heads before positions."""
+    group = q.shape[1] // k.shape[1]
+    scores = q.float().unflatten(1, (-1, group)) @ k.float().unsqueeze(2).mT * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -torch.inf)
+    sink = scores.new_full((1,), -torch.inf) if sinks is None else sinks.float().view(-1, group)[:, :, None, None]
+    # A finite maximum, also where a query sees nothing.
+    top = torch.maximum(scores.amax(dim=-1, keepdim=True), sink).clamp(min=torch.finfo(torch.float32).min)
+    weights = torch.exp(scores - top)
+    total = weights.sum(dim=-1, keepdim=True) + torch.exp(sink - top)
+    return (weights @ v.float().unsqueeze(2) / total.masked_fill(total == 0, 1.0)).flatten(1, 2)

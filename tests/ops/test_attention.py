@@ -1,0 +1,69 @@
+"""``torch.ops.qgemm.decode_attention``: tracing, and that it has no gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qgemm.kernels import decode_attention, quantize_rows
+
+ops = torch.ops.qgemm
+
+
+def arguments(device: torch.device, int8: bool = False, S: int = 2) -> tuple[Any, ...]:
+    q = torch.randn(2, S, 4, 32, device=device).bfloat16()
+    k, v = torch.randn(2, 2, 2, 20, 32, device=device).bfloat16()
+    k_scale = v_scale = sinks = start = None
+    if int8:
+        (k, k_scale), (v, v_scale) = quantize_rows(k), quantize_rows(v)
+        sinks, start = torch.randn(4, device=device), torch.tensor([3, 0], dtype=torch.int32, device=device)
+    length = torch.tensor([17], dtype=torch.int32, device=device)
+    return q, k, v, k_scale, v_scale, length, start, sinks, 0.2, 3.0 if int8 else 0.0, 9 if int8 else 0, 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("int8", [False, True])
+def test_opcheck(int8: bool, device: torch.device) -> None:
+    torch.library.opcheck(ops.decode_attention.default, arguments(device, int8))
+
+
+def test_the_operator_is_the_kernel_function(device: torch.device) -> None:
+    q, k, v, k_scale, v_scale, length, start, sinks, scale, softcap, window, max_length = arguments(device, int8=True)
+    wanted = decode_attention(
+        q, k, v, length, k_scale=k_scale, v_scale=v_scale, start=start, sinks=sinks,
+        scale=scale, softcap=softcap, window=window, max_length=max_length,
+    )  # fmt: skip
+    assert torch.equal(ops.decode_attention(*arguments_again(device)), wanted)
+
+
+def arguments_again(device: torch.device) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    return arguments(device, int8=True)
+
+
+@pytest.mark.slow
+def test_compiled(device: torch.device) -> None:
+    given = arguments(device)
+
+    def step(q: Tensor, *others: Any) -> Tensor:
+        return ops.decode_attention(q * 2, *others) + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*given), step(*given))
+
+
+def test_meta_tensors_give_the_shape(device: torch.device) -> None:
+    given = [each.to("meta") if isinstance(each, Tensor) else each for each in arguments(device, int8=True)]
+    out = ops.decode_attention(*given)
+    assert out.shape == given[0].shape
+    assert out.is_contiguous()
+    with pytest.raises(ValueError, match="max_length is 21"):
+        ops.decode_attention(*given[:-1], 21)
+
+
+def test_there_is_no_gradient(device: torch.device) -> None:
+    q, *rest = arguments(device)
+    out = ops.decode_attention(q.requires_grad_(), *rest)
+    with pytest.raises(NotImplementedError, match="scaled_dot_product_attention"):
+        out.sum().backward()
