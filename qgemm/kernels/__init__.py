@@ -1,18 +1,36 @@
 """Quantized matrix products. ``qgemm.kernels.stages`` has the device-side blocks that they are made of."""
 
 from qgemm.kernels.activations import GPT_OSS, GatedActivation
-from qgemm.kernels.dispatch import decode_attention, experts, grouped_mm, int_mm, matmul, quantize_rows, scaled_mm
+from qgemm.kernels.dispatch import (
+    activation_quantize,
+    add_norm,
+    add_norm_quantize,
+    decode_attention,
+    experts,
+    grouped_mm,
+    int_mm,
+    matmul,
+    norm_quantize,
+    quantize_rows,
+    scaled_mm,
+)
 from qgemm.kernels.gemm.config import GemmConfig, select_config
+from qgemm.kernels.norms import Norm
 
 __all__ = [
     "GPT_OSS",
     "GatedActivation",
     "GemmConfig",
+    "Norm",
+    "activation_quantize",
+    "add_norm",
+    "add_norm_quantize",
     "decode_attention",
     "experts",
     "grouped_mm",
     "int_mm",
     "matmul",
+    "norm_quantize",
     "quantize_rows",
     "scaled_mm",
     "select_config",

@@ -1,7 +1,7 @@
-"""``GatedActivation``: what lies between the two products of an expert.
+"""What lies between the two products of an MLP: ``act(gate) * up``, or ``act(gate)`` where there is no ``up``.
 
-``act(gate) * up`` of the first product's two halves, or ``act(gate)`` where there is one only. It is computed in
-float32. The form of GPT-OSS, which clamps both halves, is ``GPT_OSS``.
+- ``activated``: of a dense MLP, rounded as its float modules round.
+- ``GatedActivation``: of an expert, computed in float32. The form of GPT-OSS, which clamps both halves, is ``GPT_OSS``.
 """
 
 import math
@@ -23,6 +23,17 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 MATMUL_ACTIVATIONS = ("gelu", "relu", "silu")
 """Those that ``matmul`` applies."""
+
+
+def activated(x: Tensor, activation: str, gated: bool) -> Tensor:
+    """``round(round(act(gate)) * up)`` of ``x [..., 2I]``, gates before ups: ``[..., I]`` in the dtype of ``x``.
+
+    Without ``gated``, ``round(act(x))``. ``activation``: one of ``ACTIVATIONS``.
+    """
+    if not gated:
+        return ACTIVATIONS[activation](x)
+    gate, up = x.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,15 @@ A message names the argument, what came, what was wanted and the way out. All of
 ``torch.compile`` and on fake tensors too.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qgemm.kernels.activations import MATMUL_ACTIVATIONS
+from qgemm.kernels.activations import ACTIVATIONS, MATMUL_ACTIVATIONS
 from qgemm.kernels.expert_weights import ExpertWeights
+from qgemm.kernels.norms import Norm
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import PER_WORD
@@ -23,22 +25,93 @@ MAX_HEAD_SIZE = 256
 
 def check_quantize_rows(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None) -> None:
     """Raises if ``quantize_rows`` can't take these."""
-    if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x is {x.dtype}; quantize_rows accepts {_names(FLOAT_DTYPES)}: convert it first")
-    _check_strided("x", x)
-    if x.ndim == 0:
-        raise ValueError("x is a scalar; quantize_rows needs at least one dimension, [..., K]")
-    if scale is not None:
-        _check_tensor("scale", scale)
-        if scale.numel() != 1 or scale.dtype != torch.float32:
-            raise ValueError(f"scale is {scale.dtype} {list(scale.shape)}; a static scale is one float32 number")
-        _same_device(x=x, scale=scale)
+    _check_rows("quantize_rows", x)
+    _check_static_scale("scale", scale, x)
     if zero_point is not None:
         if scale is None:
             raise ValueError("zero_point needs a scale: with a scale per row there is no zero point")
         if zero_point.numel() != 1 or zero_point.dtype != INT8.storage:
             raise ValueError(f"zero_point is {zero_point.dtype} {list(zero_point.shape)}; it must be one int8 number")
         _same_device(x=x, zero_point=zero_point)
+
+
+def check_norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, input_scale: Tensor | None = None
+) -> None:
+    """Raises if ``norm_quantize`` can't take these."""
+    _check_rows("norm_quantize", x)
+    _check_norm(x, norm, bias, weight=weight)
+    _check_static_scale("input_scale", input_scale, x)
+
+
+def check_add_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+) -> None:
+    """Raises if ``add_norm_quantize`` can't take these."""
+    _check_rows("add_norm_quantize", x)
+    _check_residual(residual, x.shape, x.dtype)
+    _same_device(x=x, residual=residual)
+    _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
+    _check_static_scale("input_scale", input_scale, x)
+
+
+def check_add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+) -> None:
+    """Raises if ``add_norm`` can't take these."""
+    _check_rows("add_norm", x)
+    _check_residual(residual, x.shape, x.dtype)
+    _same_device(x=x, residual=residual)
+    _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
+
+
+def check_activation_quantize(x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None) -> None:
+    """Raises if ``activation_quantize`` can't take these."""
+    _check_rows("activation_quantize", x)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be one of {sorted(ACTIVATIONS)}")
+    if gated and x.shape[-1] % 2:
+        raise ValueError(f"x has {x.shape[-1]} columns; gates and ups side by side are an even number of them")
+    _check_static_scale("input_scale", input_scale, x)
+
+
+def check_multiply(
+    q: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    """Raises if ``multiply`` can't take these."""
+    _check_weight(weight)
+    N, K = weight.shape
+    if q.dtype != INT8.storage:
+        raise TypeError(f"q is {q.dtype}; it must be {INT8.storage} (quantize_rows makes it)")
+    if q.ndim == 0 or q.shape[-1] != K:
+        raise ValueError(f"q is {list(q.shape)} but the weight's in_features is {K}; it must be [..., {K}]")
+    if row_scale.dtype != torch.float32 or row_scale.shape != q.shape[:-1]:
+        wanted = list(q.shape[:-1])
+        raise ValueError(f"row_scale is {row_scale.dtype} {list(row_scale.shape)}; it must be torch.float32 {wanted}")
+    _check_length(K)
+    _check_scale("weight_scale", weight_scale, N)
+    _check_bias(bias, N)
+    if out_dtype not in FLOAT_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; multiply returns {_names(FLOAT_DTYPES)}")
+    _check_residual(residual, (*q.shape[:-1], N), out_dtype)
+    _same_device(q=q, row_scale=row_scale, weight=weight, weight_scale=weight_scale, bias=bias, residual=residual)
 
 
 def check_int_mm(a: Tensor, b: Tensor) -> None:
@@ -84,10 +157,7 @@ def check_quant_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
 ) -> None:
     """Raises if ``quant_linear`` can't take these."""
-    if weight.ndim != 2:
-        raise ValueError(f"weight is {list(weight.shape)}; it must be [out_features, in_features]")
-    if weight.dtype != INT8.storage:
-        raise TypeError(f"weight is {weight.dtype}; it must be {INT8.storage} (QuantLinear.from_linear makes it)")
+    _check_weight(weight)
     N, K = weight.shape
     _check_input(x, K)
     _check_length(K)
@@ -259,6 +329,50 @@ def on_gpu(tensor: Tensor) -> bool:
 def conversion(tensor: Tensor) -> str:
     """What to do about a tensor of another dtype; float64 comes of ``model.double()``."""
     return "call float() on the model, or convert it" if tensor.dtype == torch.float64 else "convert it first"
+
+
+def _check_rows(function: str, x: Tensor) -> None:
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"x is {x.dtype}; {function} accepts {_names(FLOAT_DTYPES)}: convert it first")
+    _check_strided("x", x)
+    if x.ndim == 0:
+        raise ValueError(f"x is a scalar; {function} needs at least one dimension, [..., K]")
+
+
+def _check_static_scale(name: str, scale: Tensor | None, x: Tensor) -> None:
+    if scale is None:
+        return
+    _check_tensor(name, scale)
+    if scale.numel() != 1 or scale.dtype != torch.float32:
+        raise ValueError(f"{name} is {scale.dtype} {list(scale.shape)}; a static scale is one float32 number")
+    _same_device(x=x, **{name: scale})
+
+
+def _check_norm(x: Tensor, norm: Norm, bias: Tensor | None, **weights: Tensor | None) -> None:
+    if bias is not None and (not norm.is_layer or weights["weight"] is None):
+        raise ValueError(f"bias is for the norm 'layer', with a weight; norm is {norm.kind!r}: pass None")
+    vectors = {**weights, "bias": bias}
+    for name, vector in vectors.items():
+        if vector is not None and (vector.dtype != x.dtype or vector.shape != x.shape[-1:]):
+            raise ValueError(
+                f"{name} is {vector.dtype} {list(vector.shape)}; it must be {x.dtype} [{x.shape[-1]}], as x has it"
+            )
+    _same_device(x=x, **vectors)
+
+
+def _check_residual(residual: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:
+    if residual is None:
+        return
+    if residual.dtype != dtype or residual.shape != torch.Size(shape):
+        raise ValueError(f"residual is {residual.dtype} {list(residual.shape)}; it must be {dtype} {list(shape)}")
+    _check_strided("residual", residual)
+
+
+def _check_weight(weight: Tensor) -> None:
+    if weight.ndim != 2:
+        raise ValueError(f"weight is {list(weight.shape)}; it must be [out_features, in_features]")
+    if weight.dtype != INT8.storage:
+        raise TypeError(f"weight is {weight.dtype}; it must be {INT8.storage} (QuantLinear.from_linear makes it)")
 
 
 def _check_input(x: Tensor, in_features: int) -> None:

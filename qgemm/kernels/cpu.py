@@ -6,14 +6,16 @@ made of float32 products short enough to be exact.
 """
 
 import functools
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from qgemm.kernels.activations import ACTIVATIONS
+from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.attention.cpu import decode_attention  # noqa: F401
 from qgemm.kernels.expert_weights import ExpertWeights
+from qgemm.kernels.norms import Norm
 from qgemm.numerics.formats import INT8, MIN_SCALE
 
 # 2^24 / (128 * 128): float32 holds a sum of this many int8 products exactly.
@@ -24,17 +26,107 @@ _VALUES_AT_A_TIME = 2**18
 @torch.no_grad()
 def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``dispatch.quantize_rows`` on the CPU, a few rows at a time: temporaries stay in cache and take little memory."""
-    K = x.shape[-1]
-    q = x.new_empty(x.shape, dtype=torch.int8)
+    rows = _rows(x)
+    return _quantize(x, x.shape[-1], lambda block: rows[block], scale, zero_point)
+
+
+@torch.no_grad()
+def norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``dispatch.norm_quantize`` on the CPU."""
+    rows = _rows(x)
+    return _quantize(x, x.shape[-1], lambda block: norm(rows[block], weight, bias), input_scale)
+
+
+@torch.no_grad()
+def activation_quantize(
+    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``dispatch.activation_quantize`` on the CPU."""
+    rows, K = _rows(x), x.shape[-1] // 2 if gated else x.shape[-1]
+    return _quantize(x, K, lambda block: activated(rows[block], activation, gated), input_scale)
+
+
+@torch.no_grad()
+def add_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dispatch.add_norm_quantize`` on the CPU."""
+    total = x.new_empty(x.shape)
+    rows, residuals, totals = _rows(x), _rows(residual), _rows(total)
+
+    def values(block: slice) -> Tensor:
+        branch = rows[block] if branch_weight is None else norm(rows[block], branch_weight)
+        added = torch.add(residuals[block], branch, out=totals[block])
+        return added if weight is None else norm(added, weight, bias)
+
+    q, row_scale = _quantize(x, x.shape[-1], values, input_scale)
+    return total, q, row_scale
+
+
+@torch.no_grad()
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """``dispatch.add_norm`` on the CPU, a few rows at a time."""
+    adds = residual is not None or branch_weight is not None
+    total = x.new_empty(x.shape) if adds else x
+    normed = total if weight is None else x.new_empty(x.shape)
+    rows, totals, out = _rows(x), _rows(total), _rows(normed)
+    residuals = None if residual is None else _rows(residual)
+    for block in _blocks(rows, x.shape[-1]):
+        added = rows[block]
+        if branch_weight is not None:
+            added = norm(added, branch_weight)
+        if residuals is not None:
+            added = residuals[block] + added
+        if adds:
+            totals[block] = added
+        if weight is not None:
+            out[block] = norm(added, weight, bias)
+    return total, normed
+
+
+def _quantize(
+    x: Tensor,
+    K: int,
+    values: Callable[[slice], Tensor],
+    scale: Tensor | None,
+    zero_point: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``(q, row_scale)`` of rows of ``K`` values, as many as ``x`` has; ``values(block)`` gives some of them."""
+    q = x.new_empty((*x.shape[:-1], K), dtype=torch.int8)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if q.numel() == 0:
         return q, row_scale.copy_(x.new_ones((), dtype=torch.float32) if scale is None else scale.reshape(()))
-    rows, q_rows, row_scales = x.reshape(-1, K), q.view(-1, K), row_scale.view(-1)
-    step = max(1, _VALUES_AT_A_TIME // K)
-    for start in range(0, rows.shape[0], step):
-        block = slice(start, start + step)
-        row_scales[block] = _quantize_block(rows[block].float(), scale, zero_point, q_rows[block])
+    q_rows, row_scales = q.view(-1, K), row_scale.view(-1)
+    for block in _blocks(q_rows, K):
+        row_scales[block] = _quantize_block(values(block).float(), scale, zero_point, q_rows[block])
     return q, row_scale
+
+
+def _rows(x: Tensor) -> Tensor:
+    """``x [..., K]`` as ``[M, K]``."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _blocks(rows: Tensor, K: int) -> Iterator[slice]:
+    """A few of ``rows`` at a time, where each becomes ``K`` values; none where there are none."""
+    step = max(1, _VALUES_AT_A_TIME // max(1, K))
+    for start in range(0, rows.shape[0], step):
+        yield slice(start, start + step)
 
 
 def _quantize_block(values: Tensor, scale: Tensor | None, zero_point: Tensor | None, q: Tensor) -> Tensor:

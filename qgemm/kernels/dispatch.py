@@ -21,6 +21,7 @@ from qgemm.kernels import checks, cpu
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.gemm.config import GemmConfig
+from qgemm.kernels.norms import Norm
 from qgemm.kernels.rows import QuantizedRows
 
 
@@ -36,6 +37,74 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | N
     """
     checks.check_quantize_rows(x, scale, zero_point)
     out: tuple[Tensor, Tensor] = _backend(x).quantize_rows(x, scale, zero_point)
+    return out
+
+
+def norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``quantize_rows(norm(x, weight, bias), input_scale)`` in one kernel: a norm ahead of quantized layers.
+
+    ``x``: float16, bfloat16 or float32, ``[..., K]``, any strides. ``weight``, ``bias``: ``[K]``, of the dtype of
+    ``x``. ``norm``: its kind and epsilon; the norm is rounded where the model's module rounds it. Returns ``q`` and
+    ``row_scale`` as ``quantize_rows``.
+    """
+    checks.check_norm_quantize(x, weight, bias, norm, input_scale)
+    out: tuple[Tensor, Tensor] = _backend(x).norm_quantize(x, weight, bias, norm, input_scale)
+    return out
+
+
+def add_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(total, q, row_scale)``: ``total = residual + x``, then ``norm(total, weight, bias)`` quantized, in one kernel.
+
+    ``x``, ``residual``: ``[..., K]``, of one dtype, which ``total`` is rounded to before its norm. ``branch_weight``:
+    where the model has a norm after the branch too, as Gemma 2: ``total = residual + norm(x, branch_weight)``.
+    ``weight``: None where ``total`` itself goes into the layers, as in OLMo 2. The rest as in ``norm_quantize``.
+    """
+    checks.check_add_norm_quantize(x, residual, branch_weight, weight, bias, norm, input_scale)
+    arguments = (x, residual, branch_weight, weight, bias, norm, input_scale)
+    out: tuple[Tensor, Tensor, Tensor] = _backend(x).add_norm_quantize(*arguments)
+    return out
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """``(total, norm(total, weight, bias))`` as floats, in one kernel: for what reads them unquantized.
+
+    Arguments as in ``add_norm_quantize``. Without ``residual`` nothing is added; without that and ``branch_weight``
+    ``total`` is ``x``. Without ``weight`` the second is ``total``.
+    """
+    checks.check_add_norm(x, residual, branch_weight, weight, bias, norm)
+    out: tuple[Tensor, Tensor] = _backend(x).add_norm(x, residual, branch_weight, weight, bias, norm)
+    return out
+
+
+def activation_quantize(
+    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``quantize_rows`` of ``act(gate) * up`` in one kernel: what lies between the two products of an MLP.
+
+    ``x``: float16, bfloat16 or float32, ``[..., 2I]`` with all gates before the ups, or ``[..., I]`` without ``gated``:
+    then ``act(x)``. ``activation``: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"relu"`` or ``"relu2"``; it is
+    rounded to the dtype of ``x``, and so is the product, as float modules round. Returns ``q [..., I]`` and
+    ``row_scale`` as ``quantize_rows``.
+    """
+    checks.check_activation_quantize(x, activation, gated, input_scale)
+    out: tuple[Tensor, Tensor] = _backend(x).activation_quantize(x, activation, gated, input_scale)
     return out
 
 
@@ -125,16 +194,25 @@ def quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None =
 
 
 def multiply(
-    x: QuantizedRows, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    x: QuantizedRows,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """What ``quant_linear`` gives for rows that are quantized already, of checked arguments: ``out_dtype [..., N]``."""
+    """What ``quant_linear`` gives for rows that are quantized already, of checked arguments: ``out_dtype [..., N]``.
+
+    ``residual``: ``out_dtype [..., N]``, added to the rounded product, and the sum is rounded too.
+    """
     *leading, K = x.values.shape
     rows = math.prod(leading)
     a, a_scale = x.values.view(rows, K), x.scale.view(rows)
     backend = _backend(x.values)
     out: Tensor = backend.scaled_mm(a, weight.t(), a_scale, weight_scale, bias, out_dtype, constant_b=True)
     # Not a view for autograd, which would forbid to change it in place: nothing else holds this memory.
-    return torch.ops.aten._unsafe_view(out, [*leading, weight.shape[0]])  # type: ignore[no-any-return]
+    out = torch.ops.aten._unsafe_view(out, [*leading, weight.shape[0]])
+    return out if residual is None else out.add_(residual)
 
 
 def grouped_mm(

@@ -10,6 +10,8 @@ Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
   of NaN, never finite garbage.
 - A product is accumulated exactly in int32, then scaled in float32 as ``acc * a_scale[m] * b_scale[n] + bias[n]`` and
   cast once.
+- A norm rounds where the model's module does (``norms.Norm``), and so does an activation ahead of a product
+  (``activations.activated``): a fused block has the bits of its parts. A sum of a residual is rounded before its norm.
 - Experts round to the dtype of their input where a float module does: after each product, with its bias, and after the
   activation, which is computed in float32. The weighted sum over a token's experts is float32, slot by slot, and cast
   once.
@@ -19,8 +21,9 @@ Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
 import torch
 from torch import Tensor
 
-from qgemm.kernels.activations import ACTIVATIONS
+from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.expert_weights import ExpertWeights
+from qgemm.kernels.norms import Norm
 from qgemm.numerics.formats import INT8
 
 
@@ -45,6 +48,60 @@ def quantize_rows_reference(
     return INT8.asymmetric.store(q.round() + zero_point.float()), row_scale
 
 
+def norm_quantize_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``quantize_rows_reference(norm(x, weight, bias), input_scale)``; the norm is rounded to the dtype of ``x``.
+
+    Of ``"rms"``, with ``h`` the float32 ``x``: ``y = round(h * rsqrt(mean(h^2) + eps))``, then ``round(weight * y)``.
+    """
+    return quantize_rows_reference(norm(x, weight, bias), input_scale)
+
+
+def add_norm_quantize_reference(
+    x: Tensor,
+    residual: Tensor,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``total = round(residual + x)``, and ``(q, row_scale)`` of ``norm(total, weight, bias)``, all three of them.
+
+    With ``branch_weight``, ``norm(x, branch_weight)`` for ``x``; without ``weight``, ``total`` itself is quantized.
+    """
+    total, normed = add_norm_reference(x, residual, branch_weight, weight, bias, norm)
+    return total, *quantize_rows_reference(normed, input_scale)
+
+
+def add_norm_reference(
+    x: Tensor,
+    residual: Tensor | None,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """``(total, norm(total, weight, bias))``, with ``total`` as in ``add_norm_quantize_reference``.
+
+    Without ``residual`` nothing is added; without ``weight`` the second is ``total`` too.
+    """
+    branch = x if branch_weight is None else norm(x, branch_weight)
+    total = branch if residual is None else residual + branch
+    return total, total if weight is None else norm(total, weight, bias)
+
+
+def activation_quantize_reference(
+    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``quantize_rows_reference(round(round(act(gate)) * up), input_scale)`` of ``x [..., 2I]``, gates before ups.
+
+    Without ``gated``, of ``round(act(x))``. What ``round`` gives has the dtype of ``x``.
+    """
+    return quantize_rows_reference(activated(x, activation, gated), input_scale)
+
+
 def int_mm_reference(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` of int8 ``[M, K]`` and ``[K, N]`` in exact int32."""
     return (a.double() @ b.double()).to(torch.int32)
@@ -63,6 +120,24 @@ def scaled_mm_reference(
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)
+
+
+def multiply_reference(
+    q: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """A linear layer of rows that are quantized: ``out_dtype [..., N]`` of ``q [..., K]`` and ``weight [N, K]``.
+
+    The product is that of ``scaled_mm_reference``; with a residual, ``round(round(product) + residual)``.
+    """
+    a, a_scale = q.reshape(-1, weight.shape[1]), row_scale.reshape(-1)
+    out = scaled_mm_reference(a, weight.t(), a_scale, weight_scale, bias, out_dtype).view(*q.shape[:-1], -1)
+    return out if residual is None else out + residual
 
 
 def matmul_reference(

@@ -2,9 +2,10 @@
 
 A file that declares operators is imported here:
 
-- ``rows``: ``quantize_rows``, ``hadamard``.
+- ``rows``: ``quantize_rows``, ``activation_quantize``, ``hadamard``.
+- ``norms``: ``norm_quantize``, ``add_norm_quantize``, ``add_norm``.
 - ``products``: ``int_mm``, ``scaled_mm``, ``matmul``.
-- ``linear``: ``quant_linear``, ``quant_linear_asymmetric``, ``packed_linear``.
+- ``linear``: ``quant_linear``, ``quant_linear_asymmetric``, ``packed_linear``, ``multiply``.
 - ``experts``: ``quant_experts``.
 - ``attention``: ``decode_attention``.
 
@@ -12,8 +13,8 @@ Each operator runs on CPU and CUDA (ROCm included), traces under ``torch.compile
 implementation that makes the same checks, and has a gradient. ``dispatch.py`` documents arguments and numbers.
 """
 
-from qgemm.ops import attention, products, rows
+from qgemm.ops import attention, norms, products, rows
 from qgemm.ops.experts import quant_experts
 from qgemm.ops.linear import quant_linear
 
-__all__ = ["attention", "products", "quant_experts", "quant_linear", "rows"]
+__all__ = ["attention", "norms", "products", "quant_experts", "quant_linear", "rows"]

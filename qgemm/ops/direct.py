@@ -41,7 +41,26 @@ def seen_by_others(
                 or (input_scale is not None and input_scale.requires_grad)
             )
         )
-        or forward_ad._current_level >= 0
+        or _is_watched(x)
+    )
+
+
+def rows_seen_by_others(x: Tensor, *others: Tensor | None) -> bool:
+    """``seen_by_others`` for an operator on rows ``x``, whose other tensors may be None."""
+    check_is_tensor(x)
+    tensors = (x, *others)
+    return (
+        not (x.is_cuda or x.is_cpu)
+        or not all(type(tensor) in _PLAIN for tensor in tensors)
+        or (torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors))
+        or _is_watched(x)
+    )
+
+
+def _is_watched(x: Tensor) -> bool:
+    """Whether something is on that sees every call."""
+    return (
+        forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._functorch.maybe_current_level() is not None

@@ -3,6 +3,8 @@
 - ``quant_linear(x, weight, weight_scale, bias, input_scale)``: in int8, activations quantized within.
 - ``quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)``: the same with a zero point.
 - ``packed_linear(x, weight, scale, in_features, group_size, bias)``: in float, with a weight of 4 bits.
+- ``multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)``: ``quant_linear`` of rows that are
+  quantized already, plus a residual; its gradients are those of the bias and the residual.
 
 Their gradient for ``x`` goes through the dequantized weight (rounding ``x`` counts as the identity):
 ``grad_x = grad_y @ (weight * weight_scale)``. Adapters on top of a frozen quantized model train with it. In forward
@@ -18,9 +20,10 @@ from torch import Tensor
 from qgemm.kernels import asymmetric, checks, dispatch
 from qgemm.kernels.launch.plans import recall
 from qgemm.kernels.packed import launcher as int4
+from qgemm.kernels.rows import QuantizedRows
 from qgemm.numerics.packing import dequantize
 from qgemm.ops.declare import operator
-from qgemm.ops.direct import seen_by_others
+from qgemm.ops.direct import rows_seen_by_others, seen_by_others
 
 
 def quant_linear(
@@ -43,6 +46,43 @@ def quant_linear(
         out = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale)
         return out
     return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale, recallable=True)
+
+
+def multiply(
+    q: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """``torch.ops.qgemm.multiply``, past the dispatcher where nobody on that way would see the call.
+
+    ``out_dtype [..., N]`` of int8 ``q [..., K]`` with float32 ``row_scale [...]``, as ``quantize_rows`` and its fused
+    forms give them; ``weight`` int8 ``[N, K]``, ``weight_scale`` float32 ``[N]``, ``bias`` float ``[N]``. ``residual``:
+    ``out_dtype [..., N]``, added to the rounded product.
+    """
+    out: Tensor
+    if torch.compiler.is_compiling() or rows_seen_by_others(q, row_scale, weight, weight_scale, bias, residual):
+        out = torch.ops.qgemm.multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)
+    else:
+        out = _multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)
+    return out
+
+
+def _multiply(
+    q: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    checks.check_multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)
+    rows = QuantizedRows(q.contiguous(), row_scale.contiguous())
+    return dispatch.multiply(rows, weight, weight_scale, bias, out_dtype, residual)
 
 
 def _declare_layer(
@@ -137,4 +177,32 @@ _declare_layer(
     lambda weight, scale, dtype, K, group_size: dequantize(weight, scale, group_size, K, dtype),
     bias_at=5,
     sizes=slice(3, 5),
+)
+
+
+def _multiply_fake(q: Tensor, row_scale: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    checks.check_multiply(q, row_scale, weight, *others)
+    return q.new_empty((*q.shape[:-1], weight.shape[0]), dtype=others[-1])
+
+
+def _multiply_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.bias_dtype, ctx.columns = getattr(inputs[4], "dtype", None), output.shape[-1]
+
+
+def _multiply_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    *others, wants_bias, wants_residual, _ = wanted
+    if any(others):
+        raise RuntimeError("multiply has gradients for bias and residual only; set requires_grad=False on its scales")
+    grad_bias = grad.float().sum_to_size(ctx.columns).to(ctx.bias_dtype) if wants_bias else None
+    return None, None, None, None, grad_bias, grad if wants_residual else None, None
+
+
+operator(
+    "multiply(Tensor q, Tensor row_scale, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? residual, "
+    "ScalarType out_dtype) -> Tensor",
+    cpu=_multiply,
+    cuda=_multiply,
+    fake=_multiply_fake,
+    setup_context=_multiply_setup,
+    backward=_multiply_backward,
 )

@@ -1,13 +1,17 @@
 """The CPU functions: the numbers of ``reference.py`` bit for bit, through oneDNN and round what it gets wrong."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import cpu
+from qgemm.kernels import cpu, dispatch, reference
+from qgemm.kernels.activations import ACTIVATIONS, activated
+from qgemm.kernels.norms import Norm
 from qgemm.kernels.reference import int_mm_reference, matmul_reference, scaled_mm_reference
+from qgemm.kernels.rows import QuantizedRows
 from qgemm.numerics.formats import INT8
 
 # torch._int_mm, and the float32 sums that stand in for it on processors where it saturates.
@@ -139,3 +143,79 @@ def test_default_device_does_not_matter() -> None:
         assert torch.equal(cpu.int_mm(a, a.t()), wanted)
         _, scale = cpu.quantize_rows(torch.empty(3, 0, device="cpu"))
     assert torch.equal(scale, torch.ones(3))
+
+
+# Rows that are made, then quantized
+
+
+def made_rows(x: Tensor, residual: Tensor, weight: Tensor) -> list[tuple[Callable[..., object], tuple[object, ...]]]:
+    """Functions of ``cpu`` and their arguments."""
+    layer, rms, scale = Norm("layer", 1e-5), Norm("rms_plus_one"), torch.tensor(0.02)
+    return [
+        (cpu.norm_quantize, (x, weight, weight, layer)),
+        (cpu.norm_quantize, (x, weight, None, rms, scale)),
+        (cpu.add_norm_quantize, (x, residual, None, weight, None, rms)),
+        (cpu.add_norm_quantize, (x, residual, weight, None, None, rms, scale)),
+        (cpu.add_norm_quantize, (x, residual, weight, weight, weight, layer)),
+        (cpu.add_norm, (x, residual, None, weight, None, rms)),
+        (cpu.add_norm, (x, None, weight, weight, None, rms)),
+        (cpu.add_norm, (x, None, None, weight, weight, layer)),
+        (cpu.add_norm, (x, residual, weight, None, None, layer)),
+        (cpu.activation_quantize, (x, "silu", True)),
+        (cpu.activation_quantize, (x, "relu2", False, scale)),
+    ]
+
+
+def assert_made_rows_equal_the_reference(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+    for function, arguments in made_rows(x, residual, weight):
+        wanted = getattr(reference, f"{function.__name__}_reference")(*arguments)
+        for ours, theirs in zip(function(*arguments), wanted, strict=True):
+            assert ours.dtype == theirs.dtype
+            assert ours.shape == theirs.shape
+            assert torch.equal(ours.nan_to_num(nan=77), theirs.nan_to_num(nan=77)), function.__name__
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("values", [1, 30, 35, 1000])  # less than a row; three rows; not whole rows; all
+def test_made_rows(values: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_VALUES_AT_A_TIME", values)
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((7, 2, 10), (7, 2, 10), (10,)))
+    x[3, 1, 4], x[5, 0] = torch.inf, 0
+    assert_made_rows_equal_the_reference(x, residual, weight)
+    assert_made_rows_equal_the_reference(x.transpose(0, 1), residual.transpose(0, 1), weight)
+
+
+@pytest.mark.parametrize("shape", [(0, 10), (3, 0), (10,), (2, 0, 10)])
+def test_made_rows_of_odd_shapes(shape: tuple[int, ...]) -> None:
+    assert_made_rows_equal_the_reference(torch.randn(shape), torch.randn(shape), torch.randn(shape[-1]))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_an_activation_rounds_as_float_modules_do(name: str, dtype: torch.dtype) -> None:
+    x = (3 * torch.randn(20, 80)).to(dtype)
+    gate, up = x[:, :40], x[:, 40:]
+    rounded = ACTIVATIONS[name](gate.float()).to(dtype)
+    wanted = activated(x, name, gated=True)
+    # PyTorch's GELU of float16 isn't that of float32 to the last bit, where it is small.
+    assert (wanted != (rounded.float() * up.float()).to(dtype)).float().mean() <= (0.08 if "gelu" in name else 0)
+    if dtype != torch.float32 and name != "relu":
+        assert (wanted != (ACTIVATIONS[name](gate.float()) * up.float()).to(dtype)).float().mean() > 0.1
+    q, scale = cpu.activation_quantize(x, name, True)
+    wanted_q, wanted_scale = reference.quantize_rows_reference(wanted)
+    assert torch.equal(q, wanted_q)
+    assert torch.equal(scale, wanted_scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_residual_is_added_to_the_rounded_product(dtype: torch.dtype) -> None:
+    q, scale = cpu.quantize_rows(torch.randn(3, 5, 40))
+    weight, weight_scale = cpu.quantize_rows(torch.randn(8, 40))
+    bias, residual = torch.randn(8).to(dtype), torch.randn(3, 5, 8).to(dtype)
+    before = residual.clone()
+    rows = QuantizedRows(q, scale)
+    out = dispatch.multiply(rows, weight, weight_scale, bias, dtype, residual)
+    assert torch.equal(out, dispatch.multiply(rows, weight, weight_scale, bias, dtype) + residual)
+    assert torch.equal(residual, before)
+    wanted = reference.multiply_reference(q, scale, weight, weight_scale, bias, residual, dtype)
+    assert torch.equal(out, wanted)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from qgemm.kernels import GemmConfig, checks, dispatch
+from qgemm.kernels.norms import Norm
 from qgemm.numerics.formats import INT8
+from qgemm.ops import linear
 
 F32, F16, BF16, I8, F64 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float64
 
@@ -38,7 +40,87 @@ def quant_linear(**changed: Any) -> torch.Tensor:
     return dispatch.quant_linear(**{**arguments, **changed})
 
 
+def norm_quantize(kind: str = "rms", **changed: Any) -> Any:
+    arguments = {"x": ones(3, 4, dtype=BF16), "weight": ones(4, dtype=BF16), "bias": None, "norm": Norm(kind)}
+    return dispatch.norm_quantize(**{**arguments, **changed})
+
+
+def add_norm_quantize(**changed: Any) -> Any:
+    x, weight = ones(3, 4, dtype=BF16), ones(4, dtype=BF16)
+    arguments = {"x": x, "residual": x, "branch_weight": None, "weight": weight, "bias": None, "norm": Norm()}
+    return dispatch.add_norm_quantize(**{**arguments, **changed})
+
+
+def multiply(**changed: Any) -> torch.Tensor:
+    arguments = {
+        "q": ones(3, 4),
+        "row_scale": ones(3, dtype=F32),
+        "weight": ones(5, 4),
+        "weight_scale": ones(5, dtype=F32),
+        "bias": None,
+        "residual": ones(3, 5, dtype=BF16),
+        "out_dtype": BF16,
+    }
+    return linear.multiply(**{**arguments, **changed})
+
+
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    # norms
+    (lambda: norm_quantize(x=ones(3, 4)), TypeError, "x is torch.int8; norm_quantize accepts"),
+    (
+        lambda: norm_quantize(weight=ones(4, dtype=F32)),
+        ValueError,
+        "weight is torch.float32 [4]; it must be torch.bfloat16 [4], as x has it",
+    ),
+    (lambda: norm_quantize(weight=ones(5, dtype=BF16)), ValueError, "weight is torch.bfloat16 [5]; it must be"),
+    (
+        lambda: norm_quantize(bias=ones(4, dtype=BF16)),
+        ValueError,
+        "bias is for the norm 'layer', with a weight; norm is 'rms': pass None",
+    ),
+    (lambda: norm_quantize("layer", bias=ones(4, dtype=F16)), ValueError, "bias is torch.float16 [4]; it must be"),
+    (
+        lambda: norm_quantize(input_scale=ones(2, dtype=F32)),
+        ValueError,
+        "input_scale is torch.float32 [2]; a static scale is one float32 number",
+    ),
+    (
+        lambda: add_norm_quantize(residual=ones(3, 4, dtype=F32)),
+        ValueError,
+        "residual is torch.float32 [3, 4]; it must be torch.bfloat16 [3, 4]",
+    ),
+    (lambda: add_norm_quantize(residual=ones(1, 4, dtype=BF16)), ValueError, "residual is torch.bfloat16 [1, 4]"),
+    (lambda: add_norm_quantize(branch_weight=ones(3, dtype=BF16)), ValueError, "branch_weight is torch.bfloat16 [3]"),
+    (lambda: add_norm_quantize(norm=Norm("layer"), weight=None, bias=ones(4, dtype=BF16)), ValueError, "bias is for"),
+    (
+        lambda: dispatch.add_norm(ones(3, 4, dtype=F64), None, None, None, None, Norm()),
+        TypeError,
+        "x is torch.float64; add_norm accepts",
+    ),
+    # activation_quantize
+    (
+        lambda: dispatch.activation_quantize(ones(3, 5, dtype=F32), "silu", True),
+        ValueError,
+        "x has 5 columns; gates and ups side by side are an even number of them",
+    ),
+    (
+        lambda: dispatch.activation_quantize(ones(3, 4, dtype=F32), "swish", True),
+        ValueError,
+        "activation is 'swish'; it must be one of ['gelu',",
+    ),
+    # multiply
+    (lambda: multiply(q=ones(3, 4, dtype=F32)), TypeError, "q is torch.float32; it must be torch.int8"),
+    (lambda: multiply(q=ones(3, 6)), ValueError, "q is [3, 6] but the weight's in_features is 4"),
+    (
+        lambda: multiply(row_scale=ones(1, dtype=F32)),
+        ValueError,
+        "row_scale is torch.float32 [1]; it must be torch.float32 [3]",
+    ),
+    (lambda: multiply(weight=ones(5, 4, dtype=F32)), TypeError, "weight is torch.float32; it must be torch.int8"),
+    (lambda: multiply(bias=ones(4, dtype=F32)), ValueError, "bias is [4]; it must be [5]"),
+    (lambda: multiply(residual=ones(3, 5, dtype=F32)), ValueError, "residual is torch.float32 [3, 5]; it must be"),
+    (lambda: multiply(residual=ones(5, dtype=BF16)), ValueError, "residual is torch.bfloat16 [5]; it must be"),
+    (lambda: multiply(out_dtype=F64), TypeError, "out_dtype is torch.float64; multiply returns"),
     # quantize_rows
     (
         lambda: dispatch.quantize_rows(ones(3, 4, dtype=F64)),

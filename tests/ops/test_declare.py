@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import asymmetric, dispatch
+from qgemm.kernels.norms import Norm
 from qgemm.kernels.packed import launcher as int4
 from qgemm.numerics.hadamard import hadamard
+from qgemm.ops import linear
 
 ops = torch.ops.qgemm
 
@@ -25,10 +27,22 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
     one = torch.tensor(0.02, device=device)
     y = torch.randn(16, 8, device=device).to(dtype)
     zero = torch.tensor(-30, dtype=torch.int8, device=device)
+    norm, gamma = ("rms", 1e-6), torch.randn(16, device=device).to(dtype)
     packed = torch.randint(-(2**31), 2**31, (8, 2), dtype=torch.int32, device=device)
     return {
         "quantize_rows": (x, None),
         "quantize_rows static": (x.view(1, 5, 16), one),
+        "activation_quantize": (x, "silu", True, None),
+        "activation_quantize static": (x.view(1, 5, 16), "gelu_tanh", False, one),
+        "norm_quantize": (x, gamma, None, *norm, None),
+        "norm_quantize static": (x.view(1, 5, 16), gamma, gamma, "layer", 1e-5, one),
+        "add_norm_quantize": (x, x.flip(0), None, gamma, None, *norm, None),
+        "add_norm_quantize branch": (x, x.flip(0), gamma, None, None, *norm, None),
+        "add_norm": (x, x.flip(0), gamma, gamma, None, *norm),
+        "add_norm sum": (x, x.flip(0), None, None, None, *norm),
+        "add_norm norm": (x, None, None, gamma, gamma, "layer", 1e-5),
+        "multiply": (a, a_scale, weight, b_scale, bias, torch.randn(5, 8, device=device).to(dtype), dtype),
+        "multiply vector": (a[0], a_scale[0], weight, b_scale, None, None, dtype),
         "int_mm": (a, weight.t()),
         "scaled_mm": (a, weight.t(), a_scale, b_scale, bias, dtype),
         "scaled_mm scalars": (a, weight.t(), one, one, None, dtype),
@@ -55,12 +69,22 @@ def call(variant: str, arguments: tuple[Any, ...]) -> Any:
     return getattr(ops, variant.split()[0])(*arguments)
 
 
+def add_norm(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """An operator doesn't return its input, or a tensor twice: those are empty."""
+    total, normed = dispatch.add_norm(x, *others[:4], Norm(*others[4:]))
+    return x.new_empty(0) if total is x else total, x.new_empty(0) if normed is total else normed
+
+
 def function_of(variant: str) -> Any:
     name = variant.split()[0]
     elsewhere = {
         "packed_linear": int4.packed_linear,
         "hadamard": hadamard,
         "quant_linear_asymmetric": asymmetric.quant_linear_asymmetric,
+        "norm_quantize": lambda *a: dispatch.norm_quantize(*a[:3], Norm(*a[3:5]), *a[5:]),
+        "add_norm_quantize": lambda *a: dispatch.add_norm_quantize(*a[:5], Norm(*a[5:7]), *a[7:]),
+        "add_norm": add_norm,
+        "multiply": linear.multiply,
     }
     return elsewhere.get(name) or getattr(dispatch, name)
 
@@ -72,7 +96,7 @@ def test_opcheck(variant: str, dtype: torch.dtype, device: torch.device) -> None
     operator = getattr(ops, variant.split()[0]).default
     arguments = operands(dtype, device)[variant]
     torch.library.opcheck(operator, arguments)
-    if variant.startswith(("matmul", "quant_linear", "packed_linear", "hadamard")):
+    if variant.startswith(("matmul", "quant_linear", "packed_linear", "hadamard", "add_norm", "norm_quantize")):
         x, *rest = arguments
         torch.library.opcheck(operator, (x.clone().requires_grad_(), *rest))
 

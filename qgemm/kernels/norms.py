@@ -1,0 +1,55 @@
+"""``Norm``: the norm of a row, as the models' modules compute it.
+
+All is float32; what differs among models is where a value is rounded to the row's dtype, and that decides its bits.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+NORMS = ("rms", "rms_once", "rms_plus_one", "layer")
+"""The kinds; ``Norm`` says what they are."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm by kind, where ``y = x / sqrt(mean(x^2) + eps)`` and ``round`` is to the dtype of ``x``.
+
+    - ``"rms"``: ``round(round(y) * weight)``, as in Llama, Mistral, Qwen, Phi-3, GLM, T5.
+    - ``"rms_once"``: ``round(y * weight)``, as in OLMo 2, GPT-OSS, Gemma 4.
+    - ``"rms_plus_one"``: ``round(y * (1 + weight))``, as in Gemma 1 to 3.
+    - ``"layer"``: ``nn.LayerNorm``: ``round((x - mean) / sqrt(var + eps) * weight + bias)``; Cohere's has no bias.
+
+    ``weight``, ``bias``: of the dtype of ``x``; a float32 weight in a bfloat16 model isn't supported. ``eps``: a number
+    from 0 on. Raises ``ValueError`` for other values.
+    """
+
+    kind: str = "rms"
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        """Checks the values."""
+        if self.kind not in NORMS:
+            raise ValueError(f"norm is {self.kind!r}; it must be one of {sorted(NORMS)}")
+        if not 0 <= self.eps < math.inf:
+            raise ValueError(f"eps is {self.eps}; it must be a finite number from 0 on")
+
+    @property
+    def is_layer(self) -> bool:
+        """Whether it takes off the mean, and may have a bias."""
+        return self.kind == "layer"
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The norm of the rows of ``x [..., K]``, in its dtype. ``weight``, ``bias``: ``[K]``."""
+        if self.is_layer:
+            # Of the dtype of x already, but under autocast.
+            return F.layer_norm(x, x.shape[-1:], weight, bias, self.eps).to(x.dtype) if x.numel() else x.clone()
+        h = x.float()
+        y = h * torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + self.eps)
+        if self.kind == "rms":
+            return weight * y.to(x.dtype)
+        factor = weight.float() if self.kind == "rms_once" else 1.0 + weight.float()
+        return (y * factor).to(x.dtype)

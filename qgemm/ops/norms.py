@@ -1,0 +1,204 @@
+"""Norms ahead of quantized layers, with the residual before them.
+
+- ``norm_quantize(x, weight, bias, norm, eps, input_scale)``: ``(q, row_scale)`` of ``norm(x)``.
+- ``add_norm_quantize(x, residual, branch_weight, weight, bias, norm, eps, input_scale)``: ``(total, q, row_scale)``,
+  with ``total = residual + x``.
+- ``add_norm(x, residual, branch_weight, weight, bias, norm, eps)``: ``(total, norm(total))`` as floats. An operator
+  can't return its input or one tensor twice, so that is an empty tensor, ``[0]``: ``total`` where it is ``x``, and the
+  second without ``weight``.
+
+``dispatch.py`` documents arguments and numbers; ``norm`` and ``eps`` are the fields of a ``Norm``. Floats have
+gradients for all that they are made of, quantized rows have none: a block that learns calls its float modules.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels import checks, dispatch
+from qgemm.kernels.norms import Norm
+from qgemm.numerics.formats import INT8
+from qgemm.ops.declare import operator
+from qgemm.ops.direct import rows_seen_by_others
+
+_SUM = "Tensor? branch_weight, Tensor? weight, Tensor? bias, str norm, float eps"
+
+
+def norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``torch.ops.qgemm.norm_quantize``, past the dispatcher where nobody on that way would see the call."""
+    out: tuple[Tensor, Tensor]
+    if torch.compiler.is_compiling() or rows_seen_by_others(x, weight, bias, input_scale):
+        out = torch.ops.qgemm.norm_quantize(x, weight, bias, norm.kind, norm.eps, input_scale)
+    else:
+        out = dispatch.norm_quantize(x, weight, bias, norm, input_scale)
+    return out
+
+
+def add_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``torch.ops.qgemm.add_norm_quantize``, past the dispatcher where nobody on that way would see the call."""
+    out: tuple[Tensor, Tensor, Tensor]
+    if torch.compiler.is_compiling() or rows_seen_by_others(x, residual, branch_weight, weight, bias, input_scale):
+        vectors = (branch_weight, weight, bias)
+        out = torch.ops.qgemm.add_norm_quantize(x, residual, *vectors, norm.kind, norm.eps, input_scale)
+    else:
+        out = dispatch.add_norm_quantize(x, residual, branch_weight, weight, bias, norm, input_scale)
+    return out
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """``dispatch.add_norm``, through ``torch.ops.qgemm.add_norm`` where somebody on that way would see the call."""
+    if not torch.compiler.is_compiling() and not rows_seen_by_others(x, residual, branch_weight, weight, bias):
+        return dispatch.add_norm(x, residual, branch_weight, weight, bias, norm)
+    total, normed = torch.ops.qgemm.add_norm(x, residual, branch_weight, weight, bias, norm.kind, norm.eps)
+    if residual is None and branch_weight is None:
+        total = x
+    return total, total if weight is None else normed
+
+
+def _norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: str, eps: float, input_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return dispatch.norm_quantize(x, weight, bias, Norm(norm, eps), input_scale)
+
+
+def _add_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: str,
+    eps: float,
+    input_scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return dispatch.add_norm_quantize(x, residual, branch_weight, weight, bias, Norm(norm, eps), input_scale)
+
+
+def _add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: str,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    total, normed = dispatch.add_norm(x, residual, branch_weight, weight, bias, Norm(norm, eps))
+    if normed is total:
+        normed = x.new_empty(0)
+    return x.new_empty(0) if total is x else total, normed
+
+
+def _rows_like(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=INT8.storage), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _norm_quantize_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: str, eps: float, input_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    checks.check_norm_quantize(x, weight, bias, Norm(norm, eps), input_scale)
+    return _rows_like(x)
+
+
+def _add_norm_quantize_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    residual, branch_weight, weight, bias, kind, eps, input_scale = others
+    checks.check_add_norm_quantize(x, residual, branch_weight, weight, bias, Norm(kind, eps), input_scale)
+    return x.new_empty(x.shape), *_rows_like(x)
+
+
+def _add_norm_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    residual, branch_weight, weight, bias, kind, eps = others
+    checks.check_add_norm(x, residual, branch_weight, weight, bias, Norm(kind, eps))
+    adds = residual is not None or branch_weight is not None
+    return x.new_empty(x.shape if adds else 0), x.new_empty(0 if weight is None else x.shape)
+
+
+def _no_gradient_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.mark_non_differentiable(*output)
+
+
+def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Of ``add_norm_quantize`` and ``add_norm``."""
+    x, residual, branch_weight, weight, _, kind, eps, *_ = inputs
+    total, *rest = output
+    if rest[0].dtype == INT8.storage:
+        ctx.mark_non_differentiable(*rest)
+        weight = None
+    ctx.norm, ctx.adds = Norm(kind, eps), residual is not None or branch_weight is not None
+    ctx.save_for_backward(x, branch_weight, weight, total if ctx.adds else x)
+
+
+def _sum_backward(ctx: Any, wanted: tuple[bool, ...], grad_total: Tensor, grad_normed: Tensor, *others: Any) -> Any:
+    x, branch_weight, weight, total = ctx.saved_tensors
+    grad = grad_total.float() if ctx.adds else torch.zeros_like(x, dtype=torch.float32)
+    grad_branch_weight: Tensor | None = None
+    grad_weight: Tensor | None = None
+    grad_bias: Tensor | None = None
+    if weight is not None:
+        through, grad_weight, grad_bias = _norm_backward(ctx.norm, total, weight, grad_normed)
+        grad = grad + through
+    grad_x = grad
+    if branch_weight is not None:
+        grad_x, grad_branch_weight, _ = _norm_backward(ctx.norm, x, branch_weight, grad)
+    grads = (grad_x, grad, grad_branch_weight, grad_weight, grad_bias)
+    found = [g.to(x.dtype) if g is not None and w else None for g, w in zip(grads, wanted, strict=False)]
+    return *found, *[None] * (len(wanted) - len(found))
+
+
+def _norm_backward(norm: Norm, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``x``, ``weight`` and a bias, in float32; rounding counts as the identity."""
+    h, grad = x.float(), grad.float()
+    if norm.is_layer:
+        h = h - h.mean(dim=-1, keepdim=True)
+    rstd = torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + norm.eps)
+    y = h * rstd
+    scaled = grad * (1.0 + weight.float() if norm.kind == "rms_plus_one" else weight.float())
+    inner = scaled - y * (scaled * y).mean(dim=-1, keepdim=True)
+    if norm.is_layer:
+        inner = inner - scaled.mean(dim=-1, keepdim=True)
+    return inner * rstd, (grad * y).sum_to_size(weight.shape), grad.sum_to_size(weight.shape)
+
+
+operator(
+    "norm_quantize(Tensor x, Tensor weight, Tensor? bias, str norm, float eps, Tensor? input_scale) -> "
+    "(Tensor, Tensor)",
+    cpu=_norm_quantize,
+    cuda=_norm_quantize,
+    fake=_norm_quantize_fake,
+    setup_context=_no_gradient_setup,
+    backward=lambda ctx, wanted, *grads: (None,) * len(wanted),
+)
+operator(
+    f"add_norm_quantize(Tensor x, Tensor residual, {_SUM}, Tensor? input_scale) -> (Tensor, Tensor, Tensor)",
+    cpu=_add_norm_quantize,
+    cuda=_add_norm_quantize,
+    fake=_add_norm_quantize_fake,
+    setup_context=_sum_setup,
+    backward=_sum_backward,
+)
+operator(
+    f"add_norm(Tensor x, Tensor? residual, {_SUM}) -> (Tensor, Tensor)",
+    cpu=_add_norm,
+    cuda=_add_norm,
+    fake=_add_norm_fake,
+    setup_context=_sum_setup,
+    backward=_sum_backward,
+)

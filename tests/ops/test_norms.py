@@ -1,0 +1,114 @@
+"""``torch.ops.qgemm.add_norm`` and its relatives: gradients, and what a call past the dispatcher gives."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from qgemm.kernels.norms import NORMS, Norm
+from qgemm.kernels.reference import add_norm_reference
+from qgemm.ops import norms
+from qgemm.ops.linear import multiply
+from qgemm.ops.rows import activation_quantize
+
+ops = torch.ops.qgemm
+
+
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("branch", [True, False])
+def test_gradients_are_those_of_the_formula(kind: str, adds: bool, branch: bool, device: torch.device) -> None:
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, requires_grad=True)
+
+    x, residual = leaf(2, 3, 40), leaf(2, 3, 40) if adds else None
+    vectors = (leaf(40) if branch else None, leaf(40), leaf(40) if kind == "layer" else None)
+    leaves = [each for each in (x, residual, *vectors) if each is not None]
+    norm = Norm(kind, 1e-3)
+    total, normed = norms.add_norm(x, residual, *vectors, norm)
+    wanted_total, wanted = add_norm_reference(x, residual, *vectors, norm)
+    torch.testing.assert_close((total, normed), (wanted_total, wanted))
+    weights = torch.randn(2, *total.shape, device=device)
+    grads = torch.autograd.grad((total * weights[0] + normed * weights[1]).sum(), leaves)
+    expected = torch.autograd.grad((wanted_total * weights[0] + wanted * weights[1]).sum(), leaves)
+    torch.testing.assert_close(grads, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sum_without_a_norm_after_it_has_gradients(device: torch.device) -> None:
+    x, residual, weight = (torch.randn(*s, device=device, requires_grad=True) for s in ((3, 40), (3, 40), (40,)))
+    total, same = norms.add_norm(x, residual, weight, None, None, Norm())
+    assert same is total
+    grads = torch.autograd.grad(total.square().sum(), (x, residual, weight))
+    wanted, _ = add_norm_reference(x, residual, weight, None, None, Norm())
+    torch.testing.assert_close(grads, torch.autograd.grad(wanted.square().sum(), (x, residual, weight)))
+
+
+def test_gradients_in_bfloat16(device: torch.device) -> None:
+    x, residual = (torch.randn(3, 40, device=device).bfloat16().requires_grad_() for _ in range(2))
+    weight = torch.rand(40, device=device).bfloat16().requires_grad_()
+    total, _, _ = norms.add_norm_quantize(x, residual, weight, weight.detach(), None, Norm())
+    total.float().square().sum().backward()
+    exact = [each.detach().double().requires_grad_() for each in (x, residual, weight)]
+    h = exact[0] / (exact[0].square().mean(-1, keepdim=True) + 1e-6).sqrt() * exact[2]
+    (h + exact[1]).square().sum().backward()
+    for ours, theirs in zip((x, residual, weight), exact, strict=True):
+        assert ours.grad.dtype == torch.bfloat16
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=0.03, atol=0.06)
+
+
+def test_quantized_rows_have_no_gradient(device: torch.device) -> None:
+    x = torch.randn(3, 40, device=device, requires_grad=True)
+    weight = torch.ones(40, device=device, requires_grad=True)
+    for q, scale in (
+        norms.norm_quantize(x, weight, None, Norm()),
+        norms.add_norm_quantize(x, x, None, weight, None, Norm())[1:],
+        activation_quantize(x, "silu", True),
+    ):
+        assert not q.requires_grad
+        assert not scale.requires_grad
+
+
+def test_the_gradients_of_a_product_of_quantized_rows(device: torch.device) -> None:
+    q, scale = ops.quantize_rows(torch.randn(2, 3, 40, device=device), None)
+    weight, weight_scale = ops.quantize_rows(torch.randn(8, 40, device=device), None)
+    bias, residual = torch.randn(8, device=device), torch.randn(2, 3, 8, device=device)
+    bias, residual = bias.requires_grad_(), residual.requires_grad_()
+    grad = torch.randn(2, 3, 8, device=device)
+    multiply(q, scale, weight, weight_scale, bias, residual, torch.float32).backward(grad)
+    assert torch.equal(residual.grad, grad)
+    torch.testing.assert_close(bias.grad, grad.sum((0, 1)))
+    with pytest.raises(RuntimeError, match="gradients for bias and residual only"):
+        multiply(q, scale.requires_grad_(), weight, weight_scale, None, None, torch.float32).sum().backward()
+
+
+CALLS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "norm_quantize": lambda x, w: norms.norm_quantize(x, w, None, Norm()),
+    "add_norm_quantize": lambda x, w: norms.add_norm_quantize(x, x, w, w, None, Norm()),
+    "add_norm": lambda x, w: norms.add_norm(x, x, w, w, None, Norm()),
+    "add_norm without a sum": lambda x, w: norms.add_norm(x, None, None, w, None, Norm()),
+    "add_norm without a norm": lambda x, w: norms.add_norm(x, x, None, None, None, Norm()),
+    "activation_quantize": lambda x, w: activation_quantize(x, "gelu", True),
+    "multiply": lambda x, w: multiply(
+        *ops.quantize_rows(x, None), *ops.quantize_rows(w.expand(8, -1), None), None, x[:, :8].contiguous(), x.dtype
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_past_the_dispatcher_and_through_it(name: str, device: torch.device) -> None:
+    x, weight = torch.randn(5, 40, device=device), torch.randn(40, device=device)
+    direct = CALLS[name](x, weight)
+    x.requires_grad_()
+    torch.testing.assert_close(CALLS[name](x, weight), direct, rtol=0, atol=0)
+    torch._dynamo.reset()
+    compiled = torch.compile(CALLS[name], fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x.detach(), weight), direct, rtol=0, atol=0)
+
+
+def test_what_is_not_asked_for_is_not_copied(device: torch.device) -> None:
+    x, weight = torch.randn(5, 40, device=device), torch.randn(40, device=device)
+    for given in (x, x.clone().requires_grad_()):
+        assert norms.add_norm(given, None, None, weight, None, Norm())[0] is given
+        total, normed = norms.add_norm(given, x, None, None, None, Norm())
+        assert normed is total
