@@ -8,6 +8,7 @@
 - ``QuantLinear`` is the layer, ``QuantExperts`` a mixture of experts.
 - ``save_quantized(model, folder)`` and ``load_quantized(folder)`` keep a quantized model in safetensors.
 - ``quantize_checkpoint(source, destination)`` quantizes from files to files, for models larger than memory.
+- ``fast_generate(model)`` makes ``generate`` of a model of transformers fast.
 - ``QGemmConfig(...)`` is the ``quantization_config`` of transformers' ``from_pretrained``.
 
 ``qgemm.kernels`` has the matrix products themselves, ``qgemm.kernels.stages`` the blocks to write more with.
@@ -19,6 +20,7 @@ from qgemm import integrations
 from qgemm.calibration import Budget, Calibration, Sensitivity, calibrate
 from qgemm.calibration.sensitivity import sensitivity
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
+from qgemm.generation import fast_generate, generate
 from qgemm.model.report import QuantReport, report
 from qgemm.nn import QuantExperts, QuantLinear
 from qgemm.quantize import quantize_model
@@ -41,6 +43,8 @@ __all__ = [
     "Sensitivity",
     "__version__",
     "calibrate",
+    "fast_generate",
+    "generate",
     "load_quantized",
     "quantize_checkpoint",
     "quantize_model",

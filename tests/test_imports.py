@@ -121,6 +121,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.quantize",
     },
     "qgemm.integrations.transformers": {
+        "qgemm.warn",
         "qgemm.arguments",
         "qgemm.nn",
         "qgemm.model",
@@ -128,6 +129,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.calibration",
         "qgemm.quantize",
     },
+    "qgemm.generation": {"qgemm.integrations.transformers"},
     "qgemm.integrations": {"qgemm.nn", "qgemm.model", "qgemm.checkpoint"},
     "qgemm.__main__": set(),
     "qgemm": set(),

@@ -1,0 +1,111 @@
+"""What a model keeps between calls of ``generate``: for each batch a cache, the tensors of a step, and their graphs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from qgemm.integrations.transformers.generate.contexts import Context
+from qgemm.integrations.transformers.generate.reading import Reader
+from qgemm.integrations.transformers.generate.replay import GraphMemory, Replayed
+from qgemm.integrations.transformers.generate.sampling import Progress, Sampler
+
+MAX_SAMPLERS = 8
+# How much of a GPU's memory caches may take that wait for a next call; the last one is kept in any case.
+MAX_WAITING_FRACTION = 0.25
+
+
+class Decoder:
+    """The tensors of one batch's steps, and the graphs that read and write them and the cache of that batch.
+
+    ``position`` has the shape of a step's, or is None.
+    """
+
+    def __init__(self, batch: int, context: Context, position: Tensor | None, memory: GraphMemory) -> None:
+        """Nothing is captured yet."""
+        device = memory.device
+        self.step_mask = context.step_mask
+        self.progress = Progress(
+            token=torch.zeros((batch, 1), dtype=torch.int64, device=device),
+            position=None if position is None else torch.zeros_like(position),
+            step=torch.zeros(1, dtype=torch.int64, device=device),
+            finished=torch.zeros(batch, dtype=torch.bool, device=device),
+            tokens=torch.zeros((context.capacity + 1, batch + 1), dtype=torch.int64, device=device),
+            logits=torch.empty((batch, 0), device=device),
+        )
+        self.memory = memory
+        self.reader = Reader(self.progress.tokens)
+        self.forward = Replayed(memory)
+        self._samplers: OrderedDict[Hashable, tuple[Sampler, Replayed]] = OrderedDict()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copy of a cache begins without a decoder: graphs write to one address."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Nor is one saved."""
+        return type(None), ()
+
+    def fits(self, batch: int, position: Tensor | None) -> bool:
+        """Whether its tensors have the shapes for a batch."""
+        mine = self.progress.position
+        return self.progress.token.shape[0] == batch and (
+            mine is None if position is None else mine is not None and mine.shape == position.shape
+        )
+
+    def sampler(self, wanted: Sampler) -> tuple[Sampler, Replayed]:
+        """A sampler that does what ``wanted`` does, perhaps captured; the ones unused for longest are dropped."""
+        found = self._samplers.pop(wanted.key, None) or (wanted, Replayed(self.memory))
+        self._samplers[wanted.key] = found
+        if len(self._samplers) > MAX_SAMPLERS:
+            self._samplers.popitem(last=False)
+        return found
+
+
+class Decoders:
+    """The decoders of one model, each with its cache. A caller takes one and puts it back."""
+
+    def __init__(self, device: torch.device) -> None:
+        """There are none yet."""
+        self.memory = GraphMemory(device)
+        self._waiting: list[tuple[Context, Decoder]] = []  # the last used one last
+
+    def take(
+        self, batch: int, capacity: int, position: Tensor | None, make: Callable[[int], Context]
+    ) -> tuple[Context, Decoder]:
+        """A cache for ``batch`` sequences of up to ``capacity`` tokens, empty, and its decoder."""
+        same = [each for each in self._waiting if each[1].fits(batch, position)]
+        fitting = [each for each in same if each[0].capacity >= capacity]
+        # One that is too small makes room: its successor serves what it served.
+        self._waiting = [each for each in self._waiting if each not in (fitting[:1] or same)]
+        if fitting:
+            fitting[0][0].rewind(0)
+            return fitting[0]
+        try:
+            context = make(bucket(capacity))
+        except torch.OutOfMemoryError:
+            self._waiting.clear()
+            context = make(bucket(capacity))
+        return context, Decoder(batch, context, position, self.memory)
+
+    def put_back(self, context: Context, decoder: Decoder) -> None:
+        """For a next call. The ones that have waited for longest are freed, beyond the bound."""
+        self._waiting.append((context, decoder))
+        room = 0.0
+        if self.memory.device.type == "cuda":
+            room = MAX_WAITING_FRACTION * torch.cuda.get_device_properties(self.memory.device).total_memory
+        while len(self._waiting) > 1 and sum(_bytes(each.cache) for each, _ in self._waiting) > room:
+            del self._waiting[0]
+
+
+def bucket(capacity: int) -> int:
+    """``capacity`` rounded up, by a quarter at most from 1024 on, so that similar calls share a cache."""
+    step = max(256, 1 << max(0, (capacity - 1).bit_length() - 3))
+    return -(-capacity // step) * step
+
+
+def _bytes(cache: Cache) -> int:
+    return sum(each.nbytes for layer in cache.layers for each in vars(layer).values() if isinstance(each, Tensor))

@@ -1,0 +1,240 @@
+"""How a call of ``generate`` gets to the loop, and to transformers' own if the loop doesn't cover it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import threading
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput, GenerationMixin
+
+from qgemm.integrations.transformers.generate.contexts import Context, make_context, use_context
+from qgemm.integrations.transformers.generate.covered import NotCovered
+from qgemm.integrations.transformers.generate.decoder import Decoder, Decoders
+from qgemm.integrations.transformers.generate.fingerprint import fingerprint
+from qgemm.integrations.transformers.generate.loop import AHEAD, Loop
+from qgemm.integrations.transformers.generate.request import Request, check_model, check_settings, read_request
+from qgemm.warn import warn_user
+
+# The attribute of a model with what it keeps between calls, and of a cache with its decoder.
+_KEPT = "_qgemm_generate"
+_SIGNATURE = inspect.signature(GenerationMixin.generate)
+
+
+class _Kept:
+    """What a model keeps between calls. A copy of the model begins with nothing."""
+
+    def __init__(self) -> None:
+        self.decoders: Decoders | None = None
+        self.fingerprint = 0
+        self.running = threading.Lock()
+        self.told: set[str] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+    def tell(self, message: str) -> None:
+        """Warns once."""
+        if message not in self.told:
+            self.told.add(message)
+            warn_user(message)
+
+
+def fast_generate(model: nn.Module, enabled: bool = True) -> None:
+    """``model.generate`` goes through the loop, or as before; what is kept between calls is freed in any case."""
+    base: Any = model
+    if hasattr(model, "get_base_model"):  # PEFT's models call the generate of their base
+        base = base.get_base_model()
+    if not isinstance(base, PreTrainedModel) or not type(base).can_generate():
+        raise TypeError(
+            f"model is a {type(model).__name__}, and fast_generate takes models of transformers with generate"
+        )
+    attributes = vars(base)
+    attributes.pop(_KEPT, None)
+    if enabled:
+        attributes["generate"] = MethodType(_generate, base)
+    elif getattr(attributes.get("generate"), "__func__", None) is _generate:
+        del attributes["generate"]
+
+
+@functools.wraps(GenerationMixin.generate)
+def _generate(model: Any, *arguments: Any, **options: Any) -> Any:
+    try:
+        return _through_loop(model, *arguments, **options)
+    except NotCovered as reason:
+        _tell(model, reason)
+        return type(model).generate(model, *arguments, **options)
+
+
+def generate(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
+    """For ``custom_generate=``: what transformers has prepared goes through the loop, or back."""
+    try:
+        return decode(model, input_ids, **prepared)
+    except NotCovered as reason:
+        _tell(model, reason)
+        mode = prepared["generation_config"].get_generation_mode()
+        if "/" in GENERATION_MODES_MAPPING[mode]:
+            raise ValueError(f"custom_generate=qgemm.generate can't do {mode.value}: leave it out") from reason
+        method = getattr(type(model), GENERATION_MODES_MAPPING[mode])
+        if "inputs_tensor" in inspect.signature(method).parameters:
+            prepared["inputs_tensor"] = input_ids
+        return method(model, input_ids, **prepared)
+
+
+def _tell(model: PreTrainedModel, reason: NotCovered) -> None:
+    _kept(model).tell(f"generate runs transformers' own loop, not qgemm's: {reason}")
+
+
+def _kept(model: PreTrainedModel) -> _Kept:
+    kept: _Kept = vars(model).setdefault(_KEPT, _Kept())
+    return kept
+
+
+def _through_loop(model: Any, *arguments: Any, **options: Any) -> Any:
+    options = dict(_SIGNATURE.bind_partial(model, *arguments, **options).arguments)
+    options.update(options.pop("kwargs", {}))
+    del options["self"]
+    if options.get("custom_generate") is not None:
+        return type(model).generate(model, **options)
+    if options.get("assistant_model") is not None:
+        raise NotCovered("assistant_model is passed")
+    if options.get("synced_gpus"):
+        raise NotCovered("synced_gpus is set")
+    check_model(model)
+    # A custom_generate isn't given the streamer, nor its stop strings a tokenizer.
+    streamer = options.pop("streamer", None)
+    _add_stop_strings(model, options)
+    return type(model).generate(model, custom_generate=functools.partial(decode, streamer=streamer), **options)
+
+
+def _add_stop_strings(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Puts a criterion for the strings of ``generate``'s ``options``, with their tokenizer, in their place."""
+    if _setting("token_healing", model, options):
+        raise NotCovered("token_healing is on")
+    strings = _setting("stop_strings", model, options)
+    tokenizer = options.pop("tokenizer", None)
+    if strings is None:
+        return
+    if model.generation_config.stop_strings is not None or tokenizer is None:
+        raise NotCovered("stop_strings come without a tokenizer, or from the model's generation_config")
+    options.pop("stop_strings", None)
+    settings: GenerationConfig | None = options.get("generation_config")
+    if settings is not None:
+        options["generation_config"] = settings = copy.copy(settings)
+        settings.stop_strings = None
+    given = options.get("stopping_criteria") or []
+    options["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
+
+
+def _setting(name: str, model: PreTrainedModel, options: dict[str, Any]) -> Any:
+    places = (
+        options.get(name),
+        getattr(options.get("generation_config"), name, None),
+        getattr(model.generation_config, name),
+    )
+    return next((value for value in places if value is not None), None)
+
+
+def decode(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    ahead: int | None = None,
+    **inputs: Any,
+) -> GenerateDecoderOnlyOutput | Tensor:
+    """The result of ``generate`` from what it has prepared; ``ahead`` as in ``Loop``. Raises ``NotCovered``."""
+    check_model(model)
+    check_settings(generation_config, inputs, synced_gpus)
+    with _running(model) as kept, _plain_tensors(model, inputs.get("past_key_values")):
+        request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+        context, decoder = _take(kept, model, request)
+        if ahead is None:
+            ahead = AHEAD if input_ids.is_cuda else 0
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        loop = Loop(model, request, context, decoder, ahead, functools.partial(_tell_eager, kept))
+        sequences = loop.run(streamer)
+        if request.cache is not None or generation_config.return_dict_in_generate:
+            setattr(context.cache, _KEPT, decoder)  # the cache is the caller's now
+        else:
+            assert kept.decoders is not None
+            kept.decoders.put_back(context, decoder)
+    if generation_config.return_dict_in_generate:
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,  # type: ignore[arg-type]
+            past_key_values=context.cache,
+        )
+    return sequences
+
+
+def _take(kept: _Kept, model: PreTrainedModel, request: Request) -> tuple[Context, Decoder]:
+    now = fingerprint(model)
+    if kept.decoders is None or kept.fingerprint != now:
+        kept.decoders = Decoders(model.device)
+        kept.fingerprint = now
+    position = None if request.position_ids is None else request.position_ids[..., -1:]
+    wanted = request.new + request.steps - 1
+    if request.cache is None:
+        return kept.decoders.take(
+            request.batch, wanted, position, lambda capacity: make_context(model, request.batch, capacity)
+        )
+    context = use_context(request.cache, model, request.batch)
+    if context.used + wanted > context.capacity:
+        raise ValueError(
+            f"past_key_values has room for {context.capacity} tokens, but there are {context.used} in it and {wanted} "
+            f"to come: make it larger, or ask for fewer new tokens"
+        )
+    decoder: Decoder | None = getattr(request.cache, _KEPT, None)
+    if decoder is None or decoder.memory is not kept.decoders.memory or not decoder.fits(request.batch, position):
+        decoder = Decoder(request.batch, context, position, kept.decoders.memory)
+    context.step_mask = decoder.step_mask
+    return context, decoder
+
+
+def _tell_eager(kept: _Kept, reason: str) -> None:
+    kept.tell(f"generate's steps run without CUDA graphs, which is slower: {reason}")
+
+
+@contextlib.contextmanager
+def _running(model: PreTrainedModel) -> Iterator[_Kept]:
+    """What the model keeps, for one call at a time: another thread's call, or a streamer's, can't have it."""
+    kept = _kept(model)
+    if not kept.running.acquire(blocking=False):
+        raise NotCovered("the model is running another generate")
+    try:
+        yield kept
+    finally:
+        kept.running.release()
+
+
+@contextlib.contextmanager
+def _plain_tensors(model: PreTrainedModel, cache: Cache | None) -> Iterator[None]:
+    """Tensors that outlive the call can be written to in later calls, in inference mode or not.
+
+    A cache that was made in inference mode can be written to there alone.
+    """
+    layers = [] if cache is None else cache.layers
+    inference = any(
+        each.is_inference() for layer in layers for each in vars(layer).values() if isinstance(each, Tensor)
+    )
+    on_device = torch.cuda.device(model.device) if model.device.type == "cuda" else contextlib.nullcontext()
+    with torch.inference_mode(inference), torch.no_grad(), on_device:
+        yield

@@ -1,0 +1,131 @@
+"""Prefill, then one step after another: a forward, the choice of a token, and tokens read some steps late.
+
+The host queues up to ``AHEAD`` steps more than it has read. Those that follow the end of all sequences are forgotten:
+their tokens are cut off, the cache and the random generator are as if they had never been.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from qgemm.integrations.transformers.generate.contexts import Context
+from qgemm.integrations.transformers.generate.decoder import Decoder
+from qgemm.integrations.transformers.generate.replay import CaptureError, Replayed
+from qgemm.integrations.transformers.generate.request import Request
+
+# On a GPU, steps queued beyond the last that was read. A host that is held up for some steps' time costs nothing then;
+# sequences that end early cost as many steps.
+AHEAD = 4
+
+
+class Loop:
+    """The steps of one request. ``ahead`` is how many steps may be queued beyond the last that was read."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        request: Request,
+        context: Context,
+        decoder: Decoder,
+        ahead: int,
+        on_capture_error: Callable[[str], None],
+    ) -> None:
+        """``on_capture_error`` is called with the reason if steps can't be captured; they run without graphs then."""
+        self._model = model
+        self._request = request
+        self._context = context
+        self._decoder = decoder
+        self._ahead = ahead
+        self._on_capture_error = on_capture_error
+
+    def run(self, streamer: BaseStreamer | None) -> Tensor:
+        """The prompts and their new tokens, [B, S + steps]."""
+        request, reader, progress = self._request, self._decoder.reader, self._decoder.progress
+        self._prefill()
+        prefilled = self._context.used
+        sampler, sampling = self._decoder.sampler(request.sampler)
+        sampler.begin(request.input_ids, progress.logits.shape[-1])
+        reader.begin()
+        offsets = []
+
+        queued = taken = 0
+        ended = False
+        while not ended:
+            if queued < request.steps:
+                if queued:
+                    self._forward()
+                self._replay(sampling, lambda: sampler(progress))
+                offsets.append(_generator_offset(progress.logits.device))
+                reader.send(queued)
+                queued += 1
+            while not ended and reader.pending > (self._ahead if queued < request.steps else 0):
+                tokens, ended = reader.take()
+                taken += 1
+                ended = ended or taken == request.steps or request.stops.out_of_time()
+                if streamer is not None:
+                    streamer.put(tokens.clone())
+        if queued > taken:
+            self._context.rewind(prefilled + taken - 1)
+            _rewind_generator(progress.logits.device, offsets[taken - 1])
+        if streamer is not None:
+            streamer.end()
+        return torch.cat([request.input_ids, progress.tokens[:taken, :-1].T], dim=1)
+
+    def _prefill(self) -> None:
+        request, progress, context = self._request, self._decoder.progress, self._context
+        context.begin(request.attention_mask)
+        context.advance(request.new)
+        logits = self._logits(request.prompt, request.position_ids, request.attention_mask)
+        progress.begin(logits, None if request.position_ids is None else request.position_ids[..., -1:])
+
+    def _forward(self) -> None:
+        progress, context = self._decoder.progress, self._context
+        used = context.used
+
+        def run() -> None:
+            context.advance(1)
+            progress.logits.copy_(self._logits(progress.token, progress.position, context.step_mask))
+
+        self._replay(self._decoder.forward, run)
+        context.used = used + 1  # a replay counts on the device only
+
+    def _replay(self, step: Replayed, run: Callable[[], None]) -> None:
+        used = self._context.used
+        try:
+            step(run)
+        except CaptureError as error:
+            self._on_capture_error(str(error))
+            self._context.used = used
+            run()
+
+    def _logits(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+        """The logits [B, V] of the last of ``tokens`` [B, S]."""
+        arguments: dict[str, Any] = {"logits_to_keep": 1} if self._request.keeps_last else {}
+        if positions is not None:
+            arguments["position_ids"] = positions
+        outputs = self._model(
+            input_ids=tokens,
+            attention_mask=mask,
+            past_key_values=self._context.cache,
+            use_cache=True,
+            return_dict=True,
+            **arguments,
+        )
+        logits: Tensor = outputs.logits[:, -1]
+        return logits
+
+
+def _generator_offset(device: torch.device) -> int:
+    """Where the random numbers of a GPU go on. A CPU queues no steps, so there is none to forget."""
+    return torch.cuda.default_generators[device.index].get_offset() if device.type == "cuda" else 0
+
+
+def _rewind_generator(device: torch.device, offset: int) -> None:
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].set_offset(offset)

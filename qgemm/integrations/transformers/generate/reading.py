@@ -1,0 +1,49 @@
+"""Tokens read by the host some steps late, so that it never waits for the step that it has just queued."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+
+class Reader:
+    """Copies rows of ``tokens`` [steps, B + 1] to the host, in order, behind the back of the steps that follow."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        """On a CPU nothing is copied."""
+        self._tokens = tokens
+        self._host = tokens
+        self._sent: deque[tuple[int, torch.cuda.Event | None]] = deque()
+        if tokens.is_cuda:
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._stream = torch.cuda.Stream(tokens.device)
+
+    def begin(self) -> None:
+        """Forgets rows that were sent and not taken."""
+        self._sent.clear()
+
+    @property
+    def pending(self) -> int:
+        """How many rows were sent and not taken."""
+        return len(self._sent)
+
+    def send(self, step: int) -> None:
+        """Row ``step``, once what is queued until now has been done."""
+        done = None
+        if self._tokens.is_cuda:
+            self._stream.wait_stream(torch.cuda.current_stream(self._tokens.device))
+            with torch.cuda.stream(self._stream):
+                self._host[step].copy_(self._tokens[step], non_blocking=True)
+                done = torch.cuda.Event()
+                done.record(self._stream)
+        self._sent.append((step, done))
+
+    def take(self) -> tuple[Tensor, bool]:
+        """The tokens [B] of the oldest row, and whether all sequences have ended; waits until they are there."""
+        step, done = self._sent.popleft()
+        if done is not None:
+            done.synchronize()
+        row = self._host[step]
+        return row[:-1], bool(row[-1])

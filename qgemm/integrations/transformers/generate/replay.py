@@ -1,0 +1,79 @@
+"""CUDA graphs of functions whose tensors stay where they are: run, the second time captured, then replayed.
+
+The first run is the warm-up that PyTorch asks for, and does work that is needed anyway: no step is computed in vain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+
+class CaptureError(Exception):
+    """A function can't be captured, because it waits for the GPU, say. It has done nothing on the device."""
+
+
+class GraphMemory:
+    """What the graphs of one model share: the memory of their temporaries and the stream they are captured on.
+
+    They must not run at the same time. ``captures`` is False on a CPU, and after a ``CaptureError``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """No graph is captured on it yet."""
+        self.device = device
+        self.captures = device.type == "cuda"
+        if self.captures:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Runs on the stream of captures, in order with what runs on the caller's."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of what ``run`` does on the device, without doing it. Raises ``CaptureError``."""
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: that waits for the GPU, and gives back the memory that the allocator has in reserve.
+        with self.beside():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except Exception as error:
+                self.captures = False
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise CaptureError(str(error).partition("\n")[0]) from error
+            graph.capture_end()
+        return graph
+
+
+class Replayed:
+    """``replayed(run)`` does what ``run()`` does. ``run`` reads and writes the same tensors in every call."""
+
+    def __init__(self, memory: GraphMemory) -> None:
+        """It hasn't run yet."""
+        self._memory = memory
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._ran = False
+
+    def __call__(self, run: Callable[[], None]) -> None:
+        """Raises ``CaptureError``; from then on ``run`` is called."""
+        if self._graph is not None:
+            self._graph.replay()
+        elif not self._memory.captures:
+            run()
+        elif not self._ran:
+            with self._memory.beside():
+                run()
+            self._ran = True
+        else:
+            self._graph = self._memory.capture(run)
+            self._graph.replay()

@@ -1,0 +1,151 @@
+"""A call of ``generate`` as the loop sees it, or the reason why it isn't covered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import StoppingCriteria
+from transformers.generation.utils import (  # type: ignore[attr-defined]
+    is_deepspeed_zero3_enabled,
+    is_fsdp_managed_module,
+)
+
+from qgemm.integrations.transformers.generate.covered import NotCovered
+from qgemm.integrations.transformers.generate.sampling import Sampler
+from qgemm.integrations.transformers.generate.stopping import Stops
+
+# What transformers hands to the loop besides the settings. Others belong to images, sounds and the like.
+_KNOWN = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_CACHES = (None, "dynamic", "static")
+
+
+@dataclass(frozen=True)
+class Request:
+    """``input_ids`` [B, S] are the prompts; ``new`` of them aren't in ``cache``, which is None for a new one.
+
+    ``attention_mask`` [B, cached + new] is None without padding, ``position_ids`` [..., B, new] for models without.
+    ``steps`` is the maximum of new tokens.
+    """
+
+    input_ids: Tensor
+    new: int
+    steps: int
+    cache: Cache | None
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    keeps_last: bool
+    stops: Stops
+    sampler: Sampler
+
+    @property
+    def batch(self) -> int:
+        """How many sequences there are."""
+        return self.input_ids.shape[0]
+
+    @property
+    def prompt(self) -> Tensor:
+        """The new tokens."""
+        return self.input_ids[:, self.input_ids.shape[1] - self.new :]
+
+
+def check_model(model: PreTrainedModel) -> None:
+    """Raises ``NotCovered`` for models that the loop can't run."""
+    if model.config.is_encoder_decoder:
+        raise NotCovered("the model has an encoder and a decoder")
+    if getattr(model, "_is_stateful", False):
+        raise NotCovered("the model keeps a state besides keys and values")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise NotCovered(f"{type(model).__name__} has an attention of its own")
+    if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+        raise NotCovered("the model is spread over several devices")
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        raise NotCovered("the model runs in tensor parallelism")
+    if "flash" in str(model.config._attn_implementation):
+        raise NotCovered("FlashAttention waits for the host")
+    if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
+        raise NotCovered("the model's parameters are sharded")
+    if model.device.type not in ("cpu", "cuda"):
+        raise NotCovered(f"it runs on a CPU or a GPU of CUDA's, and the model is on {model.device.type}")
+    if torch.is_autocast_enabled(model.device.type):
+        raise NotCovered("autocast is on")
+
+
+def check_settings(settings: GenerationConfig, inputs: dict[str, Any], synced: bool) -> None:
+    """Raises ``NotCovered`` for what is asked of ``generate`` and not of the loop."""
+    mode = settings.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        raise NotCovered(f"it is {mode.value.replace('_', ' ')}")
+    for name in _OUTPUTS:
+        if getattr(settings, name):
+            raise NotCovered(f"{name} is asked for")
+    if settings.cache_implementation not in _CACHES:
+        raise NotCovered(f"cache_implementation is {settings.cache_implementation!r}")
+    if settings.prefill_chunk_size is not None:
+        raise NotCovered("prefill_chunk_size is set")
+    if settings.is_assistant or synced:
+        raise NotCovered("other models wait for this one")
+    if not inputs.get("use_cache", True):
+        raise NotCovered("use_cache is False")
+    for name, value in inputs.items():
+        if name not in _KNOWN and value is not None:
+            raise NotCovered(f"{name} is passed")
+
+
+def read_request(
+    input_ids: Tensor,
+    given: Sequence[LogitsProcessor],
+    criteria: Sequence[StoppingCriteria],
+    settings: GenerationConfig,
+    inputs: dict[str, Any],
+) -> Request:
+    """The request of a call that transformers has prepared. Raises ``NotCovered``."""
+    cache = inputs.get("past_key_values")
+    cached = 0 if cache is None else int(cache.get_seq_length())
+    if isinstance(cache, DynamicCache):
+        if cached:
+            raise NotCovered("past_key_values is a cache that grows; a StaticCache can be continued")
+        cache = None
+    mask = inputs.get("attention_mask")
+    length = input_ids.shape[1]
+    # With a cache, input_ids are all tokens, or the new ones alone; the mask is that of all of them.
+    whole = length == (mask.shape[1] if mask is not None else getattr(settings, "_mask_length", -1))
+    new = length - cached if whole else length
+    if new < 1:
+        raise NotCovered("there is no new token to begin with")
+    positions = inputs.get("position_ids")
+    padding = settings._pad_token_tensor
+    stops = Stops(criteria, input_ids.device)
+    return Request(
+        input_ids=input_ids,
+        new=new,
+        steps=settings.max_length - length,
+        cache=cache,
+        attention_mask=_left_padding(mask),
+        position_ids=None if positions is None else positions[..., positions.shape[-1] - new :],
+        keeps_last="logits_to_keep" in inputs,
+        stops=stops,
+        sampler=Sampler(given, stops, length, settings.do_sample, None if padding is None else int(padding)),
+    )
+
+
+def _left_padding(mask: Tensor | None) -> Tensor | None:
+    """``mask`` [B, L], or None if nothing is masked."""
+    if mask is None:
+        return None
+    if mask.ndim != 2:
+        raise NotCovered(f"attention_mask has {mask.ndim} dimensions")
+    kept = mask.bool()
+    whole, left = torch.stack([kept.all(), (kept[:, 1:] | ~kept[:, :-1]).all()]).tolist()
+    if whole:
+        return None
+    if not left:
+        raise NotCovered("attention_mask has zeros after a one: only padding on the left is covered")
+    return kept

@@ -1,0 +1,197 @@
+"""The next tokens of a batch, chosen on the device: transformers' logits processors, then the argmax or a draw.
+
+Processors that look at the scores alone are called as they are. Those that look at the tokens so far, whose number
+grows, have a form here that keeps what they need in tensors of one size. Every other processor is ``NotCovered``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as processors
+
+from qgemm.integrations.transformers.generate.covered import NotCovered
+from qgemm.integrations.transformers.generate.stopping import Stops
+
+# They read nothing but the scores, and never wait for the device.
+_OF_SCORES_ALONE = (
+    processors.TemperatureLogitsWarper,
+    processors.TopKLogitsWarper,
+    processors.TopPLogitsWarper,
+    processors.MinPLogitsWarper,
+    processors.TypicalLogitsWarper,
+    processors.EpsilonLogitsWarper,
+    processors.LogitNormalization,
+)
+
+
+@dataclass
+class Progress:
+    """Where a batch is: what a step reads and writes, in tensors that stay where they are.
+
+    ``token [B, 1]`` and ``position [..., B, 1]`` (None for models that take none) are the next step's input, ``step
+    [1]`` is how many tokens there are, ``finished [B]`` says which rows have ended. Row i of ``tokens [steps, B + 1]``
+    has the tokens of step i, and whether all rows have ended. ``logits [B, V]`` are those of the last forward.
+    """
+
+    token: Tensor
+    position: Tensor | None
+    step: Tensor
+    finished: Tensor
+    tokens: Tensor
+    logits: Tensor
+
+    def begin(self, logits: Tensor, position: Tensor | None) -> None:
+        """Before the first token; ``logits`` and ``position`` are those of the last token of the prompt."""
+        if self.logits.shape != logits.shape:
+            self.logits = torch.empty_like(logits)
+        self.logits.copy_(logits)
+        if self.position is not None and position is not None:
+            self.position.copy_(position)
+        self.step.zero_()
+        self.finished.zero_()
+
+    def write(self, token: Tensor, finished: Tensor) -> None:
+        """The tokens of a step, and the rows that have ended now. ``token`` and ``finished`` are [B]."""
+        row = torch.cat([token, finished.all()[None].to(token.dtype)])
+        self.tokens.index_copy_(0, self.step, row[None])
+        self.token.copy_(token[:, None])
+        self.finished.copy_(finished)
+        self.step.add_(1)
+        if self.position is not None:
+            self.position.add_(1)
+
+
+class _ScoresAlone:
+    def __init__(self, processor: processors.LogitsProcessor) -> None:
+        self.key: Hashable = (type(processor), *sorted(vars(processor).items()))
+        self._processor = processor
+
+    def begin(self, prompt: Tensor, vocabulary: int) -> None:
+        pass
+
+    def __call__(self, scores: Tensor, progress: Progress) -> Tensor:
+        processed: Tensor = self._processor(None, scores)
+        return processed
+
+    def observe(self, token: Tensor) -> None:
+        pass
+
+
+class _RepetitionPenalty:
+    """Scores of tokens that were there: times ``penalty`` if negative, else divided by it."""
+
+    def __init__(self, penalty: float, ignored: int) -> None:
+        self.key: Hashable = (_RepetitionPenalty, penalty, ignored)
+        self._penalty = penalty
+        self._ignored = ignored
+        self._seen: Tensor | None = None
+
+    def begin(self, prompt: Tensor, vocabulary: int) -> None:
+        if self._seen is None:
+            self._seen = torch.empty((prompt.shape[0], vocabulary), dtype=torch.bool, device=prompt.device)
+        self._seen.zero_().scatter_(1, prompt[:, self._ignored :], True)
+
+    def __call__(self, scores: Tensor, progress: Progress) -> Tensor:
+        assert self._seen is not None, "begin comes first"
+        penalized = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
+        return torch.where(self._seen, penalized, scores)
+
+    def observe(self, token: Tensor) -> None:
+        assert self._seen is not None, "begin comes first"
+        self._seen.scatter_(1, token[:, None], True)
+
+
+class _NoEndBefore:
+    """The scores of end tokens are -inf while there are fewer than ``minimum`` new tokens."""
+
+    def __init__(self, minimum: int, ends: Sequence[int]) -> None:
+        self.key: Hashable = (_NoEndBefore, minimum, *ends)
+        self._minimum = minimum
+        self._ends = ends
+        self._is_end: Tensor | None = None
+
+    def begin(self, prompt: Tensor, vocabulary: int) -> None:
+        if self._is_end is None:
+            ends = torch.tensor(self._ends, device=prompt.device)
+            self._is_end = (torch.arange(vocabulary, device=prompt.device)[:, None] == ends).any(-1)
+
+    def __call__(self, scores: Tensor, progress: Progress) -> Tensor:
+        assert self._is_end is not None, "begin comes first"
+        return scores.masked_fill(self._is_end & (progress.step < self._minimum), -math.inf)
+
+    def observe(self, token: Tensor) -> None:
+        pass
+
+
+_Stage = _ScoresAlone | _RepetitionPenalty | _NoEndBefore
+
+
+def _stage(processor: processors.LogitsProcessor, prompt_length: int) -> _Stage:
+    if type(processor) in _OF_SCORES_ALONE:
+        return _ScoresAlone(processor)
+    if type(processor) is processors.RepetitionPenaltyLogitsProcessor:
+        ignored = processor.prompt_ignore_length or 0
+        if ignored <= prompt_length:
+            return _RepetitionPenalty(processor.penalty, ignored)
+    if type(processor) is processors.MinNewTokensLengthLogitsProcessor:
+        minimum = processor.min_new_tokens + processor.prompt_length_to_skip - prompt_length
+        return _NoEndBefore(minimum, processor.eos_token_id.tolist())
+    if type(processor) is processors.MinLengthLogitsProcessor:
+        return _NoEndBefore(processor.min_length - prompt_length, processor.eos_token_id.tolist())
+    raise NotCovered(f"it knows no logits processor {type(processor).__name__}")
+
+
+class Sampler:
+    """Chooses the tokens of a step and writes them into ``Progress``. Samplers with one ``key`` do the same.
+
+    A draw is that of ``torch.multinomial``: the argmax of probabilities over exponential noise.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[processors.LogitsProcessor],
+        stops: Stops,
+        prompt_length: int,
+        do_sample: bool,
+        padding: int | None,
+    ) -> None:
+        """Raises ``NotCovered`` for a processor that isn't known. ``padding`` is for rows that have ended."""
+        self._stages = [_stage(processor, prompt_length) for processor in given]
+        self._stops = stops
+        self._draws = do_sample
+        self._padding = padding if stops.pads else None
+        self.key: Hashable = (*(stage.key for stage in self._stages), stops.key, do_sample, self._padding)
+
+    def begin(self, prompt: Tensor, vocabulary: int) -> None:
+        """Before the first token of ``prompt`` [B, S]."""
+        for stage in self._stages:
+            stage.begin(prompt, vocabulary)
+        self._stops.begin(prompt)
+
+    def scores(self, logits: Tensor, progress: Progress) -> Tensor:
+        """The processed scores of ``logits`` [B, V], in float32 if they are processed or drawn from."""
+        if not self._stages and not self._draws:
+            return logits
+        scores = logits.float()
+        for stage in self._stages:
+            scores = stage(scores, progress)
+        return scores
+
+    def __call__(self, progress: Progress) -> None:
+        """Chooses by ``progress.logits``."""
+        scores = self.scores(progress.logits, progress)
+        if self._draws:
+            # torch.multinomial waits for the device to check its argument.
+            token = (scores.softmax(-1) / torch.empty_like(scores).exponential_()).argmax(-1)
+        else:
+            token = scores.argmax(-1)
+        if self._padding is not None:
+            token = torch.where(progress.finished, self._padding, token)
+        for stage in self._stages:
+            stage.observe(token)
+        progress.write(token, self._stops(token, progress.finished))

@@ -1,0 +1,102 @@
+"""When a sequence ends, computed on the device: transformers' criteria for end tokens and for strings.
+
+A maximum of time is looked at by the host, when it reads a token; a maximum of tokens is the number of steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StopStringCriteria,
+)
+
+from qgemm.integrations.transformers.generate.covered import NotCovered
+
+
+class _EndTokens:
+    """The rows whose token is one of ``ends``."""
+
+    def __init__(self, ends: Sequence[int], device: torch.device) -> None:
+        self.key: Hashable = tuple(ends)
+        self._ends = torch.tensor(ends, device=device)
+
+    def begin(self, prompt: Tensor) -> None:
+        pass
+
+    def __call__(self, token: Tensor) -> Tensor:
+        return (token[:, None] == self._ends).any(-1)
+
+
+class _StopStrings:
+    """The rows whose text ends with one of the criterion's strings: the criterion itself, over the last tokens."""
+
+    def __init__(self, criterion: StopStringCriteria) -> None:
+        self._criterion = criterion
+        # The table of a tokenizer and its strings is made once by transformers. Held here, its id stays its own.
+        self._table = criterion.embedding_vec
+        self.key: Hashable = (id(self._table), criterion.maximum_token_len)
+        self._last: Tensor | None = None
+
+    def begin(self, prompt: Tensor) -> None:
+        length = self._criterion.maximum_token_len
+        if self._last is None:
+            self._last = prompt.new_empty((prompt.shape[0], length))
+        self._last.fill_(self._table.shape[0] - 1)  # the entry of tokens that match nothing
+        tail = prompt[:, -length:]
+        self._last[:, length - tail.shape[1] :] = tail
+
+    def __call__(self, token: Tensor) -> Tensor:
+        assert self._last is not None, "begin comes first"
+        self._last.copy_(torch.cat([self._last[:, 1:], token[:, None]], dim=1))
+        ended: Tensor = self._criterion(self._last, None)
+        return ended
+
+
+class Stops:
+    """All criteria of a call. ``deadline`` is in ``time.time()``'s seconds, or None.
+
+    ``pads`` says that a row that has ended goes on with padding. Stops with one ``key`` do the same on the device.
+    """
+
+    def __init__(self, criteria: Sequence[StoppingCriteria], device: torch.device) -> None:
+        """Raises ``NotCovered`` for a criterion that isn't known."""
+        self.deadline: float | None = None
+        self.pads = False
+        self._rules: list[_EndTokens | _StopStrings] = []
+        for criterion in criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.pads = (
+                    True  # a row that has ended goes on with padding, as in transformers only if there are end tokens
+                )
+                self._rules.append(_EndTokens(criterion.eos_token_id.tolist(), device))
+            elif type(criterion) is StopStringCriteria:
+                self._rules.append(_StopStrings(criterion))
+            elif type(criterion) is MaxTimeCriteria:
+                deadline = criterion.initial_timestamp + criterion.max_time
+                self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
+            elif type(criterion) is not MaxLengthCriteria:
+                raise NotCovered(f"it knows no stopping criterion {type(criterion).__name__}")
+        self.key: Hashable = tuple((type(rule), rule.key) for rule in self._rules)
+
+    def begin(self, prompt: Tensor) -> None:
+        """Before the first token of ``prompt`` [B, S]."""
+        for rule in self._rules:
+            rule.begin(prompt)
+
+    def __call__(self, token: Tensor, finished: Tensor) -> Tensor:
+        """``finished`` [B], and the rows that end with ``token`` [B]."""
+        for rule in self._rules:
+            finished = finished | rule(token)
+        return finished
+
+    def out_of_time(self) -> bool:
+        """Whether the maximum of time has passed."""
+        return self.deadline is not None and time.time() > self.deadline

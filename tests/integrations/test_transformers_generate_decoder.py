@@ -1,0 +1,110 @@
+"""What a model keeps between calls of ``generate``."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.generation import logits_process
+
+from qgemm.integrations.transformers.generate import decoder as module
+from qgemm.integrations.transformers.generate.decoder import Decoder, Decoders, bucket
+from qgemm.integrations.transformers.generate.replay import GraphMemory, Replayed
+from qgemm.integrations.transformers.generate.sampling import Sampler
+from qgemm.integrations.transformers.generate.stopping import Stops
+
+CPU = torch.device("cpu")
+POSITION = torch.zeros((2, 1), dtype=torch.int64)
+
+
+@dataclass
+class _Room:
+    """A context that is nothing but its capacity."""
+
+    capacity: int
+    used: int = 1
+
+    cache = DynamicCache()
+    step_mask = None
+
+    def rewind(self, used: int) -> None:
+        self.used = used
+
+
+def _take(decoders: Decoders, batch: int, capacity: int) -> tuple[_Room, Decoder]:
+    context, decoder = decoders.take(batch, capacity, POSITION[:batch], _Room)  # type: ignore[arg-type]
+    assert isinstance(context, _Room)
+    return context, decoder
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rounded"),
+    [(1, 256), (256, 256), (257, 512), (1024, 1024), (1025, 1280), (2048, 2048), (2049, 2560), (16384, 16384)],
+)
+def test_capacities_are_rounded_up(wanted: int, rounded: int) -> None:
+    assert bucket(wanted) == rounded
+
+
+def test_a_larger_cache_serves_smaller_calls_and_takes_their_place() -> None:
+    decoders = Decoders(CPU)
+    small, _ = _take(decoders, 2, 100)
+    assert small.capacity == 256
+    decoders.put_back(small, _)  # type: ignore[arg-type]
+    large, decoder = _take(decoders, 2, 300)
+    assert large.capacity == 512
+    decoders.put_back(large, decoder)  # type: ignore[arg-type]
+    found, same = _take(decoders, 2, 100)
+    assert found is large
+    assert same is decoder
+    assert found.used == 0
+    other, _ = _take(decoders, 2, 100)  # the first is in use
+    assert other is not large
+
+
+def test_only_the_last_cache_is_kept_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoders = Decoders(CPU)  # where the bound is zero
+    one, decoder = _take(decoders, 1, 100)
+    two, other = _take(decoders, 2, 100)
+    monkeypatch.setattr(module, "_bytes", lambda cache: 1)
+    decoders.put_back(one, decoder)  # type: ignore[arg-type]
+    decoders.put_back(two, other)  # type: ignore[arg-type]
+    assert _take(decoders, 1, 100)[0] is not one
+    assert _take(decoders, 2, 100)[0] is two
+
+
+def test_out_of_memory_frees_what_waits() -> None:
+    decoders = Decoders(CPU)
+    decoders.put_back(*_take(decoders, 1, 100))  # type: ignore[arg-type]
+    calls = []
+
+    def make(capacity: int) -> _Room:
+        calls.append(capacity)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return _Room(capacity)
+
+    decoders.take(2, 100, POSITION, make)  # type: ignore[arg-type]
+    assert calls == [256, 256]
+    decoders.take(1, 100, POSITION[:1], make)  # type: ignore[arg-type]
+    assert len(calls) == 3, "what waited is still there"
+
+
+def _sampler(temperature: float) -> Sampler:
+    return Sampler([logits_process.TemperatureLogitsWarper(temperature)], Stops([], CPU), 1, True, None)
+
+
+def test_samplers_are_kept_by_what_they_do() -> None:
+    decoder = Decoder(2, _Room(8), POSITION, GraphMemory(CPU))  # type: ignore[arg-type]
+    first = decoder.sampler(_sampler(0.5))
+    assert decoder.sampler(_sampler(0.5)) is first
+    for i in range(module.MAX_SAMPLERS):
+        decoder.sampler(_sampler(1.0 + i))
+    assert decoder.sampler(_sampler(0.5)) is not first
+
+
+def test_functions_run_each_time_without_graphs() -> None:
+    runs: list[int] = []
+    step = Replayed(GraphMemory(CPU))
+    for i in range(3):
+        step(lambda i=i: runs.append(i))  # type: ignore[misc]
+    assert runs == [0, 1, 2]
