@@ -23,18 +23,17 @@ from torch import nn
 
 from qgemm.arguments import check_model
 from qgemm.calibration.budget import Budget, assign_schemes
-from qgemm.calibration.collect import as_calls
-from qgemm.calibration.method import Call, Method
+from qgemm.calibration.collect import as_calls, find_scales
+from qgemm.calibration.method import Method
 from qgemm.calibration.observers import Observer
-from qgemm.calibration.pipeline import check_runs, quantize_blocks
+from qgemm.calibration.pipeline import quantize_blocks
 from qgemm.calibration.quantization import Quantization, are_batches
 from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.result import Calibration
-from qgemm.calibration.scales import find_scales
 from qgemm.calibration.sensitivity import sensitivity as measure_sensitivity
 from qgemm.calibration.sensitivity_result import Sensitivity
 from qgemm.model.announce import announce_quantized
-from qgemm.model.plan import SwapPlan, check_finite, plan_swaps
+from qgemm.model.plan import check_finite, plan_swaps
 from qgemm.model.report import give_report
 from qgemm.model.restore import restored_on_failure
 from qgemm.model.selection import Patterns, SchemeChoice
@@ -141,33 +140,20 @@ def quantize(
             wanted.check_schemes(schemes, calibration, sensitivity)
             by_blocks = wanted.goes_by_blocks(schemes, calibration)
             if by_blocks:
-                check_runs(model, wanted.device)
+                wanted.check_runs(model)
             check_finite(model, plan.chosen)
             calls = as_calls(calibration) if by_blocks and are_batches(calibration) else []
             way_back.keep_if_room(plan.names, changes_values=bool(wanted.recipe), runs_model=are_batches(calibration))
             if wanted.budget is not None:
-                plan = _within_budget(model, plan, wanted, calls, sensitivity, progress)
+                if sensitivity is None:
+                    sensitivity = measure_sensitivity(
+                        model, calls, wanted.options, skip=wanted.skip, include=wanted.include, progress=progress
+                    )
+                chosen, notes = assign_schemes(plan.layers, wanted.options, wanted.budget, sensitivity)
+                plan = replace(plan, schemes=chosen, notes=notes)
             elif not by_blocks:
                 plan = find_scales(model, plan, wanted, calibration, progress)
             records = quantize_blocks(model, plan, wanted, calls, progress)
         give_report(model, plan, records, None if wanted.recipe is None else wanted.recipe.to_dict())
         announce_quantized(model)
     return model
-
-
-def _within_budget(
-    model: nn.Module,
-    plan: SwapPlan,
-    wanted: Quantization,
-    calls: Sequence[Call],
-    sensitivity: Sensitivity | None,
-    progress: bool | None,
-) -> SwapPlan:
-    """``plan`` with those of the schemes that the budget chooses, by what is measured on ``calls`` unless it was."""
-    if sensitivity is None:
-        sensitivity = measure_sensitivity(
-            model, calls, wanted.options, skip=wanted.skip, include=wanted.include, progress=progress
-        )
-    assert wanted.budget is not None
-    chosen, notes = assign_schemes(plan.layers, wanted.options, wanted.budget, sensitivity)
-    return replace(plan, schemes=chosen, notes=notes)

@@ -18,7 +18,7 @@ import copy
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -397,20 +397,6 @@ def _recorder(chain: Chain, seen: list[_Inputs], store: _Store, disturb: bool) -
         return None
 
     return record
-
-
-@contextmanager
-def without_cache(model: nn.Module) -> Iterator[None]:
-    """Inside, transformers models keep no keys and values from call to call (``config.use_cache``)."""
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    using = [config for config in configs.values() if getattr(config, "use_cache", None)]
-    for config in using:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in using:
-            config.use_cache = True
 
 
 def _flattened(tree: Any) -> tuple[dict[str, Any], TreeSpec]:

@@ -1,4 +1,4 @@
-"""``calibrate``: watches the inputs of a float model's layers as the model runs.
+"""``calibrate``: watches the inputs of a float model's layers as the model runs; ``find_scales``: for a plan's layers.
 
 Hooks alone, no tracing: it works for whatever runs as plain PyTorch, and the model computes the same bits as without.
 """
@@ -14,16 +14,18 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qgemm.arguments import check_model
-from qgemm.calibration.expert_work import routed_rows
-from qgemm.calibration.hooks import hooked
+from qgemm.calibration.expert_work import counted_experts, unused_experts
+from qgemm.calibration.hooks import hooked, in_eval_mode
 from qgemm.calibration.method import Call
 from qgemm.calibration.observers import Observer, resolve_observer
 from qgemm.calibration.padding import Batch
+from qgemm.calibration.quantization import Quantization
 from qgemm.calibration.result import Calibration
+from qgemm.model.plan import SwapPlan, with_scales
 from qgemm.model.selection import Patterns, listed, select_layers
 from qgemm.model.survey import find_layers
 from qgemm.nn.attention import opened_attention
-from qgemm.nn.float_experts import describe_experts
+from qgemm.nn.linear_layer import linear_weight
 from qgemm.warn import warn_user
 
 NEVER_CALLED = "it was never called in calibration: other code may read its weight"
@@ -76,8 +78,61 @@ def run_batches(
     doesn't count. The modules' training modes are restored. Warns of experts that saw no tokens. Raises
     ``TypeError`` for any other batch, ``ValueError`` if there is none.
     """
-    check_batches(batches)
     experts = [layer.name for layer in find_layers(model) if layer.is_experts and not layer.reason]
+    return _run(model, names, experts, batches, observer, progress)
+
+
+def find_scales(
+    model: nn.Module,
+    plan: SwapPlan,
+    wanted: Quantization,
+    calibration: Calibration | Iterable[Any] | None,
+    progress: bool | None = None,
+) -> SwapPlan:
+    """``plan`` with the scales of its layers' inputs: those in ``wanted``, or of a calibration, or of batches for one.
+
+    Layers that calibration never called get their ``reason`` to stay in float, with a warning. Raises ``ValueError``
+    as ``quantize_model`` does.
+    """
+    scales = wanted.input_scales
+    if calibration is not None:
+        linears = [layer for layer in plan.chosen if plan.scheme_of(layer).is_static]
+        if not isinstance(calibration, Calibration):
+            names, experts = [each.name for each in linears], [each.name for each in plan.chosen if each.is_experts]
+            calibration = _run(model, names, experts, calibration, wanted.observer or "min-max", progress)
+        scales, uncalled = {}, []
+        for layer in linears:
+            seen = calibration.statistics.get(layer.name)
+            if seen is None:
+                uncalled.append(layer.name)
+                layer.reason = NEVER_CALLED
+                continue
+            columns = 0 if seen.channel_amax is None else len(seen.channel_amax)
+            width = linear_weight(model.get_submodule(layer.name)).shape[1]
+            if columns != width:
+                raise ValueError(
+                    f"calibration saw {columns} input columns of {layer.name!r}, which has {width}: it is of another "
+                    "model"
+                )
+            scales[layer.name] = seen.input_scale(plan.scheme_of(layer))
+        if not scales:
+            raise ValueError(
+                f"calibration has no statistics of {listed(uncalled)}: run batches that reach them, or skip them"
+            )
+        warn_of_uncalled(uncalled)
+    return with_scales(plan, scales)
+
+
+def _run(
+    model: nn.Module,
+    names: list[str],
+    experts: list[str],
+    batches: Iterable[Any],
+    observer: str | Observer,
+    progress: bool | None,
+) -> Calibration:
+    """As ``run_batches``, of a model whose ``experts`` are known."""
+    check_batches(batches)
     bar = tqdm(batches, desc="calibrate", unit="batch", disable=None if progress is None else not progress)
     with _watched(model, names, experts, observer) as calibration, in_eval_mode(model), torch.no_grad():
         for call in _each_call(bar):
@@ -149,34 +204,6 @@ def _watched(model: nn.Module, names: list[str], experts: list[str], observer: s
     warn_of_unused(unused_experts(tokens))
 
 
-@contextmanager
-def counted_experts(model: nn.Module, names: list[str], batch: Batch) -> Iterator[dict[str, Tensor]]:
-    """Inside, the tokens that go to each expert of the modules called ``names`` are counted: by name, int64 ``[E]``.
-
-    ``batch``: which rows are tokens.
-    """
-    modules = {name: model.get_submodule(name) for name in names}
-    sources = {name: describe_experts(module) for name, module in modules.items()}
-    tokens = {name: torch.zeros(source.num_experts, dtype=torch.int64) for name, source in sources.items()}
-
-    def count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen, index = tokens[name], routed_rows(sources[name], name, batch, args, kwargs)[1].flatten()
-        known = index[(index >= 0) & (index < len(seen))]
-        seen.add_(torch.bincount(known, minlength=len(seen)).to(seen.device))
-
-    with hooked(modules, count):
-        yield tokens
-
-
-def unused_experts(tokens: Mapping[str, Tensor]) -> list[str]:
-    """The experts without tokens, as ``name[expert]``; a module's name alone if none of its experts has any."""
-    unused = []
-    for name, counts in tokens.items():
-        without = (counts == 0).nonzero().flatten().tolist()
-        unused += [name] if len(without) == len(counts) else [f"{name}[{expert}]" for expert in without]
-    return unused
-
-
 def warn_of_unused(experts: list[str]) -> None:
     """Warns of ``unused_experts``, if there are any."""
     if experts:
@@ -193,17 +220,3 @@ def warn_of_uncalled(names: list[str]) -> None:
             f"{listed(names)} saw no tokens of calibration and stay in float: either other code reads its "
             "weight instead of calling it, or no batch reaches it: add batches that do"
         )
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Inside, no module is in training mode; afterwards those are that were, or what is in their places."""
-    training = [name for name, module in model.named_modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        modules = dict(model.named_modules())
-        for name in training:
-            if name in modules:
-                modules[name].training = True

@@ -7,11 +7,12 @@ module was called with, memory is that of one layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qgemm.calibration.hooks import hooked
@@ -45,6 +46,34 @@ def routed_rows(
     rows = batch.tokens(rows.reshape(source.num_experts, -1, rows.shape[-1]).transpose(0, 1), name)
     token, expert = (rows != 0).any(-1).nonzero().unbind(1)
     return rows[token, expert], expert[:, None]
+
+
+@contextmanager
+def counted_experts(model: nn.Module, names: Iterable[str], batch: Batch) -> Iterator[dict[str, Tensor]]:
+    """Inside, the tokens that go to each expert of the modules called ``names`` are counted: by name, int64 ``[E]``.
+
+    ``batch``: which rows are tokens.
+    """
+    modules = {name: model.get_submodule(name) for name in names}
+    sources = {name: describe_experts(module) for name, module in modules.items()}
+    tokens = {name: torch.zeros(source.num_experts, dtype=torch.int64) for name, source in sources.items()}
+
+    def count(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen, index = tokens[name], routed_rows(sources[name], name, batch, args, kwargs)[1].flatten()
+        known = index[(index >= 0) & (index < len(seen))]
+        seen.add_(torch.bincount(known, minlength=len(seen)).to(seen.device))
+
+    with hooked(modules, count):
+        yield tokens
+
+
+def unused_experts(tokens: Mapping[str, Tensor]) -> list[str]:
+    """The experts without tokens, as ``name[expert]``; a module's name alone if none of its experts has any."""
+    unused = []
+    for name, counts in tokens.items():
+        without = (counts == 0).nonzero().flatten().tolist()
+        unused += [name] if len(without) == len(counts) else [f"{name}[{expert}]" for expert in without]
+    return unused
 
 
 def _all_routed_rows(block: Block, work: ExpertsWork, source: FloatExperts) -> list[tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""Hooks on several modules at a time, and functions in the place of their methods, for the time of a context."""
+"""What models and modules are for the time of a context: hooked, with other methods, in eval mode, without a cache."""
 
 from __future__ import annotations
 
@@ -44,3 +44,31 @@ def replaced(module: nn.Module, name: str, function: Callable[..., Any]) -> Iter
         delattr(module, name)
         if own is not None:
             setattr(module, name, own)
+
+
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, no module is in training mode; afterwards those are that were, or what is in their places."""
+    training = [name for name, module in model.named_modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        modules = dict(model.named_modules())
+        for name in training:
+            if name in modules:
+                modules[name].training = True
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Inside, transformers models keep no keys and values from call to call (``config.use_cache``)."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    using = [config for config in configs.values() if getattr(config, "use_cache", None)]
+    for config in using:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in using:
+            config.use_cache = True

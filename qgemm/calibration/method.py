@@ -79,6 +79,12 @@ class LayerWork:
         """The weights that a method has rounded."""
         return [] if self.weight is None else [self.weight]
 
+    @property
+    def decisions(self) -> dict[str, Any]:
+        """What ``swap`` is to take of it beside the scheme."""
+        weight = {} if self.weight is None else {"weight": (self.weight.values, self.weight.scale)}
+        return weight if self.outlier_columns is None else {**weight, "outlier_columns": self.outlier_columns}
+
     def undecide(self, why: str = _UNDECIDED) -> None:
         """Discards the rounded weight, if there is one, because its input or float weight has changed."""
         if self.weight is not None:
@@ -108,6 +114,11 @@ class ExpertsWork:
         """The weights that a method has rounded."""
         return list((self.weights or {}).values())
 
+    @property
+    def decisions(self) -> dict[str, Any]:
+        """As ``LayerWork.decisions``."""
+        return {"weights": {name: (each.values, each.scale) for name, each in (self.weights or {}).items()}}
+
     def undecide(self, why: str = _UNDECIDED) -> None:
         """As ``LayerWork.undecide``."""
         if self.weights is not None:
@@ -133,6 +144,7 @@ class Block:
     - ``layers``: by full name, those of this block that get quantized.
     - ``calls``: what the block is called with, for each batch of calibration data; none without such data.
     - ``experts``: by full name, the modules of fused experts in it that get quantized.
+    - ``unused``: the experts of those that calibration sent no token to, once that is known.
     - ``batch``: which input rows of the current batch are tokens.
     """
 
@@ -142,6 +154,7 @@ class Block:
     layers: dict[str, LayerWork]
     calls: Sequence[Call] = ()
     experts: dict[str, ExpertsWork] = field(default_factory=dict)
+    unused: list[str] = field(default_factory=list, init=False)
     batch: Batch = field(default_factory=Batch, init=False)
 
     def collect(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
+from torch import nn
 
 from qgemm.arguments import as_scales, shown
 from qgemm.calibration.budget import Budget
@@ -124,6 +125,20 @@ class Quantization:
                 )
             if not any(scheme.is_static for scheme in schemes):
                 raise ValueError(_nothing_to_calibrate(schemes))
+
+    def check_runs(self, model: nn.Module) -> None:
+        """Raises ``ValueError`` if ``model`` lacks weights to be worked on, or can't move to ``device`` by blocks."""
+        if any(parameter.device.type == "meta" for parameter in model.parameters()):
+            raise ValueError(
+                "a recipe needs weights, but the model has some on meta: load it, not offloaded by accelerate"
+            )
+        homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        if self.device is not None and (
+            len(homes) > 1 or any(hasattr(module, "_hf_hook") for module in model.modules())
+        ):
+            raise ValueError(
+                "device is given, but the model is spread over devices already: leave it out, or load on the CPU"
+            )
 
     def wanting_data(self, schemes: Iterable[QuantScheme], sensitivity: Sensitivity | None = None) -> list[str]:
         """What needs batches to run the model on, in words, if layers have ``schemes``."""

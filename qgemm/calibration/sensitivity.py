@@ -30,9 +30,9 @@ from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from qgemm.arguments import check_model, shortened
-from qgemm.calibration.blocks import find_chains, without_cache
-from qgemm.calibration.collect import as_calls, check_batches, in_eval_mode, run_batches
-from qgemm.calibration.hooks import hooked, replaced
+from qgemm.calibration.blocks import find_chains
+from qgemm.calibration.collect import as_calls, check_batches, run_batches
+from qgemm.calibration.hooks import hooked, in_eval_mode, replaced, without_cache
 from qgemm.calibration.method import Call, first_tensor
 from qgemm.calibration.observers import MinMax, Observer
 from qgemm.calibration.padding import Masks

@@ -79,23 +79,19 @@ def plan_swaps(
     """
     layers = select_layers(model, skip, include)
     plan = SwapPlan(layers, apply_schemes(model, layers, schemes))
-    _check_layers(model, plan.chosen)
-    return plan
-
-
-def _check_layers(model: nn.Module, layers: list[Layer]) -> None:
     hooked, elsewhere = [], []
-    for layer in layers:
-        module = model.get_submodule(layer.name)
+    for name in plan.names:
+        module = model.get_submodule(name)
         if any(vars(module)[hooks] for hooks in _LOST_HOOKS):
-            hooked.append(layer.name)
+            hooked.append(name)
         if any(weight.device.type not in ("cpu", "cuda", "meta") for weight in _weights(module)):
-            elsewhere.append(layer.name)
-    check_hooks(model, [layer.name for layer in layers])
+            elsewhere.append(name)
+    check_hooks(model, plan.names)
     if hooked:
         raise ValueError(f"state-dict hooks of {listed(hooked)} would be lost: remove them, or skip these layers")
     if elsewhere:
         raise ValueError(f"{listed(elsewhere)} must be on cuda or cpu, where qgemm runs: move the model there")
+    return plan
 
 
 def with_scales(plan: SwapPlan, input_scales: Mapping[str, InputScale] | None) -> SwapPlan:

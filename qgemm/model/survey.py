@@ -244,7 +244,13 @@ def _own_reason(module: nn.Module) -> str:
     if forward is not None and not hasattr(module, "_hf_hook"):
         if getattr(forward, "__func__", None) is not type(module).forward:
             return "its forward was replaced"
-    for weight, in_features in _weights(module):
+    if _is_linear(module):
+        weights = [(linear_weight(module), linear_weight(module).shape[1])]
+    else:
+        source = describe_experts(module)
+        widths = {"gate_up_proj": source.hidden_size, "down_proj": source.intermediate_size}
+        weights = [(module.get_parameter(source.parameters[name]), width) for name, width in widths.items()]
+    for weight, in_features in weights:
         if type(weight.data) is not Tensor:
             return f"its weight is a {type(weight.data).__name__}"
         if weight.dtype not in _WEIGHT_DTYPES:
@@ -254,17 +260,6 @@ def _own_reason(module: nn.Module) -> str:
         if in_features > INT8.max_k:
             return f"in_features is {in_features}; int32 sums hold up to {INT8.max_k}"
     return ""
-
-
-def _weights(module: nn.Module) -> Iterator[tuple[Tensor, int]]:
-    """The weights of a layer, each with the length of its sums."""
-    if _is_linear(module):
-        weight = linear_weight(module)
-        yield weight, weight.shape[1]
-        return
-    source = describe_experts(module)
-    yield module.get_parameter(source.parameters["gate_up_proj"]), source.hidden_size
-    yield module.get_parameter(source.parameters["down_proj"]), source.intermediate_size
 
 
 def _is_fused(name: str, kind: str, key: str, parameter: nn.Parameter) -> bool:

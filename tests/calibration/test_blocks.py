@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from qgemm.calibration import blocks
-from qgemm.calibration.blocks import Chain, capture, find_chains, without_cache
+from qgemm.calibration.blocks import Chain, capture, find_chains
+from qgemm.calibration.hooks import without_cache
 from qgemm.calibration.method import Call
 from qgemm.model.selection import select_layers
 

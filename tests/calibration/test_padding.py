@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import qgemm
 from calibration.blocks import block_of
 from qgemm.calibration import AWQ, GPTQ, Call, Method, OutlierColumns, SmoothQuant
-from qgemm.calibration.collect import counted_experts
+from qgemm.calibration.expert_work import counted_experts
 from qgemm.calibration.padding import Batch, Masks
 from qgemm.calibration.sensitivity import sensitivity
 from qgemm.model.selection import select_layers

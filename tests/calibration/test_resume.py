@@ -20,6 +20,7 @@ from processes import run_process
 from torch import nn
 
 import qgemm
+import qgemm.model.restore
 from qgemm.calibration import GPTQ, BiasCorrection, Block, Method, Percentile, SmoothQuant
 
 
@@ -108,6 +109,19 @@ def test_layers_of_every_kind_come_back(scheme: str, tmp_path: Path) -> None:
         quantize(build("bert"), KilledAt("bert.encoder.layer.1"), resume=tmp_path, scheme=scheme)
     resumed = quantize(build("bert"), resume=tmp_path, scheme=scheme)
     assert_same(resumed, quantize(build("bert"), scheme=scheme))
+
+
+def test_a_model_that_holds_blocks_of_the_folder_is_partly_quantized(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        quantize(build("llama"), KilledAt("model.layers.1"), resume=tmp_path)
+    monkeypatch.setattr(qgemm.model.restore, "free_memory", lambda device: 0)
+    example = build("llama")
+    with pytest.raises(KeyboardInterrupt):
+        quantize(example, KilledAt("model.layers.1"), resume=tmp_path)
+    with pytest.raises(RuntimeError, match="is partly quantized: quantize_model was stopped half-way"):
+        example.model(**example.inputs)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import qgemm
-import qgemm.calibration.pipeline
+import qgemm.calibration.quantize_block
 import qgemm.model.swap
 from qgemm import QuantLinear, quantize_model, report, save_quantized
 
@@ -123,12 +123,12 @@ def test_what_fails_half_way_leaves_the_float_weights_offloaded(
                 raise KeyboardInterrupt
             return record
 
-        monkeypatch.setattr(qgemm.calibration.pipeline, "swap", fail)
+        monkeypatch.setattr(qgemm.calibration.quantize_block, "swap", fail)
         with pytest.raises(KeyboardInterrupt):
             quantize_model(model)
         assert torch.equal(logits(model), expected)
         assert offloaded_names(model) == names
-    monkeypatch.setattr(qgemm.calibration.pipeline, "swap", swap)
+    monkeypatch.setattr(qgemm.calibration.quantize_block, "swap", swap)
     quantize_model(model)
     assert torch.equal(logits(model), logits(quantize_model(plain)))
 

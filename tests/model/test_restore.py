@@ -16,7 +16,7 @@ from families.mixtures import MIXTURES
 from torch import Tensor, nn
 
 import qgemm
-import qgemm.calibration.pipeline
+import qgemm.calibration.quantize_block
 import qgemm.model.restore
 import qgemm.quantize
 from qgemm import quantize_model
@@ -93,7 +93,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException | Non
             raise error
         return record
 
-    monkeypatch.setattr(qgemm.calibration.pipeline, "swap", swap)
+    monkeypatch.setattr(qgemm.calibration.quantize_block, "swap", swap)
     return done
 
 
@@ -286,7 +286,7 @@ def test_float_layers_that_are_kept_leave_the_device_of_their_block(monkeypatch:
             raise KeyboardInterrupt
         return qgemm.model.swap.swap(model, layer, *args, **kwargs)
 
-    monkeypatch.setattr(qgemm.calibration.pipeline, "swap", look)
+    monkeypatch.setattr(qgemm.calibration.quantize_block, "swap", look)
     with pytest.raises(KeyboardInterrupt):
         quantize_model(model, **{**options, "device": "cuda"})
     assert seen == [{"cuda"}] * 7 + [{"cpu"}] * 3

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 
-from qgemm.calibration.scales import find_scales
+from qgemm.calibration.collect import find_scales
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.tensors import get_tensor, set_tensor, split_name
 from qgemm.integrations.transformers.config import QGemmConfig
