@@ -124,7 +124,13 @@ def check_int_mm(a: Tensor, b: Tensor) -> None:
 
 
 def check_scaled_mm(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
 ) -> None:
     """Raises if ``scaled_mm`` can't take these."""
     check_int_mm(a, b)
@@ -134,6 +140,8 @@ def check_scaled_mm(
     _same_device(a=a, a_scale=a_scale, b_scale=b_scale, bias=bias)
     if out_dtype not in FLOAT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; scaled_mm returns {_names(FLOAT_DTYPES)}")
+    _check_residual(residual, (a.shape[0], b.shape[1]), out_dtype)
+    _same_device(a=a, residual=residual)
 
 
 def check_matmul(
@@ -154,7 +162,12 @@ def check_matmul(
 
 
 def check_quant_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    residual: Tensor | None = None,
 ) -> None:
     """Raises if ``quant_linear`` can't take these."""
     _check_weight(weight)
@@ -165,6 +178,8 @@ def check_quant_linear(
     _check_scale("weight_scale", weight_scale, N)
     _check_bias(bias, N)
     _same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
+    _check_residual(residual, (*x.shape[:-1], N), x.dtype)
+    _same_device(x=x, residual=residual)
 
 
 def check_packed_linear(

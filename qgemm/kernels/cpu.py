@@ -169,13 +169,15 @@ def scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     constant_b: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """``dispatch.scaled_mm`` on the CPU, where it makes no difference whether ``b`` is constant."""
     out = int_mm(a, b).float()
     out.mul_(a_scale.reshape(-1, 1)).mul_(b_scale)
     if bias is not None:
         out.add_(bias)
-    return out.to(out_dtype)
+    out = out.to(out_dtype)
+    return out if residual is None else out.add_(residual)
 
 
 @torch.no_grad()

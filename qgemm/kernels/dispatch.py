@@ -124,6 +124,7 @@ def scaled_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     *,
     constant_b: bool = False,
+    residual: Tensor | None = None,
     config: GemmConfig | None = None,
 ) -> Tensor:
     """``(a @ b) * a_scale[m] * b_scale[n] + bias[n]`` as ``out_dtype [M, N]``.
@@ -136,10 +137,13 @@ def scaled_mm(
     it while the previous kernel in the stream still runs, which makes products of few rows up to 1.15 times as fast.
     Previous kernels may still write ``b``, unless they let the next kernel start before they end (programmatic
     dependent launch).
+
+    ``residual``: ``out_dtype [M, N]``, which is added to the rounded product, with another rounding: the bits of
+    ``scaled_mm(...) + residual``. It costs no pass over memory.
     """
-    checks.check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype)
-    backend, options = _backend(a, config), _options(config)
-    out: Tensor = backend.scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, constant_b=constant_b, **options)
+    checks.check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, residual)
+    options: dict[str, Any] = {"constant_b": constant_b, "residual": residual, **_options(config)}
+    out: Tensor = _backend(a, config).scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, **options)
     return out
 
 
@@ -170,21 +174,25 @@ def quant_linear(
     weight_scale: Tensor,
     bias: Tensor | None = None,
     input_scale: Tensor | None = None,
+    residual: Tensor | None = None,
     recallable: bool = False,
 ) -> Tensor:
     """``x @ (weight * weight_scale[:, None]).T + bias`` in int8; ``[..., N]`` in the dtype of ``x``.
 
     ``x``: float ``[..., K]``. ``weight``: int8 ``[N, K]``. ``weight_scale``: float32 ``[N]``. ``bias``: float ``[N]``.
-    ``input_scale``: one float32 number for all of ``x``, or None for a scale per row. ``recallable``: that the call
-    concerns nobody but the operator itself, so that a GPU's plan for it may be found by ``launch.plans.recall``.
+    ``input_scale``: one float32 number for all of ``x``, or None for a scale per row. ``residual``: ``[..., N]`` in the
+    dtype of ``x``, which is added to the output after that is rounded, and the sum rounded. ``recallable``: that the
+    call concerns nobody but the operator itself, so that a GPU's plan for it may be found by ``launch.plans.recall``.
     """
     if x.is_neg():
         x = x.resolve_neg()
+    if residual is not None:
+        residual = residual.resolve_neg()
     if x.is_cuda:
-        linear: Tensor = _gpu().quant_linear(x, weight, weight_scale, bias, input_scale, recallable)
+        linear: Tensor = _gpu().quant_linear(x, weight, weight_scale, bias, input_scale, residual, recallable)
         return linear
-    checks.check_quant_linear(x, weight, weight_scale, bias, input_scale)
-    return multiply(quantize(x, input_scale), weight, weight_scale, bias, x.dtype)
+    checks.check_quant_linear(x, weight, weight_scale, bias, input_scale, residual)
+    return multiply(quantize(x, input_scale), weight, weight_scale, bias, x.dtype, residual)
 
 
 def quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> QuantizedRows:
@@ -206,13 +214,14 @@ def multiply(
     ``residual``: ``out_dtype [..., N]``, added to the rounded product, and the sum is rounded too.
     """
     *leading, K = x.values.shape
-    rows = math.prod(leading)
+    rows, N = math.prod(leading), weight.shape[0]
     a, a_scale = x.values.view(rows, K), x.scale.view(rows)
-    backend = _backend(x.values)
-    out: Tensor = backend.scaled_mm(a, weight.t(), a_scale, weight_scale, bias, out_dtype, constant_b=True)
+    options: dict[str, Any] = {"constant_b": True}
+    if residual is not None:
+        options["residual"] = residual.reshape(rows, N)
+    out: Tensor = _backend(x.values).scaled_mm(a, weight.t(), a_scale, weight_scale, bias, out_dtype, **options)
     # Not a view for autograd, which would forbid to change it in place: nothing else holds this memory.
-    out = torch.ops.aten._unsafe_view(out, [*leading, weight.shape[0]])
-    return out if residual is None else out.add_(residual)
+    return torch.ops.aten._unsafe_view(out, [*leading, N])  # type: ignore[no-any-return]
 
 
 def grouped_mm(

@@ -9,7 +9,7 @@ Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
 - A row of zeros has scale 1. A row that holds NaN or Inf has scale NaN and zeros for values: the product is then a row
   of NaN, never finite garbage.
 - A product is accumulated exactly in int32, then scaled in float32 as ``acc * a_scale[m] * b_scale[n] + bias[n]`` and
-  cast once.
+  cast once. A residual is added to what was cast, in float32, and the sum cast: the bits of two operators.
 - A norm rounds where the model's module does (``norms.Norm``), and so does an activation ahead of a product
   (``activations.activated``): a fused block has the bits of its parts. A sum of a residual is rounded before its norm.
 - Experts round to the dtype of their input where a float module does: after each product, with its bias, and after the
@@ -114,12 +114,17 @@ def scaled_mm_reference(
     b_scale: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """``(a @ b) * a_scale[:, None] * b_scale + bias`` as ``out_dtype [M, N]``; scales are vectors or scalars."""
+    """``(a @ b) * a_scale[:, None] * b_scale + bias`` as ``out_dtype [M, N]``; scales are vectors or scalars.
+
+    ``residual``: ``out_dtype [M, N]``, to add to that.
+    """
     out = int_mm_reference(a, b).float() * a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
     if bias is not None:
         out = out + bias.float()
-    return out.to(out_dtype)
+    out = out.to(out_dtype)
+    return out if residual is None else (out.float() + residual.float()).to(out_dtype)
 
 
 def multiply_reference(

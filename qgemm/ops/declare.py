@@ -3,7 +3,7 @@
 - Autocast: ``x`` is cast as that of ``F.linear`` would be, so that a quantized layer gives the dtype of a float one.
 - Autograd, of both modes. ``torch.library.register_autograd`` isn't used: it drops tangents of forward mode without a
   word, and refuses ``torch.func.grad``.
-- ``vmap`` over ``x`` alone is one call with one dimension more.
+- ``vmap`` over ``x``, and what is of its shape, is one call with one dimension more.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def operator(
     backward: Function | None = None,
     jvp: Function | None = None,
     autocast: bool = False,
-    vmap: bool = False,
+    batched: Sequence[int] = (),
 ) -> Any:
     """Declares the operator of ``schema``, ``"name(Tensor x, ...) -> Tensor"``; returns ``torch.ops.qgemm.name``.
 
@@ -47,7 +47,7 @@ def operator(
     - ``jvp(args, tangents)``: the tangent of the output, in forward mode; ``tangents`` are None where an argument has
       none. It may raise. Where it is None, forward mode raises ``NotImplementedError``.
     - ``autocast``: whether the first argument is cast under autocast.
-    - ``vmap``: whether a batch of the first argument alone is one call.
+    - ``batched``: the arguments of which, under ``vmap``, a batch is one call.
     """
     name = schema.split("(")[0]
     _library.define(schema)
@@ -60,8 +60,8 @@ def operator(
         _register_autograd(declared.default, name, setup_context, backward, jvp)
     if autocast:
         _register_autocast(declared, name)
-    if vmap:
-        _register_vmap(declared, name)
+    if batched:
+        _register_vmap(declared, name, batched)
     return declared
 
 
@@ -128,13 +128,18 @@ def _register_autograd(
     _library.impl(name, run, "Autograd", with_keyset=True)
 
 
-def _register_vmap(declared: Any, name: str) -> None:
-    def run(info: Any, in_dims: Sequence[int | None], x: Tensor, *others: Any) -> tuple[Tensor, int]:
-        if any(dim is not None for dim in in_dims[1:]):
+def _register_vmap(declared: Any, name: str, batched: Sequence[int]) -> None:
+    def run(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Tensor, int]:
+        if any(dim is not None for at, dim in enumerate(in_dims) if at not in batched):
             raise NotImplementedError(f"{name} under vmap accepts a batch of x only, not of weights or scales")
-        assert in_dims[0] is not None
-        out: Tensor = declared(x.movedim(in_dims[0], 0), *others)
+        out: Tensor = declared(*(batch(at, each, info, in_dims) for at, each in enumerate(args)))
         return out, 0
+
+    def batch(at: int, value: Any, info: Any, in_dims: Sequence[int | None]) -> Any:
+        if at not in batched or value is None:
+            return value
+        dim = in_dims[at]
+        return value.expand(info.batch_size, *value.shape) if dim is None else value.movedim(dim, 0)
 
     torch.library.register_vmap(f"qgemm::{name}", run, lib=_library)
 

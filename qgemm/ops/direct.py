@@ -19,7 +19,12 @@ def check_is_tensor(x: Any) -> None:
 
 
 def seen_by_others(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    residual: Tensor | None = None,
 ) -> bool:
     """Whether a call concerns more than the operator's CPU or CUDA implementation.
 
@@ -31,7 +36,7 @@ def seen_by_others(
     return (
         not (x.is_cuda or x.is_cpu)
         or not (type(x) in _PLAIN and type(weight) in _PLAIN and type(weight_scale) in _PLAIN)
-        or not (type(bias) in _PLAIN and type(input_scale) in _PLAIN)
+        or not (type(bias) in _PLAIN and type(input_scale) in _PLAIN and type(residual) in _PLAIN)
         or (
             torch.is_grad_enabled()
             and (
@@ -39,6 +44,7 @@ def seen_by_others(
                 or weight_scale.requires_grad
                 or (bias is not None and bias.requires_grad)
                 or (input_scale is not None and input_scale.requires_grad)
+                or (residual is not None and residual.requires_grad)
             )
         )
         or _is_watched(x)

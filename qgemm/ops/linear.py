@@ -1,6 +1,7 @@
 """Linear layers with a frozen weight.
 
-- ``quant_linear(x, weight, weight_scale, bias, input_scale)``: in int8, activations quantized within.
+- ``quant_linear(x, weight, weight_scale, bias, input_scale, residual=None)``: in int8, activations quantized within;
+  plus a residual, where there is one.
 - ``quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)``: the same with a zero point.
 - ``packed_linear(x, weight, scale, in_features, group_size, bias)``: in float, with a weight of 4 bits.
 - ``multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)``: ``quant_linear`` of rows that are
@@ -27,7 +28,12 @@ from qgemm.ops.direct import rows_seen_by_others, seen_by_others
 
 
 def quant_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """``torch.ops.qgemm.quant_linear``, for less host time where it can be.
 
@@ -35,17 +41,17 @@ def quant_linear(
     what it finds out about a call is remembered for others like it.
     """
     if torch.compiler.is_compiling():
-        out: Tensor = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale)
+        out: Tensor = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale, residual)
         return out
-    run = recall(x, weight, weight_scale, bias, input_scale)
+    run = recall(x, weight, weight_scale, bias, input_scale, residual)
     if run is not None:
-        recalled = run(x, weight, weight_scale, bias, input_scale)
+        recalled = run(x, weight, weight_scale, bias, input_scale, residual)
         if recalled is not None:
             return recalled
-    if seen_by_others(x, weight, weight_scale, bias, input_scale):
-        out = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale)
+    if seen_by_others(x, weight, weight_scale, bias, input_scale, residual):
+        out = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale, residual)
         return out
-    return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale, recallable=True)
+    return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale, residual, recallable=True)
 
 
 def multiply(
@@ -92,12 +98,14 @@ def _declare_layer(
     float_weight: Callable[..., Tensor],
     *,
     bias_at: int,
+    residual_at: int | None = None,
     sizes: slice = slice(0),
 ) -> None:
-    """Declares a layer of ``(x, weight, scale, ...)``, with derivatives for ``x`` and the argument at ``bias_at``.
+    """Declares a layer of ``(x, weight, scale, ...)``, with derivatives for ``x``, its bias and its residual.
 
-    ``check(*arguments)`` raises for what ``compute`` can't take. ``float_weight(weight, scale, dtype, *sizes)``: the
-    weight ``[N, K]`` in float; ``sizes``: where these arguments are.
+    ``bias_at``, ``residual_at``: where those are among the arguments; a residual may be left out. ``check(*arguments)``
+    raises for what ``compute`` can't take. ``float_weight(weight, scale, dtype, *sizes)``: the weight ``[N, K]`` in
+    float; ``sizes``: where these arguments are.
     """
     name = schema.split("(")[0]
 
@@ -106,7 +114,7 @@ def _declare_layer(
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
     def check_others(wanted: list[bool], message: str) -> None:
-        if any(each for at, each in enumerate(wanted) if at not in (0, bias_at)):
+        if any(each for at, each in enumerate(wanted) if at not in (0, bias_at, residual_at)):
             raise RuntimeError(f"{name} has {message}")
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -123,6 +131,8 @@ def _declare_layer(
             grads[0] = grad @ float_weight(weight, scale, ctx.x_dtype, *ctx.sizes)
         if wanted[bias_at]:
             grads[bias_at] = grad.float().sum_to_size(weight.shape[0]).to(ctx.bias_dtype)
+        if residual_at is not None and True in wanted[residual_at:]:
+            grads[residual_at] = grad
         return grads
 
     def jvp(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
@@ -135,7 +145,9 @@ def _declare_layer(
             along = x.new_zeros((*x.shape[:-1], weight.shape[0]))
         else:
             along = along_x @ float_weight(weight, scale, x.dtype, *args[sizes]).t()
-        return along if along_bias is None else along + along_bias
+        for other in (along_bias, *(tangents[residual_at:] if residual_at is not None else ())):
+            along = along if other is None else along + other
+        return along
 
     operator(
         schema,
@@ -146,7 +158,7 @@ def _declare_layer(
         backward=backward,
         jvp=jvp,
         autocast=True,
-        vmap=True,
+        batched=(0,) if residual_at is None else (0, residual_at),
     )
 
 
@@ -156,11 +168,13 @@ def _dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
 
 
 _declare_layer(
-    "quant_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? input_scale) -> Tensor",
+    "quant_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? input_scale, "
+    "Tensor? residual=None) -> Tensor",
     dispatch.quant_linear,
     checks.check_quant_linear,
     _dequantize_rows,
     bias_at=3,
+    residual_at=5,
 )
 _declare_layer(
     "quant_linear_asymmetric(Tensor x, Tensor weight, Tensor weight_scale, Tensor bias, Tensor input_scale, "

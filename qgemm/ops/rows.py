@@ -76,5 +76,5 @@ operator(
     # The matrix is symmetric.
     backward=lambda ctx, wanted, grad: (torch.ops.qgemm.hadamard(grad),),
     jvp=lambda args, tangents: torch.ops.qgemm.hadamard(tangents[0]),
-    vmap=True,
+    batched=(0,),
 )

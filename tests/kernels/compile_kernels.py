@@ -62,9 +62,12 @@ def vector(length: int, dtype: torch.dtype = FLOAT) -> Tensor:
     return torch.empty(length, dtype=dtype, device=META)
 
 
-def scaled_mm(M: int, N: int, K: int, config: GemmConfig, out_dtype: torch.dtype = BF16) -> None:
+def scaled_mm(
+    M: int, N: int, K: int, config: GemmConfig, out_dtype: torch.dtype = BF16, residual: bool = False
+) -> None:
     a, weight, bias = matrix(M, K, INT8), matrix(N, K, INT8), vector(N, BF16)
-    gemm.scaled_mm(a, weight.t(), vector(M), vector(N), bias, out_dtype, config, constant_b=True)
+    added = matrix(M, N, out_dtype) if residual else None
+    gemm.scaled_mm(a, weight.t(), vector(M), vector(N), bias, out_dtype, config, True, added)
 
 
 def scaled_products(limits: DeviceLimits) -> Iterator[Case]:
@@ -75,12 +78,16 @@ def scaled_products(limits: DeviceLimits) -> Iterator[Case]:
         label = f"{config.schedule} {config.block_m}x{config.block_n}x{config.block_k}"
         if config.schedule != "specialized":
             yield Case(f"scaled {label} {config.num_warps}", lambda c=config: scaled_mm(4096, 4096, 4096, c), config)
+            if config.block_m >= 64:
+                label = f"scaled {label} {config.num_warps} residual"
+                yield Case(label, lambda c=config: scaled_mm(4096, 4096, 4096, c, residual=True), config)
             continue
         # A's blocks come whole or in parts: every other config has the one, those between the other.
         whole = 16 * config.block_m
         M = (whole, 8 if config.block_m <= 64 else whole + 8)[index % 2]
         out = (BF16, HALF)[index % 2]
         yield Case(f"hopper {label} {M}", lambda c=config, m=M, o=out: scaled_mm(m, 1024, 1024, c, o), config)
+        yield Case(f"hopper residual {label}", lambda c=config: scaled_mm(1024, 1024, 1024, c, residual=True), config)
         if config.block_m == 256:
             yield Case(f"hopper long {label}", lambda c=config: scaled_mm(8192, 8192, 8192, c), config)
 
@@ -143,13 +150,20 @@ def quantizations(limits: DeviceLimits) -> Iterator[Case]:
 
 
 def quant_linear(
-    M: int, N: int, K: int, dtype: torch.dtype, static: bool = False, config: GemmConfig | None = None
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    static: bool = False,
+    config: GemmConfig | None = None,
+    residual: bool = False,
 ) -> None:
+    added = matrix(M, N, dtype) if residual else None
     input_scale = vector(1).view(()) if static else None
     chosen = gemm.select_config
     if config is not None:
         gemm.select_config = lambda *problem: config
-    linear.quant_linear(matrix(M, K, dtype), matrix(N, K, INT8), vector(N), vector(N, BF16), input_scale)
+    linear.quant_linear(matrix(M, K, dtype), matrix(N, K, INT8), vector(N), vector(N, BF16), input_scale, added)
     gemm.select_config = chosen
 
 
@@ -167,12 +181,13 @@ def layers(limits: DeviceLimits) -> Iterator[Case]:
             (tall, 48, BF16, 32_768, False),
         ):
             label = f"linear hopper {config.block_m}x{config.block_n} {name_of(dtype)} {K}"
-            yield Case(
-                label,
-                lambda c=config, m=M, d=dtype, k=K, s=static: quant_linear(m, 1024, k, d, s, c),
-                config,
-                only=("_quant_linear_hopper_kernel",),
-            )
+            for residual in (False, True) if config is not tall else (False,):
+                yield Case(
+                    f"{label} residual" if residual else label,
+                    lambda c=config, m=M, d=dtype, k=K, s=static, r=residual: quant_linear(m, 1024, k, d, s, c, r),
+                    config,
+                    only=("_quant_linear_hopper_kernel",),
+                )
     config = linear.FUSED_CONFIG
     if is_valid(config, 1, limits):
         # Hopper's own kernel stores 8 columns at a time.

@@ -131,6 +131,25 @@ def test_strided_scales_and_bias(config: GemmConfig | None, device: torch.device
     assert torch.equal(out, scaled_mm(a, b, one, b_scale, None, torch.float32, config=config))
 
 
+@pytest.mark.slow(quick=["tiles-dtype1", "default-dtype1"])
+@DISPATCHED
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_residual_is_added_to_the_rounded_product(
+    dtype: torch.dtype, config: GemmConfig | None, device: torch.device
+) -> None:
+    a, b = int8(18, 70, device=device), int8(70, 40, device=device)
+    scales = torch.rand(18, device=device) / 127, torch.rand(40, device=device) / 127
+    # The products are of the size of the residual's last bit, so that it matters what is rounded when.
+    bias, residual = torch.randn(40, device=device), torch.randn(18, 40, device=device).mul(100).to(dtype)
+    product = scaled_mm(a, b, *scales, bias, dtype, config=config)
+    wide = torch.full((20, 60), torch.nan, device=device, dtype=dtype)
+    wide[1:19, 7:47] = residual
+    for same in (residual, wide[1:19, 7:47], residual.t().contiguous().t(), residual[:1].expand(18, 40)):
+        out = scaled_mm(a, b, *scales, bias, dtype, residual=same, config=config)
+        assert torch.equal(out, product + same)
+        assert torch.equal(out, scaled_mm_reference(a, b, *scales, bias, dtype, same))
+
+
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t.contiguous(),
     "transposed": lambda t: t.t().contiguous().t(),
@@ -362,10 +381,10 @@ def test_same_bits_as_on_the_cpu(schedule: Schedule, out_dtype: torch.dtype, dev
 def plan_for(limits: DeviceLimits, config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The launch of a product of ``[64, 256] @ [256, 4096]``."""
     monkeypatch.setattr(gemm, "device_limits", lambda device: limits)
-    strides = (256, 1, 1, 256, 4096, 1, 1, 1, 0)
+    strides = (256, 1, 1, 256, 4096, 1, 1, 1, 0, 1)
     return gemm.make_product(
-        64, 4096, 256, strides, torch.int8, torch.bfloat16, False, None, None, False, torch.device("cuda", 0), True,
-        config, False,
+        64, 4096, 256, strides, torch.int8, torch.bfloat16, False, None, True, None, False, torch.device("cuda", 0),
+        True, config, False,
     ).launch  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from qgemm.kernels.gemm.config import CANDIDATES
 from qgemm.kernels.gemm.hopper import rows_at_a_time
 from qgemm.kernels.launch.device import DeviceLimits
 from tests.kernels.devices import H200
+from tests.kernels.test_linear import Parameters
 
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -115,6 +116,44 @@ def test_dtypes(out_dtype: torch.dtype, bias_dtype: torch.dtype | None, config: 
 
 
 @on_hopper
+@EVERY_CONFIG
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("M", "N", "K"), [(7, 136, 272), (161, 1000, 144), (700, 8200, 272)])
+def test_residuals(M: int, N: int, K: int, dtype: torch.dtype, config: GemmConfig) -> None:
+    a, b, a_scale, b_scale = operands(M, N, K)
+    product = scaled_mm(a, b, a_scale / K, b_scale, None, dtype, config=OTHER)
+    wide = torch.randn(M, N + 16, device="cuda").mul(100).to(dtype)
+    for residual in (wide[:, :N].contiguous(), wide[:, 8:-8], wide[:, 3 : N + 3], wide[:1, :N].expand(M, N)):
+        leave_nan_in_free_memory(M, N)
+        out = scaled_mm(a, b, a_scale / K, b_scale, None, dtype, residual=residual, config=config)
+        assert torch.equal(out, product + residual)
+
+
+@on_hopper
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_residual_that_the_kernel_before_the_one_ahead_writes(captured: bool) -> None:
+    x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)
+    layers = [Parameters(torch.device("cuda"), 4096, 4096) for _ in range(2)]
+    for layer in layers:
+        layer.weight_scale /= 1e4
+    layers[0](x, x)
+
+    def run(h: Tensor, add: bool) -> Tensor:
+        for _ in range(20):  # a residual stream: written, read by the next, added by the one after
+            inner = layers[0](h)
+            h = layers[1](inner) + h if add else layers[1](inner, h)
+        return h
+
+    expected, out = run(x, add=True), run(x, add=False)
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(x, add=False)
+        graph.replay()
+    assert torch.equal(out, expected)
+
+
+@on_hopper
 @pytest.mark.parametrize("view", ["wide rows", "one scale", "strided scales"])
 def test_views(view: str) -> None:
     config = SPECIALIZED[-1]
@@ -163,8 +202,8 @@ def test_rows_at_a_time(M: int, block_m: int) -> None:
 def plan(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> str:
     """The name of the kernel that a product of 256 x 512 x 1024 gets, or one with ``changes``."""
     arguments: dict[str, Any] = {
-        "M": 256, "N": 512, "K": 1024, "strides": (1024, 1, 1, 1024, 512, 1, 1, 1, 0),
-        "dtype": torch.int8, "out_dtype": torch.bfloat16, "raw": False, "bias_dtype": None, "activation": None,
+        "M": 256, "N": 512, "K": 1024, "strides": (1024, 1, 1, 1024, 512, 1, 1, 1, 0, 1), "dtype": torch.int8,
+        "out_dtype": torch.bfloat16, "raw": False, "bias_dtype": None, "no_residual": True, "activation": None,
         "allow_tf32": False, "device": torch.device("cuda", 0), "aligned": True, "config": None, "constant_b": True,
         **changes,
     }  # fmt: skip
@@ -199,7 +238,7 @@ def test_a_triton_without_the_language_of_hoppers_kernel(monkeypatch: pytest.Mon
     assert plan(H200, monkeypatch) == "_gemm_hopper_kernel"
 
 
-STRIDES = (1024, 1, 1, 1024, 512, 1, 1, 1, 0)
+STRIDES = (1024, 1, 1, 1024, 512, 1, 1, 1, 0, 1)
 
 
 @pytest.mark.parametrize(

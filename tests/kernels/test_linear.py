@@ -53,8 +53,8 @@ class Parameters:
         self.bias = torch.randn(n, device=device) if bias else None
         self.input_scale = torch.tensor(0.03, device=device) if static else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return quant_linear(x, self.weight, self.weight_scale, self.bias, self.input_scale)
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return quant_linear(x, self.weight, self.weight_scale, self.bias, self.input_scale, residual)
 
     def expected(self, x: Tensor) -> Tensor:
         rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
@@ -198,6 +198,26 @@ def test_degenerate_sizes(n: int, k: int, device: torch.device) -> None:
     for _ in range(2):
         x = torch.randn(5, k, device=device)
         assert torch.equal(layer(x), layer.expected(x))
+
+
+@pytest.mark.slow(quick=["1"])
+@pytest.mark.parametrize("m", [1, 6])
+def test_residuals(m: int, device: torch.device) -> None:
+    layer = Parameters(device)
+    x = torch.randn(m, 2, K, device=device)[:, :1].bfloat16()
+    product, wide = layer(x), torch.randn(m, 3, N + 24, device=device).bfloat16()
+    for residual in (
+        wide[:, :1, :N].contiguous(),  # as the output lies
+        wide[:, 1:2, 3 : N + 3],  # rows apart
+        wide.permute(2, 1, 0).contiguous().permute(2, 1, 0)[:, :1, :N],  # columns apart: copied
+        wide[:1, :1, :1].expand(m, 1, N),
+    ):
+        for _ in range(2):
+            assert torch.equal(layer(x, residual), product + residual)
+    assert torch.equal(layer(x), product)
+    for wrong in (residual.float(), residual[..., 1:], residual[:, 0]):
+        with pytest.raises(ValueError, match=r"residual is .* it must be torch.bfloat16"):
+            layer(x, wrong)
 
 
 @pytest.mark.slow(quick=["1"])

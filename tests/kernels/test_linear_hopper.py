@@ -248,8 +248,10 @@ def test_every_config(config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> No
         layer = Parameters(CUDA, 2056, 1040)
         x = torch.randn(M, 1040, device="cuda", dtype=torch.bfloat16)
         wanted = layer.expected(x)
+        residual = torch.randn(M, 2056, device="cuda", dtype=torch.bfloat16)
         for _ in range(3):
             assert torch.equal(layer(x), wanted)
+            assert torch.equal(layer(x, residual), wanted + residual)
     assert all(programs_wait(plan) for plan in linear.plans.values())
 
 

@@ -51,6 +51,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "quant_linear": (x, weight, b_scale, bias, None),
         "quant_linear static": (x.view(1, 5, 16), weight, b_scale, None, one),
         "quant_linear vector": (x[0], weight, b_scale, bias, None),
+        "quant_linear residual": (x, weight, b_scale, bias, None, y[:5]),
         "quantize_rows asymmetric": (x, one, zero),
         "quant_linear_asymmetric": (x, weight, b_scale, bias, one, zero),
         "quant_linear_asymmetric vector": (x[0], weight, b_scale, bias, one, zero),

@@ -66,6 +66,10 @@ DIRECT: dict[str, Any] = {
     "of inference tensors": lambda f, x, *rest: f(torch.inference_mode()(x.clone)(), *rest),
     "of parameters": lambda f, x, *rest: f(nn.Parameter(x, requires_grad=False), *rest),
     "of a negative view": lambda f, x, *rest: f(torch.complex(x, -x).conj().imag, *rest),
+    "with a residual": lambda f, x, *rest: f(x, *rest, torch.ones(5, 8, device=x.device)),
+    "with a residual that is a negative view": lambda f, x, *rest: f(
+        x, *rest, torch.ones(5, 8, device=x.device, dtype=torch.complex64).mul(1j).conj().imag
+    ),
 }
 
 
@@ -93,6 +97,7 @@ def forward_gradient(f: Any, x: Tensor, *rest: Any) -> Any:
 SEEN_BY_OTHERS: dict[str, Any] = {
     "gradients of x": lambda f, x, *rest: f(x.requires_grad_(), *rest),
     "gradients of the bias": lambda f, x, weight, scale, bias, none: f(x, weight, scale, bias.requires_grad_(), none),
+    "gradients of the residual": lambda f, x, *rest: f(x, *rest, torch.ones(5, 8, device=x.device, requires_grad=True)),
     "gradients of the scale": lambda f, x, weight, scale, *rest: f(x, weight, scale.requires_grad_(), *rest),
     "forward gradients": forward_gradient,
     "a function mode": lambda f, *rest: within(FunctionMode(), f, *rest),
@@ -107,7 +112,7 @@ SEEN_BY_OTHERS: dict[str, Any] = {
     "functionalization": lambda f, x, *rest: torch.func.functionalize(lambda x: f(x, *rest))(x),
     "a trace": lambda f, x, *rest: torch.jit.trace(lambda x: f(x, *rest), x, check_trace=False)(x),
     "make_fx": lambda f, x, *rest: make_fx(lambda x: f(x, *rest))(x)(x),
-    "make_fx with symbols": lambda f, *rest: make_fx(f, tracing_mode="symbolic")(*rest)(*rest),
+    "make_fx with symbols": lambda f, *rest: make_fx(lambda *given: f(*given), tracing_mode="symbolic")(*rest)(*rest),
     "torch.compile": lambda f, *rest: torch.compile(lambda *rest: f(*rest), backend="eager", fullgraph=True)(*rest),
     "a profiler": lambda f, *rest: within(torch.profiler.profile(), f, *rest),
 }
@@ -158,6 +163,11 @@ def test_a_plan_is_recalled_for_tensors_like_those_alone(
 ) -> None:
     run, (x, weight, scale, bias, none) = remembered
     assert plans.recall(torch.randn_like(x), weight.clone(), scale.clone(), bias.clone(), none) is run
+    residual = torch.ones(5, 8, device=device)
+    assert plans.recall(x, weight, scale, bias, none, residual) is None
+    plans.remember(run, x, weight, scale, bias, none, residual)
+    assert plans.recall(x, weight, scale, bias, none, residual.clone()) is run
+    assert plans.recall(x, weight, scale, bias, none, residual.t().contiguous().t()) is None
     wide = torch.empty(x.shape[0], 2 * x.shape[1], device=device)
     for other in (
         (x[1:], weight, scale, bias, none),

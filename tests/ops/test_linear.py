@@ -48,6 +48,34 @@ def test_quant_linear_gradients(shape: tuple[int, ...], static: bool, dtype: tor
     torch.testing.assert_close(bias.grad.double(), exact_bias, rtol=tolerance, atol=tolerance)
 
 
+def test_the_gradient_of_a_residual_is_that_of_the_output(device: torch.device) -> None:
+    x, residual = (torch.randn(4, n, device=device, dtype=torch.bfloat16, requires_grad=True) for n in (16, 8))
+    weight, scale = int8(8, 16, device=device), torch.rand(8, device=device) / 127
+    grad = torch.randn(4, 8, device=device, dtype=torch.bfloat16)
+    out = ops.quant_linear(x, weight, scale, None, None, residual)
+    separate = ops.quant_linear(x, weight, scale, None, None) + residual
+    assert torch.equal(out, separate)
+    wanted = torch.autograd.grad(separate, (x, residual), grad)
+    assert all(map(torch.equal, torch.autograd.grad(out, (x, residual), grad), wanted))
+    # The residual alone, and in forward mode.
+    out = ops.quant_linear(x.detach(), weight, scale, None, None, residual)
+    assert torch.equal(torch.autograd.grad(out, residual, grad)[0], grad)
+    f = lambda x, r: ops.quant_linear(x, weight, scale, None, None, r)  # noqa: E731
+    apart = lambda x, r: ops.quant_linear(x, weight, scale, None, None) + r  # noqa: E731
+    values, along = (x.detach(), residual.detach()), (x.detach() * 2, grad)
+    assert all(map(torch.equal, torch.func.jvp(f, values, along), torch.func.jvp(apart, values, along)))
+
+
+@pytest.mark.parametrize("in_dims", [(0, 0), (1, 0), (0, None), (None, 1)])
+def test_a_batch_of_residuals(in_dims: tuple[int | None, int | None], device: torch.device) -> None:
+    x, residual = torch.randn(3, 3, 16, device=device), torch.randn(3, 3, 8, device=device)
+    x, residual = (t[0] if dim is None else t for t, dim in zip((x, residual), in_dims, strict=True))
+    weight, scale = int8(8, 16, device=device), torch.rand(8, device=device) / 127
+    f = lambda x, r: ops.quant_linear(x, weight, scale, None, None, r)  # noqa: E731
+    apart = lambda x, r: f(x, None) + r  # noqa: E731
+    assert torch.equal(torch.func.vmap(f, in_dims)(x, residual), torch.func.vmap(apart, in_dims)(x, residual))
+
+
 def test_quant_linear_gradient_of_small_values_in_float16(device: torch.device) -> None:
     # The product of this gradient and this scale is below float16's smallest number; the gradient of x is not.
     x = torch.randn(4, 16, device=device).half().requires_grad_()
@@ -151,6 +179,8 @@ def test_export_with_a_dynamic_batch(static: bool, device: torch.device) -> None
         ({"bias": torch.empty(7)}, r"bias is \[7\]; it must be \[8\]"),
         ({"input_scale": torch.empty(3)}, r"scale is torch.float32 \[3\]"),
         ({"x": torch.empty(3, 16, dtype=torch.float64)}, "x is torch.float64"),
+        ({"residual": torch.empty(3, 16)}, r"residual is torch.float32 \[3, 16\]; it must be torch.float32 \[3, 8\]"),
+        ({"residual": torch.empty(3, 8).half()}, "residual is torch.float16 .* it must be torch.float32"),
     ],
 )
 @pytest.mark.parametrize("where", ["real", "meta"])
@@ -169,7 +199,7 @@ def test_fake_and_real_tensors_are_checked_alike(arguments: dict[str, Tensor], m
         ops.quant_linear(*whole.values())
 
 
-@pytest.mark.parametrize("position", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("position", [0, 1, 2, 3, 4, 5])
 def test_mixed_devices_are_refused(position: int, device: torch.device) -> None:
     # A weight left on meta by an offloading hook must not reach the fake implementation and answer nonsense.
     arguments = [
@@ -178,6 +208,7 @@ def test_mixed_devices_are_refused(position: int, device: torch.device) -> None:
         torch.rand(8, device=device),
         torch.randn(8, device=device),
         torch.rand((), device=device),
+        torch.randn(3, 8, device=device),
     ]
     arguments[position] = arguments[position].to("meta")
     with pytest.raises(ValueError, match=r"is on .* but .* is on .*: move them to one device"):

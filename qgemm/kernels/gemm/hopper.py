@@ -50,7 +50,7 @@ def gemm_launch(
     constant_b: bool,
     limits: DeviceLimits,
 ) -> Launch:
-    """A product of A, B, C, their scales and the bias, which have these ``strides``."""
+    """A product of A, B, C, their scales, the bias and the residual, which have these ``strides``."""
     stride_am, _, _, stride_bn, stride_cm, _, *epilogue_strides = strides
     columns = columns_at_a_time(config, M, N, K, limits)
     if columns > 1:
@@ -148,14 +148,14 @@ def quant_linear_launch(
     K: int,
     x_strides: tuple[int, ...],
     stride_bn: int,
-    epilogue_strides: tuple[int, int],
+    epilogue_strides: tuple[int, int, int],
     dtype: torch.dtype,
     limits: DeviceLimits,
 ) -> Launch:
-    """A layer of rows ``[M, K]`` of ``dtype``. ``epilogue_strides``: of the weight's scale and the bias."""
+    """A layer of rows ``[M, K]`` of ``dtype``. ``epilogue_strides``: of the weight's scale, bias and residual."""
     row = (*shared_row_blocks(config, K, limits), PATIENCE)
     return _launch(
-        _quant_linear_hopper_kernel, (8, 4, 5), config, M, N, K, (K, stride_bn, N), weight_rows_at_a_time(config, M),
+        _quant_linear_hopper_kernel, (9, 4, 5), config, M, N, K, (K, stride_bn, N), weight_rows_at_a_time(config, M),
         dtype, limits,
         (M, N, K, *x_strides, *epilogue_strides),
         (row, *_constants(config, M, limits), starts_next_early(config, M, limits)), max_registers(config, limits),

@@ -1,8 +1,9 @@
 """The int8 GEMM for Hopper (sm_90): ``C = A @ B.T``, scaled, with the rounding of the other kernels.
 
-``C[m, n] = sum over k of A[m, k] * B[n, k]``, times ``A_scale[m]`` and ``B_scale[n]``, plus ``bias[n]``. Operands are
-``[M, K]`` and ``[N, K]`` with K contiguous, addresses and row strides multiples of 16 bytes. TMA fills what lies beyond
-the edges with zeros and stores nothing there, so there is no mask.
+``C[m, n] = sum over k of A[m, k] * B[n, k]``, times ``A_scale[m]`` and ``B_scale[n]``, plus ``bias[n]``, and to what
+that is rounded to ``residual[m, n]`` is added. Operands are ``[M, K]`` and ``[N, K]`` with K contiguous, addresses and
+row strides multiples of 16 bytes. TMA fills what lies beyond the edges with zeros and stores nothing there, so there is
+no mask.
 
 Programs are persistent. One producer warp has TMA load blocks of A and B into a ring of shared memory; four or eight
 consumer warps wait for a block, multiply it with ``wgmma`` and release its slot. Then they scale the sums and have TMA
@@ -16,13 +17,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.quantize.hopper_kernels import SharedRows
 from qgemm.kernels.stages import GemmContext, ScheduleContext
-from qgemm.kernels.stages.epilogue import Epilogue
+from qgemm.kernels.stages.epilogue import Epilogue, added
 from qgemm.kernels.stages.ring import MMA_ROWS, PRODUCER_REGISTERS, barriers, initialize, make_ring, store_block
 from qgemm.kernels.stages.rows import RowQuantization
 
 TURNING_ROWS = gl.constexpr(256)  # of tiles that go through K forwards and backwards in turn
 QUANTIZING_REGISTERS = gl.constexpr(64)  # of a producer's thread that may have to quantize
 MORE_QUANTIZING_REGISTERS = gl.constexpr(80)  # beside eight warps, where the assembler keeps more for it
+MAX_EARLY_VALUES = gl.constexpr(40)  # of a residual, that a thread loads before the sums are there
+RESIDUAL_VALUES = gl.constexpr(32)  # that it loads at a time of a larger one
 
 
 @gluon.jit
@@ -94,25 +97,46 @@ def _produce(
 
 
 @gluon.jit
-def _store(C, staging, row, col, out, ROWS: gl.constexpr):
-    """Has the copy engine store the first ``ROWS`` rows of ``out`` at ``(row, col)``."""
+def _add_residual(staging, epilogue, row, col, M, N):
+    """Adds the residual at ``(row, col)`` to a tile in shared memory, some rows at a time: sums leave few registers."""
+    ROWS: gl.constexpr = staging.shape[0]
+    COLS: gl.constexpr = staging.shape[1]
+    STEP: gl.constexpr = min(RESIDUAL_VALUES * 32 * gl.num_warps() // COLS, ROWS)
+    # Threads side by side have 16 bytes each of a row.
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLS, COLS // 8], [gl.num_warps(), 1], [1, 0])
+    rows = row + gl.arange(0, STEP, gl.SliceLayout(1, layout))
+    cols = col + gl.arange(0, COLS, gl.SliceLayout(0, layout))
+    for start in gl.static_range(0, ROWS, STEP):
+        part = staging.slice(start, STEP)
+        values = added(part.load(layout), epilogue.load_residual(rows + start, cols, M, N))
+        part.store(values.to(staging.dtype))
+
+
+@gluon.jit
+def _store(C, staging, row, col, out, residual, ROWS: gl.constexpr):
+    """Has the copy engine store the first ``ROWS`` rows of ``out`` at ``(row, col)``.
+
+    ``residual``: the epilogue with one to add, or None.
+    """
     # The store before has read the staging memory.
     tma.store_wait(0)
     staging.store(out)
+    if residual is not None:
+        _add_residual(staging, residual, row, col, C.shape[0], C.shape[1])
     fence_async_shared()
     store_block(C, [row, col], staging.slice(0, ROWS))
 
 
 @gluon.jit
-def _store_pieces(C, staging, row, col, out, ROWS: gl.constexpr):
+def _store_pieces(C, staging, row, col, out, residual, ROWS: gl.constexpr):
     """As ``_store``, by as many columns at a time as ``staging`` has."""
     if out.shape[1] == staging.shape[1]:
-        _store(C, staging, row, col, out, ROWS)
+        _store(C, staging, row, col, out, residual, ROWS)
     else:
         HALF: gl.constexpr = out.shape[1] // 2
         halves = out.reshape([out.shape[0], 2, HALF]).permute(0, 2, 1).split()
         for i in gl.static_range(2):
-            _store_pieces(C, staging, row, col + i * HALF, halves[i], ROWS)
+            _store_pieces(C, staging, row, col + i * HALF, halves[i], residual, ROWS)
 
 
 @gluon.jit
@@ -128,6 +152,9 @@ def _consume(C, epilogue, rows, ring, staging, sched, num_k, ready):
     REST: gl.constexpr = ring.widths[-1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, MAIN, 32])
     rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, REST, 32])
+    FEW: gl.constexpr = ROWS * BLOCK_N // (32 * gl.num_warps()) <= MAX_EARLY_VALUES
+    EARLY: gl.constexpr = FEW and epilogue.residual is not None
+    late = None if FEW or epilogue.residual is None else epilogue
 
     start, total, stride = sched.persistent_tile_range()
     step = 0
@@ -137,19 +164,27 @@ def _consume(C, epilogue, rows, ring, staging, sched, num_k, ready):
         cols = col + gl.arange(0, MAIN, gl.SliceLayout(0, layout))
         own_rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
         scales = epilogue.load_scales(own_rows, cols, sched.M, sched.N)
+        if EARLY:
+            residual = epilogue.load_residual(own_rows, cols, sched.M, sched.N)
         accs = (warpgroup_mma_init(gl.zeros((ROWS, MAIN), gl.int32, layout)),)
         if MAIN < BLOCK_N:
             rest_cols = col + MAIN + gl.arange(0, REST, gl.SliceLayout(0, rest_layout))
             rest_rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, rest_layout))
             rest_scales = epilogue.load_scales(rest_rows, rest_cols, sched.M, sched.N)
+            if EARLY:
+                rest_residual = epilogue.load_residual(rest_rows, rest_cols, sched.M, sched.N)
             accs = accs + (warpgroup_mma_init(gl.zeros((ROWS, REST), gl.int32, rest_layout)),)
 
         sums, step = ring.reduce(step, num_k, accs, ROWS)
         out = epilogue.apply(sums[0], scales, cols, sched.N)
-        _store_pieces(C, staging, row, col, out.to(C.dtype), BLOCK_M)
+        if EARLY:
+            out = added(out, residual)
+        _store_pieces(C, staging, row, col, out.to(C.dtype), late, BLOCK_M)
         if MAIN < BLOCK_N:
             out = epilogue.apply(sums[1], rest_scales, rest_cols, sched.N)
-            _store_pieces(C, staging, row, col + MAIN, out.to(C.dtype), BLOCK_M)
+            if EARLY:
+                out = added(out, rest_residual)
+            _store_pieces(C, staging, row, col + MAIN, out.to(C.dtype), late, BLOCK_M)
     tma.store_wait(0)
 
 
@@ -189,9 +224,9 @@ def _run(
 
 @gluon.jit(do_not_specialize=["M"])
 def _gemm_hopper_kernel(
-    A, B, C, A_scale, B_scale, bias,
+    A, B, C, A_scale, B_scale, bias, residual,
     M, N, K,
-    stride_a_scale, stride_b_scale, stride_bias,
+    stride_a_scale, stride_b_scale, stride_bias, stride_residual,
     CONFIG: gl.constexpr, GROUP_SIZE_N: gl.constexpr, NUM_SMS: gl.constexpr, LAST_PARTS: gl.constexpr,
     CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
@@ -203,15 +238,17 @@ def _gemm_hopper_kernel(
     B, so loading it needn't wait. ``NEXT_EARLY``: let the next kernel start once all of this one's programs have, not
     only when they have loaded all.
     """
-    epilogue = Epilogue(A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias)
+    epilogue = Epilogue(
+        A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias, None, residual, stride_residual
+    )
     _run(A, B, C, epilogue, None, M, N, K, CONFIG, GROUP_SIZE_N, NUM_SMS, LAST_PARTS, CONSTANT_B, NEXT_EARLY)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def _quant_linear_hopper_kernel(
-    x, q, q_scale, x_scale, B, C, b_scale, bias, A, counts,
+    x, q, q_scale, x_scale, B, C, b_scale, bias, residual, A, counts,
     M, N, K,
-    stride_xm, stride_xk, stride_b_scale, stride_bias,
+    stride_xm, stride_xk, stride_b_scale, stride_bias, stride_residual,
     ROW: gl.constexpr,
     CONFIG: gl.constexpr, GROUP_SIZE_N: gl.constexpr, NUM_SMS: gl.constexpr, LAST_PARTS: gl.constexpr,
     NEXT_EARLY: gl.constexpr,
@@ -223,5 +260,5 @@ def _quant_linear_hopper_kernel(
     ``_gemm_hopper_kernel``.
     """
     rows = SharedRows(x, q, q_scale, RowQuantization(x_scale), counts, M, K, stride_xm, stride_xk, ROW)
-    epilogue = Epilogue(q_scale, b_scale, bias, 1, stride_b_scale, stride_bias)
+    epilogue = Epilogue(q_scale, b_scale, bias, 1, stride_b_scale, stride_bias, None, residual, stride_residual)
     _run(A, B, C, epilogue, rows, M, N, K, CONFIG, GROUP_SIZE_N, NUM_SMS, LAST_PARTS, True, NEXT_EARLY)

@@ -20,10 +20,10 @@ from qgemm.kernels.stages.epilogue import Epilogue
 
 @triton.jit(do_not_specialize=["M"])
 def _gemm_kernel(
-    A, B, C, A_scale, B_scale, bias,
+    A, B, C, A_scale, B_scale, bias, residual,
     M, N, K,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-    stride_a_scale, stride_b_scale, stride_bias,
+    stride_a_scale, stride_b_scale, stride_bias, stride_residual,
     CONFIG: tl.constexpr, NUM_SMS: tl.constexpr, NUM_XCDS: tl.constexpr, EVEN_K: tl.constexpr,
     QUANTIZED: tl.constexpr, ALLOW_TF32: tl.constexpr, ACTIVATION: tl.constexpr,
     PERSISTENT: tl.constexpr, PDL: tl.constexpr,
@@ -35,7 +35,9 @@ def _gemm_kernel(
     tensorA = make_tensor_view(A, M, K, stride_am, stride_ak)
     tensorB = make_tensor_view(B, K, N, stride_bk, stride_bn)
     tensorC = make_output_view(C, M, N, stride_cm, stride_cn)
-    epilogue = Epilogue(A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias, ACTIVATION)
+    epilogue = Epilogue(
+        A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias, ACTIVATION, residual, stride_residual
+    )
     ctx = GemmContext(
         CONFIG.block_m, CONFIG.block_n, CONFIG.block_k, NUM_SMS, NUM_XCDS, CONFIG.group_size_m,
         even_k=EVEN_K, quantized=QUANTIZED, allow_tf32=ALLOW_TF32,
@@ -61,10 +63,10 @@ def _gemm_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def _gemm_streamk_kernel(
-    A, B, C, A_scale, B_scale, bias, workspace, arrivals,
+    A, B, C, A_scale, B_scale, bias, residual, workspace, arrivals,
     M, N, K,
     stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
-    stride_a_scale, stride_b_scale, stride_bias,
+    stride_a_scale, stride_b_scale, stride_bias, stride_residual,
     CONFIG: tl.constexpr, NUM_SMS: tl.constexpr, NUM_XCDS: tl.constexpr, EVEN_K: tl.constexpr,
     STREAMK_TILES: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +75,9 @@ def _gemm_streamk_kernel(
     tensorB = make_tensor_view(B, K, N, stride_bk, stride_bn)
     tensorC = make_output_view(C, M, N, stride_cm, stride_cn)
     partial = make_output_view(workspace, M, N, N, 1)
-    epilogue = Epilogue(A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias)
+    epilogue = Epilogue(
+        A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias, None, residual, stride_residual
+    )
     ctx = GemmContext(
         CONFIG.block_m, CONFIG.block_n, CONFIG.block_k, NUM_SMS, NUM_XCDS, CONFIG.group_size_m,
         even_k=EVEN_K, quantized=True,

@@ -31,9 +31,12 @@ def scaled_mm(
     out_dtype: torch.dtype = torch.bfloat16,
     config: GemmConfig | None = None,
     constant_b: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """``dispatch.scaled_mm`` on a GPU."""
-    return _launch(a, b, a_scale, b_scale, bias, None, out_dtype, config, constant_b)
+    if residual is not None:
+        residual = with_contiguous_columns(residual)
+    return _launch(a, b, a_scale, b_scale, bias, None, out_dtype, config, constant_b, residual)
 
 
 def int_mm(a: Tensor, b: Tensor, config: GemmConfig | None = None) -> Tensor:
@@ -63,16 +66,17 @@ def _launch(
     out_dtype: torch.dtype,
     config: GemmConfig | None,
     constant_b: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     c = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
     if c.numel():
-        product = plan_product(a, b, a_scale, b_scale, bias, activation, out_dtype, config, constant_b)
-        product.launch(a, b, c, a_scale, b_scale, bias)
+        product = plan_product(a, b, a_scale, b_scale, bias, activation, out_dtype, config, constant_b, residual)
+        product.launch(a, b, c, a_scale, b_scale, bias, residual)
     return c
 
 
 class Product(NamedTuple):
-    """A kernel bound to everything about a product but its tensors: a, b, c, the scales of a and b, and the bias."""
+    """A kernel bound to everything about a product but its tensors: a, b, c, a's and b's scales, bias, residual."""
 
     config: GemmConfig
     launch: Launch | StreamKLaunch
@@ -106,18 +110,21 @@ def plan_product(
     out_dtype: torch.dtype,
     config: GemmConfig | None = None,
     constant_b: bool = False,
+    residual: Tensor | None = None,
 ) -> Product:
     """The product of tensors like these, with a contiguous output of at least one value.
 
-    ``constant_b``: see ``dispatch.scaled_mm``.
+    ``constant_b``: see ``dispatch.scaled_mm``. ``residual``: ``[M, N]`` with contiguous columns.
     """
     M, K = a.shape
     N = b.shape[1]
-    epilogue_strides = vector_stride(a_scale, M), vector_stride(b_scale, N), vector_stride(bias, N)
+    epilogue_strides = (
+        vector_stride(a_scale, M), vector_stride(b_scale, N), vector_stride(bias, N), row_stride(residual),
+    )  # fmt: skip
     kind = (
         make_product,
         M, N, K, (*a.stride(), *b.stride(), N, 1, *epilogue_strides),
-        a.dtype, out_dtype, a_scale is None, None if bias is None else bias.dtype, activation,
+        a.dtype, out_dtype, a_scale is None, None if bias is None else bias.dtype, residual is None, activation,
         # allow_tf32, the older name, raises once a user has set this one.
         a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
         a.device, (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0, config, constant_b,
@@ -135,6 +142,7 @@ def make_product(
     out_dtype: torch.dtype,
     raw: bool,
     bias_dtype: torch.dtype | None,
+    no_residual: bool,
     activation: str | None,
     allow_tf32: bool,
     device: torch.device,
@@ -142,7 +150,7 @@ def make_product(
     config: GemmConfig | None,
     constant_b: bool,
 ) -> Product:
-    """A product that has not been planned before. A ``Launch`` is for one dtype of the bias."""
+    """A product that has not been planned before. A ``Launch`` is for one dtype of the bias, and a residual or none."""
     limits = device_limits(device)
     hopper = (
         limits.hopper and dtype == torch.int8 and not raw and out_dtype.itemsize == 2 and K > 0
@@ -171,10 +179,13 @@ def make_product(
     constants: tuple[Any, ...] = (
         config, slots, limits.num_xcds, K % config.block_k == 0,
     )  # fmt: skip
+    warps = config.num_warps
+    if not no_residual:  # values of which have to be beside as many sums in a thread's registers: no more than 64
+        warps = max(warps, config.block_m * config.block_n // (64 * limits.warp_size))
     if config.schedule == "streamk" and K > 0:
         constants = (*constants, slots)
         launch = Launch(
-            _gemm_streamk_kernel, slots, numbers, constants, config.num_warps, config.num_stages,
+            _gemm_streamk_kernel, slots, numbers, constants, warps, config.num_stages,
             max_registers=max_registers(limits),
         )  # fmt: skip
         return Product(config, StreamKLaunch(launch, tiles))
@@ -186,7 +197,7 @@ def make_product(
     epilogue = DEVICE_ACTIVATIONS[activation] if activation else None
     constants = (*constants, not dtype.is_floating_point, allow_tf32, epilogue, persistent, limits.pdl)
     launch = Launch(
-        _gemm_kernel, grid, numbers, constants, config.num_warps, config.num_stages, limits.pdl,
+        _gemm_kernel, grid, numbers, constants, warps, config.num_stages, limits.pdl,
         max_registers=max_registers(limits),
     )  # fmt: skip
     return Product(config, launch)
@@ -220,6 +231,16 @@ def has_hopper_kernel() -> bool:
         )
         return False
     return True
+
+
+def with_contiguous_columns(matrix: Tensor) -> Tensor:
+    """``matrix``, copied unless its columns are contiguous."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def row_stride(matrix: Tensor | None) -> int:
+    """The stride of an epilogue's matrix; 1, which is compiled in, where there is none."""
+    return 1 if matrix is None else matrix.stride(0)
 
 
 def vector_stride(vector: Tensor | None, length: int) -> int:

@@ -18,7 +18,7 @@ MAX_SIZES = 4096  # of calls that are found by guards
 MAX_GUARDS = 8  # of calls of the same sizes
 
 P = TypeVar("P")
-Run = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor | None]
+Run = Callable[..., Tensor | None]  # of what recall takes
 
 
 class PlanCache(dict[tuple[object, ...], Any]):
@@ -40,12 +40,17 @@ _Guards: Any = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards"
 
 
 def recall(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    residual: Tensor | None = None,
 ) -> Run | None:
     """What ``remember`` was given for such a call of a linear layer, if it concerns nobody but the operator itself."""
     if type(x) not in _PLAIN:  # whose sizes may be symbols
         return None
-    found = _guarded.get((x.shape, weight.shape, bias is None, input_scale is None))
+    found = _guarded.get((x.shape, weight.shape, bias is None, input_scale is None, residual is None))
     if (
         found is None
         or forward_ad._current_level >= 0
@@ -54,6 +59,8 @@ def recall(
     ):
         return None
     tensors = _given(x, weight, weight_scale, bias, input_scale)
+    if residual is not None:
+        tensors = (*tensors, residual)
     for guard, run in found:
         if guard(*tensors):
             return run
@@ -61,10 +68,18 @@ def recall(
 
 
 def remember(
-    run: Run, x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+    run: Run,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    residual: Tensor | None = None,
 ) -> None:
     """Keeps ``run`` for calls like this one, which concerns nobody but the operator itself."""
     tensors = _given(x, weight, weight_scale, bias, input_scale)
+    if residual is not None:
+        tensors = (*tensors, residual)
     # With gradients on, a call with such a tensor concerns autograd.
     if _Guards is None or any(tensor.requires_grad for tensor in tensors):
         return
@@ -76,7 +91,7 @@ def remember(
         return
     if len(_guarded) >= MAX_SIZES:
         _guarded.clear()
-    found = _guarded.setdefault((x.shape, weight.shape, bias is None, input_scale is None), [])
+    found = _guarded.setdefault((x.shape, weight.shape, bias is None, input_scale is None, residual is None), [])
     if len(found) >= MAX_GUARDS:
         found.clear()
     found.append((guard, run))

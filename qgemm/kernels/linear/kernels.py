@@ -1,7 +1,7 @@
 """A quantized linear layer of one row in one launch: every program quantizes the row, then computes its tile.
 
-``c[n] = sum over k of (q[k] * b[k, n]) * q_scale * b_scale[n] + bias[n]``, with ``q`` and ``q_scale`` from
-``quantize_row``: the numbers are those of ``_quantize_rows_kernel`` and ``_gemm_kernel``, bit for bit.
+``c[n] = sum over k of (q[k] * b[k, n]) * q_scale * b_scale[n] + bias[n]``, plus a residual, with ``q`` and ``q_scale``
+from ``quantize_row``: the numbers are those of ``_quantize_rows_kernel`` and ``_gemm_kernel``, bit for bit.
 
 A product of one row is a read of the weights, and quantizing a short row takes less time than a launch. So each program
 quantizes it for itself, into memory of its own, and waits for no other (docs/performance.md).
@@ -18,7 +18,7 @@ from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row
 
 @triton.jit
 def _quant_linear_kernel(
-    x, q, q_scale, x_scale, B, C, b_scale, bias,
+    x, q, q_scale, x_scale, B, C, b_scale, bias, residual,
     N, K, part,
     stride_xk, stride_bk, stride_bn, stride_b_scale, stride_bias,
     ROW_BLOCK: tl.constexpr, ROW_BLOCKS: tl.constexpr,
@@ -37,7 +37,7 @@ def _quant_linear_kernel(
     tensorA = make_tensor_view(q, 1, K, K, 1)
     tensorB = make_tensor_view(B, K, N, stride_bk, stride_bn)
     tensorC = make_output_view(C, 1, N, N, 1)
-    epilogue = Epilogue(q_scale, b_scale, bias, 1, stride_b_scale, stride_bias)
+    epilogue = Epilogue(q_scale, b_scale, bias, 1, stride_b_scale, stride_bias, None, residual)
     ctx = GemmContext(CONFIG.block_m, CONFIG.block_n, CONFIG.block_k, num_sms=1, even_k=EVEN_K, quantized=True)
     out_tile = ScheduleContext(1, N, K, ctx).get_tile_from_coord(0, program)
 

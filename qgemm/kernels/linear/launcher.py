@@ -20,7 +20,7 @@ from torch import Tensor
 
 from qgemm.kernels.checks import check_quant_linear
 from qgemm.kernels.gemm.config import GemmConfig, is_valid
-from qgemm.kernels.gemm.launcher import plan_product, vector_stride
+from qgemm.kernels.gemm.launcher import plan_product, row_stride, vector_stride, with_contiguous_columns
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
@@ -36,12 +36,12 @@ from qgemm.numerics.integers import cdiv, next_power_of_2, round_up
 MAX_FUSED_ROW_BYTES = 8192
 FUSED_CONFIG = GemmConfig(16, 32, 512, num_warps=4, num_stages=6, schedule="tiles")
 
-ARGUMENTS = ("x", "weight", "weight_scale", "bias", "input_scale", "out")
+ARGUMENTS = ("x", "weight", "weight_scale", "bias", "input_scale", "residual", "out")
 PARTS = ("counts", "q", "q_scale")
 # What each launch takes.
 QUANTIZATION = ("x", "q", "q_scale", "input_scale")
-PRODUCT = ("q", "weight", "out", "q_scale", "weight_scale", "bias")
-BOTH = (*QUANTIZATION, "weight", "out", "weight_scale", "bias")
+PRODUCT = ("q", "weight", "out", "q_scale", "weight_scale", "bias", "residual")
+BOTH = (*QUANTIZATION, "weight", "out", "weight_scale", "bias", "residual")
 
 
 def quant_linear(
@@ -50,12 +50,13 @@ def quant_linear(
     weight_scale: Tensor,
     bias: Tensor | None = None,
     input_scale: Tensor | None = None,
+    residual: Tensor | None = None,
     recallable: bool = False,
 ) -> Tensor:
     """``dispatch.quant_linear`` on a GPU, which checks its arguments itself. ``x`` is no negative view."""
     if x.layout is not torch.strided:
-        check_quant_linear(x, weight, weight_scale, bias, input_scale)
-    kind = (
+        check_quant_linear(x, weight, weight_scale, bias, input_scale, residual)
+    kind: tuple[object, ...] = (
         quant_linear,
         x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device(),
         weight.shape, weight.is_contiguous() or weight.stride(), weight.dtype, weight.get_device(),
@@ -65,13 +66,16 @@ def quant_linear(
         None if bias is None else (bias.shape, bias.is_contiguous() or bias.stride(), bias.dtype, bias.get_device()),
         None if input_scale is None else (input_scale.shape, input_scale.dtype, input_scale.get_device()),
     )  # fmt: skip
+    if residual is not None:
+        strides = residual.is_contiguous() or residual.stride()
+        kind = (*kind, residual.shape, strides, residual.dtype, residual.get_device(), residual.layout)
     plan: LinearPlan | None = plans.get(kind)
     if plan is None:
-        check_quant_linear(x, weight, weight_scale, bias, input_scale)
-        plan = plans.keep(kind, _make_plan(x, weight, weight_scale, bias, input_scale))
+        check_quant_linear(x, weight, weight_scale, bias, input_scale, residual)
+        plan = plans.keep(kind, _make_plan(x, weight, weight_scale, bias, input_scale, residual))
     if recallable and plan.aligned:
-        remember(plan.run, x, weight, weight_scale, bias, input_scale)
-    out = plan.run(x, weight, weight_scale, bias, input_scale)
+        remember(plan.run, x, weight, weight_scale, bias, input_scale, residual)
+    out = plan.run(x, weight, weight_scale, bias, input_scale, residual)
     assert out is not None  # for such a weight it is made
     return out
 
@@ -92,6 +96,8 @@ class LinearPlan:
     """Whether it is for weights whose address is a multiple of ``ALIGNMENT``."""
     rows: tuple[int, int] | None
     """The shape to bring ``x`` to; None where its memory is ``[M, K]`` as it is."""
+    residual_rows: tuple[int, int] | None
+    """As ``rows``, of the residual."""
     q_bytes: int
     """Where the scales begin, from the quantized rows."""
     usual: LaunchPlan
@@ -103,19 +109,28 @@ class LinearPlan:
     """Whether there may be counts for graphs, which programs that wait for one another need."""
 
     def run(
-        self, x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        input_scale: Tensor | None,
+        residual: Tensor | None = None,
     ) -> Tensor | None:
         """The layer's output for tensors like those that it was made for; None for a weight that isn't ``aligned``."""
         if self.one_of_several and self.device != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                return self.run(x, weight, weight_scale, bias, input_scale)
+                return self.run(x, weight, weight_scale, bias, input_scale, residual)
 
         rows = x if self.rows is None else x.reshape(self.rows)
         x_at, weight_at, scale_at = rows.data_ptr(), weight.data_ptr(), weight_scale.data_ptr()
         bias_at = 0 if bias is None else bias.data_ptr()
         input_scale_at = 0 if input_scale is None else input_scale.data_ptr()
+        if residual is not None and self.residual_rows is not None:
+            residual = with_contiguous_columns(residual.reshape(self.residual_rows))
+        residual_at = 0 if residual is None else residual.data_ptr()
         # What the launches of a plan by the driver aren't made for.
-        unusual = (x_at | weight_at | scale_at | bias_at | input_scale_at) % ALIGNMENT or hooked()
+        unusual = (x_at | weight_at | scale_at | bias_at | input_scale_at | residual_at) % ALIGNMENT or hooked()
         if unusual and weight_at % ALIGNMENT and self.aligned:
             return None
 
@@ -134,14 +149,14 @@ class LinearPlan:
         buffer_at = buffer.data_ptr()
         q_at = buffer_at + COUNTS_BYTES
         addresses = (
-            x_at, weight_at, scale_at, bias_at, input_scale_at, out.data_ptr(),
+            x_at, weight_at, scale_at, bias_at, input_scale_at, residual_at, out.data_ptr(),
             buffer_at if counts is None else counts.data_ptr(), q_at, q_at + self.q_bytes,
         )  # fmt: skip
         for step in plan.steps:
             by_driver = step.launch.aligned
             if by_driver is None or unusual:
                 own_counts, q, q_scale = plan.parts_of(buffer)
-                tensors = (rows, weight, weight_scale, bias, input_scale, out)
+                tensors = (rows, weight, weight_scale, bias, input_scale, residual, out)
                 step.run((*tensors, own_counts if counts is None else counts, q, q_scale))
             else:
                 by_driver(stream, step.pick(addresses))
@@ -161,7 +176,12 @@ class Way(NamedTuple):
 
 
 def _make_plan(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, input_scale: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    residual: Tensor | None,
 ) -> LinearPlan:
     (N, K), M = weight.shape, math.prod(x.shape[:-1])
     rows, out, device = x.reshape(M, K), x.new_empty((*x.shape[:-1], N)), x.device.index
@@ -172,15 +192,21 @@ def _make_plan(
         Part(COUNTS_BYTES, (M, K), torch.int8),
         Part(COUNTS_BYTES + q_bytes, (M,), torch.float32),
     )
+    given = residual
+    if residual is not None:
+        residual = with_contiguous_columns(residual.reshape(M, N))
     two = one = LaunchPlan(device, size, parts, ())
     way = Way(overlaps=False)
     if out.numel():
-        optional = {"bias": bias, "input_scale": input_scale}
+        optional = {"bias": bias, "input_scale": input_scale, "residual": residual}
         absent = {"zero_point", *(name for name, value in optional.items() if value is None)}
         names = Names((*ARGUMENTS, *PARTS, "zero_point"), absent)
         _, q, q_scale = two.parts_of(x.new_empty(size, dtype=torch.int8))
-        product = plan_product(q, weight.t(), q_scale, weight_scale, bias, None, x.dtype, constant_b=True)
-        way = choose_way(product.config, rows, weight, (vector_stride(weight_scale, N), vector_stride(bias, N)))
+        product = plan_product(
+            q, weight.t(), q_scale, weight_scale, bias, None, x.dtype, constant_b=True, residual=residual
+        )
+        epilogue_strides = vector_stride(weight_scale, N), vector_stride(bias, N), row_stride(residual)
+        way = choose_way(product.config, rows, weight, epilogue_strides)
         quantization = quantize.plan_quantization(rows, input_scale, next_early=way.overlaps)
         two = replace(
             two, steps=(names.step(quantization, *QUANTIZATION, "zero_point"), names.step(product.launch, *PRODUCT))
@@ -194,13 +220,18 @@ def _make_plan(
         memory.keep_graph_counts(device)
     return LinearPlan(
         device, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), weight.data_ptr() % ALIGNMENT == 0,
-        None if rows.data_ptr() == x.data_ptr() else (M, K), q_bytes, one if way.one else two,
+        None if rows.data_ptr() == x.data_ptr() else (M, K),
+        None if given is None or residual is None or residual.data_ptr() == given.data_ptr() else (M, N),
+        q_bytes, one if way.one else two,
         captured=one if way.private else two, shares_buffer=way.one is not None, counts=way.in_graphs,
     )  # fmt: skip
 
 
-def choose_way(config: GemmConfig, rows: Tensor, weight: Tensor, epilogue_strides: tuple[int, int]) -> Way:
-    """How to compute a layer whose product has ``config``. ``epilogue_strides``: of the weight's scale and the bias."""
+def choose_way(config: GemmConfig, rows: Tensor, weight: Tensor, epilogue_strides: tuple[int, int, int]) -> Way:
+    """How to compute a layer whose product has ``config``.
+
+    ``epilogue_strides``: of the weight's scale, the bias and the residual.
+    """
     (M, K), N = rows.shape, weight.shape[0]
     limits = device_limits(rows.device)
     if config.schedule == "specialized":
@@ -216,7 +247,8 @@ def choose_way(config: GemmConfig, rows: Tensor, weight: Tensor, epilogue_stride
     if M == 1 and fits_fused_kernel(N, K, rows.itemsize, limits):
         programs = cdiv(N, FUSED_CONFIG.block_n)
         own = round_up(round_up(K, ALIGNMENT) + 4, CACHE_LINE_BYTES)
-        return Way(True, _fused_launch(rows.stride(1), weight, epilogue_strides, programs, own, limits), programs * own)
+        vectors = epilogue_strides[:2]
+        return Way(True, _fused_launch(rows.stride(1), weight, vectors, programs, own, limits), programs * own)
     return Way(overlaps=M <= quantize.MAX_ROWS_TO_OVERLAP)
 
 

@@ -1,6 +1,7 @@
 """``Epilogue``: what becomes of sums: ``activation(acc * a_scale[m] * b_scale[n] + bias[n])``, rounded once.
 
-All of it is float32. The functions take sums and vectors of any layout, so Triton's kernels and Gluon's share them.
+A residual is added to what was rounded, and the sum rounded again, as two kernels would. All else is float32. The
+functions take sums and vectors of any layout, so Triton's kernels and Gluon's share them.
 """
 
 import triton
@@ -11,10 +12,11 @@ from qgemm.kernels.stages.aggregate import INTERPRETING, OPTIONAL, aggregate
 
 @aggregate
 class Epilogue:
-    """The vectors of an epilogue in memory, each None where there is none, and its activation.
+    """What an epilogue reads in memory, each None where there is none, and its activation.
 
     ``a_scale``: of the output's rows; ``b_scale``, ``bias``: of its columns. A stride of 0 repeats one value.
-    ``activation``: a ``@triton.jit`` function of float32 values, or None.
+    ``activation``: a ``@triton.jit`` function of float32 values, or None. ``residual``: of the output's shape and
+    dtype, with contiguous columns; its stride is that of rows.
     """
 
     a_scale: OPTIONAL
@@ -24,6 +26,8 @@ class Epilogue:
     stride_b: tl.tensor = 1
     stride_bias: tl.tensor = 1
     activation: tl.constexpr = None
+    residual: OPTIONAL = None
+    stride_residual: tl.tensor = 1
 
     @triton.jit
     def beyond(self, values):
@@ -50,13 +54,22 @@ class Epilogue:
         return acc
 
     @triton.jit
+    def load_residual(self, rows, cols, end, N):
+        """The residual's values ``[rows, cols]``, of rows up to ``end`` and columns up to ``N``."""
+        pointers = self.residual + rows.to(tl.int64)[:, None] * self.stride_residual + cols[None, :]
+        return tl.load(pointers, mask=(rows < end)[:, None] & (cols < N)[None, :], other=0.0)
+
+    @triton.jit
     def store(self, acc, out, tile):
         """Stores the values of a tile of ``out``, an ``OutputView``."""
         rm, rn = tile.indices()
         scales = ()
         if self.a_scale is not None:
             scales = self.load_scales(rm, rn, out.rows, out.cols, tl.int64)
-        out.store(self.apply(acc, scales, rn, out.cols, tl.int64), tile)
+        values = self.apply(acc, scales, rn, out.cols, tl.int64)
+        if self.residual is not None:
+            values = added(values, self.load_residual(rm, rn, out.rows, out.cols))
+        out.store(values, tile)
 
 
 @triton.jit
@@ -69,6 +82,12 @@ def scaled(acc, a_scale, b_scale):
 def biased(acc, bias):
     """``acc[m, n] + bias[n]`` in float32."""
     return acc.to(tl.float32) + bias.to(tl.float32)[None, :]
+
+
+@triton.jit
+def added(values, residual):
+    """``values``, rounded to the dtype of ``residual``, plus ``residual``, in float32."""
+    return rounded(values, residual.dtype).to(tl.float32) + residual.to(tl.float32)
 
 
 @triton.jit
