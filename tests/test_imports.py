@@ -45,6 +45,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.numerics",
     },
     "qgemm.kernels.attention": set(),
+    "qgemm.kernels.rotary": {"qgemm.kernels.norms", "qgemm.kernels.reference"},
     "qgemm.kernels.packed": {"qgemm.kernels.checks", "qgemm.numerics"},
     "qgemm.kernels.quantize": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.numerics"},
     "qgemm.kernels.gemm": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.kernels.quantize", "qgemm.numerics"},

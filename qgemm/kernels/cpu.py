@@ -8,6 +8,7 @@ made of float32 products short enough to be exact.
 import functools
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.attention.cpu import decode_attention  # noqa: F401
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.norms import Norm
+from qgemm.kernels.rotary.reference import rotate_reference, store_reference
 from qgemm.numerics.formats import INT8, MIN_SCALE
 
 # 2^24 / (128 * 128): float32 holds a sum of this many int8 products exactly.
@@ -246,6 +248,26 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         weight = top_k_weights[:, slot].float().masked_fill(~inside[:, slot], 0.0)
         out.add_(y[slot::k].float().mul_(weight[:, None]))
     return out.to(x.dtype)
+
+
+@torch.no_grad()
+def rotate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``dispatch.rotate`` on the CPU."""
+    return rotate_reference(*arguments)
+
+
+@torch.no_grad()
+def rotate_and_store(qkv: Tensor, *arguments: Any) -> Tensor:
+    """``dispatch.rotate_and_store`` on the CPU."""
+    q, key, value = rotate_reference(qkv, *arguments[:9])
+    store_reference(key, value, *arguments[9:])
+    return q
+
+
+@torch.no_grad()
+def store_key_value(*arguments: Any) -> None:
+    """``dispatch.store_key_value`` on the CPU."""
+    store_reference(*arguments)
 
 
 @functools.cache

@@ -29,7 +29,13 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
     zero = torch.tensor(-30, dtype=torch.int8, device=device)
     norm, gamma = ("rms", 1e-6), torch.randn(16, device=device).to(dtype)
     packed = torch.randint(-(2**31), 2**31, (8, 2), dtype=torch.int32, device=device)
+    qkv, turn = torch.randn(2, 3, 64, device=device).to(dtype), torch.randn(1, 3, 4, device=device).to(dtype)
+    rotated = (qkv, turn, turn, y[:, 0][:8], None, "rms", 1e-6, 4, 2, False)
+    stores, length = torch.zeros(2, 2, 2, 9, 8, device=device), torch.tensor([5], dtype=torch.int32, device=device)
     return {
+        "rotate": rotated,
+        "rotate_and_store": (*rotated, *stores.to(dtype), None, None, length),
+        "rotate_and_store int8": (*rotated, *stores.to(torch.int8), *stores[..., 0].contiguous(), length),
         "quantize_rows": (x, None),
         "quantize_rows static": (x.view(1, 5, 16), one),
         "activation_quantize": (x, "silu", True, None),

@@ -1,0 +1,89 @@
+"""Norms of queries and keys, rotary embedding and the writing to a cache, in plain PyTorch.
+
+This is the specification, and what a CPU computes; the values are those of the models' own modules, bit for bit. A
+head's first R values are R / 2 pairs, and pair ``i`` is turned by an angle with cosine ``cos[i]`` and sine ``sin[i]``:
+
+    y[i]         = x[i] * cos[i] - x[R / 2 + i] * sin[i]
+    y[R / 2 + i] = x[R / 2 + i] * cos[i] + x[i] * sin[i]
+
+``interleaved``: pairs lie side by side, ``x[2 i]`` and ``x[2 i + 1]``. Values from R on stay as they are.
+
+- Where ``cos`` has the dtype of ``x``, both products and their sum are rounded to it, as in Llama, Qwen, Gemma, Phi and
+  GLM. Where it is float32, all is float32 with one rounding, as in OLMo 2 and Cohere.
+- A norm comes first; ``norms.Norm`` has its roundings. By the shape of its weight: ``[D]``, the same for every head;
+  ``[heads, D]``, a head's own; ``[heads * D]``, one norm over all heads' values, as in OLMo 2.
+- int8 keys and values have a scale for each token and head: those of ``quantize_rows``.
+"""
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels.norms import Norm
+from qgemm.kernels.reference import quantize_rows_reference
+
+
+def rotate_reference(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    norm: str,
+    eps: float,
+    q_heads: int,
+    kv_heads: int,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dispatch.rotate``."""
+    heads = qkv.unflatten(-1, (q_heads + 2 * kv_heads, -1))
+    q, k, v = heads.split([q_heads, kv_heads, kv_heads], dim=2)
+    method = Norm(norm, eps)
+    q, k = (_rotated(_normalized(x, w, method), cos, sin, interleaved) for x, w in ((q, q_weight), (k, k_weight)))
+    return q.clone(memory_format=torch.contiguous_format), _by_head(k), _by_head(v)
+
+
+def store_reference(
+    key: Tensor, value: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, length: Tensor
+) -> None:
+    """``dispatch.store_key_value``."""
+    B, _, S, _ = key.shape
+    first = (length - S).expand(B).tolist()
+    for new, store, scale in ((key, k, k_scale), (value, v, v_scale)):
+        values = scales = new
+        if scale is not None:
+            values, scales = quantize_rows_reference(new)
+        for row, start in enumerate(first):
+            kept = slice(max(-start, 0), max(min(S, k.shape[2] - start), 0))
+            to = slice(start + kept.start, start + max(kept.start, kept.stop))
+            store[row, :, to] = values[row, :, kept]
+            if scale is not None:
+                scale[row, :, to] = scales[row, :, kept]
+
+
+def _normalized(x: Tensor, weight: Tensor | None, norm: Norm) -> Tensor:
+    """``x [B, S, heads, D]`` after its norm, if there is a weight."""
+    if weight is None:
+        return x
+    heads, D = x.shape[2:]
+    if weight.shape == (D,):
+        return norm(x, weight)
+    if weight.ndim == 2:
+        return torch.stack([norm(x[:, :, head], weight[head]) for head in range(heads)], dim=2)
+    return norm(x.flatten(2), weight).view(x.shape)
+
+
+def _rotated(x: Tensor, cos: Tensor | None, sin: Tensor | None, interleaved: bool) -> Tensor:
+    """``x [B, S, heads, D]`` with its pairs turned. ``cos``, ``sin``: ``[1 or B, S, R / 2]``."""
+    if cos is None or sin is None:
+        return x
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    half = cos.shape[-1]
+    turned, rest = x[..., : 2 * half], x[..., 2 * half :]
+    pairs = turned.unflatten(-1, (half, 2)).unbind(-1) if interleaved else turned.unflatten(-1, (2, half)).unbind(-2)
+    new = (pairs[0] * cos - pairs[1] * sin, pairs[1] * cos + pairs[0] * sin)
+    out = torch.stack(new, dim=-1 if interleaved else -2).flatten(-2).to(x.dtype)
+    return torch.cat((out, rest), dim=-1)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
