@@ -125,6 +125,10 @@ def quantize(
     recipe: Annotated[
         str | None, typer.Option(help="Methods, separated by commas (smoothquant,gptq), or a YAML file with them.")
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A YAML or JSON file with scheme, skip, include, input_scales, recipe, observer and budget."),
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="A text file to run the model on, for static scales and recipes.")
     ] = None,
@@ -154,12 +158,13 @@ def quantize(
             document = run(
                 source,
                 destination,
-                scheme or ["int8"],
+                scheme or [],
                 skip or [],
                 include or [],
                 drop or [],
                 input_scales,
                 recipe,
+                config,
                 text,
                 samples,
                 length,

@@ -18,6 +18,7 @@ from qgemm.calibration.observers import (
     Percentile,
 )
 from qgemm.calibration.outlier_columns import OutlierColumns
+from qgemm.calibration.quantization import Quantization
 from qgemm.calibration.recipe import METHODS, Recipe
 from qgemm.calibration.residual_rotation import ResidualRotation
 from qgemm.calibration.result import Calibration
@@ -48,6 +49,7 @@ __all__ = [
     "Observer",
     "OutlierColumns",
     "Percentile",
+    "Quantization",
     "QuantizedWeight",
     "Recipe",
     "ResidualRotation",

@@ -1,11 +1,19 @@
 """``Quantization``: what is to be done to a model, as one value that is checked, stored and read.
 
+```yaml
+scheme: [["*.mlp.*", int4], ["*", int8-static]]
+skip: ["*.o_proj"]
+recipe: [smoothquant, gptq: {damping: 0.02}]
+observer: percentile
+```
+
 ``quantize_model``, ``quantize_checkpoint``, ``QGemmConfig`` and the command make it of their arguments. The data that a
 model runs on isn't in it: batches, and what was measured on them.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +22,22 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from qgemm.arguments import as_scales, shown
+from qgemm.arguments import as_scales, shortened, shown
 from qgemm.calibration.budget import Budget
-from qgemm.calibration.method import Method
+from qgemm.calibration.method import Method, nearest
 from qgemm.calibration.observers import Observer, parse_observer, resolve_observer
 from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.result import Calibration
 from qgemm.calibration.sensitivity_result import Sensitivity
+from qgemm.calibration.settings_file import read_settings, write_settings
 from qgemm.device import find_device
 from qgemm.model.selection import Pattern, Patterns, SchemeChoice, as_patterns, resolve_schemes, shown_pattern
 from qgemm.nn import linear_class
 from qgemm.nn.linear_layer import InputScale
 from qgemm.scheme import QuantScheme, resolve_scheme
+
+# Scales by name of a model of 10,000 layers.
+_MAX_FILE_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -179,19 +191,38 @@ class Quantization:
     def from_dict(cls, values: Mapping[str, Any]) -> Quantization:
         """What ``to_dict`` gave, also by way of JSON or YAML.
 
-        Raises ``ValueError``, ``TypeError``, ``KeyError`` or ``AttributeError`` for anything else.
+        Also an observer's name, and a list of methods for a recipe. Raises ``ValueError``, ``TypeError``, ``KeyError``
+        or ``AttributeError`` for anything else.
         """
-        given = dict(values)
+        given, known = dict(values), list(inspect.signature(cls.of).parameters)
+        if unknown := [name for name in given if name not in known]:
+            raise ValueError(f"there is no setting {shortened(unknown[0])}; {nearest(unknown[0], known)}")
         if isinstance(given.get("scheme"), list) and not given.get("budget"):
             given["scheme"] = dict(given["scheme"])
         if given.get("recipe") is not None:
-            given["recipe"] = Recipe.from_dict(given["recipe"])
-        if given.get("observer") is not None:
+            recipe = given["recipe"]
+            given["recipe"] = Recipe.from_dict({"methods": recipe} if isinstance(recipe, list) else recipe)
+        if isinstance(given.get("observer"), Mapping):
             ((name, settings),) = given["observer"].items()
             given["observer"] = parse_observer(name, settings)
         if given.get("budget") is not None:
             given["budget"] = Budget(**given["budget"])
         return cls.of(**given)
+
+    def save(self, path: str | Path) -> None:
+        """Writes ``to_dict`` as a YAML file, or JSON if it is called ``.json``, atomically. YAML needs PyYAML."""
+        write_settings(path, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Quantization:
+        """What ``save`` has written, or somebody in its form; raises ``ValueError`` for anything else."""
+        values = read_settings(path, "a quantization", _MAX_FILE_BYTES)
+        if not isinstance(values, Mapping):
+            raise ValueError(f"{path}: a quantization is an object of names and values; this is {shortened(values)}")
+        try:
+            return cls.from_dict(values)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path}: {error}") from error
 
     @property
     def _wants_blocks(self) -> bool:

@@ -28,8 +28,8 @@ from qgemm.calibration.method import PARTS, Method, nearest
 from qgemm.calibration.outlier_columns import OutlierColumns
 from qgemm.calibration.residual_rotation import ResidualRotation
 from qgemm.calibration.rounding import MSEWeights
+from qgemm.calibration.settings_file import read_settings, write_settings
 from qgemm.calibration.smoothquant import SmoothQuant
-from qgemm.checkpoint.disk import open_regular, replacing
 from qgemm.model.report import report
 
 METHODS: dict[str, type[Method]] = {
@@ -122,24 +122,18 @@ class Recipe:
         return None if stored is None else cls.from_dict(stored, methods)
 
     def save(self, path: str | Path) -> None:
-        """Writes a YAML file, atomically: an old file stays until the new one is complete. Needs PyYAML."""
-        text = _yaml().safe_dump(self.to_dict(), sort_keys=False)
-        with replacing(Path(path)) as file:
-            file.write(text.encode())
+        """Writes a YAML file, or JSON if it is called ``.json``, atomically. YAML needs PyYAML."""
+        write_settings(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | Path, methods: Iterable[type[Method]] = ()) -> Recipe:
-        """The recipe in a YAML (or JSON) file, in the form of ``to_dict``. Needs PyYAML.
+        """The recipe in a file as ``save`` writes it, in the form of ``to_dict``.
 
         ``methods``: your own, in addition to ``METHODS``. Raises ``ValueError`` for anything else.
         """
-        path = Path(path)
-        with open_regular(path) as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
-        if len(content) > _MAX_FILE_BYTES:
-            raise ValueError(f"{path} is not a recipe: it has more than {_MAX_FILE_BYTES} bytes")
+        values = read_settings(path, "a recipe", _MAX_FILE_BYTES)
         try:
-            return cls.from_dict(_parse_yaml(content), methods)
+            return cls.from_dict(values, methods)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
@@ -180,36 +174,3 @@ def _parse_method(entry: Any, known: dict[str, type[Method]]) -> Method:
             f"the settings of {name} are {shortened(settings)}; they must be an object of names and values"
         )
     return known[name].from_dict(settings or {})
-
-
-def _parse_yaml(content: bytes) -> Any:
-    """What a YAML document holds, if that is no more than its text: nothing is repeated by reference."""
-    yaml = _yaml()
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc,name-defined]
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise ValueError("a recipe has no anchors and aliases")
-            return super().compose_node(parent, index)
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            values = super().construct_mapping(node, deep=deep)
-            if len(values) < len(keys):
-                twice = next(key for key in keys if keys.count(key) > 1)
-                raise ValueError(f"{shortened(twice)} appears twice")
-            return values
-
-    try:
-        return yaml.load(content, Loader)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
-        text = " ".join(str(error).split())
-        raise ValueError(f"it is not valid YAML for a recipe: {text}") from error
-
-
-def _yaml() -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ImportError('recipes in YAML need PyYAML: pip install "pyyaml>=5.1", or use to_dict') from error
-    return yaml

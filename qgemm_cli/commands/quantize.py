@@ -9,7 +9,7 @@ from typing import Any
 import qgemm
 from qgemm.calibration.quantization import Quantization
 from qgemm.checkpoint.layout import read_json
-from qgemm.model.selection import Pattern, SchemeChoice
+from qgemm.model.selection import Pattern, SchemeChoice, shown_pattern
 from qgemm.scheme import QuantScheme
 from qgemm_cli.calibrating import Windows, check_text, parse_recipe, quantize_calibrated
 from qgemm_cli.output import print_lines, print_table, printable, size
@@ -25,6 +25,7 @@ def quantize(
     drop: Sequence[str],
     input_scales: Path | None,
     recipe: str | None,
+    config: Path | None,
     text: Path | None,
     samples: int,
     length: int,
@@ -36,22 +37,34 @@ def quantize(
     """Writes the checkpoint; returns the document that ``--json`` prints."""
     options: dict[str, Any] = {"device": device, "max_shard_size": max_shard_size}
     options |= {"resume": resume, "progress": None if progress else False}
-    if recipe is not None or text is not None:
+    if input_scales is not None and (recipe is not None or text is not None):
+        raise ValueError(
+            f"--input-scales and {'--recipe' if text is None else '--text'} both give the scales: pass one"
+        )
+    schemes: Any
+    if config is None:
+        schemes = parse_schemes(scheme or ["int8"])
+        methods = None if recipe is None else parse_recipe(recipe)
+        scales = None if input_scales is None else read_json(input_scales)
+        wanted = Quantization.of(schemes, skip=skip, include=include, input_scales=scales, recipe=methods)
+    else:
+        if scheme or skip or include or recipe is not None or input_scales is not None:
+            raise ValueError("--config says all that --scheme, --skip, --include, --input-scales and --recipe do")
+        wanted = Quantization.load(config)
+        if wanted.device is not None or wanted.resume is not None:
+            raise ValueError(f"{config}: device and resume are options of the command: leave them out of the file")
+        by_pattern = {shown_pattern(pattern): each and each.name for pattern, each in wanted.schemes.items()}
+        schemes = [each.name for each in wanted.options] or by_pattern
+    from_files = text is None and not wanted.goes_by_blocks(())
+    if drop and not from_files:
         with_text = "--recipe" if text is None else "--text"
-        if input_scales is not None:
-            raise ValueError(f"--input-scales and {with_text} both give the scales: pass one of them")
-        if drop:
-            raise ValueError(f"--drop is for quantizing from files to files, without {with_text}: leave it out")
-    schemes = parse_schemes(scheme)
-    methods = None if recipe is None else parse_recipe(recipe)
-    scales = None if input_scales is None else read_json(input_scales)
-    wanted = Quantization.of(schemes, skip=skip, include=include, input_scales=scales, recipe=methods)
+        raise ValueError(f"--drop is for quantizing from files to files, without {with_text}: leave it out")
     over = None if text is None else Windows(text, samples, length)
     check_text(wanted, over)
     windows = None
-    if recipe is None and text is None:
-        given: dict[str, Any] = {"skip": skip, "include": include, "input_scales": scales, "drop": drop}
-        report = qgemm.quantize_checkpoint(source, destination, schemes, **given, **options)
+    if from_files:
+        given: dict[str, Any] = {name: getattr(wanted, name) for name in ("skip", "include", "input_scales")}
+        report = qgemm.quantize_checkpoint(source, destination, schemes, drop=drop, **given, **options)
     else:
         report, windows = quantize_calibrated(source, destination, wanted, over, **options)
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import qgemm
-from qgemm.calibration import GPTQ, Method, Percentile, Recipe, SmoothQuant
+from qgemm.calibration import GPTQ, BiasCorrection, Method, Percentile, Recipe, SmoothQuant
 from qgemm.calibration.quantization import Quantization
 
 
@@ -30,15 +31,47 @@ from qgemm.calibration.quantization import Quantization
     ],
     ids=str,
 )
-def test_what_went_through_json_says_the_same(arguments: dict[str, Any]) -> None:
+@pytest.mark.parametrize("file", ["wanted.json", "wanted.yaml"])
+def test_what_went_through_a_file_says_the_same(arguments: dict[str, Any], file: str, tmp_path: Path) -> None:
     wanted = Quantization.of(**arguments)
-    values = json.loads(json.dumps(wanted.to_dict()))
-    again = Quantization.from_dict(values)
-    assert again.to_dict() == wanted.to_dict() == values
+    wanted.save(tmp_path / file)
+    again = Quantization.load(tmp_path / file)
+    assert again.to_dict() == wanted.to_dict() == json.loads(json.dumps(wanted.to_dict()))
     for each in ("options", "skip", "include", "recipe", "budget", "device"):
         assert getattr(again, each) == getattr(wanted, each)
     assert list(again.schemes.items()) == list(wanted.schemes.items())
     assert repr(again.observer) == repr(wanted.observer)
+
+
+def test_a_file_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "wanted.yaml"
+    path.write_text("scheme: int8-static\nskip: lm_head\nrecipe: [gptq, bias-correction]\nobserver: mse\n")
+    expected = Quantization.of("int8-static", skip="lm_head", recipe=[GPTQ(), BiasCorrection()], observer="mse")
+    assert Quantization.load(path).to_dict() == expected.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "a quantization is an object of names and values; this is None"),
+        ("- int8", "a quantization is an object"),
+        ("scheme: int9", "'int9'"),
+        ("shceme: int8", r"there is no setting 'shceme'; did you mean 'scheme'\?"),
+        ("recipe: [gtpq]", r"there is no method 'gtpq'"),
+        ("observer: 7", "observer is 7"),
+        ("budget: {byte: 7}", "byte"),
+        ("input_scales: 7", "input_scales"),
+        ("skip: !!python/object/apply:os.system [ls]", "not valid YAML for a quantization"),
+        ("skip: &a [b]\ninclude: *a", "no anchors and aliases"),
+        (" " * 1_000_001, "it has more than 1000000 bytes"),
+    ],
+)
+def test_files_that_are_no_quantization_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "wanted.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        Quantization.load(path)
+    assert str(caught.value).startswith(str(path))
 
 
 def test_a_regular_expression_keeps_its_flags() -> None:

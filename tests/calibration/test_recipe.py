@@ -73,6 +73,17 @@ def test_yaml_by_hand(tmp_path: Path) -> None:
     assert Recipe.load(path) == recipe
 
 
+def test_json(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.json"
+    recipe = Recipe([GPTQ(damping=1e-5)])
+    recipe.save(path)
+    assert json.loads(path.read_text()) == recipe.to_dict()
+    assert Recipe.load(path) == recipe  # 1e-05 is a word in YAML
+    path.write_text('{"methods": [{"gptq": {"damping": 1, "damping": 2}}]}')
+    with pytest.raises(ValueError, match="not valid JSON for a recipe: 'damping' appears twice"):
+        Recipe.load(path)
+
+
 @dataclass(frozen=True)
 class Mine(Method):
     name: ClassVar[str] = "mine"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,23 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (chosen["device"], chosen["max_shard_size"]) == ("meta", "7GB")
     assert (chosen["resume"], chosen["progress"]) == (False, False)
     assert (default["resume"], default["progress"], default["skip"]) == (True, None, [])
+
+
+def test_a_config_says_what_is_wanted(float_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "wanted.yaml"
+    path.write_text('scheme: [["*.mlp.*", int4], ["re:q_proj$", null], ["*", int8]]\nskip: ["*.o_proj"]\n')
+    found = run_json("quantize", float_folder, tmp_path / "out", "--config", path)
+    options = ("--scheme", "*.mlp.*=int4", "--scheme", "re:q_proj$=float", "--scheme", "*=int8", "--skip", "*.o_proj")
+    same = run_json("quantize", float_folder, tmp_path / "same", *options)
+    assert {**found, "destination": ""} == {**same, "destination": ""}
+    path.write_text("recipe: [mse-weights]\nscheme: int4\n")
+    assert run_json("quantize", float_folder, tmp_path / "recipe", "--config", path)["windows"] == 0
+    failing = partial(run_failing, "quantize", float_folder, tmp_path / "none", "--config", path)
+    assert "--config says all that --scheme" in failing("--skip", "a")
+    path.write_text("device: cpu\n")
+    assert "device and resume are options of the command" in failing()
+    path.write_text("budget: {kl: 0.1}\nscheme: [int8, int4]\n")
+    assert "budget needs a text to run the model on: pass --text FILE" in failing()
 
 
 def test_the_table_has_a_row_for_a_kind_of_layer(float_folder: Path, tmp_path: Path) -> None:
