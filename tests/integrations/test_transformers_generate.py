@@ -11,7 +11,13 @@ import pytest
 import torch
 from families import FAMILIES, VOCABULARY
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, StaticCache
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    StaticCache,
+)
 from transformers.generation import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -163,6 +169,21 @@ def test_stop_strings(llama: PreTrainedModel, ends: dict[str, int]) -> None:
     assert torch.equal(one, other)
 
 
+def test_a_call_that_its_streamer_ends_harms_no_other(llama: PreTrainedModel) -> None:
+    class Fails(Recorder):
+        def put(self, value: Tensor) -> None:
+            if value.ndim == 1:
+                raise RuntimeError("no more")
+
+    options = {"input_ids": PROMPTS[:1].to(DEVICE), "max_new_tokens": 9, "do_sample": False, **NO_END}
+    expected = llama.generate(**options)
+    qgemm.fast_generate(llama)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no more"):
+            llama.generate(**options, streamer=Fails())
+        assert torch.equal(llama.generate(**options), expected)
+
+
 def test_a_maximum_of_time_stops(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = iter(range(100))
     monkeypatch.setattr(Stops, "out_of_time", lambda stops: stops.deadline is not None and next(steps) == 5)
@@ -200,10 +221,9 @@ def test_a_cache_is_continued(llama: PreTrainedModel) -> None:
 def test_calls_of_other_sizes_share_what_is_kept(llama: PreTrainedModel) -> None:
     """Batches, lengths and settings in turn, with one cache a batch, in inference mode or not."""
     qgemm.fast_generate(llama)
-    calls = [(3, 5, 1.0), (2, 9, 1.5), (3, 300, 1.0), (3, 4, 1.5), (2, 9, 1.0)]
-    for batch, steps, penalty in calls:
-        options = {"max_new_tokens": steps, "do_sample": False, "repetition_penalty": penalty, **NO_END}
-        prompts = PROMPTS[:batch].to(DEVICE)
+    for batch, repeats, penalty in [(3, 1, 1.0), (2, 2, 1.5), (3, 50, 1.0), (3, 2, 1.5), (2, 1, 1.0)]:
+        options = {"max_new_tokens": 5, "do_sample": False, "repetition_penalty": penalty, **NO_END}
+        prompts = PROMPTS[:batch].repeat(1, repeats).to(DEVICE)
         with torch.inference_mode(batch == 2):
             result = llama.generate(prompts, **options)
         assert torch.equal(result, type(llama).generate(llama, prompts, **options))
@@ -330,6 +350,18 @@ def test_a_call_within_a_call_goes_to_transformers(llama: PreTrainedModel) -> No
         result = llama.generate(**options, streamer=Calls())
     assert torch.equal(result, expected)
     assert torch.equal(results[1], expected)
+
+
+def test_continuous_batching_runs_with_quantized_layers(llama: PreTrainedModel) -> None:
+    """It has a loop of its own; ``fast_generate`` leaves it alone."""
+    model: Any = qgemm.quantize_model(copy.deepcopy(llama))
+    qgemm.fast_generate(model)
+    settings = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=VOCABULARY, pad_token_id=0)
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    done = model.generate_batch(PROMPTS.tolist(), generation_config=settings, continuous_batching_config=small)
+    for prompt, result in zip(PROMPTS, done.values(), strict=True):
+        expected = model.generate(prompt[None].to(DEVICE), generation_config=settings)
+        assert result.generated_tokens == expected[0, 7:].tolist()
 
 
 def test_peft_models_are_fast_by_their_base(llama: PreTrainedModel) -> None:

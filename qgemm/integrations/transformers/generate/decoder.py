@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class Decoder:
         self.memory = memory
         self.reader = Reader(self.progress.tokens)
         self.forward = Replayed(memory)
+        self._done: torch.cuda.Event | None = None
         self._samplers: OrderedDict[Hashable, tuple[Sampler, Replayed]] = OrderedDict()
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
@@ -55,6 +57,17 @@ class Decoder:
         return self.progress.token.shape[0] == batch and (
             mine is None if position is None else mine is not None and mine.shape == position.shape
         )
+
+    @contextlib.contextmanager
+    def in_order(self) -> Iterator[None]:
+        """After the calls before, which may have run on other streams."""
+        if self._done is not None:
+            torch.cuda.current_stream(self.memory.device).wait_event(self._done)
+        try:
+            yield
+        finally:
+            if self.memory.device.type == "cuda":
+                self._done = torch.cuda.current_stream(self.memory.device).record_event()
 
     def sampler(self, wanted: Sampler) -> tuple[Sampler, Replayed]:
         """A sampler that does what ``wanted`` does, perhaps captured; the ones unused for longest are dropped."""

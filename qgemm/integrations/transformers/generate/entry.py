@@ -171,12 +171,14 @@ def decode(
         if streamer is not None:
             streamer.put(input_ids.cpu())
         loop = Loop(model, request, context, decoder, ahead, functools.partial(_tell_eager, kept))
-        sequences = loop.run(streamer)
-        if request.cache is not None or generation_config.return_dict_in_generate:
-            setattr(context.cache, _KEPT, decoder)  # the cache is the caller's now
-        else:
-            assert kept.decoders is not None
-            kept.decoders.put_back(context, decoder)
+        lent = request.cache is not None or generation_config.return_dict_in_generate
+        try:
+            sequences = loop.run(streamer)
+        finally:
+            if not lent and kept.decoders is not None:
+                kept.decoders.put_back(context, decoder)
+        if lent:
+            setattr(context.cache, _KEPT, decoder)
     if generation_config.return_dict_in_generate:
         return GenerateDecoderOnlyOutput(
             sequences=sequences,  # type: ignore[arg-type]

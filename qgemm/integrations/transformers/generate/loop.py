@@ -37,7 +37,7 @@ class Loop:
         on_capture_error: Callable[[str], None],
     ) -> None:
         """``on_capture_error`` is called with the reason if steps can't be captured; they run without graphs then."""
-        self._model = model
+        self._model: Any = model
         self._request = request
         self._context = context
         self._decoder = decoder
@@ -46,8 +46,16 @@ class Loop:
 
     def run(self, streamer: BaseStreamer | None) -> Tensor:
         """The prompts and their new tokens, [B, S + steps]."""
+        with self._decoder.in_order():
+            self._prefill()
+            # As transformers does: experts in float have another implementation for few tokens.
+            with self._model._optimize_model_for_decode():
+                taken = self._steps(streamer)
+            return torch.cat([self._request.input_ids, self._decoder.progress.tokens[:taken, :-1].T], dim=1)
+
+    def _steps(self, streamer: BaseStreamer | None) -> int:
+        """How many tokens each sequence got."""
         request, reader, progress = self._request, self._decoder.reader, self._decoder.progress
-        self._prefill()
         prefilled = self._context.used
         sampler, sampling = self._decoder.sampler(request.sampler)
         sampler.begin(request.input_ids, progress.logits.shape[-1])
@@ -75,7 +83,7 @@ class Loop:
             _rewind_generator(progress.logits.device, offsets[taken - 1])
         if streamer is not None:
             streamer.end()
-        return torch.cat([request.input_ids, progress.tokens[:taken, :-1].T], dim=1)
+        return taken
 
     def _prefill(self) -> None:
         request, progress, context = self._request, self._decoder.progress, self._context
