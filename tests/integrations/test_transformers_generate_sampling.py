@@ -38,14 +38,9 @@ PROCESSORS: dict[str, list[Any]] = {
 
 
 def progress_of(batch: int, logits: Tensor) -> Progress:
-    return Progress(
-        token=torch.zeros((batch, 1), dtype=torch.int64, device=DEVICE),
-        position=None,
-        step=torch.zeros(1, dtype=torch.int64, device=DEVICE),
-        finished=torch.zeros(batch, dtype=torch.bool, device=DEVICE),
-        tokens=torch.zeros((8, batch + 1), dtype=torch.int64, device=DEVICE),
-        logits=logits,
-    )
+    progress = Progress(batch, 8, None, DEVICE)
+    progress.logits = logits
+    return progress
 
 
 def sampler_of(processors: list[LogitsProcessor], do_sample: bool = True, prompt_length: int = 4) -> Sampler:
@@ -67,7 +62,7 @@ def test_scores_are_those_of_transformers(processors: list[LogitsProcessor], dty
         sampler(progress)
         assert (expected.gather(1, progress.token) > -torch.inf).all()
         ids = torch.cat([ids, progress.token], dim=1)
-    assert torch.equal(progress.tokens[:4, :2].T, ids[:, 4:])
+    assert torch.equal(progress.rows[:4, :2].T, ids[:, 4:])
 
 
 @pytest.mark.parametrize("name", ["none", "top_k", "all"])

@@ -28,18 +28,10 @@ class Decoder:
 
     def __init__(self, batch: int, context: Context, position: Tensor | None, memory: GraphMemory) -> None:
         """Nothing is captured yet."""
-        device = memory.device
         self.step_mask = context.step_mask
-        self.progress = Progress(
-            token=torch.zeros((batch, 1), dtype=torch.int64, device=device),
-            position=None if position is None else torch.zeros_like(position),
-            step=torch.zeros(1, dtype=torch.int64, device=device),
-            finished=torch.zeros(batch, dtype=torch.bool, device=device),
-            tokens=torch.zeros((context.capacity + 1, batch + 1), dtype=torch.int64, device=device),
-            logits=torch.empty((batch, 0), device=device),
-        )
+        self.progress = Progress(batch, context.capacity + 1, position, memory.device)
         self.memory = memory
-        self.reader = Reader(self.progress.tokens)
+        self.reader = Reader(self.progress.rows)
         self.forward = Replayed(memory)
         self._done: torch.cuda.Event | None = None
         self._samplers: OrderedDict[Hashable, tuple[Sampler, Replayed]] = OrderedDict()

@@ -55,7 +55,7 @@ class _Kept:
 
 
 def fast_generate(model: nn.Module, enabled: bool = True) -> None:
-    """``model.generate`` goes through the loop, or as before; what is kept between calls is freed in any case."""
+    """``model.generate`` goes through the loop; or as before, and what is kept between calls is freed."""
     base: Any = model
     if hasattr(model, "get_base_model"):  # PEFT's models call the generate of their base
         base = base.get_base_model()
@@ -64,10 +64,11 @@ def fast_generate(model: nn.Module, enabled: bool = True) -> None:
             f"model is a {type(model).__name__}, and fast_generate takes models of transformers with generate"
         )
     attributes = vars(base)
-    attributes.pop(_KEPT, None)
     if enabled:
         attributes["generate"] = MethodType(_generate, base)
-    elif getattr(attributes.get("generate"), "__func__", None) is _generate:
+        return
+    attributes.pop(_KEPT, None)
+    if getattr(attributes.get("generate"), "__func__", None) is _generate:
         del attributes["generate"]
 
 

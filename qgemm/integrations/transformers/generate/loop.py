@@ -51,7 +51,7 @@ class Loop:
             # As transformers does: experts in float have another implementation for few tokens.
             with self._model._optimize_model_for_decode():
                 taken = self._steps(streamer)
-            return torch.cat([self._request.input_ids, self._decoder.progress.tokens[:taken, :-1].T], dim=1)
+            return torch.cat([self._request.input_ids, self._decoder.progress.rows[:taken, :-1].T], dim=1)
 
     def _steps(self, streamer: BaseStreamer | None) -> int:
         """How many tokens each sequence got."""

@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 class Reader:
-    """Copies rows of ``tokens`` [steps, B + 1] to the host, in order, behind the back of the steps that follow."""
+    """Copies ``Progress.rows`` [steps, B + 1] to the host, in order, behind the back of the steps that follow."""
 
-    def __init__(self, tokens: Tensor) -> None:
+    def __init__(self, rows: Tensor) -> None:
         """On a CPU nothing is copied."""
-        self._tokens = tokens
-        self._host = tokens
+        self._rows = rows
+        self._host = rows
         self._sent: deque[tuple[int, torch.cuda.Event | None]] = deque()
-        if tokens.is_cuda:
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._stream = torch.cuda.Stream(tokens.device)
+        if rows.is_cuda:
+            self._host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+            self._stream = torch.cuda.Stream(rows.device)
 
     def begin(self) -> None:
         """Forgets rows that were sent and not taken."""
@@ -32,10 +32,10 @@ class Reader:
     def send(self, step: int) -> None:
         """Row ``step``, once what is queued until now has been done."""
         done = None
-        if self._tokens.is_cuda:
-            self._stream.wait_stream(torch.cuda.current_stream(self._tokens.device))
+        if self._rows.is_cuda:
+            self._stream.wait_stream(torch.cuda.current_stream(self._rows.device))
             with torch.cuda.stream(self._stream):
-                self._host[step].copy_(self._tokens[step], non_blocking=True)
+                self._host[step].copy_(self._rows[step], non_blocking=True)
                 done = torch.cuda.Event()
                 done.record(self._stream)
         self._sent.append((step, done))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,41 +28,44 @@ _OF_SCORES_ALONE = (
 )
 
 
-@dataclass
 class Progress:
     """Where a batch is: what a step reads and writes, in tensors that stay where they are.
 
     ``token [B, 1]`` and ``position [..., B, 1]`` (None for models that take none) are the next step's input, ``step
-    [1]`` is how many tokens there are, ``finished [B]`` says which rows have ended. Row i of ``tokens [steps, B + 1]``
+    [1]`` is how many tokens there are, ``finished [B]`` says which rows have ended. Row i of ``rows [steps, B + 1]``
     has the tokens of step i, and whether all rows have ended. ``logits [B, V]`` are those of the last forward.
     """
 
-    token: Tensor
-    position: Tensor | None
-    step: Tensor
-    finished: Tensor
-    tokens: Tensor
-    logits: Tensor
+    def __init__(self, batch: int, steps: int, position: Tensor | None, device: torch.device) -> None:
+        """``position`` has the shape of a step's."""
+        self.token = torch.zeros((batch, 1), dtype=torch.int64, device=device)
+        self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
+        self.rows = torch.zeros((steps, batch + 1), dtype=torch.int64, device=device)
+        self.logits = torch.empty((batch, 0), device=device)
+        # What counts up is in one tensor: a step is made of small kernels, and each has its price.
+        positions = 0 if position is None else position.numel()
+        self._counters = torch.zeros(positions + 1, dtype=torch.int64, device=device)
+        self.step = self._counters[positions:]
+        self.position = None if position is None else self._counters[:positions].view(position.shape)
 
     def begin(self, logits: Tensor, position: Tensor | None) -> None:
         """Before the first token; ``logits`` and ``position`` are those of the last token of the prompt."""
         if self.logits.shape != logits.shape:
             self.logits = torch.empty_like(logits)
         self.logits.copy_(logits)
+        self.finished.zero_()
+        self.rows[:, -1].zero_()
+        self.step.zero_()
         if self.position is not None and position is not None:
             self.position.copy_(position)
-        self.step.zero_()
-        self.finished.zero_()
 
-    def write(self, token: Tensor, finished: Tensor) -> None:
-        """The tokens of a step, and the rows that have ended now. ``token`` and ``finished`` are [B]."""
-        row = torch.cat([token, finished.all()[None].to(token.dtype)])
-        self.tokens.index_copy_(0, self.step, row[None])
-        self.token.copy_(token[:, None])
-        self.finished.copy_(finished)
-        self.step.add_(1)
-        if self.position is not None:
-            self.position.add_(1)
+    def write(self, ended: Tensor | None) -> None:
+        """Counts a step, whose tokens are in ``token``; ``ended`` [B] are the rows that end with it, if any may."""
+        if ended is not None:
+            self.finished.logical_or_(ended)
+            self.rows[:, -1].index_copy_(0, self.step, self.finished.all()[None].to(self.rows.dtype))
+        self.rows[:, :-1].index_copy_(0, self.step, self.token.T)
+        self._counters.add_(1)
 
 
 class _ScoresAlone:
@@ -103,7 +105,7 @@ class _RepetitionPenalty:
 
     def observe(self, token: Tensor) -> None:
         assert self._seen is not None, "begin comes first"
-        self._seen.scatter_(1, token[:, None], True)
+        self._seen.scatter_(1, token, True)
 
 
 class _NoEndBefore:
@@ -147,7 +149,7 @@ def _stage(processor: processors.LogitsProcessor, prompt_length: int) -> _Stage:
 
 
 class Sampler:
-    """Chooses the tokens of a step and writes them into ``Progress``. Samplers with one ``key`` do the same.
+    """Chooses the tokens of a step and writes them to ``Progress``. Samplers with one ``key`` do the same.
 
     A draw is that of ``torch.multinomial``: the argmax of probabilities over exponential noise.
     """
@@ -187,11 +189,10 @@ class Sampler:
         scores = self.scores(progress.logits, progress)
         if self._draws:
             # torch.multinomial waits for the device to check its argument.
-            token = (scores.softmax(-1) / torch.empty_like(scores).exponential_()).argmax(-1)
-        else:
-            token = scores.argmax(-1)
+            scores = scores.softmax(-1) / torch.empty_like(scores).exponential_()
+        token = torch.argmax(scores, -1, keepdim=True, out=progress.token)
         if self._padding is not None:
-            token = torch.where(progress.finished, self._padding, token)
+            token.masked_fill_(progress.finished[:, None], self._padding)
         for stage in self._stages:
             stage.observe(token)
-        progress.write(token, self._stops(token, progress.finished))
+        progress.write(self._stops(token))

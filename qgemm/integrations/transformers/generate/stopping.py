@@ -5,6 +5,7 @@ A maximum of time is looked at by the host, when it reads a token; a maximum of 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Hashable, Sequence
 
@@ -32,7 +33,7 @@ class _EndTokens:
         pass
 
     def __call__(self, token: Tensor) -> Tensor:
-        return (token[:, None] == self._ends).any(-1)
+        return (token == self._ends).any(-1)
 
 
 class _StopStrings:
@@ -55,7 +56,7 @@ class _StopStrings:
 
     def __call__(self, token: Tensor) -> Tensor:
         assert self._last is not None, "begin comes first"
-        self._last.copy_(torch.cat([self._last[:, 1:], token[:, None]], dim=1))
+        self._last.copy_(torch.cat([self._last[:, 1:], token], dim=1))
         ended: Tensor = self._criterion(self._last, None)
         return ended
 
@@ -91,11 +92,10 @@ class Stops:
         for rule in self._rules:
             rule.begin(prompt)
 
-    def __call__(self, token: Tensor, finished: Tensor) -> Tensor:
-        """``finished`` [B], and the rows that end with ``token`` [B]."""
-        for rule in self._rules:
-            finished = finished | rule(token)
-        return finished
+    def __call__(self, token: Tensor) -> Tensor | None:
+        """The rows that end with ``token`` [B, 1], or None if tokens end none."""
+        ended = [rule(token) for rule in self._rules]
+        return functools.reduce(torch.logical_or, ended) if ended else None
 
     def out_of_time(self) -> bool:
         """Whether the maximum of time has passed."""
