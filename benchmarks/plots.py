@@ -132,7 +132,7 @@ def _draw_speedups(run: Run, levels: list[str], path: Path) -> Path:
         axis.grid(alpha=0.25)
         axis.legend(fontsize=8, loc="lower right")
     axes[0][0].set_ylabel("times as fast as bf16 F.linear")
-    figure.suptitle(f"{run.environment['device']}, {over}: geometric mean, least to greatest", fontsize=10)
+    figure.suptitle(f"{run.environment['device']}, {over}: geometric mean, minimum to maximum", fontsize=10)
     return _save(figure, path)
 
 

@@ -32,7 +32,7 @@ def report(run: Run, markdown: bool = False) -> str:
     if any(one.us and one.provider == OURS for one in run.measurements):
         over, families = _summary_families(run.measurements)
         parts += [
-            f"{heading}Times as fast as others over {over}: geometric mean (least)",
+            f"{heading}Times as fast as others over {over}: geometric mean (minimum)",
             render(summary_table(run.measurements, families), markdown),
             "\n".join(("- " if markdown else "") + line for line in extremes(run.measurements)),
         ]
@@ -73,7 +73,7 @@ def _summary_families(measurements: Sequence[Measurement]) -> tuple[str, tuple[s
 
 
 def summary_table(measurements: Sequence[Measurement], families: Sequence[str] | None) -> Table:
-    """By M, how many times as fast as each other provider qgemm is: the geometric mean, and the least in brackets."""
+    """By M, how many times as fast as each other provider qgemm is: the geometric mean, and the minimum in brackets."""
     columns = {
         f"{name}, {level}": speedups(measurements, level, name, OURS, families)
         for level in ("gemm", "layer")
@@ -145,7 +145,7 @@ def config_summary(checks: Sequence[ConfigCheck]) -> str:
 
 
 def extremes(measurements: Sequence[Measurement]) -> list[str]:
-    """The highest rates of qgemm's GEMM, and the least memory rate on large weights with few rows."""
+    """The highest rates of qgemm's GEMM, and the minimum memory rate on large weights with few rows."""
     ours = [one for one in measurements if one.provider == OURS and one.level == "gemm" and one.us]
     if not ours:
         return []

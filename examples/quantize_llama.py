@@ -51,7 +51,7 @@ def main() -> None:
     same = (before.argmax(-1) == after.argmax(-1)).sum().item()
     print(f"same next token at {same} of {len(before)} places of the float model's text")
     cosine = F.cosine_similarity(before, after).min().item()
-    print(f"least cosine similarity of the logits: {cosine:.4f}")
+    print(f"minimum cosine similarity of the logits: {cosine:.4f}")
     assert cosine > 0.99, "the quantized model computes something else"
 
 

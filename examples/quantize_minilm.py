@@ -156,7 +156,7 @@ def main() -> None:
     for name, *values in rows:
         print(f"{name:<30}" + "".join(f"{value:>12}" for value in values))
     print()
-    print(f"{'least cosine similarity':<30}{cosine.min().item():>12.4f}   to the float embeddings")
+    print(f"{'minimum cosine similarity':<30}{cosine.min().item():>12.4f}   to the float embeddings")
     print(f"{'mean cosine similarity':<30}{cosine.mean().item():>12.4f}")
     print(f"{'same nearest neighbour':<30}{f'{(before == after).sum()} of {len(SENTENCES)}':>12}")
     print(f"{'reload gives the same bits':<30}{'yes' if torch.equal(got, in_memory) else 'no':>12}")
@@ -168,7 +168,7 @@ def main() -> None:
         print(f"\nThe quantized model is in {output}.")
 
     if cosine.min() < LEAST_COSINE:
-        sys.exit(f"The least cosine similarity is below {LEAST_COSINE}.")
+        sys.exit(f"The minimum cosine similarity is below {LEAST_COSINE}.")
     if not torch.equal(got, in_memory):
         sys.exit("The reloaded model differs from the saved one.")
 

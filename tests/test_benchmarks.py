@@ -252,7 +252,7 @@ def test_markdown_of_a_run() -> None:
     run.quantizations = [Quantization(64, 4096, 2.04, 3.214, 0.751)]
     run.host_us = {"qgemm": {"1": 20.0, "16": 8.0}, "bf16": {"1": 16.0, "16": 16.0}, "other": {"16": 9.0}}
     lines = tables.report(run, markdown=True).splitlines()
-    assert "## Times as fast as others over 2 weight shapes of Llama 3: geometric mean (least)" in lines
+    assert "## Times as fast as others over 2 weight shapes of Llama 3: geometric mean (minimum)" in lines
     assert "| M | bf16, gemm | bf16, layer |" in lines
     assert "| 1 | 1.73 (1.50) | 1.60 (1.60) |" in lines
     assert "| N x K | M | qgemm | bf16 | fp8 | qgemm TOPS | TB/s | of the limit |" in lines

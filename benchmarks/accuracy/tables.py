@@ -16,7 +16,7 @@ HEADER = [
     "KL",
     "perplexity with outliers",
     "KL with outliers",
-    "MiniLM: least cosine",
+    "MiniLM: minimum cosine",
     "mean cosine",
     "same neighbour",
 ]

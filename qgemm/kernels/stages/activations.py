@@ -1,4 +1,4 @@
-"""Activations on the device: the code of each of the host's (``kernels/activations.py``). Of float32 values."""
+"""Activations of float32 values on the device; ``kernels/activations.py`` has the host's."""
 
 import triton
 import triton.language as tl

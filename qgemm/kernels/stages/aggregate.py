@@ -2,7 +2,7 @@
 
 A stage is a value made of Triton values. It exists inside a kernel only, and takes no space there: the compiler
 flattens it into its fields. The decorator gives the class an ``__init__`` with the fields as parameters, in order, and
-coerces each argument to what its annotation says:
+converts each argument to the type in its annotation:
 
 - ``tl.tensor``: a run-time value. A plain number becomes a tensor, which is what lets a stride of 1 (an argument that
   Triton turns into a constant) stand beside one that is only known at run time.

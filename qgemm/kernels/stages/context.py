@@ -5,11 +5,11 @@ the sum at a time. The accumulator's type follows the operands, never the output
 (exact: int8 products can't overflow it below K = 131,072), ``acc_dtype`` otherwise. fp8 products are promoted to
 float32 at every step: Hopper's tensor cores keep only about 14 bits of an fp8 sum otherwise.
 
-Where a tile sticks out of A's rows, nothing is read: when M is 1, sixteen copies of one row from every multiprocessor
-would crowd one slice of the cache (docs/performance.md). Where it sticks out of B's columns, other columns are read,
-which costs less than a mask. The store masks both.
+Beyond A's rows nothing is read: when M is 1, sixteen copies of one row from every SM would contend for one slice of the
+L2 cache (docs/performance.md). Beyond B's columns other columns are read, which costs less than a mask. The store masks
+both.
 
-Along K the tail is loaded with zeros, once, after the loop over whole blocks, so that the loop itself carries no mask.
+The tail of K is padded with zeros, once, after the loop over whole blocks, so that the loop needs no mask.
 """
 
 import triton
@@ -25,14 +25,14 @@ class GemmContext:
     """Compile-time parameters of a GEMM.
 
     - ``block_m, block_n, block_k``: tile sizes, powers of 2.
-    - ``num_sms``: programs along the launch grid's axis 0, usually the multiprocessors of the device. Launch that many.
-    - ``num_xcds``, ``chunk_size``: chiplets of the device and the run of neighbouring tiles each one gets.
-    - ``group_size_m``: rows of tiles that are walked together, so that a column of B stays in cache.
+    - ``num_sms``: programs along the launch grid's axis 0, usually the SMs of the device. Launch that many.
+    - ``num_xcds``, ``chunk_size``: chiplets of the device, and the number of neighbouring tiles each one gets in a row.
+    - ``group_size_m``: rows of tiles that are processed together, so that a column of B stays in cache.
     - ``cache_modifier_a``, ``cache_modifier_b``: for the loads of each operand.
     - ``acc_dtype``: accumulator type of a float product. ``allow_tf32``: of float32 operands.
     - ``even_k``: whether ``block_k`` divides K. True skips the tail.
     - ``quantized``: int8 operands, int32 accumulator, whatever ``acc_dtype`` says.
-    - ``group_size_n``: columns of tiles that those rows are walked through together, row by row.
+    - ``group_size_n``: columns of tiles that are processed with those rows, row by row.
     """
 
     block_m: tl.constexpr
@@ -62,7 +62,7 @@ class GemmContext:
     def reduce_tile(self, A: InputView, B: InputView, out_tile: Tile, k_idx, acc, boundary: tl.constexpr = False):
         """``acc`` plus the product of one block of K: columns ``k_idx * block_k + [0, block_k)`` of A.
 
-        ``boundary=True`` if the block may reach beyond K; what lies there counts as 0.
+        ``boundary=True`` if the block may extend beyond K; values there count as 0.
         """
         a_tile = Tile(out_tile.pid_m, k_idx, self.block_m, self.block_k)
         b_tile = Tile(k_idx, out_tile.pid_n, self.block_k, self.block_n)
@@ -79,7 +79,7 @@ class GemmContext:
 
     @triton.jit
     def reduce_axis(self, A: InputView, B: InputView, out_tile: Tile):
-        """The whole sum over K for one output tile: ``[block_m, block_n]``."""
+        """The sum over all of K for one output tile: ``[block_m, block_n]``."""
         acc = self.init_accumulator()
         num_whole = A.cols // self.block_k
         for k_idx in range(num_whole):

@@ -1,7 +1,7 @@
-"""``Epilogue``: what becomes of sums: ``activation(acc * a_scale[m] * b_scale[n] + bias[n])``, rounded once.
+"""``Epilogue``: from sums to the output: ``activation(acc * a_scale[m] * b_scale[n] + bias[n])``, rounded once.
 
-A residual is added to what was rounded, and the sum rounded again, as two kernels would. All else is float32. The
-functions take sums and vectors of any layout, so Triton's kernels and Gluon's share them.
+A residual is added to the rounded value and the sum is rounded again, as two kernels would do. The rest is float32. The
+functions accept any layout, so Triton and Gluon kernels share them.
 """
 
 import triton
@@ -12,9 +12,9 @@ from qgemm.kernels.stages.aggregate import INTERPRETING, OPTIONAL, aggregate
 
 @aggregate
 class Epilogue:
-    """What an epilogue reads in memory, each None where there is none, and its activation.
+    """The operands of an epilogue in memory, each of which may be None, and its activation.
 
-    ``a_scale``: of the output's rows; ``b_scale``, ``bias``: of its columns. A stride of 0 repeats one value.
+    ``a_scale``: one per output row; ``b_scale``, ``bias``: one per column. A stride of 0 repeats one value.
     ``activation``: a ``@triton.jit`` function of float32 values, or None. ``residual``: of the output's shape and
     dtype, with contiguous columns; its stride is that of rows.
     """
@@ -37,14 +37,14 @@ class Epilogue:
 
     @triton.jit
     def load_scales(self, rows, cols, end, N, INDEX: tl.constexpr = tl.int32):
-        """For ``apply``: scales of ``rows`` up to ``end`` and ``cols`` up to ``N``. ``INDEX``: the type of offsets."""
+        """Loads the scales of ``rows`` below ``end`` and ``cols`` below ``N``. ``INDEX``: the type of offsets."""
         a_scale = tl.load(self.a_scale + rows.to(INDEX) * self.stride_a, mask=rows < end, other=0.0)
         b_scale = tl.load(self.b_scale + cols.to(INDEX) * self.stride_b, mask=cols < N, other=0.0)
         return a_scale, b_scale
 
     @triton.jit
     def apply(self, acc, scales, cols, N, INDEX: tl.constexpr = tl.int32):
-        """The float32 values of sums ``acc`` at columns ``cols``. ``scales``: of ``load_scales``, if there are any."""
+        """The float32 outputs of sums ``acc`` at columns ``cols``. ``scales``: from ``load_scales``, or None."""
         if self.a_scale is not None:
             acc = scaled(acc, scales[0], scales[1])
         if self.bias is not None:
@@ -55,7 +55,7 @@ class Epilogue:
 
     @triton.jit
     def load_residual(self, rows, cols, end, N):
-        """The residual's values ``[rows, cols]``, of rows up to ``end`` and columns up to ``N``."""
+        """Loads the residual ``[rows, cols]``, for rows below ``end`` and columns below ``N``."""
         pointers = self.residual + rows.to(tl.int64)[:, None] * self.stride_residual + cols[None, :]
         return tl.load(pointers, mask=(rows < end)[:, None] & (cols < N)[None, :], other=0.0)
 
@@ -101,7 +101,7 @@ def rounded(values, dtype: tl.constexpr):
 
 @triton.jit
 def _round_to_bfloat16(x):
-    """float32 values that bfloat16 holds exactly."""
+    """``values`` rounded to bfloat16, in float32."""
     bits = x.to(tl.int32, bitcast=True)
     kept = (bits + 0x7FFF + ((bits >> 16) & 1)) & ~0xFFFF
     return tl.where(x == x, kept.to(tl.float32, bitcast=True), x)

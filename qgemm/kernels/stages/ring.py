@@ -1,7 +1,7 @@
-"""``Ring``: blocks of A and B on their way through shared memory, from the warp that loads to those that multiply.
+"""``Ring``: a circular buffer of blocks of A and B in shared memory, between the loading and the multiplying warps.
 
 For Hopper (sm_90), in Gluon: TMA loads, ``wgmma`` reads, and barriers in shared memory count both. Dense and grouped
-products share it. They say which blocks are loaded when; this is how.
+products share it: they decide which blocks are loaded when.
 """
 
 import functools
@@ -34,23 +34,23 @@ PRODUCER_REGISTERS = gl.constexpr(40)  # a thread
 
 @functools.cache
 def block_layout(rows: int, cols: int, dtype: torch.dtype) -> Any:
-    """How blocks of a tensor map for these kernels lie in shared memory."""
+    """The shared-memory layout of a tensor map's blocks."""
     element = {torch.int8: gl.int8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
     return gl.NVMMASharedLayout.get_default_for([rows, cols], element)
 
 
 @aggregate
 class Ring:
-    """Slots of shared memory, each for a block of A and one of B, used round and round.
+    """Slots of shared memory, each for a block of A and a block of B, used in turn.
 
     Step ``i`` uses slot ``i % depth``. Barrier ``full`` completes when a slot's bytes have arrived, ``empty`` when a
     consumer has read them. A slot has its blocks in ``panels`` of ``PANEL`` columns, as the tensor cores read them.
 
-    Instructions read ``MMA_ROWS`` rows of A at least. Where a block has fewer, they read on in what follows; what they
-    multiply there isn't stored.
+    Instructions read at least ``MMA_ROWS`` rows of A. If a block has fewer, they read beyond it; those products aren't
+    stored.
 
-    Sizes are powers of 2 here, so B's block of another number of rows is in two pieces (``widths``), the largest power
-    of 2 and the rest, which has ``rest_panels`` and sums of its own.
+    Sizes must be powers of 2, so a block of B with another number of rows is split in two (``widths``): the largest
+    power of 2, and the rest, with its own ``rest_panels`` and accumulator.
     """
 
     a_panels: gl.shared_memory_descriptor
@@ -65,7 +65,7 @@ class Ring:
 
     @gluon.jit
     def initialize(self):
-        """Before anything else."""
+        """Must be called first."""
         initialize(self.full, self.depth)
         initialize(self.empty, self.depth)
 
@@ -76,7 +76,7 @@ class Ring:
 
     @gluon.jit
     def expect(self, step, A, B, PARTS: gl.constexpr, pred):
-        """Announces what will be loaded: ``PARTS`` parts of A, as many rows as its map's blocks have, and all of B."""
+        """Sets the expected bytes: ``PARTS`` parts of A, each with the rows of its map's block, and all of B."""
         b_parts: gl.constexpr = self.widths[0] // B.block_shape[0] + len(self.widths) - 1
         size: gl.constexpr = self.panels * (PARTS * A.block_type.nbytes + b_parts * B.block_type.nbytes)
         mbarrier.expect(self.full.index(step % self.depth), size, pred=pred)
@@ -85,8 +85,8 @@ class Ring:
     def load_a(self, step, A, row, k, parts):
         """Starts loading the first ``parts`` parts of the block at ``(row, k)`` of A.
 
-        The other rows hold whatever they held, which isn't stored. Loading there what isn't needed is slow: zeros from
-        beyond the edge as much as the same last rows over and over.
+        The other rows keep their old values, which never reach the output. Filling them is slow, with zeros from beyond
+        the edge as well as with copies of the last row.
         """
         slot = step % self.depth
         PART: gl.constexpr = A.block_shape[0]
@@ -113,9 +113,9 @@ class Ring:
 
     @gluon.jit
     def reduce(self, step, num_k, accs, ROWS: gl.constexpr):
-        """``(sums, step)``: ``acc + a @ b.T`` over ``num_k`` steps for each piece of B, and the step after them.
+        """``(sums, step)``: ``acc + a @ b.T`` over ``num_k`` steps for each piece of B, and the next step.
 
-        ``ROWS``: how many of A's rows are multiplied.
+        ``ROWS``: the number of rows of A to multiply.
         """
         accs = self.multiply(step, accs, ROWS)
         for _ in range(1, num_k):
@@ -130,7 +130,7 @@ class Ring:
 
     @gluon.jit
     def multiply(self, step, accs, ROWS: gl.constexpr):
-        """Starts ``acc += a @ b.T`` of the slot's blocks, once they have arrived: for each piece of B its ``acc``."""
+        """Waits for the slot's blocks and starts ``acc += a @ b.T`` for each piece of B."""
         slot = step % self.depth
         mbarrier.wait(self.full.index(slot), step // self.depth & 1)
         for i in gl.static_range(self.panels):
@@ -147,7 +147,7 @@ class Ring:
 
     @gluon.jit
     def rows_to_multiply(self, slot, PART: gl.constexpr, ROWS: gl.constexpr):
-        """The first ``ROWS`` rows of a slot's panel ``PART`` of A, and what follows them where it has fewer."""
+        """The first ``ROWS`` rows of panel ``PART`` of a slot's A, and memory beyond the panel if it has fewer."""
         if self.block_m == ROWS:
             return self.a_panels.index(slot * self.panels + PART)
         elif self.block_m > ROWS:
@@ -169,7 +169,7 @@ class Ring:
 
     @gluon.jit
     def a_views_from(self, FIRST: gl.constexpr):
-        """A's panels from ``FIRST`` on, cut into views of ``MMA_ROWS`` rows."""
+        """The panels of A from ``FIRST`` on, as views of ``MMA_ROWS`` rows."""
         MANY: gl.constexpr = MMA_ROWS // self.block_m
         VIEWS: gl.constexpr = (self.depth * self.panels - FIRST + MANY - 1) // MANY
         part = self.a_panels.slice(FIRST, VIEWS * MANY)
@@ -177,7 +177,7 @@ class Ring:
 
     @gluon.jit
     def settle(self, accs, SLOTS: gl.constexpr):
-        """Waits until no more than the last ``SLOTS`` slots' products are in flight."""
+        """Waits until at most the last ``SLOTS`` slots have products in flight."""
         if len(self.widths) == 1:
             return (warpgroup_mma_wait(SLOTS * self.panels, deps=accs),)
         else:
@@ -185,7 +185,7 @@ class Ring:
 
     @gluon.jit
     def resume(self, sums):
-        """What ``settle`` has waited for, to go on with."""
+        """The accumulators that ``settle`` has waited for."""
         if len(self.widths) == 1:
             return (warpgroup_mma_init(sums[0]),)
         else:
@@ -193,13 +193,13 @@ class Ring:
 
     @gluon.jit
     def release(self, step):
-        """Hands a slot back that has been read."""
+        """Marks a slot as empty."""
         mbarrier.arrive(self.empty.index(step % self.depth), count=1)
 
 
 @gluon.jit
 def make_ring(A, B, CONFIG: gl.constexpr):
-    """A ring for blocks of the tensor maps ``A`` and ``B`` and a ``GemmConfig``; to be initialized."""
+    """A ring for blocks of the tensor maps ``A`` and ``B`` and a ``GemmConfig``. Call ``initialize`` before use."""
     BLOCK_M: gl.constexpr = CONFIG.block_m
     WIDTHS: gl.constexpr = CONFIG.widths
     DEPTH: gl.constexpr = CONFIG.num_stages
@@ -217,12 +217,12 @@ def make_ring(A, B, CONFIG: gl.constexpr):
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr):
-    """Barriers in shared memory; to be initialized."""
+    """Barriers in shared memory. Call ``initialize`` before use."""
     return gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
 
 
 @gluon.jit
 def initialize(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """Each completes with so many arrivals."""
+    """Sets how many arrivals complete each barrier."""
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)

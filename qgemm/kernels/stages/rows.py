@@ -1,13 +1,13 @@
-"""Rows become int8: ``scale = max(amax / 127, min_scale)``, ``q = round_half_even(x / scale)``, whatever gives the row.
+"""Quantization of rows from any source: ``scale = max(amax / 127, min_scale)``, ``q = round_half_even(x / scale)``.
 
 A row's source is a stage with ``ptr``, whose type is the row's, ``length``, ``unroll``, and ``load(k)``: the values of
 columns ``k``, 0 beyond the row. There are ``StridedRow`` and ``GatedRow``; a norm before the quantization is one more.
-``reference.py`` has the whole rule for the numbers, and these are its, bit for bit.
+The results equal those of ``reference.py`` bit for bit.
 
-A division per value would cost more than the memory. So there are three ways to the quotient:
+A division per value would take longer than the memory access. So there are three ways to compute the quotient:
 
-- bfloat16 with its own scale takes one product. But for roundings, which change it by less than 2^-22 of itself,
-  ``x / scale`` is ``127 * x / amax``. With significands of 8 bits that is a half or at least 2^-16 of itself away from
+- bfloat16 with its own scale takes one product. Except for rounding, a relative change below 2^-22, ``x / scale`` is
+  ``127 * x / amax``. With significands of 8 bits that is a half or at least 2^-16 of itself away from
   one. It is a half where ``amax = 254 * 2^n``, and then the scale is a power of 2 and every step exact; and where
   ``x = amax / 2``. For that one the row does divide, and moves its multiplier by 2^-21 if the product rounds the other
   way. The tests compare every pair of ``x`` and ``amax``.
@@ -39,15 +39,15 @@ class StridedRow:
 
     @triton.jit
     def load(self, k):
-        """Columns ``k``, in the row's type."""
+        """Columns ``k`` in the row's dtype."""
         return tl.load(self.ptr + k.to(tl.int64) * self.stride, mask=k < self.length, other=0.0)
 
 
 @aggregate
 class GatedRow:
-    """``activation`` of a row in memory that has ``length`` gates, then as many ups if there are any.
+    """``activation`` of a row in memory with ``length`` gates, followed by as many ups if it is gated.
 
-    ``function``: the device's for ``activation.name``. ``activation``: a ``GatedActivation``.
+    ``function``: the device function of ``activation.name``. ``activation``: a ``GatedActivation``.
     """
 
     ptr: tl.tensor
@@ -58,7 +58,7 @@ class GatedRow:
 
     @triton.jit
     def load(self, k):
-        """Columns ``k``, computed in float32 and rounded to the row's type."""
+        """Columns ``k``, computed in float32 and rounded to the row's dtype."""
         LIMIT: tl.constexpr = self.activation.limit
         ALPHA: tl.constexpr = self.activation.alpha
         gate = tl.load(self.ptr + k, mask=k < self.length, other=0.0).to(tl.float32)
@@ -78,7 +78,7 @@ class RowQuantization:
     """How rows are quantized: each by its own scale, or all by a static one, with or without a zero point.
 
     ``scale``: a pointer to one float, or None. ``zero_point``: a pointer to one int8 for it, or None. The rest is the
-    number format; ``lowest`` is with a zero point.
+    number format; ``lowest`` applies with a zero point.
     """
 
     scale: OPTIONAL
@@ -100,7 +100,7 @@ class RowQuantization:
 
     @triton.jit
     def inverse(self, amax, scale, DTYPE: tl.constexpr):
-        """What ``quantize`` multiplies values of ``DTYPE`` by."""
+        """The factor that ``quantize`` multiplies values of ``DTYPE`` by."""
         if tl.bfloat16 == DTYPE and self.scale is None:
             return _multiplier(amax, scale)
         else:
@@ -108,14 +108,14 @@ class RowQuantization:
 
     @triton.jit
     def multiplies(self, scale, DTYPE: tl.constexpr):
-        """Whether ``quantize`` is right for values of ``DTYPE``; else ``divide``."""
+        """Whether ``quantize`` is exact for values of ``DTYPE``; if not, use ``divide``."""
         # The interpreter rounds a fused multiply-add twice: a corrected quotient would be wrong there.
         EXACT: tl.constexpr = (tl.bfloat16 == DTYPE and self.scale is None) or not INTERPRETING
         return (scale > 2.0**-100) & (scale < 2.0**100) & EXACT
 
     @triton.jit
     def quantize(self, x, scale, inverse, zero):
-        """Finite ``x`` as int8: 2 instructions a value with one product, 5 without."""
+        """Finite ``x`` as int8: 2 instructions per value with one product, 5 otherwise."""
         ONE_PRODUCT: tl.constexpr = x.dtype == tl.bfloat16 and self.scale is None
         x = x.to(tl.float32)
         if ONE_PRODUCT:
@@ -133,7 +133,7 @@ class RowQuantization:
 
     @triton.jit
     def divide(self, x, scale, zero):
-        """Any ``x`` as int8, by any scale: a division per value."""
+        """Any ``x`` as int8, with any scale: one division per value."""
         quotient = tl.math.div_rn(x.to(tl.float32), scale)
         if zero is not None:
             quotient = tl.minimum(tl.maximum(quotient, self.lowest - zero), self.high - zero)
@@ -146,9 +146,9 @@ class RowQuantization:
 
 @triton.jit
 def quantize_row(source, quantization, q_row, scale_ptr, offsets, BLOCKS: tl.constexpr):
-    """Writes a row's int8 values to ``q_row``, side by side, and its scale to ``scale_ptr``.
+    """Writes a row's int8 values to ``q_row``, contiguous, and its scale to ``scale_ptr``.
 
-    ``offsets``: those within a block. ``BLOCKS``: how many blocks hold the row; 0 to read it twice, a block at a time.
+    ``offsets``: within a block. ``BLOCKS``: how many blocks hold the row in registers; 0 reads it twice instead.
     """
     dtype: tl.constexpr = source.ptr.dtype.element_ty
     BLOCK: tl.constexpr = offsets.shape[0]
@@ -198,7 +198,7 @@ def load_blocks(source, offsets, BLOCKS: tl.constexpr):
 
 @triton.jit
 def quantize_blocks(blocks, quantization, BLOCKS: tl.constexpr):
-    """``(scale, int8 blocks)`` of a row that is held in ``blocks``, by its own scale."""
+    """``(scale, int8 blocks)`` of a row in ``blocks``, with its own scale."""
     dtype: tl.constexpr = blocks[0].dtype
     amax = _float_of(tl.max(_largest_magnitude(blocks, BLOCKS), axis=0), dtype)
     scale = quantization.row_scale(amax)
@@ -224,9 +224,9 @@ def _largest_magnitude(blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _magnitude(x):
-    """``|x|`` as the integer of its bits. They order as the values do, with Inf and then NaN above every number.
+    """The bits of ``|x|`` as an integer. They are ordered like the values, with Inf and then NaN above all numbers.
 
-    The integers of 16-bit types stay in pairs, two to an instruction and a register.
+    The integers of 16-bit types stay in pairs, two per instruction and register.
     """
     if x.dtype == tl.float32:
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -236,7 +236,7 @@ def _magnitude(x):
 
 @triton.jit
 def _float_of(magnitude, dtype: tl.constexpr):
-    """The scalar ``magnitude`` of a value of ``dtype``, as float32."""
+    """The float32 value of a scalar ``magnitude`` of ``dtype``."""
     if dtype == tl.float32:
         return magnitude.to(tl.float32, bitcast=True)
     else:
@@ -245,7 +245,7 @@ def _float_of(magnitude, dtype: tl.constexpr):
 
 @triton.jit
 def _multiplier(amax, scale):
-    """What to multiply a bfloat16 ``x`` by, for a product that rounds as the quotient ``x / scale`` does."""
+    """The factor by which a bfloat16 ``x`` is multiplied so that the product rounds as ``x / scale`` does."""
     inverse = tl.math.div_rn(1.0, scale)
     half = amax * 0.5
     wanted = tl.math.div_rn(half, scale) + ROUND

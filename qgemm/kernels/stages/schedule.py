@@ -1,13 +1,13 @@
 """``ScheduleContext``: which program computes which tile, in which order.
 
-Tiles of the ``M x N`` output are numbered. The number-to-place formula (``get_tile``) walks ``group_size_m`` rows of
-tiles together, ``group_size_n`` columns at a time, so that the tiles in flight at one time share operands in cache.
+Tiles of the ``M x N`` output are numbered. The number-to-place formula (``get_tile``) takes ``group_size_m`` rows of
+tiles together, ``group_size_n`` columns at a time, so that tiles in flight together share operands in cache.
 Within such a block it goes row by row, so that neighbours share a block of A; with a single column, one of B. Programs
 take tiles in one of two ways, and a kernel may use both:
 
 - persistent: program p takes tiles p, p + num_sms, ... (``persistent_tile_range``).
 - Stream-K (Osama et al. 2023, arXiv:2301.03598): the K blocks of the last ``streamk_tiles`` tiles are laid in one row
-  and cut into ``num_sms`` equal runs (``iter_range``), so that few tiles still occupy every multiprocessor.
+  and cut into ``num_sms`` equal runs (``iter_range``), so that few tiles still occupy every SM.
 
 On a chiplet device, consecutive programs run on different chiplets. Programs are renumbered so that each chiplet gets
 runs of ``chunk_size`` neighbouring tiles and its own cache sees them.
@@ -101,7 +101,7 @@ class ScheduleContext:
 
     @triton.jit
     def _program(self):
-        """This program's number, chiplet by chiplet: a permutation of ``[0, num_sms)``."""
+        """The number of this program, ordered by chiplet: a permutation of ``[0, num_sms)``."""
         pid = tl.program_id(0)
         if self.ctx.num_xcds == 1:
             return pid

@@ -1,7 +1,7 @@
-"""``Tile``: one block of a matrix, by its place and its shape.
+"""``Tile``: one block of a matrix, given by its position and shape.
 
 Tile ``(pid_m, pid_n)`` of shape ``block_m x block_n`` covers rows ``pid_m * block_m + [0, block_m)`` and columns
-``pid_n * block_n + [0, block_n)``. At the far edges of a matrix it may stick out; ``layout`` says where.
+``pid_n * block_n + [0, block_n)``. It may extend beyond the last row or column; ``layout`` says where.
 """
 
 import triton
@@ -31,9 +31,9 @@ class Tile:
     def layout(self, M, N, wrap_m: tl.constexpr = True, wrap_n: tl.constexpr = True):
         """Row indices, column indices, and the mask ``[block_m, block_n]`` of what lies in an ``M x N`` matrix.
 
-        The mask is of the raw indices. The indices are then wrapped round (``rm % M``, ``rn % N``), so that every
+        The mask is made from the raw indices. The indices are then wrapped (``rm % M``, ``rn % N``), so that every
         address made from them is valid even without the mask. ``wrap_m=False`` or ``wrap_n=False`` leaves a
-        dimension raw, for a tile known not to stick out there: a remainder in a hot loop costs instructions.
+        dimension raw, for a tile known to lie inside there: a remainder in a hot loop costs instructions.
         """
         rm, rn = self.indices()
         mask = (rm < M)[:, None] & (rn < N)[None, :]

@@ -5,8 +5,8 @@ whatever the order in memory. ``ScaleView`` and ``BiasView`` are the vectors tha
 factories build them from a kernel's arguments.
 
 Offsets are 64-bit: a matrix may have more than 2^31 elements. Nothing is asserted about alignment or contiguity;
-Triton derives both from the arguments, and a claim that a ragged edge breaks would be a wrong address. The row offsets
-of a tile don't change along K, so the compiler lifts them, 64-bit or not, out of the K loop.
+Triton derives both from the arguments, and a claim that a partial tile breaks would give a wrong address. A tile's row
+offsets don't change along K, so the compiler lifts them, 64-bit or not, out of the K loop.
 
 An epilogue takes its bounds from the output that is stored to, never from the lengths its vectors were made with.
 """
@@ -23,7 +23,7 @@ from qgemm.kernels.stages.tile import Tile
 def _tile_ptrs(self, tile: Tile, wrap_rows: tl.constexpr = True, wrap_cols: tl.constexpr = True):
     """Pointers ``[block_m, block_n]`` to a tile's elements, and the mask of those inside the matrix.
 
-    Indices are wrapped round at the edges, so every pointer is valid; see ``Tile.layout``.
+    Indices are wrapped at the edges, so every pointer is valid; see ``Tile.layout``.
     """
     rm, rn, mask = tile.layout(self.rows, self.cols, wrap_rows, wrap_cols)
     rows = rm.to(tl.int64)[:, None] * self.stride_row
@@ -48,7 +48,7 @@ def _load(
     - ``"wrap"``: elements from the other side are repeated. Right for rows and columns that the store masks, wrong
       along a dimension that is summed over.
     - ``"mask"`` (rows only): 0, and nothing is read.
-    - ``"inside"``: the tile is known not to stick out.
+    - ``"inside"``: the tile is known to lie inside.
     """
     ptrs, mask = self.tile_ptrs(tile, rows == "wrap", cols == "wrap")
     if boundary:
