@@ -95,9 +95,21 @@ def test_draws_are_those_of_multinomial() -> None:
     assert torch.equal(progress.token, expected)
 
 
+def test_a_sampler_takes_over_what_another_ignores() -> None:
+    sampler, other = sampler_of(PROCESSORS["repetition_penalty"]), sampler_of(PROCESSORS["penalty of new tokens"])
+    progress = progress_of(2, torch.randn((2, VOCABULARY), generator=torch.Generator().manual_seed(0)).to(DEVICE))
+    for each in (sampler, other):
+        each.begin(PROMPT, VOCABULARY)
+    expected = other.scores(progress.logits, progress)
+    assert not torch.equal(sampler.scores(progress.logits, progress), expected)
+    sampler.adopt(other)
+    sampler.begin(PROMPT, VOCABULARY)
+    assert torch.equal(sampler.scores(progress.logits, progress), expected)
+
+
 def test_keys_tell_samplers_apart() -> None:
     keys = {sampler_of(processors).key for processors in PROCESSORS.values()}
-    assert len(keys) == len(PROCESSORS)
+    assert len(keys) == len(PROCESSORS) - 1, "which tokens a penalty ignores is the prompt's affair"
     assert sampler_of([logits_process.TemperatureLogitsWarper(0.3)]).key in keys
     assert sampler_of([logits_process.TemperatureLogitsWarper(0.4)]).key not in keys
     assert sampler_of([], do_sample=False).key not in keys

@@ -64,6 +64,7 @@ class Decoder:
     def sampler(self, wanted: Sampler) -> tuple[Sampler, Replayed]:
         """A sampler that does what ``wanted`` does, perhaps captured; the ones unused for longest are dropped."""
         found = self._samplers.pop(wanted.key, None) or (wanted, Replayed(self.memory))
+        found[0].adopt(wanted)
         self._samplers[wanted.key] = found
         if len(self._samplers) > MAX_SAMPLERS:
             self._samplers.popitem(last=False)

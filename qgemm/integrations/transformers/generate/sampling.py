@@ -73,6 +73,9 @@ class _ScoresAlone:
         self.key: Hashable = (type(processor), *sorted(vars(processor).items()))
         self._processor = processor
 
+    def adopt(self, other: _ScoresAlone) -> None:
+        pass
+
     def begin(self, prompt: Tensor, vocabulary: int) -> None:
         pass
 
@@ -85,23 +88,31 @@ class _ScoresAlone:
 
 
 class _RepetitionPenalty:
-    """Scores of tokens that were there: times ``penalty`` if negative, else divided by it."""
+    """Scores of tokens that were there: times ``penalty`` if negative, else divided by it.
 
-    def __init__(self, penalty: float, ignored: int) -> None:
-        self.key: Hashable = (_RepetitionPenalty, penalty, ignored)
+    Of each prompt, the first ``ignored`` don't count: a number, or one for each sequence [B].
+    """
+
+    def __init__(self, penalty: float, ignored: int | Tensor) -> None:
+        self.key: Hashable = (_RepetitionPenalty, penalty)
         self._penalty = penalty
         self._ignored = ignored
         self._seen: Tensor | None = None
 
+    def adopt(self, other: _RepetitionPenalty) -> None:
+        self._ignored = other._ignored
+
     def begin(self, prompt: Tensor, vocabulary: int) -> None:
-        if self._seen is None:
-            self._seen = torch.empty((prompt.shape[0], vocabulary), dtype=torch.bool, device=prompt.device)
-        self._seen.zero_().scatter_(1, prompt[:, self._ignored :], True)
+        if self._seen is None:  # with a place for what isn't in the vocabulary
+            self._seen = torch.empty((prompt.shape[0], vocabulary + 1), dtype=torch.bool, device=prompt.device)
+        ignored = torch.as_tensor(self._ignored, device=prompt.device).view(-1, 1)
+        counted = torch.arange(prompt.shape[1], device=prompt.device) >= ignored
+        self._seen.zero_().scatter_(1, torch.where(counted, prompt, vocabulary).clamp(max=vocabulary), True)
 
     def __call__(self, scores: Tensor, progress: Progress) -> Tensor:
         assert self._seen is not None, "begin comes first"
         penalized = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
-        return torch.where(self._seen, penalized, scores)
+        return torch.where(self._seen[:, :-1], penalized, scores)
 
     def observe(self, token: Tensor) -> None:
         assert self._seen is not None, "begin comes first"
@@ -116,6 +127,9 @@ class _NoEndBefore:
         self._minimum = minimum
         self._ends = ends
         self._is_end: Tensor | None = None
+
+    def adopt(self, other: _NoEndBefore) -> None:
+        pass
 
     def begin(self, prompt: Tensor, vocabulary: int) -> None:
         if self._is_end is None:
@@ -137,8 +151,9 @@ def _stage(processor: processors.LogitsProcessor, prompt_length: int) -> _Stage:
     if type(processor) in _OF_SCORES_ALONE:
         return _ScoresAlone(processor)
     if type(processor) is processors.RepetitionPenaltyLogitsProcessor:
-        ignored = processor.prompt_ignore_length or 0
-        if ignored <= prompt_length:
+        ignored: int | Tensor | None = processor.prompt_ignore_length
+        ignored = 0 if ignored is None else ignored
+        if int(ignored.max() if isinstance(ignored, Tensor) else ignored) <= prompt_length:
             return _RepetitionPenalty(processor.penalty, ignored)
     if type(processor) is processors.MinNewTokensLengthLogitsProcessor:
         minimum = processor.min_new_tokens + processor.prompt_length_to_skip - prompt_length
@@ -168,6 +183,11 @@ class Sampler:
         self._draws = do_sample
         self._padding = padding if stops.pads else None
         self.key: Hashable = (*(stage.key for stage in self._stages), stops.key, do_sample, self._padding)
+
+    def adopt(self, other: Sampler) -> None:
+        """Begins with the prompts of ``other``, which has the same key, as ``other`` would."""
+        for stage, its in zip(self._stages, other._stages, strict=True):
+            stage.adopt(its)  # type: ignore[arg-type]
 
     def begin(self, prompt: Tensor, vocabulary: int) -> None:
         """Before the first token of ``prompt`` [B, S]."""
