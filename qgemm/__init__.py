@@ -9,6 +9,7 @@
 - ``save_quantized(model, folder)`` and ``load_quantized(folder)`` keep a quantized model in safetensors.
 - ``quantize_checkpoint(source, destination)`` quantizes from files to files, for models larger than memory.
 - ``fast_generate(model)`` makes ``generate`` of a model of transformers fast.
+- ``KeyValueCache(config, max_batch, max_length)`` is a cache of transformers, in float or int8.
 - ``QGemmConfig(...)`` is the ``quantization_config`` of transformers' ``from_pretrained``.
 
 ``qgemm.kernels`` has the matrix products themselves, ``qgemm.kernels.stages`` the blocks to write more with.
@@ -29,6 +30,7 @@ from qgemm.streaming import quantize_checkpoint
 from qgemm.version import __version__
 
 if TYPE_CHECKING:
+    from qgemm.integrations.transformers import KeyValueCache as KeyValueCache
     from qgemm.integrations.transformers import QGemmConfig as QGemmConfig
 
 __all__ = [
@@ -53,22 +55,24 @@ __all__ = [
     "sensitivity",
 ]
 
+_OF_TRANSFORMERS = ("KeyValueCache", "QGemmConfig")
+
 integrations.register()
 
 
 def __getattr__(name: str) -> Any:
-    # QGemmConfig is a class of transformers, whose import takes seconds: only for those who ask for it. For that reason
-    # it isn't in __all__ either.
-    if name != "QGemmConfig":
+    # Classes of transformers, whose import takes seconds: only for those who ask for them. For that reason they aren't
+    # in __all__ either.
+    if name not in _OF_TRANSFORMERS:
         raise AttributeError(f"module 'qgemm' has no attribute {name!r}")
     try:
-        from qgemm.integrations.transformers import QGemmConfig
+        from qgemm.integrations import transformers
     except ImportError as error:
         raise ImportError(
-            f'QGemmConfig needs transformers 5.17 or later: pip install "transformers>=5.17" ({error})'
+            f'{name} needs transformers 5.17 or later: pip install "transformers>=5.17" ({error})'
         ) from error
-    return QGemmConfig
+    return getattr(transformers, name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "QGemmConfig"])
+    return sorted([*globals(), *_OF_TRANSFORMERS])

@@ -124,6 +124,8 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.integrations.transformers": {
         "qgemm.warn",
         "qgemm.arguments",
+        "qgemm.numerics",
+        "qgemm.kernels",
         "qgemm.nn",
         "qgemm.model",
         "qgemm.checkpoint",

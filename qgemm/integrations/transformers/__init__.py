@@ -8,12 +8,15 @@
   are put into the model before the int8 values are read into them.
 - ``attach_quantizer`` is for a model that was quantized in place: ``save_pretrained`` then writes that manifest.
 
-Importing this package registers the method ``"qgemm"`` with transformers, once. Versions 5.17 to 5.23 are served: what
+Importing this package registers the method ``"qgemm"`` with transformers, once, and an attention of that name, which
+``KeyValueCache`` goes with. Versions 5.17 to 5.23 are served: what
 they call differently (plans for tensor parallelism, conversions of names) is left to the base class.
 """
 
 from __future__ import annotations
 
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -22,13 +25,17 @@ from transformers.quantizers.auto import (
 )
 
 from qgemm.checkpoint.manifest import QUANT_METHOD
+from qgemm.integrations.transformers.attention import attention, mask
+from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.quantizer import QGemmQuantizer, attach_quantizer
 
-__all__ = ["QGemmConfig", "QGemmQuantizer", "attach_quantizer"]
+__all__ = ["KeyValueCache", "QGemmConfig", "QGemmQuantizer", "attach_quantizer"]
 
 # Registering a name twice raises, and a notebook's autoreload runs this module again.
 AUTO_QUANTIZATION_CONFIG_MAPPING.pop(QUANT_METHOD, None)
 AUTO_QUANTIZER_MAPPING.pop(QUANT_METHOD, None)
 register_quantization_config(QUANT_METHOD)(QGemmConfig)
 register_quantizer(QUANT_METHOD)(QGemmQuantizer)
+AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, mask)

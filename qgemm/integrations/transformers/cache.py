@@ -1,0 +1,458 @@
+"""``KeyValueCache``: keys and values of all tokens so far, in memory that stays where it is, in float or int8.
+
+It is a static cache of transformers: ``model.generate(..., past_key_values=cache)`` fills it, another call goes on with
+it, ``reset()`` empties it. What is its own:
+
+- With the attention "qgemm" (``attention.py``) decoding reads the keys in use, from where they lie: no copy, no mask.
+- int8: half the memory, with a scale for each token and head. Prompts are computed with the values before rounding.
+- All layers have one length, on the device, which decoding never reads back: a CUDA graph of a step is good for the
+  next one. ``used`` counts along on the host.
+
+Layers with a sliding window keep all tokens as well; attention looks at the last ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig, StaticCache
+from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
+
+from qgemm.numerics.formats import INT8
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ATTENTION = "qgemm"
+"""The name of the attention that reads this cache."""
+NO_MASK = -1
+"""Stands for the first key in a mask that nobody needs, in compiled code, where ``Seen`` can't tell."""
+
+
+class Tokens:
+    """How many tokens a cache holds, on the device and on the host, and where each of its sequences begins."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        """None yet."""
+        self.capacity = capacity
+        self.length = torch.zeros(1, dtype=torch.int32, device=device)
+        """On the device; those of a forward that has begun are in it."""
+        self.used: int | None = 0
+        """The same on the host; None after compiled code has changed it."""
+        self.announced = 0
+        """How many tokens of a forward are counted already, that no layer has stored yet."""
+        self.start: Tensor | None = None
+        """int32 ``[B]``: the first token of each sequence, after its padding; None without padding."""
+        self.masked = False
+        """Whether something else is masked than padding on the left: then masks say what is seen."""
+        self.masks: dict[tuple[int, int], Tensor] = {}
+        """Of this forward, by how many queries there are, and the window."""
+        self.bound = capacity
+        """How long sequences are at most: attention shares out its work by it."""
+
+    def advance(self, count: int) -> None:
+        """Counts ``count`` tokens more. Raises ``ValueError`` if the cache has no room for them."""
+        if torch.compiler.is_compiling():
+            self.used = None
+        elif self.used is not None:
+            if self.used + count > self.capacity:
+                raise ValueError(
+                    f"the cache has room for {self.capacity} tokens, holds {self.used}, and {count} more come: make it "
+                    "with a larger max_length, or reset() it"
+                )
+            self.used += count
+            self.masks.clear()
+        self.length.add_(count)
+
+    def announce(self, count: int) -> None:
+        """``advance`` before a forward of ``count`` tokens, instead of in it."""
+        self.advance(count)
+        self.announced = count
+
+    def begin(self, count: int) -> None:
+        """By the first layer of a forward: counts its tokens, if they weren't announced."""
+        if self.announced:
+            if self.announced != count:
+                raise ValueError(f"advance() announced {self.announced} tokens, and {count} came")
+            self.announced = 0
+        else:
+            self.advance(count)
+
+    def seen(self) -> int | Tensor:
+        """How many tokens were there before the forward that is about to begin, or has."""
+        if torch.compiler.is_compiling() or self.used is None:
+            return self.length - self.announced if self.announced else self.length
+        return self.used - self.announced
+
+    def rewind(self, used: int) -> None:
+        """Forgets all tokens but the first ``used``."""
+        self.length.fill_(used)
+        self.used, self.announced = used, 0
+        if used == 0:
+            self.start, self.masked = None, False
+
+    def look_at(self, attention_mask: Tensor | None, count: int) -> bool:
+        """Whether the cache's own counts say all that a mask ``[B, tokens]`` does, for a forward of ``count`` tokens.
+
+        Waits for the device, but not in decoding: a generated token isn't masked.
+        """
+        if attention_mask is None or (count == 1 and (self.used is None or self.seen() != 0)):
+            return not self.masked
+        mask = attention_mask[:, : int(self.seen()) + count].bool()
+        start = (~mask).sum(-1, dtype=torch.int32)
+        position = torch.arange(mask.shape[1], device=mask.device)
+        padded, left = map(bool, torch.stack((~mask.all(), (mask == (position >= start[:, None])).all())).tolist())
+        self.masked = not left
+        self.start = start if padded and left else None
+        return left
+
+
+class Seen(int):
+    """How many tokens a cache has seen, -1 if the host doesn't know; a mask function finds the cache by this."""
+
+    tokens: Tokens
+
+
+@dataclass
+class Stored:
+    """What attention must know of keys and values that it is given, beside themselves."""
+
+    tokens: Tokens
+    window: int
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    fresh: tuple[Tensor, Tensor] | None = None
+    """Keys and values of this forward before rounding, where the cache holds nothing else."""
+
+
+class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Keys and values of a layer: ``[max_batch, heads, max_length, D]``, and int8's scales without the ``D``."""
+
+    is_compileable = True
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, cache: KeyValueCache, window: int, is_first: bool) -> None:
+        """Memory is taken with the first tokens."""
+        super().__init__()
+        self.keys: Any
+        self.values: Any
+        self.tokens, self.config = cache.tokens, cache.config
+        self.max_batch, self.stored_dtype = cache.max_batch, cache.dtype
+        self.window, self.is_first = window, is_first
+        self.batch_size = self.max_batch
+        self.key_scales: Tensor | None = None
+        self.value_scales: Tensor | None = None
+        self._views: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Takes memory for keys and values like these, ``[B, heads, S, D]``."""
+        heads, D = key_states.shape[1], key_states.shape[3]
+        if value_states.shape[1] != heads or value_states.shape[3] != D:
+            raise ValueError(
+                f"keys are {list(key_states.shape)} and values {list(value_states.shape)}; a KeyValueCache is for "
+                "heads of one size: use transformers' StaticCache"
+            )
+        dtype = key_states.dtype if self.stored_dtype is None else self.stored_dtype
+        shape, device = (self.max_batch, heads, self.tokens.capacity), key_states.device
+        self.dtype, self.device = key_states.dtype, device
+        self.keys, self.values = (torch.zeros((*shape, D), dtype=dtype, device=device) for _ in range(2))
+        if dtype == INT8.storage:
+            self.key_scales, self.value_scales = (torch.ones(shape, device=device) for _ in range(2))
+        if not torch.compiler.is_compiling():
+            for each in (self.keys, self.values, self.key_scales, self.value_scales, self.tokens.length):
+                if each is not None:
+                    torch._dynamo.mark_static_address(each)
+        self.is_initialized = True
+
+    def begin(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Before keys and values like these are stored: counts them, and returns where they go, with the scales."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if key_states.dtype != self.dtype or (self.stored_dtype not in (None, INT8.storage, self.dtype)):
+            wanted = self.dtype if self.stored_dtype in (None, INT8.storage) else self.stored_dtype
+            raise ValueError(f"keys are {key_states.dtype} and the cache is {wanted}: make it with dtype=None")
+        if self.is_first:
+            self.tokens.begin(key_states.shape[2])
+        return self._of_batch(key_states.shape[0])
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Stores keys and values ``[B, heads, S, D]``; returns all, as the model's attention takes them."""
+        stores = self.begin(key_states, value_states)
+        torch.ops.qgemm.store_key_value(key_states, value_states, *stores, self.tokens.length)
+        return self.found(stores, (key_states, value_states))
+
+    def found(
+        self, stores: tuple[Tensor, Tensor, Tensor | None, Tensor | None], fresh: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """All keys and values, for the attention that the model has: where they are stored, or in float for others.
+
+        ``fresh``: those of this forward.
+        """
+        keys, values, k_scale, v_scale = stores
+        if k_scale is None or v_scale is None:
+            return keys, values
+        about: Any = keys.about  # type: ignore[attr-defined]
+        about.fresh = None
+        if self.config._attn_implementation == ATTENTION:
+            if fresh is not None and self.tokens.used == fresh[0].shape[2]:
+                about.fresh = fresh
+            return keys, values
+        keys, values = ((x * s[..., None]).to(self.dtype) for x, s in ((keys, k_scale), (values, v_scale)))
+        keys.about = Stored(self.tokens, self.window)  # type: ignore[attr-defined]
+        return keys, values
+
+    def _of_batch(self, batch: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """The parts for the first ``batch`` sequences."""
+        if self._views is None or self._views[0].shape[0] != batch:
+            if batch > self.max_batch:
+                raise ValueError(f"{batch} sequences come, and the cache has room for {self.max_batch}: make it larger")
+            keys, values = self.keys[:batch], self.values[:batch]
+            k_scale = None if self.key_scales is None else self.key_scales[:batch]
+            v_scale = None if self.value_scales is None else self.value_scales[:batch]
+            # Not self.keys: what is hung on it must not hold it.
+            keys.about = Stored(self.tokens, self.window, k_scale, v_scale)
+            self._views, self.batch_size = (keys, values, k_scale, v_scale), batch
+        return self._views
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The keys that a mask is for, and the first of them: all places, used or not."""
+        return self.tokens.capacity, 0
+
+    def get_seq_length(self) -> Any:
+        """How many tokens were stored before: a number, or in compiled code a tensor."""
+        return self.tokens.seen()
+
+    def get_max_length(self) -> int:
+        """How many there is room for."""
+        return self.tokens.capacity
+
+    def reset(self) -> None:
+        """Forgets all values."""
+        if self.is_initialized:
+            for each in (self.keys, self.values):
+                each.zero_()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Takes other sequences in their places, for beams."""
+        if self._views is not None:
+            for each in self._views:
+                if each is not None:
+                    each.copy_(each.index_select(0, beam_idx.to(each.device)))
+
+
+class NoLayer(CacheLayerMixin):  # type: ignore[misc]
+    """Of a layer that has no keys of its own: those of another layer, or no attention."""
+
+    is_compileable = True
+    is_croppable = True
+    is_sliding = False
+    supports_early_init = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """There is nothing to do."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Raises: nothing is stored here."""
+        raise RuntimeError("the model's config has no keys for this layer, and keys came")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of no keys."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """None."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """No bound."""
+        return -1
+
+
+class KeyValueCache(Cache):  # type: ignore[misc]
+    """A static cache of keys and values, in float or int8, for up to ``max_batch`` sequences of ``max_length`` tokens.
+
+    ``cache = qgemm.KeyValueCache(model.config, max_batch=8, max_length=4096, dtype=torch.int8)``, and then
+    ``model.generate(..., past_key_values=cache)``, best after ``model.set_attn_implementation("qgemm")``: other
+    attention sees all places of the cache behind a mask, in float.
+
+    - ``dtype``: float16, bfloat16 or float32, which must be the model's; int8; None for the model's own.
+    - ``device``: of the model; None for the current device.
+
+    Raises ``ValueError`` for a model some of whose layers keep something else than keys and values.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        max_batch: int,
+        max_length: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        """Memory is taken with the first tokens of each layer."""
+        for name, value in (("max_batch", max_batch), ("max_length", max_length)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a number from 1 on")
+        if dtype is not None and dtype not in (*FLOAT_DTYPES, INT8.storage):
+            names = ", ".join(str(each) for each in (*FLOAT_DTYPES, INT8.storage))
+            raise ValueError(f"dtype is {dtype}; it must be one of {names}, or None")
+        self.config = config.get_text_config(decoder=True)
+        self.max_batch, self.max_length, self.dtype = max_batch, max_length, dtype
+        self.tokens = Tokens(max_length, torch.empty(0, device=device).device)
+        layers: list[Any] = []
+        for window in _windows(self.config, max_length):
+            if window is None:
+                layers.append(NoLayer())
+            else:
+                is_first = not any(isinstance(layer, KeyValueLayer) for layer in layers)
+                layers.append(KeyValueLayer(self, window, is_first))
+        super().__init__(layers=layers)
+
+    def __repr__(self) -> str:
+        """With its sizes."""
+        sizes = f"max_batch={self.max_batch}, max_length={self.max_length}, dtype={self.dtype}"
+        return f"KeyValueCache({len(self.layers)} layers, {sizes}, used={self.used})"
+
+    @property
+    def used(self) -> int:
+        """How many tokens it holds; those of a forward that was announced count."""
+        if self.tokens.used is None:
+            self.tokens.used = int(self.tokens.length)
+        return self.tokens.used
+
+    @used.setter
+    def used(self, used: int) -> None:
+        """For who replays a CUDA graph that advances the length on the device: what it is then."""
+        self.tokens.used = used
+        self.tokens.masks.clear()
+
+    @property
+    def length(self) -> Tensor:
+        """int32 ``[1]``, on the device: how many tokens it holds."""
+        return self.tokens.length
+
+    @property
+    def start(self) -> Tensor | None:
+        """int32 ``[B]``, on the device: where each sequence begins after its padding, or None without padding."""
+        return self.tokens.start
+
+    @start.setter
+    def start(self, start: Tensor | None) -> None:
+        self.tokens.start = start
+        self.tokens.masks.clear()
+
+    def advance(self, count: int) -> None:
+        """Before a forward of ``count`` tokens: counts them. Without this, the first layer counts them.
+
+        On the device it is one addition, for a CUDA graph of a step; ``used`` is then the caller's to set.
+        """
+        self.tokens.announce(count)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Stores a layer's keys and values ``[B, heads, S, D]``; returns all that it has, for attention."""
+        layer: Any = self.layers[layer_idx]
+        found: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
+        return found
+
+    def rotate_and_store(
+        self,
+        layer_idx: int,
+        qkv: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        norm: str,
+        eps: float,
+        q_heads: int,
+        kv_heads: int,
+        interleaved: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``torch.ops.qgemm.rotate_and_store`` to a layer: ``q [B, S, q_heads, D]``, and what ``update`` returns."""
+        rotation = (qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved)
+        layer: Any = self.layers[layer_idx]
+        B, S, width = qkv.shape
+        # What keys and values will be like; nothing is read of it.
+        like = qkv.as_strided((B, kv_heads, S, width // (q_heads + 2 * kv_heads)), (0, 0, 0, 0))
+        stores = layer.begin(like, like)
+        if self.dtype == INT8.storage and self.tokens.used == S:
+            # A prompt is computed with the values before rounding.
+            q, key, value = torch.ops.qgemm.rotate(*rotation)
+            torch.ops.qgemm.store_key_value(key, value, *stores, self.tokens.length)
+            return (q, *layer.found(stores, (key, value)))
+        q = torch.ops.qgemm.rotate_and_store(*rotation, *stores, self.tokens.length)
+        return (q, *layer.found(stores, None))
+
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        """``get_seq_length``; a mask function finds this cache by it."""
+        seen = self.tokens.seen()
+        if torch.compiler.is_compiling() or (
+            isinstance(seen, Tensor) and self.config._attn_implementation != ATTENTION
+        ):
+            return seen
+        found = Seen(-1 if isinstance(seen, Tensor) else seen)
+        found.tokens = self.tokens
+        return found
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """How many tokens were stored before this forward: a number, or in compiled code a tensor."""
+        return self.tokens.seen()
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """How many there is room for."""
+        return self.max_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """The keys that a mask is for, and the first of them: all places, used or not; or ``NO_MASK``."""
+        if torch.compiler.is_compiling():
+            if query_length > 1:
+                # Compiled code can't look for padding in a prompt: from now on masks say what is seen.
+                self.tokens.masked = True
+            elif not self.tokens.masked and self.config._attn_implementation == ATTENTION:
+                return self.max_length, NO_MASK
+        return self.max_length, 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """Yes."""
+        return True
+
+    def reset(self) -> None:
+        """Empties it; memory and addresses stay."""
+        self.tokens.rewind(0)
+        super().reset()
+
+    def rewind(self, used: int) -> None:
+        """Forgets all tokens but the first ``used``; what they were stays in memory."""
+        self.tokens.rewind(used)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens."""
+        self.tokens.rewind(max(self.used - tokens_to_remove, 0))
+
+
+def _windows(config: PreTrainedConfig, max_length: int) -> Sequence[int | None]:
+    """Each layer's sliding window, 0 for none; None for a layer without keys of its own."""
+    windows: list[int | None] = []
+    types = getattr(config, "layer_types", None) or []
+    if "chunked_attention" in types or (not types and getattr(config, "attention_chunk_size", None)):
+        raise ValueError("a KeyValueCache has no chunked attention: use transformers' StaticCache")
+    # transformers' own rules, for all of its models; its layers take no memory before their first token.
+    for layer in StaticCache(config, max_cache_len=max_length).layers:
+        if type(layer) is StaticLayer:
+            windows.append(0)
+        elif type(layer) is StaticSlidingWindowLayer:
+            windows.append(layer.max_cache_len if layer.max_cache_len < max_length else 0)
+        elif type(layer).__name__ == "DummyLayer":
+            windows.append(None)
+        else:
+            raise ValueError(
+                f"the model has layers of the kind {type(layer).__name__}, and a KeyValueCache keeps only keys and "
+                "values: use a cache of transformers"
+            )
+    return windows
