@@ -6,6 +6,8 @@ JOBS ?= 2
 NEWEST ?= .venv-newest
 # What to measure and where to write it: python -m benchmarks --help.
 BENCH ?= --json build/benchmark.json --markdown build/benchmark.md --plots build
+# The same of python -m benchmarks.models.
+MODELS ?= --json build/models.json --markdown build/models.md --plot build/models.png
 # The same of python -m benchmarks.accuracy, and the trained model that it measures on.
 ACCURACY ?= --json build/accuracy/accuracy.json --markdown build/accuracy/accuracy.md --plot build/accuracy/accuracy.png
 MODEL ?= build/accuracy/model
@@ -18,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel demo docs bench accuracy test quick test-newest lint clean
+.PHONY: help setup wheel demo docs bench bench-models accuracy test quick test-newest lint clean
 
 help: ## Show these targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -36,6 +38,9 @@ docs: setup ## Build the documentation site in build/site; a warning or a dead l
 
 bench: setup ## Time qgemm and other libraries, on the GPU if there is one; BENCH="--quick" for a short run
 	$(BIN)/python -m benchmarks $(BENCH)
+
+bench-models: setup ## Time whole models, prefill to decode; MODELS="--quick --model llama-3.2-1b" for a short run
+	$(BIN)/python -m benchmarks.models $(MODELS)
 
 accuracy: setup $(MODEL)/sentences.json ## Measure what each way to quantize costs a trained model; ACCURACY="--quick" for a short run
 	$(BIN)/python -m benchmarks.accuracy --model $(MODEL) $(ACCURACY)

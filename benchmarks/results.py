@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.roofline import Roofline, geometric_mean
 
-PACKAGES = ("torch", "triton", "qgemm", "torchao", "gemlite", "bitsandbytes")
+PACKAGES = ("torch", "triton", "transformers", "qgemm", "vllm", "torchao", "gemlite", "bitsandbytes")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,162 @@
+"""The runner: ``python -m benchmarks.models --help``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.models import plots, tables
+from benchmarks.models.measure import Sizes
+from benchmarks.models.providers import PROVIDERS
+from benchmarks.models.results import DECODE, ENCODE, FIRST_TOKEN, PREFILL, Figure, Run, extrapolated
+from benchmarks.models.shapes import MODELS
+from benchmarks.models.worker import Job
+from benchmarks.results import environment
+
+MEASURES = (PREFILL, DECODE, FIRST_TOKEN, ENCODE)
+QUICK = Sizes(batches=(1, 16), contexts=(512,), new=34, first=64, rounds=1)
+ROOT = Path(__file__).parents[2]
+
+
+def main(arguments: Sequence[str] | None = None) -> Run:
+    """Measures what the command line asks for, prints it, and writes the files that were asked for."""
+    args = _parse(arguments)
+    if args.load:
+        run = Run.load(args.load)
+    else:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        given = sys.argv[1:] if arguments is None else arguments
+        run = Run(environment(device, args.commit), shlex.join(["python", "-m", "benchmarks.models", *given]))
+        _measure(run, args)
+    print(tables.report(run))
+    if args.markdown:
+        args.markdown.parent.mkdir(parents=True, exist_ok=True)
+        args.markdown.write_text(tables.report(run, markdown=True) + "\n", encoding="utf-8")
+    if args.plot and plots.draw(run, args.plot):
+        print(f"wrote {args.plot}")
+    return run
+
+
+def _measure(run: Run, args: argparse.Namespace) -> None:
+    jobs = list(_jobs(args))
+    kernels = tempfile.TemporaryDirectory()  # the cache of compiled kernels that first calls begin with
+    with kernels, tqdm(jobs, unit="process") as progress:
+        for job in progress:
+            progress.set_description(
+                f"{job.model}, {' and '.join(job.providers)}{f', {job.cache}' if job.cache else ''}"
+            )
+            caches = Path(kernels.name, job.model, job.providers[0]) if job.cache else None
+            run.figures += _run_job(job, caches, args.timeout)
+            _extrapolate(run, args.layers)
+            if args.json:  # what is done is kept if the rest breaks off
+                run.save(args.json)
+
+
+def _jobs(args: argparse.Namespace) -> Iterator[Job]:
+    """The processes, in order."""
+    sizes = QUICK if args.quick else Sizes()
+    sizes = replace(
+        sizes,
+        batches=tuple(args.batch or sizes.batches),
+        contexts=tuple(args.context or sizes.contexts),
+        new=args.new or sizes.new,
+    )
+    missing = [name for name in args.provider or () if not PROVIDERS[name].is_installed]
+    if missing:
+        raise SystemExit(f"{missing[0]} isn't installed here")
+    named = args.provider or [name for name, provider in PROVIDERS.items() if provider.is_installed]
+    is_gpu = torch.cuda.is_available()
+    for model in args.model or [name for name, shape in MODELS.items() if shape.is_decoder == is_gpu]:
+        shape = MODELS[model]
+        full = args.layers[-1] if args.layers else shape.layers
+        if not shape.is_decoder:
+            if ENCODE in args.measure and (own := [name for name in named if ENCODE in PROVIDERS[name].measures]):
+                yield Job(model, full, tuple(own), (ENCODE,), sizes=sizes)
+            continue
+        for name in named:
+            measures = tuple(each for each in args.measure if each in PROVIDERS[name].measures and each != ENCODE)
+            steady = tuple(each for each in measures if each != FIRST_TOKEN)
+            for layers in args.layers or [shape.layers]:
+                if steady:
+                    yield Job(model, layers, (name,), steady, sizes=sizes)
+            if FIRST_TOKEN in measures:
+                yield Job(model, full, (name,), (FIRST_TOKEN,), "cold", sizes)
+                yield Job(model, full, (name,), (FIRST_TOKEN,), "warm", sizes)
+
+
+def _run_job(job: Job, caches: Path | None, timeout: float) -> list[Figure]:
+    """The figures of a process; one with the reason if it failed, beside those that it had by then."""
+    environ = dict(os.environ)
+    if caches is not None:
+        environ |= {"TRITON_CACHE_DIR": str(caches / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "figures")
+        path.touch()
+        command = [sys.executable, "-m", "benchmarks.models.worker", job.to_json(), str(path)]
+        reason = ""
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=timeout)
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300]
+        except subprocess.TimeoutExpired:
+            reason = f"not done after {timeout:g} s"
+        figures = [Figure(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+    if reason:
+        name = " and ".join(job.providers)
+        figures.append(Figure(job.model, job.layers, name, job.measures[0], cache=job.cache, reason=reason))
+    return figures
+
+
+def _extrapolate(run: Run, layers: Sequence[int] | None) -> None:
+    """Adds figures of whole models on the line through two numbers of layers, once both are there."""
+    if not layers or len(layers) != 2:
+        return
+    found = {(one.model, one.provider, one.size, one.layers): one for one in run.figures if one.value}
+    for (model, provider, size, count), few in list(found.items()):
+        more, full = found.get((model, provider, size, layers[1])), MODELS[model].layers
+        if count == layers[0] and more and size[0] in (PREFILL, DECODE) and (model, provider, size, full) not in found:
+            run.figures.append(extrapolated(few, more, full))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models", description="Times whole models.")
+    add = parser.add_argument
+    add("--model", choices=MODELS, action="append", help="(default: decoders on a GPU, encoders on a CPU)")
+    add("--provider", choices=PROVIDERS, action="append", help="(default: all that are installed)")
+    add("--measure", choices=MEASURES, action="append", help="(default: all)")
+    add("--batch", type=int, action="append", help="of decode (default: 1, 16 and 64)")
+    add("--context", type=int, action="append", help="of decode (default: 512, 4096 and 16384)")
+    add("--new", type=int, metavar="TOKENS", help="that are decoded")
+    add(
+        "--layers",
+        type=int,
+        action="append",
+        help="of a smaller model; given twice, prefill and decode of the whole are extrapolated, and labelled so",
+    )
+    add("--quick", action="store_true", help="fewer rounds and sizes")
+    add("--timeout", type=float, default=900.0, metavar="SECONDS", help="of one process")
+    add("--json", type=Path, metavar="FILE", help="write all that was measured; the file is updated as the run goes")
+    add("--load", type=Path, metavar="FILE", help="measure nothing: tables and the plot from such a file")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables in Markdown")
+    add("--plot", type=Path, metavar="FILE", help="write a PNG plot")
+    add("--commit", help="what to call the commit, in a copy of the tree without git")
+    args = parser.parse_args(arguments)
+    args.measure = args.measure or list(MEASURES)
+    if args.layers and (len(args.layers) > 2 or args.layers != sorted(set(args.layers))):
+        parser.error("--layers is given once, or twice with the smaller number first")
+    return args
+
+
+if __name__ == "__main__":
+    main()

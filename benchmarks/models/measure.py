@@ -1,0 +1,227 @@
+"""Measures: one provider of a decoder, or all providers of an encoder in turn."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.models.providers import BASE, Provider
+from benchmarks.models.results import DECODE, ENCODE, FIRST_CALL, FIRST_TOKEN, PREFILL, Figure
+from benchmarks.models.shapes import ModelShape
+from benchmarks.peers import first_line
+
+MAX_GAP = 1.5
+"""How far the logit of a generated token may be below the largest of the same model's forward, in standard
+deviations: rounding moves logits by a few tenths of one, and a wrong token is four below."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured, and how long.
+
+    - ``prefill``: sequences and tokens of each.
+    - ``new``: tokens of the longer of two calls of ``generate``, whose difference counts. ``first``: of a first call.
+    - ``sentences``, ``sentence``: sentences in a batch, and tokens in each.
+    - ``rounds``: the median of so many counts.
+    """
+
+    batches: tuple[int, ...] = (1, 16, 64)
+    contexts: tuple[int, ...] = (512, 4096, 16384)
+    prefill: tuple[int, int] = (8, 2048)
+    new: int = 66
+    first: int = 256
+    sentences: tuple[int, ...] = (1, 48)
+    sentence: int = 24
+    rounds: int = 3
+
+
+def measure_decoder(
+    shape: ModelShape,
+    provider: Provider,
+    layers: int,
+    measures: Sequence[str],
+    sizes: Sizes,
+    device: torch.device,
+    cache: str = "",
+) -> Iterator[Figure]:
+    """Figures of one provider, one by one. ``cache``: of compiled kernels, which a first call finds cold or warm."""
+    base = Figure(shape.name, layers, provider.name, "", cache=cache)
+    wanted = [measure for measure in measures if measure in provider.measures]
+    model = shape.build(device, layers)
+    if FIRST_TOKEN in wanted:
+        yield from _first_call(model, provider, sizes, base)
+        return
+    ids = _tokens(model, 2, 64)
+    reference = _logits(model, ids)
+    notes = provider.prepare(model)
+    base = replace(base, note="; ".join(notes), weight_bytes=_allocated(device))
+    cosine = F.cosine_similarity(reference, _logits(model, ids), dim=-1).min().item()
+    base = replace(base, cosine=cosine)
+    if not cosine >= shape.min_cosine:
+        yield replace(base, measure=PREFILL, reason=f"wrong output: a cosine of {cosine:.4f}, not {shape.min_cosine}")
+        return
+    if PREFILL in wanted:
+        yield _measured(replace(base, measure=PREFILL), device, _prefill, model, *sizes.prefill, sizes.rounds)
+    if DECODE not in wanted:
+        return
+    gap = _decoded_gap(model, provider, ids)
+    if not gap <= MAX_GAP:
+        reason = f"wrong output: a generated token's logit is {gap:.2g} standard deviations below the largest"
+        yield replace(base, measure=DECODE, reason=reason)
+        return
+    for context in sizes.contexts:
+        for batch in sizes.batches:
+            figure = replace(base, measure=DECODE, batch=batch, context=context)
+            needed = shape.cache_bytes(batch, context + sizes.new) * layers // shape.layers
+            if device.type == "cuda" and needed > 0.8 * (torch.cuda.mem_get_info(device)[1] - _allocated(device)):
+                yield replace(figure, reason=f"{needed / 1e9:.0f} GB of keys and values don't fit")
+                continue
+            yield _measured(figure, device, _decode, model, provider, batch, context, sizes)
+
+
+def _measured(figure: Figure, device: torch.device, measure: Callable[..., Figure], *arguments: Any) -> Figure:
+    """What ``measure`` adds to ``figure``, and the peak of memory; or why it couldn't."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        with torch.no_grad():
+            figure = measure(figure, *arguments)
+    except Exception as error:  # one size that fails leaves the others
+        return replace(figure, reason=first_line(error))
+    return replace(figure, peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None)
+
+
+def _prefill(figure: Figure, model: Any, batch: int, length: int, rounds: int) -> Figure:
+    ids = _tokens(model, batch, length)
+    seconds = _median(lambda: model(ids, use_cache=True, logits_to_keep=1), rounds)
+    return replace(figure, batch=batch, context=length, value=batch * length / seconds)
+
+
+def _decode(figure: Figure, model: Any, provider: Provider, batch: int, context: int, sizes: Sizes) -> Figure:
+    ids = _tokens(model, batch, context)
+    _generate(model, provider, ids, sizes.new)
+    long = _median(lambda: _generate(model, provider, ids, sizes.new), sizes.rounds, warm=0)
+    short = _median(lambda: _generate(model, provider, ids, 2), sizes.rounds)
+    return replace(figure, value=batch * (sizes.new - 2) / (long - short))
+
+
+def _first_call(model: Any, provider: Provider, sizes: Sizes, base: Figure) -> Iterator[Figure]:
+    """From the float model on: preparation, compilation, capture of graphs, prefill of one prompt, and all tokens."""
+    ids, times = _tokens(model, 1, min(sizes.contexts)), _Times()
+    start = _now()
+    notes = provider.prepare(model)
+    called = _now()
+    _generate(model, provider, ids, sizes.first, streamer=times)
+    end = _now()
+    base = replace(base, batch=1, context=ids.shape[1], note="; ".join(notes))
+    yield replace(base, measure=FIRST_TOKEN, value=times.puts[1] - start)
+    yield replace(base, measure=FIRST_CALL, value=sizes.first / (end - called))
+
+
+class _Times:
+    """A streamer that keeps when it was given something: the prompt first."""
+
+    def __init__(self) -> None:
+        self.puts: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.puts.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def measure_encoder(
+    shape: ModelShape, providers: Sequence[Provider], layers: int, sizes: Sizes, device: torch.device
+) -> Iterator[Figure]:
+    """Sentences a second of every provider, which take turns."""
+    models, bases = {}, {}
+    for provider in providers:
+        model = models[provider.name] = shape.build(device, layers)
+        notes = provider.prepare(model)
+        bases[provider.name] = Figure(shape.name, layers, provider.name, ENCODE, note="; ".join(notes))
+    reference = models[BASE] if BASE in models else shape.build(device, layers)
+    for batch in sizes.sentences:
+        ids = _tokens(reference, batch, sizes.sentence)
+        with torch.no_grad():
+            expected = reference(ids).last_hidden_state.flatten(1)
+            found = {name: model(ids).last_hidden_state.flatten(1) for name, model in models.items()}
+            runs = {name: functools.partial(model, ids) for name, model in models.items()}
+            seconds = _in_turn(runs, 7 * sizes.rounds)
+        for name, figure in bases.items():
+            cosine = F.cosine_similarity(expected.float(), found[name].float(), dim=-1).min().item()
+            figure = replace(figure, batch=batch, context=sizes.sentence, cosine=cosine)
+            if cosine < shape.min_cosine:
+                yield replace(figure, reason=f"wrong output: a cosine of {cosine:.4f}, not {shape.min_cosine}")
+            else:
+                yield replace(figure, value=batch / seconds[name])
+
+
+def _in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for _ in range(rounds):
+        for name in names:
+            times[name].append(_seconds(runs[name]))
+        names.reverse()
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _median(run: Callable[[], object], rounds: int, warm: int = 1) -> float:
+    return statistics.median([_seconds(run) for _ in range(rounds + warm)][warm:])
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = _now()
+    run()
+    return _now() - start
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _generate(model: Any, provider: Provider, ids: Tensor, new: int, **more: Any) -> Tensor:
+    options = {**provider.options, **more} if ids.device.type == "cuda" else more
+    result: Tensor = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False, **options
+    )
+    return result
+
+
+def _decoded_gap(model: Any, provider: Provider, ids: Tensor) -> float:
+    """The largest distance of a generated token's logit to the maximum, as ``MAX_GAP`` has it."""
+    new = 12
+    with torch.no_grad():
+        tokens = _generate(model, provider, ids, new)
+        logits = model(tokens).logits[:, ids.shape[1] - 1 : -1].float()
+    chosen = logits.gather(-1, tokens[:, ids.shape[1] :, None]).squeeze(-1)
+    return float(((logits.amax(-1) - chosen) / logits.std(-1)).max())
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    """Of the last tokens, float32."""
+    result: Tensor = model(ids, logits_to_keep=16).logits.float()
+    return result
+
+
+def _tokens(model: Any, batch: int, length: int) -> Tensor:
+    generator = torch.Generator().manual_seed(batch * 100003 + length)
+    ids = torch.randint(1, model.config.vocab_size, (batch, length), generator=generator)
+    return ids.to(next(model.parameters()).device)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

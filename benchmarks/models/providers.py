@@ -1,0 +1,100 @@
+"""What becomes of a float model of transformers before it is timed, and how its ``generate`` is called."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from benchmarks.models.results import DECODE, ENCODE, FIRST_TOKEN, PREFILL
+
+STATIC_CACHE: Mapping[str, Any] = {"cache_implementation": "static"}
+"""With it transformers compiles the steps of decoding, on a GPU."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to run a model.
+
+    - ``prepare``: changes the float model in place; returns sentences that a reader of its figures has to know.
+    - ``options``: of ``generate``.
+    - ``package``: what must be installed.
+    """
+
+    name: str
+    prepare: Callable[[Any], list[str]]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    measures: tuple[str, ...] = (PREFILL, DECODE, FIRST_TOKEN, ENCODE)
+    package: str = "torch"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it can be measured here."""
+        return importlib.util.find_spec(self.package) is not None
+
+
+def _float(model: Any) -> list[str]:
+    return []
+
+
+def _qgemm(model: Any) -> list[str]:
+    import qgemm
+
+    # What a checkout doesn't have yet is left out, and said.
+    notes: list[str] = []
+    options: dict[str, Any] = {}
+    if "fuse" in inspect.signature(qgemm.quantize_model).parameters:
+        options["fuse"] = True
+    else:
+        notes.append("this qgemm can't fuse models: layers are quantized one by one")
+    qgemm.quantize_model(model, progress=False, **options)
+    if not model.can_generate():
+        return notes
+    if hasattr(qgemm, "fast_generate"):
+        qgemm.fast_generate(model)
+    else:
+        notes.append("this qgemm has no fast_generate: transformers' own loop runs")
+    return notes
+
+
+def _torchao(model: Any) -> list[str]:
+    quantization = importlib.import_module("torchao.quantization")
+    quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig(), filter_fn=_is_in_a_layer)
+    return []
+
+
+def _gemlite(model: Any) -> list[str]:
+    helper = importlib.import_module("gemlite.helper")
+    for name, module in list(model.named_modules()):
+        if _is_in_a_layer(module, name):
+            parent, _, child = name.rpartition(".")
+            quantized = helper.A8W8_int8_dynamic(device=module.weight.device).from_linear(module)
+            setattr(model.get_submodule(parent), child, quantized)
+    return []
+
+
+def _is_in_a_layer(module: nn.Module, name: str) -> bool:
+    """Linear layers but for output heads, which qgemm leaves in 16 bits too."""
+    return isinstance(module, nn.Linear) and "lm_head" not in name
+
+
+PROVIDERS = {
+    provider.name: provider
+    for provider in (
+        Provider("bf16", _float),
+        Provider("bf16 compiled", _float, STATIC_CACHE, (DECODE, FIRST_TOKEN)),
+        Provider("qgemm", _qgemm),
+        Provider("torchao int8", _torchao, STATIC_CACHE, (PREFILL, DECODE, FIRST_TOKEN), "torchao"),
+        Provider("gemlite int8", _gemlite, STATIC_CACHE, (PREFILL, DECODE, FIRST_TOKEN), "gemlite"),
+        # ``vllm_worker.py`` measures these; they have weights of their own.
+        Provider("vllm bf16", _float, {}, (PREFILL, DECODE), "vllm"),
+        Provider("vllm int8", _float, {}, (PREFILL, DECODE), "vllm"),
+    )
+}
+BASE = "bf16"
+"""Ratios are to it; on a CPU it is float32."""

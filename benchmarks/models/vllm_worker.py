@@ -1,0 +1,95 @@
+"""vLLM on the same shapes, with dummy weights of its own: its outputs aren't compared with anything."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.models.measure import Sizes, _median
+from benchmarks.models.results import DECODE, PREFILL, Figure
+from benchmarks.models.shapes import ModelShape
+from benchmarks.peers import first_line
+
+ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it compiles CUDA code, which not every machine can
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+NOTE = "its own weights, outputs not compared"
+
+
+def measure_vllm(shape: ModelShape, name: str, layers: int, measures: Sequence[str], sizes: Sizes) -> Iterator[Figure]:
+    """Figures of vLLM with the weights of bf16, or of compressed-tensors' int8 (a scale a row and a token)."""
+    os.environ.update(ENVIRONMENT)
+    vllm = importlib.import_module("vllm")
+    base = Figure(shape.name, layers, name, "", note=NOTE)
+    longest = max(*sizes.contexts, sizes.prefill[1]) + sizes.new
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_config(shape, layers, "int8" in name)), encoding="utf-8")
+        engine = vllm.LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=longest,
+            gpu_memory_utilization=0.85,
+            enable_prefix_caching=False,
+            max_num_batched_tokens=16384,
+            compilation_config={"cudagraph_capture_sizes": sorted({1, *sizes.batches})},
+        )
+
+    def generate(batch: int, length: int, new: int) -> None:
+        prompts = [
+            {"prompt_token_ids": [(7 * row + column) % 30000 + 10 for column in range(length)]} for row in range(batch)
+        ]
+        settings = vllm.SamplingParams(
+            max_tokens=new, min_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False
+        )
+        engine.generate(prompts, settings, use_tqdm=False)
+
+    if PREFILL in measures:
+        batch, length = sizes.prefill
+        seconds = _median(lambda: generate(batch, length, 1), sizes.rounds)
+        yield replace(base, measure=PREFILL, batch=batch, context=length, value=batch * length / seconds)
+    for context in sizes.contexts if DECODE in measures else ():
+        for batch in sizes.batches:
+            figure = replace(base, measure=DECODE, batch=batch, context=context)
+            try:
+                long = _median(lambda b=batch, c=context: generate(b, c, sizes.new), sizes.rounds)  # type: ignore[misc]
+                short = _median(lambda b=batch, c=context: generate(b, c, 2), sizes.rounds)  # type: ignore[misc]
+            except Exception as error:
+                yield replace(figure, reason=first_line(error))
+                continue
+            yield replace(figure, value=batch * (sizes.new - 2) / (long - short))
+
+
+def _config(shape: ModelShape, layers: int, is_int8: bool) -> dict[str, Any]:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = shape.make_config(layers)
+    values: dict[str, Any] = config.to_dict()
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    values |= {"architectures": [mapping[type(config)].__name__], "torch_dtype": "bfloat16"}
+    if is_int8:
+        common = {"num_bits": 8, "type": "int", "symmetric": True}
+        values["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {
+                    "targets": ["Linear"],
+                    "weights": {**common, "strategy": "channel", "dynamic": False},
+                    "input_activations": {**common, "strategy": "token", "dynamic": True},
+                }
+            },
+        }
+    return values

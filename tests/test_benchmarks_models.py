@@ -1,0 +1,192 @@
+"""The benchmark of whole models: on tiny models outputs are checked, every measure gives a figure, tables are right."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.models import __main__ as runner
+from benchmarks.models import measure, plots, tables
+from benchmarks.models.measure import Sizes
+from benchmarks.models.providers import PROVIDERS, Provider
+from benchmarks.models.results import DECODE, ENCODE, FIRST_CALL, FIRST_TOKEN, PREFILL, Figure, Run, extrapolated
+from benchmarks.models.shapes import MODELS, ModelShape
+from benchmarks.models.vllm_worker import _config
+from benchmarks.models.worker import Job
+from benchmarks.models.worker import measure as measure_job
+
+CPU = torch.device("cpu")
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 211}
+DECODER = ModelShape("tiny", "LlamaConfig", 2, {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 256})
+ENCODER = ModelShape("tiny-bert", "BertConfig", 2, SMALL, is_decoder=False)
+SIZES = Sizes((1, 3), (8,), (2, 16), new=6, first=5, sentences=(1, 4), sentence=8, rounds=1)
+
+
+def job(*providers: str, measures: tuple[str, ...] = (PREFILL, DECODE), cache: str = "") -> Job:
+    return Job("tiny", 2, providers, measures, cache, SIZES)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_every_measure_of_a_decoder() -> None:
+    found = list(measure_job(job("bf16", "qgemm"), DECODER, CPU))
+    assert [(one.provider, one.measure, one.batch, one.context) for one in found] == [
+        (name, *size) for name in ("bf16", "qgemm") for size in ((PREFILL, 2, 16), (DECODE, 1, 8), (DECODE, 3, 8))
+    ]
+    assert all(one.value and not one.reason for one in found)
+    assert [one.cosine == pytest.approx(1, abs=1e-6) for one in found] == [True] * 3 + [False] * 3
+    first, call = measure_job(job("qgemm", measures=(FIRST_TOKEN,), cache="cold"), DECODER, CPU)
+    assert (first.measure, call.measure, first.cache) == (FIRST_TOKEN, FIRST_CALL, "cold")
+    assert 0 < first.value < 60  # type: ignore[operator]
+    assert call.value is not None
+    assert call.value > 0
+
+
+def test_every_measure_of_an_encoder() -> None:
+    found = list(measure_job(job("bf16", "qgemm", measures=(ENCODE,)), ENCODER, CPU))
+    assert [(one.provider, one.measure, one.batch) for one in found] == [
+        (name, ENCODE, batch) for batch in (1, 4) for name in ("bf16", "qgemm")
+    ]
+    assert all(one.value for one in found)
+
+
+def test_wrong_outputs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(model: Any) -> list[str]:
+        model.model.norm.weight.data[:20] = -3
+        return []
+
+    monkeypatch.setitem(PROVIDERS, "bf16", Provider("bf16", spoil))
+    (figure,) = measure_job(job("bf16"), DECODER, CPU)
+    assert figure.value is None
+    assert "wrong output: a cosine of" in figure.reason
+
+    def says_zero(model: Any) -> list[str]:
+        generate = model.generate
+
+        def other(ids: torch.Tensor, **options: Any) -> torch.Tensor:
+            tokens = generate(ids, **options)
+            return torch.cat([tokens[:, : ids.shape[1]], torch.zeros_like(tokens[:, ids.shape[1] :])], dim=1)
+
+        model.generate = other
+        return []
+
+    monkeypatch.setitem(PROVIDERS, "bf16", Provider("bf16", says_zero))
+    prefill, decode = measure_job(job("bf16"), DECODER, CPU)
+    assert prefill.value
+    assert decode.value is None
+    assert "wrong output: a generated token's logit is" in decode.reason
+
+
+def test_a_size_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = measure._decode
+
+    def decode(figure: Figure, model: Any, provider: Provider, batch: int, *more: Any) -> Figure:
+        if batch == 1:
+            raise torch.OutOfMemoryError("too large")
+        return real(figure, model, provider, batch, *more)
+
+    monkeypatch.setattr(measure, "_decode", decode)
+    _, failed, done = measure_job(job("bf16"), DECODER, CPU)
+    assert failed.reason == "OutOfMemoryError: too large"
+    assert done.value
+
+
+def figures() -> list[Figure]:
+    base = Figure("tiny", 2, "bf16", DECODE, 16, 512, 100.0, weight_bytes=2 * 10**9, peak_bytes=3 * 10**9, cosine=1.0)
+    ours = replace(base, provider="qgemm", value=250.0, weight_bytes=10**9, cosine=0.99, note="one by one")
+    first = [
+        replace(one, measure=FIRST_TOKEN, batch=1, value=value, cache="cold")
+        for one, value in ((base, 2.0), (ours, 4.0))
+    ]
+    return [base, ours, *first, replace(base, provider="torchao int8", value=None, reason="it broke")]
+
+
+def test_tables_and_plot(tmp_path: Path) -> None:
+    run = Run({"device": "a GPU", "versions": {"torch": "2"}, "commit": "c", "date": "d"}, "python -m x", figures())
+    lines = tables.report(run, markdown=True).splitlines()
+    assert "`python -m x`" in lines
+    assert "| decode, 16 x 512 | 100 | 250 (2.50) | - |" in lines
+    assert "| first token, 1 x 512, cold kernel cache, seconds | 2.0 | 4.0 (0.50) | - |" in lines
+    assert "| qgemm | 1.00 | 3.00 | 0.9900 |" in lines
+    assert "- qgemm: one by one" in lines
+    assert "- tiny, decode, 16 x 512, torchao int8: it broke" in lines
+    run.save(tmp_path / "run.json")
+    assert Run.load(tmp_path / "run.json") == run
+    assert plots.draw(run, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+
+
+def test_extrapolated_figures_say_so() -> None:
+    few, more = (Figure("tiny", layers, "qgemm", DECODE, 4, 512, 4 / (1 + 2 * layers)) for layers in (2, 4))
+    whole = extrapolated(few, more, 32)
+    assert whole.value == pytest.approx(4 / (1 + 2 * 32))
+    assert (whole.layers, whole.note) == (32, "extrapolated from 2 and 4 layers to 32")
+    assert tables.speed_table([whole])[1] == [["decode, 4 x 512", "0.1*"]]
+
+
+def test_what_the_command_line_asks_for() -> None:
+    args = runner._parse(["--model", "llama-3-8b", "--provider", "bf16", "--provider", "bf16 compiled", "--quick"])
+    jobs = list(runner._jobs(args))
+    assert [(one.providers[0], one.measures, one.cache) for one in jobs] == [
+        ("bf16", (PREFILL, DECODE), ""),
+        ("bf16", (FIRST_TOKEN,), "cold"),
+        ("bf16", (FIRST_TOKEN,), "warm"),
+        ("bf16 compiled", (DECODE,), ""),
+        ("bf16 compiled", (FIRST_TOKEN,), "cold"),
+        ("bf16 compiled", (FIRST_TOKEN,), "warm"),
+    ]
+    assert all(one.layers == 32 and Job.from_json(one.to_json()) == one for one in jobs)
+    few = ["--layers", "4", "--layers", "8", "--measure", "decode", "--batch", "16", "--context", "4096", "--new", "40"]
+    jobs = list(runner._jobs(runner._parse(["--model", "llama-3.2-1b", "--provider", "qgemm", *few])))
+    assert [one.layers for one in jobs] == [4, 8]
+    assert jobs[0].sizes == Sizes(batches=(16,), contexts=(4096,), new=40)
+    (encoder,) = runner._jobs(runner._parse(["--model", "minilm-l6"]))
+    assert encoder.providers == ("bf16", "qgemm")
+
+
+@pytest.mark.slow
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "QUICK", replace(SIZES, sentences=(2,), rounds=1))
+    path = tmp_path / "run.json"
+    run = runner.main(["--model", "minilm-l6", "--layers", "1", "--quick", "--json", str(path)])
+    assert [one.provider for one in run.figures] == ["bf16", "qgemm"]
+    assert all(one.value for one in run.figures)
+    assert json.loads(path.read_text())["command"].startswith("python -m benchmarks.models --model minilm-l6")
+
+
+def test_a_process_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.sys, "executable", "false")
+    (figure,) = runner._run_job(job("bf16"), None, 10)
+    assert figure.reason == "exit status 1"
+
+
+@pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
+def test_the_models_have_the_sizes_that_they_are_called_by(shape: ModelShape) -> None:
+    billions = {
+        "llama-3-8b": 8.03,
+        "llama-3.2-1b": 1.24,
+        "qwen3-30b-a3b": 8.09,
+        "bert-base": 0.109,
+        "minilm-l6": 0.0227,
+    }
+    with torch.device("meta"):
+        model = shape.build(torch.device("meta"))
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(
+        billions[shape.name], rel=0.01
+    )
+
+
+def test_bytes_of_keys_and_values() -> None:
+    assert MODELS["llama-3-8b"].cache_bytes(1, 1) == 131072
+
+
+def test_vllm_gets_the_config_of_the_model() -> None:
+    values = _config(DECODER, 1, is_int8=True)
+    assert values["architectures"] == ["LlamaForCausalLM"]
+    assert values["num_hidden_layers"] == 1
+    assert values["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] == "channel"
+    json.dumps(values)
