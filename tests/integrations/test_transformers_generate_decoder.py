@@ -25,14 +25,14 @@ class _Room:
     used: int = 1
 
     cache = DynamicCache()
-    step_mask = None
+    buffers = None
 
     def rewind(self, used: int) -> None:
         self.used = used
 
 
 def _take(decoders: Decoders, batch: int, capacity: int) -> tuple[_Room, Decoder]:
-    context, decoder = decoders.take(batch, capacity, POSITION[:batch], _Room)  # type: ignore[arg-type]
+    context, decoder = decoders.take(batch, capacity, POSITION[:batch], None, _Room)  # type: ignore[arg-type]
     assert isinstance(context, _Room)
     return context, decoder
 
@@ -83,9 +83,9 @@ def test_out_of_memory_frees_what_waits() -> None:
             raise torch.OutOfMemoryError("no memory")
         return _Room(capacity)
 
-    decoders.take(2, 100, POSITION, make)  # type: ignore[arg-type]
+    decoders.take(2, 100, POSITION, None, make)  # type: ignore[arg-type]
     assert calls == [256, 256]
-    decoders.take(1, 100, POSITION[:1], make)  # type: ignore[arg-type]
+    decoders.take(1, 100, POSITION[:1], None, make)  # type: ignore[arg-type]
     assert len(calls) == 3, "what waited is still there"
 
 

@@ -1,10 +1,13 @@
-"""What the loop asks of a cache: where the next key goes, how many there are, and the mask of a decode step.
+"""What the loop asks of a cache: where the next key goes, how many there are, and what a decode step knows of padding.
 
-``StaticContext`` is for transformers' StaticCache, with the model's own attention over all of its places.
+``KeyValueContext`` is for qgemm's cache, with the attention "qgemm". ``StaticContext`` is for transformers' StaticCache,
+with the model's own attention over all of its places: for models whose keys and values qgemm's can't hold.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Hashable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -12,20 +15,28 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
+from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache
 from qgemm.integrations.transformers.generate.covered import NotCovered
 
 
 class Context(Protocol):
-    """A cache with room for ``capacity`` tokens, of which ``used`` are in use."""
+    """A cache with room for ``capacity`` tokens, of which ``used`` are in use, and the attention that reads it.
+
+    What steps read of it stays at one address: ``buffers``, which a decoder keeps for a cache that is its caller's.
+    """
 
     cache: Cache
     capacity: int
     used: int
-    # The attention_mask of decode steps, at one address; it doesn't change from step to step.
+    attention: str
+    buffers: Tensor
     step_mask: Tensor | None
 
     def begin(self, attention_mask: Tensor | None) -> None:
         """Before a prompt, whose ``attention_mask`` [B, used + S] is None if it has no padding."""
+
+    def prefilled(self) -> Hashable:
+        """After the prompt. Steps of two prompts with equal results do the same."""
 
     def advance(self, count: int) -> None:
         """Before a forward of ``count`` tokens. A CUDA graph replays what it does on the device, not ``used``."""
@@ -34,26 +45,81 @@ class Context(Protocol):
         """Forgets all tokens but the first ``used``."""
 
 
+class KeyValueContext:
+    """A KeyValueCache: it knows where each sequence begins after its padding, in ``buffers`` [B]."""
+
+    attention = ATTENTION
+    step_mask = None
+
+    def __init__(self, cache: KeyValueCache, batch: int, device: torch.device) -> None:
+        """With what is in ``cache``. Raises ``NotCovered`` for masks that aren't padding."""
+        if cache.tokens.masked:
+            raise NotCovered("past_key_values has tokens masked that aren't padding on the left")
+        self.cache: Any = cache
+        self.capacity = cache.max_length
+        self.buffers = torch.zeros(batch, dtype=torch.int32, device=device)
+
+    @property
+    def used(self) -> int:
+        """How many tokens it holds."""
+        used: int = self.cache.used
+        return used
+
+    @used.setter
+    def used(self, used: int) -> None:
+        self.cache.used = used
+
+    def begin(self, attention_mask: Tensor | None) -> None:
+        """Nothing: attention looks at the mask itself."""
+
+    def prefilled(self) -> Hashable:
+        """Whether there is padding."""
+        start = self.cache.start
+        if start is None:
+            return "even"
+        self.cache.start = self.buffers.copy_(start)
+        return "padded"
+
+    def advance(self, count: int) -> None:
+        """Before a forward."""
+        if self.cache.length.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.cache.tokens.used = None  # nothing of a graph may be made of the host's number
+        self.cache.advance(count)
+
+    def rewind(self, used: int) -> None:
+        """Forgets tokens, and with all of them where they began."""
+        self.cache.rewind(used)
+
+
 class StaticContext:
     """A StaticCache. All of its places are in the mask of a step: those not yet in use are masked as being to come."""
 
-    def __init__(self, cache: StaticCache, batch: int, device: torch.device) -> None:
+    def __init__(self, cache: StaticCache, batch: int, model: PreTrainedModel) -> None:
         """With what is in ``cache``. Raises ``NotCovered`` for layers that forget."""
         self._layers: list[Any] = cache.layers
+        self.attention = model.config._attn_implementation
         if not all(type(layer) is StaticLayer for layer in cache.layers):
             kinds = sorted({type(layer).__name__ for layer in cache.layers} - {"StaticLayer"})
             raise NotCovered(f"the cache has layers of the kind {', '.join(kinds)}")
         self.cache: Cache = cache
         self.capacity: int = cache.get_max_length()
         self.used = int(cache.get_seq_length())
-        self.step_mask: Tensor | None = torch.ones((batch, self.capacity), dtype=torch.bool, device=device)
+        self.buffers = torch.ones((batch, self.capacity), dtype=torch.bool, device=model.device)
+
+    @property
+    def step_mask(self) -> Tensor | None:
+        """Without padding too."""
+        return self.buffers
 
     def begin(self, attention_mask: Tensor | None) -> None:
         """Before a prompt."""
-        assert self.step_mask is not None
-        self.step_mask.fill_(True)
+        self.buffers.fill_(True)
         if attention_mask is not None:
-            self.step_mask[:, : attention_mask.shape[1]] = attention_mask
+            self.buffers[:, : attention_mask.shape[1]] = attention_mask
+
+    def prefilled(self) -> Hashable:
+        """All steps are alike."""
+        return "masked"
 
     def advance(self, count: int) -> None:
         """Before a forward. On the device a layer advances when it is written."""
@@ -66,13 +132,41 @@ class StaticContext:
             layer.cumulative_length.fill_(used)
 
 
-def make_context(model: PreTrainedModel, batch: int, capacity: int) -> Context:
-    """A new cache of ``model``'s for ``batch`` sequences of up to ``capacity`` tokens."""
-    return StaticContext(StaticCache(config=model.config, max_cache_len=capacity), batch, model.device)
+def make_context(model: PreTrainedModel, batch: int, capacity: int, dtype: torch.dtype | None) -> Context:
+    """A new cache of ``model``'s for ``batch`` sequences of up to ``capacity`` tokens; ``dtype`` as of KeyValueCache."""
+    if _fits_key_value_cache(model):
+        with contextlib.suppress(ValueError):
+            cache = KeyValueCache(model.config, batch, capacity, dtype, model.device)
+            return KeyValueContext(cache, batch, model.device)
+    if dtype is not None:
+        raise NotCovered(f"cache_dtype is {dtype}, and {type(model).__name__} has no KeyValueCache")
+    return StaticContext(StaticCache(config=model.config, max_cache_len=capacity), batch, model)
 
 
 def use_context(cache: Cache, model: PreTrainedModel, batch: int) -> Context:
     """A cache of the caller's, with what is in it."""
+    if isinstance(cache, KeyValueCache):
+        return KeyValueContext(cache, batch, model.device)
     if isinstance(cache, StaticCache):
-        return StaticContext(cache, batch, model.device)
+        return StaticContext(cache, batch, model)
     raise NotCovered(f"past_key_values is a {type(cache).__name__}")
+
+
+@contextlib.contextmanager
+def attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    """With the attention of that name, whatever ``model`` has otherwise."""
+    before = model.config._attn_implementation
+    if attention == before:
+        yield
+        return
+    model.set_attn_implementation(attention)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _fits_key_value_cache(model: PreTrainedModel) -> bool:
+    """Latent attention has keys of another size than values."""
+    config: Any = model.config.get_text_config(decoder=True)
+    return getattr(config, "kv_lora_rank", None) is None

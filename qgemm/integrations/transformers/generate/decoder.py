@@ -23,16 +23,24 @@ MAX_WAITING_FRACTION = 0.25
 class Decoder:
     """The tensors of one batch's steps, and the graphs that read and write them and the cache of that batch.
 
-    ``position`` has the shape of a step's, or is None.
+    ``position`` has the shape of a step's, or is None; ``dtype`` is what its cache was asked for.
     """
 
-    def __init__(self, batch: int, context: Context, position: Tensor | None, memory: GraphMemory) -> None:
+    def __init__(
+        self,
+        batch: int,
+        context: Context,
+        position: Tensor | None,
+        memory: GraphMemory,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Nothing is captured yet."""
-        self.step_mask = context.step_mask
+        self.buffers = context.buffers
         self.progress = Progress(batch, context.capacity + 1, position, memory.device)
         self.memory = memory
         self.reader = Reader(self.progress.rows)
-        self.forward = Replayed(memory)
+        self.dtype = dtype
+        self._forwards: dict[Hashable, Replayed] = {}
         self._done: torch.cuda.Event | None = None
         self._samplers: OrderedDict[Hashable, tuple[Sampler, Replayed]] = OrderedDict()
 
@@ -43,12 +51,15 @@ class Decoder:
         """Nor is one saved."""
         return type(None), ()
 
-    def fits(self, batch: int, position: Tensor | None) -> bool:
-        """Whether its tensors have the shapes for a batch."""
+    def fits(self, batch: int, position: Tensor | None, dtype: torch.dtype | None = None) -> bool:
+        """Whether it is for such a batch."""
         mine = self.progress.position
-        return self.progress.token.shape[0] == batch and (
-            mine is None if position is None else mine is not None and mine.shape == position.shape
-        )
+        shapes = [None if each is None else each.shape for each in (mine, position)]
+        return self.progress.token.shape[0] == batch and self.dtype == dtype and shapes[0] == shapes[1]
+
+    def forward(self, form: Hashable) -> Replayed:
+        """The forward of steps of a ``form``."""
+        return self._forwards.setdefault(form, Replayed(self.memory))
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
@@ -80,10 +91,15 @@ class Decoders:
         self._waiting: list[tuple[Context, Decoder]] = []  # the last used one last
 
     def take(
-        self, batch: int, capacity: int, position: Tensor | None, make: Callable[[int], Context]
+        self,
+        batch: int,
+        capacity: int,
+        position: Tensor | None,
+        dtype: torch.dtype | None,
+        make: Callable[[int], Context],
     ) -> tuple[Context, Decoder]:
         """A cache for ``batch`` sequences of up to ``capacity`` tokens, empty, and its decoder."""
-        same = [each for each in self._waiting if each[1].fits(batch, position)]
+        same = [each for each in self._waiting if each[1].fits(batch, position, dtype)]
         fitting = [each for each in same if each[0].capacity >= capacity]
         # One that is too small makes room: its successor serves what it served.
         self._waiting = [each for each in self._waiting if each not in (fitting[:1] or same)]
@@ -95,7 +111,7 @@ class Decoders:
         except torch.OutOfMemoryError:
             self._waiting.clear()
             context = make(bucket(capacity))
-        return context, Decoder(batch, context, position, self.memory)
+        return context, Decoder(batch, context, position, self.memory, dtype)
 
     def put_back(self, context: Context, decoder: Decoder) -> None:
         """For a next call. The ones that have waited for longest are freed, beyond the bound."""

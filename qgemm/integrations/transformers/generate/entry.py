@@ -38,11 +38,14 @@ class _Kept:
     def __init__(self) -> None:
         self.decoders: Decoders | None = None
         self.fingerprint = 0
+        self.cache_dtype: torch.dtype | None = None
         self.running = threading.Lock()
         self.told: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
-        return _Kept()
+        copied = _Kept()
+        copied.cache_dtype = self.cache_dtype
+        return copied
 
     def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
         return _Kept, ()
@@ -54,7 +57,7 @@ class _Kept:
             warn_user(message)
 
 
-def fast_generate(model: nn.Module, enabled: bool = True) -> None:
+def fast_generate(model: nn.Module, enabled: bool, cache_dtype: torch.dtype | None) -> None:
     """``model.generate`` goes through the loop; or as before, and what is kept between calls is freed."""
     base: Any = model
     if hasattr(model, "get_base_model"):  # PEFT's models call the generate of their base
@@ -66,6 +69,7 @@ def fast_generate(model: nn.Module, enabled: bool = True) -> None:
     attributes = vars(base)
     if enabled:
         attributes["generate"] = MethodType(_generate, base)
+        _kept(base).cache_dtype = cache_dtype
         return
     attributes.pop(_KEPT, None)
     if getattr(attributes.get("generate"), "__func__", None) is _generate:
@@ -81,10 +85,10 @@ def _generate(model: Any, *arguments: Any, **options: Any) -> Any:
         return type(model).generate(model, *arguments, **options)
 
 
-def generate(model: PreTrainedModel, input_ids: Tensor, **prepared: Any) -> Any:
+def generate(model: PreTrainedModel, input_ids: Tensor, cache_dtype: torch.dtype | None, **prepared: Any) -> Any:
     """For ``custom_generate=``: what transformers has prepared goes through the loop, or back."""
     try:
-        return decode(model, input_ids, **prepared)
+        return decode(model, input_ids, cache_dtype=cache_dtype, **prepared)
     except NotCovered as reason:
         _tell(model, reason)
         mode = prepared["generation_config"].get_generation_mode()
@@ -119,7 +123,8 @@ def _through_loop(model: Any, *arguments: Any, **options: Any) -> Any:
     # A custom_generate isn't given the streamer, nor its stop strings a tokenizer.
     streamer = options.pop("streamer", None)
     _add_stop_strings(model, options)
-    return type(model).generate(model, custom_generate=functools.partial(decode, streamer=streamer), **options)
+    custom = functools.partial(decode, streamer=streamer, cache_dtype=_kept(model).cache_dtype)
+    return type(model).generate(model, custom_generate=custom, **options)
 
 
 def _add_stop_strings(model: PreTrainedModel, options: dict[str, Any]) -> None:
@@ -159,6 +164,7 @@ def decode(
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
     ahead: int | None = None,
+    cache_dtype: torch.dtype | None = None,
     **inputs: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
     """The result of ``generate`` from what it has prepared; ``ahead`` as in ``Loop``. Raises ``NotCovered``."""
@@ -166,7 +172,7 @@ def decode(
     check_settings(generation_config, inputs, synced_gpus)
     with _running(model) as kept, _plain_tensors(model, inputs.get("past_key_values")):
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
-        context, decoder = _take(kept, model, request)
+        context, decoder = _take(kept, model, request, cache_dtype)
         if ahead is None:
             ahead = AHEAD if input_ids.is_cuda else 0
         if streamer is not None:
@@ -188,7 +194,9 @@ def decode(
     return sequences
 
 
-def _take(kept: _Kept, model: PreTrainedModel, request: Request) -> tuple[Context, Decoder]:
+def _take(
+    kept: _Kept, model: PreTrainedModel, request: Request, dtype: torch.dtype | None
+) -> tuple[Context, Decoder]:
     now = fingerprint(model)
     if kept.decoders is None or kept.fingerprint != now:
         kept.decoders = Decoders(model.device)
@@ -197,7 +205,11 @@ def _take(kept: _Kept, model: PreTrainedModel, request: Request) -> tuple[Contex
     wanted = request.new + request.steps - 1
     if request.cache is None:
         return kept.decoders.take(
-            request.batch, wanted, position, lambda capacity: make_context(model, request.batch, capacity)
+            request.batch,
+            wanted,
+            position,
+            dtype,
+            lambda capacity: make_context(model, request.batch, capacity, dtype),
         )
     context = use_context(request.cache, model, request.batch)
     if context.used + wanted > context.capacity:
@@ -208,7 +220,7 @@ def _take(kept: _Kept, model: PreTrainedModel, request: Request) -> tuple[Contex
     decoder: Decoder | None = getattr(request.cache, _KEPT, None)
     if decoder is None or decoder.memory is not kept.decoders.memory or not decoder.fits(request.batch, position):
         decoder = Decoder(request.batch, context, position, kept.decoders.memory)
-    context.step_mask = decoder.step_mask
+    context.buffers = decoder.buffers
     return context, decoder
 
 

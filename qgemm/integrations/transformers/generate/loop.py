@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from qgemm.integrations.transformers.generate.contexts import Context
+from qgemm.integrations.transformers.generate.contexts import Context, attending
 from qgemm.integrations.transformers.generate.decoder import Decoder
 from qgemm.integrations.transformers.generate.replay import CaptureError, Replayed
 from qgemm.integrations.transformers.generate.request import Request
@@ -46,8 +46,9 @@ class Loop:
 
     def run(self, streamer: BaseStreamer | None) -> Tensor:
         """The prompts and their new tokens, [B, S + steps]."""
-        with self._decoder.in_order():
+        with self._decoder.in_order(), attending(self._model, self._context.attention):
             self._prefill()
+            self._forward_step = self._decoder.forward(self._context.prefilled())
             # As transformers does: experts in float have another implementation for few tokens.
             with self._model._optimize_model_for_decode():
                 taken = self._steps(streamer)
@@ -100,7 +101,7 @@ class Loop:
             context.advance(1)
             progress.logits.copy_(self._logits(progress.token, progress.position, context.step_mask))
 
-        self._replay(self._decoder.forward, run)
+        self._replay(self._forward_step, run)
         context.used = used + 1  # a replay counts on the device only
 
     def _replay(self, step: Replayed, run: Callable[[], None]) -> None:
