@@ -16,8 +16,8 @@ Model = TypeVar("Model", bound=nn.Module)
 def fast_generate(model: Model, enabled: bool = True, *, cache_dtype: torch.dtype | None = None) -> Model:
     """Makes ``model.generate`` of a model of transformers fast: same arguments, same tokens. Returns the model.
 
-    ``cache_dtype=torch.int8`` keeps keys and values in int8, in half the memory. With ``enabled=False`` ``generate`` is as
-    before, and what it kept is freed.
+    ``cache_dtype=torch.int8`` keeps keys and values in int8, in half the memory. With ``enabled=False`` ``generate`` is
+    as before, and what it kept is freed.
 
     Raises ``TypeError`` for a model that has no ``generate`` of transformers.
     """
@@ -28,7 +28,7 @@ def fast_generate(model: Model, enabled: bool = True, *, cache_dtype: torch.dtyp
 
 
 def generate(model: Any, input_ids: Tensor, cache_dtype: torch.dtype | None = None, **prepared: Any) -> Any:
-    """The loop for one call: ``model.generate(..., custom_generate=qgemm.generate)``, with ``cache_dtype`` or without."""
+    """The loop for one call: ``model.generate(..., custom_generate=qgemm.generate)``, with ``cache_dtype`` too."""
     from qgemm.integrations.transformers import generate as integration
 
     return integration.generate(model, input_ids, cache_dtype, **prepared)

@@ -316,7 +316,7 @@ def test_what_is_not_covered_goes_to_transformers(
     ("family", "reason"),
     [
         ("t5", "has an encoder and a decoder"),
-        ("bloom", "attention of its own"),
+        ("bloom", "takes no position_ids"),
         ("mamba", "state besides keys and values"),
     ],
 )

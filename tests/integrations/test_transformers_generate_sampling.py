@@ -38,7 +38,7 @@ PROCESSORS: dict[str, list[Any]] = {
 
 
 def progress_of(batch: int, logits: Tensor) -> Progress:
-    progress = Progress(batch, 8, None, DEVICE)
+    progress = Progress(batch, 8, torch.zeros(batch, 1), DEVICE)
     progress.logits = logits
     return progress
 

@@ -1,7 +1,7 @@
-"""What the loop asks of a cache: where the next key goes, how many there are, and what a decode step knows of padding.
+"""What the loop asks of a cache: how many tokens are in it, and what a decode step knows of padding.
 
-``KeyValueContext`` is for qgemm's cache, with the attention "qgemm". ``StaticContext`` is for transformers' StaticCache,
-with the model's own attention over all of its places: for models whose keys and values qgemm's can't hold.
+``KeyValueContext`` is for qgemm's cache, with the attention "qgemm". ``StaticContext`` is for transformers' StaticCache
+with the model's own attention over all of its places: for models that qgemm's don't fit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class Context(Protocol):
     used: int
     attention: str
     buffers: Tensor
-    step_mask: Tensor | None
+
+    @property
+    def step_mask(self) -> Tensor | None:
+        """The ``attention_mask`` of decode steps, at one address."""
 
     def begin(self, attention_mask: Tensor | None) -> None:
         """Before a prompt, whose ``attention_mask`` [B, used + S] is None if it has no padding."""
@@ -48,8 +51,8 @@ class Context(Protocol):
 class KeyValueContext:
     """A KeyValueCache: it knows where each sequence begins after its padding, in ``buffers`` [B]."""
 
-    attention = ATTENTION
-    step_mask = None
+    attention: str = ATTENTION
+    step_mask: Tensor | None = None
 
     def __init__(self, cache: KeyValueCache, batch: int, device: torch.device) -> None:
         """With what is in ``cache``. Raises ``NotCovered`` for masks that aren't padding."""
@@ -98,6 +101,8 @@ class StaticContext:
         """With what is in ``cache``. Raises ``NotCovered`` for layers that forget."""
         self._layers: list[Any] = cache.layers
         self.attention = model.config._attn_implementation
+        if "flash" in self.attention:
+            raise NotCovered("FlashAttention waits for the host")
         if not all(type(layer) is StaticLayer for layer in cache.layers):
             kinds = sorted({type(layer).__name__ for layer in cache.layers} - {"StaticLayer"})
             raise NotCovered(f"the cache has layers of the kind {', '.join(kinds)}")
@@ -133,7 +138,7 @@ class StaticContext:
 
 
 def make_context(model: PreTrainedModel, batch: int, capacity: int, dtype: torch.dtype | None) -> Context:
-    """A new cache of ``model``'s for ``batch`` sequences of up to ``capacity`` tokens; ``dtype`` as of KeyValueCache."""
+    """A new cache for ``batch`` sequences of up to ``capacity`` tokens; ``dtype`` as of KeyValueCache."""
     if _fits_key_value_cache(model):
         with contextlib.suppress(ValueError):
             cache = KeyValueCache(model.config, batch, capacity, dtype, model.device)
@@ -167,6 +172,7 @@ def attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
 
 
 def _fits_key_value_cache(model: PreTrainedModel) -> bool:
-    """Latent attention has keys of another size than values."""
+    """Attention can be replaced, and isn't a latent one, where keys have another size than values."""
     config: Any = model.config.get_text_config(decoder=True)
-    return getattr(config, "kv_lora_rank", None) is None
+    replaceable: bool = model._supports_attention_backend
+    return replaceable and getattr(config, "kv_lora_rank", None) is None

@@ -23,14 +23,14 @@ MAX_WAITING_FRACTION = 0.25
 class Decoder:
     """The tensors of one batch's steps, and the graphs that read and write them and the cache of that batch.
 
-    ``position`` has the shape of a step's, or is None; ``dtype`` is what its cache was asked for.
+    ``position`` has the shape of a step's; ``dtype`` is what its cache was asked for.
     """
 
     def __init__(
         self,
         batch: int,
         context: Context,
-        position: Tensor | None,
+        position: Tensor,
         memory: GraphMemory,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -51,11 +51,10 @@ class Decoder:
         """Nor is one saved."""
         return type(None), ()
 
-    def fits(self, batch: int, position: Tensor | None, dtype: torch.dtype | None = None) -> bool:
+    def fits(self, batch: int, position: Tensor, dtype: torch.dtype | None = None) -> bool:
         """Whether it is for such a batch."""
-        mine = self.progress.position
-        shapes = [None if each is None else each.shape for each in (mine, position)]
-        return self.progress.token.shape[0] == batch and self.dtype == dtype and shapes[0] == shapes[1]
+        mine = self.progress
+        return (mine.token.shape[0], mine.position.shape, self.dtype) == (batch, position.shape, dtype)
 
     def forward(self, form: Hashable) -> Replayed:
         """The forward of steps of a ``form``."""
@@ -94,7 +93,7 @@ class Decoders:
         self,
         batch: int,
         capacity: int,
-        position: Tensor | None,
+        position: Tensor,
         dtype: torch.dtype | None,
         make: Callable[[int], Context],
     ) -> tuple[Context, Decoder]:

@@ -194,14 +194,12 @@ def decode(
     return sequences
 
 
-def _take(
-    kept: _Kept, model: PreTrainedModel, request: Request, dtype: torch.dtype | None
-) -> tuple[Context, Decoder]:
+def _take(kept: _Kept, model: PreTrainedModel, request: Request, dtype: torch.dtype | None) -> tuple[Context, Decoder]:
     now = fingerprint(model)
     if kept.decoders is None or kept.fingerprint != now:
         kept.decoders = Decoders(model.device)
         kept.fingerprint = now
-    position = None if request.position_ids is None else request.position_ids[..., -1:]
+    position = request.position_ids[..., -1:]
     wanted = request.new + request.steps - 1
     if request.cache is None:
         return kept.decoders.take(

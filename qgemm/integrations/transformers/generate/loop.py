@@ -91,7 +91,7 @@ class Loop:
         context.begin(request.attention_mask)
         context.advance(request.new)
         logits = self._logits(request.prompt, request.position_ids, request.attention_mask)
-        progress.begin(logits, None if request.position_ids is None else request.position_ids[..., -1:])
+        progress.begin(logits, request.position_ids[..., -1:])
 
     def _forward(self) -> None:
         progress, context = self._decoder.progress, self._context
@@ -113,18 +113,16 @@ class Loop:
             self._context.used = used
             run()
 
-    def _logits(self, tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor:
+    def _logits(self, tokens: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """The logits [B, V] of the last of ``tokens`` [B, S]."""
-        arguments: dict[str, Any] = {"logits_to_keep": 1} if self._request.keeps_last else {}
-        if positions is not None:
-            arguments["position_ids"] = positions
         outputs = self._model(
             input_ids=tokens,
+            position_ids=positions,
             attention_mask=mask,
             past_key_values=self._context.cache,
             use_cache=True,
             return_dict=True,
-            **arguments,
+            **({"logits_to_keep": 1} if self._request.keeps_last else {}),
         )
         logits: Tensor = outputs.logits[:, -1]
         return logits

@@ -31,7 +31,7 @@ _CACHES = (None, "dynamic", "static")
 class Request:
     """``input_ids`` [B, S] are the prompts; ``new`` of them aren't in ``cache``, which is None for a new one.
 
-    ``attention_mask`` [B, cached + new] is None without padding, ``position_ids`` [..., B, new] for models without.
+    ``attention_mask`` [B, cached + new] is None without padding, ``position_ids`` are [..., B, new].
     ``steps`` is the maximum of new tokens.
     """
 
@@ -40,7 +40,7 @@ class Request:
     steps: int
     cache: Cache | None
     attention_mask: Tensor | None
-    position_ids: Tensor | None
+    position_ids: Tensor
     keeps_last: bool
     stops: Stops
     sampler: Sampler
@@ -62,7 +62,7 @@ def check_model(model: PreTrainedModel) -> None:
         raise NotCovered("the model has an encoder and a decoder")
     if getattr(model, "_is_stateful", False):
         raise NotCovered("the model keeps a state besides keys and values")
-    if not getattr(model, "_supports_attention_backend", False):
+    if not (model._supports_attention_backend or model._can_compile_fullgraph):
         raise NotCovered(f"{type(model).__name__} has an attention of its own")
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise NotCovered("the model is spread over several devices")
@@ -118,7 +118,9 @@ def read_request(
     new = length - cached if whole else length
     if new < 1:
         raise NotCovered("there is no new token to begin with")
-    positions = inputs.get("position_ids")
+    positions: Tensor | None = inputs.get("position_ids")
+    if positions is None:
+        raise NotCovered("the model takes no position_ids")
     padding = settings._pad_token_tensor
     stops = Stops(criteria, input_ids.device)
     return Request(
@@ -127,7 +129,7 @@ def read_request(
         steps=settings.max_length - length,
         cache=cache,
         attention_mask=_left_padding(mask),
-        position_ids=None if positions is None else positions[..., positions.shape[-1] - new :],
+        position_ids=positions[..., positions.shape[-1] - new :],
         keeps_last="logits_to_keep" in inputs,
         stops=stops,
         sampler=Sampler(given, stops, length, settings.do_sample, None if padding is None else int(padding)),

@@ -31,24 +31,22 @@ _OF_SCORES_ALONE = (
 class Progress:
     """Where a batch is: what a step reads and writes, in tensors that stay where they are.
 
-    ``token [B, 1]`` and ``position [..., B, 1]`` (None for models that take none) are the next step's input, ``step
-    [1]`` is how many tokens there are, ``finished [B]`` says which rows have ended. Row i of ``rows [steps, B + 1]``
+    ``token [B, 1]`` and ``position [..., B, 1]`` are the next step's input, ``step [1]`` is how many tokens there are,
+    ``finished [B]`` says which rows have ended. Row i of ``rows [steps, B + 1]``
     has the tokens of step i, and whether all rows have ended. ``logits [B, V]`` are those of the last forward.
     """
 
-    def __init__(self, batch: int, steps: int, position: Tensor | None, device: torch.device) -> None:
+    def __init__(self, batch: int, steps: int, position: Tensor, device: torch.device) -> None:
         """``position`` has the shape of a step's."""
         self.token = torch.zeros((batch, 1), dtype=torch.int64, device=device)
         self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
         self.rows = torch.zeros((steps, batch + 1), dtype=torch.int64, device=device)
         self.logits = torch.empty((batch, 0), device=device)
         # What counts up is in one tensor: a step is made of small kernels, and each has its price.
-        positions = 0 if position is None else position.numel()
-        self._counters = torch.zeros(positions + 1, dtype=torch.int64, device=device)
-        self.step = self._counters[positions:]
-        self.position = None if position is None else self._counters[:positions].view(position.shape)
+        self._counters = torch.zeros(position.numel() + 1, dtype=torch.int64, device=device)
+        self.position, self.step = self._counters[:-1].view(position.shape), self._counters[-1:]
 
-    def begin(self, logits: Tensor, position: Tensor | None) -> None:
+    def begin(self, logits: Tensor, position: Tensor) -> None:
         """Before the first token; ``logits`` and ``position`` are those of the last token of the prompt."""
         if self.logits.shape != logits.shape:
             self.logits = torch.empty_like(logits)
@@ -56,8 +54,7 @@ class Progress:
         self.finished.zero_()
         self.rows[:, -1].zero_()
         self.step.zero_()
-        if self.position is not None and position is not None:
-            self.position.copy_(position)
+        self.position.copy_(position)
 
     def write(self, ended: Tensor | None) -> None:
         """Counts a step, whose tokens are in ``token``; ``ended`` [B] are the rows that end with it, if any may."""
