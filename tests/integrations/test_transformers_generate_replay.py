@@ -1,0 +1,150 @@
+"""Steps that are replayed, as a CUDA graph replays them: the same operators on the same tensors, and no Python.
+
+``Recording`` does that on a CPU. What a step takes from a number of the host, which a graph would have built in, is
+wrong in its second step; on a GPU the same tests run with CUDA graphs.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from families.mixtures import MIXTURES
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import qgemm
+from qgemm.integrations.transformers.generate.replay import CaptureError, GraphMemory, Replayed
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PROMPTS = torch.arange(3, 24, device=DEVICE).reshape(3, 7) * 11 % 90 + 5
+PADDED = (torch.arange(7, device=DEVICE) >= torch.tensor([[3], [1], [0]], device=DEVICE)).long()
+BUILDERS = {**FAMILIES, **MIXTURES}
+
+
+class Recording(TorchDispatchMode):
+    """The operators that ``run`` calls, to be called again with the results of one another."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._done = False
+        with self:
+            run()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("the host waits for the device")
+        out = func(*args, **(kwargs or {}))
+        self._calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        if not self._done:  # recording has done it once, as capturing doesn't
+            self._done = True
+            return
+        now: dict[int, Tensor] = {}
+
+        def current(value: Any) -> Any:
+            return now.get(id(value), value) if isinstance(value, Tensor) else value
+
+        for func, args, kwargs, out in self._calls:
+            found = func(*pytree.tree_map(current, args), **pytree.tree_map(current, kwargs))
+            for old, new in zip(pytree.tree_leaves(out), pytree.tree_leaves(found), strict=True):
+                if isinstance(old, Tensor):
+                    now[id(old)] = new
+
+
+@contextlib.contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs that are captured, if there is no GPU recorded."""
+    made: list[Any] = []
+    capture, begin = GraphMemory.capture, GraphMemory.__init__
+
+    def begin_on_cpu(memory: GraphMemory, device: torch.device) -> None:
+        begin(memory, device)
+        memory.captures = True
+
+    def record(memory: GraphMemory, run: Callable[[], None]) -> Any:
+        made.append(capture(memory, run) if DEVICE.type == "cuda" else Recording(run))
+        return made[-1]
+
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(GraphMemory, "__init__", begin_on_cpu)
+        monkeypatch.setattr(GraphMemory, "beside", lambda memory: _nothing())
+        monkeypatch.setattr(
+            torch.cuda, "is_current_stream_capturing", lambda: bool(torch._C._len_torch_dispatch_stack())
+        )
+    monkeypatch.setattr(GraphMemory, "capture", record)
+    return made
+
+
+FAMILIES_TO_RUN = ["llama", "mistral", "gemma2", "qwen3", "deepseek_v3", "falcon", "gpt2", "gpt_oss", "mixtral"]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+@pytest.mark.parametrize("family", FAMILIES_TO_RUN)
+def test_replayed_steps_give_the_tokens_of_transformers(graphs: list[Any], family: str, padded: bool) -> None:
+    model: Any = BUILDERS[family]().model.to(DEVICE)
+    options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options["attention_mask"] = PADDED if padded else torch.ones_like(PADDED)
+    expected = model.generate(PROMPTS, **options)
+    qgemm.fast_generate(model)
+    assert torch.equal(model.generate(PROMPTS, **options), expected)
+    assert len(graphs) == 2, "one of the forward, one of the sampler"
+    other = PROMPTS.flip(1)
+    options["attention_mask"] = PADDED  # other starts than the captured ones, or steps of another form
+    options["attention_mask"][:2] = options["attention_mask"][:2].flip(0)
+    assert torch.equal(model.generate(other, **options), type(model).generate(model, other, **options))
+
+
+def test_draws_are_replayed(graphs: list[Any]) -> None:
+    model: Any = FAMILIES["llama"]().model.to(DEVICE)
+    options = {"max_new_tokens": 30, "do_sample": True, "top_p": 0.9, "repetition_penalty": 1.3, "pad_token_id": 0}
+    torch.manual_seed(0)
+    expected = model.generate(PROMPTS, **options)
+    state = torch.rand(3, device=DEVICE)
+    qgemm.fast_generate(model)
+    for _ in range(2):
+        torch.manual_seed(0)
+        assert torch.equal(model.generate(PROMPTS, **options), expected)
+        assert torch.equal(torch.rand(3, device=DEVICE), state), "more or fewer random numbers were drawn"
+
+
+def test_what_can_not_be_captured_runs_as_it_is(graphs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = FAMILIES["llama"]().model.to(DEVICE)
+    model.model.norm.register_forward_hook(lambda module, inputs, output: output * output.ne(0).any().item())
+    options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(PROMPTS, **options)
+    if DEVICE.type == "cpu":
+
+        def fail(memory: GraphMemory, run: Callable[[], None]) -> Any:
+            memory.captures = False
+            raise CaptureError("the host waits")
+
+        monkeypatch.setattr(GraphMemory, "capture", fail)  # a recording would have done half of a step
+    qgemm.fast_generate(model)
+    with pytest.warns(UserWarning, match="steps run without CUDA graphs, which is slower"):
+        assert torch.equal(model.generate(PROMPTS, **options), expected)
+
+
+def test_a_function_runs_then_is_captured_then_replayed(graphs: list[Any]) -> None:
+    total, runs = torch.zeros(1, device=DEVICE), []
+    step = Replayed(GraphMemory(DEVICE))
+
+    def add() -> None:
+        runs.append(1)
+        total.add_(2)
+
+    for i in range(1, 5):
+        step(add)
+        assert total.item() == 2 * i
+    assert len(runs) == 2
