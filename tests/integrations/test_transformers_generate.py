@@ -12,6 +12,7 @@ import torch
 from families import FAMILIES, VOCABULARY
 from torch import Tensor
 from transformers import (
+    Cache,
     ContinuousBatchingConfig,
     GenerationConfig,
     PreTrainedModel,
@@ -22,6 +23,7 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList, Stoppi
 from transformers.generation.streamers import BaseStreamer
 
 import qgemm
+from qgemm.integrations.transformers.generate.contexts import attending
 from qgemm.integrations.transformers.generate.entry import decode
 from qgemm.integrations.transformers.generate.stopping import Stops
 
@@ -203,19 +205,42 @@ def test_a_dict_has_a_cache_of_its_own(llama: PreTrainedModel) -> None:
     assert copy.deepcopy(first.past_key_values) is not None  # prompts that are continued in several ways
 
 
-def test_a_cache_is_continued(llama: PreTrainedModel) -> None:
+CACHES: dict[str, Callable[[PreTrainedModel], Cache]] = {
+    "StaticCache": lambda model: StaticCache(model.config, max_cache_len=40),
+    "KeyValueCache": lambda model: qgemm.KeyValueCache(model.config, 3, 40, device=DEVICE),
+    "int8": lambda model: qgemm.KeyValueCache(model.config, 3, 40, torch.int8, DEVICE),
+}
+
+
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+def test_a_cache_is_continued(llama: PreTrainedModel, make: Callable[[PreTrainedModel], Cache]) -> None:
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, **NO_END}
     prompts, mask = PROMPTS.to(DEVICE), PADDED.to(DEVICE)
-    ours, theirs = (StaticCache(llama.config, max_cache_len=40) for _ in range(2))
+    ours, theirs = make(llama), make(llama)
     qgemm.fast_generate(llama)
     for _ in range(3):
         result = llama.generate(prompts, attention_mask=mask, past_key_values=ours, **options)
-        own = functools.partial(type(llama).generate, llama)
-        assert torch.equal(own(prompts, attention_mask=mask, past_key_values=theirs, **options), result)
+        with attending(llama, "sdpa" if isinstance(ours, StaticCache) else "qgemm"):
+            own: Any = type(llama)
+            expected = own.generate(llama, prompts, attention_mask=mask, past_key_values=theirs, **options)
+        assert torch.equal(result, expected)
         prompts = torch.cat([result, result[:, :2]], dim=1)
         mask = torch.cat([mask, mask.new_ones(3, 7)], dim=1)
     with pytest.raises(ValueError, match="room for 40 tokens, but there are 25 in it and 22 to come"):
         llama.generate(prompts, attention_mask=mask, past_key_values=ours, **{**options, "max_new_tokens": 20})
+
+
+def test_a_cache_in_int8(llama: PreTrainedModel) -> None:
+    options: dict[str, Any] = {"input_ids": PROMPTS.to(DEVICE), "max_new_tokens": 12, "do_sample": False, **NO_END}
+    with attending(llama, "qgemm"):
+        expected = llama.generate(**options, past_key_values=CACHES["int8"](llama))
+    explicit = llama.generate(**options, custom_generate=qgemm.generate, cache_dtype=torch.int8)
+    qgemm.fast_generate(llama, cache_dtype=torch.int8)
+    result = llama.generate(**options, return_dict_in_generate=True)
+    assert torch.equal(explicit, expected)
+    assert torch.equal(result.sequences, expected)
+    assert result.past_key_values.layers[0].keys.dtype == torch.int8
+    assert llama.config._attn_implementation == "sdpa", "the model's attention is changed"
 
 
 def test_calls_of_other_sizes_share_what_is_kept(llama: PreTrainedModel) -> None:
