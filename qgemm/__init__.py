@@ -5,6 +5,7 @@
 - ``calibrate(model)`` finds the scales that static schemes want.
 - ``qgemm.calibration`` has the methods of recipes: ``quantize_model(..., calibration=batches, recipe=[GPTQ()])``.
 - ``sensitivity(model, data)`` ranks layers by the damage that each does alone; ``Budget`` chooses schemes by it.
+- ``fuse(model)`` has the layers of a transformer compute as few kernels; ``unfuse(model)`` undoes it.
 - ``QuantLinear`` is the layer, ``QuantExperts`` a mixture of experts.
 - ``save_quantized(model, folder)`` and ``load_quantized(folder)`` keep a quantized model in safetensors.
 - ``quantize_checkpoint(source, destination)`` quantizes from files to files, for models larger than memory.
@@ -21,6 +22,7 @@ from qgemm import integrations
 from qgemm.calibration import Budget, Calibration, Sensitivity, calibrate
 from qgemm.calibration.sensitivity import sensitivity
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
+from qgemm.fusion import FusionReport, fuse, fusion_report, unfuse
 from qgemm.generation import fast_generate, generate
 from qgemm.model.report import QuantReport, report
 from qgemm.nn import QuantExperts, QuantLinear
@@ -38,6 +40,7 @@ __all__ = [
     "Budget",
     "Calibration",
     "CheckpointError",
+    "FusionReport",
     "QuantExperts",
     "QuantLinear",
     "QuantReport",
@@ -46,6 +49,8 @@ __all__ = [
     "__version__",
     "calibrate",
     "fast_generate",
+    "fuse",
+    "fusion_report",
     "generate",
     "load_quantized",
     "quantize_checkpoint",
@@ -53,6 +58,7 @@ __all__ = [
     "report",
     "save_quantized",
     "sensitivity",
+    "unfuse",
 ]
 
 _OF_TRANSFORMERS = ("KeyValueCache", "QGemmConfig")

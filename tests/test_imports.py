@@ -44,12 +44,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.norms",
         "qgemm.numerics",
     },
-    "qgemm.kernels.attention": {
-        "qgemm.kernels.stages",
-        "qgemm.kernels.launch",
-        "qgemm.kernels.checks",
-        "qgemm.numerics",
-    },
+    "qgemm.kernels.attention": set(),
     "qgemm.kernels.rotary": {"qgemm.kernels.norms", "qgemm.kernels.reference"},
     "qgemm.kernels.packed": {"qgemm.kernels.checks", "qgemm.numerics"},
     "qgemm.kernels.quantize": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.numerics"},
@@ -86,6 +81,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.scheme",
         "qgemm.nn",
     },
+    "qgemm.fusion": {"qgemm.arguments", "qgemm.tables", "qgemm.nn"},
     "qgemm.checkpoint": {
         "qgemm.arguments",
         "qgemm.device",

@@ -8,7 +8,7 @@ is moved to; only biases follow. Code around a layer that reads its weight gets 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,16 @@ from qgemm.scheme import QuantScheme
 Layer = TypeVar("Layer", bound="QuantLayer")
 
 
+class Merged(Protocol):
+    """Whoever has placed parameters of a layer side by side with those of others: ``nn.blocks.MergedWeights``."""
+
+    def place(self) -> None:
+        """Called when parameters of the layer have been moved or loaded."""
+
+    def let_go(self) -> None:
+        """Called when one is replaced."""
+
+
 class QuantLayer(nn.Module):
     """A layer with quantized weights: a ``LinearLayer`` of some kind, or ``QuantExperts``.
 
@@ -30,6 +40,7 @@ class QuantLayer(nn.Module):
     - ``index_names``: those that hold other numbers whose dtype is fixed, such as the indices of columns.
     - ``made_by``: the class method that makes one from a float layer.
     - ``layer_name``: its name in the model, for errors; empty for a layer by itself.
+    - ``merged``: who is told when its parameters move, because they are rows of a tensor that others share; or None.
 
     The remaining parameters are biases and the like, of any float dtype.
     """
@@ -40,6 +51,7 @@ class QuantLayer(nn.Module):
     made_by: ClassVar[str]
     scheme: QuantScheme
     layer_name: str = ""
+    merged: Merged | None = None
 
     def __getattr__(self, name: str) -> Any:
         """As ``nn.Module``; a parameter with quantized values as a ``StoredWeight``, which no float mixes with."""
@@ -56,6 +68,8 @@ class QuantLayer(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """As ``nn.Module``; of a ``StoredWeight``, the parameter itself is set."""
         super().__setattr__(name, value.stored if type(value) is StoredWeight else value)
+        if self.merged is not None and name in self._parameters:
+            self.merged.let_go()
 
     def stored(self, name: str) -> Any:
         """A parameter with its stored values."""
@@ -90,6 +104,8 @@ class QuantLayer(nn.Module):
             return applied
 
         super()._apply(keep_dtype, recurse)
+        if self.merged is not None:
+            self.merged.place()
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -116,6 +132,8 @@ class QuantLayer(nn.Module):
             if prefix + name in state_dict and state_dict[prefix + name].dtype != torch.float32
         }
         super()._load_from_state_dict({**state_dict, **scales} if scales else state_dict, prefix, *args)
+        if self.merged is not None:
+            self.merged.place()
 
 
 def traced_as_leaf(layer: nn.Module, *inputs: Any) -> Any:

@@ -1,0 +1,6 @@
+"""Fused layers in models: which, how they are found (``structure.py``), and whether they compute the same."""
+
+from qgemm.fusion.fuse import fuse, fusion_report, unfuse
+from qgemm.fusion.report import FusionRecord, FusionReport
+
+__all__ = ["FusionRecord", "FusionReport", "fuse", "fusion_report", "unfuse"]

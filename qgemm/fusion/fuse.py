@@ -1,0 +1,102 @@
+"""``fuse``: has the layers of a quantized transformer compute as few kernels, in place; ``unfuse`` undoes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from qgemm.arguments import check_model
+from qgemm.fusion.report import FusionRecord, FusionReport
+from qgemm.fusion.structure import find_candidates, is_layer
+from qgemm.fusion.verify import MAX_ERROR, Call, error_of, record_calls
+from qgemm.nn import QuantLayer
+from qgemm.nn.blocks.layer import FusedLayer, bind, unbind
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
+    """Fuses the layers of a quantized transformer, in place, and returns ``model``.
+
+    Layers that read one input become one product, and norms, residuals and activations around them part of their
+    neighbours. Modules, parameters and their names stay, so that saving, loading, adapters and hooks see the model as
+    it was; calls that a fused layer doesn't know (training, attention weights, hooks on what it passes over) are
+    computed as before. ``qgemm.fusion_report(model)`` says what was fused, and why the rest wasn't.
+
+    Each fused layer is compared with the layer before it takes its place: ``inputs`` are the keyword arguments of the
+    forward for that; None takes a few tokens. A layer that computes something else stays as it is.
+
+    Raises ``ValueError`` for a model without quantized layers. Fuse again after layers were added or replaced.
+    """
+    check_model(model)
+    if not any(isinstance(module, QuantLayer) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} holds no quantized layer to fuse: quantize_model makes them")
+    layers = {name: module for name, module in model.named_modules() if is_layer(module)}
+    for layer in layers.values():
+        unbind(layer)
+    calls, problem = _calls(model, layers, inputs)
+    records = []
+    for name, layer in layers.items():
+        found = find_candidates(layer)
+        fused, error, reason = _choose(layer, found.fused, calls, problem)
+        parts = found.parts if fused is not None else ()
+        if fused is not None:
+            bind(layer, fused)
+        reason = "; ".join(filter(None, (found.reason, reason)))
+        records.append(FusionRecord(name, type(layer).__name__, parts, reason, error))
+    model._qgemm_fusions = FusionReport(tuple(records))  # type: ignore[assignment]
+    return model
+
+
+def unfuse(model: Model) -> Model:
+    """Undoes ``fuse``, in place, and returns ``model``: every layer computes as its class says."""
+    check_model(model)
+    for module in model.modules():
+        unbind(module)
+    vars(model).pop("_qgemm_fusions", None)
+    return model
+
+
+def fusion_report(model: nn.Module) -> FusionReport:
+    """What ``fuse`` did to ``model``. Raises ``ValueError`` if it did nothing yet."""
+    check_model(model)
+    stored = getattr(model, "_qgemm_fusions", None)
+    if not isinstance(stored, FusionReport):
+        raise ValueError(f"{type(model).__name__} wasn't fused: qgemm.fuse(model) does that")
+    return stored
+
+
+def _calls(
+    model: nn.Module, layers: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None
+) -> tuple[dict[Any, Call], str]:
+    """A call of each layer; or why there are none."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return {}, ""
+    if inputs is None and not hasattr(model, "dummy_inputs"):
+        return {}, "pass inputs, on which it can be verified"
+    try:
+        return record_calls(model, layers.values(), inputs), ""
+    except Exception as error:  # anything that a model's forward may raise
+        return {}, f"it can't be verified: the model's forward raised {type(error).__name__}: {error}"
+
+
+def _choose(
+    layer: nn.Module, candidates: tuple[FusedLayer, ...], calls: Mapping[Any, Call], problem: str
+) -> tuple[FusedLayer | None, float | None, str]:
+    """The one of ``candidates`` that computes what ``layer`` does, its error, and why it is none."""
+    if not candidates:
+        return None, None, ""
+    call = calls.get(layer)
+    if call is None:
+        return None, None, problem or "it can't be verified: the model's forward doesn't call it"
+    returns_tuple = isinstance(call.output, tuple)
+    if returns_tuple and len(call.output) != 2:
+        return None, None, f"it returns {len(call.output)} values"
+    errors = [error_of(candidate, call) for candidate in candidates]
+    best = min(range(len(errors)), key=errors.__getitem__)
+    if errors[best] <= MAX_ERROR:
+        return replace(candidates[best], returns_tuple=returns_tuple), errors[best], ""
+    return None, errors[best], f"it computes something else than its names say (off by {errors[best]:.0%})"

@@ -1,0 +1,64 @@
+"""``FusionReport``: what ``fuse`` did to each layer of a model, and why it left what it left."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from qgemm.tables import html_table, text_table
+
+_HEADER = ("layer", "kind", "fused", "error", "note")
+
+
+@dataclass(frozen=True)
+class FusionRecord:
+    """What became of one layer.
+
+    - ``name``: its dotted name; ``kind``: its class.
+    - ``parts``: what is fused of it: ``"attention"``, ``"mlp"``; nothing if it is as it was.
+    - ``reason``: why the rest isn't; empty if all is.
+    - ``error``: how far its output was from the layer's when it was made, relative to what the layer adds to its input;
+      0 if the bits were the same, None if that wasn't looked at.
+    """
+
+    name: str
+    kind: str
+    parts: tuple[str, ...]
+    reason: str
+    error: float | None
+
+
+@dataclass(frozen=True)
+class FusionReport:
+    """The records of a model's layers, in the model's order. ``print`` shows a table, a notebook an HTML one."""
+
+    records: tuple[FusionRecord, ...]
+
+    @property
+    def fused(self) -> tuple[FusionRecord, ...]:
+        """The records of layers of which something is fused."""
+        return tuple(record for record in self.records if record.parts)
+
+    def __str__(self) -> str:
+        """An aligned table, a row per layer; layers in a row that were fused alike share one."""
+        return text_table(_HEADER, self._rows(), {"error"}, self._totals())
+
+    def _repr_html_(self) -> str:
+        return html_table(_HEADER, self._rows(), self._totals())
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                record.name,
+                record.kind,
+                ", ".join(record.parts) or "nothing",
+                "" if record.error is None else f"{record.error:.1e}" if record.error else "0",
+                record.reason,
+            )
+            for record in self.records
+        ]
+
+    def _totals(self) -> list[str]:
+        parts = Counter(part for record in self.records for part in record.parts)
+        counts = ", ".join(f"{count} x {part}" for part, count in parts.items())
+        return [f"{len(self.fused)} of {len(self.records)} layers fused" + (f": {counts}" if counts else "")]

@@ -1,0 +1,84 @@
+"""Whether a fused layer computes what the layer does: both are run on what the layer gets in a forward of the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.nn.blocks.layer import FusedLayer
+
+MAX_ERROR = 0.02
+"""How far a fused layer's output may be from the layer's, as a part of what the layer adds to its input.
+
+A value that another order of a sum rounds to the next int8 is off by less than 1 % of a row's maximum; what is computed
+wrongly is off by far more.
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a layer: ``x`` and the other arguments by name, and what it returned."""
+
+    x: Tensor
+    others: Mapping[str, Any]
+    output: Any
+
+
+def record_calls(model: nn.Module, layers: Iterable[nn.Module], inputs: Mapping[str, Any] | None) -> dict[Any, Call]:
+    """A call of each of ``layers``, by layer, in a forward of ``model``.
+
+    ``inputs``: keyword arguments of that; None takes what transformers has for it.
+    """
+    calls: dict[Any, Call] = {}
+
+    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        others = {name: value for name, value in kwargs.items() if name not in ("past_key_values", "layer_past")}
+        names = list(inspect.signature(type(layer).forward).parameters)[1:]
+        named = dict(zip(names, args, strict=False))
+        x = named.pop(names[0], None)
+        if x is None:
+            x = others.pop(names[0])
+        calls.setdefault(layer, Call(x, {**named, **others}, output))
+
+    handles = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            model(**(_dummy_inputs(model) if inputs is None else inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in modes:
+            module.training = mode
+    return calls
+
+
+@torch.no_grad()
+def error_of(fused: FusedLayer, call: Call) -> float:
+    """How far the output of ``fused`` is from the layer's in ``call``, relative to what the layer adds to its input."""
+    expected = call.output[0] if isinstance(call.output, tuple) else call.output
+    context = {**fused.defaults, **call.others}
+    operands = fused.operands()
+    if operands is None:
+        return float("inf")
+    try:
+        out = fused(call.x, operands, context)
+    except Exception:  # of a candidate that is wrong, anything may be raised
+        return float("inf")
+    if out.shape != expected.shape or out.dtype != expected.dtype:
+        return float("inf")
+    added = (expected.float() - call.x.float()).norm()
+    error = ((out.float() - expected.float()).norm() / added).item()
+    return error if error == error else float("inf")
+
+
+def _dummy_inputs(model: Any) -> dict[str, Any]:
+    parameters = inspect.signature(model.forward).parameters
+    inputs = {name: value.to(model.device) for name, value in model.dummy_inputs.items()}
+    return {**inputs, "use_cache": False} if "use_cache" in parameters else inputs

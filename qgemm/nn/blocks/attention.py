@@ -1,0 +1,118 @@
+"""``FusedAttention``: queries, keys and values in one product, and what follows up to the output projection.
+
+It computes what the ``forward`` of transformers' attention modules does, which differ in a few things that are values
+here: where queries and keys are normalized, how many columns of a head rotate, and what else the attention function is
+told. The functions for rotation and attention are the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.nn.blocks.merged import MergedWeights, Operands
+from qgemm.nn.blocks.steps import Input, linear
+
+
+@dataclass(frozen=True, eq=False)
+class HeadNorms:
+    """Norms of queries and keys ahead of the rotation.
+
+    - ``query``, ``key``: the modules.
+    - ``layout``: what they take: ``"columns"`` ``[B, S, H * D]``, ``"heads"`` ``[B, S, H, D]``, or ``"transposed"``
+      ``[B, H, S, D]``.
+    """
+
+    query: nn.Module
+    key: nn.Module
+    layout: str
+
+
+@dataclass(frozen=True, eq=False)
+class FusedAttention:
+    """How an attention module computes.
+
+    - ``module``: the module; ``qkv``: its projections of queries, keys and values; ``out``: that of the output.
+    - ``heads``, ``kv_heads``, ``head_dim``: of the queries, of keys and values, and of all.
+    - ``norms``: of queries and keys, or None.
+    - ``rotate``: ``(q, k, cos, sin) -> (q, k)``, of ``[B, H, S, D]`` each; None for a layer without positions.
+    - ``rotated_columns``: how many columns of a head it is given, the first; None for all.
+    - ``functions``, ``eager``: transformers' attention functions by name, and the module's own.
+    - ``scaling``: of the scores. ``told``: what else the attention function is told, by name; ``sinks``: whether it is
+      told ``module.sinks``.
+    - ``cache_name``: what the cache is called among the arguments.
+    """
+
+    module: Any
+    qkv: MergedWeights
+    out: MergedWeights
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norms: HeadNorms | None
+    rotate: Callable[..., tuple[Tensor, Tensor]] | None
+    rotated_columns: int | None
+    functions: Any
+    eager: Callable[..., Any]
+    scaling: float
+    told: Mapping[str, Any]
+    sinks: bool = False
+    cache_name: str = "past_key_values"
+
+    @property
+    def products(self) -> tuple[MergedWeights, ...]:
+        """What it multiplies with."""
+        return (self.qkv, self.out)
+
+    def __call__(
+        self,
+        x: Input,
+        operands: tuple[Operands, ...],
+        residual: Tensor | None,
+        dtype: torch.dtype,
+        context: Mapping[str, Any],
+    ) -> Tensor:
+        """The output of the attention module for ``x [B, S, K]``, plus ``residual``, in ``dtype``.
+
+        ``operands``: of its products. ``context``: what the module is called with beside ``x``.
+        """
+        into, out_of = operands
+        others = dict(context)
+        mask, cache = others.pop("attention_mask", None), others.pop(self.cache_name, None)
+        positions = others.pop("position_embeddings", None)
+        qkv = linear(x, into, dtype)
+        q, k, v = self._split(qkv, positions)
+        if cache is not None:
+            k, v = cache.update(k, v, self.module.layer_idx)
+        others.update(self.told)
+        if self.sinks:
+            others["s_aux"] = self.module.sinks
+        attend = self.functions.get_interface(self.module.config._attn_implementation, self.eager)
+        out, _ = attend(self.module, q, k, v, mask, dropout=0.0, scaling=self.scaling, **others)
+        return linear(out.reshape(*qkv.shape[:-1], -1), out_of, dtype, residual)
+
+    def _split(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[B, H, S, D]``, keys and values ``[B, Hkv, S, D]``, normalized and rotated."""
+        D, norms = self.head_dim, self.norms
+        q, k, v = qkv.split([self.heads * D, self.kv_heads * D, self.kv_heads * D], dim=-1)
+        if norms is not None and norms.layout == "columns":
+            q, k = norms.query(q), norms.key(k)
+        q, k, v = (each.view(*qkv.shape[:-1], -1, D) for each in (q, k, v))
+        if norms is not None and norms.layout == "heads":
+            q, k = norms.query(q), norms.key(k)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        if norms is not None and norms.layout == "transposed":
+            q, k = norms.query(q), norms.key(k)
+        if self.rotate is not None:
+            assert positions is not None
+            R = self.rotated_columns
+            if R is None:
+                q, k = self.rotate(q, k, *positions)
+            else:
+                turned = self.rotate(q[..., :R], k[..., :R], *positions)
+                q, k = (torch.cat((own, x[..., R:]), dim=-1) for own, x in zip(turned, (q, k), strict=True))
+        return q, k, v

@@ -1,0 +1,193 @@
+"""``FusedLayer``: a layer of a transformer, attention and MLP with their norms and residuals, computed together.
+
+In a row: ``t = x + n2(attention(n1(x)))``, ``y = t + n4(mlp(n3(t)))``, where any of the norms may be missing. Side by
+side: ``y = x + attention(n1(x)) + mlp(n3(x))``. With the norms behind the residuals: ``t = n2(x + attention(x))``,
+``y = n4(t + mlp(t))``. A branch that isn't fused is called as the module that it is.
+
+The module keeps its place, its name and its children; only ``forward`` of the instance is another, until ``unbind``.
+What that doesn't know it leaves to the class's own: training, gradients, autocast, attention weights, hooks on what it
+would pass over, layers that others have put into its place.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.nn.blocks.attention import FusedAttention
+from qgemm.nn.blocks.merged import MergedWeights, Operands
+from qgemm.nn.blocks.mlp import FusedMlp
+from qgemm.nn.blocks.steps import normalize, quantize
+
+Form = Literal["in a row", "side by side", "norms last"]
+
+_NAME = "_qgemm_fused"
+# Arguments of layers with more than their own attention.
+_UNKNOWN = ("encoder_hidden_states", "encoder_attention_mask")
+
+
+@dataclass(frozen=True, eq=False)
+class CalledBranch:
+    """A branch that is called as the module that it is: attention that isn't fused, or a mixture of experts.
+
+    ``told``: whether it is called with all that the layer is called with.
+    """
+
+    module: nn.Module
+    told: bool
+    products: tuple[MergedWeights, ...] = ()
+
+    def __call__(
+        self,
+        x: Tensor,
+        operands: tuple[Operands, ...],
+        residual: Tensor | None,
+        dtype: torch.dtype,
+        context: Mapping[str, Any],
+    ) -> Tensor:
+        """The module's output for ``x [B, S, K]``, plus ``residual``."""
+        out = self.module(x, **context) if self.told else self.module(x)
+        whole: Tensor = (out[0] if isinstance(out, tuple) else out).view_as(x)
+        return whole if residual is None else residual + whole
+
+
+Branch = FusedAttention | FusedMlp | CalledBranch
+AllOperands = tuple[tuple[Operands, ...], tuple[Operands, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class FusedLayer:
+    """How a layer computes.
+
+    - ``form``: how its branches and norms follow one another; see above.
+    - ``attention_norm``, ``mlp_norm``: ahead of a branch; ``attention_out_norm``, ``mlp_out_norm``: behind it.
+    - ``multiplier``: of each branch ahead of the residual; ``residual_first``: whether, side by side, the branches are
+      added to the residual one by one, or to one another first.
+    - ``defaults``: the arguments of ``forward`` after the first, by name and in order.
+    - ``passed_over``: modules that are not called, with the name and holder of each, so that a replaced one is seen.
+    - ``returns_tuple``: whether ``forward`` returns the output with attention weights, which are None.
+    """
+
+    form: Form
+    attention: Branch
+    mlp: Branch
+    attention_norm: nn.Module | None = None
+    attention_out_norm: nn.Module | None = None
+    mlp_norm: nn.Module | None = None
+    mlp_out_norm: nn.Module | None = None
+    multiplier: float = 1.0
+    residual_first: bool = True
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    passed_over: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
+    returns_tuple: bool = False
+
+    def prepare(self, layer: nn.Module, x: Any, context: Mapping[str, Any]) -> AllOperands | None:
+        """The operands of both branches for this call of ``layer``; None if it can't be computed here."""
+        if type(x) is not Tensor or layer.training or (torch.is_grad_enabled() and x.requires_grad):
+            return None
+        if torch.is_autocast_enabled(x.device.type) or any(context.get(name) is not None for name in _UNKNOWN):
+            return None
+        if context.get("output_attentions"):
+            return None
+        if isinstance(self.attention, FusedAttention) and (
+            self.attention.module.config.output_attentions
+            or hasattr(context.get(self.attention.cache_name), "self_attention_cache")
+        ):
+            return None
+        for holder, name, module in self.passed_over:
+            if holder._modules.get(name) is not module or _is_watched(module):
+                return None
+        return self.operands()
+
+    def operands(self) -> AllOperands | None:
+        """Those of both branches' products; None if one has none now."""
+        attention, mlp = _operands(self.attention), _operands(self.mlp)
+        return None if attention is None or mlp is None else (attention, mlp)
+
+    def __call__(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
+        """The layer's output for ``x [B, S, K]``."""
+        if self.form == "in a row":
+            return self._in_a_row(x, operands, context)
+        if self.form == "side by side":
+            return self._side_by_side(x, operands, context)
+        return self._norms_last(x, operands, context)
+
+    def _in_a_row(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
+        for branch, own, norm, out_norm in (
+            (self.attention, operands[0], self.attention_norm, self.attention_out_norm),
+            (self.mlp, operands[1], self.mlp_norm, self.mlp_out_norm),
+        ):
+            read = normalize(x, norm)
+            if out_norm is None and self.multiplier == 1.0:
+                x = branch(read, own, x, x.dtype, context)
+            else:
+                out = normalize(branch(read, own, None, x.dtype, context), out_norm)
+                x = x + (out if self.multiplier == 1.0 else out * self.multiplier)
+        return x
+
+    def _side_by_side(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
+        read: Any = normalize(x, self.attention_norm)
+        other: Any = read if self.mlp_norm is None else normalize(x, self.mlp_norm)
+        if self.mlp_norm is None and operands[0] and operands[1]:
+            read = other = quantize(read, operands[0][0].input_scale)
+        out = self.attention(read, operands[0], x if self.residual_first else None, x.dtype, context)
+        out = self.mlp(other, operands[1], out, x.dtype, context)
+        return out if self.residual_first else out + x
+
+    def _norms_last(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
+        x = normalize(self.attention(x, operands[0], x, x.dtype, context), self.attention_out_norm)
+        return normalize(self.mlp(x, operands[1], x, x.dtype, context), self.mlp_out_norm)
+
+
+def _operands(branch: Branch) -> tuple[Operands, ...] | None:
+    found = tuple([product.operands() for product in branch.products])
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def bind(layer: nn.Module, fused: FusedLayer) -> None:
+    """Has ``layer`` compute as ``fused`` says."""
+    setattr(layer, _NAME, fused)
+    layer.forward = types.MethodType(forward, layer)  # type: ignore[method-assign]
+
+
+def unbind(layer: nn.Module) -> None:
+    """Has ``layer`` compute as its class says, with weights in memory of their own."""
+    fused = fused_of(layer)
+    if fused is None:
+        return
+    for product in (*fused.attention.products, *fused.mlp.products):
+        product.separate()
+    delattr(layer, _NAME)
+    vars(layer).pop("forward", None)
+
+
+def fused_of(layer: nn.Module) -> FusedLayer | None:
+    """How ``layer`` computes, if it is fused."""
+    fused: FusedLayer | None = vars(layer).get(_NAME)
+    return fused
+
+
+def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The ``forward`` of a fused layer, called as the class's own."""
+    fused: FusedLayer = self._qgemm_fused
+    context = {**fused.defaults, **kwargs}
+    if args:
+        context.update(zip(fused.defaults, args, strict=False))
+    operands = fused.prepare(self, hidden_states, context)
+    if operands is None:
+        return type(self).forward(self, hidden_states, *args, **kwargs)
+    out = fused(hidden_states, operands, context)
+    return (out, None) if fused.returns_tuple else out
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether others would see a call of ``module``, or have another in its place."""
+    if module._forward_pre_hooks or "forward" in vars(module):
+        return True
+    # transformers' own record attention weights, and do nothing where none are asked for.
+    return any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in module._forward_hooks.values())

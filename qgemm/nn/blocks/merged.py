@@ -1,0 +1,174 @@
+"""``MergedWeights``: layers that read one input, computed by one product.
+
+``y = x @ cat(weights).T``, whose columns are those of the layers, one after another: queries, keys and values, or gate
+and up. Merging is a matter of placement alone: the weights, scales and biases of the layers become rows of one tensor
+each, while the layers stay modules of their own with parameters of their own. So the names in a ``state_dict``, saved
+files, adapters and hooks are those of the model, merged or not, and nothing takes memory twice.
+
+A product of int8 rows has the same bits in a merged layer as in one by itself: every column has its own sum and scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.nn.linear import QuantLinear
+from qgemm.nn.quant_layer import frozen
+
+
+class Operands(NamedTuple):
+    """What a product multiplies with; see ``QuantLinear``."""
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+
+
+_PLACED = ("weight", "weight_scale", "bias")
+
+
+class MergedWeights:
+    """The operands of ``layers``, rows side by side: ``operands()`` is those of one layer with all their outputs.
+
+    Whatever moves or replaces a parameter of a layer (``.to()``, ``load_state_dict``, a copy) separates it from the
+    others; then all are placed side by side again, at once or at the next call. One layer by itself is placed nowhere.
+    """
+
+    def __init__(self, layers: Sequence[QuantLinear]) -> None:
+        """Places the weights of ``layers``. Raises ``ValueError`` if they can't be merged, as ``why_apart`` says."""
+        if reason := why_apart(layers):
+            raise ValueError(f"these layers can't be merged: {reason}")
+        self.layers = tuple(layers)
+        self._operands: Operands | None = None
+        self._addresses: tuple[int, ...] = ()
+        for layer in self.layers:
+            layer.merged = self
+        self.place()
+
+    def operands(self) -> Operands | None:
+        """What computes all layers; None if they can't be computed together as they are now.
+
+        That is, if one is without values, or on another device.
+        """
+        if not torch.compiler.is_compiling() and self._find_addresses() != self._addresses:
+            self.place()
+        return self._operands
+
+    def place(self) -> None:
+        """Places the layers' values side by side, unless they are; nowhere if that isn't possible now."""
+        addresses = self._find_addresses()
+        if self._operands is not None and addresses == self._addresses and self._agrees():
+            return
+        self.let_go()
+        if not self._agrees() or why_apart(self.layers):
+            # Looked at again once something changes.
+            self._addresses = addresses
+            return
+        with torch.no_grad(), torch.inference_mode(mode=False):
+            wholes = {name: self._join(name) for name in _PLACED}
+        weight, weight_scale = wholes["weight"], wholes["weight_scale"]
+        assert weight is not None
+        assert weight_scale is not None
+        input_scale = self.layers[0]._parameters.get("input_scale")
+        self._operands = Operands(weight, weight_scale, wholes["bias"], input_scale)
+        self._addresses = self._find_addresses()
+
+    def let_go(self) -> None:
+        """Says that the values are no longer where they were placed."""
+        self._operands, self._addresses = None, ()
+
+    def separate(self) -> None:
+        """Gives each layer memory of its own again."""
+        self.let_go()
+        for layer in self.layers:
+            layer.merged = None
+            if len(self.layers) > 1:
+                for name in _PLACED:
+                    parameter = layer._parameters.get(name)
+                    if parameter is not None:
+                        parameter.data = parameter.data.clone()
+
+    def _join(self, name: str) -> Tensor | None:
+        """One tensor for the parameters called ``name``, which become its rows; they stay the same objects."""
+        parameters: list[Any] = [layer._parameters.get(name) for layer in self.layers]
+        first: Tensor | None = parameters[0]
+        if first is None or len(parameters) == 1:
+            return first
+        # A parameter, by which a compiler knows that its address stays.
+        whole = frozen(torch.cat([parameter.detach() for parameter in parameters]))
+        rows = whole.detach().split([parameter.shape[0] for parameter in parameters])
+        for parameter, own in zip(parameters, rows, strict=True):
+            parameter.data = own
+        return whole
+
+    def _find_addresses(self) -> tuple[int, ...]:
+        return tuple(
+            [
+                0 if (parameter := layer._parameters.get(name)) is None else parameter.data_ptr()
+                for layer in self.layers
+                for name in _PLACED
+            ]
+        )
+
+    def _agrees(self) -> bool:
+        """Whether all layers have values on one device, and scales and biases of one kind."""
+        for name in _PLACED:
+            kinds = {
+                None if (p := layer._parameters.get(name)) is None else (p.device, p.dtype) for layer in self.layers
+            }
+            if len(kinds) > 1 or any(kind is not None and kind[0].type == "meta" for kind in kinds):
+                return False
+        return _equal_input_scales(self.layers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MergedWeights:
+        """Of the copies of the layers, which are placed when they are called: each has memory of its own until then."""
+        from copy import deepcopy
+
+        copied = MergedWeights.__new__(MergedWeights)
+        memo[id(self)] = copied
+        copied._operands, copied._addresses = None, ()
+        copied.layers = tuple(deepcopy(layer, memo) for layer in self.layers)
+        return copied
+
+
+def why_apart(layers: Sequence[nn.Module]) -> str:
+    """Why ``layers`` can't be merged; empty if they can."""
+    for layer in layers:
+        if type(layer) is not QuantLinear:
+            return f"{_name(layer)} is a {type(layer).__name__}, not a QuantLinear"
+        if hasattr(layer, "_hf_hook"):
+            return f"accelerate moves the weight of {_name(layer)}"
+        if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+            return f"{_name(layer)} has hooks, or another forward"
+        if type(layer._parameters.get("weight")) is not nn.Parameter:
+            return f"the weight of {_name(layer)} is computed, or cut among processes"
+    first, *others = layers
+    assert isinstance(first, QuantLinear)
+    for other in others:
+        assert isinstance(other, QuantLinear)
+        if other.in_features != first.in_features:
+            return f"{_name(first)} has {first.in_features} inputs, {_name(other)} {other.in_features}"
+        if other.scheme != first.scheme:
+            return f"{_name(first)} is {first.scheme.name}, {_name(other)} {other.scheme.name}"
+        if (other.bias is None) != (first.bias is None):
+            return f"of {_name(first)} and {_name(other)}, one has a bias"
+    if not _equal_input_scales([layer for layer in layers if isinstance(layer, QuantLinear)]):
+        return f"the static input scales of {_name(first)} and its siblings differ"
+    return ""
+
+
+def _equal_input_scales(layers: Sequence[QuantLinear]) -> bool:
+    scales = [layer._parameters.get("input_scale") for layer in layers]
+    first = scales[0]
+    if first is None or first.is_meta:
+        return True
+    return all(each is not None and each.device == first.device and bool(each == first) for each in scales[1:])
+
+
+def _name(layer: Any) -> str:
+    return getattr(layer, "layer_name", "") or "a layer"

@@ -1,0 +1,50 @@
+"""``FusedMlp``: ``down(act(gate(x)) * up(x))`` or ``down(act(up(x)))``, with gate and up in one product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.nn.blocks.merged import MergedWeights, Operands
+from qgemm.nn.blocks.steps import Input, linear
+
+
+@dataclass(frozen=True, eq=False)
+class FusedMlp:
+    """How a module of two or three linear layers computes.
+
+    - ``first``: gate and up, or one layer that has both or is not gated; ``down``: the last.
+    - ``activation``: the module's own; ``gated``: whether the first half of the columns is the gate of the second.
+    """
+
+    first: MergedWeights
+    down: MergedWeights
+    activation: Callable[[Tensor], Tensor]
+    gated: bool
+
+    @property
+    def products(self) -> tuple[MergedWeights, ...]:
+        """What it multiplies with."""
+        return (self.first, self.down)
+
+    def __call__(
+        self,
+        x: Input,
+        operands: tuple[Operands, ...],
+        residual: Tensor | None,
+        dtype: torch.dtype,
+        context: Mapping[str, Any],
+    ) -> Tensor:
+        """The output of the module for ``x [..., K]``, plus ``residual``, in ``dtype``."""
+        into, out_of = operands
+        h = linear(x, into, dtype)
+        if self.gated:
+            gate, up = h.chunk(2, dim=-1)
+            h = self.activation(gate) * up
+        else:
+            h = self.activation(h)
+        return linear(h, out_of, dtype, residual)

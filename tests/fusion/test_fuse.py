@@ -1,0 +1,270 @@
+"""Fused models: the same numbers, tokens and files as unfused ones, and what becomes of each family."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, Example
+from families.mixtures import MIXTURES
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qgemm import fuse, fusion_report, load_quantized, quantize_model, save_quantized, unfuse
+from qgemm.fusion.verify import MAX_ERROR
+from qgemm.nn.blocks.layer import fused_of
+
+BOTH = ("attention", "mlp")
+# What is fused of the layers of each family, in order.
+FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3"), (BOTH, BOTH)),
+    **dict.fromkeys(("olmo2", "stablelm", "cohere", "gpt2"), (BOTH, BOTH)),
+    "deepseek_v3": (("mlp",), ("mlp",)),
+    "gpt_neox": (("mlp",), ("mlp",)),
+}
+OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
+    **dict.fromkeys(
+        ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "granitemoe", "gpt_oss"), (("attention",), ("attention",))
+    ),
+    "deepseek_v3": (("mlp",), ()),
+    "llama4": ((), ()),
+}
+OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+class _Counted(TorchDispatchMode):
+    """Counts the products that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += str(func).startswith(("qgemm.quant_linear", "qgemm.multiply"))
+        return func(*args, **(kwargs or {}))
+
+
+def products_in(example: Example) -> int:
+    with _Counted() as counted:
+        example.output()
+    return counted.products
+
+
+def quantized(family: str) -> Example:
+    build = FAMILIES[family] if family in FAMILIES else MIXTURES[family]
+    example = build()
+    quantize_model(example.model)
+    return example
+
+
+def fused_parts(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    return tuple(record.parts for record in fusion_report(model).records)
+
+
+@pytest.mark.slow(quick=["llama", "gpt2", "cohere"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FUSED)
+def test_a_fused_model_has_the_bits_of_the_model(family: str, dtype: torch.dtype) -> None:
+    example = quantized(family)
+    example.model.to(dtype)
+    expected, products = example.output(), products_in(example)
+    fuse(example.model)
+    assert fused_parts(example.model) == FUSED[family]
+    assert all(record.error is not None and record.error <= MAX_ERROR for record in fusion_report(example.model).fused)
+    assert torch.equal(example.output(), expected)
+    if any("attention" in parts for parts in FUSED[family]) and family not in ("phi3", "gpt2"):
+        assert products_in(example) < products
+    unfuse(example.model)
+    assert products_in(example) == products
+    assert torch.equal(example.output(), expected)
+
+
+@pytest.mark.slow(quick=["mixtral"])
+@pytest.mark.parametrize("family", OF_MIXTURES)
+def test_mixtures(family: str) -> None:
+    build = MIXTURES[family]
+    example = build()
+    quantize_model(example.model)
+    expected = example.output()
+    fuse(example.model)
+    assert fused_parts(example.model) == OF_MIXTURES[family]
+    assert torch.equal(example.output(), expected)
+
+
+@pytest.mark.slow(quick=["llama"])
+@pytest.mark.parametrize("family", FUSED)
+def test_generate_gives_the_same_tokens(family: str) -> None:
+    example = quantized(family)
+    model: Any = example.model
+    tokens = example.inputs["input_ids"]
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = 0
+    options = {**OPTIONS, "attention_mask": mask}
+    expected = model.generate(tokens, **options)
+    fuse(model)
+    assert torch.equal(model.generate(tokens, **options), expected)
+    assert torch.equal(model.generate(tokens, cache_implementation="static", **options), expected)
+
+
+def test_what_is_saved_is_the_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    example = quantized("llama")
+    model: Any = example.model
+    save_quantized(model, tmp_path / "unfused")
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    fuse(model)
+    assert list(model.state_dict()) == list(values)
+    save_quantized(model, tmp_path / "fused")
+    model.save_pretrained(tmp_path / "pretrained")
+    sizes = {name: (tmp_path / name / "model.safetensors").stat().st_size for name in ("fused", "unfused")}
+    assert sizes["fused"] == sizes["unfused"]
+    loaded = (load_quantized(tmp_path / "fused"), AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained"))
+    for each in loaded:
+        state = each.state_dict()
+        assert list(state) == list(values)
+        assert all(torch.equal(state[name], value) for name, value in values.items())
+        assert torch.equal(Example(fuse(each), example.inputs).output(), example.output())
+
+
+def test_a_copy_and_a_pickled_model_compute_the_same(tmp_path: Path) -> None:
+    example = quantized("llama")
+    fuse(example.model)
+    expected, products = example.output(), products_in(example)
+    copied = Example(copy.deepcopy(example.model), example.inputs)
+    assert torch.equal(copied.output(), expected)
+    assert products_in(copied) == products
+    torch.save(example.model, tmp_path / "model.pt")
+    loaded = Example(torch.load(tmp_path / "model.pt", weights_only=False), example.inputs)
+    assert torch.equal(loaded.output(), expected)
+
+
+def test_hidden_states_and_attention_weights_are_there() -> None:
+    example = quantized("llama")
+    model: Any = example.model
+    model.set_attn_implementation("eager")
+    options = {"output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        expected = model(**example.inputs, **options)
+        products = products_in(example)
+        fuse(model)
+        found = model(**example.inputs, **options)
+    assert len(found.attentions) == 2
+    for kind in ("hidden_states", "attentions"):
+        assert all(torch.equal(x, y) for x, y in zip(found[kind], expected[kind], strict=True))
+    # What transformers leaves on a module to record attention does no harm later.
+    assert products_in(example) < products
+
+
+def test_training_and_gradients_are_left_to_the_model() -> None:
+    example = quantized("llama")
+    model: Any = fuse(example.model)
+    model.train()
+    loss = model(**example.inputs, labels=example.inputs["input_ids"]).loss
+    loss.backward()
+    assert model.get_input_embeddings().weight.grad.abs().sum() > 0
+    model.gradient_checkpointing_enable()
+    assert torch.equal(model(**example.inputs, labels=example.inputs["input_ids"]).loss, loss)
+
+
+@pytest.mark.parametrize("place", ["model.layers.0.self_attn.k_proj", "model.layers.0.mlp", "model.layers.0.self_attn"])
+def test_hooks_are_called(place: str) -> None:
+    example = quantized("llama")
+    expected = example.output()
+    fuse(example.model)
+    products, called = products_in(example), []
+    handle = example.model.get_submodule(place).register_forward_hook(lambda *_: called.append(1))
+    assert torch.equal(example.output(), expected)
+    assert called == [1]
+    assert products_in(example) > products
+    handle.remove()
+    assert products_in(example) == products
+
+
+def test_a_replaced_layer_is_called() -> None:
+    example = quantized("llama")
+    model: Any = fuse(example.model)
+    attention = model.model.layers[0].self_attn
+    attention.v_proj = copy.deepcopy(attention.v_proj)
+    with torch.no_grad():
+        attention.v_proj.get_parameter("weight_scale").mul_(2)
+    copied = Example(unfuse(copy.deepcopy(model)), example.inputs)
+    assert torch.equal(example.output(), copied.output())
+
+
+def test_lora_on_a_part() -> None:
+    peft = pytest.importorskip("peft")
+    example = quantized("llama")
+    fuse(example.model)
+    config = peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(example.model, config).eval()
+    found = Example(adapted, example.inputs).output()
+    unfuse(adapted)
+    assert torch.equal(Example(adapted, example.inputs).output(), found)
+
+
+def test_a_layer_that_computes_something_else_is_left_alone() -> None:
+    example = quantized("llama")
+    model: Any = example.model
+    layer = model.model.layers[1]
+    layer.mlp.act_fn = nn.ReLU()
+    original = type(layer).forward
+
+    class Doubled(type(layer)):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
+            out: torch.Tensor = 2 * original(self, hidden_states, **others)
+            return out
+
+    layer.__class__ = Doubled
+    expected = example.output()
+    fuse(model)
+    first, second = fusion_report(model).records
+    assert first.parts == BOTH
+    assert second.parts == ()
+    assert "something else" in second.reason
+    assert fused_of(layer) is None
+    assert torch.equal(example.output(), expected)
+
+
+def test_layers_of_other_schemes_are_named() -> None:
+    example = FAMILIES["llama"]()
+    quantize_model(example.model, {"*.0.self_attn.k_proj": None, "*.1.mlp.*": "int4", "*": "int8"})
+    expected = example.output()
+    fuse(example.model)
+    first, second = fusion_report(example.model).records
+    assert first.parts == ("mlp",)
+    assert "a Linear, not a QuantLinear" in first.reason
+    assert second.parts == ("attention",)
+    assert "is a PackedLinear" in second.reason
+    assert "model.layers.1.mlp.gate_proj" in str(fusion_report(example.model))
+    assert torch.equal(example.output(), expected)
+
+
+def test_static_scales() -> None:
+    example = FAMILIES["llama"]()
+    quantize_model(example.model, "int8-static", calibration=[example.inputs])
+    expected = example.output()
+    fuse(example.model)
+    assert fused_parts(example.model) == (BOTH, BOTH)
+    assert torch.equal(example.output(), expected)
+
+
+def test_a_compiled_model_is_one_graph() -> None:
+    example = quantized("qwen3")
+    expected = example.output()
+    fuse(example.model)
+    compiled: Any = torch.compile(example.model, backend="eager", fullgraph=True)
+    assert torch.equal(Example(compiled, example.inputs).output(), expected)
+
+
+def test_a_model_on_meta_and_one_without_layers() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(ValueError, match="holds no quantized layer"):
+        fuse(model)
+    with pytest.raises(ValueError, match="wasn't fused"):
+        fusion_report(model)
+    quantize_model(model)
+    assert fusion_report(fuse(model)).records == ()

@@ -1,0 +1,173 @@
+"""Layers that are computed by one product: where their values lie, and that they stay the layers' own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from qgemm import QuantLinear
+from qgemm.nn.blocks.merged import MergedWeights
+from qgemm.ops import quant_linear
+
+SIZES = (64, 32, 48)
+
+
+def layers(bias: bool = False) -> list[QuantLinear]:
+    return [QuantLinear.from_linear(nn.Linear(64, size, bias)) for size in SIZES]
+
+
+def compute(merged: MergedWeights, x: torch.Tensor) -> torch.Tensor:
+    operands = merged.operands()
+    assert operands is not None
+    return quant_linear(x, *operands)
+
+
+def is_side_by_side(merged: MergedWeights) -> bool:
+    weights = [layer.stored("weight") for layer in merged.layers]
+    return len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_product_has_the_bits_of_three(bias: bool, dtype: torch.dtype) -> None:
+    parts = layers(bias)
+    x = torch.randn(5, 64).to(dtype)
+    expected = torch.cat([layer(x) for layer in parts], dim=-1)
+    merged = MergedWeights(parts)
+    assert is_side_by_side(merged)
+    assert torch.equal(compute(merged, x), expected)
+    assert torch.equal(torch.cat([layer(x) for layer in parts], dim=-1), expected)
+
+
+def test_parameters_stay_the_same_objects_under_their_names() -> None:
+    model = nn.ModuleList(layers(bias=True))
+    before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
+    MergedWeights(list(model))  # type: ignore[arg-type]
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    for name, (parameter, value) in before.items():
+        assert after[name] is parameter
+        assert torch.equal(parameter, value)
+
+
+def _cast(model: nn.ModuleList) -> nn.ModuleList:
+    return model.to(torch.bfloat16)
+
+
+def _load(model: nn.ModuleList) -> nn.ModuleList:
+    model.load_state_dict(nn.ModuleList(layers(bias=True)).state_dict())
+    return model
+
+
+def _assign(model: nn.ModuleList) -> nn.ModuleList:
+    model.load_state_dict(nn.ModuleList(layers(bias=True)).state_dict(), assign=True)
+    return model
+
+
+def _replace(model: nn.ModuleList) -> nn.ModuleList:
+    other: Any = QuantLinear.from_linear(nn.Linear(64, 32))
+    model[1].weight, model[1].bias = other.weight, other.bias
+    return model
+
+
+def _write(model: nn.ModuleList) -> nn.ModuleList:
+    with torch.no_grad():
+        model[2].get_parameter("bias").fill_(3.0)
+    return model
+
+
+@pytest.mark.parametrize("change", [_cast, _load, _assign, _replace, _write, copy.deepcopy])
+def test_the_product_follows_what_happens_to_a_layer(change: Any) -> None:
+    model = nn.ModuleList(layers(bias=True))
+    merged = MergedWeights(list(model))  # type: ignore[arg-type]
+    x = torch.randn(3, 64)
+    before = compute(merged, x)
+    model = change(model)
+    merged = model[0].merged  # type: ignore[assignment]
+    expected = torch.cat([layer(x) for layer in model], dim=-1)
+    assert torch.equal(compute(merged, x), expected)
+    assert is_side_by_side(merged)
+    assert torch.equal(before, expected) == (change is copy.deepcopy)
+
+
+def test_a_move_places_the_values_at_once() -> None:
+    # Code that is compiled next never asks where they lie.
+    model = nn.ModuleList(layers(bias=True))
+    merged = MergedWeights(list(model))  # type: ignore[arg-type]
+    model.to(torch.bfloat16)
+    assert merged._operands is not None
+    assert merged._operands.bias is not None
+    assert merged._operands.bias.dtype == torch.bfloat16
+    model.load_state_dict(model.state_dict(), assign=True)
+    assert merged._operands is not None
+
+
+def test_a_copy_has_memory_of_its_own() -> None:
+    model = nn.ModuleList(layers())
+    MergedWeights(list(model))  # type: ignore[arg-type]
+    copied = copy.deepcopy(model)
+    assert copied[0].merged is not model[0].merged
+    assert copied[0].merged.layers == tuple(copied)  # type: ignore[union-attr]
+    with torch.no_grad():
+        copied[0].get_parameter("weight_scale").fill_(1.0)
+    assert not torch.equal(copied[0](torch.ones(1, 64)), model[0](torch.ones(1, 64)))
+
+
+def test_without_values_there_is_no_product() -> None:
+    model = nn.ModuleList([QuantLinear(64, size, device="meta") for size in SIZES])
+    merged = MergedWeights(list(model))  # type: ignore[arg-type]
+    assert merged.operands() is None
+    model.load_state_dict(nn.ModuleList(layers(bias=True)).state_dict(), assign=True)
+    x = torch.randn(3, 64)
+    assert torch.equal(compute(merged, x), torch.cat([layer(x) for layer in model], dim=-1))
+
+
+def test_separate_gives_each_layer_its_own_memory() -> None:
+    parts = layers()
+    merged = MergedWeights(parts)
+    values = [layer.stored("weight").clone() for layer in parts]
+    merged.separate()
+    assert not is_side_by_side(merged)
+    assert all(torch.equal(layer.stored("weight"), value) for layer, value in zip(parts, values, strict=True))
+    assert all(layer.merged is None for layer in parts)
+
+
+def _static(scale: float) -> QuantLinear:
+    return QuantLinear.from_linear(nn.Linear(64, 32), "int8-static", scale)
+
+
+def _hooked() -> QuantLinear:
+    layer = QuantLinear.from_linear(nn.Linear(64, 32))
+    layer.register_forward_hook(lambda *_: None)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (lambda: nn.Linear(64, 32), "a Linear, not a QuantLinear"),
+        (lambda: QuantLinear.from_linear(nn.Linear(32, 32)), "has 64 inputs, a layer 32"),
+        (lambda: QuantLinear.from_linear(nn.Linear(64, 32, bias=False)), "one has a bias"),
+        (lambda: _static(0.1), "is int8, a layer int8-static"),
+        (_hooked, "has hooks"),
+    ],
+)
+def test_what_cant_be_merged(other: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        MergedWeights([QuantLinear.from_linear(nn.Linear(64, 32)), other()])
+
+
+def test_static_scales_must_be_equal() -> None:
+    x = torch.randn(3, 64)
+    equal = [_static(0.1), _static(0.1)]
+    expected = torch.cat([layer(x) for layer in equal], dim=-1)
+    merged = MergedWeights(equal)
+    assert torch.equal(compute(merged, x), expected)
+    with pytest.raises(ValueError, match="static input scales"):
+        MergedWeights([_static(0.1), _static(0.2)])
+    equal[1].load_state_dict({**equal[1].state_dict(), "input_scale": torch.tensor(0.2)})
+    assert merged.operands() is None
