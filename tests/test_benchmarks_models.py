@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +158,19 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(path.read_text())["command"].startswith("python -m benchmarks.models --model minilm-l6")
 
 
-def test_a_process_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.sys, "executable", "false")
-    (figure,) = runner._run_job(job("bf16"), None, 10)
+    *_, (figure,) = runner._run_job(job("bf16"), None, 10)
     assert figure.reason == "exit status 1"
+    stuck = tmp_path / "stuck"  # it has written a figure by then, and half of one
+    line = json.dumps(asdict(figures()[0]))
+    stuck.write_text(f'#!/bin/sh\necho \'{line}\' >"$4"; printf "{{" >>"$4"; exec sleep 60\n')
+    stuck.chmod(0o755)
+    monkeypatch.setattr(runner.sys, "executable", str(stuck))
+    monkeypatch.setattr(runner, "_SECONDS_BETWEEN_LOOKS", 0.1)
+    *_, (done, late) = runner._run_job(job("bf16"), None, 0.5)
+    assert done == figures()[0]
+    assert late.reason == "not done after 0.5 s"
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)

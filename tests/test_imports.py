@@ -44,7 +44,12 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.norms",
         "qgemm.numerics",
     },
-    "qgemm.kernels.attention": set(),
+    "qgemm.kernels.attention": {
+        "qgemm.kernels.stages",
+        "qgemm.kernels.launch",
+        "qgemm.kernels.checks",
+        "qgemm.numerics",
+    },
     "qgemm.kernels.rotary": {"qgemm.kernels.norms", "qgemm.kernels.reference"},
     "qgemm.kernels.packed": {"qgemm.kernels.checks", "qgemm.numerics"},
     "qgemm.kernels.quantize": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.numerics"},

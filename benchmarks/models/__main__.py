@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from benchmarks.results import environment
 MEASURES = (PREFILL, DECODE, FIRST_TOKEN, ENCODE)
 QUICK = Sizes(batches=(1, 16), contexts=(512,), new=34, first=64, rounds=1)
 ROOT = Path(__file__).parents[2]
+_SECONDS_BETWEEN_LOOKS = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> Run:
@@ -53,14 +56,16 @@ def _measure(run: Run, args: argparse.Namespace) -> None:
     kernels = tempfile.TemporaryDirectory()  # the cache of compiled kernels that first calls begin with
     with kernels, tqdm(jobs, unit="process") as progress:
         for job in progress:
-            progress.set_description(
-                f"{job.model}, {' and '.join(job.providers)}{f', {job.cache}' if job.cache else ''}"
-            )
+            progress.set_description(", ".join(filter(None, (job.model, *job.providers, job.cache))))
             caches = Path(kernels.name, job.model, job.providers[0]) if job.cache else None
-            run.figures += _run_job(job, caches, args.timeout)
+            before = list(run.figures)
+            for figures in _run_job(job, caches, args.timeout):
+                run.figures = before + figures
+                if args.json:  # what is done is kept if the rest breaks off
+                    run.save(args.json)
             _extrapolate(run, args.layers)
-            if args.json:  # what is done is kept if the rest breaks off
-                run.save(args.json)
+    if args.json:
+        run.save(args.json)
 
 
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:
@@ -95,27 +100,42 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
                 yield Job(model, full, (name,), (FIRST_TOKEN,), "warm", sizes)
 
 
-def _run_job(job: Job, caches: Path | None, timeout: float) -> list[Figure]:
-    """The figures of a process; one with the reason if it failed, beside those that it had by then."""
+def _run_job(job: Job, caches: Path | None, timeout: float) -> Iterator[list[Figure]]:
+    """The figures of a process so far, every few seconds and at its end; one more with the reason if it failed."""
     environ = dict(os.environ)
     if caches is not None:
         environ |= {"TRITON_CACHE_DIR": str(caches / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor")}
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "figures")
+        path, said = Path(folder, "figures"), Path(folder, "said")
         path.touch()
         command = [sys.executable, "-m", "benchmarks.models.worker", job.to_json(), str(path)]
         reason = ""
-        try:
-            done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=timeout)
-            if done.returncode:
-                reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:300]
-        except subprocess.TimeoutExpired:
-            reason = f"not done after {timeout:g} s"
-        figures = [Figure(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        with said.open("wb") as file:
+            process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=file)
+            try:
+                end = time.monotonic() + timeout
+                while process.poll() is None and time.monotonic() < end:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(_SECONDS_BETWEEN_LOOKS)
+                    yield _figures_in(path)
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    reason = f"not done after {timeout:g} s"
+                process.wait()
+        if process.returncode and not reason:
+            lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            reason = lines[-1][:300] if lines else f"exit status {process.returncode}"
+        figures = _figures_in(path)
     if reason:
         name = " and ".join(job.providers)
         figures.append(Figure(job.model, job.layers, name, job.measures[0], cache=job.cache, reason=reason))
-    return figures
+    yield figures
+
+
+def _figures_in(path: Path) -> list[Figure]:
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+    return [Figure(**json.loads(line)) for line in whole.splitlines()]
 
 
 def _extrapolate(run: Run, layers: Sequence[int] | None) -> None:

@@ -47,7 +47,7 @@ def draw(run: Run, path: Path) -> bool:
         panel.set_title(f"{model[0]}, {model[1]} layers", fontsize=10)
         panel.grid(axis="x", alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0, 0].legend(fontsize=8)
+    panels[0, 0].legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1.05), ncol=len(names), frameon=False)
     panels[-1, 0].set_xlabel(f"times as fast as {BASE} in transformers")
     figure.suptitle(run.environment["device"], fontsize=10)
     figure.tight_layout()

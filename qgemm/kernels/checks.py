@@ -521,6 +521,10 @@ def _check_cached(name: str, cached: Tensor, scale: Tensor | None, dtype: torch.
     if (scale is not None) != (cached.dtype == INT8.storage):
         wrong = "has no scales: pass" if scale is None else f"is {cached.dtype}, which has none: omit"
         raise ValueError(f"{name} {wrong} {name}_scale")
+    if cached.dtype == INT8.storage and (cached.shape[-1] % 2 or any(stride % 2 for stride in cached.stride()[:3])):
+        raise ValueError(
+            f"{name} is {list(cached.shape)} with strides {cached.stride()}; of int8 ones D and strides must be even"
+        )
     if cached.stride(-1) != 1:
         raise ValueError(f"{name} has strides {cached.stride()}; the values of a head must lie side by side")
     if scale is not None and (scale.dtype != torch.float32 or scale.shape != cached.shape[:3]):

@@ -1,6 +1,7 @@
 """The kernels' functions on a GPU, in Triton; importing this imports Triton. For ``dispatch.py`` alone."""
 
 # ruff: noqa: F401
+from qgemm.kernels.attention.launcher import decode_attention
 from qgemm.kernels.cpu import rotate, rotate_and_store, store_key_value
 from qgemm.kernels.gemm.launcher import int_mm, matmul, scaled_mm
 from qgemm.kernels.grouped.launcher import grouped_mm

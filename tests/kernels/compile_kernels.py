@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 from assumed_devices import DEVICES, META, Case, Launched, assume, launches_of
+from compile_attention import attention_cases
 from compile_experts import expert_cases
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -41,6 +42,7 @@ INSTRUCTIONS = {
     "tma_store": r"cp\.async\.bulk\.tensor\.\w+\.global",
     "waits_for_previous": r"griddepcontrol\.wait",
     "packed_max": r"max\.[su]16x2",
+    "triggers_next": r"griddepcontrol\.launch_dependents",
 }
 FLOATS = (HALF, BF16, FLOAT, torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -52,6 +54,7 @@ def cases(target: str, limits: DeviceLimits) -> Iterator[Case]:
     yield from quantizations(limits)
     yield from layers(limits)
     yield from expert_cases(limits)
+    yield from attention_cases()
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype) -> Tensor:

@@ -51,7 +51,7 @@ def test_everything_compiles(target: str, results: list[Result]) -> None:
     assert not [f"{r['kernel']}: {r['error']}" for r in compiled if "error" in r]
     kinds = {r["case"].split()[0] for r in compiled}
     # gfx942 has too little shared memory for the Stream-K candidates; "int32 streamk" is compiled there all the same.
-    assert kinds >= {"scaled", "int32", "matmul", "quantize_rows", "grouped", "experts"}
+    assert kinds >= {"scaled", "int32", "matmul", "quantize_rows", "grouped", "experts", "attention"}
     # A program's part of shared memory is too small for it there.
     assert ("linear" in kinds) == (target != "gfx942")
     assert any("streamk" in r["case"] for r in compiled)
@@ -87,24 +87,38 @@ def test_hoppers_kernel_copies_by_descriptor_and_multiplies_from_shared_memory(r
 
 @pytest.mark.parametrize(("target", "starts_early"), [("sm_80", False), ("sm_90", True), ("sm_100", True)])
 def test_kernels_start_ahead_of_time_where_they_can(target: str, starts_early: bool, results: list[Result]) -> None:
-    for r in of(results, target, "scaled tiles", "scaled persistent", "quantize_rows", "linear", "grouped", "experts"):
+    for r in of(
+        results,
+        target,
+        "scaled tiles",
+        "scaled persistent",
+        "quantize_rows",
+        "linear",
+        "grouped",
+        "experts",
+        "attention",
+    ):
         assert bool(r["waits_for_previous"]) == starts_early, r["case"]
 
 
 @EVERY_TARGET
 def test_half_precision_products_run_on_tensor_cores(target: str, results: list[Result]) -> None:
-    for r in of(results, target, "matmul float16", "matmul bfloat16"):
+    attention = [r for r in of(results, target, "attention") if r["kernel"] == "_attend_kernel"]
+    for r in [*of(results, target, "matmul float16", "matmul bfloat16"), *attention]:
+        if r["case"] == "attention 128 float32":
+            continue
         assert any(r[unit] for unit in ("mfma", "wgmma", "mma_sync", "tcgen05")), r["case"]
 
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_operands_are_copied_16_bytes_at_a_time(target: str, results: list[Result]) -> None:
     # Narrower copies would mean that the compiler lost sight of an alignment that the arguments have.
-    for r in of(results, target, *INT8, "matmul"):
-        if "hopper" in r["case"]:
+    for r in of(results, target, *INT8, "matmul", "attention"):
+        if "hopper" in r["case"] or r["kernel"] == "_combine_kernel":
             continue
         assert r["cp_async_16"], r["case"]
-        assert not r["cp_async_narrow"], r["case"]
+        # The scales of int8 keys and values: a number each.
+        assert not r["cp_async_narrow"] or r["kernel"] == "_attend_kernel", r["case"]
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -124,5 +138,5 @@ def test_no_kernel_spills(target: str, results: list[Result]) -> None:
 @EVERY_TARGET
 def test_candidates_fit_in_shared_memory(target: str, results: list[Result]) -> None:
     limit = DEVICES[target].shared_memory
-    for r in of(results, target, "scaled", "hopper", "linear", "grouped"):
+    for r in of(results, target, "scaled", "hopper", "linear", "grouped", "attention"):
         assert 0 < r["shared"] <= limit, r["case"]

@@ -170,6 +170,9 @@ def decode(
     """The result of ``generate`` from what it has prepared; ``ahead`` as in ``Loop``. Raises ``NotCovered``."""
     check_model(model)
     check_settings(generation_config, inputs, synced_gpus)
+    home, device = input_ids.device, model.device  # transformers moves inputs to the model, too
+    input_ids = input_ids.to(device)
+    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     with _running(model) as kept, _plain_tensors(model, inputs.get("past_key_values")):
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
         context, decoder = _take(kept, model, request, cache_dtype)
@@ -180,7 +183,7 @@ def decode(
         loop = Loop(model, request, context, decoder, ahead, functools.partial(_tell_eager, kept))
         lent = request.cache is not None or generation_config.return_dict_in_generate
         try:
-            sequences = loop.run(streamer)
+            sequences = loop.run(streamer).to(home)
         finally:
             if not lent and kept.decoders is not None:
                 kept.decoders.put_back(context, decoder)

@@ -1,0 +1,141 @@
+"""Launcher of ``decode_attention`` on GPU tensors, CPU tensors in Triton's interpreter: one launch, or two.
+
+How many parts the keys of a head are shared out in follows from ``B``, ``Hkv`` and ``max_length`` alone, how large the
+parts are from the length on the device. So a CUDA graph is good for every length, and a result has the same bits every
+time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels.attention.kernels import _attend_kernel, _combine_kernel
+from qgemm.kernels.checks import check_decode_attention
+from qgemm.kernels.launch.device import DeviceLimits, device_limits
+from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.plans import plans
+from qgemm.numerics.integers import cdiv, next_power_of_2
+
+# Of a program. Tensor cores multiply 16 rows, and sum over 16 keys; Hopper's larger instructions multiply 64.
+MIN_ROWS, MAX_ROWS, MAX_ROWS_HOPPER = 16, 32, 64
+MIN_KEYS, MAX_KEYS, MAX_KEYS_AMD = 16, 128, 32
+BLOCK_BYTES = 8192  # of keys
+FEW_KEYS = 64  # all that a program has in one block: larger, with more warps
+PROGRAMS_PER_SM = 4  # that there should be
+MAX_COMBINED = 8192  # values at a time
+
+
+class Plan(NamedTuple):
+    """The launches of calls of a kind."""
+
+    attend: Launch
+    combine: Launch | None
+    """None if keys aren't split."""
+    part_rows: int
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor,
+    start: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+    max_length: int,
+) -> Tensor:
+    """``dispatch.decode_attention`` on a GPU, which checks its arguments itself."""
+    tensors = (q, k, v, k_scale, v_scale, length, start, sinks)
+    shapes = [t is None or (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+    kind = (decode_attention, *shapes, scale, softcap, window, max_length)
+    plan: Plan | None = plans.get(kind)
+    if plan is None:
+        check_decode_attention(*tensors, softcap, window, max_length)
+        if not q.numel():
+            return torch.empty_like(q, memory_format=torch.contiguous_format)
+        if q.stride(-1) != 1:
+            q = q.contiguous()
+            return decode_attention(q, *tensors[1:], scale, softcap, window, max_length)
+        plan = plans.keep(kind, _make_plan(*tensors, scale, softcap, window, max_length))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if plan.combine is None:
+        plan.attend(*tensors, out, None, None)
+        return out
+    part_out = torch.empty((plan.part_rows, q.shape[-1]), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty((plan.part_rows,), dtype=torch.float32, device=q.device)
+    plan.attend(*tensors, None, part_out, part_lse)
+    plan.combine(part_out, part_lse, length, start, sinks, out)
+    return out
+
+
+def _make_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor,
+    start: Tensor | None,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+    max_length: int,
+) -> Plan:
+    (B, S, Hq, D), Hkv, limits = q.shape, k.shape[1], device_limits(q.device)
+    group = Hq // Hkv
+    block_d = max(32, next_power_of_2(D))  # so many int8 values are multiplied at a time
+    longest = min(max_length, window + S - 1) if window else max_length
+    few = B * Hkv * longest <= limits.num_sms * PROGRAMS_PER_SM * FEW_KEYS
+    block_r, block_n, warps, stages = _block(S * group, block_d, k.dtype, few, limits)
+    heads = B * Hkv * cdiv(S * group, block_r)
+    parts = _parts(heads, longest, block_n, limits)
+    strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]]
+    for each in (k_scale, v_scale):
+        strides += (0, 0, 0) if each is None else each.stride()
+    for each in (length, start):
+        strides.append(0 if each is None or each.shape[0] == 1 else each.stride(0))
+    attend = Launch(
+        _attend_kernel, heads * parts, (parts, max_length, Hkv, *strides),
+        (S, group, D, scale, softcap, window, parts > 1, block_r, block_n, block_d, limits.pdl),
+        num_warps=warps, num_stages=stages, pdl=limits.pdl,
+    )  # fmt: skip
+    if parts == 1:
+        return Plan(attend, None, 0)
+    combined = min(next_power_of_2(parts), MAX_COMBINED // block_d)
+    combine = Launch(
+        _combine_kernel, B * S * Hq, (parts, max_length, Hkv, *strides[-2:]),
+        (S, group, D, window, block_n, combined, block_d, limits.pdl), num_warps=4, pdl=limits.pdl,
+    )  # fmt: skip
+    return Plan(attend, combine, B * Hkv * parts * S * group)
+
+
+def _block(rows: int, block_d: int, dtype: torch.dtype, few: bool, limits: DeviceLimits) -> tuple[int, int, int, int]:
+    """``(BLOCK_R, BLOCK_N, num_warps, num_stages)`` for a head's ``rows`` and keys of ``dtype``.
+
+    ``few``: whether a program has ``FEW_KEYS`` at most. The bounds are those up to which registers suffice.
+    """
+    amd = limits.warp_size == 64
+    most_rows = MAX_ROWS_HOPPER if limits.hopper and block_d <= 128 else MAX_ROWS
+    most_keys = MAX_KEYS
+    if amd:
+        most_rows, most_keys = MIN_ROWS, MAX_KEYS_AMD
+    elif dtype == torch.float32:  # products that no tensor core makes
+        most_keys = MIN_KEYS
+    block_r = min(max(MIN_ROWS, next_power_of_2(rows)), most_rows)
+    block_n = BLOCK_BYTES // (block_d * dtype.itemsize)
+    block_n = min(max(min(2 * block_n, FEW_KEYS) if few else block_n, MIN_KEYS), most_keys)
+    wide = few or block_r > MIN_ROWS or dtype == torch.float32
+    return block_r, block_n, 4 if wide else 2, 2 if few or amd else 3
+
+
+def _parts(heads: int, longest: int, block_n: int, limits: DeviceLimits) -> int:
+    """In how many parts the keys of each of ``heads`` are shared out."""
+    return max(1, min(limits.num_sms * PROGRAMS_PER_SM // heads, cdiv(longest, block_n)))

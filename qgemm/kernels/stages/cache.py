@@ -1,0 +1,197 @@
+"""Keys and values of a head in a cache, ``[L, D]``, block by block: ``FloatKeys``, ``Int8Keys``, ``...Values``.
+
+Keys are multiplied by queries, values are summed with weights. Int8 ones have a float32 scale for each of the ``L`` and
+aren't dequantized one by one, which would take longer than reading them:
+
+- A query becomes two int8 numbers a value, ``q ~ scale * (254 * high + low)``, to 2^-16 of the row's largest. Products
+  with keys are then exact int32 sums (below 2^31 for D up to 512), and a key's scale multiplies its score.
+- A value's scale multiplies its weight, which is then below 2 (``order``) and becomes float16. Two values side by side
+  are read as one 16-bit number, which tensor cores' loads can transpose; an integer ``n`` from 0 to 255 in the low bits
+  of the float16 number 1024 makes ``1024 + n``.
+"""
+
+import triton
+import triton.language as tl
+
+from qgemm.kernels.stages.aggregate import INTERPRETING, aggregate
+from qgemm.kernels.stages.epilogue import rounded
+
+PARTS_OF_STEP = tl.constexpr(254)  # from -127 to 127
+MIN_ORDER = tl.constexpr(-100)
+
+
+@aggregate
+class FloatKeys:
+    """Keys of the type of ``queries [rows, BLOCK_D]``."""
+
+    queries: tl.tensor
+    ptr: tl.tensor
+    stride: tl.tensor
+    D: tl.constexpr
+
+    @triton.jit
+    def products(self, start, offsets, last):
+        """Queries times the keys at ``start + offsets``, float32 ``[rows, block]``; 0 from ``last`` on."""
+        BLOCK_D: tl.constexpr = self.queries.shape[1]
+        keys = _load_transposed(self.ptr, self.stride, start, offsets, last, self.D, BLOCK_D)
+        return _dot(self.queries, keys, tl.zeros((self.queries.shape[0], offsets.shape[0]), tl.float32))
+
+
+@aggregate
+class Int8Keys:
+    """Int8 keys, and the queries as ``query_scale * (254 * high + low)``."""
+
+    high: tl.tensor
+    low: tl.tensor
+    query_scale: tl.tensor
+    ptr: tl.tensor
+    scale: tl.tensor
+    stride: tl.tensor
+    stride_scale: tl.tensor
+    D: tl.constexpr
+
+    @triton.jit
+    def products(self, start, offsets, last):
+        """As those of ``FloatKeys``."""
+        BLOCK_D: tl.constexpr = self.high.shape[1]
+        keys = _load_transposed(self.ptr, self.stride, start, offsets, last, self.D, BLOCK_D)
+        zeros = tl.zeros((self.high.shape[0], offsets.shape[0]), tl.int32)
+        products = tl.dot(self.high, keys, zeros, out_dtype=tl.int32) * PARTS_OF_STEP
+        products = tl.dot(self.low, keys, products, out_dtype=tl.int32)
+        scale = _load_vector(self.scale, self.stride_scale, start, offsets, last)
+        return products.to(tl.float32) * self.query_scale[:, None] * scale[None, :]
+
+
+@triton.jit
+def int8_keys(queries, ptr, scale, stride, stride_scale, D: tl.constexpr):
+    """``Int8Keys`` for float ``queries``; a row with NaN or Inf gives NaN."""
+    x = queries.to(tl.float32)
+    amax = tl.max(tl.abs(x), axis=1)
+    query_scale = tl.where(amax == 0.0, 1.0, amax * (1.0 / 127.0))
+    finite = tl.abs(x) < float("inf")
+    steps = tl.where(finite, x / query_scale[:, None], 0.0)
+    high = tl.floor(steps + 0.5)
+    low = tl.floor((steps - high) * PARTS_OF_STEP + 0.5)
+    # NaN and Inf times 0 are NaN.
+    query_scale = query_scale * (1.0 / PARTS_OF_STEP) + tl.sum(x * 0.0, axis=1)
+    return Int8Keys(high.to(tl.int8), low.to(tl.int8), query_scale, ptr, scale, stride, stride_scale, D)
+
+
+@aggregate
+class FloatValues:
+    """Values of a float type."""
+
+    ptr: tl.tensor
+    stride: tl.tensor
+    D: tl.constexpr
+    BLOCK_D: tl.constexpr
+
+    @triton.jit
+    def zeros(self, ROWS: tl.constexpr):
+        """Sums of nothing."""
+        return (tl.zeros((ROWS, self.BLOCK_D), tl.float32),)
+
+    @triton.jit
+    def add(self, sums, decay, weights, start, offsets, last):
+        """``sums * decay + weights @ values``, for the values at ``start + offsets``."""
+        values = _load(self.ptr, self.stride, start, offsets, last, self.D, self.BLOCK_D)
+        return (_dot(rounded(weights, values.dtype), values, sums[0] * decay[:, None]),)
+
+    @triton.jit
+    def whole(self, sums):
+        """The sums as ``[rows, BLOCK_D]``."""
+        return sums[0]
+
+
+@aggregate
+class Int8Values:
+    """Int8 values: ``D``, strides and addresses are even."""
+
+    ptr: tl.tensor
+    scale: tl.tensor
+    stride: tl.tensor
+    stride_scale: tl.tensor
+    D: tl.constexpr
+    BLOCK_D: tl.constexpr
+
+    @triton.jit
+    def zeros(self, ROWS: tl.constexpr):
+        """Sums of nothing: of even columns, and of odd ones."""
+        nothing = tl.zeros((ROWS, self.BLOCK_D // 2), tl.float32)
+        return (nothing, nothing)
+
+    @triton.jit
+    def order(self, start, offsets, last):
+        """For ``add_scores``: the exponents of the scales of values at ``start + offsets``."""
+        scale = _load_vector(self.scale, self.stride_scale, start, offsets, last)
+        exponent = (scale.to(tl.int32, bitcast=True) >> 23) - 127
+        return tl.maximum(exponent, MIN_ORDER).to(tl.float32)
+
+    @triton.jit
+    def add(self, sums, decay, weights, start, offsets, last):
+        """As that of ``FloatValues``."""
+        scale = _load_vector(self.scale, self.stride_scale, start, offsets, last)
+        ptr, stride = self.ptr.to(tl.pointer_type(tl.int16)), self.stride // 2
+        pairs = _load(ptr, stride, start, offsets, last, self.D // 2, self.BLOCK_D // 2)
+        even, odd = _unpack(pairs)
+        weights = (weights * scale[None, :]).to(tl.float16)
+        return _dot(weights, even, sums[0] * decay[:, None]), _dot(weights, odd, sums[1] * decay[:, None])
+
+    @triton.jit
+    def whole(self, sums):
+        """The sums as ``[rows, BLOCK_D]``."""
+        return tl.reshape(tl.join(sums[0], sums[1]), (sums[0].shape[0], self.BLOCK_D))
+
+
+@triton.jit
+def _load(ptr, stride, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows ``start + offsets`` as ``[block, BLOCK_D]``, zeros from ``last`` on."""
+    d = tl.arange(0, BLOCK_D)
+    ptrs = ptr + start.to(tl.int64) * stride + offsets[:, None] * stride + d[None, :]
+    return tl.load(ptrs, mask=(start + offsets < last)[:, None] & (d < D)[None, :], other=0)
+
+
+@triton.jit
+def _load_transposed(ptr, stride, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows ``start + offsets`` as ``[BLOCK_D, block]``, zeros from ``last`` on."""
+    d = tl.arange(0, BLOCK_D)
+    ptrs = ptr + start.to(tl.int64) * stride + offsets[None, :] * stride + d[:, None]
+    return tl.load(ptrs, mask=(start + offsets < last)[None, :] & (d < D)[:, None], other=0)
+
+
+@triton.jit
+def _load_vector(ptr, stride, start, offsets, last):
+    """Numbers ``start + offsets``, ones from ``last`` on."""
+    return tl.load(ptr + start.to(tl.int64) * stride + offsets * stride, mask=start + offsets < last, other=1.0)
+
+
+@triton.jit
+def _unpack(pairs):
+    """The low and the high bytes of int16 ``pairs`` as float16."""
+    if tl.target_info.is_cuda():
+        asm: tl.constexpr = """
+        {
+            .reg .b32 flipped, bias;
+            mov.b32 bias, 0x64806480;
+            xor.b32 flipped, $2, 0x80808080;
+            prmt.b32 $0, flipped, 0x64646464, 0x4240;
+            prmt.b32 $1, flipped, 0x64646464, 0x4341;
+            sub.f16x2 $0, $0, bias;
+            sub.f16x2 $1, $1, bias;
+        }
+        """
+        return tl.inline_asm_elementwise(asm, "=r,=r,r", [pairs], (tl.float16, tl.float16), True, 2)
+    else:
+        flipped = pairs ^ -32640  # 0x8080: each byte from -128..127 to 0..255
+        even = ((flipped & 0xFF) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+        odd = (((flipped >> 8) & 0xFF) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+        return even, odd
+
+
+@triton.jit
+def _dot(a, b, acc):
+    if INTERPRETING:
+        # The interpreter's dot takes bf16 values for the integers that hold them.
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
+    else:
+        return tl.dot(a, b, acc, input_precision="ieee")

@@ -1,0 +1,32 @@
+"""A softmax over blocks that come one after the other (Milakov and Gimelshein 2018, arXiv:1805.02867), to the base 2.
+
+Of each row there are the largest score so far, ``top``, and ``total = sum(2 ** (score - top))``. What is summed with
+these weights beside them is multiplied by ``decay`` when a block brings a larger score.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_scores(top, total, scores, order=None):
+    """``(top, total, decay, weights)`` after a block of ``scores [rows, block]``.
+
+    ``top`` and ``total``: ``[rows]``; at first -Inf and 0. Scores of -Inf have no weight; a row may have no others. A
+    score of NaN makes ``total`` NaN.
+
+    ``order``: ``[block]``, about the ``log2`` of factors that the weights will have. ``top`` is then the largest score
+    with its factor, so that a weight times its factor is about 1 at most.
+    """
+    new_top = tl.maximum(top, tl.max(scores if order is None else scores + order[None, :], axis=1))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(top - shift)
+    return new_top, total * decay + tl.sum(weights, axis=1), decay, weights
+
+
+@triton.jit
+def normalize(top, total, sums):
+    """``(lse, sums / total)``, ``lse = log2(sum(2 ** score))``; -Inf and zeros for a row without scores."""
+    total = tl.where(total == 0.0, 1.0, total)
+    return top + tl.log2(total), sums / total[:, None]

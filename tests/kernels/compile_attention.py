@@ -1,0 +1,45 @@
+"""What ``compile_kernels.py`` compiles of attention."""
+
+from collections.abc import Iterator
+
+import torch
+from assumed_devices import META, Case
+
+from qgemm.kernels.attention import launcher
+
+ATTEND = ("_attend_kernel",)
+BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+
+
+def attention_cases() -> Iterator[Case]:
+    """Float16 and bfloat16 are the same code, and keys and values that aren't int8 are no more code than float32's."""
+    for dtype, D, int8 in (
+        (BF16, 128, False),
+        (BF16, 128, True),
+        (HALF, 80, True),
+        (HALF, 256, False),
+        (HALF, 256, True),
+        (FLOAT, 128, False),
+    ):
+        label = f"attention {D} {str(dtype).removeprefix('torch.')}{' int8' if int8 else ''}"
+        yield Case(label, lambda t=dtype, i=int8, d=D: attend(1, 32, 8, d, t, i), only=ATTEND)
+    # Every option at once, and more rows than a program takes.
+    for int8 in (False, True):
+        label = f"attention options{' int8' if int8 else ''}"
+        yield Case(label, lambda i=int8: attend(16, 64, 8, 128, BF16, i, window=1024, softcap=30.0), only=ATTEND)
+    # Few keys, in larger blocks, and in one part.
+    yield Case("attention few", lambda: attend(1, 32, 8, 128, BF16, True, B=1))
+    yield Case("attention one block", lambda: attend(16, 64, 8, 256, BF16, False, B=1, L=32), only=ATTEND)
+
+
+def attend(
+    S: int, Hq: int, Hkv: int, D: int, dtype: torch.dtype, int8: bool,
+    window: int = 0, softcap: float = 0.0, B: int = 16, L: int = 4096,
+) -> None:  # fmt: skip
+    q = torch.empty(B, S, Hq, D, dtype=dtype, device=META)
+    k, v = torch.empty(2, B, Hkv, L, D, dtype=torch.int8 if int8 else dtype, device=META)
+    scale = torch.empty(B, Hkv, L, device=META) if int8 else None
+    length = torch.empty(1, dtype=torch.int32, device=META)
+    start = torch.empty(B, dtype=torch.int32, device=META) if window else None
+    sinks = torch.empty(Hq, device=META) if window else None
+    launcher.decode_attention(q, k, v, scale, scale, length, start, sinks, D**-0.5, softcap, window, L)
