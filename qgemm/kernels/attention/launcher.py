@@ -23,7 +23,7 @@ from qgemm.numerics.integers import cdiv, next_power_of_2
 MIN_ROWS, MAX_ROWS, MAX_ROWS_HOPPER = 16, 32, 64
 MIN_KEYS, MAX_KEYS, MAX_KEYS_AMD = 16, 128, 32
 BLOCK_BYTES = 8192  # of keys
-FEW_KEYS = 64  # all that a program has in one block: larger, with more warps
+FEW_KEYS = 64
 PROGRAMS_PER_SM = 4  # that there should be
 MAX_COMBINED = 8192  # values at a time
 
@@ -93,8 +93,8 @@ def _make_plan(
     group = Hq // Hkv
     block_d = max(32, next_power_of_2(D))  # so many int8 values are multiplied at a time
     longest = min(max_length, window + S - 1) if window else max_length
-    few = B * Hkv * longest <= limits.num_sms * PROGRAMS_PER_SM * FEW_KEYS
-    block_r, block_n, warps, stages = _block(S * group, block_d, k.dtype, few, limits)
+    keys_per_sm = B * Hkv * longest // limits.num_sms
+    block_r, block_n, warps, stages = _block(S * group, block_d, k.dtype, keys_per_sm, limits)
     heads = B * Hkv * cdiv(S * group, block_r)
     parts = _parts(heads, longest, block_n, limits)
     strides = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]]
@@ -117,11 +117,15 @@ def _make_plan(
     return Plan(attend, combine, B * Hkv * parts * S * group)
 
 
-def _block(rows: int, block_d: int, dtype: torch.dtype, few: bool, limits: DeviceLimits) -> tuple[int, int, int, int]:
+def _block(
+    rows: int, block_d: int, dtype: torch.dtype, keys_per_sm: int, limits: DeviceLimits
+) -> tuple[int, int, int, int]:
     """``(BLOCK_R, BLOCK_N, num_warps, num_stages)`` for a head's ``rows`` and keys of ``dtype``.
 
-    ``few``: whether a program has ``FEW_KEYS`` at most. The bounds are those up to which registers suffice.
+    Up to ``FEW_KEYS`` a program, it has one block of them, larger, with more warps. The bounds are those up to which
+    registers suffice.
     """
+    few = keys_per_sm <= PROGRAMS_PER_SM * FEW_KEYS
     amd = limits.warp_size == 64
     most_rows = MAX_ROWS_HOPPER if limits.hopper and block_d <= 128 else MAX_ROWS
     most_keys = MAX_KEYS
@@ -131,7 +135,9 @@ def _block(rows: int, block_d: int, dtype: torch.dtype, few: bool, limits: Devic
         most_keys = MIN_KEYS
     block_r = min(max(MIN_ROWS, next_power_of_2(rows)), most_rows)
     block_n = BLOCK_BYTES // (block_d * dtype.itemsize)
-    block_n = min(max(min(2 * block_n, FEW_KEYS) if few else block_n, MIN_KEYS), most_keys)
+    if few:
+        block_n = min(2 * block_n, 2 * FEW_KEYS if keys_per_sm >= 2 * FEW_KEYS else FEW_KEYS)
+    block_n = min(max(block_n, MIN_KEYS), most_keys)
     wide = few or block_r > MIN_ROWS or dtype == torch.float32
     return block_r, block_n, 4 if wide else 2, 2 if few or amd else 3
 
