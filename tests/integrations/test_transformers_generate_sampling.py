@@ -95,6 +95,17 @@ def test_draws_are_those_of_multinomial() -> None:
     assert torch.equal(progress.token, expected)
 
 
+@pytest.mark.parametrize("vocabulary", [1, 24, 97, 512, 32_000])  # 97 is in one part
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_is_the_first_of_the_largest(vocabulary: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randint(0, 30, (64, vocabulary), generator=generator).to(DEVICE, dtype)
+    progress = progress_of(64, logits)
+    sampler_of([], do_sample=False)(progress)
+    largest = logits == logits.amax(-1, keepdim=True)
+    assert torch.equal(progress.token[:, 0], (largest.cumsum(-1) == 0).sum(-1))
+
+
 def test_a_sampler_takes_over_what_another_ignores() -> None:
     sampler, other = sampler_of(PROCESSORS["repetition_penalty"]), sampler_of(PROCESSORS["penalty of new tokens"])
     progress = progress_of(2, torch.randn((2, VOCABULARY), generator=torch.Generator().manual_seed(0)).to(DEVICE))

@@ -160,10 +160,27 @@ def _stage(processor: processors.LogitsProcessor, prompt_length: int) -> _Stage:
     raise NotCovered(f"it knows no logits processor {type(processor).__name__}")
 
 
+def _in_parts(scores: Tensor) -> Tensor:
+    """``scores [B, V]`` as ``[B, parts, V / parts]``.
+
+    PyTorch has one multiprocessor reduce a row: 29 us for the argmax of 128,256 values, 54 us for their softmax (H200).
+    """
+    parts = next(parts for parts in (256, 128, 64, 32, 16, 1) if scores.shape[-1] % parts == 0)
+    return scores.view(scores.shape[0], parts, -1)
+
+
+def _argmax(scores: Tensor) -> Tensor:
+    """The place ``[B, 1]`` of the largest of each row of ``scores [B, V]``; of equals, the first."""
+    parts = _in_parts(scores)
+    most, place = parts.max(-1)
+    part = most.argmax(-1, keepdim=True)
+    return place.gather(-1, part) + part * parts.shape[-1]
+
+
 class Sampler:
     """Chooses the tokens of a step and writes them to ``Progress``. Samplers with one ``key`` do the same.
 
-    A draw is that of ``torch.multinomial``: the argmax of probabilities over exponential noise.
+    A draw is that of ``torch.multinomial``: the argmax of probabilities, each over exponential noise.
     """
 
     def __init__(
@@ -205,9 +222,10 @@ class Sampler:
         """Chooses by ``progress.logits``."""
         scores = self.scores(progress.logits, progress)
         if self._draws:
-            # torch.multinomial waits for the device to check its argument.
-            scores = scores.softmax(-1) / torch.empty_like(scores).exponential_()
-        token = torch.argmax(scores, -1, keepdim=True, out=progress.token)
+            # torch.multinomial waits for the device to check its argument. What softmax divides by makes no difference.
+            most = _in_parts(scores).amax(-1).amax(-1, keepdim=True)
+            scores = (scores - most).exp_() / torch.empty_like(scores).exponential_()
+        token = progress.token.copy_(_argmax(scores))
         if self._padding is not None:
             token.masked_fill_(progress.finished[:, None], self._padding)
         for stage in self._stages:
