@@ -53,6 +53,19 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.kernels.rotary": {"qgemm.kernels.norms", "qgemm.kernels.reference"},
     "qgemm.kernels.packed": {"qgemm.kernels.checks", "qgemm.numerics"},
     "qgemm.kernels.quantize": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.numerics"},
+    "qgemm.kernels.norm": {
+        "qgemm.kernels.stages",
+        "qgemm.kernels.launch",
+        "qgemm.kernels.norms",
+        "qgemm.kernels.quantize",
+    },
+    "qgemm.kernels.activation": {
+        "qgemm.kernels.stages",
+        "qgemm.kernels.launch",
+        "qgemm.kernels.activations",
+        "qgemm.kernels.quantize",
+        "qgemm.numerics",
+    },
     "qgemm.kernels.gemm": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.kernels.quantize", "qgemm.numerics"},
     "qgemm.kernels.grouped": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.kernels.gemm", "qgemm.numerics"},
     "qgemm.kernels.linear": {
@@ -66,6 +79,7 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.kernels.moe": {
         "qgemm.kernels.stages",
         "qgemm.kernels.launch",
+        "qgemm.kernels.activation",
         "qgemm.kernels.activations",
         "qgemm.kernels.expert_weights",
         "qgemm.kernels.checks",

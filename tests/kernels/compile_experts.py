@@ -6,6 +6,7 @@ import torch
 from assumed_devices import META, Case
 
 from qgemm.kernels import GPT_OSS, GatedActivation
+from qgemm.kernels.activation import launcher as activate
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.gemm.config import GemmConfig, is_valid
 from qgemm.kernels.grouped import launcher as grouped
@@ -28,14 +29,14 @@ def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
         "experts", lambda: experts(64, 8, 7168, 14_336, bf16, GPT_OSS), only=(*FEW, *ACTIVATED, "_combine_kernel")
     )
     yield Case("experts many tokens", lambda: experts(1024, 8, 7168, 768, bf16, relu2), only=(*COUNTED, *ACTIVATED))
-    longest = moe.MAX_ACTIVATED_ROW_BYTES // fp16.itemsize  # that is kept in registers
+    longest = activate.MAX_ROW_BYTES // fp16.itemsize  # that is kept in registers
     yield Case(
         "experts longest row", lambda: experts(64, 8, 1024, longest, fp16, GatedActivation("gelu")), only=ACTIVATED
     )
     # Rows that are read, and computed, twice. The code is there once for each of the top experts: two of them, since
     # eight compile for seconds.
     hidden = quantize.max_row_bytes(limits) // fp32.itemsize + 16
-    intermediate = moe.MAX_ACTIVATED_ROW_BYTES // fp32.itemsize + 16
+    intermediate = activate.MAX_ROW_BYTES // fp32.itemsize + 16
     tanh = GatedActivation("gelu_tanh")
     yield Case("experts long rows", lambda: experts(256, 2, hidden, intermediate, fp32, tanh), only=(*FEW, *ACTIVATED))
     yield Case(

@@ -51,7 +51,7 @@ def test_everything_compiles(target: str, results: list[Result]) -> None:
     assert not [f"{r['kernel']}: {r['error']}" for r in compiled if "error" in r]
     kinds = {r["case"].split()[0] for r in compiled}
     # gfx942 has too little shared memory for the Stream-K candidates; "int32 streamk" is compiled there all the same.
-    assert kinds >= {"scaled", "int32", "matmul", "quantize_rows", "grouped", "experts", "attention"}
+    assert kinds >= {"scaled", "int32", "matmul", "quantize_rows", "grouped", "experts", "attention", "rows"}
     # A program's part of shared memory is too small for it there.
     assert ("linear" in kinds) == (target != "gfx942")
     assert any("streamk" in r["case"] for r in compiled)
@@ -97,6 +97,7 @@ def test_kernels_start_ahead_of_time_where_they_can(target: str, starts_early: b
         "grouped",
         "experts",
         "attention",
+        "rows",
     ):
         assert bool(r["waits_for_previous"]) == starts_early, r["case"]
 
@@ -123,7 +124,7 @@ def test_operands_are_copied_16_bytes_at_a_time(target: str, results: list[Resul
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_rows_to_quantize_are_read_16_bytes_at_a_time(target: str, results: list[Result]) -> None:
-    for r in of(results, target, "quantize_rows", *(["linear hopper"] if target == "sm_90" else [])):
+    for r in of(results, target, "quantize_rows", "rows", *(["linear hopper"] if target == "sm_90" else [])):
         assert r["load_16"] >= 4, r["case"]
         # Two values to an instruction, where there is one for that: else a row takes twice the registers.
         if target != "sm_80" and "float16" in r["case"]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qgemm.kernels import GPT_OSS, GatedActivation, dispatch, quantize_rows
 from qgemm.kernels import experts as public_experts
+from qgemm.kernels.activation import launcher as activate
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.launch import plans as launch_plans
 from qgemm.kernels.launch.plans import PlanCache
@@ -225,8 +226,8 @@ def test_magnitudes_that_float16_just_holds(function: Experts, device: torch.dev
 
 
 def test_a_long_row_is_computed_twice(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_launch, "MAX_ACTIVATED_ROW_BYTES", 64)
-    monkeypatch.setattr(experts_launch, "LONG_ACTIVATED_ROW_BLOCK", 128)
+    monkeypatch.setattr(activate, "MAX_ROW_BYTES", 64)
+    monkeypatch.setattr(activate, "LONG_ROW_BLOCK", 128)
     monkeypatch.setattr(experts_launch, "plans", PlanCache())
     arguments = layer(T=3, intermediate=300, device=device)
     assert_close(kernel_experts(**arguments), arguments)

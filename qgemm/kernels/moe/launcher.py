@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qgemm.kernels.activation.launcher import activated_row_blocks
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.checks import check_experts
 from qgemm.kernels.expert_weights import ExpertWeights
@@ -36,8 +37,6 @@ from qgemm.numerics.integers import cdiv, next_power_of_2
 MAX_PAIRS_TO_COUNT = 512  # for every pair
 CHUNK = 128  # pairs
 MAX_TOKENS_TO_OVERLAP = 64  # see quantize.MAX_ROWS_TO_OVERLAP
-MAX_ACTIVATED_ROW_BYTES = 32_768  # of a row that a program keeps in registers, after the activation
-LONG_ACTIVATED_ROW_BLOCK = 4096  # values at a time of a longer one
 
 ARGUMENTS = ("x", "top_k_index", "top_k_weights", *ExpertWeights._fields[:6], "out")
 
@@ -137,16 +136,6 @@ def _activate(
     constants = (DEVICE_ACTIVATIONS[activation.name], activation, block, blocks, limits.pdl, early)
     warps = max(1, threads // limits.warp_size)
     return Launch(_activate_kernel, P, (K,), constants, num_warps=warps, pdl=limits.pdl)
-
-
-def activated_row_blocks(K: int, itemsize: int) -> tuple[int, int, int]:
-    """``quantize.row_blocks`` for ``_activate_kernel``."""
-    block, blocks, threads = quantize.row_blocks(K, itemsize, MAX_ACTIVATED_ROW_BYTES, LONG_ACTIVATED_ROW_BLOCK)
-    if blocks and K > 4096:
-        # Gates and ups are read: with half as many threads, rows of 14,336 took 1.2 times as long on an H200.
-        block, threads = 2 * block, 2 * threads
-        blocks = cdiv(K, block)
-    return block, blocks, threads
 
 
 def _combine(T: int, top_k: int, H: int, early: bool, limits: DeviceLimits) -> Launch:

@@ -49,11 +49,19 @@ def _make_launch(rows: Tensor, next_early: bool) -> Launch:
     (M, K), limits = rows.shape, device_limits(rows.device)
     block, blocks, threads = row_blocks(K, rows.itemsize, max_row_bytes(limits), LONG_ROW_BLOCK)
     warps = max(1, threads // limits.warp_size)
-    next_early = next_early and limits.pdl
-    # The next kernel's programs come while these wait, and go where there are fewest: so each multiprocessor has one.
-    grid = max(M, limits.num_sms) if next_early else M
+    grid, next_early = programs(M, limits, next_early)
     numbers, constants = (M, K, *rows.stride()), (block, blocks, limits.pdl, next_early)
     return Launch(_quantize_rows_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
+
+
+def programs(M: int, limits: DeviceLimits, next_early: bool | None = None) -> tuple[int, bool]:
+    """How many programs a kernel of a row each has, and whether the next may start early; None: with few rows."""
+    if next_early is None:
+        next_early = M <= MAX_ROWS_TO_OVERLAP
+    if not (next_early and limits.pdl):
+        return M, False
+    # The next kernel's programs come while these wait, and go where there are fewest: so each multiprocessor has one.
+    return max(M, limits.num_sms), True
 
 
 def max_row_bytes(limits: DeviceLimits) -> int:

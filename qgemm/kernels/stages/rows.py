@@ -47,13 +47,15 @@ class StridedRow:
 class GatedRow:
     """``activation`` of a row in memory with ``length`` gates, followed by as many ups if it is gated.
 
-    ``function``: the device function of ``activation.name``. ``activation``: a ``GatedActivation``.
+    ``function``: the device function of ``activation.name``. ``activation``: a ``GatedActivation``. ``rounds_gate``:
+    whether the activated gate is rounded before it meets ``up``, as where both are modules of their own.
     """
 
     ptr: tl.tensor
     length: tl.tensor
     function: tl.constexpr
     activation: tl.constexpr
+    rounds_gate: tl.constexpr = False
     unroll: tl.constexpr = 1
 
     @triton.jit
@@ -66,6 +68,8 @@ class GatedRow:
             gate = tl.where(gate > LIMIT, LIMIT, gate)
         out = gate / (1.0 + tl.exp(-ALPHA * gate)) if ALPHA != 1.0 else self.function(gate)
         if self.activation.gated:
+            if self.rounds_gate:
+                out = rounded(out, self.ptr.dtype.element_ty).to(tl.float32)
             up = tl.load(self.ptr + self.length + k, mask=k < self.length, other=0.0).to(tl.float32)
             if LIMIT is not None:
                 up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))

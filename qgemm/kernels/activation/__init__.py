@@ -1,0 +1,1 @@
+"""Activations ahead of quantized layers: ``activation_quantize``."""

@@ -1,0 +1,57 @@
+"""Residual, norm and quantization of a row, in one kernel: a row a program, read once and held in registers.
+
+``total = round(residual + norm(x))``, and ``norm(total)`` in float or int8; each part is optional. The vectors of the
+norms are read before the program waits for the kernel ahead, which doesn't write weights.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from qgemm.kernels.stages.norms import add_blocks, normalize_blocks, store_blocks
+from qgemm.kernels.stages.rows import RowQuantization, StridedRow, load_blocks, quantize_blocks
+
+
+@triton.jit(do_not_specialize=["M"])
+def _norm_kernel(
+    x, residual, branch_weight, weight, bias, total, normed, q, row_scale, scale,
+    M, K, stride_xm, stride_xk, stride_rm, stride_rk,
+    NORM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+):  # fmt: skip
+    """A row a program, in ``BLOCKS`` blocks. All tensors but ``x`` may be None; ``total``, ``normed`` and ``q`` are
+    contiguous ``[M, K]``, and ``scale`` is as in ``RowQuantization``. ``NORM``: a ``Norm``. ``PDL``: see ``Launch``.
+
+    ``NEXT_EARLY``: let the next kernel start at once, before the one ahead has ended, instead of when this one ends.
+    """
+    if NEXT_EARLY:
+        gdc_launch_dependents()
+    offsets = tl.arange(0, BLOCK)
+    if branch_weight is not None:
+        branch_weights = load_blocks(StridedRow(branch_weight, K, 1), offsets, BLOCKS)
+    if weight is not None:
+        weights = load_blocks(StridedRow(weight, K, 1), offsets, BLOCKS)
+    biases = None
+    if bias is not None:
+        biases = load_blocks(StridedRow(bias, K, 1), offsets, BLOCKS)
+    if PDL:
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    if row < M:
+        blocks = load_blocks(StridedRow(x + row * stride_xm, K, stride_xk), offsets, BLOCKS)
+        if residual is not None:
+            residuals = load_blocks(StridedRow(residual + row * stride_rm, K, stride_rk), offsets, BLOCKS)
+        if branch_weight is not None:
+            blocks = normalize_blocks(blocks, branch_weights, None, K, offsets, NORM, BLOCKS)
+        if residual is not None:
+            blocks = add_blocks(blocks, residuals, BLOCKS)
+        if total is not None:
+            store_blocks(total + row * K, blocks, K, offsets, BLOCKS)
+        if weight is not None:
+            blocks = normalize_blocks(blocks, weights, biases, K, offsets, NORM, BLOCKS)
+        if normed is not None:
+            store_blocks(normed + row * K, blocks, K, offsets, BLOCKS)
+        if q is not None:
+            found, values = quantize_blocks(blocks, RowQuantization(scale), BLOCKS)
+            tl.store(row_scale + row, found)
+            store_blocks(q + row * K, values, K, offsets, BLOCKS)

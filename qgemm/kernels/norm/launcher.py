@@ -1,0 +1,125 @@
+"""Launcher of the norm kernel: ``norm_quantize``, ``add_norm_quantize`` and ``add_norm`` on GPU tensors, CPU tensors
+in Triton's interpreter.
+
+They are one kernel with other parts left out, so a row has the same bits in all three.
+"""
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels.launch.device import device_limits
+from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.plans import plans
+from qgemm.kernels.norm.kernels import _norm_kernel
+from qgemm.kernels.norms import Norm
+from qgemm.kernels.quantize import launcher as quantize
+
+MAX_ROW_BYTES = 32_768  # of a row that a program holds in registers; PyTorch normalizes longer ones
+
+Vectors = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, input_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``dispatch.norm_quantize`` on a GPU."""
+    if not _is_held(x):
+        return quantize.quantize_rows(norm(x, weight, bias), input_scale)
+    q, row_scale = _empty_rows(x)
+    _run(x, None, (None, weight, bias), norm, (None, None, q, row_scale), input_scale)
+    return q, row_scale
+
+
+def add_norm_quantize(
+    x: Tensor,
+    residual: Tensor,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``dispatch.add_norm_quantize`` on a GPU."""
+    if not _is_held(x):
+        total, normed = _add_norm_by_torch(x, residual, (branch_weight, weight, bias), norm)
+        return total, *quantize.quantize_rows(normed, input_scale)
+    total, (q, row_scale) = _empty_like(x), _empty_rows(x)
+    _run(x, residual, (branch_weight, weight, bias), norm, (total, None, q, row_scale), input_scale)
+    return total, q, row_scale
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    branch_weight: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    norm: Norm,
+) -> tuple[Tensor, Tensor]:
+    """``dispatch.add_norm`` on a GPU."""
+    vectors = branch_weight, weight, bias
+    if not _is_held(x):
+        return _add_norm_by_torch(x, residual, vectors, norm)
+    total = None if residual is None and branch_weight is None else _empty_like(x)
+    normed = None if weight is None else _empty_like(x)
+    if total is not None or normed is not None:
+        _run(x, residual, vectors, norm, (total, normed, None, None), None)
+    total = x if total is None else total
+    return total, total if normed is None else normed
+
+
+def _is_held(x: Tensor) -> bool:
+    """Whether a program can hold a row."""
+    return 0 < x.shape[-1] * x.itemsize <= MAX_ROW_BYTES
+
+
+@torch.no_grad()
+def _add_norm_by_torch(x: Tensor, residual: Tensor | None, vectors: Vectors, norm: Norm) -> tuple[Tensor, Tensor]:
+    branch_weight, weight, bias = vectors
+    total = x if branch_weight is None else norm(x, branch_weight)
+    if residual is not None:
+        total = residual + total
+    return total, total if weight is None else norm(total, weight, bias)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _run(
+    x: Tensor,
+    residual: Tensor | None,
+    vectors: Vectors,
+    norm: Norm,
+    outputs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    scale: Tensor | None,
+) -> None:
+    """The kernel. ``vectors``: the branch's weight, weight and bias. ``outputs``: total, normed, q and row_scale."""
+    K = x.shape[-1]
+    rows = x.reshape(-1, K)
+    if not rows.shape[0]:
+        return
+    residuals = None if residual is None else residual.reshape(-1, K)
+    vectors = tuple(each if each is None else each.contiguous() for each in vectors)  # type: ignore[assignment]
+    kind = (
+        _run, rows.shape, rows.stride(), rows.dtype, rows.device, None if residuals is None else residuals.stride(),
+        *[each is None for each in (*vectors, *outputs, scale)], norm,
+    )  # fmt: skip
+    launch: Launch | None = plans.get(kind)
+    if launch is None:
+        launch = plans.keep(kind, _make_launch(rows, residuals, norm))
+    launch(rows, residuals, *vectors, *outputs, scale)
+
+
+def _make_launch(rows: Tensor, residuals: Tensor | None, norm: Norm) -> Launch:
+    (M, K), limits = rows.shape, device_limits(rows.device)
+    block, blocks, threads = quantize.row_blocks(K, rows.itemsize, MAX_ROW_BYTES, 0)
+    grid, next_early = quantize.programs(M, limits)
+    numbers = (M, K, *rows.stride(), *((0, 0) if residuals is None else residuals.stride()))
+    constants = (norm, block, blocks, limits.pdl, next_early)
+    warps = max(1, threads // limits.warp_size)
+    return Launch(_norm_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)

@@ -1,0 +1,76 @@
+"""A row's norm, on the device: ``kernels/norms.py``'s kinds, with a row's blocks in registers.
+
+The sums are float32. Their order follows from the blocks and the number of threads, and so from the row's length and
+type alone: a row has the same bits however many there are.
+"""
+
+import triton
+import triton.language as tl
+
+from qgemm.kernels.stages.epilogue import rounded
+
+
+@triton.jit
+def normalize_blocks(blocks, weights, biases, length, offsets, NORM: tl.constexpr, BLOCKS: tl.constexpr):
+    """The norm of a row of ``length`` values that is held in ``blocks``, as blocks of its type.
+
+    ``weights``, ``biases``: blocks too; no biases are None. ``offsets``: those within a block. ``NORM``: a ``Norm``.
+    Beyond the row, blocks are 0.
+    """
+    BLOCK: tl.constexpr = offsets.shape[0]
+    count = length.to(tl.float32)
+    mean = count * 0.0
+    if NORM.is_layer:
+        total = blocks[0].to(tl.float32)
+        for i in tl.static_range(1, BLOCKS):
+            total += blocks[i].to(tl.float32)
+        mean = tl.math.div_rn(tl.sum(total, axis=0), count)
+    squares = tl.zeros((BLOCK,), dtype=tl.float32)
+    for i in tl.static_range(BLOCKS):
+        x = blocks[i].to(tl.float32)
+        if NORM.is_layer:
+            x = tl.where(offsets < length - i * BLOCK, x - mean, 0.0)
+        squares = tl.math.fma(x, x, squares)
+    rstd = tl.math.rsqrt(tl.math.div_rn(tl.sum(squares, axis=0), count) + NORM.eps)
+    out = ()
+    for i in tl.static_range(BLOCKS):
+        x = blocks[i].to(tl.float32)
+        if NORM.is_layer:
+            x = x - mean
+        bias = None
+        if biases is not None:
+            bias = biases[i]
+        out = out + (_weigh(x * rstd, weights[i], bias, NORM, blocks[i].dtype),)
+    return out
+
+
+@triton.jit
+def _weigh(y, weight, bias, NORM: tl.constexpr, dtype: tl.constexpr):
+    """Normalized float32 values ``y`` with their weight and bias, rounded to ``dtype`` where the kind of norm does."""
+    factor = weight.to(tl.float32)
+    if NORM.kind == "rms":
+        y = rounded(y, dtype).to(tl.float32)
+    if NORM.kind == "rms_plus_one":
+        factor = 1.0 + factor
+    y = y * factor
+    if bias is not None:
+        y = y + bias.to(tl.float32)
+    return rounded(y, dtype)
+
+
+@triton.jit
+def add_blocks(blocks, others, BLOCKS: tl.constexpr):
+    """``round(blocks + others)``."""
+    out = ()
+    for i in tl.static_range(BLOCKS):
+        out = out + (rounded(blocks[i].to(tl.float32) + others[i].to(tl.float32), blocks[i].dtype),)
+    return out
+
+
+@triton.jit
+def store_blocks(row, blocks, length, offsets, BLOCKS: tl.constexpr):
+    """Writes ``blocks`` side by side from ``row`` on, up to ``length``."""
+    BLOCK: tl.constexpr = offsets.shape[0]
+    for i in tl.static_range(BLOCKS):
+        k = i * BLOCK + offsets
+        tl.store(row + k, blocks[i], mask=k < length)

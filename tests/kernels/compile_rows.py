@@ -1,0 +1,53 @@
+"""What ``compile_kernels.py`` compiles of norms and activations ahead of products."""
+
+from collections.abc import Iterator
+
+import torch
+from assumed_devices import META, Case
+
+from qgemm.kernels.activation import launcher as activate
+from qgemm.kernels.norm import launcher as norms
+from qgemm.kernels.norms import Norm
+
+
+def row_cases() -> Iterator[Case]:
+    """Every part of each kernel, and the longest rows that registers hold."""
+    fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
+    longest = norms.MAX_ROW_BYTES
+    yield Case("rows norm bfloat16", lambda: norm(4096, bf16, Norm("rms")))
+    yield Case("rows norm longest bfloat16", lambda: norm(longest // 2, bf16, Norm("rms")))
+    yield Case("rows norm static float16", lambda: norm(384, fp16, Norm("rms_once"), static=True))
+    yield Case("rows norm longest float32", lambda: norm(longest // 4, fp32, Norm("layer"), static=True))
+    yield Case("rows add longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("layer")))
+    yield Case("rows add sandwich longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("rms"), True))
+    yield Case("rows add sandwich longest float32", lambda: add_norm(longest // 4, fp32, Norm("rms_plus_one")))
+    yield Case("rows activation bfloat16", lambda: activation(14_336, bf16, "silu", True))
+    yield Case("rows activation longest float16", lambda: activation(16_384, fp16, "gelu", True))
+    yield Case("rows activation read twice float32", lambda: activation(16_400, fp32, "gelu_tanh", False))
+
+
+def rows(K: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(512, K, dtype=dtype, device=META)
+
+
+def vector(K: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(K, dtype=dtype, device=META)
+
+
+def norm(K: int, dtype: torch.dtype, kind: Norm, static: bool = False) -> None:
+    scale = torch.empty((), device=META) if static else None
+    norms.norm_quantize(rows(K, dtype), vector(K, dtype), vector(K, dtype) if kind.is_layer else None, kind, scale)
+
+
+def add_norm_quantize(K: int, dtype: torch.dtype, kind: Norm, sandwich: bool = False) -> None:
+    branch = vector(K, dtype) if sandwich else None
+    bias = vector(K, dtype) if kind.is_layer else None
+    norms.add_norm_quantize(rows(K, dtype), rows(K, dtype), branch, vector(K, dtype), bias, kind)
+
+
+def add_norm(K: int, dtype: torch.dtype, kind: Norm) -> None:
+    norms.add_norm(rows(K, dtype), rows(K, dtype), vector(K, dtype), vector(K, dtype), None, kind)
+
+
+def activation(K: int, dtype: torch.dtype, name: str, gated: bool) -> None:
+    activate.activation_quantize(rows(2 * K if gated else K, dtype), name, gated)

@@ -1,0 +1,94 @@
+"""``activation_quantize``: the kernel against ``reference.py``."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from qgemm.kernels.activation import launcher as activation_launch
+from qgemm.kernels.activations import ACTIVATIONS, activated
+from qgemm.kernels.launch.plans import PlanCache
+from qgemm.kernels.reference import activation_quantize_reference, quantize_rows_reference
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+# Exact on every device: no rounding of the function itself is in the way.
+EXACT = ("relu", "relu2")
+
+
+def assert_as_the_reference(x: Tensor, name: str, gated: bool, scale: Tensor | None = None) -> None:
+    q, row_scale = activation_launch.activation_quantize(x, name, gated, scale)
+    wanted_q, wanted_scale = activation_quantize_reference(x, name, gated, scale)
+    assert q.dtype == torch.int8
+    assert row_scale.dtype == torch.float32
+    assert q.shape == wanted_q.shape
+    assert row_scale.shape == wanted_scale.shape
+    assert torch.equal(row_scale.isnan(), wanted_scale.isnan())
+    if name in EXACT:
+        assert torch.equal(q, wanted_q)
+        assert torch.equal(row_scale.nan_to_num(), wanted_scale.nan_to_num())
+        return
+    # A function that is rounded the other way may change a value, or a row's scale, by the last bit of the dtype.
+    eps = 2 * torch.finfo(x.dtype).eps
+    torch.testing.assert_close(row_scale.nan_to_num(), wanted_scale.nan_to_num(), rtol=eps, atol=1e-7)
+    if q.numel():
+        assert (q.int() - wanted_q.int()).abs().max() <= 1
+        assert (q != wanted_q).float().mean() <= 0.02
+
+
+@GATED
+@DTYPES
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str, dtype: torch.dtype, gated: bool, device: torch.device) -> None:
+    x = (3 * torch.randn(6, 600, device=device)).to(dtype)
+    assert_as_the_reference(x, name, gated)
+    assert_as_the_reference(x, name, gated, torch.tensor(0.05, device=device))
+
+
+def test_the_gate_is_rounded_before_the_product(device: torch.device) -> None:
+    x = (3 * torch.randn(6, 600, device=device)).bfloat16()
+    q, scale = activation_launch.activation_quantize(x, "relu2", True)
+    gate, up = x.float().chunk(2, dim=-1)
+    once_q, once_scale = quantize_rows_reference((gate.relu().square() * up).bfloat16())
+    assert (q != once_q).any()
+    assert (scale != once_scale).any()
+    assert torch.equal(q, quantize_rows_reference(activated(x, "relu2", True))[0])
+
+
+@GATED
+@pytest.mark.parametrize("shape", [(0, 64), (5, 0), (70,), (2, 3, 70), (1, 2), (3, 4102)])
+def test_shapes(shape: tuple[int, ...], gated: bool, device: torch.device) -> None:
+    assert_as_the_reference(torch.randn(shape, device=device).bfloat16(), "relu2", gated)
+
+
+@GATED
+def test_strides(gated: bool, device: torch.device) -> None:
+    x = torch.randn(6, 140, device=device)
+    assert_as_the_reference(x[::2], "relu", gated)
+    assert_as_the_reference(x[:, ::2], "relu", gated)
+    assert_as_the_reference(x[:, 3:103], "relu", gated)
+    assert_as_the_reference(x.view(2, 3, 140).transpose(0, 1), "relu", gated)
+    assert_as_the_reference(x[:1].expand(4, 140), "relu", gated)
+
+
+@GATED
+@pytest.mark.parametrize("name", ["silu", "gelu", "relu2"])
+def test_what_is_not_finite(name: str, gated: bool, device: torch.device) -> None:
+    x = torch.randn(5, 100, device=device).bfloat16()
+    x[1, 3], x[2, 40], x[3] = torch.nan, torch.inf, 0
+    assert_as_the_reference(x, name, gated)
+    _, scale = activation_launch.activation_quantize(x, name, gated)
+    assert scale.isnan().tolist() == [False, True, True, False, False]
+
+
+@GATED
+@DTYPES
+@pytest.mark.parametrize("K", [100, 128, 300])
+def test_a_long_row_is_computed_twice(
+    K: int, dtype: torch.dtype, gated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation_launch, "MAX_ROW_BYTES", 64)
+    monkeypatch.setattr(activation_launch, "LONG_ROW_BLOCK", 128)
+    monkeypatch.setattr(activation_launch, "plans", PlanCache())
+    x = torch.randn(3, 2 * K, device=device).to(dtype)
+    x[1, -1], x[2, K - 1] = 50, torch.nan
+    assert_as_the_reference(x, "relu", gated)
