@@ -26,6 +26,8 @@ DECODER = ModelShape("tiny", "LlamaConfig", 2, {**SMALL, "num_key_value_heads": 
 ENCODER = ModelShape("tiny-bert", "BertConfig", 2, SMALL, is_decoder=False)
 SIZES = Sizes((1, 3), (8,), (2, 16), new=6, first=5, sentences=(1, 4), sentence=8, rounds=1)
 
+SIZES_OF = ((PREFILL, 2, 16), (DECODE, 1, 8), (DECODE, 3, 8))
+
 
 def job(*providers: str, measures: tuple[str, ...] = (PREFILL, DECODE), cache: str = "") -> Job:
     return Job("tiny", 2, providers, measures, cache, SIZES)
@@ -33,12 +35,14 @@ def job(*providers: str, measures: tuple[str, ...] = (PREFILL, DECODE), cache: s
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_measure_of_a_decoder() -> None:
-    found = list(measure_job(job("bf16", "qgemm"), DECODER, CPU))
+    found = list(measure_job(job("bf16", "qgemm", "qgemm int8 cache"), DECODER, CPU))
     assert [(one.provider, one.measure, one.batch, one.context) for one in found] == [
-        (name, *size) for name in ("bf16", "qgemm") for size in ((PREFILL, 2, 16), (DECODE, 1, 8), (DECODE, 3, 8))
+        (name, *size)
+        for name, sizes in (("bf16", SIZES_OF), ("qgemm", SIZES_OF), ("qgemm int8 cache", SIZES_OF[1:]))
+        for size in sizes
     ]
     assert all(one.value and not one.reason for one in found)
-    assert [one.cosine == pytest.approx(1, abs=1e-6) for one in found] == [True] * 3 + [False] * 3
+    assert [one.cosine == pytest.approx(1, abs=1e-6) for one in found] == [True] * 3 + [False] * 5
     first, call = measure_job(job("qgemm", measures=(FIRST_TOKEN,), cache="cold"), DECODER, CPU)
     assert (first.measure, call.measure, first.cache) == (FIRST_TOKEN, FIRST_CALL, "cold")
     assert 0 < first.value < 60  # type: ignore[operator]

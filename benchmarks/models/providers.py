@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from benchmarks.models.results import DECODE, ENCODE, FIRST_TOKEN, PREFILL
@@ -42,24 +42,18 @@ def _float(model: Any) -> list[str]:
     return []
 
 
-def _qgemm(model: Any) -> list[str]:
+def _qgemm(model: Any, **options: Any) -> list[str]:
+    """``options``: of ``fast_generate``."""
     import qgemm
 
-    # What a checkout doesn't have yet is left out, and said.
-    notes: list[str] = []
-    options: dict[str, Any] = {}
-    if "fuse" in inspect.signature(qgemm.quantize_model).parameters:
-        options["fuse"] = True
-    else:
-        notes.append("this qgemm can't fuse models: layers are quantized one by one")
-    qgemm.quantize_model(model, progress=False, **options)
-    if not model.can_generate():
-        return notes
-    if hasattr(qgemm, "fast_generate"):
-        qgemm.fast_generate(model)
-    else:
-        notes.append("this qgemm has no fast_generate: transformers' own loop runs")
-    return notes
+    qgemm.fuse(qgemm.quantize_model(model, progress=False))
+    if model.can_generate():
+        qgemm.fast_generate(model, **options)
+    return [str(qgemm.fusion_report(model)).splitlines()[-1]]
+
+
+def _qgemm_int8_cache(model: Any) -> list[str]:
+    return _qgemm(model, cache_dtype=torch.int8)
 
 
 def _torchao(model: Any) -> list[str]:
@@ -89,6 +83,7 @@ PROVIDERS = {
         Provider("bf16", _float),
         Provider("bf16 compiled", _float, STATIC_CACHE, (DECODE, FIRST_TOKEN)),
         Provider("qgemm", _qgemm),
+        Provider("qgemm int8 cache", _qgemm_int8_cache, measures=(DECODE,)),
         Provider("torchao int8", _torchao, STATIC_CACHE, (PREFILL, DECODE, FIRST_TOKEN), "torchao"),
         Provider("gemlite int8", _gemlite, STATIC_CACHE, (PREFILL, DECODE, FIRST_TOKEN), "gemlite"),
         # ``vllm_worker.py`` measures these; they have weights of their own.
