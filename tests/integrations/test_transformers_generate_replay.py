@@ -106,6 +106,19 @@ def test_replayed_steps_give_the_tokens_of_transformers(graphs: list[Any], famil
     assert torch.equal(model.generate(other, **options), type(model).generate(model, other, **options))
 
 
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=["float", "int8"])
+def test_fused_layers_are_replayed(graphs: list[Any], dtype: torch.dtype | None) -> None:
+    model: Any = qgemm.quantize_model(FAMILIES["qwen3"]().model.to(DEVICE))
+    options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options["attention_mask"] = PADDED
+    qgemm.fast_generate(model, cache_dtype=dtype)
+    expected = model.generate(PROMPTS, **options)
+    qgemm.fuse(model)
+    for _ in range(2):
+        assert torch.equal(model.generate(PROMPTS, **options), expected)
+    assert len(graphs) == 4, "fused layers are captured anew"
+
+
 def test_draws_are_replayed(graphs: list[Any]) -> None:
     model: Any = FAMILIES["llama"]().model.to(DEVICE)
     options = {"max_new_tokens": 30, "do_sample": True, "top_p": 0.9, "repetition_penalty": 1.3, "pad_token_id": 0}
