@@ -6,9 +6,10 @@ made of float32 products short enough to be exact.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,38 +20,63 @@ from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.rotary.reference import rotate_reference, store_reference
 from qgemm.numerics.formats import INT8, MIN_SCALE
+from qgemm.numerics.integers import cdiv
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # 2^24 / (128 * 128): float32 holds a sum of this many int8 products exactly.
 _EXACT_K = 1024
-_VALUES_AT_A_TIME = 2**18
+# Blocks of rows: what is made for one stays in cache and takes little memory, and yet there are few, since a call of an
+# operator costs as much as some thousand values.
+_VALUES_AT_A_TIME = 2**19
+_SUMS_AT_A_TIME = 2**20
+_ROWS_OF_A_PRODUCT = 128  # at least: oneDNN rearranges the weight for each
+_FEW = 2**16
+_LEAST_AMAX = INT8.steps * MIN_SCALE
 
 
-@torch.no_grad()
+def _without_grad(function: Callable[P, T]) -> Callable[P, T]:
+    """``torch.no_grad()``, which takes longer than an operator, where gradients are on."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@_without_grad
 def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``dispatch.quantize_rows`` on the CPU, a few rows at a time: temporaries stay in cache and take little memory."""
-    rows = _rows(x)
-    return _quantize(x, x.shape[-1], lambda block: rows[block], scale, zero_point)
+    return _quantize(_same, (x,), x.shape[-1], scale, zero_point)
 
 
-@torch.no_grad()
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+@_without_grad
 def norm_quantize(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, input_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.norm_quantize`` on the CPU."""
-    rows = _rows(x)
-    return _quantize(x, x.shape[-1], lambda block: norm(rows[block], weight, bias), input_scale)
+    return _quantize(lambda x: norm(x, weight, bias), (x,), x.shape[-1], input_scale)
 
 
-@torch.no_grad()
+@_without_grad
 def activation_quantize(
     x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.activation_quantize`` on the CPU."""
-    rows, K = _rows(x), x.shape[-1] // 2 if gated else x.shape[-1]
-    return _quantize(x, K, lambda block: activated(rows[block], activation, gated), input_scale)
+    K = x.shape[-1] // 2 if gated else x.shape[-1]
+    return _quantize(lambda x: activated(x, activation, gated), (x,), K, input_scale)
 
 
-@torch.no_grad()
+@_without_grad
 def add_norm_quantize(
     x: Tensor,
     residual: Tensor,
@@ -62,18 +88,17 @@ def add_norm_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.add_norm_quantize`` on the CPU."""
     total = x.new_empty(x.shape)
-    rows, residuals, totals = _rows(x), _rows(residual), _rows(total)
 
-    def values(block: slice) -> Tensor:
-        branch = rows[block] if branch_weight is None else norm(rows[block], branch_weight)
-        added = torch.add(residuals[block], branch, out=totals[block])
-        return added if weight is None else norm(added, weight, bias)
+    def values(x: Tensor, residual: Tensor, total: Tensor) -> Tensor:
+        branch = x if branch_weight is None else norm(x, branch_weight)
+        torch.add(residual, branch, out=total)
+        return total if weight is None else norm(total, weight, bias)
 
-    q, row_scale = _quantize(x, x.shape[-1], values, input_scale)
+    q, row_scale = _quantize(values, (x, residual, total), x.shape[-1], input_scale)
     return total, q, row_scale
 
 
-@torch.no_grad()
+@_without_grad
 def add_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -88,7 +113,7 @@ def add_norm(
     normed = total if weight is None else x.new_empty(x.shape)
     rows, totals, out = _rows(x), _rows(total), _rows(normed)
     residuals = None if residual is None else _rows(residual)
-    for block in _blocks(rows, x.shape[-1]):
+    for block in _blocks(rows.shape[0], x.shape[-1], _VALUES_AT_A_TIME):
         added = rows[block]
         if branch_weight is not None:
             added = norm(added, branch_weight)
@@ -102,54 +127,66 @@ def add_norm(
 
 
 def _quantize(
-    x: Tensor,
+    values: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
     K: int,
-    values: Callable[[slice], Tensor],
     scale: Tensor | None,
     zero_point: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(q, row_scale)`` of rows of ``K`` values, as many as ``x`` has; ``values(block)`` gives some of them."""
+    """``(q [..., K], row_scale [...])`` of ``values(*tensors)``, of some rows of ``tensors`` at a time."""
+    x = tensors[0]
+    if 0 < x.numel() <= _VALUES_AT_A_TIME:
+        q, row_scale = _quantize_block(values(*tensors), scale, zero_point)
+        return q, row_scale.squeeze(-1)
     q = x.new_empty((*x.shape[:-1], K), dtype=torch.int8)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if q.numel() == 0:
         return q, row_scale.copy_(x.new_ones((), dtype=torch.float32) if scale is None else scale.reshape(()))
-    q_rows, row_scales = q.view(-1, K), row_scale.view(-1)
-    for block in _blocks(q_rows, K):
-        row_scales[block] = _quantize_block(values(block).float(), scale, zero_point, q_rows[block])
+    rows, q_rows, row_scales = [_rows(each) for each in tensors], q.view(-1, K), row_scale.view(-1, 1)
+    for block in _blocks(q_rows.shape[0], x.shape[-1], _VALUES_AT_A_TIME):
+        made = values(*(each[block] for each in rows))
+        _, row_scales[block] = _quantize_block(made, scale, zero_point, q_rows[block])
     return q, row_scale
 
 
 def _rows(x: Tensor) -> Tensor:
     """``x [..., K]`` as ``[M, K]``."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def _blocks(rows: Tensor, K: int) -> Iterator[slice]:
-    """A few of ``rows`` at a time, where each becomes ``K`` values; none where there are none."""
-    step = max(1, _VALUES_AT_A_TIME // max(1, K))
-    for start in range(0, rows.shape[0], step):
+def _blocks(rows: int, columns: int, limit: int, least: int = 1) -> Iterator[slice]:
+    """Slices of ``rows``, about as many in each: at most ``limit`` values, but not fewer rows than ``least``."""
+    count = max(1, min(cdiv(rows, max(1, limit // max(1, columns))), rows // least))
+    step = cdiv(rows, count)
+    for start in range(0, rows, max(1, step)):
         yield slice(start, start + step)
 
 
-def _quantize_block(values: Tensor, scale: Tensor | None, zero_point: Tensor | None, q: Tensor) -> Tensor:
-    """Writes the int8 values of float32 ``values [rows, K]`` to ``q``; returns the scales ``[rows]``."""
-    # Not aminmax or a vector norm: they take ten times as long.
-    amax = values.abs().amax(dim=-1)
-    low, high = (bound.item() for bound in amax.aminmax())
+def _quantize_block(
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The int8 values, in ``out`` if given, of ``x [..., K]``, and the scales ``[..., 1]``."""
+    values = x.float()
+    # Not aminmax or a vector norm, which take ten times as long.
+    if values.numel() <= _FEW:
+        amax = values.abs().amax(-1, True)
+    else:
+        amax = torch.maximum(values.amax(-1, True), values.amin(-1, True).neg_())
+    lowest, highest = amax.aminmax()
+    is_finite = highest.item() < torch.inf
     row_scale = amax / INT8.steps if scale is None else scale.reshape(()).expand(amax.shape).clone()
-    if scale is None and not low >= INT8.steps * MIN_SCALE:
+    if scale is None and not lowest.item() >= _LEAST_AMAX:
         row_scale.clamp_(min=MIN_SCALE).masked_fill_(amax == 0, 1.0)
-    if not high < torch.inf:
+    if not is_finite:
         row_scale.masked_fill_(~amax.isfinite(), torch.nan)
-    quotient = (values / row_scale[:, None]).round_()
+    quotient = torch.div(values, row_scale, out=None if values is x else values).round_()
     if zero_point is not None:
         quotient.add_(zero_point).clamp_(INT8.asymmetric.low, INT8.asymmetric.high)
     elif scale is not None:
         quotient.clamp_(INT8.low, INT8.high)
-    if scale is not None or not high < torch.inf:
+    if scale is not None or not is_finite:
         quotient.nan_to_num_(0.0)
-    q.copy_(quotient)
-    return row_scale
+    return quotient.to(torch.int8).contiguous() if out is None else out.copy_(quotient), row_scale
 
 
 def int_mm(a: Tensor, b: Tensor) -> Tensor:
@@ -162,7 +199,7 @@ def int_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(_plain(a), _plain(b))
 
 
-@torch.no_grad()
+@_without_grad
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -174,11 +211,83 @@ def scaled_mm(
     residual: Tensor | None = None,
 ) -> Tensor:
     """``dispatch.scaled_mm`` on the CPU, where it makes no difference whether ``b`` is constant."""
-    out = int_mm(a, b).float()
-    out.mul_(a_scale.reshape(-1, 1)).mul_(b_scale)
+    return _multiply(a, b, a_scale.reshape(-1, 1), b_scale, bias, out_dtype, residual)
+
+
+@_without_grad
+def multiply(
+    q: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``dispatch.multiply`` on the CPU: of ``q [..., K]`` and ``row_scale [...]``."""
+    return _multiply(q, weight.t(), row_scale[..., None], weight_scale, bias, out_dtype, residual)
+
+
+@_without_grad
+def quant_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``dispatch.quant_linear`` on the CPU.
+
+    What isn't needed for few rows is left out: a call of an operator takes as long as they do.
+    """
+    if 0 < x.numel() <= _VALUES_AT_A_TIME:
+        q, row_scale = _quantize_block(x, input_scale, None)
+        return _multiply(q, weight.t(), row_scale, weight_scale, bias, x.dtype, residual)
+    q, row_scale = quantize_rows(x, input_scale)
+    return multiply(q, row_scale, weight, weight_scale, bias, x.dtype, residual)
+
+
+def _multiply(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None,
+) -> Tensor:
+    """``out_dtype [..., N]`` of ``a [..., K]`` and ``b [K, N]``; ``a_scale``: ``[..., 1]``, or one number."""
+    *leading, K = a.shape
+    M, N = math.prod(leading), b.shape[1]
+    rows = a if a.ndim == 2 else a.view(M, K)
+    # No output is a view: autograd would forbid to change it in place.
+    if M * N <= _SUMS_AT_A_TIME or M <= _ROWS_OF_A_PRODUCT:
+        sums = int_mm(rows, b)
+        return _scaled(sums if a.ndim == 2 else sums.view(*leading, N), a_scale, b_scale, bias, out_dtype, residual)
+    out = a.new_empty((*leading, N), dtype=out_dtype)
+    out_rows, scales = out.view(M, N), a_scale.reshape(-1, 1)
+    residual = None if residual is None else _rows(residual)
+    for block in _blocks(M, N, _SUMS_AT_A_TIME, _ROWS_OF_A_PRODUCT):
+        scale = scales if scales.shape[0] == 1 else scales[block]
+        added = None if residual is None else residual[block]
+        out_rows[block] = _scaled(int_mm(rows[block], b), scale, b_scale, bias, out_dtype, added)
+    return out
+
+
+def _scaled(
+    sums: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    residual: Tensor | None,
+) -> Tensor:
+    out = sums.float().mul_(a_scale).mul_(b_scale)
     if bias is not None:
         out.add_(bias)
-    out = out.to(out_dtype)
+    if out_dtype != torch.float32:
+        out = out.to(out_dtype)
     return out if residual is None else out.add_(residual)
 
 
@@ -200,7 +309,7 @@ def matmul(
     return out.to(out_dtype or a.dtype)
 
 
-@torch.no_grad()
+@_without_grad
 def grouped_mm(
     a: Tensor,
     b: Tensor,
@@ -224,7 +333,7 @@ def grouped_mm(
     return out
 
 
-@torch.no_grad()
+@_without_grad
 def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
     """``dispatch.experts`` on the CPU: an expert at a time, so that what lies between its products stays small."""
     (T, k), (E, H, _) = top_k_index.shape, weights.down.shape
@@ -250,13 +359,13 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
     return out.to(x.dtype)
 
 
-@torch.no_grad()
+@_without_grad
 def rotate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.rotate`` on the CPU."""
     return rotate_reference(*arguments)
 
 
-@torch.no_grad()
+@_without_grad
 def rotate_and_store(qkv: Tensor, *arguments: Any) -> Tensor:
     """``dispatch.rotate_and_store`` on the CPU."""
     q, key, value = rotate_reference(qkv, *arguments[:9])
@@ -264,7 +373,7 @@ def rotate_and_store(qkv: Tensor, *arguments: Any) -> Tensor:
     return q
 
 
-@torch.no_grad()
+@_without_grad
 def store_key_value(*arguments: Any) -> None:
     """``dispatch.store_key_value`` on the CPU."""
     store_reference(*arguments)

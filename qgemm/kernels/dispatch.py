@@ -21,6 +21,7 @@ from qgemm.kernels import checks, cpu
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.gemm.config import GemmConfig
+from qgemm.kernels.launch.plans import remember
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.rows import QuantizedRows
 
@@ -182,7 +183,7 @@ def quant_linear(
     ``x``: float ``[..., K]``. ``weight``: int8 ``[N, K]``. ``weight_scale``: float32 ``[N]``. ``bias``: float ``[N]``.
     ``input_scale``: one float32 number for all of ``x``, or None for a scale per row. ``residual``: ``[..., N]`` in the
     dtype of ``x``, which is added to the output after that is rounded, and the sum rounded. ``recallable``: that the
-    call concerns nobody but the operator itself, so that a GPU's plan for it may be found by ``launch.plans.recall``.
+    call concerns nobody but the operator itself, so that what computes it may be found by ``launch.plans.recall``.
     """
     if x.is_neg():
         x = x.resolve_neg()
@@ -192,7 +193,10 @@ def quant_linear(
         linear: Tensor = _gpu().quant_linear(x, weight, weight_scale, bias, input_scale, residual, recallable)
         return linear
     checks.check_quant_linear(x, weight, weight_scale, bias, input_scale, residual)
-    return multiply(quantize(x, input_scale), weight, weight_scale, bias, x.dtype, residual)
+    checks.on_gpu(x)
+    if recallable:
+        remember(cpu.quant_linear, x, weight, weight_scale, bias, input_scale, residual)
+    return cpu.quant_linear(x, weight, weight_scale, bias, input_scale, residual)
 
 
 def quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> QuantizedRows:
@@ -213,13 +217,15 @@ def multiply(
 
     ``residual``: ``out_dtype [..., N]``, added to the rounded product, and the sum is rounded too.
     """
+    if not checks.on_gpu(x.values):
+        return cpu.multiply(x.values, x.scale, weight, weight_scale, bias, out_dtype, residual)
     *leading, K = x.values.shape
     rows, N = math.prod(leading), weight.shape[0]
     a, a_scale = x.values.view(rows, K), x.scale.view(rows)
     options: dict[str, Any] = {"constant_b": True}
     if residual is not None:
         options["residual"] = residual.reshape(rows, N)
-    out: Tensor = _backend(x.values).scaled_mm(a, weight.t(), a_scale, weight_scale, bias, out_dtype, **options)
+    out: Tensor = _gpu().scaled_mm(a, weight.t(), a_scale, weight_scale, bias, out_dtype, **options)
     # Not a view for autograd, which would forbid to change it in place: nothing else holds this memory.
     return torch.ops.aten._unsafe_view(out, [*leading, N])  # type: ignore[no-any-return]
 

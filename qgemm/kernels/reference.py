@@ -140,8 +140,9 @@ def multiply_reference(
 
     The product is that of ``scaled_mm_reference``; with a residual, ``round(round(product) + residual)``.
     """
-    a, a_scale = q.reshape(-1, weight.shape[1]), row_scale.reshape(-1)
-    out = scaled_mm_reference(a, weight.t(), a_scale, weight_scale, bias, out_dtype).view(*q.shape[:-1], -1)
+    a, a_scale = q.reshape(row_scale.numel(), weight.shape[1]), row_scale.reshape(-1)
+    out = scaled_mm_reference(a, weight.t(), a_scale, weight_scale, bias, out_dtype)
+    out = out.view(*q.shape[:-1], weight.shape[0])
     return out if residual is None else out + residual
 
 

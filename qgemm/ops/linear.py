@@ -37,8 +37,8 @@ def quant_linear(
 ) -> Tensor:
     """``torch.ops.qgemm.quant_linear``, for less host time where it can be.
 
-    Where nobody on the way through the dispatcher would see the call, the function is called directly, and on a GPU
-    what it finds out about a call is remembered for others like it.
+    Where nobody on the way through the dispatcher would see the call, the function is called directly, and what is
+    found out about a call is remembered for others like it.
     """
     if torch.compiler.is_compiling():
         out: Tensor = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale, residual)

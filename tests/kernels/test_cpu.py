@@ -2,10 +2,13 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from qgemm.kernels import cpu, dispatch, reference
 from qgemm.kernels.activations import ACTIVATIONS, activated
@@ -143,6 +146,71 @@ def test_default_device_does_not_matter() -> None:
         assert torch.equal(cpu.int_mm(a, a.t()), wanted)
         _, scale = cpu.quantize_rows(torch.empty(3, 0, device="cpu"))
     assert torch.equal(scale, torch.ones(3))
+
+
+# Linear layers, in blocks of rows
+
+
+LIMITS = ("_VALUES_AT_A_TIME", "_SUMS_AT_A_TIME", "_ROWS_OF_A_PRODUCT", "_FEW")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("limit", [1, 100, 10_000])  # a row; some, not all blocks of one size; all in one block
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_quant_linear(static: bool, limit: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LIMITS:
+        monkeypatch.setattr(cpu, name, limit)
+    weight, weight_scale = cpu.quantize_rows(torch.randn(24, 40))
+    bias = torch.randn(24).to(dtype)
+    input_scale = torch.tensor(0.02) if static else None
+    x = torch.randn(7, 3, 40).to(dtype)
+    x[1, 2], x[2, 1, 5], x[3, 0, 7] = 0, torch.inf, torch.nan
+    for given in (x, x[0], x[0, 0], x.transpose(0, 1), x[:, :0], x[..., :0]):
+        w, residual = weight[:, : given.shape[-1]], torch.randn(*given.shape[:-1], 24).to(dtype)
+        q, scale = reference.quantize_rows_reference(given, input_scale)
+        for arguments in ((bias, None), (None, residual)):
+            wanted = reference.multiply_reference(q, scale, w, weight_scale, *arguments, dtype)
+            out = cpu.quant_linear(given, w, weight_scale, arguments[0], input_scale, arguments[1])
+            assert out.is_contiguous()
+            assert not out._is_view()
+            assert out.dtype == dtype
+            assert torch.equal(out.nan_to_num(nan=77), wanted.nan_to_num(nan=77))
+
+
+def test_blocks_are_of_about_one_size() -> None:
+    assert list(cpu._blocks(768, 384, 2**18)) == [slice(0, 384), slice(384, 768)]
+    assert list(cpu._blocks(300, 2**20, 2**20, least=128)) == [slice(0, 150), slice(150, 300)]
+    assert list(cpu._blocks(200, 2**20, 2**20, least=128)) == [slice(0, 200)]
+    assert list(cpu._blocks(0, 384, 2**18)) == []
+
+
+class Largest(TorchDispatchMode):
+    """How many bytes the largest storage of float32 or int32 has that an operator made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and each.dtype in (torch.float32, torch.int32):
+                self.bytes = max(self.bytes, each.untyped_storage().nbytes())
+        return out
+
+
+def test_no_activation_becomes_float32_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_VALUES_AT_A_TIME", 2**12)
+    monkeypatch.setattr(cpu, "_SUMS_AT_A_TIME", 2**13)
+    x, weight = torch.randn(1024, 128).bfloat16(), torch.randn(128).bfloat16()
+    w, w_scale = cpu.quantize_rows(torch.randn(128, 128))
+    for function, arguments in made_rows(x, x, weight):
+        with Largest() as largest:
+            function(*arguments)
+        # LayerNorm is one operator.
+        assert function is cpu.add_norm or largest.bytes > 0, function.__name__
+        assert largest.bytes <= 4 * 2**12, function.__name__
+    with Largest() as largest:
+        cpu.quant_linear(x, w, w_scale, None, None)
+    assert 0 < largest.bytes <= 4 * 128 * cpu._ROWS_OF_A_PRODUCT
 
 
 # Rows that are made, then quantized

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import qgemm.ops
-from qgemm.kernels import dispatch
+from qgemm.kernels import cpu, dispatch
 from qgemm.kernels.launch import plans
 
 ops = torch.ops.qgemm
@@ -183,6 +183,17 @@ def test_a_plan_is_recalled_for_tensors_like_those_alone(
         (nn.Parameter(x, requires_grad=False), weight, scale, bias, none),
     ):
         assert plans.recall(*other) is None
+
+
+def test_a_call_on_the_cpu_is_remembered() -> None:
+    x, weight, scale, bias, none = quant_linear_arguments(torch.device("cpu"))
+    plans._guarded.clear()
+    out = qgemm.ops.quant_linear(x, weight, scale, bias, none)
+    assert plans.recall(x, weight, scale, bias, none) is cpu.quant_linear
+    assert torch.equal(qgemm.ops.quant_linear(x, weight, scale, bias, none), out)
+    # Anything else is checked as ever.
+    with pytest.raises(TypeError, match=r"x is torch\.float64"):
+        qgemm.ops.quant_linear(x.double(), weight, scale, bias, none)
 
 
 def test_nothing_is_remembered_of_what_requires_gradients(device: torch.device) -> None:
