@@ -32,6 +32,7 @@ from qgemm.calibration.recipe import Recipe
 from qgemm.calibration.result import Calibration
 from qgemm.calibration.sensitivity import sensitivity as measure_sensitivity
 from qgemm.calibration.sensitivity_result import Sensitivity
+from qgemm.fusion import fuse as fuse_layers
 from qgemm.model.announce import announce_quantized
 from qgemm.model.plan import check_finite, plan_swaps
 from qgemm.model.report import give_report
@@ -59,6 +60,7 @@ def quantize_model(
     device: torch.device | str | None = None,
     resume: str | Path | None = None,
     progress: bool | None = None,
+    fuse: bool = False,
 ) -> Model:
     """Swaps the linear layers and experts of ``model`` for quantized ones, in place, and returns ``model``.
 
@@ -91,6 +93,7 @@ def quantize_model(
     - ``resume``: a folder for finished blocks, so that the same call continues after a kill. Remove it when the model
       is saved.
     - ``progress``: whether to show progress bars; None shows them on a terminal only.
+    - ``fuse``: whether to fuse layers too, as ``qgemm.fuse`` does.
 
     A transformers model gets a copy of its config that says so, for ``save_pretrained``. On a model on the meta device
     only the structure changes. Raises ``ValueError``, with the model unchanged, if there is
@@ -119,7 +122,8 @@ def quantize_model(
         device=device,
         resume=resume,
     )
-    return quantize(model, wanted, calibration=calibration, sensitivity=sensitivity, progress=progress)
+    quantize(model, wanted, calibration=calibration, sensitivity=sensitivity, progress=progress)
+    return fuse_layers(model) if fuse else model
 
 
 def quantize(

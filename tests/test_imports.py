@@ -108,6 +108,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.scheme",
         "qgemm.nn",
         "qgemm.model",
+        "qgemm.fusion",
     },
     "qgemm.calibration": {
         "qgemm.version",
@@ -127,6 +128,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.scheme",
         "qgemm.nn",
         "qgemm.model",
+        "qgemm.fusion",
         "qgemm.calibration",
     },
     "qgemm.streaming": {
@@ -148,6 +150,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels",
         "qgemm.nn",
         "qgemm.model",
+        "qgemm.fusion",
         "qgemm.checkpoint",
         "qgemm.calibration",
         "qgemm.quantize",

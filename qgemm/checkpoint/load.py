@@ -36,6 +36,7 @@ from qgemm.checkpoint.safetensors_file import read_values
 from qgemm.checkpoint.stored_report import parse_report, warn_without_report
 from qgemm.checkpoint.tensors import named_tensors, split_name
 from qgemm.device import find_device
+from qgemm.fusion import fuse as fuse_layers
 from qgemm.model.announce import announce_quantized
 from qgemm.nn import QuantLayer
 from qgemm.nn.attention import opened_attention
@@ -46,6 +47,7 @@ def load_quantized(
     device: torch.device | str = "cpu",
     *,
     model: nn.Module | Callable[[], nn.Module] | None = None,
+    fuse: bool = False,
 ) -> nn.Module:
     """The quantized model in ``folder``, on ``device``, in eval mode.
 
@@ -53,7 +55,7 @@ def load_quantized(
     ``pack-quantized`` (4-bit weights), or bitsandbytes' int8. The weights are those in the files, bit for bit, and the
     products are int8, or float where weights have 4 bits. A transformers model is built from its config. For any other,
     pass the float model as ``model``: a module (possibly on meta), which is changed in place, or a function that builds
-    it, whose parameters then never take memory.
+    it, whose parameters then never take memory. ``fuse``: whether to fuse its layers, as ``qgemm.fuse`` does.
 
     Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or of another model. Then
     nothing was loaded, and a module given as ``model`` is unchanged.
@@ -65,7 +67,8 @@ def load_quantized(
         announce_quantized(found.model, found.contents.manifest.save)
     if found.contents.lacks is not None:
         warn_without_report(folder, found.contents.lacks, stacklevel=3)
-    return found.model.eval()
+    found.model.eval()
+    return fuse_layers(found.model) if fuse else found.model
 
 
 def _read(

@@ -43,6 +43,9 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
         found = find_candidates(layer)
         fused, error, reason = _choose(layer, found.fused, calls, problem)
         parts = found.parts if fused is not None else ()
+        for candidate in found.fused:
+            if fused is None or candidate.products != fused.products:
+                candidate.separate()
         if fused is not None:
             bind(layer, fused)
         reason = "; ".join(filter(None, (found.reason, reason)))
@@ -73,8 +76,10 @@ def _calls(
     model: nn.Module, layers: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None
 ) -> tuple[dict[Any, Call], str]:
     """A call of each layer; or why there are none."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return {}, ""
+    if any(parameter.is_meta for parameter in model.parameters()) and not any(
+        hasattr(module, "_hf_hook") for module in model.modules()
+    ):
+        return {}, "it can't be verified before the model has values: fuse it again then"
     if inputs is None and not hasattr(model, "dummy_inputs"):
         return {}, "pass inputs, on which it can be verified"
     try:

@@ -260,7 +260,34 @@ def test_a_compiled_model_is_one_graph() -> None:
     assert torch.equal(Example(compiled, example.inputs).output(), expected)
 
 
-def test_a_model_on_meta_and_one_without_layers() -> None:
+def test_as_an_option_of_what_makes_quantized_models(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    import qgemm
+
+    example = FAMILIES["llama"]()
+    model: Any = example.model
+    model.save_pretrained(tmp_path / "float")
+    quantize_model(model, fuse=True)
+    save_quantized(model, tmp_path / "quantized")
+    loaded = load_quantized(tmp_path / "quantized", fuse=True)
+    config = qgemm.QGemmConfig(fuse=True)
+    pretrained = AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=config)
+    assert "fuse" not in pretrained.config.quantization_config.to_dict()
+    for each in (model, loaded, pretrained):
+        assert fused_parts(each) == (BOTH, BOTH)
+        assert torch.equal(Example(each, example.inputs).output(), example.output())
+
+
+def test_a_model_without_values_waits_for_them() -> None:
+    with torch.device("meta"):
+        example = FAMILIES["llama"]()
+    quantize_model(example.model, fuse=True)
+    assert all(record.parts == () for record in fusion_report(example.model).records)
+    assert "has values" in fusion_report(example.model).records[0].reason
+
+
+def test_a_model_without_layers() -> None:
     model = nn.Sequential(nn.Linear(32, 32))
     with pytest.raises(ValueError, match="holds no quantized layer"):
         fuse(model)

@@ -28,7 +28,8 @@ class QGemmConfig(QuantizationConfigMixin):
     All arguments are those of ``qgemm.quantize_model``. With ``recipe``, or batches as ``calibration``, the model is
     loaded in float, where the device map puts it, and then quantized on these batches, which must be on its device.
     Otherwise each weight is quantized while it is read. The ``config.quantization_config`` of a quantized model has a
-    ``manifest`` instead, which says what was done to every layer. Batches aren't stored.
+    ``manifest`` instead, which says what was done to every layer. Neither batches nor
+    ``fuse`` are stored.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class QGemmConfig(QuantizationConfigMixin):
         input_scales: Mapping[str, float | Tensor] | None = None,
         recipe: Recipe | Sequence[Method] | None = None,
         calibration: Calibration | Iterable[Any] | None = None,
+        fuse: bool = False,
     ) -> None:
         """Raises ``ValueError`` for an unknown scheme, or one that can't be applied while a model loads.
 
@@ -48,6 +50,7 @@ class QGemmConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         wanted = Quantization.of(scheme, skip=skip, include=include, input_scales=input_scales, recipe=recipe)
         self._take(wanted, calibration)
+        self.fuse = fuse
 
     def _take(self, wanted: Quantization, calibration: Calibration | Iterable[Any] | None = None) -> None:
         self.quantization = wanted

@@ -16,6 +16,7 @@ from transformers.quantizers.base import HfQuantizer
 from qgemm.checkpoint.disk import check_regular
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.pretrained import built_again
+from qgemm.fusion import fuse
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.quantizing import QuantizeOnLoad, start_quantizing
 from qgemm.integrations.transformers.reading import QuantizedLoad
@@ -111,7 +112,7 @@ class QGemmQuantizer(HfQuantizer):
         self.pre_quantized = True
         manifest = self.quantization_config.manifest
         describe(model, None if manifest is None else manifest.save)
-        return model
+        return fuse(model) if config.fuse else model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
         """What ``save_pretrained`` is to store: the tensors that ``save_quantized`` does. The config describes them."""

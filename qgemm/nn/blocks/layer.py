@@ -104,6 +104,16 @@ class FusedLayer:
                 return None
         return self.operands()
 
+    @property
+    def products(self) -> tuple[MergedWeights, ...]:
+        """What both branches multiply with."""
+        return (*self.attention.products, *self.mlp.products)
+
+    def separate(self) -> None:
+        """Gives all layers memory of their own again."""
+        for product in self.products:
+            product.separate()
+
     def operands(self) -> AllOperands | None:
         """Those of both branches' products; None if one has none now."""
         attention, mlp = _operands(self.attention), _operands(self.mlp)
@@ -160,8 +170,7 @@ def unbind(layer: nn.Module) -> None:
     fused = fused_of(layer)
     if fused is None:
         return
-    for product in (*fused.attention.products, *fused.mlp.products):
-        product.separate()
+    fused.separate()
     delattr(layer, _NAME)
     vars(layer).pop("forward", None)
 
