@@ -100,7 +100,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.scheme",
         "qgemm.nn",
     },
-    "qgemm.fusion": {"qgemm.arguments", "qgemm.tables", "qgemm.nn"},
+    "qgemm.fusion": {"qgemm.arguments", "qgemm.tables", "qgemm.kernels", "qgemm.nn"},
     "qgemm.checkpoint": {
         "qgemm.arguments",
         "qgemm.device",

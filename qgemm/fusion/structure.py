@@ -16,10 +16,12 @@ from typing import Any
 
 from torch import nn
 
+from qgemm.fusion.probe import find_activation, find_norm
 from qgemm.nn.blocks.attention import FusedAttention, HeadNorms
 from qgemm.nn.blocks.layer import Branch, CalledBranch, Form, FusedLayer
 from qgemm.nn.blocks.merged import MergedWeights, why_apart
 from qgemm.nn.blocks.mlp import FusedMlp
+from qgemm.nn.blocks.steps import NormStep
 
 _ATTENTION = ("self_attn", "attention", "attn")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward")
@@ -135,22 +137,26 @@ def find_candidates(layer: nn.Module) -> Candidates:
     ]
     passed_over += [(layer, attention_name, attention)] if "attention" in parts else []
     passed_over += [(layer, mlp_name, mlp)] if "mlp" in parts else []
+    steps = {name: NormStep(layer.get_submodule(name), find_norm(layer.get_submodule(name))) for name in norms}
+    # Of a known norm, the module isn't called.
+    passed_over += [(layer, name, step.module) for name, step in steps.items() if step.norm is not None]
     found = [
         FusedLayer(
-            norms.form,
+            order.form,
             attention_branch,
             mlp_branch,
-            attention_norm=layer._modules.get(norms.attention),
-            attention_out_norm=layer._modules.get(norms.attention_out),
-            mlp_norm=layer._modules.get(norms.mlp),
-            mlp_out_norm=layer._modules.get(norms.mlp_out),
+            attention_norm=steps.get(order.attention),
+            attention_out_norm=steps.get(order.attention_out),
+            mlp_norm=steps.get(order.mlp),
+            mlp_out_norm=steps.get(order.mlp_out),
             multiplier=getattr(layer, "residual_multiplier", 1.0),
             residual_first=residual_first,
             defaults=defaults,
             passed_over=tuple(passed_over),
         )
-        for norms, attention_branch, mlp_branch in product(orders, attentions, mlps)
-        for residual_first in ((True, False) if norms.form == "side by side" else (True,))
+        for order, attention_branch, mlp_branch in product(orders, attentions, mlps)
+        if len(orders) == 1 or (order.form == "side by side") == getattr(layer, "use_parallel_residual", False)
+        for residual_first in ((True, False) if order.form == "side by side" else (True,))
     ]
     return Candidates(tuple(found), tuple(parts), reason)
 
@@ -228,7 +234,7 @@ def _mlp(mlp: nn.Module) -> FusedMlp:
     if activation is None:
         raise _NotFused(f"the activation of {type(mlp).__name__} is unknown")
     layers = [mlp.get_submodule(name) for name in (*names, last)]
-    return FusedMlp(_merge(layers[:-1]), _merge(layers[-1:]), activation, gated)
+    return FusedMlp(_merge(layers[:-1]), _merge(layers[-1:]), activation, find_activation(activation), gated)
 
 
 def _merge(layers: Sequence[Any]) -> MergedWeights:

