@@ -1,4 +1,8 @@
-"""``decode_attention`` on the CPU: PyTorch's attention over the keys in use, which are all that is read."""
+"""``decode_attention`` on the CPU: PyTorch's attention over the keys in use, which are all that is read.
+
+In float32: for one query PyTorch's takes 8 to 20 times as long in bfloat16 (torch 2.13, an AMD EPYC with AVX512-BF16).
+Other types are converted a sequence at a time.
+"""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -27,14 +31,14 @@ def decode_attention(
     """``dispatch.decode_attention`` on the CPU, where ``max_length`` makes no difference."""
     B, S = q.shape[:2]
     out = q.new_zeros(q.shape)
-    for rows, first, end in _spans(B, S, length, start, window, together=k_scale is None):
+    for rows, first, end in _spans(B, S, length, start, window, together=k.dtype == torch.float32):
         if first >= end:
             continue
-        queries, keys, values = q[rows].transpose(1, 2), k[rows, :, first:end], v[rows, :, first:end]
+        queries = q[rows].transpose(1, 2).float()
+        keys, values = k[rows, :, first:end].float(), v[rows, :, first:end].float()
         if k_scale is not None and v_scale is not None:
-            queries = queries.float()
-            keys = keys * k_scale[rows, :, first:end, None]
-            values = values * v_scale[rows, :, first:end, None]
+            keys = keys.mul_(k_scale[rows, :, first:end, None])
+            values = values.mul_(v_scale[rows, :, first:end, None])
         visible = _visible(S, first, end, window) if S > 1 else None
         if softcap or sinks is not None:
             found = _attend(queries, keys, values, visible, sinks, scale, softcap)
@@ -77,16 +81,17 @@ def _visible(S: int, first: int, end: int, window: int) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tensor | None, scale: float, softcap: float
 ) -> Tensor:
-    """What PyTorch's attention has no arguments for: soft caps and sinks. In float32; heads before positions."""
-    group = q.shape[1] // k.shape[1]
-    scores = q.float().unflatten(1, (-1, group)) @ k.float().unsqueeze(2).mT * scale
+    """What PyTorch's attention has no arguments for: soft caps and sinks. Heads before positions."""
+    (B, Hq, S, D), (Hkv, L) = q.shape, k.shape[1:3]
+    scores = (q.reshape(B, Hkv, -1, D) @ k.mT).view(B, Hq, S, L) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
-    sink = scores.new_full((1,), -torch.inf) if sinks is None else sinks.float().view(-1, group)[:, :, None, None]
+    sink = scores.new_full((1,), -torch.inf) if sinks is None else sinks.float()[:, None, None]
     # A finite maximum, also where a query sees nothing.
     top = torch.maximum(scores.amax(dim=-1, keepdim=True), sink).clamp(min=torch.finfo(torch.float32).min)
     weights = torch.exp(scores - top)
     total = weights.sum(dim=-1, keepdim=True) + torch.exp(sink - top)
-    return (weights @ v.float().unsqueeze(2) / total.masked_fill(total == 0, 1.0)).flatten(1, 2)
+    summed = (weights.view(B, Hkv, -1, L) @ v).view(B, Hq, S, D)
+    return summed / total.masked_fill(total == 0, 1.0)
