@@ -81,6 +81,8 @@ def scaled_products(limits: DeviceLimits) -> Iterator[Case]:
         if not is_valid(config, 1, limits):
             continue
         label = f"{config.schedule} {config.block_m}x{config.block_n}x{config.block_k}"
+        if config.groups > 1:
+            label += " in turn"
         if config.schedule != "specialized":
             yield Case(f"scaled {label} {config.num_warps}", lambda c=config: scaled_mm(4096, 4096, 4096, c), config)
             if config.block_m >= 64:
@@ -92,7 +94,9 @@ def scaled_products(limits: DeviceLimits) -> Iterator[Case]:
         M = (whole, 8 if config.block_m <= 64 else whole + 8)[index % 2]
         out = (BF16, HALF)[index % 2]
         yield Case(f"hopper {label} {M}", lambda c=config, m=M, o=out: scaled_mm(m, 1024, 1024, c, o), config)
-        yield Case(f"hopper residual {label}", lambda c=config: scaled_mm(1024, 1024, 1024, c, residual=True), config)
+        if config.groups == 1:
+            added = f"hopper residual {label}"
+            yield Case(added, lambda c=config: scaled_mm(1024, 1024, 1024, c, residual=True), config)
         if config.block_m == 256:
             yield Case(f"hopper long {label}", lambda c=config: scaled_mm(8192, 8192, 8192, c), config)
 

@@ -24,10 +24,10 @@ DTYPES = [torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.
 VALID = GemmConfig(64, 64, 128, num_warps=4, num_stages=2)
 
 
-def select(M: int, N: int, K: int, dtype: torch.dtype, limits: DeviceLimits) -> GemmConfig:
+def select(M: int, N: int, K: int, dtype: torch.dtype, limits: DeviceLimits, **options: bool) -> GemmConfig:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "device_limits", lambda device: limits)
-        return select_config(M, N, K, dtype, torch.device("cuda"))
+        return select_config(M, N, K, dtype, torch.device("cuda"), **options)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,8 @@ def select(M: int, N: int, K: int, dtype: torch.dtype, limits: DeviceLimits) -> 
         ({"num_warps": 3}, "no power of 2"),
         ({"num_warps": 0}, "no warp"),
         ({"group_size_m": 0}, "the tile order divides by it"),
+        ({"groups": 2}, "groups take turns in Hopper's kernel alone"),
+        ({"groups": 3, "schedule": "specialized"}, "more than two groups"),
     ],
 )
 def test_what_is_not_valid(changed: dict[str, int], why: str) -> None:
@@ -84,6 +86,32 @@ def test_few_rows_have_a_config_where_no_block_may_be_low(M: int) -> None:
     low, high = (select(M, 8192, 8192, torch.int8, replace(hopper, hopper_rows=least)) for least in (16, 64))
     assert low.schedule == high.schedule == "specialized"
     assert low.block_m < high.block_m == 64
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "groups"),
+    [
+        *(
+            (M, N, K, 2)
+            for M in (2048, 4096)
+            for N, K in ((28_672, 4096), (13_824, 5120), (18_944, 3584), (6144, 4096))
+        ),
+        (16_384, 4096, 4096, 2),
+        (8192, 8192, 2048, 2),
+        (2048, 16_384, 1024, 2),
+        (4096, 8192, 8192, 1),  # long sums
+        (1024, 28_672, 4096, 1),  # fewer rows than it was measured for
+        (2048, 3328, 5120, 1),  # three rounds instead of two
+    ],
+)
+def test_groups_take_turns_where_sums_are_short(M: int, N: int, K: int, groups: int) -> None:
+    limits = replace(H200, hopper=True)
+    config = select(M, N, K, torch.int8, limits)
+    assert config.schedule == "specialized"
+    assert config.groups == groups
+    # A residual needs the registers, and other kernels have no groups.
+    assert select(M, N, K, torch.int8, limits, residual=True).groups == 1
+    assert select(M, N, K, torch.int8, limits, hopper=False).groups == 1
 
 
 @pytest.mark.parametrize(("N", "K"), [(4608, 36_864), (5120, 13_824)])

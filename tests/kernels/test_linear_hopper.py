@@ -107,6 +107,13 @@ def test_multiprocessors_of_long_products(M: int, N: int, device: int, programs:
     assert hopper.multiprocessors_of_long_product(tiled(256, 128, stages=4), M, N, limits) == programs
 
 
+@pytest.mark.parametrize(("M", "N", "programs"), [(2048, 13_824, 128), (4096, 28_672, 132)])  # 9 rounds; 37, not 38
+def test_multiprocessors_where_groups_take_turns(M: int, N: int, programs: int) -> None:
+    (config,) = (config for config in CANDIDATES if config.groups == 2)
+    assert hopper.columns_at_a_time(config, M, N, 4096, H200) == 4
+    assert hopper.multiprocessors_of_long_product(config, M, N, H200) == programs
+
+
 @pytest.mark.parametrize(
     ("config", "M", "N", "K", "cluster", "early"),
     [
@@ -238,7 +245,9 @@ def test_the_reference_s_bits_every_time(
 
 
 @on_hopper
-@pytest.mark.parametrize("config", [config for config in CANDIDATES if config.schedule == "specialized"], ids=str)
+@pytest.mark.parametrize(
+    "config", [config for config in CANDIDATES if config.schedule == "specialized" and config.groups == 1], ids=str
+)
 def test_every_config(config: GemmConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     from qgemm.kernels.gemm import launcher as gemm
 

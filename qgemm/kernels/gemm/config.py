@@ -44,7 +44,13 @@ _HOPPER_MEMORY_LATENCY = 1228.0
 _HOPPER_START = 3150.0  # beside which Stream-K's is nothing
 _HOPPER_START_BESIDE = 2400.0  # where the kernel ahead leaves multiprocessors free
 _HOPPER_EARLY_START = 1800.0  # where it leaves room on each
+_STORE_VALUES = 350  # of K, in the time that scaling and storing a tile of 256 rows takes
+_IN_TURN = 1.011  # how much longer tiles of groups that take turns are multiplied, by their multiply-adds
 
+
+MIN_LONG_PRODUCT_MACS = 32 << 30  # multiply-adds: more, in the largest tiles, are limited by power
+MIN_ROWS_IN_TURN = 2048  # the fewest, and the longest sums, for which it was measured
+MAX_SUM_IN_TURN = 5120  # values of K
 
 Schedule = Literal["tiles", "persistent", "streamk", "specialized"]
 """How programs take tiles.
@@ -61,7 +67,8 @@ class GemmConfig:
     """Tile shape, pipeline and schedule of one GEMM kernel variant.
 
     ``block_k`` counts elements. ``num_warps`` warps multiply; ``"specialized"`` has more, which load. Blocks are powers
-    of 2; with ``"specialized"``, ``block_n`` may be a sum of two.
+    of 2; with ``"specialized"``, ``block_n`` may be a sum of two. ``groups``: how many groups of ``num_warps`` take a
+    program's tiles in turn: while one scales and stores its sums, the other multiplies. 2 with ``"specialized"`` only.
     """
 
     block_m: int
@@ -71,16 +78,17 @@ class GemmConfig:
     num_stages: int
     group_size_m: int = 8
     schedule: Schedule = "persistent"
+    groups: int = 1
 
     def shared_memory(self, itemsize: int) -> int:
         """Bytes of shared memory that the kernel holds for operands of ``itemsize`` bytes."""
         rows, cols = self.block_m, self.block_n
         if self.schedule != "specialized":
             return self.num_stages * (rows + cols) * self.block_k * itemsize
-        # Instructions read 64 rows of A, so behind fewer there are some more. A tile of 2-byte outputs waits to be
-        # stored, and there are barriers.
+        # Instructions read 64 rows of A, so behind fewer there are some more. Of each group a tile of 2-byte outputs
+        # waits to be stored, and there are barriers.
         loaded = self.num_stages * (rows + cols) * self.block_k + max(64 - rows, 0) * 128
-        return loaded + max(rows, 64) * self.stored_columns * 2 + 1024
+        return loaded + self.groups * max(rows, 64) * self.stored_columns * 2 + 1024
 
     def tiles(self, M: int, N: int) -> int:
         """How many an output of ``[M, N]`` has."""
@@ -126,6 +134,8 @@ CANDIDATES: tuple[GemmConfig, ...] = (
     # Two programs a multiprocessor.
     GemmConfig(64, 64, 128, num_warps=4, num_stages=6, schedule="specialized"),
     GemmConfig(64, 32, 256, num_warps=4, num_stages=4, schedule="specialized"),
+    # Many rows and short sums: ``_takes_turns``, not the model, chooses it.
+    GemmConfig(128, 192, 128, num_warps=4, num_stages=4, group_size_m=16, schedule="specialized", groups=2),
     # Large tiles where it can't be used.
     GemmConfig(128, 128, 128, num_warps=4, num_stages=3, group_size_m=16),
     GemmConfig(128, 128, 128, num_warps=8, num_stages=3, group_size_m=16),
@@ -156,13 +166,14 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
     """Whether ``config`` can run on operands of ``itemsize`` bytes.
 
     Its blocks are powers of 2 that tensor cores take (the columns of Hopper's kernel: one or two), as many warps as a
-    program may have, its pipeline fits in shared memory, its accumulator in registers, Stream-K has integers to add,
-    and Hopper's kernel has its instructions.
+    program may have, in one group (of Hopper's kernel: two), its pipeline fits in shared memory, its accumulator in
+    registers, Stream-K has integers to add, and Hopper's kernel has its instructions.
     """
+    rows = config.block_m
     if config.schedule == "specialized" and not (
         limits.hopper
         and itemsize == 1
-        and config.num_warps == (8 if config.block_m == 256 or config.block_m * config.block_n > 128 * 128 else 4)
+        and config.num_warps == (8 if config.groups == 1 and (rows == 256 or rows * config.block_n > 128 * 128) else 4)
         and limits.hopper_rows <= config.block_m <= 256
         and config.widths[0] <= 128 <= config.block_k
         and config.num_stages >= 2
@@ -170,8 +181,9 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
         return False
     cols = config.widths if config.schedule == "specialized" else (config.block_n,)
     blocks = (config.block_m, *cols, config.block_k)
-    # Of a thread, for sums: 128 are too many where operands take registers, too, which those of ``wgmma`` don't.
-    registers = 128 if limits.hopper else 64
+    # Of a thread, for sums: 128 are too many where operands take registers, too, which those of ``wgmma`` don't. Groups
+    # that take turns load scales afterwards, a few at a time.
+    registers = (192 if config.groups == 2 else 128) if limits.hopper else 64
     shared_memory = config.shared_memory(itemsize)
     if limits.warp_size == 64:
         shared_memory += shared_memory // 32  # for AMD Triton pads blocks, from 3.9 on, by up to so much
@@ -180,6 +192,7 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
         and config.num_warps in (1, 2, 4, 8, 16)
         and config.num_stages >= 1
         and config.group_size_m >= 1
+        and config.groups in ((1, 2) if config.schedule == "specialized" and config.block_m >= 64 else (1,))
         and config.block_k * itemsize >= 32
         and shared_memory <= limits.shared_memory
         and config.block_m * config.block_n <= registers * config.num_warps * limits.warp_size
@@ -191,7 +204,7 @@ def programs_per_sm(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> 
     """How many programs are resident on a multiprocessor at a time; at most 8."""
     if config.schedule == "specialized":
         # Larger sums take the registers of a whole multiprocessor.
-        most = 3 if config.block_m * config.block_n <= 64 * 128 else 1
+        most = 3 if config.block_m * config.block_n <= 64 * 128 and config.groups == 1 else 1
         return min(most, (limits.shared_memory + 1024) // (config.shared_memory(itemsize) + 1024))
     threads = config.num_warps * limits.warp_size
     by_memory = limits.shared_memory // (config.shared_memory(itemsize) + 1024)
@@ -200,10 +213,13 @@ def programs_per_sm(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> 
     return max(1, min(by_memory, by_registers, limits.max_threads // threads, 8))
 
 
-def select_config(M: int, N: int, K: int, dtype: torch.dtype, device: torch.device, hopper: bool = True) -> GemmConfig:
+def select_config(
+    M: int, N: int, K: int, dtype: torch.dtype, device: torch.device, hopper: bool = True, residual: bool = False
+) -> GemmConfig:
     """The config for ``[M, K] @ [K, N]`` of ``dtype`` operands on ``device``.
 
     ``hopper``: whether layout and output allow Hopper's kernel (``gemm.py`` says when) where the device has it.
+    ``residual``: whether one is added, which needs registers that two groups don't have.
     """
     limits = device_limits(device)
     configs = _valid_candidates(dtype.itemsize, limits)
@@ -211,9 +227,27 @@ def select_config(M: int, N: int, K: int, dtype: torch.dtype, device: torch.devi
         configs = [config for config in configs if config.schedule != "specialized"]
     if dtype != torch.int8:
         configs = [config for config in configs if config.schedule != "streamk"]
+    in_turn: list[GemmConfig] = []
     if any(config.schedule == "specialized" for config in configs):
+        in_turn = [config for config in configs if config.groups > 1]
         configs = [config for config in configs if _suits(config, M, N, limits)]
-    return min(configs, key=lambda config: _cycles(config, M, N, K, dtype.itemsize, limits))
+    chosen = min(configs, key=lambda config: _cycles(config, M, N, K, dtype.itemsize, limits))
+    if chosen.schedule == "specialized" and chosen.block_m == 256 and not residual:
+        return next((config for config in in_turn if _takes_turns(config, chosen, M, N, K, limits)), chosen)
+    return chosen
+
+
+def _takes_turns(config: GemmConfig, tall: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits) -> bool:
+    """Whether ``config``, whose groups take turns, is faster than ``tall``, whose tiles of 256 rows the model chose.
+
+    Of each tile of those, sums are scaled and stored while nothing is multiplied, which matters where they are short.
+    Where they are long, larger tiles need fewer bytes, and so less power.
+    """
+    if M < MIN_ROWS_IN_TURN or K > MAX_SUM_IN_TURN or M * N * K < MIN_LONG_PRODUCT_MACS:
+        return False
+    rounds, tall_rounds = (cdiv(each.tiles(M, N), limits.num_sms) for each in (config, tall))
+    in_turn = rounds * config.block_m * config.block_n * K * _IN_TURN
+    return in_turn < tall_rounds * tall.block_m * tall.block_n * (K + _STORE_VALUES)
 
 
 def _suits(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> bool:
@@ -224,7 +258,12 @@ def _suits(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> bool:
     """
     if config.schedule == "streamk":
         return 2 * config.tiles(M, N) <= limits.num_sms
-    return config.schedule == "specialized" and config.block_m >= min(M, 64) and (M > 32 or config.block_k > 128)
+    return (
+        config.schedule == "specialized"
+        and config.groups == 1
+        and config.block_m >= min(M, 64)
+        and (M > 32 or config.block_k > 128)
+    )
 
 
 @functools.cache

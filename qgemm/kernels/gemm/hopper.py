@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qgemm.kernels.gemm.config import GemmConfig, programs_per_sm
+from qgemm.kernels.gemm.config import MIN_LONG_PRODUCT_MACS, GemmConfig, programs_per_sm
 from qgemm.kernels.gemm.hopper_kernels import _gemm_hopper_kernel, _quant_linear_hopper_kernel
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
@@ -20,7 +20,6 @@ REGISTERS_BESIDE = {4: 128, 8: 144}  # of a thread, by warps that multiply: no c
 THREADS = 256  # of a program: four warps that multiply, and four for the one that loads
 MAX_VALUES_TO_OVERLAP = 5 << 20  # to quantize while a product starts
 MAX_ROWS_TO_START_NEXT = 128
-MIN_LONG_PRODUCT_MACS = 32 << 30  # multiply-adds: more, in the largest tiles, are limited by power
 COLUMNS_OF_LONG_PRODUCTS = 4  # of tiles, that their programs take at a time
 MAX_MORE_ROUNDS = 1.03  # that a long product takes, so that programs take whole blocks of those columns
 MAX_SHORT_LOOP_VALUES = 2048  # values of K that a program goes through, in all rounds: too few to be slowed down much
@@ -72,7 +71,7 @@ def columns_at_a_time(config: GemmConfig, M: int, N: int, K: int, limits: Device
     not 8 x 2, which leaves power to multiply (docs/performance.md), if all programs start in order. So these don't
     start before the kernel ahead in the stream has ended.
     """
-    largest = config.block_m == 256 and cluster(config, M, N, limits) == 1
+    largest = (config.block_m == 256 or config.groups > 1) and cluster(config, M, N, limits) == 1
     return COLUMNS_OF_LONG_PRODUCTS if largest and M * N * K > MIN_LONG_PRODUCT_MACS else 1
 
 
@@ -80,13 +79,15 @@ def multiprocessors_of_long_product(config: GemmConfig, M: int, N: int, limits: 
     """How many multiprocessors a product has that takes several columns of tiles at a time.
 
     So many that whole blocks of those columns are computed at a time, if that takes hardly a round more: else a last
-    block's columns are loaded for few tiles, and once more for the others.
+    block's columns are loaded for few tiles, and once more for the others. No round more where groups take turns, and
+    power is not all that limits them.
     """
     tiles = config.tiles(M, N)
     block = config.group_size_m * COLUMNS_OF_LONG_PRODUCTS
     whole = limits.num_sms // block * block
     rounds = cdiv(tiles, limits.num_sms)
-    return whole if whole and cdiv(tiles, whole) <= MAX_MORE_ROUNDS * rounds else limits.num_sms
+    most = rounds if config.groups > 1 else MAX_MORE_ROUNDS * rounds
+    return whole if whole and cdiv(tiles, whole) <= most else limits.num_sms
 
 
 def starts_next_early(config: GemmConfig, M: int, limits: DeviceLimits) -> bool:
@@ -134,7 +135,7 @@ def starts_early(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimit
 def in_one_launch(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimits, in_graphs: bool = False) -> bool:
     """Whether a layer is one launch; ``in_graphs``: in CUDA graphs, too."""
     rows = cdiv(M, programs(config, M, N, limits))
-    if M * K > MAX_INPUT_VALUES or rows > MAX_ROWS_PER_PROGRAM:
+    if M * K > MAX_INPUT_VALUES or rows > MAX_ROWS_PER_PROGRAM or config.groups > 1:
         return False
     if in_graphs:
         return M <= MAX_SKINNY_ROWS and N * K >= MIN_WEIGHT_BYTES_IN_GRAPHS
@@ -218,7 +219,7 @@ def max_registers(config: GemmConfig, limits: DeviceLimits, beside: bool = False
     resident = programs_per_sm(config, 1, limits)
     if resident > 1:
         return REGISTERS // (resident * THREADS) // 8 * 8
-    return REGISTERS_BESIDE[config.num_warps] if beside and config.block_m < 256 else None
+    return REGISTERS_BESIDE[config.num_warps] if beside and config.block_m < 256 and config.groups == 1 else None
 
 
 def shared_row_blocks(config: GemmConfig, K: int, limits: DeviceLimits) -> tuple[int, int]:

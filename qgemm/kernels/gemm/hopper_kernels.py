@@ -7,7 +7,8 @@ no mask.
 
 Programs are persistent. One producer warp has TMA load blocks of A and B into a ring of shared memory; four or eight
 consumer warps wait for a block, multiply it with ``wgmma`` and release its slot. Then they scale the sums and have TMA
-store them, while the producer loads for the next tile. docs/performance.md: what it reaches, why, and what was tried.
+store them, while the producer loads for the next tile, and, where there are two groups of them that take turns, the
+other one multiplies it. docs/performance.md: what it reaches, why, and what was tried.
 """
 
 from triton.experimental import gluon
@@ -24,6 +25,7 @@ from qgemm.kernels.stages.rows import RowQuantization
 TURNING_ROWS = gl.constexpr(256)  # of tiles that go through K forwards and backwards in turn
 QUANTIZING_REGISTERS = gl.constexpr(64)  # of a producer's thread that may have to quantize
 MORE_QUANTIZING_REGISTERS = gl.constexpr(80)  # beside eight warps, where the assembler keeps more for it
+IN_TURN_REGISTERS = gl.constexpr(232)  # of a thread that multiplies, where two groups do: all but the producer's
 MAX_EARLY_VALUES = gl.constexpr(40)  # of a residual, that a thread loads before the sums are there
 RESIDUAL_VALUES = gl.constexpr(32)  # that it loads at a time of a larger one
 
@@ -52,7 +54,7 @@ def _produce(
 ):  # fmt: skip
     QUANTIZES: gl.constexpr = rows is not None
     # Not in layers of one launch: they are small, and the producer has no register left for it.
-    TURNS: gl.constexpr = sched.ctx.block_m == TURNING_ROWS and not QUANTIZES
+    TURNS: gl.constexpr = (sched.ctx.block_m == TURNING_ROWS or sched.ctx.group_size_n > 1) and not QUANTIZES
     BLOCK_K: gl.constexpr = sched.ctx.block_k
     start, total, stride = sched.persistent_tile_range()
     tile = sched.get_tile_from_idx(start)
@@ -189,6 +191,58 @@ def _consume(C, epilogue, rows, ring, staging, sched, num_k, ready):
 
 
 @gluon.jit
+def _store_sums(C, epilogue, staging, acc, row, col, sched):
+    """Scales and stores sums at ``(row, col)``, by as many columns at a time as ``staging`` has."""
+    COLS: gl.constexpr = staging.shape[1]
+    if acc.shape[1] == COLS:
+        rows = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+        cols = col + gl.arange(0, COLS, gl.SliceLayout(0, acc.type.layout))
+        out = epilogue.apply(acc, epilogue.load_scales(rows, cols, sched.M, sched.N), cols, sched.N)
+        residual = None if epilogue.residual is None else epilogue
+        _store(C, staging, row, col, out.to(C.dtype), residual, staging.shape[0])
+    else:
+        HALF: gl.constexpr = acc.shape[1] // 2
+        halves = acc.reshape([acc.shape[0], 2, HALF]).permute(0, 2, 1).split()
+        for i in gl.static_range(2):
+            _store_sums(C, epilogue, staging, halves[i], row, col + i * HALF, sched)
+
+
+@gluon.jit
+def _consume_in_turn(C, epilogue, ring, staging, sched, num_k, ready, turns, WHO: gl.constexpr):
+    """As ``_consume``, but every second tile of a program's, while the other group stores its sums.
+
+    ``turns``: a barrier for each group, which completes when the other one has waited for all blocks of its tile. So a
+    group waits for none that come after others yet to come: a barrier tells a phase from the next only.
+    """
+    gdc_wait()
+    mbarrier.wait(ready, 0)
+    MAIN: gl.constexpr = ring.widths[0]
+    REST: gl.constexpr = ring.widths[-1]
+    BLOCK_M: gl.constexpr = sched.ctx.block_m
+    BLOCK_N: gl.constexpr = sched.ctx.block_n
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, MAIN, 32])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, REST, 32])
+
+    start, total, stride = sched.persistent_tile_range()
+    step = WHO * num_k
+    phase = 1 - WHO  # the first group's first turn needs no arrival
+    for tile_id in range(start + WHO * stride, total, 2 * stride):
+        accs = (warpgroup_mma_init(gl.zeros((BLOCK_M, MAIN), gl.int32, layout)),)
+        if MAIN < BLOCK_N:
+            accs = accs + (warpgroup_mma_init(gl.zeros((BLOCK_M, REST), gl.int32, rest_layout)),)
+        mbarrier.wait(turns.index(WHO), phase)
+        sums, step = ring.reduce(step, num_k, accs, BLOCK_M, turns.index(1 - WHO))
+        step += num_k
+        phase = 1 - phase
+        tile = sched.get_tile_from_idx(tile_id)
+        row, col = tile.pid_m * BLOCK_M, tile.pid_n * BLOCK_N
+        _store_sums(C, epilogue, staging, sums[0], row, col, sched)
+        if MAIN < BLOCK_N:
+            _store_sums(C, epilogue, staging, sums[1], row, col + MAIN, sched)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def _run(
     A, B, C, epilogue, rows, M, N, K,
     CONFIG: gl.constexpr, GROUP_SIZE_N: gl.constexpr, NUM_SMS: gl.constexpr, LAST_PARTS: gl.constexpr,
@@ -212,14 +266,30 @@ def _run(
         REGISTERS: gl.constexpr = PRODUCER_REGISTERS
     else:
         REGISTERS: gl.constexpr = QUANTIZING_REGISTERS if gl.num_warps() == 4 else MORE_QUANTIZING_REGISTERS
-    gl.warp_specialize(
-        [
-            (_consume, (C, epilogue, rows, ring, staging, sched, num_k, ready.index(0))),
-            (_produce, (A, B, rows, ring, sched, num_k, ready.index(0), LAST_PARTS, CONSTANT_B, NEXT_EARLY)),
-        ],
-        [1],
-        [REGISTERS],
-    )
+    # Constants stay constants only in a tuple that is written here.
+    if CONFIG.groups == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (C, epilogue, rows, ring, staging, sched, num_k, ready.index(0))),
+                (_produce, (A, B, rows, ring, sched, num_k, ready.index(0), LAST_PARTS, CONSTANT_B, NEXT_EARLY)),
+            ],
+            [1],
+            [REGISTERS],
+        )
+    else:
+        gl.static_assert(rows is None, "groups that take turns quantize no rows")
+        other_staging = gl.allocate_shared_memory(C.dtype, [ROWS, C.block_shape[1]], C.layout)
+        turns = barriers(2)
+        initialize(turns, 2)
+        gl.warp_specialize(
+            [
+                (_consume_in_turn, (C, epilogue, ring, staging, sched, num_k, ready.index(0), turns, 0)),
+                (_consume_in_turn, (C, epilogue, ring, other_staging, sched, num_k, ready.index(0), turns, 1)),
+                (_produce, (A, B, rows, ring, sched, num_k, ready.index(0), LAST_PARTS, CONSTANT_B, NEXT_EARLY)),
+            ],
+            [gl.num_warps(), 1],
+            [IN_TURN_REGISTERS, REGISTERS],
+        )
 
 
 @gluon.jit(do_not_specialize=["M"])

@@ -157,7 +157,7 @@ def make_product(
         and aligned and _copy_engine_takes(N, K, *strides[:4]) and has_hopper_kernel()
     )  # fmt: skip
     if config is None:
-        config = select_config(M, N, K, dtype, device, hopper)
+        config = select_config(M, N, K, dtype, device, hopper, not no_residual)
     elif not is_valid(config, dtype.itemsize, limits) or (config.schedule == "streamk" and dtype.is_floating_point):
         raise ValueError(
             f"config {config} can't run {dtype} operands on {device} ({limits}); omit it to have one chosen"

@@ -112,10 +112,10 @@ class Ring:
                 load_block(B, [col + self.widths[0], k + i * PANEL], full, to)
 
     @gluon.jit
-    def reduce(self, step, num_k, accs, ROWS: gl.constexpr):
+    def reduce(self, step, num_k, accs, ROWS: gl.constexpr, finishes=None):
         """``(sums, step)``: ``acc + a @ b.T`` over ``num_k`` steps for each piece of B, and the next step.
 
-        ``ROWS``: the number of rows of A to multiply.
+        ``ROWS``: the number of rows of A to multiply. ``finishes``: a barrier to arrive at once all blocks are there.
         """
         accs = self.multiply(step, accs, ROWS)
         for _ in range(1, num_k):
@@ -124,6 +124,8 @@ class Ring:
             accs = self.resume(self.settle(accs, 1))
             self.release(step)
             step += 1
+        if finishes is not None:
+            mbarrier.arrive(finishes, count=1)
         sums = self.settle(accs, 0)
         self.release(step)
         return sums, step + 1
