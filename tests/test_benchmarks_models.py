@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.models import __main__ as runner
-from benchmarks.models import measure, plots, tables
+from benchmarks.models import measure, plots, tables, timeline
 from benchmarks.models.measure import Sizes
 from benchmarks.models.providers import PROVIDERS, Provider
 from benchmarks.models.results import DECODE, ENCODE, FIRST_CALL, FIRST_TOKEN, PREFILL, Figure, Run, extrapolated
@@ -203,3 +203,31 @@ def test_vllm_gets_the_config_of_the_model() -> None:
     assert values["num_hidden_layers"] == 1
     assert values["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] == "channel"
     json.dumps(values)
+
+
+LAYER = ["_norm_quantize_kernel", "_gemm_hopper_kernel", "decode_attention", "at::elementwise"]
+
+
+def recorded(steps: int) -> list[timeline.Kernel]:
+    step = [*LAYER * 3, "nvjet_lm_head", "argmax"]
+    names = ["embedding", *LAYER * 3, "nvjet_lm_head", "argmax", *step * steps, "Memcpy DtoH", "fill"]
+    return [timeline.Kernel(name, 100 + 10.0 * place, 8.0) for place, name in enumerate(names)]
+
+
+def test_one_step_is_cut_out_of_the_kernels() -> None:
+    step = timeline.one_step(recorded(7), 7)
+    assert [one.name for one in step] == [*LAYER * 3, "nvjet_lm_head", "argmax"]
+    assert step[0].start == 0
+    assert step[-1].start == 130
+    with pytest.raises(ValueError, match="no step repeats in 40 kernels"):
+        timeline.one_step([timeline.Kernel(str(place), place, 1) for place in range(40)], 7)
+
+
+def test_the_time_line_says_what_takes_how_long(tmp_path: Path) -> None:
+    steps = {"bf16": timeline.one_step(recorded(7), 7)}
+    header, (row,) = timeline.table(steps)
+    found = dict(zip(header[1:], row[1:], strict=True))
+    assert (found["step, us"], found["kernels"], found["between kernels"]) == ("138", "14", "26")
+    assert (found["product"], found["attention"], found["norm, quantization, activation"]) == ("32", "24", "24")
+    timeline.draw(steps, "a step", tmp_path / "step.png")
+    assert (tmp_path / "step.png").stat().st_size > 5000
