@@ -45,6 +45,8 @@ INSTRUCTIONS = {
     "packed_max": r"max\.[su]16x2",
     "triggers_next": r"griddepcontrol\.launch_dependents",
 }
+# Rows, columns and warps: few values of a thread, which it loads early, and as many as there are.
+WITH_RESIDUAL = ((16, 80, 4), (64, 128, 4), (128, 128, 4), (128, 192, 8), (256, 128, 8))
 FLOATS = (HALF, BF16, FLOAT, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -85,7 +87,7 @@ def scaled_products(limits: DeviceLimits) -> Iterator[Case]:
             label += " in turn"
         if config.schedule != "specialized":
             yield Case(f"scaled {label} {config.num_warps}", lambda c=config: scaled_mm(4096, 4096, 4096, c), config)
-            if config.block_m >= 64:
+            if (config.block_m, config.block_n, config.num_warps) in WITH_RESIDUAL:
                 label = f"scaled {label} {config.num_warps} residual"
                 yield Case(label, lambda c=config: scaled_mm(4096, 4096, 4096, c, residual=True), config)
             continue
@@ -94,7 +96,7 @@ def scaled_products(limits: DeviceLimits) -> Iterator[Case]:
         M = (whole, 8 if config.block_m <= 64 else whole + 8)[index % 2]
         out = (BF16, HALF)[index % 2]
         yield Case(f"hopper {label} {M}", lambda c=config, m=M, o=out: scaled_mm(m, 1024, 1024, c, o), config)
-        if config.groups == 1:
+        if (config.block_m, config.block_n, config.num_warps) in WITH_RESIDUAL:
             added = f"hopper residual {label}"
             yield Case(added, lambda c=config: scaled_mm(1024, 1024, 1024, c, residual=True), config)
         if config.block_m == 256:
@@ -190,7 +192,7 @@ def layers(limits: DeviceLimits) -> Iterator[Case]:
             (tall, 48, BF16, 32_768, False),
         ):
             label = f"linear hopper {config.block_m}x{config.block_n} {name_of(dtype)} {K}"
-            for residual in (False, True) if config is not tall else (False,):
+            for residual in (False, True) if config is not tall and not static else (False,):
                 yield Case(
                     f"{label} residual" if residual else label,
                     lambda c=config, m=M, d=dtype, k=K, s=static, r=residual: quant_linear(m, 1024, k, d, s, c, r),
