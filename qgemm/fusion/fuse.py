@@ -40,8 +40,13 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
     calls, problem = _calls(model, layers, inputs)
     records = []
     for name, layer in layers.items():
-        found = find_candidates(layer)
-        fused, error, reason = _choose(layer, found.fused, calls, problem)
+        call = calls.get(layer)
+        if call is None:
+            reason = problem or "it can't be verified: the model's forward doesn't call it"
+            records.append(FusionRecord(name, type(layer).__name__, (), reason, None))
+            continue
+        found = find_candidates(layer, call)
+        fused, error, reason = _choose(found.fused, call)
         parts = found.parts if fused is not None else ()
         for candidate in found.fused:
             if fused is None or candidate.products != fused.products:
@@ -88,15 +93,10 @@ def _calls(
         return {}, f"it can't be verified: the model's forward raised {type(error).__name__}: {error}"
 
 
-def _choose(
-    layer: nn.Module, candidates: tuple[FusedLayer, ...], calls: Mapping[Any, Call], problem: str
-) -> tuple[FusedLayer | None, float | None, str]:
-    """The one of ``candidates`` that computes what ``layer`` does, its error, and why it is none."""
+def _choose(candidates: tuple[FusedLayer, ...], call: Call) -> tuple[FusedLayer | None, float | None, str]:
+    """The one of ``candidates`` that computes what the layer does in ``call``, its error, and why it is none."""
     if not candidates:
         return None, None, ""
-    call = calls.get(layer)
-    if call is None:
-        return None, None, problem or "it can't be verified: the model's forward doesn't call it"
     returns_tuple = isinstance(call.output, tuple)
     if returns_tuple and len(call.output) != 2:
         return None, None, f"it returns {len(call.output)} values"

@@ -1,4 +1,4 @@
-"""What a module computes, by its numbers: which norm, which activation.
+"""What a module computes, by its numbers: which norm, activation and rotation.
 
 Names of classes don't tell: what is called RMSNorm rounds in three ways. So a module runs on random bfloat16 values,
 where every rounding shows, and is taken for what gives the same bits.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
+from qgemm.nn.blocks.attention import Rotation
 
 _ROWS, _VALUES = 16, 4096
 _MAX_UNLIKE = 0.01
@@ -56,10 +58,47 @@ def find_activation(activation: Callable[[Tensor], Tensor]) -> str:
     return next((name for name, act in ACTIVATIONS.items() if _fraction_unlike(own, act, x) <= _MAX_UNLIKE), "")
 
 
+@torch.no_grad()
+def find_rotation(
+    rotate: Callable[..., tuple[Tensor, Tensor]], cos: Tensor, sin: Tensor, columns: int | None, dtype: torch.dtype
+) -> Rotation | None:
+    """What ``rotate``, of queries and keys in ``dtype``, does with ``cos`` and ``sin``; None if no operator does that.
+
+    ``columns``: how many columns of a head it is given, of half as many more.
+    """
+    if cos.dim() != 3 or cos.shape[-1] % 2:
+        return None
+    own = [values[:1].cpu().to(torch.bfloat16 if values.dtype == dtype else values.dtype) for values in (cos, sin)]
+    for pairs, interleaved, in_float in product(("half", "other", "all"), (False, True), (False, True)):
+        found = Rotation(interleaved, pairs, in_float)  # type: ignore[arg-type]
+        turned = [found.of_pairs(values) for values in own]
+        R = 2 * turned[0].shape[-1]
+        if columns is not None and columns != R:
+            continue
+        D = R if columns is not None else R + R // 2
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn((1, cos.shape[1], 3 * D), generator=generator).to(torch.bfloat16)
+        for size in (D, R):  # a function that turns a part of a head, or all of it
+            q, k, _ = (each.unflatten(-1, (1, -1)).transpose(1, 2) for each in x[..., : 3 * size].chunk(3, dim=-1))
+
+            def theirs(_: Tensor) -> Tensor:
+                return torch.cat(rotate(q, k, *own))  # noqa: B023
+
+            def ours(values: Tensor) -> Tensor:
+                q, k, _ = torch.ops.qgemm.rotate(values, *turned, None, None, "rms", 0.0, 1, 1, interleaved)  # noqa: B023
+                return torch.cat((q.transpose(1, 2), k))
+
+            if _fraction_unlike(theirs, ours, x[..., : 3 * size].contiguous()) <= _MAX_UNLIKE:
+                return found
+    return None
+
+
 def _fraction_unlike(module: Callable[[Tensor], Tensor], known: Callable[[Tensor], Tensor], x: Tensor) -> float:
     try:
         found = module(x)
     except Exception:  # whatever a module of somebody else raises
         return 1.0
-    same_kind = isinstance(found, Tensor) and found.dtype == x.dtype and found.shape == x.shape
-    return (found != known(x)).float().mean().item() if same_kind else 1.0
+    if not isinstance(found, Tensor) or found.dtype != x.dtype:
+        return 1.0
+    wanted = known(x)
+    return (found != wanted).float().mean().item() if found.shape == wanted.shape else 1.0

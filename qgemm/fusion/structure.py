@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from types import CodeType
 from typing import Any
 
 from torch import nn
 
-from qgemm.fusion.probe import find_activation, find_norm
-from qgemm.nn.blocks.attention import FusedAttention, HeadNorms
+from qgemm.fusion.probe import find_activation, find_norm, find_rotation
+from qgemm.fusion.verify import Call, computes_attention
+from qgemm.nn.blocks.attention import FusedAttention, HeadNorms, Rotation
 from qgemm.nn.blocks.layer import Branch, CalledBranch, Form, FusedLayer
 from qgemm.nn.blocks.merged import MergedWeights, why_apart
 from qgemm.nn.blocks.mlp import FusedMlp
@@ -93,8 +94,8 @@ def is_layer(module: nn.Module) -> bool:
     )
 
 
-def find_candidates(layer: nn.Module) -> Candidates:
-    """How ``layer`` may compute. Places the weights of what is fused."""
+def find_candidates(layer: nn.Module, call: Call) -> Candidates:
+    """How ``layer`` may compute, going by a ``call`` of it. Places the weights of what is fused."""
     attention_name, mlp_name = _child(layer, _ATTENTION), _child(layer, _MLP)
     norms = {name for name, child in layer._modules.items() if _is_norm(child)}
     others = {name for name, child in layer._modules.items() if not isinstance(child, nn.Dropout | nn.Identity)}
@@ -114,7 +115,7 @@ def find_candidates(layer: nn.Module) -> Candidates:
     attentions: Sequence[Branch]
     mlps: Sequence[Branch]
     try:
-        attentions = list(_attentions(attention, defaults))
+        attentions = [_attention(attention, defaults, call)]
         parts.append("attention")
     except _NotFused as error:
         attentions = [CalledBranch(attention, True)]
@@ -133,7 +134,7 @@ def find_candidates(layer: nn.Module) -> Candidates:
         for holder, is_fused in ((attention, "attention" in parts), (mlp, "mlp" in parts))
         if is_fused
         for name, child in holder._modules.items()
-        if child is not None and not _is_norm(child) and not isinstance(child, nn.Dropout | nn.Identity)
+        if child is not None and not isinstance(child, nn.Dropout | nn.Identity)
     ]
     passed_over += [(layer, attention_name, attention)] if "attention" in parts else []
     passed_over += [(layer, mlp_name, mlp)] if "mlp" in parts else []
@@ -165,7 +166,7 @@ class _NotFused(Exception):
     """Why a branch isn't fused."""
 
 
-def _attentions(attention: Any, defaults: dict[str, Any]) -> Iterator[FusedAttention]:
+def _attention(attention: Any, defaults: dict[str, Any], call: Call) -> FusedAttention:
     names = next((names for names in _QUERY_KEY_VALUE if all(name in attention._modules for name in names)), None)
     out = _child(attention, _OUT)
     if names is None or not out:
@@ -192,24 +193,37 @@ def _attentions(attention: Any, defaults: dict[str, Any]) -> Iterator[FusedAtten
     if called - {_ROTATE}:
         raise _NotFused(f"{type(attention).__name__} rotates by {min(called - {_ROTATE})}, which is unknown")
     rotate = getattr(module, _ROTATE) if called else None
-    for rotation in (rotate, None) if rotate is not None else (None,):
-        yield FusedAttention(
-            attention,
-            qkv,
-            _merge([attention._modules[out]]),
-            heads,
-            kv_heads,
-            head_dim,
-            _head_norms(attention, head_dim),
-            rotation,
-            getattr(attention, "rotary_ndims", None),
-            functions,
-            eager,
-            scaling,
-            told,
-            sinks="s_aux" in constants,
-            cache_name=cache_name,
-        )
+    fused = FusedAttention(
+        attention,
+        qkv,
+        _merge([attention._modules[out]]),
+        heads,
+        kv_heads,
+        head_dim,
+        _head_norms(attention, head_dim),
+        rotate,
+        columns := getattr(attention, "rotary_ndims", None),
+        _rotation(rotate, columns, call),
+        functions,
+        eager,
+        scaling,
+        told,
+        sinks="s_aux" in constants,
+        cache_name=cache_name,
+    )
+    for candidate in (fused, replace(fused, rotate=None, rotation=None)):
+        if computes_attention(candidate, call, defaults):
+            return candidate
+    for products in fused.products:
+        products.separate()
+    raise _NotFused(f"{type(attention).__name__} computes something else than its names say")
+
+
+def _rotation(rotate: Any, columns: int | None, call: Call) -> Rotation | None:
+    positions = call.others.get("position_embeddings")
+    if rotate is None or not isinstance(positions, tuple) or len(positions) != 2:
+        return None
+    return find_rotation(rotate, *positions, columns, call.x.dtype)
 
 
 def _head_norms(attention: nn.Module, head_dim: int) -> HeadNorms | None:
@@ -219,9 +233,11 @@ def _head_norms(attention: nn.Module, head_dim: int) -> HeadNorms | None:
             continue
         weight = query._parameters.get("weight")
         if weight is None:
-            return HeadNorms(query, key, "transposed")
+            return HeadNorms(query, key, None, "transposed")
         is_whole = weight.dim() == 1 and weight.shape[0] > head_dim
-        return HeadNorms(query, key, "columns" if is_whole else "heads")
+        norms = [find_norm(module) for module in (query, key)]
+        norm = norms[0] if norms[0] == norms[1] else None
+        return HeadNorms(query, key, norm, "columns" if is_whole else "heads")
     return None
 
 

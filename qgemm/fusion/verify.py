@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qgemm.nn.blocks.layer import FusedLayer
+from qgemm.nn.blocks.attention import FusedAttention
+from qgemm.nn.blocks.layer import CalledBranch, FusedLayer
+from qgemm.nn.blocks.steps import linear
 
 MAX_ERROR = 0.02
 """How far a fused layer's output may be from the layer's, as a part of what the layer adds to its input.
@@ -18,6 +20,8 @@ MAX_ERROR = 0.02
 A value that another order of a sum rounds to the next int8 is off by less than 1 % of a row's maximum; what is computed
 wrongly is off by far more.
 """
+
+_SPREAD = 1.5  # of queries and keys
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,28 @@ def error_of(fused: FusedLayer, call: Call) -> float:
     added = (expected.float() - call.x.float()).norm()
     error = ((out.float() - expected.float()).norm() / added).item()
     return error if error == error else float("inf")
+
+
+@torch.no_grad()
+def computes_attention(fused: FusedAttention, call: Call, defaults: Mapping[str, Any]) -> bool:
+    """Whether ``fused`` computes what its module does, for random inputs with scores that differ.
+
+    Those of a layer with small weights don't, and then it hardly matters how queries are rotated.
+    """
+    operands = [product.operands() for product in fused.products]
+    if None in operands:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(call.x.shape, generator=generator).to(call.x)
+    context = {**defaults, **call.others}
+    try:
+        if fused.norms is None:
+            x = x * (_SPREAD / linear(x, operands[0], x.dtype).float().std()).to(x.dtype)  # type: ignore[arg-type]
+        expected = CalledBranch(fused.module, True)(x, (), None, x.dtype, context)
+        out = fused(x, tuple(operands), None, x.dtype, context)  # type: ignore[arg-type]
+    except Exception:  # of a candidate that is wrong, anything may be raised
+        return False
+    return bool((out.float() - expected.float()).norm() <= MAX_ERROR * expected.float().norm())
 
 
 def _dummy_inputs(model: Any) -> dict[str, Any]:

@@ -34,6 +34,8 @@ OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 # A norm by PyTorch's operator, in place of the model's own formula: in float32 the last bit of a value may differ.
 OTHER_SUMS = {"cohere"}
+# Their attention isn't fused, or norms its heads in a way of its own.
+WITHOUT_ROTATION = {"gpt_neox"}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -115,6 +117,34 @@ def test_generate_gives_the_same_tokens(family: str) -> None:
     fuse(model)
     assert torch.equal(model.generate(tokens, **options), expected)
     assert torch.equal(model.generate(tokens, cache_implementation="static", **options), expected)
+
+
+@pytest.mark.slow(quick=["qwen3"])
+@pytest.mark.parametrize("family", [*sorted(set(FUSED) - {"deepseek_v3", "gpt2"}), "mixtral", "gpt_oss"])
+def test_a_cache_that_takes_rotated_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qgemm import KeyValueCache
+
+    model: Any = quantized(family).model
+    model.set_attn_implementation("qgemm")
+    tokens, found = quantized(family).inputs["input_ids"], []
+    stored = []
+    rotate_and_store = KeyValueCache.rotate_and_store
+    monkeypatch.setattr(
+        KeyValueCache,
+        "rotate_and_store",
+        lambda *args: stored.append(1) or rotate_and_store(*args),  # type: ignore
+    )
+    for is_fused in (False, True):
+        if is_fused:
+            fuse(model)
+        for dtype in (None, torch.int8):
+            cache = KeyValueCache(model.config, max_batch=2, max_length=16, dtype=dtype)
+            found.append(
+                model.generate(tokens, past_key_values=cache, attention_mask=torch.ones_like(tokens), **OPTIONS)
+            )
+            assert bool(stored) == (is_fused and family not in WITHOUT_ROTATION)
+    assert torch.equal(found[2], found[0])
+    assert torch.equal(found[3], found[1])
 
 
 def test_what_is_saved_is_the_model(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from qgemm.fusion.probe import find_activation, find_norm
+from qgemm.fusion.probe import find_activation, find_norm, find_rotation
 from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
+from qgemm.nn.blocks.attention import Rotation
 
 
 class _Norm(nn.Module):
@@ -68,3 +69,42 @@ def test_activations_are_found() -> None:
     assert find_activation(ACT2FN["gelu_new"]) == ""
     assert find_activation(nn.Tanh()) == ""
     assert find_activation(nn.Bilinear(2, 2, 2)) == ""
+
+
+def test_rotations_of_models() -> None:
+    from transformers.models.cohere import modeling_cohere as cohere
+    from transformers.models.glm import modeling_glm as glm
+    from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+    from transformers.models.llama import modeling_llama as llama
+
+    angles = torch.arange(5)[None, :, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
+    twice, side_by_side = torch.cat([angles, angles], -1), angles.repeat_interleave(2, -1)
+    found = {
+        module.__name__.rpartition("_")[2]: find_rotation(
+            module.apply_rotary_pos_emb, positions.cos(), positions.sin(), None, torch.float32
+        )
+        for module, positions in ((llama, twice), (cohere, side_by_side), (glm, twice), (gpt_oss, angles))
+    }
+    assert found == {
+        "llama": Rotation(False, "half", False),
+        "cohere": Rotation(True, "other", True),
+        "glm": Rotation(True, "half", False),
+        "oss": Rotation(False, "all", False),
+    }
+    # Of the first columns alone, in float32 with one rounding.
+    cos, sin = (values.to(torch.float64).float() for values in (twice.cos(), twice.sin()))
+    assert find_rotation(llama.apply_rotary_pos_emb, cos, sin, 8, torch.bfloat16) is None  # which gives float32
+    assert find_rotation(llama.apply_rotary_pos_emb, cos, sin, 8, torch.float32) == Rotation(False, "half", False)
+
+
+def test_what_is_no_known_rotation() -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    angles = torch.arange(5)[None, :, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
+    cos, sin = (torch.cat([values, values], -1) for values in (angles.cos(), angles.sin()))
+
+    def backwards(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(q, k, cos, -sin)
+
+    assert find_rotation(backwards, cos, sin, None, torch.float32) is None
+    assert find_rotation(apply_rotary_pos_emb, cos[None], sin[None], None, torch.float32) is None

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from qgemm.kernels.norms import Norm
 from qgemm.nn.blocks.merged import MergedWeights, Operands
 from qgemm.nn.blocks.steps import Input, linear
 
@@ -23,13 +24,45 @@ class HeadNorms:
     """Norms of queries and keys ahead of the rotation.
 
     - ``query``, ``key``: the modules.
+    - ``norm``: what both compute, None if that is unknown.
     - ``layout``: what they take: ``"columns"`` ``[B, S, H * D]``, ``"heads"`` ``[B, S, H, D]``, or ``"transposed"``
       ``[B, H, S, D]``.
     """
 
     query: nn.Module
     key: nn.Module
+    norm: Norm | None
     layout: str
+
+    def weights(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Of both, if operators can compute these norms of ``x``."""
+        weights = [module._parameters.get("weight") for module in (self.query, self.key)]
+        biases = [module._parameters.get("bias") for module in (self.query, self.key)]
+        known = self.norm is not None and all(weight is not None and weight.dtype == x.dtype for weight in weights)
+        return (weights[0], weights[1]) if known and biases == [None, None] else None  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How the operators are told to turn queries and keys.
+
+    - ``interleaved``: whether pairs lie side by side.
+    - ``pairs``: which columns of the model's cosines and sines have one value for each pair: the first ``"half"``,
+      every ``"other"``, or ``"all"``.
+    - ``in_float``: whether the model computes it in float32.
+    """
+
+    interleaved: bool
+    pairs: Literal["half", "other", "all"]
+    in_float: bool
+
+    def of_pairs(self, values: Tensor) -> Tensor:
+        """Cosines or sines ``[1 or B, S, columns]`` with a column for each pair."""
+        if self.pairs == "half":
+            values = values[..., : values.shape[-1] // 2]
+        elif self.pairs == "other":
+            values = values[..., ::2]
+        return values.float() if self.in_float else values
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +74,7 @@ class FusedAttention:
     - ``norms``: of queries and keys, or None.
     - ``rotate``: ``(q, k, cos, sin) -> (q, k)``, of ``[B, H, S, D]`` each; None for a layer without positions.
     - ``rotated_columns``: how many columns of a head it is given, the first; None for all.
+    - ``rotation``: the same for the operators; None where they can't.
     - ``functions``, ``eager``: transformers' attention functions by name, and the module's own.
     - ``scaling``: of the scores. ``told``: what else the attention function is told, by name; ``sinks``: whether it is
       told ``module.sinks``.
@@ -56,6 +90,7 @@ class FusedAttention:
     norms: HeadNorms | None
     rotate: Callable[..., tuple[Tensor, Tensor]] | None
     rotated_columns: int | None
+    rotation: Rotation | None
     functions: Any
     eager: Callable[..., Any]
     scaling: float
@@ -85,15 +120,46 @@ class FusedAttention:
         mask, cache = others.pop("attention_mask", None), others.pop(self.cache_name, None)
         positions = others.pop("position_embeddings", None)
         qkv = linear(x, into, dtype)
-        q, k, v = self._split(qkv, positions)
-        if cache is not None:
-            k, v = cache.update(k, v, self.module.layer_idx)
+        q, k, v = self._find_heads(qkv, positions, cache)
         others.update(self.told)
         if self.sinks:
             others["s_aux"] = self.module.sinks
         attend = self.functions.get_interface(self.module.config._attn_implementation, self.eager)
         out, _ = attend(self.module, q, k, v, mask, dropout=0.0, scaling=self.scaling, **others)
         return linear(out.reshape(*qkv.shape[:-1], -1), out_of, dtype, residual)
+
+    def _find_heads(
+        self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None, cache: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of this forward ``[B, H, S, D]``, and all keys and values ``[B, Hkv, length, D]``."""
+        arguments = self._rotation_arguments(qkv, positions)
+        if arguments is None or (cache is None and positions is None):
+            q, k, v = self._split(qkv, positions)
+        elif hasattr(cache, "rotate_and_store"):
+            q, k, v = cache.rotate_and_store(self.module.layer_idx, qkv, *arguments)
+            return q.transpose(1, 2), k, v
+        else:
+            q, k, v = torch.ops.qgemm.rotate(qkv, *arguments)
+            q = q.transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(k, v, self.module.layer_idx)
+        return q, k, v
+
+    def _rotation_arguments(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Any, ...] | None:
+        """What ``ops.rotate`` takes after ``qkv``; None if it can't compute this."""
+        cos = sin = q_weight = k_weight = None
+        kind, eps = "rms", 0.0
+        if self.rotate is not None:
+            if self.rotation is None or positions is None or positions[0].dim() != 3:
+                return None
+            cos, sin = (self.rotation.of_pairs(values) for values in positions)
+        if self.norms is not None:
+            weights = self.norms.weights(qkv)
+            if weights is None or self.norms.norm is None:
+                return None
+            (q_weight, k_weight), kind, eps = weights, self.norms.norm.kind, self.norms.norm.eps
+        interleaved = self.rotation is not None and self.rotation.interleaved
+        return cos, sin, q_weight, k_weight, kind, eps, self.heads, self.kv_heads, interleaved
 
     def _split(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[B, H, S, D]``, keys and values ``[B, Hkv, S, D]``, normalized and rotated."""
