@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ def test_wrong_outputs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         generate = model.generate
 
         def other(ids: torch.Tensor, **options: Any) -> torch.Tensor:
+            warnings.warn("another loop than qgemm's runs", stacklevel=2)
             tokens = generate(ids, **options)
             return torch.cat([tokens[:, : ids.shape[1]], torch.zeros_like(tokens[:, ids.shape[1] :])], dim=1)
 
@@ -83,6 +85,7 @@ def test_wrong_outputs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prefill.value
     assert decode.value is None
     assert "wrong output: a generated token's logit is" in decode.reason
+    assert (prefill.note, decode.note) == ("", "another loop than qgemm's runs")
 
 
 def test_a_size_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

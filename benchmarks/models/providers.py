@@ -46,7 +46,7 @@ def _qgemm(model: Any, **options: Any) -> list[str]:
     """``options``: of ``fast_generate``."""
     import qgemm
 
-    qgemm.fuse(qgemm.quantize_model(model, progress=False))
+    qgemm.quantize_model(model, fuse=True, progress=False)
     if model.can_generate():
         qgemm.fast_generate(model, **options)
     return [str(qgemm.fusion_report(model)).splitlines()[-1]]

@@ -14,16 +14,10 @@ from torch import Tensor, nn
 from qgemm.model.offloading import check_hooks, weights_at_hand
 from qgemm.model.selection import Pattern, Patterns, apply_schemes, listed, select_layers
 from qgemm.model.survey import Layer
+from qgemm.nn.attention import STATE_DICT_HOOKS
 from qgemm.nn.linear_layer import InputScale, parse_input_scale
 from qgemm.scheme import QuantScheme
 from qgemm.tables import size, text_table
-
-_LOST_HOOKS = (
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 
 
 @dataclass(frozen=True)
@@ -82,7 +76,7 @@ def plan_swaps(
     hooked, elsewhere = [], []
     for name in plan.names:
         module = model.get_submodule(name)
-        if any(vars(module)[hooks] for hooks in _LOST_HOOKS):
+        if any(vars(module)[hooks] for hooks in STATE_DICT_HOOKS):
             hooked.append(name)
         if any(weight.device.type not in ("cpu", "cuda", "meta") for weight in _weights(module)):
             elsewhere.append(name)

@@ -28,12 +28,13 @@ from qgemm.nn.quant_layer import QuantLayer, traced_as_leaf
 from qgemm.ops import quant_linear
 
 _PACKED = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-_OWN_HOOKS = (
+STATE_DICT_HOOKS = (
     "_state_dict_hooks",
     "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+"""Lists of a module's hooks that know its state dictionary."""
 
 
 def _packed_weight(child: str) -> property:
@@ -225,7 +226,7 @@ def why_closed(module: nn.Module) -> str:
         return "accelerate moves its packed weights: quantize the model before that"
     if "forward" in vars(module):
         return "its forward was replaced"
-    if any(vars(module)[hooks] for hooks in _OWN_HOOKS):
+    if any(vars(module)[hooks] for hooks in STATE_DICT_HOOKS):
         return "it has state-dict hooks, which know its packed weights"
     if set(module._parameters) - {"bias_k", "bias_v"} != set(_PACKED):
         return "its weights are computed from others (weight norm, spectral norm, pruning)"
