@@ -12,14 +12,18 @@ import torch
 from families import FAMILIES, VOCABULARY
 from torch import Tensor
 from transformers import (
-    Cache,
     ContinuousBatchingConfig,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    StaticCache,
 )
-from transformers.generation import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import qgemm
@@ -166,9 +170,10 @@ def test_stop_strings(llama: PreTrainedModel, ends: dict[str, int]) -> None:
     rest = {"tokenizer": _tokenizer(), "stop_strings": ["".join(words[9:12]), "".join(words[13:14])]}
     expected, result = both(llama, **options, **rest)
     assert torch.equal(result, expected)
-    one, other = both(llama, **{**options, "input_ids": PROMPTS[:1]}, **rest)
-    assert one.shape[1] < 27
-    assert torch.equal(one, other)
+    for strings in (rest["stop_strings"], ["".join(words[5:8])]):  # new tokens alone, and some of the prompt
+        one, other = both(llama, **{**options, "input_ids": PROMPTS[:1]}, **{**rest, "stop_strings": strings})
+        assert one.shape[1] < 27
+        assert torch.equal(one, other)
 
 
 def test_a_call_that_its_streamer_ends_harms_no_other(llama: PreTrainedModel) -> None:
@@ -205,35 +210,12 @@ def test_a_dict_has_a_cache_of_its_own(llama: PreTrainedModel) -> None:
     assert copy.deepcopy(first.past_key_values) is not None  # prompts that are continued in several ways
 
 
-CACHES: dict[str, Callable[[PreTrainedModel], Cache]] = {
-    "StaticCache": lambda model: StaticCache(model.config, max_cache_len=40),
-    "KeyValueCache": lambda model: qgemm.KeyValueCache(model.config, 3, 40, device=DEVICE),
-    "int8": lambda model: qgemm.KeyValueCache(model.config, 3, 40, torch.int8, DEVICE),
-}
-
-
-@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
-def test_a_cache_is_continued(llama: PreTrainedModel, make: Callable[[PreTrainedModel], Cache]) -> None:
-    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, **NO_END}
-    prompts, mask = PROMPTS.to(DEVICE), PADDED.to(DEVICE)
-    ours, theirs = make(llama), make(llama)
-    qgemm.fast_generate(llama)
-    for _ in range(3):
-        result = llama.generate(prompts, attention_mask=mask, past_key_values=ours, **options)
-        with attending(llama, "sdpa" if isinstance(ours, StaticCache) else "qgemm"):
-            own: Any = type(llama)
-            expected = own.generate(llama, prompts, attention_mask=mask, past_key_values=theirs, **options)
-        assert torch.equal(result, expected)
-        prompts = torch.cat([result, result[:, :2]], dim=1)
-        mask = torch.cat([mask, mask.new_ones(3, 7)], dim=1)
-    with pytest.raises(ValueError, match="room for 40 tokens, but there are 25 in it and 22 to come"):
-        llama.generate(prompts, attention_mask=mask, past_key_values=ours, **{**options, "max_new_tokens": 20})
-
-
 def test_a_cache_in_int8(llama: PreTrainedModel) -> None:
     options: dict[str, Any] = {"input_ids": PROMPTS.to(DEVICE), "max_new_tokens": 12, "do_sample": False, **NO_END}
     with attending(llama, "qgemm"):
-        expected = llama.generate(**options, past_key_values=CACHES["int8"](llama))
+        expected = llama.generate(
+            **options, past_key_values=qgemm.KeyValueCache(llama.config, 3, 40, torch.int8, DEVICE)
+        )
     explicit = llama.generate(**options, custom_generate=qgemm.generate, cache_dtype=torch.int8)
     qgemm.fast_generate(llama, cache_dtype=torch.int8)
     result = llama.generate(**options, return_dict_in_generate=True)
@@ -246,27 +228,22 @@ def test_a_cache_in_int8(llama: PreTrainedModel) -> None:
 def test_calls_of_other_sizes_share_what_is_kept(llama: PreTrainedModel) -> None:
     """Batches, lengths and settings in turn, with one cache a batch, in inference mode or not."""
     qgemm.fast_generate(llama)
-    for batch, repeats, penalty in [(3, 1, 1.0), (2, 2, 1.5), (3, 50, 1.0), (3, 2, 1.5), (2, 1, 1.0)]:
-        options = {"max_new_tokens": 5, "do_sample": False, "repetition_penalty": penalty, **NO_END}
+    for batch, repeats, ignored in [(3, 1, 0), (2, 2, 7), (3, 50, 3), (3, 2, 0), (2, 1, 5)]:
+        penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored)
+        options = {"max_new_tokens": 5, "do_sample": False, "logits_processor": LogitsProcessorList([penalty])}
         prompts = PROMPTS[:batch].repeat(1, repeats).to(DEVICE)
         with torch.inference_mode(batch == 2):
-            result = llama.generate(prompts, **options)
-        assert torch.equal(result, type(llama).generate(llama, prompts, **options))
+            result = llama.generate(prompts, **options, **NO_END)
+        assert torch.equal(result, type(llama).generate(llama, prompts, **options, **NO_END))
 
 
-def test_a_model_that_was_changed_is_seen(llama: PreTrainedModel) -> None:
-    model = copy.deepcopy(llama)
-    qgemm.fast_generate(model)
-    options = {"max_new_tokens": 8, "do_sample": False, **NO_END}
-    prompts = PROMPTS.to(DEVICE)
-    before = model.generate(prompts, **options)
-    head = model.lm_head.weight
-    head.data = head.data.flip(0)
-    after = model.generate(prompts, **options)
-    assert not torch.equal(before, after)
-    assert torch.equal(after, type(model).generate(model, prompts, **options))
-    qgemm.quantize_model(model)
-    assert torch.equal(model.generate(prompts, **options), type(model).generate(model, prompts, **options))
+def test_the_end_of_a_call_is_not_that_of_the_next(llama: PreTrainedModel) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    qgemm.fast_generate(llama)
+    expected = type(llama).generate(llama, PROMPTS[:1].to(DEVICE), eos_token_id=None, **options)
+    short = llama.generate(PROMPTS[:1].to(DEVICE), eos_token_id=expected[0, 9].tolist(), **options)
+    assert short.shape[1] < 7 + 9
+    assert torch.equal(llama.generate(PROMPTS[:1].to(DEVICE), eos_token_id=None, **options), expected)
 
 
 def test_a_copy_of_a_fast_model_is_fast_by_itself(llama: PreTrainedModel) -> None:

@@ -15,8 +15,10 @@ from families.mixtures import MIXTURES
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Cache, PreTrainedModel, StaticCache
 
 import qgemm
+from qgemm.integrations.transformers.generate.contexts import attending
 from qgemm.integrations.transformers.generate.replay import CaptureError, GraphMemory, Replayed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -117,6 +119,47 @@ def test_fused_layers_are_replayed(graphs: list[Any], dtype: torch.dtype | None)
     for _ in range(2):
         assert torch.equal(model.generate(PROMPTS, **options), expected)
     assert len(graphs) == 4, "fused layers are captured anew"
+
+
+CACHES: dict[str, Callable[[PreTrainedModel], Cache]] = {
+    "StaticCache": lambda model: StaticCache(model.config, max_cache_len=40),
+    "KeyValueCache": lambda model: qgemm.KeyValueCache(model.config, 3, 40, device=DEVICE),
+    "int8": lambda model: qgemm.KeyValueCache(model.config, 3, 40, torch.int8, DEVICE),
+}
+
+
+@pytest.mark.parametrize("make", CACHES.values(), ids=CACHES)
+def test_a_cache_is_continued(graphs: list[Any], make: Callable[[PreTrainedModel], Cache]) -> None:
+    llama: Any = FAMILIES["llama"]().model.to(DEVICE)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompts, mask = PROMPTS, PADDED
+    ours, theirs = make(llama), make(llama)
+    qgemm.fast_generate(llama)
+    for _ in range(3):
+        result = llama.generate(prompts, attention_mask=mask, past_key_values=ours, **options)
+        with attending(llama, "sdpa" if isinstance(ours, StaticCache) else "qgemm"):
+            own: Any = type(llama)
+            expected = own.generate(llama, prompts, attention_mask=mask, past_key_values=theirs, **options)
+        assert torch.equal(result, expected)
+        prompts = torch.cat([result, result[:, :2]], dim=1)
+        mask = torch.cat([mask, mask.new_ones(3, 7)], dim=1)
+    assert len(graphs) == 2, "graphs of a cache are its own"
+    with pytest.raises(ValueError, match="room for 40 tokens, but there are 25 in it and 22 to come"):
+        llama.generate(prompts, attention_mask=mask, past_key_values=ours, **{**options, "max_new_tokens": 20})
+
+
+def test_a_model_that_was_changed_is_seen(graphs: list[Any]) -> None:
+    model: Any = FAMILIES["llama"]().model.to(DEVICE)
+    qgemm.fast_generate(model)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    before = model.generate(PROMPTS, **options)
+    head = model.lm_head.weight
+    head.data = head.data.flip(0)
+    after = model.generate(PROMPTS, **options)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, type(model).generate(model, PROMPTS, **options))
+    qgemm.quantize_model(model)
+    assert torch.equal(model.generate(PROMPTS, **options), type(model).generate(model, PROMPTS, **options))
 
 
 def test_draws_are_replayed(graphs: list[Any]) -> None:
