@@ -228,8 +228,8 @@ def test_a_cache_in_int8(llama: PreTrainedModel) -> None:
 def test_calls_of_other_sizes_share_what_is_kept(llama: PreTrainedModel) -> None:
     """Batches, lengths and settings in turn, with one cache a batch, in inference mode or not."""
     qgemm.fast_generate(llama)
-    for batch, repeats, ignored in [(3, 1, 0), (2, 2, 7), (3, 50, 3), (3, 2, 0), (2, 1, 5)]:
-        penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=ignored)
+    for batch, repeats, ignored in [(3, 1, 0), (2, 2, 7), (3, 50, 350), (3, 2, 0), (2, 1, 5)]:
+        penalty = RepetitionPenaltyLogitsProcessor(9.0, prompt_ignore_length=ignored)
         options = {"max_new_tokens": 5, "do_sample": False, "logits_processor": LogitsProcessorList([penalty])}
         prompts = PROMPTS[:batch].repeat(1, repeats).to(DEVICE)
         with torch.inference_mode(batch == 2):

@@ -102,6 +102,16 @@ def test_samplers_are_kept_by_what_they_do() -> None:
     assert decoder.sampler(_sampler(0.5)) is not first
 
 
+def test_a_kept_sampler_takes_over_from_the_wanted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(2, _Room(8), POSITION, GraphMemory(CPU))  # type: ignore[arg-type]
+    first, second = _sampler(0.5), _sampler(0.5)
+    adopted: list[tuple[Sampler, Sampler]] = []
+    monkeypatch.setattr(Sampler, "adopt", lambda sampler, other: adopted.append((sampler, other)))
+    decoder.sampler(first)
+    assert decoder.sampler(second)[0] is first
+    assert adopted[-1] == (first, second)
+
+
 def test_functions_run_each_time_without_graphs() -> None:
     runs: list[int] = []
     step = Replayed(GraphMemory(CPU))

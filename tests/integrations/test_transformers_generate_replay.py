@@ -132,10 +132,13 @@ CACHES: dict[str, Callable[[PreTrainedModel], Cache]] = {
 def test_a_cache_is_continued(graphs: list[Any], make: Callable[[PreTrainedModel], Cache]) -> None:
     llama: Any = FAMILIES["llama"]().model.to(DEVICE)
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    prompts, mask = PROMPTS, PADDED
     ours, theirs = make(llama), make(llama)
     qgemm.fast_generate(llama)
-    for _ in range(3):
+    for turn in range(4):
+        if turn in (0, 2):  # emptied, for prompts with other padding
+            prompts, mask = PROMPTS, PADDED if turn else PADDED.flip(0)
+            ours.reset()
+            theirs.reset()
         result = llama.generate(prompts, attention_mask=mask, past_key_values=ours, **options)
         with attending(llama, "sdpa" if isinstance(ours, StaticCache) else "qgemm"):
             own: Any = type(llama)
@@ -144,22 +147,26 @@ def test_a_cache_is_continued(graphs: list[Any], make: Callable[[PreTrainedModel
         prompts = torch.cat([result, result[:, :2]], dim=1)
         mask = torch.cat([mask, mask.new_ones(3, 7)], dim=1)
     assert len(graphs) == 2, "graphs of a cache are its own"
-    with pytest.raises(ValueError, match="room for 40 tokens, but there are 25 in it and 22 to come"):
-        llama.generate(prompts, attention_mask=mask, past_key_values=ours, **{**options, "max_new_tokens": 20})
+    with pytest.raises(ValueError, match="room for 40 tokens, but there are 18 in it and 32 to come"):
+        llama.generate(prompts, attention_mask=mask, past_key_values=ours, **{**options, "max_new_tokens": 30})
 
 
 def test_a_model_that_was_changed_is_seen(graphs: list[Any]) -> None:
     model: Any = FAMILIES["llama"]().model.to(DEVICE)
     qgemm.fast_generate(model)
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    before = model.generate(PROMPTS, **options)
-    head = model.lm_head.weight
-    head.data = head.data.flip(0)
-    after = model.generate(PROMPTS, **options)
-    assert not torch.equal(before, after)
-    assert torch.equal(after, type(model).generate(model, PROMPTS, **options))
-    qgemm.quantize_model(model)
-    assert torch.equal(model.generate(PROMPTS, **options), type(model).generate(model, PROMPTS, **options))
+    model.generate(PROMPTS, **options)
+    changes: list[Callable[[], object]] = [
+        lambda: model.lm_head.weight.set_(model.lm_head.weight.flip(0)),
+        lambda: model.model.norm.register_forward_hook(lambda module, inputs, output: output.neg()),
+        lambda: qgemm.quantize_model(model),
+    ]
+    for count, change in enumerate(changes, 1):
+        assert len(graphs) == 2 * count
+        with torch.no_grad():
+            change()
+        assert torch.equal(model.generate(PROMPTS, **options), type(model).generate(model, PROMPTS, **options))
+        assert len(graphs) == 2 * (count + 1), "it isn't captured anew"
 
 
 def test_draws_are_replayed(graphs: list[Any]) -> None:
