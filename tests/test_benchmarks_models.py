@@ -200,6 +200,11 @@ def test_bytes_of_keys_and_values() -> None:
     assert MODELS["llama-3-8b"].cache_bytes(1, 1) == 131072
 
 
+def test_long_prompts_are_followed_by_more_tokens() -> None:
+    assert Sizes().new_tokens(1, 512) == 66
+    assert Sizes().new_tokens(16, 16384) == Sizes().new_tokens(64, 16384) == 322
+
+
 def test_vllm_gets_the_config_of_the_model() -> None:
     values = _config(DECODER, 1, is_int8=True)
     assert values["architectures"] == ["LlamaForCausalLM"]

@@ -43,6 +43,10 @@ class Sizes:
     sentence: int = 24
     rounds: int = 3
 
+    def new_tokens(self, batch: int, context: int) -> int:
+        """Those of the longer call: more where the prompt, whose time is taken off, takes long itself."""
+        return self.new + min(batch * context // 1024, 256)
+
 
 def measure_decoder(
     shape: ModelShape,
@@ -85,7 +89,7 @@ def measure_decoder(
     for context in sizes.contexts:
         for batch in sizes.batches:
             figure = replace(base, measure=DECODE, batch=batch, context=context)
-            needed = shape.cache_bytes(batch, context + sizes.new) * layers // shape.layers
+            needed = shape.cache_bytes(batch, context + sizes.new_tokens(batch, context)) * layers // shape.layers
             if device.type == "cuda" and needed > 0.8 * (torch.cuda.mem_get_info(device)[1] - _allocated(device)):
                 yield replace(figure, reason=f"{needed / 1e9:.0f} GB of keys and values don't fit")
                 continue
@@ -107,16 +111,15 @@ def _measured(figure: Figure, device: torch.device, measure: Callable[..., Figur
 
 def _prefill(figure: Figure, model: Any, batch: int, length: int, rounds: int) -> Figure:
     ids = _tokens(model, batch, length)
-    seconds = _median(lambda: model(ids, use_cache=True, logits_to_keep=1), rounds)
+    seconds = median_seconds(lambda: model(ids, use_cache=True, logits_to_keep=1), rounds)
     return replace(figure, batch=batch, context=length, value=batch * length / seconds)
 
 
 def _decode(figure: Figure, model: Any, provider: Provider, batch: int, context: int, sizes: Sizes) -> Figure:
-    ids = _tokens(model, batch, context)
-    _generate(model, provider, ids, sizes.new)
-    long = _median(lambda: _generate(model, provider, ids, sizes.new), sizes.rounds, warm=0)
-    short = _median(lambda: _generate(model, provider, ids, 2), sizes.rounds)
-    return replace(figure, value=batch * (sizes.new - 2) / (long - short))
+    ids, new = _tokens(model, batch, context), sizes.new_tokens(batch, context)
+    long = median_seconds(lambda: _generate(model, provider, ids, new), sizes.rounds)
+    short = median_seconds(lambda: _generate(model, provider, ids, 2), sizes.rounds)
+    return replace(figure, value=batch * (new - 2) / (long - short))
 
 
 def _first_call(model: Any, provider: Provider, sizes: Sizes, base: Figure) -> Iterator[Figure]:
@@ -181,8 +184,9 @@ def _in_turn(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str,
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _median(run: Callable[[], object], rounds: int, warm: int = 1) -> float:
-    return statistics.median([_seconds(run) for _ in range(rounds + warm)][warm:])
+def median_seconds(run: Callable[[], object], rounds: int) -> float:
+    """Of so many runs, after one that isn't counted."""
+    return statistics.median([_seconds(run) for _ in range(rounds + 1)][1:])
 
 
 def _seconds(run: Callable[[], object]) -> float:

@@ -8,10 +8,11 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models.measure import Sizes, _median
+from benchmarks.models.measure import Sizes, median_seconds
 from benchmarks.models.results import DECODE, PREFILL, Figure
 from benchmarks.models.shapes import ModelShape
 from benchmarks.peers import first_line
@@ -31,7 +32,7 @@ def measure_vllm(shape: ModelShape, name: str, layers: int, measures: Sequence[s
     os.environ.update(ENVIRONMENT)
     vllm = importlib.import_module("vllm")
     base = Figure(shape.name, layers, name, "", note=NOTE)
-    longest = max(*sizes.contexts, sizes.prefill[1]) + sizes.new
+    longest = max(*sizes.contexts, sizes.prefill[1]) + sizes.new_tokens(1024, 1024)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_config(shape, layers, "int8" in name)), encoding="utf-8")
         engine = vllm.LLM(
@@ -56,18 +57,19 @@ def measure_vllm(shape: ModelShape, name: str, layers: int, measures: Sequence[s
 
     if PREFILL in measures:
         batch, length = sizes.prefill
-        seconds = _median(lambda: generate(batch, length, 1), sizes.rounds)
+        seconds = median_seconds(lambda: generate(batch, length, 1), sizes.rounds)
         yield replace(base, measure=PREFILL, batch=batch, context=length, value=batch * length / seconds)
     for context in sizes.contexts if DECODE in measures else ():
         for batch in sizes.batches:
             figure = replace(base, measure=DECODE, batch=batch, context=context)
+            new = sizes.new_tokens(batch, context)
             try:
-                long = _median(lambda b=batch, c=context: generate(b, c, sizes.new), sizes.rounds)  # type: ignore[misc]
-                short = _median(lambda b=batch, c=context: generate(b, c, 2), sizes.rounds)  # type: ignore[misc]
+                long = median_seconds(partial(generate, batch, context, new), sizes.rounds)
+                short = median_seconds(partial(generate, batch, context, 2), sizes.rounds)
             except Exception as error:
                 yield replace(figure, reason=first_line(error))
                 continue
-            yield replace(figure, value=batch * (sizes.new - 2) / (long - short))
+            yield replace(figure, value=batch * (new - 2) / (long - short))
 
 
 def _config(shape: ModelShape, layers: int, is_int8: bool) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def _config(shape: ModelShape, layers: int, is_int8: bool) -> dict[str, Any]:
             "quant_method": "compressed-tensors",
             "format": "int-quantized",
             "quantization_status": "compressed",
-            "ignore": ["lm_head"],
+            "ignore": ["lm_head", r"re:.*\.mlp\.gate$"],  # the routers of mixtures
             "config_groups": {
                 "group_0": {
                     "targets": ["Linear"],
