@@ -92,7 +92,13 @@ def _record(args: argparse.Namespace, name: str, device: torch.device) -> list[K
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         _generate(model, provider, ids, NEW)
         torch.cuda.synchronize()
-    events: Any = [event for event in found.events() if event.device_type == DeviceType.CUDA]
+    every: Any = found.events()
+    # Compiled graphs are spans around their kernels.
+    events = [
+        event
+        for event in every
+        if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", event.name.startswith("#"))
+    ]
     kernels = [Kernel(event.name, event.time_range.start, event.time_range.elapsed_us()) for event in events]
     return sorted(kernels, key=lambda kernel: kernel.start)
 
