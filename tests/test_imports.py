@@ -58,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.launch",
         "qgemm.kernels.norms",
         "qgemm.kernels.quantize",
+        "qgemm.numerics",
     },
     "qgemm.kernels.activation": {
         "qgemm.kernels.stages",

@@ -237,6 +237,13 @@ def barriers_in_staging(ptx: str, config: GemmConfig) -> int:
     )
 
 
+def layouts_of_sums(ttgir: str) -> list[str]:
+    """How what is reduced to a float32 number is spread over threads."""
+    layouts = dict(re.findall(r"(#\w+) = (#ttg\.\w+<.*>)", ttgir))
+    found = re.findall(r"\}\) : \(tensor<\w+xf32, (#\w+)>\) -> f32", ttgir)
+    return sorted({layouts[name] for name in found})
+
+
 def spilled(compiled: Any, target: GPUTarget) -> int:
     """Bytes of stack (NVIDIA) or spilled registers (AMD) that the machine code uses."""
     if target.backend == "hip":
@@ -278,6 +285,7 @@ def measured(launched: Launched, config: GemmConfig | None, target: GPUTarget) -
         assembly = compiled.asm["amdgcn" if target.backend == "hip" else "ptx"]
         result = {key: len(re.findall(pattern, assembly)) for key, pattern in INSTRUCTIONS.items()}
         result |= {"spilled": spilled(compiled, target), "shared": compiled.metadata.shared}
+        result["sums"] = layouts_of_sums(compiled.asm["ttgir"])
         if config is not None and "hopper" in launched.kernel:
             result["barriers_in_staging"] = barriers_in_staging(assembly, config)
         if config is not None:

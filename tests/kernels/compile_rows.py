@@ -21,6 +21,12 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows add longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("layer")))
     yield Case("rows add sandwich longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("rms"), True))
     yield Case("rows add sandwich longest float32", lambda: add_norm(longest // 4, fp32, Norm("rms_plus_one")))
+    # Of one length, which the functions must add up in one order.
+    for dtype, K in ((fp32, 4096), (bf16, 2050)):
+        name = str(dtype).removeprefix("torch.")
+        yield Case(f"rows sum {name} {K} norm", lambda d=dtype, k=K: norm(k, d, Norm("rms")))
+        yield Case(f"rows sum {name} {K} add", lambda d=dtype, k=K: add_norm_quantize(k, d, Norm("rms"), True))
+        yield Case(f"rows sum {name} {K} floats", lambda d=dtype, k=K: add_norm(k, d, Norm("rms")))
     yield Case("rows activation bfloat16", lambda: activation(14_336, bf16, "silu", True))
     yield Case("rows activation longest float16", lambda: activation(16_384, fp16, "gelu", True))
     yield Case("rows activation read twice float32", lambda: activation(16_400, fp32, "gelu_tanh", False))

@@ -124,7 +124,15 @@ def test_operands_are_copied_16_bytes_at_a_time(target: str, results: list[Resul
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_rows_to_quantize_are_read_16_bytes_at_a_time(target: str, results: list[Result]) -> None:
-    for r in of(results, target, "quantize_rows", "rows", *(["linear hopper"] if target == "sm_90" else [])):
+    for r in of(
+        results,
+        target,
+        "quantize_rows",
+        "rows norm",
+        "rows add",
+        "rows activation",
+        *(["linear hopper"] if target == "sm_90" else []),
+    ):
         assert r["load_16"] >= 4, r["case"]
         # Two values to an instruction, where there is one for that: else a row takes twice the registers.
         if target != "sm_80" and "float16" in r["case"]:
@@ -134,6 +142,18 @@ def test_rows_to_quantize_are_read_16_bytes_at_a_time(target: str, results: list
 @EVERY_TARGET
 def test_no_kernel_spills(target: str, results: list[Result]) -> None:
     assert not {r["case"]: r["spilled"] for r in of(results, target) if r["spilled"]}
+
+
+@EVERY_TARGET
+def test_functions_of_a_norm_add_up_a_row_in_one_order(target: str, results: list[Result]) -> None:
+    sums: dict[tuple[str, ...], list[list[str]]] = {}
+    for r in of(results, target, "rows sum"):
+        sums.setdefault(tuple(r["case"].split()[:4]), []).append(r["sums"])
+    assert len(sums) == 2
+    for case, layouts in sums.items():
+        assert len(layouts) == 3
+        assert len(layouts[0]) == 1, case
+        assert layouts[1:] == layouts[:1] * 2, case
 
 
 @EVERY_TARGET

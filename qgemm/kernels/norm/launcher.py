@@ -13,6 +13,7 @@ from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.norm.kernels import _norm_kernel
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.quantize import launcher as quantize
+from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_ROW_BYTES = 32_768  # of a row that a program holds in registers; PyTorch normalizes longer ones
 
@@ -117,9 +118,20 @@ def _run(
 
 def _make_launch(rows: Tensor, residuals: Tensor | None, norm: Norm) -> Launch:
     (M, K), limits = rows.shape, device_limits(rows.device)
-    block, blocks, threads = quantize.row_blocks(K, rows.itemsize, MAX_ROW_BYTES, 0)
+    block, blocks, threads = row_blocks(K, rows.itemsize)
     grid, next_early = quantize.programs(M, limits)
     numbers = (M, K, *rows.stride(), *((0, 0) if residuals is None else residuals.stride()))
     constants = (norm, block, blocks, limits.pdl, next_early)
     warps = max(1, threads // limits.warp_size)
     return Launch(_norm_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
+
+
+def row_blocks(K: int, itemsize: int) -> tuple[int, int, int]:
+    """``(BLOCK, BLOCKS, threads)``, as in ``quantize.row_blocks``; a thread has 16 bytes of a block.
+
+    More would be a choice for the compiler, between how it reads floats and how it writes int8 values. With it would
+    vary which values a thread adds up, and so a sum's last bit, between the functions of this file.
+    """
+    _, _, threads = quantize.row_blocks(K, itemsize, MAX_ROW_BYTES, 0)
+    block = min(16 // itemsize * threads, next_power_of_2(K))
+    return block, cdiv(K, block), threads

@@ -2,6 +2,9 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
+
+from qgemm.kernels.stages.aggregate import INTERPRETING
 
 
 @triton.jit
@@ -19,13 +22,22 @@ def gelu(x):
 @triton.jit
 def gelu_tanh(x):
     """GELU by its approximation with a tanh; ``(1 + tanh(u)) / 2`` is ``sigmoid(2 * u)``."""
-    return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    return times_sigmoid(x, 1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
 def silu(x):
     """``x * sigmoid(x)``."""
-    return x / (1.0 + tl.exp(-x))
+    return times_sigmoid(x, x)
+
+
+@triton.jit
+def times_sigmoid(x, u):
+    """``x / (1 + exp(-u))``, without the steps for what exponentials and quotients below 2^-126 take."""
+    if INTERPRETING:
+        return x / (1.0 + tl.exp(-u))
+    else:
+        return libdevice.fast_dividef(x, 1.0 + libdevice.fast_expf(-u))
 
 
 @triton.jit

@@ -100,6 +100,16 @@ def rounded(values, dtype: tl.constexpr):
 
 
 @triton.jit
+def product(a, b):
+    """``a * b`` of one dtype, rounded to it: float32 would hold the product, so it is rounded once in any case."""
+    if INTERPRETING:
+        # The interpreter has no products of bfloat16.
+        return rounded(a.to(tl.float32) * b.to(tl.float32), a.dtype)
+    else:
+        return a * b
+
+
+@triton.jit
 def _round_to_bfloat16(x):
     """``values`` rounded to bfloat16, in float32."""
     bits = x.to(tl.int32, bitcast=True)

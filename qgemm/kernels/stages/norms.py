@@ -7,7 +7,7 @@ type alone: a row has the same bits however many there are.
 import triton
 import triton.language as tl
 
-from qgemm.kernels.stages.epilogue import rounded
+from qgemm.kernels.stages.epilogue import product, rounded
 
 
 @triton.jit
@@ -47,9 +47,9 @@ def normalize_blocks(blocks, weights, biases, length, offsets, NORM: tl.constexp
 @triton.jit
 def _weigh(y, weight, bias, NORM: tl.constexpr, dtype: tl.constexpr):
     """Normalized float32 values ``y`` with their weight and bias, rounded to ``dtype`` where the kind of norm does."""
-    factor = weight.to(tl.float32)
     if NORM.kind == "rms":
-        y = rounded(y, dtype).to(tl.float32)
+        return product(rounded(y, dtype), weight)
+    factor = weight.to(tl.float32)
     if NORM.kind == "rms_plus_one":
         factor = 1.0 + factor
     y = y * factor

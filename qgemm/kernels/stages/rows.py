@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from qgemm.kernels.stages.aggregate import INTERPRETING, OPTIONAL, aggregate
-from qgemm.kernels.stages.epilogue import rounded
+from qgemm.kernels.stages.epilogue import product, rounded
 from qgemm.numerics import formats
 
 # Adding 1.5 * 2^23 rounds |x| < 2^22 half to even: no bits are left for a fraction, and the low byte is the int8 value.
@@ -68,9 +68,10 @@ class GatedRow:
             gate = tl.where(gate > LIMIT, LIMIT, gate)
         out = gate / (1.0 + tl.exp(-ALPHA * gate)) if ALPHA != 1.0 else self.function(gate)
         if self.activation.gated:
+            up = tl.load(self.ptr + self.length + k, mask=k < self.length, other=0.0)
             if self.rounds_gate:
-                out = rounded(out, self.ptr.dtype.element_ty).to(tl.float32)
-            up = tl.load(self.ptr + self.length + k, mask=k < self.length, other=0.0).to(tl.float32)
+                return product(rounded(out, up.dtype), up)
+            up = up.to(tl.float32)
             if LIMIT is not None:
                 up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
             out *= up + self.activation.up_offset
