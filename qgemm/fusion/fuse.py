@@ -90,7 +90,7 @@ def _calls(
     try:
         return record_calls(model, layers.values(), inputs), ""
     except Exception as error:  # anything that a model's forward may raise
-        return {}, f"it can't be verified: the model's forward raised {type(error).__name__}: {error}"
+        return {}, f"it can't be verified without inputs (fuse(model, inputs=...)): {type(error).__name__}: {error}"
 
 
 def _choose(candidates: tuple[FusedLayer, ...], call: Call) -> tuple[FusedLayer | None, float | None, str]:
@@ -104,4 +104,5 @@ def _choose(candidates: tuple[FusedLayer, ...], call: Call) -> tuple[FusedLayer 
     best = min(range(len(errors)), key=errors.__getitem__)
     if errors[best] <= MAX_ERROR:
         return replace(candidates[best], returns_tuple=returns_tuple), errors[best], ""
-    return None, errors[best], f"it computes something else than its names say (off by {errors[best]:.0%})"
+    off = f" (off by {errors[best]:.0%})" if errors[best] < float("inf") else ""
+    return None, errors[best], f"it computes something else than its names say{off}"

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from types import CodeType
 from typing import Any
 
@@ -24,8 +23,8 @@ from qgemm.nn.blocks.merged import MergedWeights, why_apart
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep
 
-_ATTENTION = ("self_attn", "attention", "attn")
-_MLP = ("mlp", "block_sparse_moe", "feed_forward")
+_ATTENTION = ("self_attn", "attention", "attn", "self_attention")
+_MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,24 @@ _NORMS = (
     _Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     _Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     _Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    _Norms("layer_norm1", "", "layer_norm2"),
+    _Norms("self_attn_layer_norm", "", "final_layer_norm"),
+    _Norms("", "self_attn_layer_norm", "", "final_layer_norm", form="norms last"),
+    _Norms("", "sa_layer_norm", "", "output_layer_norm", form="norms last"),
+    _Norms("", "attention.output.LayerNorm", "", "output.LayerNorm", form="norms last"),
+    _Norms("ln_attn", "", "ln_mlp", form="side by side"),
 )
 # Queries, keys and values; one layer that has them all.
-_QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("qkv_proj",), ("c_attn",))
-_OUT = ("o_proj", "dense", "out_proj", "c_proj")
+_QUERY_KEY_VALUE = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("qkv_proj",),
+    ("c_attn",),
+    ("query_key_value",),
+)
+_BY_HEAD = ("query_key_value",)
+_OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin")
 _HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
 # The layers of an MLP before its activation, the one after, and whether it is gated.
 _MLP_LAYERS = (
@@ -66,8 +79,10 @@ _MLP_LAYERS = (
     (("c_fc",), "c_proj", False),
     (("dense_h_to_4h",), "dense_4h_to_h", False),
     (("wi",), "wo", False),
+    (("lin1",), "lin2", False),
 )
-_ACTIVATION = ("act_fn", "activation_fn", "act")
+_ACTIVATION = ("act_fn", "activation_fn", "act", "activation")
+_BERT = ("attention", "intermediate", "output")
 _ROTATE = "apply_rotary_pos_emb"
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
 
@@ -84,27 +99,68 @@ class Candidates:
     reason: str
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of a layer, by their names in it.
+
+    ``attention``: the module that computes attention, and ``out`` the layer behind it. ``mlp``: the module, empty if
+    its layers are the layer's own.
+    """
+
+    attention: str
+    out: str
+    mlp: str
+    mlp_layers: tuple[tuple[str, ...], str, bool] | None
+    activation: str
+    norms: frozenset[str]
+
+
 def is_layer(module: nn.Module) -> bool:
     """Whether ``module`` looks like a layer of a transformer: attention, an MLP, and norms."""
     children = module._modules
-    return (
-        _child(module, _ATTENTION) != ""
-        and any(_is_norm(child) for child in children.values())
-        and (_child(module, _MLP) != "")
-    )
+    if all(children.get(name) is not None for name in _BERT):
+        return True
+    has_mlp = _child(module, _MLP) != "" or {"fc1", "fc2"} <= set(children)
+    return _child(module, _ATTENTION) != "" and has_mlp and any(map(_is_norm, children.values()))
+
+
+def _find_parts(layer: nn.Module) -> _Parts:
+    """The parts of ``layer``; raises ``_NotFused`` if it has others."""
+    if all(layer._modules.get(name) is not None for name in _BERT):
+        return _find_parts_of_bert(layer)
+    attention, mlp = _child(layer, _ATTENTION), _child(layer, _MLP)
+    norms = {name for name, child in layer._modules.items() if _is_norm(child)}
+    others = {name for name, child in layer._modules.items() if not isinstance(child, nn.Dropout | nn.Identity)}
+    known = norms | {attention, mlp} if mlp else norms | {attention, "fc1", "fc2", *_ACTIVATION}
+    if unknown := sorted(others - known):
+        raise _NotFused(f"it has a {unknown[0]}, which is unknown")
+    holder = layer.get_submodule(mlp)
+    layers = next((each for each in _MLP_LAYERS if {*each[0], each[1]} <= set(holder._modules)), None)
+    activation = next((name for name in _ACTIVATION if callable(getattr(holder, name, None))), "")
+    out = _child(layer.get_submodule(attention), _OUT)
+    return _Parts(attention, out and f"{attention}.{out}", mlp, layers, _dotted(mlp, activation), frozenset(norms))
+
+
+def _find_parts_of_bert(layer: nn.Module) -> _Parts:
+    if getattr(layer, "chunk_size_feed_forward", 0) or layer._modules.get("crossattention") is not None:
+        raise _NotFused("it has cross attention, or an MLP in chunks")
+    names = {"attention.self", "attention.output.dense", "intermediate.dense", "output.dense"}
+    norms = frozenset({"attention.output.LayerNorm", "output.LayerNorm"})
+    if not names | norms <= {name for name, _ in layer.named_modules()}:
+        raise _NotFused("its parts have unknown names")
+    layers = (("intermediate.dense",), "output.dense", False)
+    return _Parts("attention.self", "attention.output.dense", "", layers, "intermediate.intermediate_act_fn", norms)
 
 
 def find_candidates(layer: nn.Module, call: Call) -> Candidates:
     """How ``layer`` may compute, going by a ``call`` of it. Places the weights of what is fused."""
-    attention_name, mlp_name = _child(layer, _ATTENTION), _child(layer, _MLP)
-    norms = {name for name, child in layer._modules.items() if _is_norm(child)}
-    others = {name for name, child in layer._modules.items() if not isinstance(child, nn.Dropout | nn.Identity)}
-    if unknown := sorted(others - norms - {attention_name, mlp_name}):
-        return Candidates((), (), f"it has a {unknown[0]}, which is unknown")
-    orders = [each for each in _NORMS if each.names == norms]
+    try:
+        found = _find_parts(layer)
+    except _NotFused as error:
+        return Candidates((), (), str(error))
+    orders = [each for each in _NORMS if each.names == found.norms]
     if not orders:
-        return Candidates((), (), f"norms called {', '.join(sorted(norms))} are unknown")
-    attention, mlp = layer.get_submodule(attention_name), layer.get_submodule(mlp_name)
+        return Candidates((), (), f"norms called {', '.join(sorted(found.norms))} are unknown")
     parameters = dict(list(inspect.signature(type(layer).forward).parameters.items())[2:])
     defaults = {
         name: None if parameter.default is parameter.empty else parameter.default
@@ -112,40 +168,29 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
         if parameter.kind is not parameter.VAR_KEYWORD
     }
     reasons, parts = [], []
-    attentions: Sequence[Branch]
-    mlps: Sequence[Branch]
+    attention: Branch
+    mlp: Branch
     try:
-        attentions = [_attention(attention, defaults, call)]
+        attention = _attention(layer, found, defaults, call)
         parts.append("attention")
     except _NotFused as error:
-        attentions = [CalledBranch(attention, True)]
-        reasons.append(f"{attention_name}: {error}")
+        attention = CalledBranch(layer.get_submodule(found.attention), True)
+        reasons.append(f"{found.attention}: {error}")
     try:
-        mlps = [_mlp(mlp)]
+        mlp = _mlp(layer, found)
         parts.append("mlp")
     except _NotFused as error:
-        mlps = [CalledBranch(mlp, False)]
-        reasons.append(f"{mlp_name}: {error}")
+        mlp = CalledBranch(layer.get_submodule(found.mlp), False)
+        reasons.append(f"{found.mlp or 'the MLP'}: {error}")
     reason = "; ".join(reasons)
-    if not parts:
+    if not parts or (isinstance(mlp, CalledBranch) and not found.mlp):
         return Candidates((), (), reason)
-    passed_over = [
-        (holder, name, child)
-        for holder, is_fused in ((attention, "attention" in parts), (mlp, "mlp" in parts))
-        if is_fused
-        for name, child in holder._modules.items()
-        if child is not None and not isinstance(child, nn.Dropout | nn.Identity)
-    ]
-    passed_over += [(layer, attention_name, attention)] if "attention" in parts else []
-    passed_over += [(layer, mlp_name, mlp)] if "mlp" in parts else []
-    steps = {name: NormStep(layer.get_submodule(name), find_norm(layer.get_submodule(name))) for name in norms}
-    # Of a known norm, the module isn't called.
-    passed_over += [(layer, name, step.module) for name, step in steps.items() if step.norm is not None]
-    found = [
+    steps = {name: NormStep(layer.get_submodule(name), find_norm(layer.get_submodule(name))) for name in found.norms}
+    fused = [
         FusedLayer(
             order.form,
-            attention_branch,
-            mlp_branch,
+            attention,
+            mlp,
             attention_norm=steps.get(order.attention),
             attention_out_norm=steps.get(order.attention_out),
             mlp_norm=steps.get(order.mlp),
@@ -153,27 +198,54 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
             multiplier=getattr(layer, "residual_multiplier", 1.0),
             residual_first=residual_first,
             defaults=defaults,
-            passed_over=tuple(passed_over),
+            passed_over=tuple(_passed_over(layer, attention, mlp, steps)),
         )
-        for order, attention_branch, mlp_branch in product(orders, attentions, mlps)
-        if len(orders) == 1 or (order.form == "side by side") == getattr(layer, "use_parallel_residual", False)
+        for order in orders
+        if not _is_of_other_form(layer, orders, order)
         for residual_first in ((True, False) if order.form == "side by side" else (True,))
     ]
-    return Candidates(tuple(found), tuple(parts), reason)
+    return Candidates(tuple(fused), tuple(parts), reason)
+
+
+def _is_of_other_form(layer: nn.Module, orders: Sequence[_Norms], order: _Norms) -> bool:
+    """Whether ``layer`` says that of the forms for norms of these names it has another than ``order``."""
+    if len(orders) == 1:
+        return False
+    if hasattr(layer, "do_layer_norm_before"):
+        return (order.form == "in a row") != layer.do_layer_norm_before
+    return (order.form == "side by side") != getattr(layer, "use_parallel_residual", False) and (
+        any(each.form == "side by side" for each in orders)
+    )
+
+
+def _passed_over(
+    layer: nn.Module, attention: Branch, mlp: Branch, steps: Mapping[str, NormStep]
+) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """The modules in ``layer`` that aren't called, each with its holder and name: all but those of called branches."""
+    called = {branch.module for branch in (attention, mlp) if isinstance(branch, CalledBranch)}
+    called |= {step.module for step in steps.values() if step.norm is None}
+
+    def below(holder: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+        for name, child in holder._modules.items():
+            if child is not None and child not in called and not isinstance(child, nn.Dropout | nn.Identity):
+                yield holder, name, child
+                yield from below(child)
+
+    yield from below(layer)
 
 
 class _NotFused(Exception):
     """Why a branch isn't fused."""
 
 
-def _attention(attention: Any, defaults: dict[str, Any], call: Call) -> FusedAttention:
+def _attention(layer: nn.Module, parts: _Parts, defaults: dict[str, Any], call: Call) -> FusedAttention:
+    attention: Any = layer.get_submodule(parts.attention)
     names = next((names for names in _QUERY_KEY_VALUE if all(name in attention._modules for name in names)), None)
-    out = _child(attention, _OUT)
-    if names is None or not out:
+    if names is None or not parts.out:
         raise _NotFused(f"the projections of {type(attention).__name__} are unknown")
     module = sys.modules[type(attention).__module__]
     functions, eager = (getattr(module, name, None) for name in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"))
-    scaling = getattr(attention, "scaling", None)
+    scaling = getattr(attention, "scaling", getattr(attention, "scale", None))
     head_dim = next((getattr(attention, name) for name in _HEAD_DIM if hasattr(attention, name)), None)
     if functions is None or eager is None or not isinstance(scaling, float) or head_dim is None:
         raise _NotFused(f"{type(attention).__name__} doesn't call an attention function of transformers")
@@ -183,6 +255,9 @@ def _attention(attention: Any, defaults: dict[str, Any], call: Call) -> FusedAtt
         told["sliding_window"] = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
     if "softcap" in constants:
         told["softcap"] = attention.attn_logit_softcapping
+    # The attention function is told 1.0.
+    scales_queries = any(type(constant) is float and constant == 1.0 for constant in constants)
+    out = _merge([layer.get_submodule(parts.out)])
     qkv = _merge([attention._modules[name] for name in names])
     if len(names) == 1:
         heads = attention.config.num_attention_heads
@@ -196,7 +271,7 @@ def _attention(attention: Any, defaults: dict[str, Any], call: Call) -> FusedAtt
     fused = FusedAttention(
         attention,
         qkv,
-        _merge([attention._modules[out]]),
+        out,
         heads,
         kv_heads,
         head_dim,
@@ -206,11 +281,15 @@ def _attention(attention: Any, defaults: dict[str, Any], call: Call) -> FusedAtt
         _rotation(rotate, columns, call),
         functions,
         eager,
-        scaling,
+        1.0 if scales_queries else scaling,
         told,
         sinks="s_aux" in constants,
+        query_scaling=scaling if scales_queries else 1.0,
+        by_head=names == _BY_HEAD,
         cache_name=cache_name,
     )
+    if not parts.out.startswith(f"{parts.attention}."):
+        return fused  # it is more than its module, and the layer shows whether it is right
     for candidate in (fused, replace(fused, rotate=None, rotation=None)):
         if computes_attention(candidate, call, defaults):
             return candidate
@@ -241,16 +320,22 @@ def _head_norms(attention: nn.Module, head_dim: int) -> HeadNorms | None:
     return None
 
 
-def _mlp(mlp: nn.Module) -> FusedMlp:
-    found = next((each for each in _MLP_LAYERS if {*each[0], each[1]} <= set(mlp._modules)), None)
-    if found is None:
-        raise _NotFused(f"{type(mlp).__name__} is called as it is")
-    names, last, gated = found
-    activation = next((getattr(mlp, name) for name in _ACTIVATION if hasattr(mlp, name)), None)
+def _mlp(layer: nn.Module, parts: _Parts) -> FusedMlp:
+    if parts.mlp_layers is None:
+        raise _NotFused(f"{type(layer.get_submodule(parts.mlp)).__name__} is called as it is")
+    holder, _, name = parts.activation.rpartition(".")
+    activation = getattr(layer.get_submodule(holder), name, None) if name else None
     if activation is None:
-        raise _NotFused(f"the activation of {type(mlp).__name__} is unknown")
-    layers = [mlp.get_submodule(name) for name in (*names, last)]
-    return FusedMlp(_merge(layers[:-1]), _merge(layers[-1:]), activation, find_activation(activation), gated)
+        raise _NotFused("its activation is unknown")
+    names, last, gated = parts.mlp_layers
+    first, down = ([layer.get_submodule(_dotted(parts.mlp, each)) for each in own] for own in (names, (last,)))
+    if reason := why_apart(down):
+        raise _NotFused(reason)
+    return FusedMlp(_merge(first), _merge(down), activation, find_activation(activation), gated)
+
+
+def _dotted(*names: str) -> str:
+    return ".".join(name for name in names if name)
 
 
 def _merge(layers: Sequence[Any]) -> MergedWeights:
@@ -277,9 +362,9 @@ def _code_of(module: nn.Module) -> CodeType:
     return code
 
 
-def _constants_of(module: nn.Module) -> set[str]:
-    """The names of what is passed in calls that the module's ``forward`` makes, among others."""
-    found: set[str] = set()
+def _constants_of(module: nn.Module) -> list[Any]:
+    """What is passed in calls that the module's ``forward`` makes, and by which names, among others."""
+    found: list[Any] = []
     for constant in _code_of(module).co_consts:
-        found.update(constant if isinstance(constant, tuple) else (constant,))
+        found += constant if isinstance(constant, tuple) else [constant]
     return found

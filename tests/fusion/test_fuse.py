@@ -21,9 +21,19 @@ BOTH = ("attention", "mlp")
 # What is fused of the layers of each family, in order.
 FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3"), (BOTH, BOTH)),
-    **dict.fromkeys(("olmo2", "stablelm", "cohere", "gpt2"), (BOTH, BOTH)),
-    "deepseek_v3": (("mlp",), ("mlp",)),
-    "gpt_neox": (("mlp",), ("mlp",)),
+    **dict.fromkeys(("olmo2", "stablelm", "cohere", "gpt2", "gpt_neox", "opt"), (BOTH, BOTH)),
+    **dict.fromkeys(("deepseek_v3", "falcon", "gpt_neo"), (("mlp",), ("mlp",))),
+}
+DECODERS = tuple(FUSED)
+FUSED |= dict.fromkeys(("bert", "bert_classifier", "roberta", "distilbert"), (BOTH, BOTH))
+# Decoders with attention to an encoder are left alone.
+FUSED |= {
+    "clip": (BOTH,) * 4,
+    "bart": (BOTH, BOTH, (), ()),
+    "whisper": (("mlp",), ("mlp",), (), ()),
+    "bloom": ((), ()),
+    "t5": (),
+    "mamba": (),
 }
 OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(
@@ -36,6 +46,8 @@ OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
 OTHER_SUMS = {"cohere"}
 # Their attention isn't fused, or norms its heads in a way of its own.
 WITHOUT_ROTATION = {"gpt_neox"}
+# Their attention takes no other.
+NO_CACHE = {"deepseek_v3", "falcon", "gpt_neo", "gpt2"}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -74,10 +86,12 @@ def fused_parts(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 def test_a_fused_model_has_the_bits_of_the_model(family: str, dtype: torch.dtype) -> None:
     example = quantized(family)
     example.model.to(dtype)
-    many = Example(example.model, {"input_ids": example.inputs["input_ids"].repeat(2, 1)})
-    assert example.inputs["input_ids"].numel() <= MAX_SMALL_ROWS < many.inputs["input_ids"].numel()
+    example.inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in example.inputs.items()}
+    many = Example(example.model, {name: x.repeat(2, *[1] * (x.dim() - 1)) for name, x in example.inputs.items()})
+    if family in DECODERS:
+        assert example.inputs["input_ids"].numel() <= MAX_SMALL_ROWS < many.inputs["input_ids"].numel()
     expected, expected_of_many, products = example.output(), many.output(), products_in(example)
-    fuse(example.model)
+    fuse(example.model, None if "input_ids" in example.inputs and len(example.inputs) == 1 else example.inputs)
     assert fused_parts(example.model) == FUSED[family]
     assert all(record.error is not None and record.error <= MAX_ERROR for record in fusion_report(example.model).fused)
     if family in OTHER_SUMS:
@@ -85,7 +99,7 @@ def test_a_fused_model_has_the_bits_of_the_model(family: str, dtype: torch.dtype
     else:
         assert torch.equal(example.output(), expected)
         assert torch.equal(many.output(), expected_of_many)
-    if any("attention" in parts for parts in FUSED[family]) and family not in ("phi3", "gpt2"):
+    if any("attention" in parts for parts in FUSED[family]) and family not in ("phi3", "gpt2", "gpt_neox"):
         assert products_in(example) < products
     unfuse(example.model)
     assert products_in(example) == products
@@ -105,7 +119,7 @@ def test_mixtures(family: str) -> None:
 
 
 @pytest.mark.slow(quick=["llama"])
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", DECODERS)
 def test_generate_gives_the_same_tokens(family: str) -> None:
     example = quantized(family)
     model: Any = example.model
@@ -113,14 +127,15 @@ def test_generate_gives_the_same_tokens(family: str) -> None:
     mask = torch.ones_like(tokens)
     mask[0, :2] = 0
     options = {**OPTIONS, "attention_mask": mask}
-    expected = model.generate(tokens, **options)
+    caches = ("dynamic", "static")
+    expected = [model.generate(tokens, cache_implementation=cache, **options) for cache in caches]
     fuse(model)
-    assert torch.equal(model.generate(tokens, **options), expected)
-    assert torch.equal(model.generate(tokens, cache_implementation="static", **options), expected)
+    for cache, wanted in zip(caches, expected, strict=True):
+        assert torch.equal(model.generate(tokens, cache_implementation=cache, **options), wanted), cache
 
 
 @pytest.mark.slow(quick=["qwen3"])
-@pytest.mark.parametrize("family", [*sorted(set(FUSED) - {"deepseek_v3", "gpt2"}), "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", [*sorted(set(DECODERS) - NO_CACHE), "mixtral", "gpt_oss"])
 def test_a_cache_that_takes_rotated_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from qgemm import KeyValueCache
 
@@ -277,8 +292,17 @@ def test_layers_of_other_schemes_are_named() -> None:
     assert "a Linear, not a QuantLinear" in first.reason
     assert second.parts == ("attention",)
     assert "is a PackedLinear" in second.reason
-    assert "model.layers.1.mlp.gate_proj" in str(fusion_report(example.model))
+    assert "model.layers.1.mlp.down_proj" in str(fusion_report(example.model))
     assert torch.equal(example.output(), expected)
+
+
+def test_what_attention_is_told() -> None:
+    expected = {"llama": (0.25, 1.0, {}), "opt": (1.0, 0.25, {}), "mistral": (0.25, 1.0, {"sliding_window": 4})}
+    for family, values in expected.items():
+        model = fuse(quantized(family).model)
+        fused = next(found for found in map(fused_of, model.modules()) if found)
+        attention: Any = fused.attention
+        assert (attention.scaling, attention.query_scaling, attention.told) == values, family
 
 
 def test_static_scales() -> None:

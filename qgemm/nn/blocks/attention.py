@@ -78,6 +78,8 @@ class FusedAttention:
     - ``functions``, ``eager``: transformers' attention functions by name, and the module's own.
     - ``scaling``: of the scores. ``told``: what else the attention function is told, by name; ``sinks``: whether it is
       told ``module.sinks``.
+    - ``query_scaling``: what queries are multiplied by, instead of scores; 1 for nothing.
+    - ``by_head``: whether the columns of ``qkv`` are query, key and value of one head after another.
     - ``cache_name``: what the cache is called among the arguments.
     """
 
@@ -96,6 +98,8 @@ class FusedAttention:
     scaling: float
     told: Mapping[str, Any]
     sinks: bool = False
+    query_scaling: float = 1.0
+    by_head: bool = False
     cache_name: str = "past_key_values"
 
     @property
@@ -121,6 +125,8 @@ class FusedAttention:
         positions = others.pop("position_embeddings", None)
         qkv = linear(x, into, dtype)
         q, k, v = self._find_heads(qkv, positions, cache)
+        if self.query_scaling != 1.0:
+            q = q * self.query_scaling
         others.update(self.told)
         if self.sinks:
             others["s_aux"] = self.module.sinks
@@ -147,6 +153,8 @@ class FusedAttention:
 
     def _rotation_arguments(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Any, ...] | None:
         """What ``ops.rotate`` takes after ``qkv``; None if it can't compute this."""
+        if self.by_head:
+            return None
         cos = sin = q_weight = k_weight = None
         kind, eps = "rms", 0.0
         if self.rotate is not None:
@@ -164,10 +172,14 @@ class FusedAttention:
     def _split(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[B, H, S, D]``, keys and values ``[B, Hkv, S, D]``, normalized and rotated."""
         D, norms = self.head_dim, self.norms
-        q, k, v = qkv.split([self.heads * D, self.kv_heads * D, self.kv_heads * D], dim=-1)
+        if self.by_head:
+            q, k, v = qkv.view(*qkv.shape[:-1], -1, 3 * D).chunk(3, dim=-1)
+        else:
+            q, k, v = qkv.split([self.heads * D, self.kv_heads * D, self.kv_heads * D], dim=-1)
         if norms is not None and norms.layout == "columns":
             q, k = norms.query(q), norms.key(k)
-        q, k, v = (each.view(*qkv.shape[:-1], -1, D) for each in (q, k, v))
+        if not self.by_head:
+            q, k, v = (each.view(*qkv.shape[:-1], -1, D) for each in (q, k, v))
         if norms is not None and norms.layout == "heads":
             q, k = norms.query(q), norms.key(k)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
