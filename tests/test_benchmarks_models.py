@@ -135,6 +135,23 @@ def test_extrapolated_figures_say_so() -> None:
     assert tables.speed_table([whole])[1] == [["decode, 4 x 512", "0.1*"]]
 
 
+def test_two_numbers_of_layers_are_extrapolated_once() -> None:
+    figures = [
+        Figure("llama-3-8b", layers, name, measure, 4, 512, 4 / (1 + layers))
+        for layers in (4, 8)
+        for name in ("bf16", "qgemm")
+        for measure in (DECODE, FIRST_TOKEN)
+    ]
+    run = Run({}, "", list(figures))
+    runner._extrapolate(run, [8])
+    assert run.figures == figures
+    for _ in range(2):
+        runner._extrapolate(run, [4, 8])
+    whole = run.figures[len(figures) :]
+    assert [(one.provider, one.measure, one.layers) for one in whole] == [("bf16", DECODE, 32), ("qgemm", DECODE, 32)]
+    assert all(one.value == pytest.approx(4 / 33) for one in whole)
+
+
 def test_what_the_command_line_asks_for() -> None:
     args = runner._parse(["--model", "llama-3-8b", "--provider", "bf16", "--provider", "bf16 compiled", "--quick"])
     jobs = list(runner._jobs(args))
