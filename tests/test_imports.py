@@ -50,7 +50,13 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.checks",
         "qgemm.numerics",
     },
-    "qgemm.kernels.rotary": {"qgemm.kernels.norms", "qgemm.kernels.reference"},
+    "qgemm.kernels.rotary": {
+        "qgemm.kernels.stages",
+        "qgemm.kernels.launch",
+        "qgemm.kernels.norms",
+        "qgemm.kernels.reference",
+        "qgemm.numerics",
+    },
     "qgemm.kernels.packed": {"qgemm.kernels.checks", "qgemm.numerics"},
     "qgemm.kernels.quantize": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.numerics"},
     "qgemm.kernels.norm": {

@@ -3,10 +3,10 @@
 # ruff: noqa: F401
 from qgemm.kernels.activation.launcher import activation_quantize
 from qgemm.kernels.attention.launcher import decode_attention
-from qgemm.kernels.cpu import rotate, rotate_and_store, store_key_value
 from qgemm.kernels.gemm.launcher import int_mm, matmul, scaled_mm
 from qgemm.kernels.grouped.launcher import grouped_mm
 from qgemm.kernels.linear.launcher import quant_linear
 from qgemm.kernels.moe.launcher import experts
 from qgemm.kernels.norm.launcher import add_norm, add_norm_quantize, norm_quantize
 from qgemm.kernels.quantize.launcher import quantize_rows
+from qgemm.kernels.rotary.launcher import rotate, rotate_and_store, store_key_value

@@ -19,6 +19,7 @@ import triton
 from assumed_devices import DEVICES, META, Case, Launched, assume, launches_of
 from compile_attention import attention_cases
 from compile_experts import expert_cases
+from compile_rotary import rotary_cases
 from compile_rows import row_cases
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -59,6 +60,7 @@ def cases(target: str, limits: DeviceLimits) -> Iterator[Case]:
     yield from expert_cases(limits)
     yield from attention_cases()
     yield from row_cases()
+    yield from rotary_cases()
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype) -> Tensor:

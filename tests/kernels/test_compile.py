@@ -51,7 +51,7 @@ def test_everything_compiles(target: str, results: list[Result]) -> None:
     assert not [f"{r['kernel']}: {r['error']}" for r in compiled if "error" in r]
     kinds = {r["case"].split()[0] for r in compiled}
     # gfx942 has too little shared memory for the Stream-K candidates; "int32 streamk" is compiled there all the same.
-    assert kinds >= {"scaled", "int32", "matmul", "quantize_rows", "grouped", "experts", "attention", "rows"}
+    assert kinds >= {"scaled", "int32", "matmul", "quantize_rows", "grouped", "experts", "attention", "rows", "rotary"}
     # A program's part of shared memory is too small for it there.
     assert ("linear" in kinds) == (target != "gfx942")
     assert any("streamk" in r["case"] for r in compiled)
@@ -97,6 +97,7 @@ def test_kernels_start_ahead_of_time_where_they_can(target: str, starts_early: b
         "grouped",
         "experts",
         "attention",
+        "rotary",
         "rows",
     ):
         assert bool(r["waits_for_previous"]) == starts_early, r["case"]

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import dispatch
+from qgemm.kernels.reference import quantize_rows_reference
+from qgemm.kernels.rotary import launcher
+from qgemm.kernels.rotary.reference import rotate_reference
+from tests.kernels.devices import A100, H200
 
+# The kernel itself (interpreted on a CPU), and what a user's call runs.
+FUNCTIONS = pytest.mark.parametrize("functions", [launcher, dispatch], ids=["kernel", "user"])
 HEADS, KV_HEADS, D = 4, 2, 16
 
 
@@ -36,27 +42,29 @@ def int32(*values: int, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 STORED = pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8], ids=str)
 
 
+@FUNCTIONS
 @STORED
 @pytest.mark.parametrize("function", ["rotate_and_store", "store_key_value"])
-# All rows alike; each its own; beyond the end, before the start, and outside altogether.
-@pytest.mark.parametrize("length", [(5,), (3, 10), (12, 1), (10, 14), (0, -5)], ids=str)
+# All rows alike; each its own; beyond the end and before the start; outside altogether.
+@pytest.mark.parametrize("length", [(5,), (3, 10), (12, 1), (14, -5)], ids=str)
 def test_where_rows_are_stored(
-    length: tuple[int, ...], function: str, stored: torch.dtype, device: torch.device
+    length: tuple[int, ...], function: str, stored: torch.dtype, functions: Any, device: torch.device
 ) -> None:
     rotated = arguments(torch.bfloat16, device)
-    q, key, value = dispatch.rotate(*rotated)
+    q, key, value = functions.rotate(*rotated)
     stores = cache(stored, device)
     lengths = int32(*length, device=device)
     if function == "rotate_and_store":
-        assert torch.equal(dispatch.rotate_and_store(*rotated, *stores, lengths), q)
+        assert torch.equal(functions.rotate_and_store(*rotated, *stores, lengths), q)
     else:
-        dispatch.store_key_value(key, value, *stores, lengths)
+        functions.store_key_value(key, value, *stores, lengths)
     wanted = cache(stored, device)
     for new, store, scale in zip((key, value), wanted[:2], wanted[2:], strict=True):
-        rows, scales = dispatch.quantize_rows(new) if scale is not None else (new, None)
+        rows, scales = quantize_rows_reference(new) if scale is not None else (new, None)
         for row in range(2):
             for token in range(3):
                 at = length[row % len(length)] - 3 + token
@@ -68,11 +76,12 @@ def test_where_rows_are_stored(
         assert each is None or torch.equal(found, each)
 
 
-def test_values_that_are_not_finite_become_a_row_of_nan(device: torch.device) -> None:
+@FUNCTIONS
+def test_values_that_are_not_finite_become_a_row_of_nan(functions: Any, device: torch.device) -> None:
     key, value = torch.randn(1, KV_HEADS, 3, D, device=device), torch.zeros(1, KV_HEADS, 3, D, device=device)
     key[0, 0, 1, 3], key[0, 1, 2, 0] = torch.nan, torch.inf
     stores = cache(torch.int8, device, B=1)
-    dispatch.store_key_value(key, value, *stores, int32(3, device=device))
+    functions.store_key_value(key, value, *stores, int32(3, device=device))
     k, v, k_scale, v_scale = stores
     assert k_scale[0, :, :3].isnan().tolist() == [[False, True, False], [False, False, True]]
     assert not k[0, 0, 1].any()
@@ -80,40 +89,104 @@ def test_values_that_are_not_finite_become_a_row_of_nan(device: torch.device) ->
     assert not v[:, :, :3].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_strides(dtype: torch.dtype, device: torch.device) -> None:
+# The size of a head, its rotary part, heads; norms of queries and keys; whether pairs lie side by side, and whether
+# angles are float32. 20 and 24 are no powers of 2, nor are 3 and 6.
+VALUES = [
+    (16, 16, (4, 2), None, False, False),
+    (16, 8, (4, 2), None, True, False),
+    (24, 24, (6, 1), None, True, True),
+    (20, 12, (3, 3), ("rms", "head"), False, False),
+    (16, 16, (4, 2), ("rms", "all"), True, False),
+    (20, 20, (3, 1), ("rms_once", "all"), False, True),
+    (24, 8, (4, 2), ("rms_plus_one", "head"), False, False),
+    (16, 16, (4, 2), ("layer", "own"), True, True),
+    (20, 20, (3, 3), ("layer", "all"), False, False),
+]
+
+
+@pytest.mark.slow(quick=["dtype0-16"])
+@DTYPES
+@pytest.mark.parametrize(("size", "rotary", "heads", "norm", "interleaved", "in_float32"), VALUES)
+def test_values(
+    size: int, rotary: int, heads: tuple[int, int], norm: tuple[str, str] | None, interleaved: bool, in_float32: bool,
+    dtype: torch.dtype, device: torch.device,
+) -> None:  # fmt: skip
+    B, S = 2, 1
+    kind, over = norm or ("rms", "")
+    widths = {"head": lambda n: (size,), "own": lambda n: (n, size), "all": lambda n: (n * size,)}
+    weights = [torch.randn(widths[over](n), device=device).to(dtype) if over else None for n in heads]
+    qkv = torch.randn(B, S, (heads[0] + 2 * heads[1]) * size, device=device).to(dtype)
+    angle = torch.rand(B, S, rotary // 2, device=device) * 6
+    turns = [x.float() if in_float32 else x.to(dtype) for x in (angle.cos(), angle.sin())]
+    given = (qkv, *turns, *weights, kind, 1e-6, *heads, interleaved)
+    for ours, theirs in zip(launcher.rotate(*given), rotate_reference(*given), strict=True):
+        assert ours.dtype == dtype
+        if norm is None:
+            assert torch.equal(ours, theirs)
+        else:
+            # The sums of a norm may be in another order: a step of the dtype, at each of its roundings.
+            error = (ours.double() - theirs.double()).abs().max()
+            assert error <= 3 * torch.finfo(dtype).eps * theirs.double().abs().max()
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+def test_neither_norm_nor_angles(rotated: bool, device: torch.device) -> None:
+    qkv, cos, sin, q_weight, _, *rest = arguments(torch.bfloat16, device, B=1, S=2)
+    turns = (cos, sin) if rotated else (None, None)
+    # A norm of the queries alone.
+    for weight in (None, q_weight):
+        wanted = rotate_reference(qkv, *turns, weight, None, *rest)
+        found = launcher.rotate(qkv, *turns, weight, None, *rest)
+        assert torch.equal(found[1], wanted[1])
+        assert torch.equal(found[2], wanted[2])
+        torch.testing.assert_close(found[0], wanted[0], rtol=0.02, atol=0.02)
+
+
+def test_programs_have_more_heads_where_there_are_more_tokens() -> None:
+    for limits in (A100, H200):
+        chosen = [launcher.heads_of_program(tokens, 32, 8, 128, limits) for tokens in (1, 16, 64, 16_384)]
+        assert chosen == sorted(chosen)
+        assert (chosen[0], chosen[-1]) == (1, 8)
+        assert launcher.heads_of_program(16_384, 8, 1, 256, limits) == 1
+
+
+@FUNCTIONS
+@DTYPES
+def test_strides(dtype: torch.dtype, functions: Any, device: torch.device) -> None:
     # A product of few rows may be a part of a larger one; angles are a half of what the model computes.
     qkv, cos, sin, *rest = arguments(dtype, device)
     wide = torch.randn(2, 6, 2 * qkv.shape[2], device=device).to(dtype)
     part = wide[:, ::2, 5 : 5 + qkv.shape[2]]
     part.copy_(qkv)
     whole = torch.cat((cos, cos), -1), torch.stack((sin, sin), -1).flatten(-2)
-    found = dispatch.rotate(part, whole[0][..., : D // 2], whole[1][..., ::2], *rest)
-    for ours, wanted in zip(found, dispatch.rotate(qkv, cos, sin, *rest), strict=True):
+    found = functions.rotate(part, whole[0][..., : D // 2], whole[1][..., ::2], *rest)
+    for ours, wanted in zip(found, functions.rotate(qkv, cos, sin, *rest), strict=True):
         assert torch.equal(ours, wanted)
         assert ours.is_contiguous()
 
 
-def test_a_cache_of_any_layout(device: torch.device) -> None:
+@FUNCTIONS
+def test_a_cache_of_any_layout(functions: Any, device: torch.device) -> None:
     # Keys beside values, tokens before heads, as others lay them out.
     rotated = arguments(torch.float32, device)
     stores = torch.zeros(2, 10, 2, KV_HEADS, D, device=device)
     k, v = stores.permute(2, 0, 3, 1, 4).unbind()
-    dispatch.rotate_and_store(*rotated, k, v, None, None, int32(7, device=device))
-    _, key, value = dispatch.rotate(*rotated)
+    functions.rotate_and_store(*rotated, k, v, None, None, int32(7, device=device))
+    _, key, value = functions.rotate(*rotated)
     assert torch.equal(k[:, :, 4:7], key)
     assert torch.equal(v[:, :, 4:7], value)
     assert not stores[:, :4].any()
 
 
+@FUNCTIONS
 @pytest.mark.parametrize("S", [0, 1])
 @pytest.mark.parametrize("B", [0, 1])
-def test_nothing_to_do(B: int, S: int, device: torch.device) -> None:
+def test_nothing_to_do(B: int, S: int, functions: Any, device: torch.device) -> None:
     rotated = arguments(torch.bfloat16, device, B, S)
-    q, k, v = dispatch.rotate(*rotated)
+    q, k, v = functions.rotate(*rotated)
     assert (q.shape, k.shape, v.shape) == ((B, S, HEADS, D), (B, KV_HEADS, S, D), (B, KV_HEADS, S, D))
     stores = cache(torch.int8, device, B)
-    assert dispatch.rotate_and_store(*rotated, *stores, int32(4, device=device)).shape == q.shape
+    assert functions.rotate_and_store(*rotated, *stores, int32(4, device=device)).shape == q.shape
 
 
 @pytest.mark.parametrize(

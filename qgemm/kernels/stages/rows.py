@@ -220,6 +220,14 @@ def quantize_blocks(blocks, quantization, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def quantize_rows_of_tile(x, quantization):
+    """``(scale [R], int8 [R, K])`` of the rows of ``x [R, K]``, each by its own scale; values beyond a row are 0."""
+    amax = _float_of(tl.max(_magnitude(x), axis=1), x.dtype)
+    scale = quantization.row_scale(amax)
+    return scale, quantization.divide(x, scale[:, None], None)
+
+
+@triton.jit
 def _largest_magnitude(blocks, BLOCKS: tl.constexpr):
     largest = _magnitude(blocks[0])
     for i in tl.static_range(1, BLOCKS):

@@ -1,0 +1,177 @@
+"""Norms of queries and keys, rotary embedding, and writing keys and values where attention reads them, in one launch.
+
+A program has some heads of one token: of its queries, of its keys, or of its values. It reads each value twice, from
+memory and then from the cache beside it: once as itself, and once as the other one of its pair. The values are those of
+``reference.py``, but for the order of the sums in a norm.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from qgemm.kernels.stages.epilogue import rounded
+from qgemm.kernels.stages.rows import RowQuantization, quantize_rows_of_tile
+
+
+@triton.jit(do_not_specialize=["length_stride"])
+def _rotate_kernel(
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
+    q_out_ptr, k_out_ptr, v_out_ptr, k_scale_ptr, v_scale_ptr, length_ptr,
+    S, Q_HEADS, KV_HEADS, D, HALF, L, k_offset, v_offset,
+    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_cb, stride_cs, stride_cd,
+    stride_okb, stride_okh, stride_okl, stride_ovb, stride_ovh, stride_ovl,
+    stride_skb, stride_skh, stride_skl, stride_svb, stride_svh, stride_svl,
+    length_stride,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+    Q_WEIGHT: tl.constexpr, K_WEIGHT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+):  # fmt: skip
+    """Some heads of one token a program: of its queries, keys or values.
+
+    ``q``, ``k``, ``v``: heads of ``[B, S, heads, D]``; those of a merged product begin at ``k_offset``, ``v_offset``
+    and have k's strides. ``q_out``: ``[B, S, Q_HEADS, D]``, contiguous.
+    ``k_out``, ``v_out``: ``[B, KV_HEADS, L, D]``, int8 with scales ``[B, KV_HEADS, L]``. ``length_ptr``: see
+    ``dispatch.store_key_value``; None to begin with the first place. ``Q_WEIGHT``, ``K_WEIGHT``: see ``_normalized``.
+    ``PDL``, ``NEXT_EARLY``: see ``_quantize_rows_kernel``.
+    """
+    if NEXT_EARLY:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+    q_blocks, kv_blocks = tl.cdiv(Q_HEADS, BLOCK_H), tl.cdiv(KV_HEADS, BLOCK_H)
+    blocks = q_blocks + 2 * kv_blocks
+    token, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
+    first = tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    angle = b * stride_cb + s * stride_cs
+    place = s
+    if length_ptr is not None:
+        place += tl.load(length_ptr + b * length_stride).to(tl.int64) - S
+    # Branches have no variables of their own: those of a branch would have to have one type in all of them.
+    if block < q_blocks:
+        _store(
+            _rotated(
+                q_ptr + b * stride_kb + s * stride_ks, block * BLOCK_H + first, d, stride_kh, Q_HEADS, D, HALF,
+                cos_ptr, sin_ptr, angle, stride_cd, q_weight_ptr, NORM, EPS, Q_WEIGHT, INTERLEAVED,
+            ),
+            q_out_ptr + token.to(tl.int64) * Q_HEADS * D, None, 0, block * BLOCK_H + first, d, Q_HEADS, D, D, 0,
+        )  # fmt: skip
+    elif (place >= 0) & (place < L):
+        if block < q_blocks + kv_blocks:
+            _store(
+                _rotated(
+                    k_ptr + k_offset + b * stride_kb + s * stride_ks, (block - q_blocks) * BLOCK_H + first, d,
+                    stride_kh, KV_HEADS, D, HALF, cos_ptr, sin_ptr, angle, stride_cd, k_weight_ptr,
+                    NORM, EPS, K_WEIGHT, INTERLEAVED,
+                ),
+                k_out_ptr + b * stride_okb + place * stride_okl,
+                k_scale_ptr, b * stride_skb + place * stride_skl,
+                (block - q_blocks) * BLOCK_H + first, d, KV_HEADS, D, stride_okh, stride_skh,
+            )  # fmt: skip
+        else:
+            _store(
+                _load(
+                    v_ptr + v_offset + b * stride_vb + s * stride_vs,
+                    (block - q_blocks - kv_blocks) * BLOCK_H + first, d, stride_vh, KV_HEADS, D,
+                ),
+                v_out_ptr + b * stride_ovb + place * stride_ovl,
+                v_scale_ptr, b * stride_svb + place * stride_svl,
+                (block - q_blocks - kv_blocks) * BLOCK_H + first, d, KV_HEADS, D, stride_ovh, stride_svh,
+            )  # fmt: skip
+
+
+@triton.jit
+def _load(row, heads, d, stride_h, count, D):
+    """Values ``d`` of ``heads``, 0 beyond."""
+    inside = (heads < count)[:, None] & ((d < D) & (d >= 0))[None, :]
+    return tl.load(row + heads.to(tl.int64)[:, None] * stride_h + d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _rotated(
+    row, heads, d, stride_h, count, D, HALF, cos, sin, angle, stride_cd, weight,
+    NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Values ``d`` of ``heads`` of a token after their norm and rotation, in their dtype."""
+    dtype: tl.constexpr = row.dtype.element_ty
+    x = _load(row, heads, d, stride_h, count, D)
+    if cos is not None:
+        if INTERLEAVED:
+            pair, is_first = d // 2, d % 2 == 0
+            other = tl.where(is_first, d + 1, d - 1)
+        else:
+            is_first = d < HALF
+            pair = tl.where(is_first, d, d - HALF)
+            other = tl.where(is_first, d + HALF, d - HALF)
+        turns = d < 2 * HALF
+        y = _load(row, heads, tl.where(turns, other, d), stride_h, count, D)
+    if WEIGHT is not None:
+        inside = (heads < count)[:, None] & (d < D)[None, :]
+        mean, rstd = _statistics(x, inside, count, D, NORM, EPS, WEIGHT)
+        x = _normalized(x, mean, rstd, weight, heads, d, count, D, NORM, WEIGHT)
+        if cos is not None:
+            y = _normalized(y, mean, rstd, weight, heads, tl.where(turns, other, d), count, D, NORM, WEIGHT)
+    if cos is not None:
+        at = angle + pair.to(tl.int64) * stride_cd
+        c = tl.load(cos + at, mask=turns, other=0.0)[None, :].to(tl.float32)
+        z = tl.load(sin + at, mask=turns, other=0.0)[None, :].to(tl.float32)
+        own, others = x.to(tl.float32) * c, y.to(tl.float32) * z
+        if cos.dtype.element_ty == dtype:
+            own, others = rounded(own, dtype).to(tl.float32), rounded(others, dtype).to(tl.float32)
+        x = tl.where(turns[None, :], rounded(own + tl.where(is_first[None, :], -others, others), dtype), x)
+    return x
+
+
+@triton.jit
+def _statistics(x, inside, count, D, NORM: tl.constexpr, EPS: tl.constexpr, WEIGHT: tl.constexpr):
+    """``(mean, 1 / deviation)`` of a norm, for each head or, where ``WEIGHT`` is "all", once for all heads."""
+    x = x.to(tl.float32)
+    number = D.to(tl.float32) if WEIGHT != "all" else (D * count).to(tl.float32)
+    mean = tl.zeros([x.shape[0]], dtype=tl.float32)
+    if NORM == "layer":
+        mean = tl.math.div_rn(_sum(x, WEIGHT), mean + number)
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    variance = tl.math.div_rn(_sum(x * x, WEIGHT), tl.zeros([x.shape[0]], dtype=tl.float32) + number)
+    return mean, tl.math.rsqrt(variance + EPS)
+
+
+@triton.jit
+def _sum(x, WEIGHT: tl.constexpr):
+    total = tl.sum(x, axis=1)
+    return total if WEIGHT != "all" else tl.zeros([x.shape[0]], dtype=tl.float32) + tl.sum(total, axis=0)
+
+
+@triton.jit
+def _normalized(x, mean, rstd, weight, heads, d, count, D, NORM: tl.constexpr, WEIGHT: tl.constexpr):
+    """Values ``d`` of ``heads`` after their norm. ``WEIGHT``: "head" for the same in every head, "own" or "all"."""
+    dtype: tl.constexpr = x.dtype
+    if WEIGHT == "head":
+        w = tl.load(weight + d, mask=d < D, other=0.0)[None, :].to(tl.float32)
+    else:
+        inside = (heads < count)[:, None] & (d < D)[None, :]
+        w = tl.load(weight + heads[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = x.to(tl.float32)
+    if NORM == "layer":
+        value -= mean[:, None]
+    value *= rstd[:, None]
+    if NORM == "rms":
+        value = rounded(value, dtype).to(tl.float32)
+    elif NORM == "rms_plus_one":
+        w += 1.0
+    return rounded(value * w, dtype)
+
+
+@triton.jit
+def _store(x, to, scales, scale_at, heads, d, count, D, stride_h, stride_scale):
+    """Writes values ``d`` of ``heads`` as they are, or as int8 with scales from ``scales + scale_at`` on."""
+    kept = heads < count
+    inside = kept[:, None] & (d < D)[None, :]
+    at = to + heads.to(tl.int64)[:, None] * stride_h + d[None, :]
+    if scales is None:
+        tl.store(at, x, mask=inside)
+    else:
+        scale, values = quantize_rows_of_tile(x, RowQuantization(None))
+        tl.store(at, values, mask=inside)
+        tl.store(scales + scale_at + heads.to(tl.int64) * stride_scale, scale, mask=kept)

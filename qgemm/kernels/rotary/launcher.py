@@ -1,0 +1,156 @@
+"""Launcher of the rotary kernel: ``rotate``, ``rotate_and_store`` and ``store_key_value`` on a GPU, in one launch."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels.launch.device import DeviceLimits, device_limits
+from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.plans import plans
+from qgemm.kernels.rotary.kernels import _rotate_kernel
+from qgemm.numerics.integers import cdiv, next_power_of_2
+
+MAX_VALUES = 1024  # of a program, in as many heads, where there are many tokens
+# Up to so many tokens, a thread has few values, and what follows may start, and wait, before this has ended.
+FEW_TOKENS = 64
+VALUES_OF_THREAD, VALUES_OF_FEW = 16, 8
+PROGRAMS_PER_SM = 4
+
+
+def rotate(qkv: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """``dispatch.rotate`` on a GPU."""
+    kv_heads, (B, S, _) = arguments[7], qkv.shape
+    D = qkv.shape[2] // (arguments[6] + 2 * kv_heads)
+    k, v = (qkv.new_empty((B, kv_heads, S, D)) for _ in range(2))
+    q = rotate_and_store(qkv, *arguments, k, v, None, None, None)
+    return q, k, v
+
+
+def rotate_and_store(qkv: Tensor, *arguments: Any) -> Tensor:
+    """``dispatch.rotate_and_store`` on a GPU."""
+    return _of_merged(qkv, *arguments)
+
+
+def store_key_value(
+    key: Tensor, value: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, length: Tensor
+) -> None:
+    """``dispatch.store_key_value`` on a GPU."""
+    if key.stride(-1) != 1 or value.stride(-1) != 1:
+        key, value = key.contiguous(), value.contiguous()
+    if not key.numel():
+        return
+    kind = (store_key_value, *_kinds(key, value, k, v, k_scale, v_scale, length))
+    launch: Launch | None = plans.get(kind)
+    if launch is None:
+        B, heads, S, D = key.shape
+        strides = tuple(x.stride(dim) for x in (key, value) for dim in (0, 2, 1))
+        sizes, no_rotation = (S, 0, heads, D, 0, k.shape[2], 0, 0), ("rms", 0.0, None, None, False)
+        launch = _make_launch(
+            key.device, B * S, sizes, (*strides, 0, 0, 0), k, v, k_scale, v_scale, length, no_rotation
+        )
+        plans.keep(kind, launch)
+    launch(key, key, value, None, None, None, None, key, k, v, k_scale, v_scale, length)
+
+
+def _of_merged(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    norm: str,
+    eps: float,
+    q_heads: int,
+    kv_heads: int,
+    interleaved: bool,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor | None,
+) -> Tensor:
+    if qkv.stride(2) != 1:
+        qkv = qkv.contiguous()
+    if sin is not None and cos is not None and sin.stride() != cos.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
+    B, S, width = qkv.shape
+    D = width // (q_heads + 2 * kv_heads)
+    q = qkv.new_empty((B, S, q_heads, D))
+    if not q.numel():
+        return q
+    kind = (
+        _of_merged, norm, eps, q_heads, kv_heads, interleaved,
+        *_kinds(qkv, cos, q_weight, k_weight, k, v, k_scale, v_scale, length),
+    )  # fmt: skip
+    launch: Launch | None = plans.get(kind)
+    if launch is None:
+        strides = (qkv.stride(0), qkv.stride(1), D)
+        half, turns = (0, (0, 0, 0)) if cos is None else (cos.shape[2], cos.stride())
+        if cos is not None and cos.shape[0] == 1:
+            turns = (0, *turns[1:])
+        sizes = (S, q_heads, kv_heads, D, half, k.shape[2], q_heads * D, (q_heads + kv_heads) * D)
+        weights = _weight_kind(q_weight, q_heads, D), _weight_kind(k_weight, kv_heads, D)
+        launch = _make_launch(
+            qkv.device, B * S, sizes, (*strides, *strides, *turns), k, v, k_scale, v_scale, length,
+            (norm, eps, *weights, interleaved),
+        )  # fmt: skip
+        plans.keep(kind, launch)
+    launch(qkv, qkv, qkv, cos, sin, q_weight, k_weight, q, k, v, k_scale, v_scale, length)
+    return q
+
+
+def _make_launch(
+    device: torch.device,
+    tokens: int,
+    sizes: tuple[int, ...],
+    in_strides: tuple[int, ...],
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor | None,
+    rotation: tuple[Any, ...],
+) -> Launch:
+    """For ``tokens`` in all.
+
+    ``sizes``, ``in_strides``: the kernel's numbers up to ``v_offset`` and ``stride_cd``. ``rotation``: its constants
+    from ``NORM`` to ``INTERLEAVED``.
+    """
+    limits = device_limits(device)
+    q_heads, kv_heads, D = sizes[1:4]
+    block_d = next_power_of_2(D)
+    wide = [count for count, weight in ((q_heads, rotation[2]), (kv_heads, rotation[3])) if weight == "all"]
+    block_h = next_power_of_2(max(wide)) if wide else heads_of_program(tokens, q_heads, kv_heads, block_d, limits)
+    out_strides = (*k.stride()[:3], *v.stride()[:3])
+    scale_strides = tuple(step for x in (k_scale, v_scale) for step in ((0, 0, 0) if x is None else x.stride()))
+    length_stride = int(length is not None and length.shape[0] > 1)
+    few = tokens <= FEW_TOKENS
+    threads = block_h * block_d // (VALUES_OF_FEW if few else VALUES_OF_THREAD)
+    warps = min(max(threads // limits.warp_size, 1), 8)
+    return Launch(
+        _rotate_kernel,
+        tokens * (cdiv(q_heads, block_h) + 2 * cdiv(kv_heads, block_h)),
+        (*sizes, *in_strides, *out_strides, *scale_strides, length_stride),
+        (block_h, block_d, *rotation, limits.pdl, limits.pdl and few),
+        num_warps=warps,
+        pdl=limits.pdl,
+    )
+
+
+def heads_of_program(tokens: int, q_heads: int, kv_heads: int, block_d: int, limits: DeviceLimits) -> int:
+    """How many heads a program has: as many as leave each multiprocessor some programs, at most those of the keys."""
+    most = max(1, min(MAX_VALUES // block_d, next_power_of_2(kv_heads)))
+    spread = tokens * (q_heads + 2 * kv_heads) // (PROGRAMS_PER_SM * limits.num_sms)
+    return min(most, 1 << max(spread, 1).bit_length() - 1)
+
+
+def _weight_kind(weight: Tensor | None, heads: int, D: int) -> str | None:
+    if weight is None:
+        return None
+    return "head" if weight.shape == (D,) else "own" if weight.ndim == 2 else "all"
+
+
+def _kinds(*tensors: Tensor | None) -> tuple[object, ...]:
+    return tuple(x if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors)

@@ -1,0 +1,45 @@
+"""What ``compile_kernels.py`` compiles of norms of queries and keys, rotary embedding and the writing to a cache."""
+
+from collections.abc import Iterator
+
+import torch
+from assumed_devices import META, Case
+
+from qgemm.kernels.rotary import launcher
+
+INT8, BF16, FLOAT = torch.int8, torch.bfloat16, torch.float32
+
+
+def rotary_cases() -> Iterator[Case]:
+    """With and without norms, to caches in float and int8, of one token and of many."""
+
+    def store(tokens: int, heads: tuple[int, int], D: int, norm: tuple[str, str] | None, stored: torch.dtype) -> None:
+        B, S = (1, 1) if tokens == 1 else (8, tokens // 8)
+        kind, over = norm or ("rms", "")
+        widths = [{"head": D, "all": count * D}.get(over) for count in heads]
+        weights = [None if width is None else torch.empty(width, dtype=BF16, device=META) for width in widths]
+        turns = [torch.empty(B, S, D // 2, dtype=FLOAT if over == "all" else BF16, device=META) for _ in range(2)]
+        k, v = (torch.empty(B, heads[1], 4096, D, dtype=stored, device=META) for _ in range(2))
+        scales = [torch.empty(B, heads[1], 4096, device=META) if stored == INT8 else None for _ in range(2)]
+        qkv = torch.empty(B, S, (heads[0] + 2 * heads[1]) * D, dtype=BF16, device=META)
+        length = torch.empty(1, dtype=torch.int32, device=META)
+        launcher.rotate_and_store(qkv, *turns, *weights, kind, 1e-6, *heads, kind == "layer", k, v, *scales, length)
+
+    for tokens, heads, D, norm, stored in (
+        (1, (32, 8), 128, None, INT8),
+        (16_384, (32, 8), 128, None, BF16),
+        (16_384, (32, 8), 128, ("rms", "head"), INT8),
+        (16_384, (40, 40), 128, ("rms_once", "all"), BF16),
+        (1, (8, 4), 256, ("rms_plus_one", "head"), BF16),
+        (64, (12, 4), 80, ("layer", "head"), INT8),
+    ):
+        label = f"rotary {tokens} x {heads[0]} x {D} {norm} {str(stored).removeprefix('torch.')}"
+        yield Case(label, lambda t=tokens, h=heads, d=D, n=norm, s=stored: store(t, h, d, n, s))
+
+    def store_key_value() -> None:
+        key = torch.empty(8, 1, 8, 128, dtype=BF16, device=META).transpose(1, 2)
+        k, v = (torch.empty(8, 8, 4096, 128, dtype=INT8, device=META) for _ in range(2))
+        scales = [torch.empty(8, 8, 4096, device=META) for _ in range(2)]
+        launcher.store_key_value(key, key, k, v, *scales, torch.empty(1, dtype=torch.int32, device=META))
+
+    yield Case("rotary store_key_value", store_key_value)
