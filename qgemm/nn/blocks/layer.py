@@ -30,8 +30,6 @@ MAX_SMALL_ROWS = 16
 """Up to so many rows, the output projection adds the residual."""
 
 _NAME = "_qgemm_fused"
-# Arguments of layers with more than their own attention.
-_UNKNOWN = ("encoder_hidden_states", "encoder_attention_mask")
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,17 +91,21 @@ class FusedLayer:
         """The operands of both branches for this call of ``layer``; None if it can't be computed here."""
         if type(x) is not Tensor or layer.training or (torch.is_grad_enabled() and x.requires_grad):
             return None
-        if torch.is_autocast_enabled(x.device.type) or any(context.get(name) is not None for name in _UNKNOWN):
+        if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") or context.get("output_attentions"):
             return None
-        if context.get("output_attentions"):
+        if context.get("encoder_hidden_states") is not None:
             return None
         if isinstance(self.attention, FusedAttention) and (
-            self.attention.module.config.output_attentions
+            vars(self.attention.module.config).get("_output_attentions")
             or hasattr(context.get(self.attention.cache_name), "self_attention_cache")
         ):
             return None
         for holder, name, module in self.passed_over:
-            if holder._modules.get(name) is not module or _is_watched(module):
+            if holder._modules.get(name) is not module:
+                return None
+            if (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__) and (
+                _is_watched(module)
+            ):
                 return None
         return self.operands()
 

@@ -11,7 +11,7 @@ A product of int8 rows has the same bits in a merged layer as in one by itself: 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ class Operands(NamedTuple):
 
 
 _PLACED = ("weight", "weight_scale", "bias")
+_Placed: TypeAlias = tuple[dict[str, Any], Tensor, int, Any, Any]
+"""A layer's parameters, its weight and that's address, its scale and its bias."""
 
 
 class MergedWeights:
@@ -45,7 +47,8 @@ class MergedWeights:
             raise ValueError(f"these layers can't be merged: {reason}")
         self.layers = tuple(layers)
         self._operands: Operands | None = None
-        self._addresses: tuple[int, ...] = ()
+        self._placed: tuple[_Placed, ...] = ()
+        self._addresses: list[int] = []
         for layer in self.layers:
             layer.merged = self
         self.place()
@@ -55,19 +58,19 @@ class MergedWeights:
 
         That is, if one is without values, or on another device.
         """
-        if not torch.compiler.is_compiling() and self._find_addresses() != self._addresses:
+        if not torch.compiler.is_compiling() and not self._is_placed():
             self.place()
         return self._operands
 
     def place(self) -> None:
         """Places the layers' values side by side, unless they are; nowhere if that isn't possible now."""
-        addresses = self._find_addresses()
-        if self._operands is not None and addresses == self._addresses and self._agrees():
+        agrees = self._agrees()
+        if agrees and self._operands is not None and self._is_placed() and self._find_addresses() == self._addresses:
             return
         self.let_go()
-        if not self._agrees() or why_apart(self.layers):
+        if not agrees or why_apart(self.layers):
             # Looked at again once something changes.
-            self._addresses = addresses
+            self._placed, self._addresses = self._find_places(), self._find_addresses()
             return
         with torch.no_grad(), torch.inference_mode(mode=False):
             wholes = {name: self._join(name) for name in _PLACED}
@@ -76,11 +79,11 @@ class MergedWeights:
         assert weight_scale is not None
         input_scale = self.layers[0]._parameters.get("input_scale")
         self._operands = Operands(weight, weight_scale, wholes["bias"], input_scale)
-        self._addresses = self._find_addresses()
+        self._placed, self._addresses = self._find_places(), self._find_addresses()
 
     def let_go(self) -> None:
         """Says that the values are no longer where they were placed."""
-        self._operands, self._addresses = None, ()
+        self._operands, self._placed, self._addresses = None, (), []
 
     def separate(self) -> None:
         """Gives each layer memory of its own again."""
@@ -106,14 +109,33 @@ class MergedWeights:
             parameter.data = own
         return whole
 
-    def _find_addresses(self) -> tuple[int, ...]:
+    def _find_places(self) -> tuple[_Placed, ...]:
         return tuple(
-            [
-                0 if (parameter := layer._parameters.get(name)) is None else parameter.data_ptr()
-                for layer in self.layers
-                for name in _PLACED
-            ]
+            (parameters, weight, weight.data_ptr(), parameters.get("weight_scale"), parameters.get("bias"))
+            for parameters in (layer._parameters for layer in self.layers)
+            if (weight := parameters.get("weight")) is not None
         )
+
+    def _find_addresses(self) -> list[int]:
+        parameters = (layer._parameters.get(name) for layer in self.layers for name in _PLACED)
+        return [parameter.data_ptr() for parameter in parameters if parameter is not None]
+
+    def _is_placed(self) -> bool:
+        """Whether the layers still have the parameters that they had, and the weights are where they were.
+
+        What moves a scale or a bias by itself (``.to(dtype)``, ``load_state_dict``) tells it to ``place``.
+        """
+        if not self._placed:
+            return False
+        for parameters, weight, address, weight_scale, bias in self._placed:
+            if (
+                parameters.get("weight") is not weight
+                or weight.data_ptr() != address
+                or parameters.get("weight_scale") is not weight_scale
+                or parameters.get("bias") is not bias
+            ):
+                return False
+        return True
 
     def _agrees(self) -> bool:
         """Whether all layers have values on one device, and scales and biases of one kind."""
@@ -131,7 +153,7 @@ class MergedWeights:
 
         copied = MergedWeights.__new__(MergedWeights)
         memo[id(self)] = copied
-        copied._operands, copied._addresses = None, ()
+        copied._operands, copied._placed, copied._addresses = None, (), []
         copied.layers = tuple(deepcopy(layer, memo) for layer in self.layers)
         return copied
 
