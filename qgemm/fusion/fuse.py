@@ -10,7 +10,7 @@ from torch import nn
 
 from qgemm.arguments import check_model
 from qgemm.fusion.report import FusionRecord, FusionReport
-from qgemm.fusion.structure import find_candidates, is_layer
+from qgemm.fusion.structure import Candidates, NotFused, find_candidates, find_mlp, is_layer, is_mlp
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of, record_calls
 from qgemm.nn import QuantLayer
 from qgemm.nn.blocks.layer import FusedLayer, bind, unbind
@@ -34,28 +34,21 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
     check_model(model)
     if not any(isinstance(module, QuantLayer) for module in model.modules()):
         raise ValueError(f"{type(model).__name__} holds no quantized layer to fuse: quantize_model makes them")
-    layers = {name: module for name, module in model.named_modules() if is_layer(module)}
-    for layer in layers.values():
-        unbind(layer)
-    calls, problem = _calls(model, layers, inputs)
-    records = []
-    for name, layer in layers.items():
-        call = calls.get(layer)
-        if call is None:
-            reason = problem or "it can't be verified: the model's forward doesn't call it"
-            records.append(FusionRecord(name, type(layer).__name__, (), reason, None))
-            continue
-        found = find_candidates(layer, call)
-        fused, error, reason = _choose(found.fused, call)
-        parts = found.parts if fused is not None else ()
-        for candidate in found.fused:
-            if fused is None or candidate.products != fused.products:
-                candidate.separate()
-        if fused is not None:
-            bind(layer, fused)
-        reason = "; ".join(filter(None, (found.reason, reason)))
-        records.append(FusionRecord(name, type(layer).__name__, parts, reason, error))
-    model._qgemm_fusions = FusionReport(tuple(records))  # type: ignore[assignment]
+    modules = dict(model.named_modules())
+    layers = {name: module for name, module in modules.items() if is_layer(module)}
+    mlps = {name: module for name, module in modules.items() if is_mlp(module) and name not in layers}
+    for module in (*layers.values(), *mlps.values()):
+        unbind(module)
+    calls, problem = _calls(model, {**layers, **mlps}, inputs)
+    records = {name: _fuse_layer(name, layer, calls.get(layer), problem) for name, layer in layers.items()}
+    for name, mlp in mlps.items():
+        # Others are part of a layer.
+        if not any(name.startswith(f"{layer}.") and "mlp" in record.parts for layer, record in records.items()):
+            record = _fuse_layer(name, mlp, calls.get(mlp), problem)
+            if record.parts or name.rpartition(".")[0] not in layers:  # whose record has the reason
+                records[name] = record
+    ordered = tuple(records[name] for name in modules if name in records)
+    model._qgemm_fusions = FusionReport(ordered)  # type: ignore[assignment]
     return model
 
 
@@ -75,6 +68,31 @@ def fusion_report(model: nn.Module) -> FusionReport:
     if not isinstance(stored, FusionReport):
         raise ValueError(f"{type(model).__name__} wasn't fused: qgemm.fuse(model) does that")
     return stored
+
+
+def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) -> FusionRecord:
+    """Fuses a layer, or an MLP by itself, of which there was a ``call``."""
+    kind = type(layer).__name__
+    if call is None:
+        reason = problem or "it can't be verified: the model's forward doesn't call it"
+        return FusionRecord(name, kind, (), reason, None)
+    if "forward" in vars(layer):
+        return FusionRecord(name, kind, (), "its forward was replaced, as accelerate's hooks do", None)
+    if is_layer(layer):
+        found = find_candidates(layer, call)
+    else:
+        try:
+            found = Candidates((find_mlp(layer),), ("mlp",), "")
+        except NotFused as obstacle:
+            found = Candidates((), (), str(obstacle))
+    fused, error, reason = _choose(found.fused, call)
+    for candidate in found.fused:
+        if fused is None or candidate.products != fused.products:
+            candidate.separate()
+    if fused is not None:
+        bind(layer, fused)
+    parts = found.parts if fused is not None else ()
+    return FusionRecord(name, kind, parts, "; ".join(filter(None, (found.reason, reason))), error)
 
 
 def _calls(

@@ -125,7 +125,7 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def _find_parts(layer: nn.Module) -> _Parts:
-    """The parts of ``layer``; raises ``_NotFused`` if it has others."""
+    """The parts of ``layer``; raises ``NotFused`` if it has others."""
     if all(layer._modules.get(name) is not None for name in _BERT):
         return _find_parts_of_bert(layer)
     attention, mlp = _child(layer, _ATTENTION), _child(layer, _MLP)
@@ -133,7 +133,7 @@ def _find_parts(layer: nn.Module) -> _Parts:
     others = {name for name, child in layer._modules.items() if not isinstance(child, nn.Dropout | nn.Identity)}
     known = norms | {attention, mlp} if mlp else norms | {attention, "fc1", "fc2", *_ACTIVATION}
     if unknown := sorted(others - known):
-        raise _NotFused(f"it has a {unknown[0]}, which is unknown")
+        raise NotFused(f"it has a {unknown[0]}, which is unknown")
     holder = layer.get_submodule(mlp)
     layers = next((each for each in _MLP_LAYERS if {*each[0], each[1]} <= set(holder._modules)), None)
     activation = next((name for name in _ACTIVATION if callable(getattr(holder, name, None))), "")
@@ -143,11 +143,11 @@ def _find_parts(layer: nn.Module) -> _Parts:
 
 def _find_parts_of_bert(layer: nn.Module) -> _Parts:
     if getattr(layer, "chunk_size_feed_forward", 0) or layer._modules.get("crossattention") is not None:
-        raise _NotFused("it has cross attention, or an MLP in chunks")
+        raise NotFused("it has cross attention, or an MLP in chunks")
     names = {"attention.self", "attention.output.dense", "intermediate.dense", "output.dense"}
     norms = frozenset({"attention.output.LayerNorm", "output.LayerNorm"})
     if not names | norms <= {name for name, _ in layer.named_modules()}:
-        raise _NotFused("its parts have unknown names")
+        raise NotFused("its parts have unknown names")
     layers = (("intermediate.dense",), "output.dense", False)
     return _Parts("attention.self", "attention.output.dense", "", layers, "intermediate.intermediate_act_fn", norms)
 
@@ -156,7 +156,7 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
     """How ``layer`` may compute, going by a ``call`` of it. Places the weights of what is fused."""
     try:
         found = _find_parts(layer)
-    except _NotFused as error:
+    except NotFused as error:
         return Candidates((), (), str(error))
     orders = [each for each in _NORMS if each.names == found.norms]
     if not orders:
@@ -173,13 +173,13 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
     try:
         attention = _attention(layer, found, defaults, call)
         parts.append("attention")
-    except _NotFused as error:
+    except NotFused as error:
         attention = CalledBranch(layer.get_submodule(found.attention), True)
         reasons.append(f"{found.attention}: {error}")
     try:
         mlp = _mlp(layer, found)
         parts.append("mlp")
-    except _NotFused as error:
+    except NotFused as error:
         mlp = CalledBranch(layer.get_submodule(found.mlp), False)
         reasons.append(f"{found.mlp or 'the MLP'}: {error}")
     reason = "; ".join(reasons)
@@ -207,6 +207,21 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
     return Candidates(tuple(fused), tuple(parts), reason)
 
 
+def is_mlp(module: nn.Module) -> bool:
+    """Whether ``module`` looks like an MLP: two or three linear layers and an activation, and nothing else."""
+    children = {name for name, child in module._modules.items() if not isinstance(child, nn.Dropout | nn.Identity)}
+    return any(children - {*_ACTIVATION} == {*first, last} for first, last, _ in _MLP_LAYERS)
+
+
+def find_mlp(module: nn.Module) -> FusedLayer:
+    """How an MLP by itself computes. Raises ``NotFused`` with the reason if it can't be fused."""
+    children = set(module._modules)
+    layers = next(each for each in _MLP_LAYERS if {*each[0], each[1]} <= children)
+    activation = next((name for name in _ACTIVATION if callable(getattr(module, name, None))), "")
+    mlp = _mlp(module, _Parts("", "", "", layers, activation, frozenset()))
+    return FusedLayer("alone", None, mlp, passed_over=tuple(_passed_over(module, None, mlp, {})))
+
+
 def _is_of_other_form(layer: nn.Module, orders: Sequence[_Norms], order: _Norms) -> bool:
     """Whether ``layer`` says that of the forms for norms of these names it has another than ``order``."""
     if len(orders) == 1:
@@ -219,7 +234,7 @@ def _is_of_other_form(layer: nn.Module, orders: Sequence[_Norms], order: _Norms)
 
 
 def _passed_over(
-    layer: nn.Module, attention: Branch, mlp: Branch, steps: Mapping[str, NormStep]
+    layer: nn.Module, attention: Branch | None, mlp: Branch, steps: Mapping[str, NormStep]
 ) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """The modules in ``layer`` that aren't called, each with its holder and name: all but those of called branches."""
     called = {branch.module for branch in (attention, mlp) if isinstance(branch, CalledBranch)}
@@ -234,7 +249,7 @@ def _passed_over(
     yield from below(layer)
 
 
-class _NotFused(Exception):
+class NotFused(Exception):
     """Why a branch isn't fused."""
 
 
@@ -242,13 +257,13 @@ def _attention(layer: nn.Module, parts: _Parts, defaults: dict[str, Any], call: 
     attention: Any = layer.get_submodule(parts.attention)
     names = next((names for names in _QUERY_KEY_VALUE if all(name in attention._modules for name in names)), None)
     if names is None or not parts.out:
-        raise _NotFused(f"the projections of {type(attention).__name__} are unknown")
+        raise NotFused(f"the projections of {type(attention).__name__} are unknown")
     module = sys.modules[type(attention).__module__]
     functions, eager = (getattr(module, name, None) for name in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"))
     scaling = getattr(attention, "scaling", getattr(attention, "scale", None))
     head_dim = next((getattr(attention, name) for name in _HEAD_DIM if hasattr(attention, name)), None)
     if functions is None or eager is None or not isinstance(scaling, float) or head_dim is None:
-        raise _NotFused(f"{type(attention).__name__} doesn't call an attention function of transformers")
+        raise NotFused(f"{type(attention).__name__} doesn't call an attention function of transformers")
     cache_name = next((name for name in ("past_key_values", "layer_past") if name in defaults), "past_key_values")
     told, constants = {}, _constants_of(attention)
     if "sliding_window" in constants:
@@ -266,7 +281,7 @@ def _attention(layer: nn.Module, parts: _Parts, defaults: dict[str, Any], call: 
         heads, kv_heads = (layer.out_features // head_dim for layer in qkv.layers[:2])
     called = {name for name in _code_of(attention).co_names if "rotary" in name and name.startswith("apply")}
     if called - {_ROTATE}:
-        raise _NotFused(f"{type(attention).__name__} rotates by {min(called - {_ROTATE})}, which is unknown")
+        raise NotFused(f"{type(attention).__name__} rotates by {min(called - {_ROTATE})}, which is unknown")
     rotate = getattr(module, _ROTATE) if called else None
     fused = FusedAttention(
         attention,
@@ -295,7 +310,7 @@ def _attention(layer: nn.Module, parts: _Parts, defaults: dict[str, Any], call: 
             return candidate
     for products in fused.products:
         products.separate()
-    raise _NotFused(f"{type(attention).__name__} computes something else than its names say")
+    raise NotFused(f"{type(attention).__name__} computes something else than its names say")
 
 
 def _rotation(rotate: Any, columns: int | None, call: Call) -> Rotation | None:
@@ -322,15 +337,15 @@ def _head_norms(attention: nn.Module, head_dim: int) -> HeadNorms | None:
 
 def _mlp(layer: nn.Module, parts: _Parts) -> FusedMlp:
     if parts.mlp_layers is None:
-        raise _NotFused(f"{type(layer.get_submodule(parts.mlp)).__name__} is called as it is")
+        raise NotFused(f"{type(layer.get_submodule(parts.mlp)).__name__} is called as it is")
     holder, _, name = parts.activation.rpartition(".")
     activation = getattr(layer.get_submodule(holder), name, None) if name else None
     if activation is None:
-        raise _NotFused("its activation is unknown")
+        raise NotFused("its activation is unknown")
     names, last, gated = parts.mlp_layers
     first, down = ([layer.get_submodule(_dotted(parts.mlp, each)) for each in own] for own in (names, (last,)))
     if reason := why_apart(down):
-        raise _NotFused(reason)
+        raise NotFused(reason)
     return FusedMlp(_merge(first), _merge(down), activation, find_activation(activation), gated)
 
 
@@ -340,7 +355,7 @@ def _dotted(*names: str) -> str:
 
 def _merge(layers: Sequence[Any]) -> MergedWeights:
     if reason := why_apart(layers):
-        raise _NotFused(reason)
+        raise NotFused(reason)
     return layers[0].merged if _are_merged(layers) else MergedWeights(layers)
 
 

@@ -47,7 +47,9 @@ def record_calls(model: nn.Module, layers: Iterable[nn.Module], inputs: Mapping[
         x = named.pop(names[0], None)
         if x is None:
             x = others.pop(names[0])
-        calls.setdefault(layer, Call(x, {**named, **others}, output))
+        # Copies: code around a layer may change its output in place.
+        kept = tuple(map(_copied, output)) if isinstance(output, tuple) else _copied(output)
+        calls.setdefault(layer, Call(x, {**named, **others}, kept))
 
     handles = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
     modes = [(module, module.training) for module in model.modules()]
@@ -77,7 +79,7 @@ def error_of(fused: FusedLayer, call: Call) -> float:
         return float("inf")
     if out.shape != expected.shape or out.dtype != expected.dtype:
         return float("inf")
-    added = (expected.float() - call.x.float()).norm()
+    added = (expected.float() if fused.form == "alone" else expected.float() - call.x.float()).norm()
     error = ((out.float() - expected.float()).norm() / added).item()
     return error if error == error else float("inf")
 
@@ -102,6 +104,10 @@ def computes_attention(fused: FusedAttention, call: Call, defaults: Mapping[str,
     except Exception:  # of a candidate that is wrong, anything may be raised
         return False
     return bool((out.float() - expected.float()).norm() <= MAX_ERROR * expected.float().norm())
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _dummy_inputs(model: Any) -> dict[str, Any]:

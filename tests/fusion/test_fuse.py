@@ -32,15 +32,15 @@ FUSED |= {
     "bart": (BOTH, BOTH, (), ()),
     "whisper": (("mlp",), ("mlp",), (), ()),
     "bloom": ((), ()),
-    "t5": (),
+    "t5": (("mlp",),) * 4,
     "mamba": (),
 }
 OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
-    **dict.fromkeys(
-        ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "granitemoe", "gpt_oss"), (("attention",), ("attention",))
-    ),
-    "deepseek_v3": (("mlp",), ()),
-    "llama4": ((), ()),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"), (("attention",), ("attention",))),
+    # With shared experts.
+    "qwen2_moe": (("attention",), ("mlp",)) * 2,
+    "deepseek_v3": (("mlp",), (), ("mlp",)),
+    "llama4": ((), ("mlp",)) * 2,
 }
 # A norm by PyTorch's operator, in place of the model's own formula: in float32 the last bit of a value may differ.
 OTHER_SUMS = {"cohere"}
@@ -223,13 +223,32 @@ def test_training_and_gradients_are_left_to_the_model() -> None:
     assert torch.equal(model(**example.inputs, labels=example.inputs["input_ids"]).loss, loss)
 
 
-@pytest.mark.parametrize("place", ["model.layers.0.self_attn.k_proj", "model.layers.0.mlp", "model.layers.0.self_attn"])
+def test_a_layer_with_another_forward_is_left_alone() -> None:
+    example = quantized("llama")
+    model: Any = example.model
+    first, second = model.model.layers
+    original = first.forward
+    first.forward = lambda *args, **kwargs: original(*args, **kwargs)
+    replaced = first.forward
+    fuse(model)
+    assert fused_parts(model) == ((), ("mlp",), BOTH)
+    assert "forward was replaced" in fusion_report(model).records[0].reason
+    assert first.forward is replaced
+    # And one that is wrapped afterwards.
+    expected, inner = example.output(), second.forward
+    second.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    assert torch.equal(example.output(), expected)
+    unfuse(model)
+    assert torch.equal(example.output(), expected)
+
+
+@pytest.mark.parametrize("place", ["self_attn.k_proj", "mlp", "self_attn", "input_layernorm"])
 def test_hooks_are_called(place: str) -> None:
     example = quantized("llama")
     expected = example.output()
     fuse(example.model)
     products, called = products_in(example), []
-    handle = example.model.get_submodule(place).register_forward_hook(lambda *_: called.append(1))
+    handle = example.model.get_submodule(f"model.layers.0.{place}").register_forward_hook(lambda *_: called.append(1))
     assert torch.equal(example.output(), expected)
     assert called == [1]
     assert products_in(example) > products
@@ -274,9 +293,10 @@ def test_a_layer_that_computes_something_else_is_left_alone() -> None:
     layer.__class__ = Doubled
     expected = example.output()
     fuse(model)
-    first, second = fusion_report(model).records
+    first, second, its_mlp = fusion_report(model).records
     assert first.parts == BOTH
     assert second.parts == ()
+    assert its_mlp.parts == ("mlp",)
     assert "something else" in second.reason
     assert fused_of(layer) is None
     assert torch.equal(example.output(), expected)

@@ -24,7 +24,7 @@ from qgemm.nn.blocks.merged import MergedWeights, Operands
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize, quantize, read
 
-Form = Literal["in a row", "side by side", "norms last"]
+Form = Literal["in a row", "side by side", "norms last", "alone"]
 
 MAX_SMALL_ROWS = 16
 """Up to so many rows, the output projection adds the residual."""
@@ -65,7 +65,8 @@ AllOperands = tuple[tuple[Operands, ...], tuple[Operands, ...]]
 class FusedLayer:
     """How a layer computes.
 
-    - ``form``: how its branches and norms follow one another; see above.
+    - ``form``: how its branches and norms follow one another; see above. ``"alone"``: an MLP by itself, such as a
+      shared expert; then there is no ``attention``.
     - ``attention_norm``, ``mlp_norm``: ahead of a branch; ``attention_out_norm``, ``mlp_out_norm``: behind it.
     - ``multiplier``: of each branch ahead of the residual; ``residual_first``: whether, side by side, the branches are
       added to the residual one by one, or to one another first.
@@ -75,7 +76,7 @@ class FusedLayer:
     """
 
     form: Form
-    attention: Branch
+    attention: Branch | None
     mlp: Branch
     attention_norm: NormStep | None = None
     attention_out_norm: NormStep | None = None
@@ -112,7 +113,7 @@ class FusedLayer:
     @property
     def products(self) -> tuple[MergedWeights, ...]:
         """What both branches multiply with."""
-        return (*self.attention.products, *self.mlp.products)
+        return (*(() if self.attention is None else self.attention.products), *self.mlp.products)
 
     def separate(self) -> None:
         """Gives all layers memory of their own again."""
@@ -130,9 +131,12 @@ class FusedLayer:
             return self._in_a_row(x, operands, context)
         if self.form == "side by side":
             return self._side_by_side(x, operands, context)
-        return self._norms_last(x, operands, context)
+        if self.form == "norms last":
+            return self._norms_last(x, operands, context)
+        return self.mlp(x, operands[1], None, x.dtype, context)
 
     def _in_a_row(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
+        assert self.attention is not None
         first, second = operands
         dtype, is_plain = x.dtype, self.multiplier == 1.0
         into: Any = read(x, self.attention_norm, first)
@@ -151,6 +155,7 @@ class FusedLayer:
         return add(out if is_plain else out * self.multiplier, x, self.mlp_out_norm)
 
     def _side_by_side(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
+        assert self.attention is not None
         first, second = operands
         shares = self.mlp_norm is None
         # Rows only where both branches read rows.
@@ -163,11 +168,14 @@ class FusedLayer:
         return out if self.residual_first else out + x
 
     def _norms_last(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
+        assert self.attention is not None
         x = normalize(self.attention(x, operands[0], x, x.dtype, context), self.attention_out_norm)
         return normalize(self.mlp(x, operands[1], x, x.dtype, context), self.mlp_out_norm)
 
 
-def _operands(branch: Branch) -> tuple[Operands, ...] | None:
+def _operands(branch: Branch | None) -> tuple[Operands, ...] | None:
+    if branch is None:
+        return ()
     found = tuple([product.operands() for product in branch.products])
     return None if None in found else found  # type: ignore[return-value]
 
@@ -185,7 +193,8 @@ def unbind(layer: nn.Module) -> None:
         return
     fused.separate()
     delattr(layer, _NAME)
-    vars(layer).pop("forward", None)
+    if getattr(vars(layer).get("forward"), "__func__", None) is forward:
+        del layer.forward
 
 
 def fused_of(layer: nn.Module) -> FusedLayer | None:
@@ -196,7 +205,9 @@ def fused_of(layer: nn.Module) -> FusedLayer | None:
 
 def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The ``forward`` of a fused layer, called as the class's own."""
-    fused: FusedLayer = self._qgemm_fused
+    fused = fused_of(self)
+    if fused is None:  # what is left of it in somebody's wrapper
+        return type(self).forward(self, hidden_states, *args, **kwargs)
     context = {**fused.defaults, **kwargs}
     if args:
         context.update(zip(fused.defaults, args, strict=False))
