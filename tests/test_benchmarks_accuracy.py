@@ -174,6 +174,18 @@ def test_int8_is_worse_with_outliers(folder: Path) -> None:
     assert with_and_without[0] > 3 * with_and_without[1]
 
 
+def test_a_cache_changes_little_and_int8_more(folder: Path) -> None:
+    # A window is longer than what is read at once, which nothing is cached before.
+    effort = dataclasses.replace(EFFORT, window=40, windows=1)
+    subject = next(measure.language_subjects(folder, effort, CPU))
+    table = {one.name: one for one in variants()}
+    base = measure.measure(subject, table[BASELINE], 0)
+    found = [measure.measure(subject, table[f"bf16, cache in {dtype}"], 0) for dtype in ("bf16", "int8")]
+    assert [one.reason for one in found] == [None, None]
+    assert 0 <= found[0].kl < found[1].kl < 1e-3
+    assert all(one.bytes == base.bytes and one.perplexity == pytest.approx(base.perplexity, rel=0.01) for one in found)
+
+
 def test_calibration_is_of_text_that_is_not_measured(folder: Path) -> None:
     tokens = language(folder, PLAIN).calibration(1)
     assert [batch["input_ids"].shape for batch in tokens] == [(2, 16), (2, 16)]

@@ -53,6 +53,7 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.kernels.rotary": {
         "qgemm.kernels.stages",
         "qgemm.kernels.launch",
+        "qgemm.kernels.checks",
         "qgemm.kernels.norms",
         "qgemm.kernels.reference",
         "qgemm.numerics",

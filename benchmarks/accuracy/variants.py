@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import qgemm
-from benchmarks.accuracy.results import SUBJECTS
+from benchmarks.accuracy.results import OUTLIERS, PLAIN, SUBJECTS
 from qgemm.calibration import AWQ, GPTQ, HadamardRotation, Method, OutlierColumns, SmoothQuant
+from qgemm.kernels.checks import MAX_QUERIES
 
 Build = Callable[[Any, list[Any]], Any]
 """Quantizes a model, in place or not, and returns it; batches are mappings of keyword arguments."""
@@ -57,6 +60,9 @@ def variants() -> list[Variant]:
         _qgemm("int4 GPTQ", "int4", GPTQ(), note=IN_16_BITS),
         _qgemm("int4 AWQ", "int4", AWQ(), note=IN_16_BITS),
         _qgemm("int4 AWQ + GPTQ", "int4", AWQ(), GPTQ(), note=IN_16_BITS),
+        _cached("bf16, cache in bf16", None),
+        _cached("bf16, cache in int8", torch.int8),
+        _cached("int8, cache in int8", torch.int8, "int8"),
     ]
 
 
@@ -79,6 +85,35 @@ def _qgemm(name: str, scheme: str, *recipe: Method, note: str = "") -> Variant:
         return qgemm.quantize_model(model, scheme, progress=False, **options)
 
     return Variant(name, build, seeded, note=note)
+
+
+class Cached(nn.Module):
+    """A language model that is fed ``MAX_QUERIES`` tokens at a time, and reads those before from a ``KeyValueCache``.
+
+    Attention to the first ones, which are a prompt, is computed before rounding.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype | None) -> None:
+        """``dtype``: of the cache, the model's if None."""
+        super().__init__()
+        model.set_attn_implementation("qgemm")
+        self.model, self.dtype = model, dtype
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
+        """The model's ``logits`` of all tokens."""
+        model: Any = self.model
+        B, S = input_ids.shape
+        cache = qgemm.KeyValueCache(model.config, B, S, self.dtype, input_ids.device)
+        parts = [model(input_ids=part, past_key_values=cache).logits for part in input_ids.split(MAX_QUERIES, dim=1)]
+        return SimpleNamespace(logits=torch.cat(parts, dim=1))
+
+
+def _cached(name: str, dtype: torch.dtype | None, scheme: str | None = None) -> Variant:
+    def build(model: Any, batches: list[Any]) -> nn.Module:
+        model = _as_bf16(model) if scheme is None else qgemm.quantize_model(model, scheme, progress=False)
+        return Cached(model, dtype)
+
+    return Variant(name, build, seeded=False, subjects=(PLAIN, OUTLIERS))
 
 
 def _as_bf16(model: Any) -> Any:

@@ -32,7 +32,7 @@ def check_quantize_rows(x: Tensor, scale: Tensor | None, zero_point: Tensor | No
             raise ValueError("zero_point needs a scale: with a scale per row there is no zero point")
         if zero_point.numel() != 1 or zero_point.dtype != INT8.storage:
             raise ValueError(f"zero_point is {zero_point.dtype} {list(zero_point.shape)}; it must be one int8 number")
-        _same_device(x=x, zero_point=zero_point)
+        check_same_device(x=x, zero_point=zero_point)
 
 
 def check_norm_quantize(
@@ -56,7 +56,7 @@ def check_add_norm_quantize(
     """Raises if ``add_norm_quantize`` can't take these."""
     _check_rows("add_norm_quantize", x)
     _check_residual(residual, x.shape, x.dtype)
-    _same_device(x=x, residual=residual)
+    check_same_device(x=x, residual=residual)
     _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
     _check_static_scale("input_scale", input_scale, x)
 
@@ -72,7 +72,7 @@ def check_add_norm(
     """Raises if ``add_norm`` can't take these."""
     _check_rows("add_norm", x)
     _check_residual(residual, x.shape, x.dtype)
-    _same_device(x=x, residual=residual)
+    check_same_device(x=x, residual=residual)
     _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
 
 
@@ -109,9 +109,9 @@ def check_multiply(
     _check_scale("weight_scale", weight_scale, N)
     _check_bias(bias, N)
     if out_dtype not in FLOAT_DTYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; multiply returns {_names(FLOAT_DTYPES)}")
+        raise TypeError(f"out_dtype is {out_dtype}; multiply returns {names_of(FLOAT_DTYPES)}")
     _check_residual(residual, (*q.shape[:-1], N), out_dtype)
-    _same_device(q=q, row_scale=row_scale, weight=weight, weight_scale=weight_scale, bias=bias, residual=residual)
+    check_same_device(q=q, row_scale=row_scale, weight=weight, weight_scale=weight_scale, bias=bias, residual=residual)
 
 
 def check_int_mm(a: Tensor, b: Tensor) -> None:
@@ -137,11 +137,11 @@ def check_scaled_mm(
     _check_scale("a_scale", a_scale, a.shape[0])
     _check_scale("b_scale", b_scale, b.shape[1])
     _check_bias(bias, b.shape[1])
-    _same_device(a=a, a_scale=a_scale, b_scale=b_scale, bias=bias)
+    check_same_device(a=a, a_scale=a_scale, b_scale=b_scale, bias=bias)
     if out_dtype not in FLOAT_DTYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; scaled_mm returns {_names(FLOAT_DTYPES)}")
+        raise TypeError(f"out_dtype is {out_dtype}; scaled_mm returns {names_of(FLOAT_DTYPES)}")
     _check_residual(residual, (a.shape[0], b.shape[1]), out_dtype)
-    _same_device(a=a, residual=residual)
+    check_same_device(a=a, residual=residual)
 
 
 def check_matmul(
@@ -149,16 +149,16 @@ def check_matmul(
 ) -> None:
     """Raises if ``matmul`` can't take these."""
     if a.dtype not in FLOAT_DTYPES + FP8_DTYPES:
-        raise TypeError(f"a is {a.dtype}; matmul accepts {_names(FLOAT_DTYPES + FP8_DTYPES)}; scaled_mm accepts int8")
+        raise TypeError(f"a is {a.dtype}; matmul accepts {names_of(FLOAT_DTYPES + FP8_DTYPES)}; scaled_mm accepts int8")
     if a.dtype != b.dtype:
         raise TypeError(f"a is {a.dtype} and b is {b.dtype}; convert one of them")
     _check_product(a, b)
     _check_bias(bias, b.shape[1])
-    _same_device(a=a, bias=bias)
+    check_same_device(a=a, bias=bias)
     if activation is not None and activation not in MATMUL_ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be one of {list(MATMUL_ACTIVATIONS)} or None")
     if out_dtype is not None and out_dtype not in FLOAT_DTYPES + FP8_DTYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; matmul returns {_names(FLOAT_DTYPES + FP8_DTYPES)}")
+        raise TypeError(f"out_dtype is {out_dtype}; matmul returns {names_of(FLOAT_DTYPES + FP8_DTYPES)}")
 
 
 def check_quant_linear(
@@ -177,9 +177,9 @@ def check_quant_linear(
     check_quantize_rows(x, input_scale)
     _check_scale("weight_scale", weight_scale, N)
     _check_bias(bias, N)
-    _same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
+    check_same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
     _check_residual(residual, (*x.shape[:-1], N), x.dtype)
-    _same_device(x=x, residual=residual)
+    check_same_device(x=x, residual=residual)
 
 
 def check_packed_linear(
@@ -197,7 +197,7 @@ def check_packed_linear(
         if tensor.dtype != dtype or tensor.shape != shape:
             raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} {list(shape)}")
     _check_bias(bias, N)
-    _same_device(x=x, weight=weight, scale=scale, bias=bias)
+    check_same_device(x=x, weight=weight, scale=scale, bias=bias)
 
 
 def check_grouped_mm(
@@ -212,7 +212,7 @@ def check_grouped_mm(
     """Raises if ``grouped_mm`` can't take these."""
     if a.dtype != INT8.storage:
         raise TypeError(f"a is {a.dtype}; it must be {INT8.storage} (quantize_rows makes it)")
-    _check_strided("a", a)
+    check_strided("a", a)
     if a.ndim != 2:
         raise ValueError(f"a has shape {list(a.shape)}; it must be [T, K]: reshape it")
     _check_grouped_weight("b", b, b_scale, bias, "[G, N, K]")
@@ -226,17 +226,17 @@ def check_grouped_mm(
         )
     if a_scale.dtype != torch.float32 or a_scale.shape != a.shape[:1]:
         raise ValueError(f"a_scale is {a_scale.dtype} {list(a_scale.shape)}; it must be torch.float32 [{a.shape[0]}]")
-    _same_device(a=a, b=b, offsets=offsets, a_scale=a_scale, b_scale=b_scale, bias=bias)
+    check_same_device(a=a, b=b, offsets=offsets, a_scale=a_scale, b_scale=b_scale, bias=bias)
     if out_dtype not in FLOAT_DTYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; grouped_mm returns {_names(FLOAT_DTYPES)}")
+        raise TypeError(f"out_dtype is {out_dtype}; grouped_mm returns {names_of(FLOAT_DTYPES)}")
 
 
 def check_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> None:
     """Raises if ``experts`` can't take these."""
     gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation = weights
     if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x is {x.dtype}; experts accept {_names(FLOAT_DTYPES)}: {conversion(x)}")
-    _check_strided("x", x)
+        raise TypeError(f"x is {x.dtype}; experts accept {names_of(FLOAT_DTYPES)}: {conversion(x)}")
+    check_strided("x", x)
     _check_grouped_weight(
         "gate_up", gate_up, gate_up_scale, gate_up_bias, "[E, 2I, H]" if activation.gated else "[E, I, H]"
     )
@@ -260,11 +260,11 @@ def check_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights
     if top_k_weights.dtype not in FLOAT_DTYPES or top_k_weights.shape != top_k_index.shape:
         raise ValueError(
             f"top_k_weights is {top_k_weights.dtype} {list(top_k_weights.shape)}; it must be one of "
-            f"{_names(FLOAT_DTYPES)} {list(top_k_index.shape)}, as top_k_index"
+            f"{names_of(FLOAT_DTYPES)} {list(top_k_index.shape)}, as top_k_index"
         )
-    _check_strided("top_k_index", top_k_index)
-    _check_strided("top_k_weights", top_k_weights)
-    _same_device(x=x, top_k_index=top_k_index, top_k_weights=top_k_weights, gate_up=gate_up, down=down)
+    check_strided("top_k_index", top_k_index)
+    check_strided("top_k_weights", top_k_weights)
+    check_same_device(x=x, top_k_index=top_k_index, top_k_weights=top_k_weights, gate_up=gate_up, down=down)
 
 
 def check_decode_attention(
@@ -282,9 +282,9 @@ def check_decode_attention(
 ) -> None:
     """Raises if ``decode_attention`` can't take these."""
     if q.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"q is {q.dtype}; decode_attention accepts {_names(FLOAT_DTYPES)}: {conversion(q)}")
+        raise TypeError(f"q is {q.dtype}; decode_attention accepts {names_of(FLOAT_DTYPES)}: {conversion(q)}")
     for name, tensor, shape in (("q", q, "[B, S, Hq, D]"), ("k", k, "[B, Hkv, L, D]"), ("v", v, "[B, Hkv, L, D]")):
-        _check_strided(name, tensor)
+        check_strided(name, tensor)
         if tensor.ndim != 4 or 0 in tensor.shape[1:]:
             raise ValueError(f"{name} is {list(tensor.shape)}; it must be {shape}, none of which is 0")
     (B, S, Hq, D), (Hkv, L) = q.shape, k.shape[1:3]
@@ -317,122 +317,7 @@ def check_decode_attention(
         raise ValueError(f"window is {window}; it must be 0, for none, or a number of keys")
     if not 0 < max_length <= L:
         raise ValueError(f"max_length is {max_length}; it must be from 1 to k's length, {L}")
-    _same_device(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, length=length, start=start, sinks=sinks)
-
-
-def check_rotate(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    norm: str,
-    eps: float,
-    q_heads: int,
-    kv_heads: int,
-) -> int:
-    """Raises if ``rotate`` can't take these; returns the size of a head."""
-    if qkv.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"qkv is {qkv.dtype}; rotate accepts {_names(FLOAT_DTYPES)}: {conversion(qkv)}")
-    _check_strided("qkv", qkv)
-    heads = q_heads + 2 * kv_heads
-    if q_heads < 1 or kv_heads < 1 or q_heads % kv_heads:
-        raise ValueError(
-            f"q_heads is {q_heads} and kv_heads {kv_heads}; both are from 1 on, the one a multiple of the other"
-        )
-    if qkv.ndim != 3 or qkv.shape[2] == 0 or qkv.shape[2] % heads:
-        raise ValueError(
-            f"qkv is {list(qkv.shape)}; it must be [B, S, (q_heads + 2 * kv_heads) * D], and {heads} heads are wanted"
-        )
-    B, S, D = qkv.shape[0], qkv.shape[1], qkv.shape[2] // heads
-    Norm(norm, eps)
-    if (cos is None) != (sin is None):
-        raise ValueError("cos and sin go together: give both or none")
-    for name, tensor in (("cos", cos), ("sin", sin)):
-        if tensor is None:
-            continue
-        if tensor.dtype not in (qkv.dtype, torch.float32):
-            raise TypeError(f"{name} is {tensor.dtype}; it must be {qkv.dtype}, as qkv, or torch.float32")
-        # The size first: under torch.export the batch may be symbolic.
-        if tensor.ndim != 3 or tensor.shape[1] != S or (tensor.shape[0] != B and tensor.shape[0] != 1):
-            raise ValueError(f"{name} is {list(tensor.shape)}; it must be [1 or {B}, {S}, R / 2]")
-        if not 1 <= tensor.shape[2] <= D // 2:
-            raise ValueError(
-                f"{name} has {tensor.shape[2]} columns; it must have one for each pair, at most {D // 2} of a head of "
-                f"{D}: pass one half, {name}[..., :{D // 2}]"
-            )
-    if cos is not None and sin is not None and (cos.shape != sin.shape or cos.dtype != sin.dtype):
-        raise ValueError(
-            f"cos is {cos.dtype} {list(cos.shape)} and sin is {sin.dtype} {list(sin.shape)}: make them alike"
-        )
-    for name, weight, count in (("q_weight", q_weight, q_heads), ("k_weight", k_weight, kv_heads)):
-        if weight is None:
-            continue
-        if weight.dtype != qkv.dtype:
-            raise TypeError(f"{name} is {weight.dtype}; it must be {qkv.dtype}, as qkv")
-        if weight.shape not in ((D,), (count, D), (count * D,)):
-            raise ValueError(f"{name} is {list(weight.shape)}; it must be [{D}], [{count}, {D}] or [{count * D}]")
-    _same_device(qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
-    return D
-
-
-def check_cache(
-    batch: int,
-    kv_heads: int,
-    D: int,
-    dtype: torch.dtype,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-) -> None:
-    """Raises if keys and values ``[batch, kv_heads, S, D]`` of ``dtype`` can't be stored in these."""
-    if (k_scale is None) != (v_scale is None):
-        raise ValueError("k_scale and v_scale go together: give both or none")
-    wanted = dtype if k_scale is None else INT8.storage
-    for name, store, scale in (("k", k, k_scale), ("v", v, v_scale)):
-        if store.dtype != wanted:
-            with_scales = "without scales" if scale is None else "with scales"
-            raise TypeError(f"{name} is {store.dtype}; a cache of {dtype} {with_scales} is {wanted}")
-        if store.ndim != 4 or (store.shape[0], store.shape[1], store.shape[3]) != (batch, kv_heads, D):
-            raise ValueError(f"{name} is {list(store.shape)}; it must be [{batch}, {kv_heads}, L, {D}]")
-        if store.stride(3) != 1:
-            raise ValueError(f"{name} has strides {store.stride()}; its last dimension must be contiguous")
-        if scale is not None and (scale.dtype != torch.float32 or scale.shape != store.shape[:3]):
-            raise ValueError(
-                f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be float32 {list(store.shape[:3])}"
-            )
-    if k.shape != v.shape:
-        raise ValueError(f"k is {list(k.shape)} and v is {list(v.shape)}: they must be alike")
-    if length.dtype != torch.int32 or length.ndim != 1 or (length.shape[0] != batch and length.shape[0] != 1):
-        raise ValueError(f"length is {length.dtype} {list(length.shape)}; it must be torch.int32 [1] or [{batch}]")
-    _same_device(k=k, v=v, k_scale=k_scale, v_scale=v_scale, length=length)
-
-
-def check_store_key_value(
-    key: Tensor,
-    value: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-) -> None:
-    """Raises if ``store_key_value`` can't take these."""
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise TypeError(f"{name} is {tensor.dtype}; a cache accepts {_names(FLOAT_DTYPES)}: {conversion(tensor)}")
-        _check_strided(name, tensor)
-        if tensor.ndim != 4:
-            raise ValueError(f"{name} is {list(tensor.shape)}; it must be [B, kv_heads, S, D]")
-    if key.shape != value.shape or key.dtype != value.dtype:
-        raise ValueError(
-            f"key is {key.dtype} {list(key.shape)} and value is {value.dtype} {list(value.shape)}: they must be alike"
-        )
-    B, kv_heads, _, D = key.shape
-    check_cache(B, kv_heads, D, key.dtype, k, v, k_scale, v_scale, length)
-    _same_device(key=key, value=value, k=k)
+    check_same_device(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, length=length, start=start, sinks=sinks)
 
 
 def check_hardware(a: Tensor, out_dtype: torch.dtype | None) -> None:
@@ -463,8 +348,8 @@ def conversion(tensor: Tensor) -> str:
 
 def _check_rows(function: str, x: Tensor) -> None:
     if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x is {x.dtype}; {function} accepts {_names(FLOAT_DTYPES)}: convert it first")
-    _check_strided("x", x)
+        raise TypeError(f"x is {x.dtype}; {function} accepts {names_of(FLOAT_DTYPES)}: convert it first")
+    check_strided("x", x)
     if x.ndim == 0:
         raise ValueError(f"x is a scalar; {function} needs at least one dimension, [..., K]")
 
@@ -475,7 +360,7 @@ def _check_static_scale(name: str, scale: Tensor | None, x: Tensor) -> None:
     _check_tensor(name, scale)
     if scale.numel() != 1 or scale.dtype != torch.float32:
         raise ValueError(f"{name} is {scale.dtype} {list(scale.shape)}; a static scale is one float32 number")
-    _same_device(x=x, **{name: scale})
+    check_same_device(x=x, **{name: scale})
 
 
 def _check_norm(x: Tensor, norm: Norm, bias: Tensor | None, **weights: Tensor | None) -> None:
@@ -487,7 +372,7 @@ def _check_norm(x: Tensor, norm: Norm, bias: Tensor | None, **weights: Tensor | 
             raise ValueError(
                 f"{name} is {vector.dtype} {list(vector.shape)}; it must be {x.dtype} [{x.shape[-1]}], as x has it"
             )
-    _same_device(x=x, **vectors)
+    check_same_device(x=x, **vectors)
 
 
 def _check_residual(residual: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -495,7 +380,7 @@ def _check_residual(residual: Tensor | None, shape: Sequence[int], dtype: torch.
         return
     if residual.dtype != dtype or residual.shape != torch.Size(shape):
         raise ValueError(f"residual is {residual.dtype} {list(residual.shape)}; it must be {dtype} {list(shape)}")
-    _check_strided("residual", residual)
+    check_strided("residual", residual)
 
 
 def _check_weight(weight: Tensor) -> None:
@@ -509,7 +394,7 @@ def _check_input(x: Tensor, in_features: int) -> None:
     if x.dtype not in FLOAT_DTYPES:
         cast = "its code casts it to the dtype of the layer's weight, so have quantize_model skip that layer"
         way_out = cast if x.dtype == INT8.storage else conversion(x)
-        raise TypeError(f"x is {x.dtype}; a quantized layer accepts {_names(FLOAT_DTYPES)}: {way_out}")
+        raise TypeError(f"x is {x.dtype}; a quantized layer accepts {names_of(FLOAT_DTYPES)}: {way_out}")
     if x.ndim == 0 or x.shape[-1] != in_features:
         columns = x.shape[-1] if x.ndim else "no"
         raise ValueError(f"x has {columns} columns but the layer's in_features is {in_features}")
@@ -547,7 +432,7 @@ def _check_grouped_weight(name: str, weight: Tensor, scale: Tensor, bias: Tensor
     if bias is not None and (bias.dtype not in FLOAT_DTYPES or bias.shape != weight.shape[:2]):
         wanted = list(weight.shape[:2])
         raise ValueError(f"{name}'s bias is {bias.dtype} {list(bias.shape)}; it must be a float {wanted}")
-    _same_device(**{name: weight, f"{name}'s scale": scale, f"{name}'s bias": bias})
+    check_same_device(**{name: weight, f"{name}'s scale": scale, f"{name}'s bias": bias})
 
 
 def _check_length(K: int) -> None:
@@ -557,12 +442,12 @@ def _check_length(K: int) -> None:
 
 def _check_product(a: Tensor, b: Tensor) -> None:
     for name, operand in (("a", a), ("b", b)):
-        _check_strided(name, operand)
+        check_strided(name, operand)
         if operand.ndim != 2:
             raise ValueError(f"{name} has shape {list(operand.shape)}; it must have two dimensions: reshape it")
     if a.shape[1] != b.shape[0]:
         raise ValueError(f"a is {list(a.shape)} and b is {list(b.shape)}: a's columns must equal b's rows")
-    _same_device(a=a, b=b)
+    check_same_device(a=a, b=b)
 
 
 def _check_scale(name: str, scale: Tensor, length: int) -> None:
@@ -578,7 +463,7 @@ def _check_bias(bias: Tensor | None, length: int) -> None:
     if bias is None:
         return
     if bias.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"bias is {bias.dtype}; it must be one of {_names(FLOAT_DTYPES)}: {conversion(bias)}")
+        raise TypeError(f"bias is {bias.dtype}; it must be one of {names_of(FLOAT_DTYPES)}: {conversion(bias)}")
     if bias.ndim != 1 or bias.shape[0] != length:
         raise ValueError(f"bias is {list(bias.shape)}; it must be [{length}], one value per output column")
 
@@ -588,14 +473,16 @@ def _check_tensor(name: str, value: Any) -> None:
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a float32 tensor: torch.tensor({value!r})")
 
 
-def _check_strided(name: str, tensor: Tensor) -> None:
+def check_strided(name: str, tensor: Tensor) -> None:
+    """Raises unless ``tensor`` is dense and stores the values that it has."""
     if tensor.layout != torch.strided:
         raise ValueError(f"{name} is {tensor.layout}; it must be a dense tensor: pass {name}.to_dense()")
     if tensor.is_neg():
         raise ValueError(f"{name} is a negative view, which stores negated values: pass {name}.resolve_neg()")
 
 
-def _same_device(**tensors: Tensor | None) -> None:
+def check_same_device(**tensors: Tensor | None) -> None:
+    """Raises if tensors, by their names, are on different devices."""
     first = device = None
     for name, tensor in tensors.items():
         if tensor is None or tensor.device == device:
@@ -605,5 +492,6 @@ def _same_device(**tensors: Tensor | None) -> None:
         first, device = name, tensor.device
 
 
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+def names_of(dtypes: tuple[torch.dtype, ...]) -> str:
+    """As an error lists them."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

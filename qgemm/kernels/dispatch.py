@@ -23,6 +23,7 @@ from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.launch.plans import remember
 from qgemm.kernels.norms import Norm
+from qgemm.kernels.rotary import checks as rotary
 from qgemm.kernels.rows import QuantizedRows
 
 
@@ -356,7 +357,7 @@ def rotate(
     ``q_weight``, ``k_weight``: of a norm of kind ``norm`` (``norms.Norm``), ``[D]``, ``[heads, D]``, ``[heads * D]`` or
     None. ``rotary/reference.py`` has the formulas.
     """
-    checks.check_rotate(qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads)
+    rotary.check_rotate(qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads)
     out: tuple[Tensor, Tensor, Tensor] = _backend(qkv).rotate(
         qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved
     )
@@ -381,8 +382,8 @@ def rotate_and_store(
     length: Tensor,
 ) -> Tensor:
     """``rotate``, with keys and values written to a cache as by ``store_key_value``: ``q [B, S, q_heads, D]``."""
-    D = checks.check_rotate(qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads)
-    checks.check_cache(qkv.shape[0], kv_heads, D, qkv.dtype, k, v, k_scale, v_scale, length)
+    D = rotary.check_rotate(qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads)
+    rotary.check_cache(qkv.shape[0], kv_heads, D, qkv.dtype, k, v, k_scale, v_scale, length)
     out: Tensor = _backend(qkv).rotate_and_store(
         qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, k, v, k_scale, v_scale, length
     )
@@ -399,7 +400,7 @@ def store_key_value(
     ``[1]`` or ``[B]``, on the device; it counts the new ones already. What would lie outside of the cache isn't
     written.
     """
-    checks.check_store_key_value(key, value, k, v, k_scale, v_scale, length)
+    rotary.check_store_key_value(key, value, k, v, k_scale, v_scale, length)
     _backend(key).store_key_value(key, value, k, v, k_scale, v_scale, length)
 
 

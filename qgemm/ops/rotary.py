@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.kernels import checks, dispatch
+from qgemm.kernels import dispatch
+from qgemm.kernels.rotary import checks
 from qgemm.kernels.rotary.reference import rotate_reference
 from qgemm.ops.declare import operator
 

@@ -48,9 +48,17 @@ STORED = pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8], ids=str
 
 @FUNCTIONS
 @STORED
-@pytest.mark.parametrize("function", ["rotate_and_store", "store_key_value"])
-# All rows alike; each its own; beyond the end and before the start; outside altogether.
-@pytest.mark.parametrize("length", [(5,), (3, 10), (12, 1), (14, -5)], ids=str)
+@pytest.mark.parametrize(
+    ("function", "length"),
+    [
+        ("rotate_and_store", (5,)),
+        ("rotate_and_store", (3, 10)),  # each row its own
+        ("rotate_and_store", (12, 1)),  # beyond the end and before the start
+        ("store_key_value", (12, 1)),
+        ("store_key_value", (14, -5)),  # outside altogether
+    ],
+    ids=str,
+)
 def test_where_rows_are_stored(
     length: tuple[int, ...], function: str, stored: torch.dtype, functions: Any, device: torch.device
 ) -> None:

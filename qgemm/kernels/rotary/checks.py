@@ -1,0 +1,123 @@
+"""What ``rotate``, ``rotate_and_store`` and ``store_key_value`` take: as ``kernels/checks.py``."""
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels.checks import FLOAT_DTYPES, check_same_device, check_strided, conversion, names_of
+from qgemm.kernels.norms import Norm
+from qgemm.numerics.formats import INT8
+
+
+def check_rotate(
+    qkv: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    norm: str,
+    eps: float,
+    q_heads: int,
+    kv_heads: int,
+) -> int:
+    """Raises if ``rotate`` can't take these; returns the size of a head."""
+    if qkv.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"qkv is {qkv.dtype}; rotate accepts {names_of(FLOAT_DTYPES)}: {conversion(qkv)}")
+    check_strided("qkv", qkv)
+    heads = q_heads + 2 * kv_heads
+    if q_heads < 1 or kv_heads < 1 or q_heads % kv_heads:
+        raise ValueError(
+            f"q_heads is {q_heads} and kv_heads {kv_heads}; both are from 1 on, the one a multiple of the other"
+        )
+    if qkv.ndim != 3 or qkv.shape[2] == 0 or qkv.shape[2] % heads:
+        raise ValueError(
+            f"qkv is {list(qkv.shape)}; it must be [B, S, (q_heads + 2 * kv_heads) * D], and {heads} heads are wanted"
+        )
+    B, S, D = qkv.shape[0], qkv.shape[1], qkv.shape[2] // heads
+    Norm(norm, eps)
+    if (cos is None) != (sin is None):
+        raise ValueError("cos and sin go together: give both or none")
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in (qkv.dtype, torch.float32):
+            raise TypeError(f"{name} is {tensor.dtype}; it must be {qkv.dtype}, as qkv, or torch.float32")
+        # The size first: under torch.export the batch may be symbolic.
+        if tensor.ndim != 3 or tensor.shape[1] != S or (tensor.shape[0] != B and tensor.shape[0] != 1):
+            raise ValueError(f"{name} is {list(tensor.shape)}; it must be [1 or {B}, {S}, R / 2]")
+        if not 1 <= tensor.shape[2] <= D // 2:
+            raise ValueError(
+                f"{name} has {tensor.shape[2]} columns; it must have one for each pair, at most {D // 2} of a head of "
+                f"{D}: pass one half, {name}[..., :{D // 2}]"
+            )
+    if cos is not None and sin is not None and (cos.shape != sin.shape or cos.dtype != sin.dtype):
+        raise ValueError(
+            f"cos is {cos.dtype} {list(cos.shape)} and sin is {sin.dtype} {list(sin.shape)}: make them alike"
+        )
+    for name, weight, count in (("q_weight", q_weight, q_heads), ("k_weight", k_weight, kv_heads)):
+        if weight is None:
+            continue
+        if weight.dtype != qkv.dtype:
+            raise TypeError(f"{name} is {weight.dtype}; it must be {qkv.dtype}, as qkv")
+        if weight.shape not in ((D,), (count, D), (count * D,)):
+            raise ValueError(f"{name} is {list(weight.shape)}; it must be [{D}], [{count}, {D}] or [{count * D}]")
+    check_same_device(qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
+    return D
+
+
+def check_cache(
+    batch: int,
+    kv_heads: int,
+    D: int,
+    dtype: torch.dtype,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor,
+) -> None:
+    """Raises if keys and values ``[batch, kv_heads, S, D]`` of ``dtype`` can't be stored in these."""
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("k_scale and v_scale go together: give both or none")
+    wanted = dtype if k_scale is None else INT8.storage
+    for name, store, scale in (("k", k, k_scale), ("v", v, v_scale)):
+        if store.dtype != wanted:
+            with_scales = "without scales" if scale is None else "with scales"
+            raise TypeError(f"{name} is {store.dtype}; a cache of {dtype} {with_scales} is {wanted}")
+        if store.ndim != 4 or (store.shape[0], store.shape[1], store.shape[3]) != (batch, kv_heads, D):
+            raise ValueError(f"{name} is {list(store.shape)}; it must be [{batch}, {kv_heads}, L, {D}]")
+        if store.stride(3) != 1:
+            raise ValueError(f"{name} has strides {store.stride()}; its last dimension must be contiguous")
+        if scale is not None and (scale.dtype != torch.float32 or scale.shape != store.shape[:3]):
+            raise ValueError(
+                f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be float32 {list(store.shape[:3])}"
+            )
+    if k.shape != v.shape:
+        raise ValueError(f"k is {list(k.shape)} and v is {list(v.shape)}: they must be alike")
+    if length.dtype != torch.int32 or length.ndim != 1 or (length.shape[0] != batch and length.shape[0] != 1):
+        raise ValueError(f"length is {length.dtype} {list(length.shape)}; it must be torch.int32 [1] or [{batch}]")
+    check_same_device(k=k, v=v, k_scale=k_scale, v_scale=v_scale, length=length)
+
+
+def check_store_key_value(
+    key: Tensor,
+    value: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    length: Tensor,
+) -> None:
+    """Raises if ``store_key_value`` can't take these."""
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"{name} is {tensor.dtype}; a cache accepts {names_of(FLOAT_DTYPES)}: {conversion(tensor)}")
+        check_strided(name, tensor)
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} is {list(tensor.shape)}; it must be [B, kv_heads, S, D]")
+    if key.shape != value.shape or key.dtype != value.dtype:
+        raise ValueError(
+            f"key is {key.dtype} {list(key.shape)} and value is {value.dtype} {list(value.shape)}: they must be alike"
+        )
+    B, kv_heads, _, D = key.shape
+    check_cache(B, kv_heads, D, key.dtype, k, v, k_scale, v_scale, length)
+    check_same_device(key=key, value=value, k=k)
