@@ -92,8 +92,14 @@ def mask(
 
 
 def _is_prompt(query: Tensor, about: Stored) -> bool:
-    """Whether keys are taken by PyTorch's attention: many queries, or nothing but this forward's keys."""
-    return query.shape[2] > MAX_QUERIES or (about.tokens.used is not None and about.tokens.used == query.shape[2])
+    """Whether keys are taken by PyTorch's attention: many queries, or nothing but this forward's keys.
+
+    A CUDA graph is replayed when there are more.
+    """
+    S, used = query.shape[2], about.tokens.used
+    if S > MAX_QUERIES:
+        return True
+    return used == S and not (query.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _of_prompt(
