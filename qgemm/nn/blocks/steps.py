@@ -15,6 +15,7 @@ from qgemm.nn.blocks.merged import Operands
 from qgemm.ops import quant_linear
 from qgemm.ops.linear import multiply
 from qgemm.ops.norms import add_norm, add_norm_quantize, norm_quantize
+from qgemm.ops.rows import activation_quantize
 
 Input: TypeAlias = Tensor | QuantizedRows
 """What a branch of a layer reads: floats, or rows that are quantized already."""
@@ -90,7 +91,7 @@ def activate(
 ) -> Input:
     """``act(gate) * up`` of ``h [..., 2I]``, or ``act(h)``; quantized if ``name`` says which activation it is."""
     if name:
-        return QuantizedRows(*torch.ops.qgemm.activation_quantize(h, name, gated, input_scale))
+        return QuantizedRows(*activation_quantize(h, name, gated, input_scale))
     if not gated:
         return activation(h)
     gate, up = h.chunk(2, dim=-1)
