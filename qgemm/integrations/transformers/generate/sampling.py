@@ -169,12 +169,12 @@ def _in_parts(scores: Tensor) -> Tensor:
     return scores.view(scores.shape[0], parts, -1)
 
 
-def _argmax(scores: Tensor) -> Tensor:
-    """The place ``[B, 1]`` of the largest of each row of ``scores [B, V]``; of equals, the first."""
+def _argmax(scores: Tensor, out: Tensor) -> Tensor:
+    """Writes to ``out [B, 1]`` the place of the largest of each row of ``scores [B, V]``; of equals, the first."""
     parts = _in_parts(scores)
     most, place = parts.max(-1)
     part = most.argmax(-1, keepdim=True)
-    return place.gather(-1, part) + part * parts.shape[-1]
+    return torch.add(place.gather(-1, part), part, alpha=parts.shape[-1], out=out)
 
 
 class Sampler:
@@ -225,7 +225,7 @@ class Sampler:
             # torch.multinomial waits for the device to check its argument. What softmax divides by makes no difference.
             most = _in_parts(scores).amax(-1).amax(-1, keepdim=True)
             scores = (scores - most).exp_() / torch.empty_like(scores).exponential_()
-        token = progress.token.copy_(_argmax(scores))
+        token = _argmax(scores, progress.token)
         if self._padding is not None:
             token.masked_fill_(progress.finished[:, None], self._padding)
         for stage in self._stages:
