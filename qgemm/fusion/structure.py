@@ -18,6 +18,7 @@ from torch import nn
 from qgemm.fusion.probe import find_activation, find_norm, find_rotation
 from qgemm.fusion.verify import Call, computes_attention
 from qgemm.nn.blocks.attention import FusedAttention, HeadNorms, Rotation
+from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.layer import Branch, CalledBranch, Form, FusedLayer
 from qgemm.nn.blocks.merged import MergedWeights, why_apart
 from qgemm.nn.blocks.mlp import FusedMlp
@@ -239,6 +240,8 @@ def _passed_over(
     """The modules in ``layer`` that aren't called, each with its holder and name: all but those of called branches."""
     called = {branch.module for branch in (attention, mlp) if isinstance(branch, CalledBranch)}
     called |= {step.module for step in steps.values() if step.norm is None}
+    if isinstance(attention, FusedLatentAttention):
+        called |= set(attention.called)
 
     def below(holder: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         for name, child in holder._modules.items():
@@ -253,8 +256,12 @@ class NotFused(Exception):
     """Why a branch isn't fused."""
 
 
-def _attention(layer: nn.Module, parts: _Parts, defaults: dict[str, Any], call: Call) -> FusedAttention:
+def _attention(
+    layer: nn.Module, parts: _Parts, defaults: dict[str, Any], call: Call
+) -> FusedAttention | FusedLatentAttention:
     attention: Any = layer.get_submodule(parts.attention)
+    if "kv_a_proj_with_mqa" in attention._modules:
+        return _latent_attention(attention, layer.get_submodule(parts.out), defaults, call)
     names = next((names for names in _QUERY_KEY_VALUE if all(name in attention._modules for name in names)), None)
     if names is None or not parts.out:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
@@ -306,6 +313,32 @@ def _attention(layer: nn.Module, parts: _Parts, defaults: dict[str, Any], call: 
     if not parts.out.startswith(f"{parts.attention}."):
         return fused  # it is more than its module, and the layer shows whether it is right
     for candidate in (fused, replace(fused, rotate=None, rotation=None)):
+        if computes_attention(candidate, call, defaults):
+            return candidate
+    for products in fused.products:
+        products.separate()
+    raise NotFused(f"{type(attention).__name__} computes something else than its names say")
+
+
+def _latent_attention(attention: Any, out: nn.Module, defaults: dict[str, Any], call: Call) -> FusedLatentAttention:
+    module = sys.modules[type(attention).__module__]
+    functions, eager = (getattr(module, name, None) for name in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"))
+    if functions is None or eager is None or not hasattr(attention, "expand_kv"):
+        raise NotFused(f"{type(attention).__name__} keeps its latents in an unknown way")
+    is_latent = attention._modules.get("q_a_proj") is not None
+    rotations = {name for name in _code_of(attention).co_names if name.startswith(_ROTATE)}
+    fused = FusedLatentAttention(
+        attention,
+        _merge([attention.q_a_proj if is_latent else attention.q_proj, attention.kv_a_proj_with_mqa]),
+        _merge([out]),
+        NormStep(attention.q_a_layernorm, find_norm(attention.q_a_layernorm)) if is_latent else None,
+        _merge([attention.q_b_proj]) if is_latent else None,
+        lambda *_: (),  # type: ignore[arg-type, return-value]
+        functions,
+        eager,
+    )
+    for name in sorted(rotations):
+        candidate = replace(fused, rotate=getattr(module, name))
         if computes_attention(candidate, call, defaults):
             return candidate
     for products in fused.products:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.nn.blocks.attention import FusedAttention
+from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.layer import CalledBranch, FusedLayer
 from qgemm.nn.blocks.steps import linear
 
@@ -85,7 +86,7 @@ def error_of(fused: FusedLayer, call: Call) -> float:
 
 
 @torch.no_grad()
-def computes_attention(fused: FusedAttention, call: Call, defaults: Mapping[str, Any]) -> bool:
+def computes_attention(fused: FusedAttention | FusedLatentAttention, call: Call, defaults: Mapping[str, Any]) -> bool:
     """Whether ``fused`` computes what its module does, for random inputs with scores that differ.
 
     Those of a layer with small weights don't, and then it hardly matters how queries are rotated.
@@ -97,7 +98,7 @@ def computes_attention(fused: FusedAttention, call: Call, defaults: Mapping[str,
     x = torch.randn(call.x.shape, generator=generator).to(call.x)
     context = {**defaults, **call.others}
     try:
-        if fused.norms is None:
+        if isinstance(fused, FusedAttention) and fused.norms is None:
             x = x * (_SPREAD / linear(x, operands[0], x.dtype).float().std()).to(x.dtype)  # type: ignore[arg-type]
         expected = CalledBranch(fused.module, True)(x, (), None, x.dtype, context)
         out = fused(x, tuple(operands), None, x.dtype, context)  # type: ignore[arg-type]

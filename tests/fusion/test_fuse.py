@@ -13,6 +13,7 @@ from families.mixtures import MIXTURES
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fusion.structures import STRUCTURES
 from qgemm import fuse, fusion_report, load_quantized, quantize_model, save_quantized, unfuse
 from qgemm.fusion.verify import MAX_ERROR
 from qgemm.nn.blocks.layer import MAX_SMALL_ROWS, fused_of
@@ -22,7 +23,8 @@ BOTH = ("attention", "mlp")
 FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3"), (BOTH, BOTH)),
     **dict.fromkeys(("olmo2", "stablelm", "cohere", "gpt2", "gpt_neox", "opt"), (BOTH, BOTH)),
-    **dict.fromkeys(("deepseek_v3", "falcon", "gpt_neo"), (("mlp",), ("mlp",))),
+    **dict.fromkeys(("deepseek_v3", *STRUCTURES), (BOTH, BOTH)),
+    **dict.fromkeys(("falcon", "gpt_neo"), (("mlp",), ("mlp",))),
 }
 DECODERS = tuple(FUSED)
 FUSED |= dict.fromkeys(("bert", "bert_classifier", "roberta", "distilbert"), (BOTH, BOTH))
@@ -39,15 +41,15 @@ OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"), (("attention",), ("attention",))),
     # With shared experts.
     "qwen2_moe": (("attention",), ("mlp",)) * 2,
-    "deepseek_v3": (("mlp",), (), ("mlp",)),
+    "deepseek_v3": (BOTH, ("attention",), ("mlp",)),
     "llama4": ((), ("mlp",)) * 2,
 }
 # A norm by PyTorch's operator, in place of the model's own formula: in float32 the last bit of a value may differ.
-OTHER_SUMS = {"cohere"}
+OTHER_SUMS = {"cohere", "cohere2", "cohere_heads"}
 # Their attention isn't fused, or norms its heads in a way of its own.
-WITHOUT_ROTATION = {"gpt_neox"}
-# Their attention takes no other.
-NO_CACHE = {"deepseek_v3", "falcon", "gpt_neo", "gpt2"}
+WITHOUT_ROTATION = {"gpt_neox", "gpt_neox_in_a_row", "cohere_heads", "phi_heads", "stablelm_heads"}
+# Their attention takes no other; or it is as llama's.
+NO_CACHE = {"deepseek_v3", "falcon", "gpt_neo", "gpt2", "mistral", "qwen2", "nemotron", "ministral3", "starcoder2"}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -70,7 +72,7 @@ def products_in(example: Example) -> int:
 
 
 def quantized(family: str) -> Example:
-    build = FAMILIES[family] if family in FAMILIES else MIXTURES[family]
+    build = {**MIXTURES, **STRUCTURES, **FAMILIES}[family]
     example = build()
     quantize_model(example.model)
     return example
@@ -80,9 +82,11 @@ def fused_parts(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(record.parts for record in fusion_report(model).records)
 
 
-@pytest.mark.slow(quick=["llama", "gpt2", "cohere"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.slow(quick=["llama-dtype0"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((name, torch.bfloat16) for name in FUSED), ("llama", torch.float32), ("cohere", torch.float32)],
+)
 def test_a_fused_model_has_the_bits_of_the_model(family: str, dtype: torch.dtype) -> None:
     example = quantized(family)
     example.model.to(dtype)
@@ -99,7 +103,7 @@ def test_a_fused_model_has_the_bits_of_the_model(family: str, dtype: torch.dtype
     else:
         assert torch.equal(example.output(), expected)
         assert torch.equal(many.output(), expected_of_many)
-    if any("attention" in parts for parts in FUSED[family]) and family not in ("phi3", "gpt2", "gpt_neox"):
+    if any("attention" in parts for parts in FUSED[family]) and not family.startswith(("phi3", "gpt", "glm")):
         assert products_in(example) < products
     unfuse(example.model)
     assert products_in(example) == products
@@ -135,7 +139,7 @@ def test_generate_gives_the_same_tokens(family: str) -> None:
 
 
 @pytest.mark.slow(quick=["qwen3"])
-@pytest.mark.parametrize("family", [*sorted(set(DECODERS) - NO_CACHE), "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", [name for name in (*DECODERS, "mixtral", "gpt_oss") if name not in NO_CACHE])
 def test_a_cache_that_takes_rotated_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from qgemm import KeyValueCache
 

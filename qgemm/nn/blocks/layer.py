@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.nn.blocks.attention import FusedAttention
+from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.merged import MergedWeights, Operands
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize, quantize, read
@@ -57,7 +58,7 @@ class CalledBranch:
         return whole if residual is None else residual + whole
 
 
-Branch = FusedAttention | FusedMlp | CalledBranch
+Branch = FusedAttention | FusedLatentAttention | FusedMlp | CalledBranch
 AllOperands = tuple[tuple[Operands, ...], tuple[Operands, ...]]
 
 
@@ -96,7 +97,7 @@ class FusedLayer:
             return None
         if context.get("encoder_hidden_states") is not None:
             return None
-        if isinstance(self.attention, FusedAttention) and (
+        if isinstance(self.attention, FusedAttention | FusedLatentAttention) and (
             vars(self.attention.module.config).get("_output_attentions")
             or hasattr(context.get(self.attention.cache_name), "self_attention_cache")
         ):

@@ -1,0 +1,77 @@
+"""``FusedLatentAttention``: multi-head latent attention (DeepSeek V3), whose queries and keys come out of one product.
+
+The projections that read the input are merged: queries, or what they are made of, and the latents of keys and values
+with the part of the keys that rotates. What is made of the cached latents is left to the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.nn.blocks.merged import MergedWeights, Operands
+from qgemm.nn.blocks.steps import Input, NormStep, linear, read
+
+
+@dataclass(frozen=True, eq=False)
+class FusedLatentAttention:
+    """How a module with latent attention computes.
+
+    - ``module``: the module; ``first``: its projections that read the input; ``out``: that of the output.
+    - ``query_norm``, ``query``: what makes queries of latent ones; None where the first product has the queries.
+    - ``rotate``: ``(q, k, cos, sin) -> (q, k)``, of ``[B, H, S, R]`` each.
+    - ``functions``, ``eager``: transformers' attention functions by name, and the module's own.
+    """
+
+    module: Any
+    first: MergedWeights
+    out: MergedWeights
+    query_norm: NormStep | None
+    query: MergedWeights | None
+    rotate: Callable[..., tuple[Tensor, Tensor]]
+    functions: Any
+    eager: Callable[..., Any]
+    cache_name: str = "past_key_values"
+
+    @property
+    def products(self) -> tuple[MergedWeights, ...]:
+        """What it multiplies with."""
+        return (self.first, self.out) if self.query is None else (self.first, self.out, self.query)
+
+    @property
+    def called(self) -> tuple[nn.Module, ...]:
+        """The modules in ``module`` that are called as they are."""
+        return self.module.kv_a_layernorm, self.module.kv_b_proj
+
+    def __call__(
+        self,
+        x: Input,
+        operands: tuple[Operands, ...],
+        residual: Tensor | None,
+        dtype: torch.dtype,
+        context: Mapping[str, Any],
+    ) -> Tensor:
+        """The output of the module for ``x [B, S, K]``, plus ``residual``, in ``dtype``; see ``FusedAttention``."""
+        others, module = dict(context), self.module
+        mask, cache = others.pop("attention_mask", None), others.pop(self.cache_name, None)
+        cos, sin = others.pop("position_embeddings")
+        rank, R, D = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim
+        into = linear(x, operands[0], dtype)
+        B, S, width = into.shape
+        q, latent, k_rot = into.split([width - rank - R, rank, R], dim=-1)
+        if self.query is not None:
+            q = linear(read(q, self.query_norm, operands[2:]), operands[2], dtype)
+        q_pass, q_rot = q.view(B, S, -1, D + R).transpose(1, 2).split([D, R], dim=-1)
+        latent = module.kv_a_layernorm(latent).view(B, 1, S, rank)
+        q_rot, k_rot = self.rotate(q_rot, k_rot.view(B, 1, S, R), cos, sin)
+        if cache is not None:
+            latent, k_rot = cache.update(latent, k_rot, module.layer_idx)
+        k, v = module.expand_kv(latent, k_rot)
+        attend = self.functions.get_interface(module.config._attn_implementation, self.eager)
+        q = torch.cat((q_pass, q_rot), dim=-1)
+        out, _ = attend(module, q, k, v, mask, dropout=0.0, scaling=module.scaling, **others)
+        return linear(out.reshape(B, S, -1), operands[1], dtype, residual)

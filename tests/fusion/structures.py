@@ -1,0 +1,48 @@
+"""Tiny models whose layers are built in ways that ``families`` has no model of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from families.example import VOCABULARY, Example, language_model
+
+_TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def _text(name: str, **settings: Any) -> Callable[[], Example]:
+    return language_model(name, **{**_TEXT, **settings})
+
+
+STRUCTURES: dict[str, Callable[[], Example]] = {
+    "gemma": _text("GemmaForCausalLM", head_dim=16),
+    "granite": _text("GraniteForCausalLM", residual_multiplier=0.5, attention_multiplier=0.2),
+    # One layer without positions.
+    "smollm3": _text("SmolLM3ForCausalLM", no_rope_layers=[1, 0]),
+    "glm": _text("GlmForCausalLM", head_dim=16),
+    "glm4": _text("Glm4ForCausalLM", head_dim=16),
+    "olmo3": _text("Olmo3ForCausalLM", **_SLIDING),
+    # Positions in layers with a window only.
+    "cohere2": _text("Cohere2ForCausalLM", **_SLIDING),
+    "starcoder2": _text("Starcoder2ForCausalLM"),
+    "ministral3": _text("Ministral3ForCausalLM", head_dim=16),
+    "nemotron": _text("NemotronForCausalLM"),
+    # Norms of heads in each of their ways.
+    "cohere_heads": _text("CohereForCausalLM", use_qk_norm=True),
+    "phi_heads": _text("PhiForCausalLM", qk_layernorm=True),
+    "stablelm_heads": _text("StableLmForCausalLM", qk_layernorm=True, use_parallel_residual=True),
+    "gpt_neox_in_a_row": _text("GPTNeoXForCausalLM", use_parallel_residual=False),
+}
