@@ -237,6 +237,33 @@ def test_calls_of_other_sizes_share_what_is_kept(llama: PreTrainedModel) -> None
         assert torch.equal(result, type(llama).generate(llama, prompts, **options, **NO_END))
 
 
+def test_without_enough_memory_waiting_caches_are_freed(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory for keys is taken in the prompt's forward; here it fails in the second layer."""
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, **NO_END}
+    wait: list[bool] = []
+
+    def fail_once(module: Any, *arguments: Any) -> None:
+        if wait:
+            wait.clear()
+            raise torch.OutOfMemoryError("no memory")
+
+    layer: Any = llama.model.layers[1]
+    monkeypatch.setattr(layer, "_forward_pre_hooks", {0: fail_once})
+    prompts = PROMPTS.to(DEVICE)
+    expected = llama.generate(prompts, **options)
+    qgemm.fast_generate(llama)
+    llama.generate(prompts[:1], **options)
+    wait.append(True)
+    assert torch.equal(llama.generate(prompts, **options), expected)
+    qgemm.fast_generate(llama, False)
+    qgemm.fast_generate(llama)
+    wait.append(True)
+    with pytest.raises(torch.OutOfMemoryError):  # nothing waits
+        llama.generate(prompts, **options)
+
+
 def test_the_end_of_a_call_is_not_that_of_the_next(llama: PreTrainedModel) -> None:
     options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     qgemm.fast_generate(llama)

@@ -105,12 +105,14 @@ class Decoders:
         if fitting:
             fitting[0][0].rewind(0)
             return fitting[0]
-        try:
-            context = make(bucket(capacity))
-        except torch.OutOfMemoryError:
-            self._waiting.clear()
-            context = make(bucket(capacity))
+        context = make(bucket(capacity))
         return context, Decoder(batch, context, position, self.memory, dtype)
+
+    def free(self) -> bool:
+        """Frees the caches that wait for a next call; False if there are none."""
+        found = bool(self._waiting)
+        self._waiting.clear()
+        return found
 
     def put_back(self, context: Context, decoder: Decoder) -> None:
         """For a next call. The ones that have waited for longest are freed, beyond the bound."""

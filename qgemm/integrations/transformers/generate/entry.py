@@ -180,12 +180,14 @@ def decode(
             ahead = AHEAD if input_ids.is_cuda else 0
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        loop = Loop(model, request, context, decoder, ahead, functools.partial(_tell_eager, kept))
+        assert kept.decoders is not None
+        tell = functools.partial(_tell_eager, kept)
+        loop = Loop(model, request, context, decoder, ahead, tell, kept.decoders.free)
         lent = request.cache is not None or generation_config.return_dict_in_generate
         try:
             sequences = loop.run(streamer).to(home)
         finally:
-            if not lent and kept.decoders is not None:
+            if not lent:
                 kept.decoders.put_back(context, decoder)
         if lent:
             setattr(context.cache, _KEPT, decoder)

@@ -35,19 +35,34 @@ class Loop:
         decoder: Decoder,
         ahead: int,
         on_capture_error: Callable[[str], None],
+        free: Callable[[], bool],
     ) -> None:
-        """``on_capture_error`` is called with the reason if steps can't be captured; they run without graphs then."""
+        """``on_capture_error`` is called with the reason if steps can't be captured; they run without graphs then.
+
+        ``free`` is called if there isn't enough memory, and returns whether some was freed.
+        """
         self._model: Any = model
         self._request = request
         self._context = context
         self._decoder = decoder
         self._ahead = ahead
         self._on_capture_error = on_capture_error
+        self._free = free
 
     def run(self, streamer: BaseStreamer | None) -> Tensor:
         """The prompts and their new tokens, [B, S + steps]."""
         with self._decoder.in_order(), attending(self._model, self._context.attention):
-            self._prefill()
+            used = self._context.used
+            try:
+                self._prefill()
+                filled = True
+            except torch.OutOfMemoryError:
+                filled = False
+                if not self._free():
+                    raise
+            if not filled:  # not in the handler, where the error holds what was allocated
+                self._context.rewind(used)
+                self._prefill()
             self._forward_step = self._decoder.forward(self._context.prefilled())
             # As transformers does: experts in float have another implementation for few tokens.
             with self._model._optimize_model_for_decode():
