@@ -113,5 +113,7 @@ def _copied(value: Any) -> Any:
 
 def _dummy_inputs(model: Any) -> dict[str, Any]:
     parameters = inspect.signature(model.forward).parameters
-    inputs = {name: value.to(model.device) for name, value in model.dummy_inputs.items()}
+    # Of an offloaded model, accelerate moves the inputs.
+    device = "cpu" if model.device.type == "meta" else model.device
+    inputs = {name: value.to(device) for name, value in model.dummy_inputs.items()}
     return {**inputs, "use_cache": False} if "use_cache" in parameters else inputs

@@ -365,6 +365,35 @@ def test_as_an_option_of_what_makes_quantized_models(tmp_path: Path) -> None:
         assert torch.equal(Example(each, example.inputs).output(), example.output())
 
 
+def test_an_exported_program_has_the_models_parameters() -> None:
+    example = quantized("llama")
+    model: Any = fuse(example.model)
+    model.config.use_cache = False
+    program = torch.export.export(model, (), example.inputs, strict=False)
+    assert set(program.state_dict) >= set(dict(model.named_parameters()))
+    assert sum("weight" in name for name in program.constants) == 0
+    assert torch.equal(program.module()(**example.inputs).logits, example.output())
+
+
+def test_layers_that_accelerate_moves_are_left_alone() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    example = quantized("llama")
+    expected = example.output()
+    fuse(example.model)
+    layer = example.model.get_submodule("model.layers.0")
+    accelerate.cpu_offload(example.model, torch.device("cpu"))
+    assert torch.equal(example.output(), expected)
+    fused = fused_of(layer)
+    assert fused is not None
+    assert all(merged._operands is None for merged in fused.products)  # which would hold the memory
+    other = quantized("llama")
+    accelerate.cpu_offload(other.model, torch.device("cpu"))
+    fuse(other.model)
+    assert set(fused_parts(other.model)) == {()}
+    assert "accelerate moves the weight" in fusion_report(other.model).records[0].reason
+    assert torch.equal(other.output(), expected)
+
+
 def test_a_model_without_values_waits_for_them() -> None:
     with torch.device("meta"):
         example = FAMILIES["llama"]()

@@ -108,7 +108,12 @@ class FusedLayer:
             if (module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__) and (
                 _is_watched(module)
             ):
+                if "_hf_hook" in module.__dict__:  # accelerate's, which may have moved weights to free this memory
+                    for merged in self.products:
+                        merged.let_go()
                 return None
+        if torch.compiler.is_compiling() and torch.compiler.is_exporting():
+            return None  # a program has the model's own parameters, once
         return self.operands()
 
     @property
