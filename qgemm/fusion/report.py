@@ -40,7 +40,7 @@ class FusionReport:
         return tuple(record for record in self.records if record.parts)
 
     def __str__(self) -> str:
-        """An aligned table, a row per layer; layers in a row that were fused alike share one."""
+        """An aligned table, a row per layer, totals last."""
         return text_table(_HEADER, self._rows(), {"error"}, self._totals())
 
     def _repr_html_(self) -> str:
