@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "qgemm.kernels.activations": set(),
     "qgemm.kernels.expert_weights": {"qgemm.kernels.activations"},
     "qgemm.kernels.norms": set(),
+    "qgemm.kernels.routing": set(),
     "qgemm.kernels.reference": {
         "qgemm.kernels.activations",
         "qgemm.kernels.expert_weights",
@@ -42,6 +43,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.activations",
         "qgemm.kernels.expert_weights",
         "qgemm.kernels.norms",
+        "qgemm.kernels.routing",
         "qgemm.numerics",
     },
     "qgemm.kernels.attention": {
@@ -82,6 +84,12 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.checks",
         "qgemm.kernels.quantize",
         "qgemm.kernels.gemm",
+        "qgemm.numerics",
+    },
+    "qgemm.kernels.router": {
+        "qgemm.kernels.stages",
+        "qgemm.kernels.launch",
+        "qgemm.kernels.routing",
         "qgemm.numerics",
     },
     "qgemm.kernels.moe": {

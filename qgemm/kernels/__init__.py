@@ -12,16 +12,19 @@ from qgemm.kernels.dispatch import (
     matmul,
     norm_quantize,
     quantize_rows,
+    route,
     scaled_mm,
 )
 from qgemm.kernels.gemm.config import GemmConfig, select_config
 from qgemm.kernels.norms import Norm
+from qgemm.kernels.routing import Routing
 
 __all__ = [
     "GPT_OSS",
     "GatedActivation",
     "GemmConfig",
     "Norm",
+    "Routing",
     "activation_quantize",
     "add_norm",
     "add_norm_quantize",
@@ -32,6 +35,7 @@ __all__ = [
     "matmul",
     "norm_quantize",
     "quantize_rows",
+    "route",
     "scaled_mm",
     "select_config",
 ]

@@ -13,6 +13,7 @@ from torch import Tensor
 from qgemm.kernels.activations import ACTIVATIONS, MATMUL_ACTIVATIONS
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.norms import Norm
+from qgemm.kernels.routing import Routing
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import PER_WORD
@@ -229,6 +230,17 @@ def check_grouped_mm(
     check_same_device(a=a, b=b, offsets=offsets, a_scale=a_scale, b_scale=b_scale, bias=bias)
     if out_dtype not in FLOAT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; grouped_mm returns {names_of(FLOAT_DTYPES)}")
+
+
+def check_route(logits: Tensor, routing: Routing) -> None:
+    """Raises if ``route`` can't take these."""
+    if logits.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"logits is {logits.dtype}; route accepts {names_of(FLOAT_DTYPES)}: {conversion(logits)}")
+    if logits.ndim != 2 or logits.shape[1] < routing.top_k:
+        raise ValueError(
+            f"logits is {list(logits.shape)}; it must be [T, E] with at least top_k = {routing.top_k} experts"
+        )
+    check_strided("logits", logits)
 
 
 def check_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> None:

@@ -19,6 +19,7 @@ from qgemm.kernels.attention.cpu import decode_attention  # noqa: F401
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.rotary.reference import rotate_reference, store_reference
+from qgemm.kernels.routing import Routing
 from qgemm.numerics.formats import INT8, MIN_SCALE
 from qgemm.numerics.integers import cdiv
 
@@ -331,6 +332,12 @@ def grouped_mm(
         start = end
     out[start:] = 0
     return out
+
+
+@_without_grad
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """``dispatch.route`` on the CPU."""
+    return routing(logits)
 
 
 @_without_grad

@@ -24,6 +24,7 @@ from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.launch.plans import remember
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.rotary import checks as rotary
+from qgemm.kernels.routing import Routing
 from qgemm.kernels.rows import QuantizedRows
 
 
@@ -252,6 +253,18 @@ def grouped_mm(
     checks.check_grouped_mm(a, b, offsets, a_scale, b_scale, bias, out_dtype)
     backend = _backend(a, config)
     out: Tensor = backend.grouped_mm(a, b, offsets, a_scale, b_scale, bias, out_dtype, **_options(config))
+    return out
+
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """The experts of each token: weights ``[T, k]``, the largest first, and which experts, int64 ``[T, k]``.
+
+    ``logits``: float16, bfloat16 or float32, ``[T, E]``. ``routing``: how, and how many. On a CPU, the bits of
+    PyTorch's ``softmax`` and ``topk``. On a GPU, of experts that are equal the first is chosen, where PyTorch
+    leaves that open, and a weight may differ in float32's last bits.
+    """
+    checks.check_route(logits, routing)
+    out: tuple[Tensor, Tensor] = _backend(logits).route(logits, routing)
     return out
 
 

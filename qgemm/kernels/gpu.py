@@ -10,3 +10,4 @@ from qgemm.kernels.moe.launcher import experts
 from qgemm.kernels.norm.launcher import add_norm, add_norm_quantize, norm_quantize
 from qgemm.kernels.quantize.launcher import quantize_rows
 from qgemm.kernels.rotary.launcher import rotate, rotate_and_store, store_key_value
+from qgemm.kernels.router.launcher import route

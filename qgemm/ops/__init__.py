@@ -7,6 +7,7 @@ A file that declares operators is imported here:
 - ``products``: ``int_mm``, ``scaled_mm``, ``matmul``.
 - ``linear``: ``quant_linear``, ``quant_linear_asymmetric``, ``packed_linear``, ``multiply``.
 - ``experts``: ``quant_experts``.
+- ``router``: ``route``.
 - ``attention``: ``decode_attention``.
 - ``rotary``: ``rotate``, ``rotate_and_store``, ``store_key_value``.
 
@@ -14,8 +15,8 @@ Each operator runs on CPU and CUDA (ROCm included), traces under ``torch.compile
 implementation that makes the same checks, and has a gradient. ``dispatch.py`` documents arguments and numbers.
 """
 
-from qgemm.ops import attention, norms, products, rotary, rows
+from qgemm.ops import attention, norms, products, rotary, router, rows
 from qgemm.ops.experts import quant_experts
 from qgemm.ops.linear import quant_linear
 
-__all__ = ["attention", "norms", "products", "quant_experts", "quant_linear", "rotary", "rows"]
+__all__ = ["attention", "norms", "products", "quant_experts", "quant_linear", "rotary", "router", "rows"]

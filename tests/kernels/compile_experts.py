@@ -14,11 +14,14 @@ from qgemm.kernels.grouped.config import BY_ROWS, HOPPER, NARROW, WIDE
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.moe import launcher as moe
 from qgemm.kernels.quantize import launcher as quantize
+from qgemm.kernels.router import launcher as router
+from qgemm.kernels.routing import Routing
 
 GROUPS = 256
 COUNTED = ("_count_pairs_kernel", "_place_pairs_kernel", "_quantize_tokens_kernel")
 FEW = ("_quantize_pairs_kernel",)
 ACTIVATED = ("_activate_kernel",)
+ROUTED = ("_route_kernel",)
 
 
 def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
@@ -44,6 +47,13 @@ def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
         lambda: experts(1024, 2, hidden, intermediate, fp32, tanh),
         only=("_quantize_tokens_kernel",),
     )
+
+    yield Case("experts routed", lambda: route(128, Routing(8)), only=ROUTED)
+    yield Case("experts routed most", lambda: route(router.MAX_EXPERTS, Routing(32, "softmax_of_top_k")), only=ROUTED)
+
+
+def route(E: int, routing: Routing) -> None:
+    router.route(torch.empty(16, E, dtype=torch.bfloat16, device=META), routing)
 
 
 def experts(

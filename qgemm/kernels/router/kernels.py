@@ -1,0 +1,72 @@
+"""Routing: a token's experts and weights from its logits, in one kernel.
+
+A warp has the logits of a token in registers. It takes the largest as often as there are experts to choose: a maximum
+of integers that are ordered as the floats are, and the lowest index that has it, which are an instruction each on
+NVIDIA's GPUs from sm_80 on. So of equal experts the first is chosen, and the order of NaN is PyTorch's: the largest.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from qgemm.kernels.stages.epilogue import rounded
+
+
+@triton.jit
+def _ordered(x):
+    """int32 values in the order of float32 ``x``, in which -0 equals 0, and any NaN is the largest."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+
+
+@triton.jit
+def _softmax(x):
+    """Of a vector; -inf where there is nothing."""
+    e = tl.exp(x - tl.max(x, axis=0))
+    # A NaN that the maximum passed over is in the sum.
+    return e / tl.sum(e, axis=0)
+
+
+@triton.jit
+def _route_kernel(
+    logits, weights, index,
+    E, stride_t, stride_e,
+    TOP_K: tl.constexpr, OF_TOP_K: tl.constexpr, NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+):  # fmt: skip
+    """A token a program. ``OF_TOP_K``: softmax of the largest logits alone; else of all, ``NORMALIZED`` or not.
+
+    ``BLOCK``, ``SLOTS``: powers of 2, at least ``E`` and ``TOP_K``.
+    """
+    if PDL:
+        gdc_wait()
+    if NEXT_EARLY:
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    experts, slots = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
+    x = tl.load(logits + token * stride_t + experts * stride_e, mask=experts < E, other=float("-inf")).to(tl.float32)
+    values = x if OF_TOP_K else _softmax(x)
+    # Below every float: what is no expert is never chosen, and no expert twice.
+    left = tl.where(experts < E, _ordered(values), -0x80000000)
+    chosen = tl.full((SLOTS,), float("-inf"), tl.float32)
+    found = tl.zeros((SLOTS,), tl.int32)
+    for j in range(TOP_K):
+        largest = tl.max(left, axis=0)
+        expert = tl.min(tl.where(left == largest, experts, BLOCK), axis=0)
+        value = tl.where(largest == 0x7FFFFFFF, float("nan"), _float(largest))
+        chosen = tl.where(slots == j, value, chosen)
+        found = tl.where(slots == j, expert, found)
+        left = tl.where(experts == expert, -0x80000000, left)
+    if OF_TOP_K:
+        chosen = _softmax(chosen)
+    elif NORMALIZED:
+        chosen = chosen / tl.sum(tl.where(slots < TOP_K, chosen, 0.0), axis=0)
+    mask = slots < TOP_K
+    tl.store(weights + token * TOP_K + slots, rounded(chosen, weights.dtype.element_ty), mask=mask)
+    tl.store(index + token * TOP_K + slots, found.to(tl.int64), mask=mask)
+
+
+@triton.jit
+def _float(ordered):
+    """What ``_ordered`` was made of."""
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -1,0 +1,42 @@
+"""Launcher of the routing kernel: ``route`` on GPU tensors, CPU tensors in Triton's interpreter."""
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels.launch.device import device_limits
+from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.plans import plans
+from qgemm.kernels.router.kernels import _route_kernel
+from qgemm.kernels.routing import Routing
+from qgemm.numerics.integers import next_power_of_2
+
+MAX_EXPERTS = 1024  # of which a warp holds the logits; PyTorch routes to more
+MAX_TOKENS_TO_OVERLAP = 64  # see quantize.MAX_ROWS_TO_OVERLAP
+
+
+def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """``dispatch.route`` on a GPU."""
+    T, E = logits.shape
+    if E > MAX_EXPERTS:
+        with torch.no_grad():
+            return routing(logits)
+    weights = logits.new_empty((T, routing.top_k), dtype=routing.dtype(logits))
+    index = logits.new_empty((T, routing.top_k), dtype=torch.int64)
+    if not T:
+        return weights, index
+    kind = (route, logits.shape, logits.stride(), logits.dtype, logits.device, routing)
+    launch: Launch | None = plans.get(kind)
+    if launch is None:
+        launch = plans.keep(kind, _make_launch(logits, routing))
+    launch(logits, weights, index)
+    return weights, index
+
+
+def _make_launch(logits: Tensor, routing: Routing) -> Launch:
+    (T, E), limits = logits.shape, device_limits(logits.device)
+    block = max(limits.warp_size, next_power_of_2(E))
+    constants = (
+        routing.top_k, routing.kind == "softmax_of_top_k", routing.normalized,
+        block, next_power_of_2(routing.top_k), limits.pdl, limits.pdl and T <= MAX_TOKENS_TO_OVERLAP,
+    )  # fmt: skip
+    return Launch(_route_kernel, T, (E, *logits.stride()), constants, num_warps=1, pdl=limits.pdl)

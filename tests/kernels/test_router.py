@@ -1,0 +1,118 @@
+"""Routing: the kernel against its formula, in Triton's interpreter here, compiled on a GPU; the choice of equals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from qgemm.kernels import Routing, route
+from qgemm.kernels.router import launcher
+
+KINDS = (
+    Routing(8, "softmax", True),  # Qwen3-MoE
+    Routing(4, "softmax", False),  # OLMoE, Qwen2-MoE
+    Routing(2, "softmax", True, in_float=True),  # Mixtral
+    Routing(4, "softmax_of_top_k"),  # GPT-OSS
+)
+NAN, INF = float("nan"), float("inf")
+
+
+def unlike(T: int, E: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Logits that differ from one another in a row, also in bfloat16."""
+    steps = torch.rand(T, E).argsort(dim=-1).float()
+    return ((steps - E / 2) / 16).to(dtype).to(device)
+
+
+def assert_routed(found: tuple[Tensor, Tensor], logits: Tensor, routing: Routing) -> None:
+    weights, index = routing(logits.cpu())
+    assert found[1].dtype == torch.int64
+    assert torch.equal(found[1].cpu(), index)
+    assert found[0].dtype == weights.dtype
+    # exp and a sum in another order: some units in the last place of float32, which may be one of bfloat16.
+    rtol = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[weights.dtype]
+    torch.testing.assert_close(found[0].cpu(), weights, rtol=rtol, atol=1e-7)
+
+
+@pytest.mark.parametrize("routing", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("T", "E", "dtype"),
+    [
+        (3, 128, torch.bfloat16),
+        (2, 60, torch.bfloat16),  # Qwen2-MoE's
+        (1, 8, torch.float16),  # fewer than a warp has threads
+        (1, 512, torch.float32),
+        (0, 8, torch.float32),
+    ],
+)
+def test_the_kernel_chooses_as_the_formula(
+    T: int, E: int, dtype: torch.dtype, routing: Routing, device: torch.device
+) -> None:
+    logits = unlike(T, E, dtype, device)
+    assert_routed(launcher.route(logits, routing), logits, routing)
+
+
+def test_strides(device: torch.device) -> None:
+    logits = unlike(3, 16, torch.float32, device).t().contiguous().t()
+    assert_routed(launcher.route(logits, KINDS[1]), logits, KINDS[1])
+
+
+@pytest.mark.parametrize("routing", KINDS, ids=str)
+def test_of_equal_experts_the_kernel_takes_the_first(routing: Routing, device: torch.device) -> None:
+    logits = torch.zeros(2, 40, device=device)
+    logits[0, 1::2] = -0.0  # equal to 0
+    logits[1, 30] = 1.0
+    _, index = launcher.route(logits, routing)
+    k = routing.top_k
+    assert index.tolist() == [[*range(k)], [30, *range(k - 1)]]
+
+
+@pytest.mark.parametrize("routing", KINDS, ids=str)
+@pytest.mark.parametrize("logits", [(NAN, 1.0), (INF, 1.0), (-INF, -INF)], ids=str)
+def test_garbage_is_never_a_finite_weight_nor_an_expert_that_is_none(
+    logits: tuple[float, ...], routing: Routing, device: torch.device
+) -> None:
+    x = torch.zeros(2, 16, device=device)
+    x[1] = x[1].fill_(logits[1])
+    x[1, 5] = logits[0]
+    weights, index = launcher.route(x, routing)
+    assert weights[0].isfinite().all()
+    assert weights[1].isnan().all()
+    assert index.unique(dim=-1).shape == index.shape
+    assert index.min() >= 0
+    assert index.max() < 16
+
+
+def test_experts_that_are_ruled_out(device: torch.device) -> None:
+    x = torch.full((1, 16), -INF, device=device)
+    x[0, 3], x[0, 9] = 1.0, 2.0
+    weights, index = launcher.route(x, Routing(3))
+    assert index.tolist() == [[9, 3, 0]]
+    assert weights[0, 2] == 0
+    assert weights.sum() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("E", [33, launcher.MAX_EXPERTS + 1])
+def test_many(E: int, device: torch.device) -> None:
+    """All experts of a few; and of more than a warp holds."""
+    logits, routing = unlike(2, E, torch.float32, device), Routing(33)
+    assert_routed(launcher.route(logits, routing), logits, routing)
+
+
+@pytest.mark.parametrize("routing", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_cpu_it_has_the_bits_of_pytorch(dtype: torch.dtype, routing: Routing) -> None:
+    logits = torch.randn(50, 64).to(dtype)  # with equal ones in bfloat16
+    for found, wanted in zip(route(logits, routing), routing(logits), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_arguments() -> None:
+    with pytest.raises(TypeError, match=r"logits is torch\.int64"):
+        route(torch.zeros(2, 8, dtype=torch.int64), Routing(2))
+    with pytest.raises(ValueError, match=r"logits is \[2, 8\]; it must be \[T, E\] with at least top_k = 9 experts"):
+        route(torch.zeros(2, 8), Routing(9))
+    with pytest.raises(ValueError, match="kind is 'sigmoid'"):
+        Routing(2, "sigmoid")
+    with pytest.raises(ValueError, match="top_k is 0"):
+        Routing(0)
