@@ -18,7 +18,8 @@ def normalize_blocks(blocks, weights, biases, length, offsets, NORM: tl.constexp
     Beyond the row, blocks are 0.
     """
     BLOCK: tl.constexpr = offsets.shape[0]
-    count = length.to(tl.float32)
+    # A length of 1 is a constant.
+    count = tl.cast(length, tl.float32)
     mean = count * 0.0
     if NORM.is_layer:
         total = blocks[0].to(tl.float32)

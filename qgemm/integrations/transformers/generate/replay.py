@@ -6,6 +6,7 @@ The first run is the warm-up that PyTorch asks for, and does work that is needed
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -26,8 +27,9 @@ class GraphMemory:
         self.device = device
         self.captures = device.type == "cuda"
         if self.captures:
-            self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream(device)
+            self._pool = torch.cuda.graph_pool_handle()
+            self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
@@ -40,6 +42,9 @@ class GraphMemory:
 
     def capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """A graph of what ``run`` does on the device, without doing it. Raises ``CaptureError``."""
+        if not self._graphs:
+            # A pool ends with the last of its graphs, and PyTorch doesn't begin it again.
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: that waits for the GPU, and gives back the memory that the allocator has in reserve.
         with self.beside():
@@ -52,6 +57,7 @@ class GraphMemory:
                     graph.capture_end()
                 raise CaptureError(str(error).partition("\n")[0]) from error
             graph.capture_end()
+        self._graphs.add(graph)
         return graph
 
 
