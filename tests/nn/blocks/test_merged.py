@@ -74,13 +74,19 @@ def _replace(model: nn.ModuleList) -> nn.ModuleList:
     return model
 
 
+def _set_data(model: nn.ModuleList) -> nn.ModuleList:
+    parameter = model[1].get_parameter("weight")
+    parameter.data = parameter.detach().flip(0)
+    return model
+
+
 def _write(model: nn.ModuleList) -> nn.ModuleList:
     with torch.no_grad():
         model[2].get_parameter("bias").fill_(3.0)
     return model
 
 
-@pytest.mark.parametrize("change", [_cast, _load, _assign, _replace, _write, copy.deepcopy])
+@pytest.mark.parametrize("change", [_cast, _load, _assign, _replace, _set_data, _write, copy.deepcopy])
 def test_the_product_follows_what_happens_to_a_layer(change: Any) -> None:
     model = nn.ModuleList(layers(bias=True))
     merged = MergedWeights(list(model))  # type: ignore[arg-type]
