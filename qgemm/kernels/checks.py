@@ -243,7 +243,9 @@ def check_route(logits: Tensor, routing: Routing) -> None:
     check_strided("logits", logits)
 
 
-def check_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> None:
+def check_experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
+) -> None:
     """Raises if ``experts`` can't take these."""
     gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation = weights
     if x.dtype not in FLOAT_DTYPES:
@@ -276,7 +278,10 @@ def check_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights
         )
     check_strided("top_k_index", top_k_index)
     check_strided("top_k_weights", top_k_weights)
-    check_same_device(x=x, top_k_index=top_k_index, top_k_weights=top_k_weights, gate_up=gate_up, down=down)
+    _check_residual(residual, x.shape, x.dtype)
+    check_same_device(
+        x=x, top_k_index=top_k_index, top_k_weights=top_k_weights, gate_up=gate_up, down=down, residual=residual
+    )
 
 
 def check_decode_attention(

@@ -341,7 +341,9 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 @_without_grad
-def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
+def experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
+) -> Tensor:
     """``dispatch.experts`` on the CPU: an expert at a time, so that what lies between its products stays small."""
     (T, k), (E, H, _) = top_k_index.shape, weights.down.shape
     q, q_scale = quantize_rows(x)
@@ -363,7 +365,8 @@ def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Expe
         # Not a product with 0: a weight may be anything where there is no expert.
         weight = top_k_weights[:, slot].float().masked_fill(~inside[:, slot], 0.0)
         out.add_(y[slot::k].float().mul_(weight[:, None]))
-    return out.to(x.dtype)
+    total = out.to(x.dtype)
+    return total if residual is None else residual + total
 
 
 @_without_grad

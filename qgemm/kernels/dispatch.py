@@ -279,6 +279,7 @@ def experts(
     down_scale: Tensor,
     down_bias: Tensor | None,
     activation: GatedActivation,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """A mixture of experts in int8: ``[T, H]`` in the dtype of ``x``.
 
@@ -289,20 +290,22 @@ def experts(
     on another device do. ``top_k_weights``: float ``[T, k]``. ``gate_up``: int8 ``[E, 2I, H]``, all rows of the gate
     before those of up, or ``[E, I, H]`` for an activation that isn't gated; ``down``: int8 ``[E, H, I]``; both
     contiguous. Scales: float32, one per row of the weight (``[E, 2I]``, ``[E, H]``). Biases: float, as the scales, or
-    None. The same bits every time.
+    None. ``residual``: like ``x``, added to the rounded sum, and rounded again; or None. The same bits every time.
     """
     weights = ExpertWeights(gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation)
-    return run_experts(x, top_k_index, top_k_weights, weights)
+    return run_experts(x, top_k_index, top_k_weights, weights, residual)
 
 
-def run_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
+def run_experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
+) -> Tensor:
     """``experts``, of weights that are a value."""
     if x.is_neg():
         x = x.resolve_neg()
     # On a GPU, once for every kind of call.
     if not x.is_cuda:
-        checks.check_experts(x, top_k_index, top_k_weights, weights)
-    out: Tensor = _backend(x).experts(x, top_k_index, top_k_weights, weights)
+        checks.check_experts(x, top_k_index, top_k_weights, weights, residual)
+    out: Tensor = _backend(x).experts(x, top_k_index, top_k_weights, weights, residual)
     return out
 
 

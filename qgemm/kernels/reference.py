@@ -186,7 +186,9 @@ def grouped_mm_reference(
     return out
 
 
-def experts_reference(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
+def experts_reference(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
+) -> Tensor:
     """``out[t] = sum over j of top_k_weights[t, j] * expert[top_k_index[t, j]](x[t])``; see ``dispatch.experts``."""
     out = torch.zeros_like(x, dtype=torch.float32)
     for slot in range(top_k_index.shape[1]):
@@ -197,7 +199,8 @@ def experts_reference(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, wei
             q, scale = quantize_rows_reference(own.activation(h).to(x.dtype))
             y = scaled_mm_reference(q, own.down.t(), scale, own.down_scale, own.down_bias, x.dtype)
             out[chosen] += y.float() * top_k_weights[chosen, slot, None].float()
-    return out.to(x.dtype)
+    total = out.to(x.dtype)
+    return total if residual is None else residual + total
 
 
 def decode_attention_reference(

@@ -163,16 +163,19 @@ class QuantExperts(QuantLayer):
                 tensors[f"{name}_bias"] = bias.detach().to(dtype)
         return tensors
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, residual: Tensor | None = None
+    ) -> Tensor:
         """``[T, hidden_size]`` in float16, bfloat16 or float32 to the same.
 
         ``top_k_index``: integers ``[T, k]``; one outside of 0 to E - 1 contributes nothing, like an expert on another
-        device. ``top_k_weights``: float ``[T, k]``.
+        device. ``top_k_weights``: float ``[T, k]``. ``residual``: added to the result, if there is one.
         """
         if isinstance(hidden_states, Proxy):
-            return traced_as_leaf(self, hidden_states, top_k_index, top_k_weights)  # type: ignore[no-any-return]
+            added = () if residual is None else (residual,)
+            return traced_as_leaf(self, hidden_states, top_k_index, top_k_weights, *added)  # type: ignore[no-any-return]
         weights = ExpertWeights._make((*map(self.stored, _OPERANDS), self.activation))
-        return quant_experts(hidden_states, top_k_index.to(torch.int64), top_k_weights, weights)
+        return quant_experts(hidden_states, top_k_index.to(torch.int64), top_k_weights, weights, residual)
 
     def extra_repr(self) -> str:
         """Sizes, activation and scheme, for ``print``."""

@@ -29,50 +29,54 @@ _OPERANDS = (
 )
 
 
-def quant_experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
+def quant_experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
+) -> Tensor:
     """``torch.ops.qgemm.quant_experts``, past the dispatcher where nobody on that way would see the call."""
     if (
         torch.compiler.is_compiling()
-        or seen_by_others(x, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, top_k_weights)
+        or seen_by_others(x, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, top_k_weights, residual)
         or seen_by_others(x, weights.down, weights.down_scale, weights.down_bias, top_k_index)
     ):
         a = weights.activation
         fields = (a.name, a.gated, a.limit, a.alpha, a.up_offset)
-        out: Tensor = torch.ops.qgemm.quant_experts(x, top_k_index, top_k_weights, *weights[:6], *fields)
+        out: Tensor = torch.ops.qgemm.quant_experts(x, top_k_index, top_k_weights, *weights[:6], *fields, residual)
         return out
-    return dispatch.run_experts(x, top_k_index, top_k_weights, weights)
+    return dispatch.run_experts(x, top_k_index, top_k_weights, weights, residual)
 
 
 def _as_values(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, ExpertWeights]:
     """The operator's arguments as ``dispatch.run_experts`` takes them."""
     x, top_k_index, top_k_weights, *tensors = arguments[:9]
-    return x, top_k_index, top_k_weights, ExpertWeights._make((*tensors, GatedActivation(*arguments[9:])))
+    return x, top_k_index, top_k_weights, ExpertWeights._make((*tensors, GatedActivation(*arguments[9:14])))
 
 
 def _compute(*arguments: Any) -> Tensor:
-    return dispatch.run_experts(*_as_values(arguments))
+    return dispatch.run_experts(*_as_values(arguments), *arguments[14:])
 
 
 def _fake(x: Tensor, *others: Any) -> Tensor:
-    checks.check_experts(*_as_values((x, *others)))
+    checks.check_experts(*_as_values((x, *others)), *others[13:])
     return x.new_empty(x.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[:9])
-    ctx.activation = inputs[9:]
+    ctx.activation = inputs[9:14]
 
 
 def _backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
     wants_x, _, wants_weights, *others = wanted
-    if any(others):
-        raise RuntimeError("quant_experts has gradients for x and top_k_weights only; freeze the others")
+    wants_residual = others[11:] == [True]
+    if any(others[:11]):
+        raise RuntimeError("quant_experts has gradients for x, top_k_weights and residual only; freeze the others")
     grad_x, grad_weights = torch.ops.qgemm.quant_experts_backward(grad, *ctx.saved_tensors, *ctx.activation)
-    return (grad_x if wants_x else None, None, grad_weights if wants_weights else None, *(None,) * len(others))
+    found = (grad_x if wants_x else None, None, grad_weights if wants_weights else None, *(None,) * len(others))
+    return (*found[:-1], grad) if wants_residual else found
 
 
 operator(
-    f"quant_experts({_OPERANDS}) -> Tensor",
+    f"quant_experts({_OPERANDS}, Tensor? residual=None) -> Tensor",
     cpu=_compute,
     cuda=_compute,
     fake=_fake,

@@ -48,6 +48,7 @@ def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
         only=("_quantize_tokens_kernel",),
     )
 
+    yield Case("experts residual", lambda: experts(64, 8, 2048, 768, bf16, relu2, adds=True), only=("_combine_kernel",))
     yield Case("experts routed", lambda: route(128, Routing(8)), only=ROUTED)
     yield Case("experts routed most", lambda: route(router.MAX_EXPERTS, Routing(32, "softmax_of_top_k")), only=ROUTED)
 
@@ -57,7 +58,13 @@ def route(E: int, routing: Routing) -> None:
 
 
 def experts(
-    T: int, top_k: int, hidden: int, intermediate: int, dtype: torch.dtype, activation: GatedActivation
+    T: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    dtype: torch.dtype,
+    activation: GatedActivation,
+    adds: bool = False,
 ) -> None:
     N = activation.columns(intermediate)
     weights = ExpertWeights(
@@ -71,7 +78,7 @@ def experts(
     )
     x = torch.empty(T, hidden, dtype=dtype, device=META)
     index = torch.empty(T, top_k, dtype=torch.int64, device=META)
-    moe.experts(x, index, torch.empty(T, top_k, device=META), weights)
+    moe.experts(x, index, torch.empty(T, top_k, device=META), weights, torch.empty_like(x) if adds else None)
 
 
 def products(limits: DeviceLimits) -> Iterator[Case]:

@@ -124,6 +124,26 @@ def test_activations_and_dtypes(
     assert_close(function(**arguments), arguments)
 
 
+@FUNCTIONS
+@pytest.mark.parametrize(("T", "E"), [(3, 5), (0, 5), (3, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_residual_is_added_to_the_rounded_sum(
+    T: int, E: int, dtype: torch.dtype, function: Experts, device: torch.device
+) -> None:
+    arguments = layer(T=T, E=E, dtype=dtype, device=device)
+    residual = torch.randn(T, 96, device=device).to(dtype)[:, ::2]
+    expected = residual + function(**arguments)
+    out = function(**arguments, residual=residual)
+    assert torch.equal(out, expected)
+    assert out.data_ptr() != residual.data_ptr() or not T
+
+
+def test_a_residual_of_another_kind_is_refused(device: torch.device) -> None:
+    arguments = layer(device=device)
+    with pytest.raises(ValueError, match=r"residual is torch.bfloat16 \[2, 48\]; it must be torch.bfloat16 \[3, 48\]"):
+        public_experts(**arguments, residual=arguments["x"][:2])
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_the_specification_against_float64(activation: GatedActivation) -> None:
     arguments = layer(T=20, H=256, intermediate=192, dtype=torch.float32, activation=activation, bias=True)

@@ -64,9 +64,24 @@ def test_opcheck(bias: bool, device: torch.device) -> None:
     x, index, weights, *rest = operands(GPT_OSS, bias, device)
     x.requires_grad_()
     weights.requires_grad_()
-    torch.library.opcheck(torch.ops.qgemm.quant_experts.default, (x, index, weights, *rest, *fields(GPT_OSS)))
+    residual = torch.randn_like(x).requires_grad_() if bias else None
+    torch.library.opcheck(torch.ops.qgemm.quant_experts.default, (x, index, weights, *rest, *fields(GPT_OSS), residual))
     arguments = (torch.randn_like(x), x.detach(), index, weights.detach(), *rest, *fields(GPT_OSS))
     torch.library.opcheck(torch.ops.qgemm.quant_experts_backward.default, arguments)
+
+
+def test_a_residual_is_added_and_has_the_gradient_of_the_sum(device: torch.device) -> None:
+    x, index, weights, *rest = operands(GPT_OSS, True, device)
+    residual, grad, experts = torch.randn_like(x).requires_grad_(), torch.randn_like(x), ExpertWeights(*rest, GPT_OSS)
+    alone = quant_experts(x, index, weights, experts)
+    for call in (
+        lambda r: quant_experts(x, index, weights, experts, r),
+        lambda r: torch.ops.qgemm.quant_experts(x, index, weights, *rest, *fields(GPT_OSS), r),
+    ):
+        out = call(residual)
+        assert torch.equal(out, residual + alone)
+        assert torch.equal(torch.autograd.grad(out, residual, grad)[0], grad)
+        assert torch.equal(call(residual.detach()), residual + alone)
 
 
 @activations
@@ -108,7 +123,7 @@ def test_gradients_of_one_of_the_two(device: torch.device) -> None:
 def test_other_gradients_are_refused(device: torch.device) -> None:
     x, index, weights, gate_up, scale, *rest = operands(GPT_OSS, False, device)
     out = quant_experts(x, index, weights, ExpertWeights(gate_up, scale.requires_grad_(), *rest, GPT_OSS))
-    with pytest.raises(RuntimeError, match="gradients for x and top_k_weights only"):
+    with pytest.raises(RuntimeError, match="gradients for x, top_k_weights and residual only"):
         out.sum().backward()
 
 
@@ -119,7 +134,7 @@ def test_what_has_no_gradient_is_refused_one_by_one(name: str) -> None:
         parameter.data.fill_(1) if key.endswith("scale") else parameter.data.zero_()
     layer.get_parameter(name).requires_grad_()
     index, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
-    with pytest.raises(RuntimeError, match="gradients for x and top_k_weights only; freeze the others"):
+    with pytest.raises(RuntimeError, match="gradients for x, top_k_weights and residual only; freeze the others"):
         layer(torch.randn(3, 16), index, weights).sum().backward()
 
 

@@ -181,11 +181,14 @@ def _activate_kernel(
 
 @triton.jit
 def _combine_kernel(
-    y, position, weights, out,
+    y, position, weights, residual, out,
     N,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Part of a token's row a program: ``out[t] = sum over j of weights[t, j] * y[position[t, j]]``."""
+    """Part of a token's row a program: ``out[t] = sum over j of weights[t, j] * y[position[t, j]]``.
+
+    Plus ``residual[t]``, unless that is None, where both the sum and the result are rounded.
+    """
     if PDL:
         gdc_wait()
     if NEXT_EARLY:
@@ -200,4 +203,8 @@ def _combine_kernel(
         # One comparison: Triton 3.9's interpreter takes no mask that is made of a vector and a scalar.
         values = tl.load(y + place.to(tl.int64) * N + columns, mask=columns < tl.where(place >= 0, N, 0), other=0.0)
         total += tl.where(place >= 0, values.to(tl.float32) * weight, 0.0)
-    tl.store(out + token * N + columns, rounded(total, out.dtype.element_ty), mask=columns < N)
+    added = rounded(total, out.dtype.element_ty)
+    if residual is not None:
+        other = tl.load(residual + token * N + columns, mask=columns < N, other=0.0).to(tl.float32)
+        added = rounded(other + added.to(tl.float32), out.dtype.element_ty)
+    tl.store(out + token * N + columns, added, mask=columns < N)

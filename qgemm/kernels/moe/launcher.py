@@ -38,23 +38,27 @@ MAX_PAIRS_TO_COUNT = 512  # for every pair
 CHUNK = 128  # pairs
 MAX_TOKENS_TO_OVERLAP = 64  # see quantize.MAX_ROWS_TO_OVERLAP
 
-ARGUMENTS = ("x", "top_k_index", "top_k_weights", *ExpertWeights._fields[:6], "out")
+ARGUMENTS = ("x", "top_k_index", "top_k_weights", *ExpertWeights._fields[:6], "residual", "out")
 
 
-def experts(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights) -> Tensor:
+def experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
+) -> Tensor:
     """``dispatch.experts`` on a GPU, which checks its arguments itself."""
-    tensors: Tensors = (x, top_k_index, top_k_weights, *weights[:6])
+    tensors: Tensors = (x, top_k_index, top_k_weights, *weights[:6], residual)
     aligned = (weights.gate_up.data_ptr() | weights.down.data_ptr()) % ALIGNMENT == 0
     shapes = [t is None or (t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors]
     kind = (experts, *shapes, weights.activation, aligned)
     plan: LaunchPlan | None = plans.get(kind)
     if plan is None:
-        check_experts(x, top_k_index, top_k_weights, weights)
-        plan = plans.keep(kind, _make_plan(x, top_k_index, weights, aligned))
+        check_experts(x, top_k_index, top_k_weights, weights, residual)
+        plan = plans.keep(kind, _make_plan(x, top_k_index, weights, residual is not None, aligned))
+    if residual is not None and not plan.steps:
+        return residual.clone(memory_format=torch.contiguous_format)
     return plan.run(tensors)
 
 
-def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, aligned: bool) -> LaunchPlan:
+def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, adds: bool, aligned: bool) -> LaunchPlan:
     (T, top_k), (E, N, H) = top_k_index.shape, weights.gate_up.shape
     P, intermediate = T * top_k, weights.down.shape[2]
     if not (P and E and H):
@@ -79,7 +83,7 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, aligned: 
     layout.add("y", "float rows", (P, H), x.dtype)
     size, parts = layout.parts()
 
-    absent = {name for name, value in weights._asdict().items() if value is None}
+    absent = {name for name, value in weights._asdict().items() if value is None} | (set() if adds else {"residual"})
     names = Names((*ARGUMENTS, *parts), absent)
     early = limits.pdl and T <= MAX_TOKENS_TO_OVERLAP
 
@@ -95,7 +99,7 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, aligned: 
             _activate(P, intermediate, x.dtype, weights.activation, early, limits), "g", "h", "h_scale", "tiles"
         ),
         product(H, intermediate, second, "h", "down", "y"),
-        names.step(_combine(T, top_k, H, early, limits), "y", "position", "top_k_weights", "out"),
+        names.step(_combine(T, top_k, H, early, limits), "y", "position", "top_k_weights", "residual", "out"),
     )
     return LaunchPlan(x.device.index, size, tuple(parts.values()), steps)
 
