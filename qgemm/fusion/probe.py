@@ -1,4 +1,4 @@
-"""What a module computes, by its numbers: which norm, activation and rotation.
+"""What a module computes, by its numbers: which norm, activation, rotation and choice of experts.
 
 Names of classes don't tell: what is called RMSNorm rounds in three ways. So a module runs on random bfloat16 values,
 where every rounding shows, and is taken for what gives the same bits.
@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
+from qgemm.kernels.routing import ROUTINGS, Routing
 from qgemm.nn.blocks.attention import Rotation
 
 _ROWS, _VALUES = 16, 4096
@@ -56,6 +58,43 @@ def find_activation(activation: Callable[[Tensor], Tensor]) -> str:
     x = torch.randn(_VALUES, generator=torch.Generator().manual_seed(0)).mul_(2).to(torch.bfloat16)
     own: Any = copy.deepcopy(activation).to_empty(device="cpu") if isinstance(activation, nn.Module) else activation
     return next((name for name, act in ACTIVATIONS.items() if _fraction_unlike(own, act, x) <= _MAX_UNLIKE), "")
+
+
+@torch.no_grad()
+def find_routing(router: nn.Module) -> Routing | None:
+    """What ``router``, which returns logits, weights and experts, does with its logits; None if that isn't known."""
+    top_k, weight = getattr(router, "top_k", None), router._parameters.get("weight")
+    known = {"weight", "bias"} >= set(router._parameters) and not router._buffers and not router._modules
+    if not isinstance(top_k, int) or weight is None or weight.dim() != 2 or not known:
+        return None
+    # In bfloat16 it shows what is rounded, in float32 which of two formulas for one value it is.
+    dtypes = (torch.bfloat16, torch.float32)
+    calls = [_call_router(router, dtype) for dtype in dtypes]
+    for kind, normalized, in_float in product(ROUTINGS, (True, False), (False, True)):
+        found = Routing(top_k, kind, normalized, in_float)
+        if all(call and all(map(_is_equal, found(call[0]), call[1:])) for call in calls):
+            return found
+    return None
+
+
+def _call_router(router: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Any, Any] | None:
+    """Logits, weights and experts of some rows; None if ``router`` doesn't return them."""
+    own = copy.deepcopy(router).to_empty(device="cpu").to(dtype).eval()
+    generator = torch.Generator().manual_seed(0)
+    columns = own.get_parameter("weight").shape[-1]
+    for parameter in own.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) / columns**0.5)
+    x = torch.randn((_ROWS, columns), generator=generator).to(dtype)
+    logits = F.linear(x, own.get_parameter("weight"), own._parameters.get("bias"))
+    try:
+        theirs, weights, index = own(x)
+    except Exception:  # whatever a module of somebody else raises
+        return None
+    return (logits, weights, index) if _is_equal(logits, theirs) else None
+
+
+def _is_equal(found: Tensor, wanted: Any) -> bool:
+    return isinstance(wanted, Tensor) and found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 
 @torch.no_grad()

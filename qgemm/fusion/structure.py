@@ -15,14 +15,16 @@ from typing import Any
 
 from torch import nn
 
-from qgemm.fusion.probe import find_activation, find_norm, find_rotation
-from qgemm.fusion.verify import Call, computes_attention
+from qgemm.fusion.probe import find_activation, find_norm, find_rotation, find_routing
+from qgemm.fusion.verify import Call, computes_attention, computes_mixture
 from qgemm.nn.blocks.attention import FusedAttention, HeadNorms, Rotation
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.layer import Branch, CalledBranch, Form, FusedLayer
 from qgemm.nn.blocks.merged import MergedWeights, why_apart
+from qgemm.nn.blocks.mixture import FusedMixture
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep
+from qgemm.nn.experts import QuantExperts
 
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
@@ -82,6 +84,10 @@ _MLP_LAYERS = (
     (("wi",), "wo", False),
     (("lin1",), "lin2", False),
 )
+# Of a mixture, besides its experts.
+_ROUTER = ("gate", "router")
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+_SHARED_GATE = "shared_expert_gate"
 _ACTIVATION = ("act_fn", "activation_fn", "act", "activation")
 _BERT = ("attention", "intermediate", "output")
 _ROTATE = "apply_rotary_pos_emb"
@@ -178,8 +184,8 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
         attention = CalledBranch(layer.get_submodule(found.attention), True)
         reasons.append(f"{found.attention}: {error}")
     try:
-        mlp = _mlp(layer, found)
-        parts.append("mlp")
+        mlp = _mlp(layer, found) if found.mlp_layers else _mixture(layer.get_submodule(found.mlp), call)
+        parts.append("mlp" if found.mlp_layers else "mixture")
     except NotFused as error:
         mlp = CalledBranch(layer.get_submodule(found.mlp), False)
         reasons.append(f"{found.mlp or 'the MLP'}: {error}")
@@ -242,6 +248,8 @@ def _passed_over(
     called |= {step.module for step in steps.values() if step.norm is None}
     if isinstance(attention, FusedLatentAttention):
         called |= set(attention.called)
+    if isinstance(mlp, FusedMixture):
+        called |= {each for each in mlp.called if each is not None}
 
     def below(holder: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         for name, child in holder._modules.items():
@@ -369,8 +377,7 @@ def _head_norms(attention: nn.Module, head_dim: int) -> HeadNorms | None:
 
 
 def _mlp(layer: nn.Module, parts: _Parts) -> FusedMlp:
-    if parts.mlp_layers is None:
-        raise NotFused(f"{type(layer.get_submodule(parts.mlp)).__name__} is called as it is")
+    assert parts.mlp_layers is not None
     holder, _, name = parts.activation.rpartition(".")
     activation = getattr(layer.get_submodule(holder), name, None) if name else None
     if activation is None:
@@ -380,6 +387,19 @@ def _mlp(layer: nn.Module, parts: _Parts) -> FusedMlp:
     if reason := why_apart(down):
         raise NotFused(reason)
     return FusedMlp(_merge(first), _merge(down), activation, find_activation(activation), gated)
+
+
+def _mixture(module: nn.Module, call: Call) -> FusedMixture:
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    router, shared, experts = _child(module, _ROUTER), _child(module, _SHARED), children.get("experts")
+    others = set(children) - {router, shared, _SHARED_GATE, "experts"}
+    if type(experts) is not QuantExperts or not router or others or module._parameters or module._buffers:
+        raise NotFused(f"{type(module).__name__} is called as it is")
+    routing, gate = find_routing(children[router]), children.get(_SHARED_GATE)
+    fused = FusedMixture(module, children[router], experts, routing, children.get(shared), gate)
+    if not computes_mixture(fused, call):
+        raise NotFused(f"{type(module).__name__} computes something else than its names say")
+    return fused
 
 
 def _dotted(*names: str) -> str:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qgemm.nn.blocks.attention import FusedAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.layer import CalledBranch, FusedLayer
+from qgemm.nn.blocks.mixture import FusedMixture
 from qgemm.nn.blocks.steps import linear
 
 MAX_ERROR = 0.02
@@ -102,6 +103,18 @@ def computes_attention(fused: FusedAttention | FusedLatentAttention, call: Call,
             x = x * (_SPREAD / linear(x, operands[0], x.dtype).float().std()).to(x.dtype)  # type: ignore[arg-type]
         expected = CalledBranch(fused.module, True)(x, (), None, x.dtype, context)
         out = fused(x, tuple(operands), None, x.dtype, context)  # type: ignore[arg-type]
+    except Exception:  # of a candidate that is wrong, anything may be raised
+        return False
+    return bool((out.float() - expected.float()).norm() <= MAX_ERROR * expected.float().norm())
+
+
+@torch.no_grad()
+def computes_mixture(fused: FusedMixture, call: Call) -> bool:
+    """Whether ``fused`` computes what its module does, for random inputs."""
+    x = torch.randn(call.x.shape, generator=torch.Generator().manual_seed(0)).to(call.x)
+    try:
+        expected = CalledBranch(fused.module, False)(x, (), None, x.dtype, {})
+        out = fused(x, (), None, x.dtype, {})
     except Exception:  # of a candidate that is wrong, anything may be raised
         return False
     return bool((out.float() - expected.float()).norm() <= MAX_ERROR * expected.float().norm())

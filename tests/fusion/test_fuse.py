@@ -19,6 +19,7 @@ from qgemm.fusion.verify import MAX_ERROR
 from qgemm.nn.blocks.layer import MAX_SMALL_ROWS, fused_of
 
 BOTH = ("attention", "mlp")
+MIXTURE = ("attention", "mixture")
 # What is fused of the layers of each family, in order.
 FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3"), (BOTH, BOTH)),
@@ -38,10 +39,11 @@ FUSED |= {
     "mamba": (),
 }
 OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
-    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss"), (("attention",), ("attention",))),
+    **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "phimoe"), (MIXTURE, MIXTURE)),
+    "granitemoe": (("attention",), ("attention",)),  # whose router counts the tokens of each expert
     # With shared experts.
-    "qwen2_moe": (("attention",), ("mlp",)) * 2,
-    "deepseek_v3": (BOTH, ("attention",), ("mlp",)),
+    "qwen2_moe": (MIXTURE, ("mlp",)) * 2,
+    "deepseek_v3": (BOTH, MIXTURE, ("mlp",)),
     "llama4": ((), ("mlp",)) * 2,
 }
 # A norm by PyTorch's operator, in place of the model's own formula: in float32 the last bit of a value may differ.
@@ -111,11 +113,12 @@ def test_a_fused_model_has_the_bits_of_the_model(family: str, dtype: torch.dtype
 
 
 @pytest.mark.slow(quick=["mixtral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", OF_MIXTURES)
-def test_mixtures(family: str) -> None:
+def test_mixtures(family: str, dtype: torch.dtype) -> None:
     build = MIXTURES[family]
     example = build()
-    quantize_model(example.model)
+    quantize_model(example.model.to(dtype))
     expected = example.output()
     fuse(example.model)
     assert fused_parts(example.model) == OF_MIXTURES[family]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from qgemm.fusion.probe import find_activation, find_norm, find_rotation
+from qgemm.fusion.probe import find_activation, find_norm, find_rotation, find_routing
 from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
+from qgemm.kernels.routing import Routing
 from qgemm.nn.blocks.attention import Rotation
 
 
@@ -108,3 +109,52 @@ def test_what_is_no_known_rotation() -> None:
 
     assert find_rotation(backwards, cos, sin, None, torch.float32) is None
     assert find_rotation(apply_rotary_pos_emb, cos[None], sin[None], None, torch.float32) is None
+
+
+class _Router(nn.Module):
+    def __init__(self, routing: Routing, factor: float = 1.0) -> None:
+        super().__init__()
+        self.weight, self.top_k, self.routing, self.factor = nn.Parameter(torch.ones(12, 32)), 3, routing, factor
+
+    def forward(self, x: torch.Tensor) -> Any:
+        logits = x @ self.weight.t()
+        weights, index = self.routing(logits)
+        return logits, weights * self.factor, index
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(3),
+        Routing(3, normalized=False),
+        Routing(3, in_float=True),
+        Routing(3, normalized=False, in_float=True),
+        Routing(3, "softmax_of_top_k"),
+        Routing(3, "softmax_of_top_k", in_float=True),
+    ],
+    ids=str,
+)
+def test_each_routing_is_found(routing: Routing) -> None:
+    assert find_routing(_Router(routing)) == routing
+    assert find_routing(_Router(routing, factor=2.0)) is None
+    assert find_routing(nn.Linear(32, 12)) is None
+
+
+def test_routers_of_models() -> None:
+    from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+    from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+    from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    small: Any = {"hidden_size": 32, "num_experts_per_tok": 2}
+    routers: dict[nn.Module, Routing | None] = {
+        Qwen3MoeTopKRouter(Qwen3MoeConfig(**small, norm_topk_prob=True)): Routing(2),
+        Qwen3MoeTopKRouter(Qwen3MoeConfig(**small, norm_topk_prob=False)): Routing(2, normalized=False),
+        OlmoeTopKRouter(OlmoeConfig(**small)): Routing(2, normalized=False),
+        MixtralTopKRouter(MixtralConfig(**small)): Routing(2, in_float=True),
+        GptOssTopKRouter(GptOssConfig(**small)): Routing(2, "softmax_of_top_k"),
+        DeepseekV3TopkRouter(DeepseekV3Config(**small)): None,  # sigmoids, with groups and a bias
+    }
+    assert {router: find_routing(router) for router in routers} == routers

@@ -27,6 +27,27 @@ PADDED = (torch.arange(7, device=DEVICE) >= torch.tensor([[3], [1], [0]], device
 BUILDERS = {**FAMILIES, **MIXTURES}
 
 
+aten = torch.ops.aten
+WAITS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.bincount.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+    aten.repeat_interleave.Tensor,
+}
+"""Operators whose result, or its shape, the host waits for."""
+
+
+def waits(func: Any, args: Any) -> bool:
+    masks = (torch.bool, torch.uint8)
+    return func in WAITS or (
+        func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+        and any(index is not None and index.dtype in masks for index in args[1])
+    )
+
+
 class Recording(TorchDispatchMode):
     """The operators that ``run`` calls, to be called again with the results of one another."""
 
@@ -38,8 +59,8 @@ class Recording(TorchDispatchMode):
             run()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
-            raise RuntimeError("the host waits for the device")
+        if waits(func, args):
+            raise RuntimeError(f"the host waits for the device: {func}")
         out = func(*args, **(kwargs or {}))
         self._calls.append((func, args, kwargs or {}, out))
         return out
@@ -108,13 +129,20 @@ def test_replayed_steps_give_the_tokens_of_transformers(graphs: list[Any], famil
     assert torch.equal(model.generate(other, **options), type(model).generate(model, other, **options))
 
 
-@pytest.mark.parametrize("dtype", [None, torch.int8], ids=["float", "int8"])
-def test_fused_layers_are_replayed(graphs: list[Any], dtype: torch.dtype | None) -> None:
-    model: Any = qgemm.quantize_model(FAMILIES["qwen3"]().model.to(DEVICE))
+FUSED = [("qwen3", None), ("qwen3", torch.int8)]
+FUSED += [(family, None) for family in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe")]
+
+
+@pytest.mark.slow(quick=["qwen3-None", "qwen3-dtype1", "qwen3_moe"])
+@pytest.mark.parametrize(("family", "dtype"), FUSED)
+def test_fused_layers_are_replayed(graphs: list[Any], family: str, dtype: torch.dtype | None) -> None:
+    model: Any = qgemm.quantize_model(BUILDERS[family]().model.to(DEVICE))
     options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options["attention_mask"] = PADDED
+    of_transformers = model.generate(PROMPTS, **options)
     qgemm.fast_generate(model, cache_dtype=dtype)
     expected = model.generate(PROMPTS, **options)
+    assert dtype is not None or torch.equal(expected, of_transformers)
     qgemm.fuse(model)
     for _ in range(2):
         assert torch.equal(model.generate(PROMPTS, **options), expected)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from qgemm.nn.blocks.attention import FusedAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.merged import MergedWeights, Operands
+from qgemm.nn.blocks.mixture import FusedMixture
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize, quantize, read
 
@@ -35,7 +36,7 @@ _NAME = "_qgemm_fused"
 
 @dataclass(frozen=True, eq=False)
 class CalledBranch:
-    """A branch that is called as the module that it is: attention that isn't fused, or a mixture of experts.
+    """A branch that is called as the module that it is: attention or an MLP that isn't fused.
 
     ``told``: whether it is called with all that the layer is called with.
     """
@@ -58,7 +59,7 @@ class CalledBranch:
         return whole if residual is None else residual + whole
 
 
-Branch = FusedAttention | FusedLatentAttention | FusedMlp | CalledBranch
+Branch = FusedAttention | FusedLatentAttention | FusedMlp | FusedMixture | CalledBranch
 AllOperands = tuple[tuple[Operands, ...], tuple[Operands, ...]]
 
 

@@ -50,11 +50,13 @@ def normalize(x: Tensor, step: NormStep | None) -> Tensor:
 
 def read(x: Tensor, step: NormStep | None, operands: tuple[Operands, ...]) -> Input:
     """What a branch reads: ``norm(x)``, quantized for one that begins with a product of ``operands``."""
-    vectors = None if step is None or not operands else step.vectors(x)
+    vectors = None if step is None else step.vectors(x)
     if vectors is None:
         return normalize(x, step)
     assert step is not None
     assert step.norm is not None
+    if not operands:
+        return add_norm(x, None, None, *vectors, step.norm)[1]
     return QuantizedRows(*norm_quantize(x, *vectors, step.norm, operands[0].input_scale))
 
 

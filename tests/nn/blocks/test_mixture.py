@@ -1,0 +1,112 @@
+"""Mixtures of experts in fused layers: their operators, and what sees or replaces their parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from families.mixtures import MIXTURES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qgemm import fuse, quantize_model
+from qgemm.nn.blocks.layer import fused_of
+from qgemm.nn.blocks.mixture import FusedMixture
+
+
+class Operators(TorchDispatchMode):
+    """The names of operators that compute something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def fused(family: str) -> tuple[Any, Any]:
+    """A model of ``family``, and its last layer."""
+    model = quantize_model(MIXTURES[family]().model)
+    fuse(model)
+    return model, model.model.layers[-1]
+
+
+def operators(call: Any, *arguments: Any, **options: Any) -> list[str]:
+    with torch.no_grad(), Operators() as found:
+        call(*arguments, **options)
+    return found.names
+
+
+SHARED = ["quant_linear", "activation_quantize", "multiply", "mm", "sigmoid", "mul"]
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [
+        ("qwen3_moe", ["mm", "route", "quant_experts"]),
+        ("mixtral", ["mm", "route", "quant_experts"]),
+        ("olmoe", ["mm", "route", "quant_experts"]),
+        ("gpt_oss", ["addmm", "route", "quant_experts"]),
+        ("qwen2_moe", ["mm", "route", *SHARED, "quant_experts", "add"]),
+    ],
+)
+def test_a_mixture_is_three_operators(family: str, expected: list[str]) -> None:
+    model, layer = fused(family)
+    mixture: Any = fused_of(layer).mlp  # type: ignore[union-attr]
+    assert isinstance(mixture, FusedMixture)
+    x, residual = torch.randn(2, 1, 2, model.config.hidden_size)
+    assert operators(mixture, x, (), residual, x.dtype, {}) == expected
+    with torch.no_grad():
+        out = layer.mlp(x)
+        out = residual + (out[0] if isinstance(out, tuple) else out)
+        assert torch.equal(mixture(x, (), residual, x.dtype, {}), out)
+
+
+def test_the_router_reads_floats_that_one_operator_normalizes() -> None:
+    model, _ = fused("qwen3_moe")
+    names = operators(model, torch.arange(4)[None])
+    assert names.count("add_norm") == len(model.model.layers)
+    assert names.count("rsqrt") == 1, "of the norm after the layers alone"
+
+
+def test_who_asks_for_logits_of_routers_gets_them() -> None:
+    model, _ = fused("mixtral")
+    tokens = torch.arange(5)[None]
+    with torch.no_grad():
+        plain = model(tokens).logits
+        asked = model(tokens, output_router_logits=True)
+        assert [logits.shape for logits in asked.router_logits] == [(5, model.config.num_local_experts)] * 2
+        assert torch.equal(asked.logits, plain)
+        assert torch.equal(model(tokens).logits, plain)
+
+
+def test_a_hook_on_experts_sees_what_it_would() -> None:
+    model, layer = fused("qwen3_moe")
+    tokens, seen = torch.arange(5)[None], []
+    with torch.no_grad():
+        plain = model(tokens).logits
+        handle = layer.mlp.experts.register_forward_hook(lambda module, args, out: seen.append(out))
+        assert torch.equal(model(tokens).logits, plain)
+        (out,) = seen
+        handle.remove()
+        handle = layer.mlp.register_forward_hook(lambda module, args, out: torch.zeros_like(out))
+        assert not torch.equal(model(tokens).logits, plain)
+        handle.remove()
+        assert out.abs().max() > 0
+        assert torch.equal(model(tokens).logits, plain)
+
+
+def test_a_replaced_router_is_called() -> None:
+    class First(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return x, x.new_ones(len(x), 1), x.new_zeros(len(x), 1, dtype=torch.int64)
+
+    model, layer = fused("qwen3_moe")
+    tokens = torch.arange(5)[None]
+    with torch.no_grad():
+        plain = model(tokens).logits
+        layer.mlp.gate = First()
+        assert not torch.equal(model(tokens).logits, plain)
