@@ -17,8 +17,9 @@ class ModelShape:
     """A model's config.
 
     - ``config_class``: of transformers, called with ``config`` and ``num_hidden_layers``.
-    - ``min_cosine``: of the outputs of a right quantized model to the float model's. Routers of random weights choose
-      other experts for tiny differences, so it is lower for mixtures.
+    - ``min_cosine``: of the outputs of a right quantized model to the float model's. Random weights don't damp what
+      rounding does to the layers before: after 32 layers of Llama 3 8B it is 0.94 in int8, and a wrong layer gives
+      nearly 0.
     """
 
     name: str
@@ -26,7 +27,7 @@ class ModelShape:
     layers: int
     config: Mapping[str, Any] = field(default_factory=dict)
     is_decoder: bool = True
-    min_cosine: float = 0.98
+    min_cosine: float = 0.9
 
     def make_config(self, layers: int | None = None) -> Any:
         """The config, with another number of ``layers`` if one is given."""
@@ -109,15 +110,15 @@ MODELS = {
                 "max_position_embeddings": 40960,
                 "rope_theta": 1000000.0,
             },
-            min_cosine=0.9,
         ),
-        ModelShape("bert-base", "BertConfig", 12, is_decoder=False),
+        ModelShape("bert-base", "BertConfig", 12, is_decoder=False, min_cosine=0.98),
         ModelShape(
             "minilm-l6",
             "BertConfig",
             6,
             {"hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 12},
             is_decoder=False,
+            min_cosine=0.98,
         ),
     )
 }
