@@ -30,6 +30,9 @@ _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
 
 
+_Places = tuple[tuple[nn.Module, str, nn.Module], ...]
+
+
 @dataclass(frozen=True)
 class _Norms:
     """What the norms of a layer are called; and how the layer's parts follow one another."""
@@ -193,6 +196,7 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
     if not parts or (isinstance(mlp, CalledBranch) and not found.mlp):
         return Candidates((), (), reason)
     steps = {name: NormStep(layer.get_submodule(name), find_norm(layer.get_submodule(name))) for name in found.norms}
+    passed_over, called = _places(layer, attention, mlp, steps)
     fused = [
         FusedLayer(
             order.form,
@@ -205,7 +209,8 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
             multiplier=getattr(layer, "residual_multiplier", 1.0),
             residual_first=residual_first,
             defaults=defaults,
-            passed_over=tuple(_passed_over(layer, attention, mlp, steps)),
+            passed_over=passed_over,
+            called=called,
         )
         for order in orders
         if not _is_of_other_form(layer, orders, order)
@@ -226,7 +231,8 @@ def find_mlp(module: nn.Module) -> FusedLayer:
     layers = next(each for each in _MLP_LAYERS if {*each[0], each[1]} <= children)
     activation = next((name for name in _ACTIVATION if callable(getattr(module, name, None))), "")
     mlp = _mlp(module, _Parts("", "", "", layers, activation, frozenset()))
-    return FusedLayer("alone", None, mlp, passed_over=tuple(_passed_over(module, None, mlp, {})))
+    passed_over, called = _places(module, None, mlp, {})
+    return FusedLayer("alone", None, mlp, passed_over=passed_over, called=called)
 
 
 def _is_of_other_form(layer: nn.Module, orders: Sequence[_Norms], order: _Norms) -> bool:
@@ -240,10 +246,10 @@ def _is_of_other_form(layer: nn.Module, orders: Sequence[_Norms], order: _Norms)
     )
 
 
-def _passed_over(
+def _places(
     layer: nn.Module, attention: Branch | None, mlp: Branch, steps: Mapping[str, NormStep]
-) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """The modules in ``layer`` that aren't called, each with its holder and name: all but those of called branches."""
+) -> tuple[_Places, _Places]:
+    """The modules in ``layer`` that are passed over, and those that are called, each with its holder and name."""
     called = {branch.module for branch in (attention, mlp) if isinstance(branch, CalledBranch)}
     called |= {step.module for step in steps.values() if step.norm is None}
     if isinstance(attention, FusedLatentAttention):
@@ -253,11 +259,15 @@ def _passed_over(
 
     def below(holder: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         for name, child in holder._modules.items():
-            if child is not None and child not in called and not isinstance(child, nn.Dropout | nn.Identity):
+            if child is not None and not isinstance(child, nn.Dropout | nn.Identity):
                 yield holder, name, child
-                yield from below(child)
+                if child not in called:
+                    yield from below(child)
 
-    yield from below(layer)
+    places = tuple(below(layer))
+    return tuple(each for each in places if each[-1] not in called), tuple(
+        each for each in places if each[-1] in called
+    )
 
 
 class NotFused(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -413,3 +414,66 @@ def test_a_model_without_layers() -> None:
         fusion_report(model)
     quantize_model(model)
     assert fusion_report(fuse(model)).records == ()
+
+
+def test_gradients_of_norms_adapters_and_prefixes_are_those_of_the_model() -> None:
+    """With inputs that need no gradient themselves, in a model that isn't training."""
+    peft = pytest.importorskip("peft")
+    embeddings = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
+
+    def norms(is_fused: bool) -> nn.Module:
+        model: Any = quantized("llama").model
+        if is_fused:
+            fuse(model)
+        model(inputs_embeds=embeddings[..., : model.config.hidden_size]).logits.square().sum().backward()
+        return model
+
+    def adapted(config: Any, is_fused: bool) -> nn.Module:
+        example = quantized("llama")
+        torch.manual_seed(0)
+        model: Any = peft.get_peft_model(example.model, config).eval()
+        if is_fused:
+            fuse(model)
+        model(**example.inputs, labels=example.inputs["input_ids"]).loss.backward()
+        return model
+
+    lora = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    for make in (norms, partial(adapted, lora), partial(adapted, prefix)):
+        found, expected = (
+            {name: p.grad for name, p in make(is_fused).named_parameters() if p.grad is not None}
+            for is_fused in (True, False)
+        )
+        assert expected
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_frozen_model_is_fused_with_gradients_on() -> None:
+    example = quantized("llama")
+    fuse(example.model).requires_grad_(False)
+    with _Counted() as counted:
+        example.model(**example.inputs)
+    assert counted.products == products_in(example)
+
+
+def test_a_replaced_branch_is_called() -> None:
+    """A mixture, which isn't fused itself, in a layer whose attention is."""
+    example = quantized("mixtral")
+    model: Any = fuse(example.model)
+    model.model.layers[0].mlp = nn.Identity()
+    found = example.output()
+    unfuse(model)
+    assert torch.equal(found, example.output())
+
+
+def test_hooks_on_all_modules_are_called() -> None:
+    example = quantized("llama")
+    fuse(example.model)
+    called: list[str] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(type(module).__name__))
+    try:
+        example.output()
+    finally:
+        handle.remove()
+    assert called.count("QuantLinear") == 14

@@ -161,13 +161,49 @@ def test_a_cache_is_reused_at_the_same_addresses() -> None:
     cache.rewind(PROMPT - 1)
     last = model(inputs["input_ids"][:, -1:], past_key_values=cache).logits[:, 0]
     torch.testing.assert_close(last, wanted[0, :, 1:], rtol=1e-4, atol=1e-4)
-    cache.crop(1)
+    cache.crop(-1)
+    with pytest.raises(ValueError, match="as a negative number, and got 1"):
+        cache.crop(1)
     assert cache.used == cache.length.item() == PROMPT - 1
     cache.reset()
     alone = generate(model, {name: x[1:] for name, x in inputs.items()}, cache)
     torch.testing.assert_close(alone, wanted[:, 1:], rtol=1e-4, atol=1e-4)
     assert [layer.keys.data_ptr() for layer in cache.layers] == addresses
     assert cache.batch_size == 1
+
+
+def test_what_was_stored_in_inference_mode_can_be_continued_outside() -> None:
+    model, inputs = model_of("Llama"), prompts(padded=False)
+    with torch.inference_mode():
+        cache = new_cache(model)
+        generate(model, inputs, cache)
+    cache.rewind(0)
+    assert torch.equal(generate(model, inputs, cache), generate(model, inputs, new_cache(model)))
+
+
+def test_guesses_that_are_rejected_are_forgotten() -> None:
+    model, inputs = model_of("Llama"), prompts(padded=False)
+    one = {name: x[:1].repeat(1, 3) for name, x in inputs.items()}
+    options = {"max_new_tokens": 20, "do_sample": False}
+    cache = new_cache(model)
+    found = model.generate(**one, past_key_values=cache, prompt_lookup_num_tokens=3, **options)
+    assert torch.equal(found, model.generate(**one, **options))
+    assert cache.used == found.shape[1] - 1
+
+
+def test_masks_of_a_forward_are_not_those_of_the_next() -> None:
+    """With a length that only the device knows, as after compiled code."""
+    model = model_of("Llama")
+    model.set_attn_implementation("qgemm")
+    ids = torch.randint(2, 128, (1, 60))
+    found = []
+    for knows in (True, False):
+        cache = new_cache(model)
+        for begin in range(0, 60, 20):
+            if not knows:
+                cache.tokens.used = None
+            found.append(model(ids[:, begin : begin + 20], past_key_values=cache).logits)
+    torch.testing.assert_close(found[3:], found[:3], rtol=1e-4, atol=1e-4)
 
 
 class Operators(TorchDispatchMode):
@@ -321,6 +357,8 @@ def test_what_is_refused() -> None:
         generate(model, inputs, new_cache(model, torch.bfloat16))
     with pytest.raises(ValueError, match="room for 14 tokens, holds 14, and 1 more come"):
         generate(model, inputs, qgemm.KeyValueCache(config, 2, 14))
+    with pytest.raises(ValueError, match="the cache has 1 layers, and keys of layer 1 come"):
+        generate(model, inputs, qgemm.KeyValueCache(model_of("Llama", num_hidden_layers=1).config, 2, 64))
     cache = new_cache(model)
     cache.advance(3)
     with pytest.raises(ValueError, match=r"advance\(\) announced 3 tokens, and 12 came"):

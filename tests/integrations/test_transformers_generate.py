@@ -403,3 +403,16 @@ def test_peft_models_are_fast_by_their_base(llama: PreTrainedModel) -> None:
     assert torch.equal(model.generate(**options), own(**options))
     with model.disable_adapter():
         assert torch.equal(model.generate(**options), own(**options))
+
+
+def test_prefixes_of_peft_are_left_to_transformers(llama: PreTrainedModel) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(copy.deepcopy(llama), config).eval()
+    tokens = PROMPTS.to(DEVICE)
+    options = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "max_new_tokens": 8, "do_sample": False}
+    expected = model.generate(**options, **NO_END)
+    qgemm.fast_generate(model)
+    with pytest.warns(UserWarning, match="prepared by something else than its class"):
+        found = model.generate(**options, **NO_END)
+    assert torch.equal(found, expected)

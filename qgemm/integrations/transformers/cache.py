@@ -37,7 +37,8 @@ class Tokens:
     def __init__(self, capacity: int, device: torch.device) -> None:
         """None yet."""
         self.capacity = capacity
-        self.length = torch.zeros(1, dtype=torch.int32, device=device)
+        with torch.inference_mode(mode=False):  # else it couldn't be written to outside of that
+            self.length = torch.zeros(1, dtype=torch.int32, device=device)
         """On the device; those of a forward that has begun are in it."""
         self.used: int | None = 0
         """The same on the host; None after compiled code has changed it."""
@@ -56,14 +57,15 @@ class Tokens:
         """Counts ``count`` tokens more. Raises ``ValueError`` if the cache has no room for them."""
         if torch.compiler.is_compiling():
             self.used = None
-        elif self.used is not None:
+        else:
+            self.masks.clear()
+        if self.used is not None:
             if self.used + count > self.capacity:
                 raise ValueError(
                     f"the cache has room for {self.capacity} tokens, holds {self.used}, and {count} more come: make it "
                     "with a larger max_length, or reset() it"
                 )
             self.used += count
-            self.masks.clear()
         self.length.add_(count)
 
     def announce(self, count: int) -> None:
@@ -149,6 +151,9 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Takes memory for keys and values like these, ``[B, heads, S, D]``."""
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(mode=False):
+                return self.lazy_initialization(key_states, value_states)
         heads, D = key_states.shape[1], key_states.shape[3]
         if value_states.shape[1] != heads or value_states.shape[3] != D:
             raise ValueError(
@@ -355,9 +360,16 @@ class KeyValueCache(Cache):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores a layer's keys and values ``[B, heads, S, D]``; returns all that it has, for attention."""
-        layer: Any = self.layers[layer_idx]
-        found: tuple[Tensor, Tensor] = layer.update(key_states, value_states)
+        found: tuple[Tensor, Tensor] = self._layer(layer_idx).update(key_states, value_states)
         return found
+
+    def _layer(self, layer_idx: int) -> Any:
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"the cache has {len(self.layers)} layers, and keys of layer {layer_idx} come: make it with the config "
+                "of this model"
+            )
+        return self.layers[layer_idx]
 
     def rotate_and_store(
         self,
@@ -375,7 +387,7 @@ class KeyValueCache(Cache):  # type: ignore[misc]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """``torch.ops.qgemm.rotate_and_store`` to a layer: ``q [B, S, q_heads, D]``, and what ``update`` returns."""
         rotation = (qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved)
-        layer: Any = self.layers[layer_idx]
+        layer = self._layer(layer_idx)
         B, S, width = qkv.shape
         # What keys and values will be like; nothing is read of it.
         like = qkv.as_strided((B, kv_heads, S, width // (q_heads + 2 * kv_heads)), (0, 0, 0, 0))
@@ -432,8 +444,13 @@ class KeyValueCache(Cache):  # type: ignore[misc]
         self.tokens.rewind(used)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last tokens."""
-        self.tokens.rewind(max(self.used - tokens_to_remove, 0))
+        """Forgets the last tokens: as in transformers, their number is negative."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes how many tokens to forget, as a negative number, and got {tokens_to_remove}: rewind() "
+                "takes how many to keep"
+            )
+        self.tokens.rewind(max(self.used + tokens_to_remove, 0))
 
 
 def _windows(config: PreTrainedConfig, max_length: int) -> Sequence[int | None]:

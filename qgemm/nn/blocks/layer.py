@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+import torch.nn.modules.module as _of_all_modules
 from torch import Tensor, nn
 
 from qgemm.nn.blocks.attention import FusedAttention
@@ -73,7 +74,8 @@ class FusedLayer:
     - ``multiplier``: of each branch ahead of the residual; ``residual_first``: whether, side by side, the branches are
       added to the residual one by one, or to one another first.
     - ``defaults``: the arguments of ``forward`` after the first, by name and in order.
-    - ``passed_over``: modules that are not called, with the name and holder of each, so that a replaced one is seen.
+    - ``passed_over``: modules that are not called, with the name and holder of each, so that a replaced one is seen;
+      ``called``: those that are called, likewise.
     - ``returns_tuple``: whether ``forward`` returns the output with attention weights, which are None.
     """
 
@@ -88,11 +90,14 @@ class FusedLayer:
     residual_first: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     passed_over: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
+    called: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
     returns_tuple: bool = False
 
     def prepare(self, layer: nn.Module, x: Any, context: Mapping[str, Any]) -> AllOperands | None:
         """The operands of both branches for this call of ``layer``; None if it can't be computed here."""
-        if type(x) is not Tensor or layer.training or (torch.is_grad_enabled() and x.requires_grad):
+        if type(x) is not Tensor or layer.training or (torch.is_grad_enabled() and _has_gradients(layer, x, context)):
+            return None
+        if _of_all_modules._global_forward_hooks or _of_all_modules._global_forward_pre_hooks:
             return None
         if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") or context.get("output_attentions"):
             return None
@@ -115,6 +120,9 @@ class FusedLayer:
                 return None
         if torch.compiler.is_compiling() and torch.compiler.is_exporting():
             return None  # a program has the model's own parameters, once
+        for holder, name, module in self.called:
+            if holder._modules.get(name) is not module:
+                return None
         return self.operands()
 
     @property
@@ -223,6 +231,16 @@ def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, hidden_states, *args, **kwargs)
     out = fused(hidden_states, operands, context)
     return (out, None) if fused.returns_tuple else out
+
+
+def _has_gradients(layer: nn.Module, x: Tensor, context: Mapping[str, Any]) -> bool:
+    """Whether a backward may come through ``layer``: quantized rows have no gradient."""
+    if x.requires_grad or any(parameter.requires_grad for parameter in layer.parameters()):
+        return True
+    # Keys in a cache may be trained.
+    layers = [each for value in context.values() for each in getattr(value, "layers", ())]
+    tensors = [*context.values(), *(value for each in layers for value in vars(each).values())]
+    return any(isinstance(value, Tensor) and value.requires_grad for value in tensors)
 
 
 def _is_watched(module: nn.Module) -> bool:
