@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -68,13 +70,14 @@ def test_of_equal_experts_the_kernel_takes_the_first(routing: Routing, device: t
 
 
 @pytest.mark.parametrize("routing", KINDS, ids=str)
-@pytest.mark.parametrize("logits", [(NAN, 1.0), (INF, 1.0), (-INF, -INF)], ids=str)
+@pytest.mark.parametrize("logits", [(NAN, 1.0), (-NAN, 1.0), (INF, 1.0), (-INF, -INF)], ids=str)
 def test_garbage_is_never_a_finite_weight_nor_an_expert_that_is_none(
     logits: tuple[float, ...], routing: Routing, device: torch.device
 ) -> None:
     x = torch.zeros(2, 16, device=device)
     x[1] = x[1].fill_(logits[1])
     x[1, 5] = logits[0]
+    assert x[1, 5].signbit() == (math.copysign(1.0, logits[0]) < 0)
     weights, index = launcher.route(x, routing)
     assert weights[0].isfinite().all()
     assert weights[1].isnan().all()

@@ -46,8 +46,8 @@ def _route_kernel(
     experts, slots = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     x = tl.load(logits + token * stride_t + experts * stride_e, mask=experts < E, other=float("-inf")).to(tl.float32)
     values = x if OF_TOP_K else _softmax(x)
-    # Below every float: what is no expert is never chosen, and no expert twice.
-    left = tl.where(experts < E, _ordered(values), -0x80000000)
+    # What is no expert is never larger than one, and behind all of them.
+    left = _ordered(values)
     chosen = tl.full((SLOTS,), float("-inf"), tl.float32)
     found = tl.zeros((SLOTS,), tl.int32)
     for j in range(TOP_K):
@@ -56,7 +56,7 @@ def _route_kernel(
         value = tl.where(largest == 0x7FFFFFFF, float("nan"), _float(largest))
         chosen = tl.where(slots == j, value, chosen)
         found = tl.where(slots == j, expert, found)
-        left = tl.where(experts == expert, -0x80000000, left)
+        left = tl.where(experts == expert, -0x80000000, left)  # below every float
     if OF_TOP_K:
         chosen = _softmax(chosen)
     elif NORMALIZED:
