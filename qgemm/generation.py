@@ -19,7 +19,8 @@ def fast_generate(model: Model, enabled: bool = True, *, cache_dtype: torch.dtyp
     ``cache_dtype=torch.int8`` keeps keys and values in int8, in half the memory. With ``enabled=False`` ``generate`` is
     as before, and what it kept is freed.
 
-    Raises ``TypeError`` for a model that has no ``generate`` of transformers.
+    Raises ``TypeError`` for a model that has no ``generate`` of transformers, ``ValueError`` for a dtype that a
+    ``KeyValueCache`` can't have.
     """
     from qgemm.integrations.transformers import generate as integration
 

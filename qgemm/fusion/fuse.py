@@ -108,7 +108,8 @@ def _calls(
     try:
         return record_calls(model, layers.values(), inputs), ""
     except Exception as error:  # anything that a model's forward may raise
-        return {}, f"it can't be verified without inputs (fuse(model, inputs=...)): {type(error).__name__}: {error}"
+        given = "its own dummy_inputs: pass others as inputs" if inputs is None else "the inputs passed"
+        return {}, f"it can't be verified: the model can't take {given} ({type(error).__name__}: {error})"
 
 
 def _choose(candidates: tuple[FusedLayer, ...], call: Call) -> tuple[FusedLayer | None, float | None, str]:

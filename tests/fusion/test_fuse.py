@@ -477,3 +477,9 @@ def test_hooks_on_all_modules_are_called() -> None:
     finally:
         handle.remove()
     assert called.count("QuantLinear") == 14
+
+
+def test_inputs_that_the_model_does_not_take() -> None:
+    model = fuse(quantized("llama").model, {"pixels": torch.ones(2)})
+    assert all(record.parts == () for record in fusion_report(model).records)
+    assert "the model can't take the inputs passed (" in fusion_report(model).records[0].reason

@@ -347,6 +347,10 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             qgemm.KeyValueCache(config, *arguments)
+    with pytest.raises(
+        TypeError, match=r"config is a LlamaForCausalLM; it must be a config of transformers: model.con"
+    ):
+        qgemm.KeyValueCache(model, 2, 64)
     with pytest.raises(ValueError, match="has no chunked attention"):
         qgemm.KeyValueCache(transformers.Llama4TextConfig(), 1, 64)
     with pytest.raises(ValueError, match=r"layers of the kind \w+, and a KeyValueCache keeps only keys and values"):

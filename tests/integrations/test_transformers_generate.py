@@ -405,6 +405,15 @@ def test_peft_models_are_fast_by_their_base(llama: PreTrainedModel) -> None:
         assert torch.equal(model.generate(**options), own(**options))
 
 
+def test_a_dtype_that_no_cache_has_is_refused_at_once(llama: PreTrainedModel) -> None:
+    with pytest.raises(ValueError, match=r"cache_dtype is torch.float64; it must be one of"):
+        qgemm.fast_generate(llama, cache_dtype=torch.float64)
+    with pytest.raises(ValueError, match="cache_dtype is int8; it must be one of"):
+        llama.generate(  # type: ignore[operator]
+            PROMPTS.to(DEVICE), custom_generate=functools.partial(qgemm.generate, cache_dtype="int8"), max_new_tokens=2
+        )
+
+
 def test_prefixes_of_peft_are_left_to_transformers(llama: PreTrainedModel) -> None:
     peft = pytest.importorskip("peft")
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)

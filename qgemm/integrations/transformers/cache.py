@@ -31,6 +31,13 @@ NO_MASK = -1
 """Stands for the first key in a mask that nobody needs, in compiled code, where ``Seen`` can't tell."""
 
 
+def check_cache_dtype(name: str, dtype: torch.dtype | None) -> None:
+    """Raises ``ValueError`` for what a ``KeyValueCache`` can't store, which is called ``name``."""
+    if dtype is not None and dtype not in (*FLOAT_DTYPES, INT8.storage):
+        names = ", ".join(str(each) for each in (*FLOAT_DTYPES, INT8.storage))
+        raise ValueError(f"{name} is {dtype}; it must be one of {names}, or None")
+
+
 class Tokens:
     """How many tokens a cache holds, on the device and on the host, and where each of its sequences begins."""
 
@@ -286,7 +293,8 @@ class KeyValueCache(Cache):  # type: ignore[misc]
     - ``dtype``: float16, bfloat16 or float32, which must be the model's; int8; None for the model's own.
     - ``device``: of the model; None for the current device.
 
-    Raises ``ValueError`` for a model some of whose layers keep something else than keys and values.
+    Raises ``TypeError`` if ``config`` isn't one of transformers, ``ValueError`` for sizes and dtypes that it can't have
+    and for a model some of whose layers keep something else than keys and values.
     """
 
     def __init__(
@@ -298,12 +306,12 @@ class KeyValueCache(Cache):  # type: ignore[misc]
         device: torch.device | str | None = None,
     ) -> None:
         """Memory is taken with the first tokens of each layer."""
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config is a {type(config).__name__}; it must be a config of transformers: model.config")
         for name, value in (("max_batch", max_batch), ("max_length", max_length)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a number from 1 on")
-        if dtype is not None and dtype not in (*FLOAT_DTYPES, INT8.storage):
-            names = ", ".join(str(each) for each in (*FLOAT_DTYPES, INT8.storage))
-            raise ValueError(f"dtype is {dtype}; it must be one of {names}, or None")
+        check_cache_dtype("dtype", dtype)
         self.config = config.get_text_config(decoder=True)
         self.max_batch, self.max_length, self.dtype = max_batch, max_length, dtype
         self.tokens = Tokens(max_length, torch.empty(0, device=device).device)

@@ -19,6 +19,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput, GenerationMixin
 
+from qgemm.integrations.transformers.cache import check_cache_dtype
 from qgemm.integrations.transformers.generate.contexts import Context, make_context, use_context
 from qgemm.integrations.transformers.generate.covered import NotCovered
 from qgemm.integrations.transformers.generate.decoder import Decoder, Decoders
@@ -66,6 +67,7 @@ def fast_generate(model: nn.Module, enabled: bool, cache_dtype: torch.dtype | No
         raise TypeError(
             f"model is a {type(model).__name__}, and fast_generate takes models of transformers with generate"
         )
+    check_cache_dtype("cache_dtype", cache_dtype)
     attributes = vars(base)
     if enabled:
         attributes["generate"] = MethodType(_generate, base)
@@ -87,6 +89,7 @@ def _generate(model: Any, *arguments: Any, **options: Any) -> Any:
 
 def generate(model: PreTrainedModel, input_ids: Tensor, cache_dtype: torch.dtype | None, **prepared: Any) -> Any:
     """For ``custom_generate=``: what transformers has prepared goes through the loop, or back."""
+    check_cache_dtype("cache_dtype", cache_dtype)
     try:
         return decode(model, input_ids, cache_dtype=cache_dtype, **prepared)
     except NotCovered as reason:
