@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import qgemm
 from benchmarks.accuracy.results import OUTLIERS, PLAIN, SUBJECTS
 from qgemm.calibration import AWQ, GPTQ, HadamardRotation, Method, OutlierColumns, SmoothQuant
-from qgemm.kernels.checks import MAX_QUERIES
+from qgemm.kernels.attention.checks import MAX_QUERIES
 
 Build = Callable[[Any, list[Any]], Any]
 """Quantizes a model, in place or not, and returns it; batches are mappings of keyword arguments."""

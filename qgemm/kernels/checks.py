@@ -20,8 +20,6 @@ from qgemm.numerics.packing import PER_WORD
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-MAX_QUERIES = 16  # positions of a sequence that decode_attention takes at a time
-MAX_HEAD_SIZE = 256
 
 
 def check_quantize_rows(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None) -> None:
@@ -284,59 +282,6 @@ def check_experts(
     )
 
 
-def check_decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    start: Tensor | None,
-    sinks: Tensor | None,
-    softcap: float,
-    window: int,
-    max_length: int,
-) -> None:
-    """Raises if ``decode_attention`` can't take these."""
-    if q.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"q is {q.dtype}; decode_attention accepts {names_of(FLOAT_DTYPES)}: {conversion(q)}")
-    for name, tensor, shape in (("q", q, "[B, S, Hq, D]"), ("k", k, "[B, Hkv, L, D]"), ("v", v, "[B, Hkv, L, D]")):
-        check_strided(name, tensor)
-        if tensor.ndim != 4 or 0 in tensor.shape[1:]:
-            raise ValueError(f"{name} is {list(tensor.shape)}; it must be {shape}, none of which is 0")
-    (B, S, Hq, D), (Hkv, L) = q.shape, k.shape[1:3]
-    if k.shape != v.shape or k.shape[0] != B or k.shape[3] != D:
-        raise ValueError(
-            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}; k and v must be [{B}, Hkv, L, {D}], "
-            "as q is [B, S, Hq, D]"
-        )
-    if Hq % Hkv:
-        raise ValueError(f"q has {Hq} heads and k has {Hkv}: q's must be a multiple of k's")
-    if S > MAX_QUERIES:
-        raise ValueError(
-            f"q has {S} positions; decode_attention takes {MAX_QUERIES} at most: "
-            "torch.nn.functional.scaled_dot_product_attention takes more"
-        )
-    if D > MAX_HEAD_SIZE:
-        raise ValueError(f"q has heads of {D} values; decode_attention takes {MAX_HEAD_SIZE} at most")
-    for name, tensor, values_scale in (("k", k, k_scale), ("v", v, v_scale)):
-        _check_cached(name, tensor, values_scale, q.dtype)
-    for name, index in (("length", length), ("start", start)):
-        if index is not None and (index.dtype != torch.int32 or (index.shape != (B,) and index.shape != (1,))):
-            raise ValueError(
-                f"{name} is {index.dtype} {list(index.shape)}; it must be torch.int32 [{B}] (or [1]), a number of keys"
-            )
-    if sinks is not None and (sinks.dtype not in FLOAT_DTYPES or sinks.shape != (Hq,)):
-        raise ValueError(f"sinks are {sinks.dtype} {list(sinks.shape)}; they must be floats [{Hq}], one for each head")
-    if not 0 <= softcap < float("inf"):
-        raise ValueError(f"softcap is {softcap}; it must be 0, for none, or a positive number")
-    if window < 0:
-        raise ValueError(f"window is {window}; it must be 0, for none, or a number of keys")
-    if not 0 < max_length <= L:
-        raise ValueError(f"max_length is {max_length}; it must be from 1 to k's length, {L}")
-    check_same_device(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, length=length, start=start, sinks=sinks)
-
-
 def check_hardware(a: Tensor, out_dtype: torch.dtype | None) -> None:
     """Raises if the GPU of ``a`` has no instructions for the dtypes of a ``matmul``."""
     if torch.float8_e4m3fn not in (a.dtype, out_dtype) or not on_gpu(a) or torch.version.hip:
@@ -415,24 +360,6 @@ def _check_input(x: Tensor, in_features: int) -> None:
     if x.ndim == 0 or x.shape[-1] != in_features:
         columns = x.shape[-1] if x.ndim else "no"
         raise ValueError(f"x has {columns} columns but the layer's in_features is {in_features}")
-
-
-def _check_cached(name: str, cached: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
-    if cached.dtype not in (dtype, INT8.storage):
-        raise TypeError(f"{name} is {cached.dtype}; it must be {dtype}, as q is, or {INT8.storage} with scales")
-    if (scale is not None) != (cached.dtype == INT8.storage):
-        wrong = "has no scales: pass" if scale is None else f"is {cached.dtype}, which has none: omit"
-        raise ValueError(f"{name} {wrong} {name}_scale")
-    if cached.dtype == INT8.storage and (cached.shape[-1] % 2 or any(stride % 2 for stride in cached.stride()[:3])):
-        raise ValueError(
-            f"{name} is {list(cached.shape)} with strides {cached.stride()}; of int8 ones D and strides must be even"
-        )
-    if cached.stride(-1) != 1:
-        raise ValueError(f"{name} has strides {cached.stride()}; the values of a head must lie side by side")
-    if scale is not None and (scale.dtype != torch.float32 or scale.shape != cached.shape[:3]):
-        raise ValueError(
-            f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be torch.float32 {list(cached.shape[:3])}"
-        )
 
 
 def _check_grouped_weight(name: str, weight: Tensor, scale: Tensor, bias: Tensor | None, shape: str) -> None:

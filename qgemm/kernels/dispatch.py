@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qgemm.kernels import checks, cpu
 from qgemm.kernels.activations import GatedActivation
+from qgemm.kernels.attention.checks import AttentionCall, check_decode_attention
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.launch.plans import remember
@@ -345,11 +346,15 @@ def decode_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     max_length = k.shape[2] if max_length is None else max_length
-    if not q.is_cuda:  # on a GPU, once for every kind of call
-        checks.check_decode_attention(q, k, v, k_scale, v_scale, length, start, sinks, softcap, window, max_length)
-    out: Tensor = _backend(q).decode_attention(
-        q, k, v, k_scale, v_scale, length, start, sinks, scale, softcap, window, max_length
-    )
+    call = AttentionCall(q, k, v, k_scale, v_scale, length, start, sinks, scale, softcap, window, max_length)
+    return attend(call)
+
+
+def attend(call: AttentionCall) -> Tensor:
+    """``decode_attention``, of arguments that are a value."""
+    if not call.q.is_cuda:  # on a GPU, once for every kind of call
+        check_decode_attention(call)
+    out: Tensor = _backend(call.q).decode_attention(call)
     return out
 
 

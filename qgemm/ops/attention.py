@@ -8,47 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
-from qgemm.kernels import checks, dispatch
+from qgemm.kernels import dispatch
+from qgemm.kernels.attention.checks import AttentionCall, check_decode_attention
 from qgemm.ops.declare import operator
 
 
-def _decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    start: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int,
-    max_length: int,
-) -> Tensor:
-    return dispatch.decode_attention(
-        q, k, v, length,
-        k_scale=k_scale, v_scale=v_scale, start=start, sinks=sinks, scale=scale, softcap=softcap, window=window,
-        max_length=max_length,
-    )  # fmt: skip
+def _decode_attention(*arguments: Any) -> Tensor:
+    return dispatch.attend(AttentionCall(*arguments))
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    start: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int,
-    max_length: int,
-) -> Tensor:
-    checks.check_decode_attention(q, k, v, k_scale, v_scale, length, start, sinks, softcap, window, max_length)
-    return q.new_empty(q.shape)
+def _fake(*arguments: Any) -> Tensor:
+    call = AttentionCall(*arguments)
+    check_decode_attention(call)
+    return call.q.new_empty(call.q.shape)
 
 
 def _no_backward(ctx: Any, wanted: tuple[bool, ...], *grads: Tensor) -> Any:

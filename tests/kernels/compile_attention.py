@@ -6,6 +6,7 @@ import torch
 from assumed_devices import META, Case
 
 from qgemm.kernels.attention import launcher
+from qgemm.kernels.attention.checks import AttentionCall
 
 ATTEND = ("_attend_kernel",)
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -42,4 +43,5 @@ def attend(
     length = torch.empty(1, dtype=torch.int32, device=META)
     start = torch.empty(B, dtype=torch.int32, device=META) if window else None
     sinks = torch.empty(Hq, device=META) if window else None
-    launcher.decode_attention(q, k, v, scale, scale, length, start, sinks, D**-0.5, softcap, window, L)
+    call = AttentionCall(q, k, v, scale, scale, length, start, sinks, D**-0.5, softcap, window, L)
+    launcher.decode_attention(call)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qgemm.kernels import decode_attention, quantize_rows
 from qgemm.kernels.attention import launcher
-from qgemm.kernels.checks import MAX_QUERIES
+from qgemm.kernels.attention.checks import MAX_QUERIES, AttentionCall
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.reference import decode_attention_reference
 from tests.kernels.devices import H200
@@ -31,9 +31,8 @@ def kernels(
 ) -> Tensor:
     """The kernels themselves (interpreted on a CPU)."""
     scale, max_length = scale or q.shape[-1] ** -0.5, max_length or k.shape[2]
-    return launcher.decode_attention(
-        q, k, v, k_scale, v_scale, length, start, sinks, scale, softcap, window, max_length
-    )
+    call = AttentionCall(q, k, v, k_scale, v_scale, length, start, sinks, scale, softcap, window, max_length)
+    return launcher.decode_attention(call)
 
 
 # And what a user's call runs.
@@ -258,7 +257,7 @@ def test_parts_fill_the_device(B: int, Hkv: int, max_length: int, parts: int, mo
     q = torch.empty(B, 1, 4 * Hkv, 128, dtype=torch.bfloat16, device="meta")
     k = torch.empty(B, Hkv, max_length, 128, dtype=torch.bfloat16, device="meta")
     length = torch.empty(1, dtype=torch.int32, device="meta")
-    plan = launcher._make_plan(q, k, k, None, None, length, None, None, 0.1, 0.0, 0, max_length)
+    plan = launcher._make_plan(AttentionCall(q, k, k, None, None, length, None, None, 0.1, 0.0, 0, max_length))
     assert plan.part_rows == (0 if parts == 1 else B * 4 * Hkv * parts)
     assert (plan.combine is None) == (parts == 1)
 

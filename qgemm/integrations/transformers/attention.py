@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from qgemm.integrations.transformers.cache import NO_MASK, Seen, Stored, Tokens
-from qgemm.kernels.checks import MAX_HEAD_SIZE, MAX_QUERIES
+from qgemm.kernels.attention.checks import MAX_HEAD_SIZE, MAX_QUERIES
 
 MAX_SCORES = 2**27  # in float32, at a time
 

@@ -11,24 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qgemm.kernels.attention.checks import AttentionCall
+
 
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)
-def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    start: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int,
-    max_length: int,
-) -> Tensor:
+def decode_attention(call: AttentionCall) -> Tensor:
     """``dispatch.decode_attention`` on the CPU, where ``max_length`` makes no difference."""
+    q, k, v, k_scale, v_scale, length, start, sinks, scale, softcap, window, _ = call
     B, S = q.shape[:2]
     out = q.new_zeros(q.shape)
     for rows, first, end in _spans(B, S, length, start, window, together=k.dtype == torch.float32):

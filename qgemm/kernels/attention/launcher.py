@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qgemm.kernels.attention.checks import AttentionCall, check_decode_attention
 from qgemm.kernels.attention.kernels import _attend_kernel, _combine_kernel
-from qgemm.kernels.checks import check_decode_attention
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
@@ -37,33 +37,19 @@ class Plan(NamedTuple):
     part_rows: int
 
 
-def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    start: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int,
-    max_length: int,
-) -> Tensor:
+def decode_attention(call: AttentionCall) -> Tensor:
     """``dispatch.decode_attention`` on a GPU, which checks its arguments itself."""
-    tensors = (q, k, v, k_scale, v_scale, length, start, sinks)
+    q, tensors = call.q, call.tensors
     shapes = [t is None or (t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-    kind = (decode_attention, *shapes, scale, softcap, window, max_length)
+    kind = (decode_attention, *shapes, *call[len(tensors) :])
     plan: Plan | None = plans.get(kind)
     if plan is None:
-        check_decode_attention(*tensors, softcap, window, max_length)
+        check_decode_attention(call)
         if not q.numel():
             return torch.empty_like(q, memory_format=torch.contiguous_format)
         if q.stride(-1) != 1:
-            q = q.contiguous()
-            return decode_attention(q, *tensors[1:], scale, softcap, window, max_length)
-        plan = plans.keep(kind, _make_plan(*tensors, scale, softcap, window, max_length))
+            return decode_attention(call._replace(q=q.contiguous()))
+        plan = plans.keep(kind, _make_plan(call))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if plan.combine is None:
         plan.attend(*tensors, out, None, None)
@@ -71,24 +57,12 @@ def decode_attention(
     part_out = torch.empty((plan.part_rows, q.shape[-1]), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((plan.part_rows,), dtype=torch.float32, device=q.device)
     plan.attend(*tensors, None, part_out, part_lse)
-    plan.combine(part_out, part_lse, length, start, sinks, out)
+    plan.combine(part_out, part_lse, call.length, call.start, call.sinks, out)
     return out
 
 
-def _make_plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-    start: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int,
-    max_length: int,
-) -> Plan:
+def _make_plan(call: AttentionCall) -> Plan:
+    q, k, v, k_scale, v_scale, length, start, _, scale, softcap, window, max_length = call
     (B, S, Hq, D), Hkv, limits = q.shape, k.shape[1], device_limits(q.device)
     group = Hq // Hkv
     block_d = max(32, next_power_of_2(D))  # so many int8 values are multiplied at a time
