@@ -31,8 +31,13 @@ def fast_generate(model: Model, enabled: bool = True, *, cache_dtype: torch.dtyp
 def generate(model: Any, input_ids: Tensor, cache_dtype: torch.dtype | None = None, **prepared: Any) -> Any:
     """The loop of ``fast_generate`` for one call: ``model.generate(..., custom_generate=qgemm.generate)``.
 
-    ``generate`` takes ``cache_dtype`` then as well. transformers calls this function, with what it has prepared.
+    ``generate`` takes ``cache_dtype`` then as well. transformers calls this function, with what it has prepared; raises
+    ``TypeError`` for a call without that.
     """
+    if "generation_config" not in prepared:
+        raise TypeError(
+            "qgemm.generate is for transformers to call: model.generate(input_ids, custom_generate=qgemm.generate)"
+        )
     from qgemm.integrations.transformers import generate as integration
 
     return integration.generate(model, input_ids, cache_dtype, **prepared)

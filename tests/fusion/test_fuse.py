@@ -317,7 +317,7 @@ def test_layers_of_other_schemes_are_named() -> None:
     fuse(example.model)
     first, second = fusion_report(example.model).records
     assert first.parts == ("mlp",)
-    assert "a Linear, not a QuantLinear" in first.reason
+    assert "of class Linear, not QuantLinear" in first.reason
     assert second.parts == ("attention",)
     assert "is a PackedLinear" in second.reason
     assert "model.layers.1.mlp.down_proj" in str(fusion_report(example.model))

@@ -425,3 +425,8 @@ def test_prefixes_of_peft_are_left_to_transformers(llama: PreTrainedModel) -> No
     with pytest.warns(UserWarning, match="prepared by something else than its class"):
         found = model.generate(**options, **NO_END)
     assert torch.equal(found, expected)
+
+
+def test_generate_called_by_itself_says_who_calls_it(llama: PreTrainedModel) -> None:
+    with pytest.raises(TypeError, match="custom_generate=qgemm.generate"):
+        qgemm.generate(llama, PROMPTS.to(DEVICE))

@@ -162,7 +162,7 @@ def why_apart(layers: Sequence[nn.Module]) -> str:
     """Why ``layers`` can't be merged; empty if they can."""
     for layer in layers:
         if type(layer) is not QuantLinear:
-            return f"{_name(layer)} is a {type(layer).__name__}, not a QuantLinear"
+            return f"{_name(layer)} is of class {type(layer).__name__}, not QuantLinear"
         if hasattr(layer, "_hf_hook"):
             return f"accelerate moves the weight of {_name(layer)}"
         if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):

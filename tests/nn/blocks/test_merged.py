@@ -155,7 +155,7 @@ def _hooked() -> QuantLinear:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        (lambda: nn.Linear(64, 32), "a Linear, not a QuantLinear"),
+        (lambda: nn.Linear(64, 32), "of class Linear, not QuantLinear"),
         (lambda: QuantLinear.from_linear(nn.Linear(32, 32)), "has 64 inputs, a layer 32"),
         (lambda: QuantLinear.from_linear(nn.Linear(64, 32, bias=False)), "one has a bias"),
         (lambda: _static(0.1), "is int8, a layer int8-static"),
