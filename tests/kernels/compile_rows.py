@@ -28,8 +28,8 @@ def row_cases() -> Iterator[Case]:
         yield Case(f"rows sum {name} {K} add", lambda d=dtype, k=K: add_norm_quantize(k, d, Norm("rms"), True))
         yield Case(f"rows sum {name} {K} floats", lambda d=dtype, k=K: add_norm(k, d, Norm("rms")))
     # Triton makes a constant of a length of 1.
-    yield Case("rows norm of one value", lambda: norm(1, bf16, Norm("layer")))
-    yield Case("rows activation of one value", lambda: activation(1, bf16, "silu", True))
+    yield Case("one value norm", lambda: norm(1, bf16, Norm("layer")))
+    yield Case("one value activation", lambda: activation(1, bf16, "silu", True))
     yield Case("rows activation bfloat16", lambda: activation(14_336, bf16, "silu", True))
     yield Case("rows activation longest float16", lambda: activation(16_384, fp16, "gelu", True))
     yield Case("rows activation read twice float32", lambda: activation(16_400, fp32, "gelu_tanh", False))
