@@ -428,5 +428,5 @@ def test_prefixes_of_peft_are_left_to_transformers(llama: PreTrainedModel) -> No
 
 
 def test_generate_called_by_itself_says_who_calls_it(llama: PreTrainedModel) -> None:
-    with pytest.raises(TypeError, match="custom_generate=qgemm.generate"):
+    with pytest.raises(TypeError, match=r"custom_generate=qgemm\.generate"):
         qgemm.generate(llama, PROMPTS.to(DEVICE))
