@@ -31,6 +31,7 @@ from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.quantize import launcher as quantize
 
 PROCESSES = 2  # that compile for a target each
+COMPLETE = ("sm_90", "gfx942")  # a target of each vendor, for which every case of the smaller kernels is compiled
 INT8, HALF, BF16, FLOAT = torch.int8, torch.float16, torch.bfloat16, torch.float32
 INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
@@ -58,9 +59,18 @@ def cases(target: str, limits: DeviceLimits) -> Iterator[Case]:
     yield from quantizations(limits)
     yield from layers(limits)
     yield from expert_cases(limits)
-    yield from attention_cases()
-    yield from row_cases()
-    yield from rotary_cases()
+    for found in (attention_cases(), row_cases(), rotary_cases()):
+        yield from found if target in COMPLETE else one_of_a_kind(found)
+
+
+def one_of_a_kind(found: Iterator[Case]) -> Iterator[Case]:
+    """The first case of those whose labels begin with the same two words, and all that are compared with others."""
+    kinds = set()
+    for case in found:
+        kind = " ".join(case.label.split()[:2])
+        if kind not in kinds or kind == "rows sum":
+            kinds.add(kind)
+            yield case
 
 
 def matrix(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
