@@ -1,0 +1,36 @@
+"""Values of a few bits packed into int32 words or bytes, low bits first, as other libraries store them.
+
+Value i of a row is in bits ``bits * i`` to ``bits * i + bits - 1`` of it, counted from the first word's lowest. These
+are the fields as they are, from 0 up: what they stand for is the format's business.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qgemm.numerics.integers import cdiv
+
+
+def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
+    """uint8 ``[n, count]`` from int32 ``[n, ceil(count * bits / 32)]``. ``bits``: 4 or 8."""
+    octets = words.contiguous().view(torch.uint8)
+    return (unpack_nibbles(octets) if bits == 4 else octets)[:, :count].contiguous()
+
+
+def pack_words(fields: Tensor, bits: int) -> Tensor:
+    """int32 ``[n, ceil(count * bits / 32)]`` from uint8 ``[n, count]``; what is left over in the last word is 0."""
+    count = fields.shape[1]
+    padded = F.pad(fields, (0, cdiv(count * bits, 32) * (32 // bits) - count))
+    return (pack_nibbles(padded) if bits == 4 else padded).contiguous().view(torch.int32)
+
+
+def unpack_nibbles(octets: Tensor) -> Tensor:
+    """uint8 ``[..., 2 * n]``, 0 to 15, from bytes ``[..., n]``: the low four bits come first."""
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
+
+
+def pack_nibbles(fields: Tensor) -> Tensor:
+    """Bytes ``[..., n]`` from uint8 ``[..., 2 * n]``, 0 to 15."""
+    return fields[..., ::2] | fields[..., 1::2] << 4

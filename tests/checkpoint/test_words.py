@@ -1,0 +1,46 @@
+"""Values packed into words and bytes, low bits first: against shifts written out, and against compressed-tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from checkpoint.foreign import needs_the_library
+from qgemm.checkpoint.words import pack_nibbles, pack_words, unpack_nibbles, unpack_words
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("count", [1, 3, 4, 7, 8, 9, 64])
+def test_a_value_is_where_its_shift_says(bits: int, count: int) -> None:
+    torch.manual_seed(count)
+    fields = torch.randint(2**bits, (3, count), dtype=torch.uint8)
+    words = pack_words(fields, bits)
+    assert words.dtype == torch.int32
+    assert list(words.shape) == [3, -(-count * bits // 32)]
+    per_word = 32 // bits
+    for row, found in zip(fields.tolist(), words.tolist(), strict=True):
+        wanted = [0] * len(found)
+        for i, value in enumerate(row):
+            wanted[i // per_word] |= value << bits * (i % per_word)
+        assert [word % 2**32 for word in found] == wanted
+    assert torch.equal(unpack_words(words, bits, count), fields)
+    # Rows that don't lie one behind the other, as of a matrix packed along its columns.
+    assert torch.equal(unpack_words(words.t().contiguous().t(), bits, count), fields)
+
+
+def test_two_values_share_a_byte() -> None:
+    fields = torch.tensor([[[1, 2], [15, 0]]], dtype=torch.uint8)
+    assert pack_nibbles(fields).tolist() == [[[0x21], [0x0F]]]
+    assert torch.equal(unpack_nibbles(pack_nibbles(fields)), fields)
+
+
+@needs_the_library
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_compressed_tensors_packs_the_same(bits: int, dim: int) -> None:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    fields = torch.randint(2**bits, (9, 13), dtype=torch.uint8)
+    theirs = pack_to_int32((fields.int() - 2 ** (bits - 1)).to(torch.int8), bits, dim)
+    ours = pack_words(fields, bits) if dim == 1 else pack_words(fields.t(), bits).t()
+    assert torch.equal(ours, theirs)
