@@ -1,11 +1,14 @@
 """``Contents``: what a checkpoint of any format holds, in qgemm's terms: its layers, and names, shapes and dtypes.
 
-A reader of a format makes it from the config and the headers of the files, before any value is read.
+A reader of a format makes it from the config and the headers of the files, before any value is read. It says what
+becomes of the tensors in the files that the model holds otherwise: of one by itself (``convert``), of several together
+(``convert_together``), of one that is only checked (``look_at``). Renaming tensors and putting experts together then
+change where the results go, and not how they are made. ``read_converted`` makes them, on any device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,21 +17,35 @@ from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
-from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.safetensors_file import StoredTensor, read_values
 
 
 @dataclass(frozen=True)
-class Conversion:
-    """What becomes of a tensor in a file: its name in the model, and how its value is made.
+class Target:
+    """A tensor of the model that a conversion makes.
 
-    ``name`` is None for a tensor that is only looked at. ``convert`` raises ``ValueError`` for a value that can't be.
-    ``place``: where it goes in a tensor of shape ``whole``, which several make; None if it is all of it.
+    ``name``: in the model. ``source``: the tensor in the files that an error about its values names. ``place``: where
+    it goes in a tensor of shape ``whole``, which several make; None if it is all of it.
     """
 
-    name: str | None
-    convert: Callable[[Tensor], Tensor]
+    name: str
+    source: str
     place: tuple[int | slice, ...] | None = None
     whole: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class Conversion:
+    """Tensors of the files, and what the model holds in their place.
+
+    ``make`` takes the values of ``sources`` and returns one for each of ``targets``, in their order. It raises
+    ``ValueError`` for values that can't be; the error then names the first of the sources. Without targets, it only
+    looks at the values.
+    """
+
+    sources: tuple[str, ...]
+    targets: list[Target]
+    make: Callable[..., Sequence[Tensor]]
 
 
 @dataclass
@@ -51,40 +68,67 @@ class Contents:
     is_foreign: bool = False
     report: dict[str, Any] | None = None
     lacks: str | None = None
-    # The name in the files of each tensor of the model that has another one there.
-    _files: dict[str, str] = field(default_factory=dict)
+    # The tensors of the model that are not just read: by which conversion, and which of its targets.
+    _made: dict[str, tuple[Conversion, int]] = field(default_factory=dict)
 
     def convert(
-        self, name: str, name_in_file: str, shape: tuple[int, ...], convert: Callable[[Tensor], Tensor]
+        self,
+        name: str,
+        name_in_file: str,
+        shape: tuple[int, ...],
+        convert: Callable[[Tensor], Tensor],
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Notes that the tensor ``name_in_file`` becomes the float32 tensor ``name`` of ``shape``.
+        """Notes that the tensor ``name_in_file`` becomes the tensor ``name`` of ``shape`` and ``dtype``.
 
         Raises ``CheckpointError`` if the files hold a tensor ``name`` as well.
         """
-        if name != name_in_file and name in self.stored:
-            raise CheckpointError(
-                f"{self.stored[name].path} holds both {name_in_file} and {name}; only one of them can be the model's"
-            )
-        tensor = self.headers.pop(name_in_file)
-        self.headers[name] = StoredTensor(tensor.path, shape, torch.float32)
-        self.conversions[name_in_file] = Conversion(name, convert)
-        self._files[name] = name_in_file
+        made = {name: (name_in_file, shape, dtype)}
+        self.convert_together((name_in_file,), made, lambda value: (convert(value),))
+
+    def convert_together(
+        self,
+        sources: Sequence[str],
+        made: Mapping[str, tuple[str, tuple[int, ...], torch.dtype]],
+        convert: Callable[..., Sequence[Tensor]],
+    ) -> None:
+        """Notes that tensors of the files become others together, as soon as all of them have been read.
+
+        ``sources``: their names in the files, none of them part of another conversion. ``convert`` takes their values
+        in this order, on any device, and returns those of ``made``: each new tensor's name in the model, with the
+        source that an error about its values names, its shape and its dtype. Raises ``CheckpointError`` if the files
+        hold a tensor of such a name as well.
+        """
+        for name, (source, _, _) in made.items():
+            if name not in sources and name in self.stored:
+                raise CheckpointError(
+                    f"{self.stored[name].path} holds both {source} and {name}; only one of them can be the model's"
+                )
+        for source in sources:
+            self.headers.pop(source)
+        conversion = Conversion(tuple(sources), [Target(name, made[name][0]) for name in made], convert)
+        self.conversions.update(dict.fromkeys(sources, conversion))
+        for index, (name, (source, shape, dtype)) in enumerate(made.items()):
+            self.headers[name] = StoredTensor(self.stored[source].path, shape, dtype)
+            self._made[name] = conversion, index
 
     def rename(self, names: dict[str, str]) -> None:
         """Gives the tensors of the model other names; raises ``CheckpointError`` if two would have one.
 
         ``names``: the new name of every tensor in ``headers``.
         """
-        files, self._files = self._files, {}
+        made, self._made = self._made, {}
         headers: dict[str, StoredTensor] = {}
         for old, new in names.items():
             if new in headers:
                 raise CheckpointError(f"{headers[new].path} holds {old} and another tensor that is also {new}")
             headers[new] = self.headers[old]
-            file_name = files.get(old, old)
-            if new != file_name:
-                self._redirect(file_name, name=new)
-                self._files[new] = file_name
+            if old in made:
+                self._made[new] = made[old]
+            elif old != new:
+                self._made[new] = self._take_as_it_is(old), 0
+            if new in self._made:
+                self._redirect(new, name=new)
         self.headers = headers
 
     def merge(
@@ -107,26 +151,78 @@ class Contents:
         known = self.headers.setdefault(name, StoredTensor(tensor.path, whole, tensor.dtype))
         if known.dtype != tensor.dtype or known.shape != whole:
             raise CheckpointError(f"{tensor.path}: {part} is {tensor.dtype}, and {name} {known.dtype}")
-        self._redirect(self._files.pop(part, part), name=name, place=place, whole=whole)
+        if part not in self._made:
+            self._made[part] = self._take_as_it_is(part), 0
+        self._redirect(part, name=name, place=place, whole=whole)
+        del self._made[part]  # no longer a tensor of the model
 
-    def _redirect(self, name_in_file: str, **changes: Any) -> None:
-        self.conversions[name_in_file] = replace(self.conversion_of(name_in_file), **changes)
+    def _take_as_it_is(self, name_in_file: str) -> Conversion:
+        conversion = self.conversions[name_in_file] = self.conversion_of(name_in_file)
+        return conversion
+
+    def _redirect(self, name: str, /, **changes: Any) -> None:
+        conversion, index = self._made[name]
+        conversion.targets[index] = replace(conversion.targets[index], **changes)
 
     def conversion_of(self, name_in_file: str) -> Conversion:
         """What becomes of a tensor in the files."""
-        return self.conversions.get(name_in_file) or Conversion(name_in_file, lambda value: value)
+        known = self.conversions.get(name_in_file)
+        return known or Conversion((name_in_file,), [Target(name_in_file, name_in_file)], lambda value: (value,))
 
-    def look_at(self, name_in_file: str, convert: Callable[[Tensor], Tensor]) -> None:
-        """Notes that the model doesn't hold the tensor ``name_in_file``, whose value ``convert`` checks."""
-        del self.headers[name_in_file]
-        self.conversions[name_in_file] = Conversion(None, convert)
+    def look_at(self, name_in_file: str, check: Callable[[Tensor], object]) -> None:
+        """Notes that the model doesn't hold ``name_in_file``; ``check`` raises ``ValueError`` for a wrong value."""
+
+        def look(value: Tensor) -> Sequence[Tensor]:
+            check(value)
+            return ()
+
+        self.convert_together((name_in_file,), {}, look)
 
     def must_be_zero(self, name_in_file: str, problem: str) -> None:
         """As ``look_at``, for a tensor in which anything but 0 is a ``problem``."""
 
-        def check(value: Tensor) -> Tensor:
+        def check(value: Tensor) -> None:
             if bool((value != 0).any()):
                 raise ValueError(problem)
-            return value
 
         self.look_at(name_in_file, check)
+
+    def in_order(self) -> dict[str, StoredTensor]:
+        """``stored``, with the tensors of a conversion side by side, so that few of them wait for others.
+
+        Files have them by dtype or name. Those of a layer in two files wait for the second one.
+        """
+        order: dict[str, StoredTensor] = {}
+        for name in self.stored:
+            for source in self.conversion_of(name).sources:
+                order.setdefault(source, self.stored[source])
+        return order
+
+
+def read_converted(
+    contents: Contents, device: torch.device, on_read: Callable[[int], object]
+) -> Iterator[tuple[Target, Tensor]]:
+    """Every tensor of the model, or part of one, that the files hold, on ``device``; tells ``on_read`` the bytes read.
+
+    Reads the tensors of one conversion after the other, and keeps nothing that it has handed out. Raises
+    ``CheckpointError``, naming file and tensor, for values that can't be converted, and as ``read_values`` does.
+    """
+    waiting: dict[str, dict[str, Tensor]] = {}  # by the first of a conversion's sources
+    for name_in_file, value in read_values(contents.in_order(), device):
+        on_read(value.nbytes)
+        conversion = contents.conversion_of(name_in_file)
+        first = conversion.sources[0]
+        held = waiting.setdefault(first, {})
+        held[name_in_file] = value
+        del value
+        if len(held) < len(conversion.sources):
+            continue
+        del waiting[first]
+        values = [held.pop(name) for name in conversion.sources]
+        try:
+            made = conversion.make(*values)
+        except ValueError as error:
+            raise CheckpointError(f"{contents.stored[first].path}: {first}: {error}") from error
+        del values
+        yield from zip(conversion.targets, made, strict=True)
+        del made

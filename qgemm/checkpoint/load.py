@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qgemm.arguments import as_path, shown
-from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.formats import fit_to_model, read_contents
 from qgemm.checkpoint.layout import (
@@ -32,7 +32,6 @@ from qgemm.checkpoint.layout import (
 )
 from qgemm.checkpoint.matching import match
 from qgemm.checkpoint.pretrained import build_pretrained, is_pretrained, parameters_on_meta, read_generation_config
-from qgemm.checkpoint.safetensors_file import read_values
 from qgemm.checkpoint.stored_report import parse_report, warn_without_report
 from qgemm.checkpoint.tensors import named_tensors, split_name
 from qgemm.device import find_device
@@ -84,26 +83,17 @@ def _read(
     values: dict[str, Tensor] = {}
     total = sum(tensor.nbytes for tensor in stored.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=None) as progress:
-        for name_in_file, value in read_values(stored, device):
-            progress.update(value.nbytes)
-            conversion = found.contents.conversion_of(name_in_file)
-            name, path = conversion.name, stored[name_in_file].path
-            try:
-                value = conversion.convert(value)
-            except ValueError as error:
-                raise CheckpointError(f"{path}: {name_in_file}: {error}") from error
-            if name is None:
-                continue
-            if name in owners:
-                layer, leaf = owners[name]
+        for target, value in read_converted(found.contents, device, progress.update):
+            if target.name in owners:
+                layer, leaf = owners[target.name]
                 if problem := layer.problem_with(leaf, value):
-                    raise CheckpointError(f"{path}: {name_in_file} {problem}")
-            if conversion.place is None:
-                values[name] = value
+                    raise CheckpointError(f"{stored[target.source].path}: {target.source} {problem}")
+            if target.place is None:
+                values[target.name] = value
                 continue
-            if name not in values:
-                values[name] = torch.empty(conversion.whole, dtype=value.dtype, device=value.device)
-            values[name][conversion.place] = value
+            if target.name not in values:
+                values[target.name] = torch.empty(target.whole, dtype=value.dtype, device=value.device)
+            values[target.name][target.place] = value
     return found, values
 
 
