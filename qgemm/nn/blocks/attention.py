@@ -147,6 +147,8 @@ class FusedAttention:
         else:
             q, k, v = torch.ops.qgemm.rotate(qkv, *arguments)
             q = q.transpose(1, 2)
+            if _takes_as_they_are(cache, self.module.layer_idx, k, v):
+                return q, k, v
         if cache is not None:
             k, v = cache.update(k, v, self.module.layer_idx)
         return q, k, v
@@ -194,3 +196,18 @@ class FusedAttention:
                 turned = self.rotate(q[..., :R], k[..., :R], *positions)
                 q, k = (torch.cat((own, x[..., R:]), dim=-1) for own, x in zip(turned, (q, k), strict=True))
         return q, k, v
+
+
+def _takes_as_they_are(cache: Any, layer_idx: int, k: Tensor, v: Tensor) -> bool:
+    """Gives ``k`` and ``v``, which nobody else has, to an empty layer of transformers' growing cache, if it is one.
+
+    Its ``update`` would copy them behind nothing: 4 % of a prompt's time.
+    """
+    layers = getattr(cache, "layers", ())
+    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    is_dynamic = type(layer).__name__ == "DynamicLayer" and type(layer).__module__ == "transformers.cache_utils"
+    if layer is None or not is_dynamic or layer.is_initialized or cache.offloading:
+        return False
+    layer.lazy_initialization(k, v)
+    layer.keys, layer.values = k, v
+    return True

@@ -1,0 +1,49 @@
+"""Fused attention with caches of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from families import FAMILIES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qgemm import fuse, quantize_model
+
+
+class _Rotated(TorchDispatchMode):
+    """Keeps the keys and values that are rotated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.qgemm.rotate.default:
+            self.places += [each.data_ptr() for each in out[1:]]
+        return out
+
+
+@torch.no_grad()
+def test_a_prompt_becomes_an_empty_cache_without_a_copy() -> None:
+    from transformers import DynamicCache
+
+    example = FAMILIES["llama"]()
+    quantize_model(example.model)
+    model: Any = example.model
+    tokens = example.inputs["input_ids"]
+    expected = model(tokens, use_cache=True).past_key_values
+    fuse(model)
+    for cache in (None, DynamicCache(config=model.config)):
+        with _Rotated() as rotated:
+            found = model(tokens, past_key_values=cache, use_cache=True).past_key_values
+        assert [each.data_ptr() for layer in found.layers for each in (layer.keys, layer.values)] == rotated.places
+        for layer, wanted in zip(found.layers, expected.layers, strict=True):
+            assert torch.equal(layer.keys, wanted.keys)
+            assert torch.equal(layer.values, wanted.values)
+            assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes  # and it holds no more than that
+            assert layer.values.untyped_storage().nbytes() == layer.values.nbytes
+        # It goes on as any.
+        found = model(tokens, past_key_values=found).logits
+        assert torch.equal(found, model(torch.cat((tokens, tokens), 1)).logits[:, tokens.shape[1] :])
