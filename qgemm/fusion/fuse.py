@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -10,10 +10,12 @@ from torch import nn
 
 from qgemm.arguments import check_model
 from qgemm.fusion.report import FusionRecord, FusionReport
-from qgemm.fusion.structure import Candidates, NotFused, find_candidates, find_mlp, is_layer, is_mlp
+from qgemm.fusion.structure import Candidates, NotFused, find_candidates, find_mlp, find_norm_step, is_layer, is_mlp
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of, record_calls
 from qgemm.nn import QuantLayer
-from qgemm.nn.blocks.layer import FusedLayer, bind, unbind
+from qgemm.nn.blocks.binding import bind, unbind
+from qgemm.nn.blocks.layer import FusedLayer
+from qgemm.nn.blocks.norm import FusedNorm
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -37,7 +39,7 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
     modules = dict(model.named_modules())
     layers = {name: module for name, module in modules.items() if is_layer(module)}
     mlps = {name: module for name, module in modules.items() if is_mlp(module) and name not in layers}
-    for module in (*layers.values(), *mlps.values()):
+    for module in modules.values():
         unbind(module)
     calls, problem = _calls(model, {**layers, **mlps}, inputs)
     records = {name: _fuse_layer(name, layer, calls.get(layer), problem) for name, layer in layers.items()}
@@ -48,7 +50,8 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
             if record.parts or name.rpartition(".")[0] not in layers:  # whose record has the reason
                 records[name] = record
     ordered = tuple(records[name] for name in modules if name in records)
-    model._qgemm_fusions = FusionReport(ordered)  # type: ignore[assignment]
+    others = tuple(_fuse_norms(modules, [record.name for record in ordered if record.parts]))
+    model._qgemm_fusions = FusionReport(ordered, others)  # type: ignore[assignment]
     return model
 
 
@@ -93,6 +96,16 @@ def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) ->
         bind(layer, fused)
     parts = found.parts if fused is not None else ()
     return FusionRecord(name, kind, parts, "; ".join(filter(None, (found.reason, reason))), error)
+
+
+def _fuse_norms(modules: Mapping[str, nn.Module], fused: Sequence[str]) -> Iterator[FusionRecord]:
+    """Fuses the norms that lie outside of the ``fused`` layers."""
+    for name, module in modules.items():
+        if any(name.startswith(f"{layer}.") for layer in fused) or "forward" in vars(module):
+            continue
+        if step := find_norm_step(module):
+            bind(module, FusedNorm(step))
+            yield FusionRecord(name, type(module).__name__, ("norm",), "", None)
 
 
 def _calls(

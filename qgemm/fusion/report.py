@@ -15,7 +15,8 @@ class FusionRecord:
     """What became of one layer.
 
     - ``name``: its dotted name; ``kind``: its class.
-    - ``parts``: what is fused of it: ``"attention"``, ``"mlp"``; nothing if it is as it was.
+    - ``parts``: what is fused of it: ``"attention"``, ``"mlp"``, ``"mixture"``; nothing if it is as it was. Outside of
+      layers: ``"norm"``.
     - ``reason``: why the rest isn't; empty if all is.
     - ``error``: how far its output was from the layer's when it was made, relative to what the layer adds to its input;
       0 if the bits were the same, None if that wasn't looked at.
@@ -30,9 +31,13 @@ class FusionRecord:
 
 @dataclass(frozen=True)
 class FusionReport:
-    """The records of a model's layers, in the model's order. ``print`` shows a table, a notebook an HTML one."""
+    """The records of a model's layers, in the model's order. ``print`` shows a table, a notebook an HTML one.
+
+    ``others``: of what is fused outside of the layers.
+    """
 
     records: tuple[FusionRecord, ...]
+    others: tuple[FusionRecord, ...] = ()
 
     @property
     def fused(self) -> tuple[FusionRecord, ...]:
@@ -55,10 +60,15 @@ class FusionReport:
                 "" if record.error is None else f"{record.error:.1e}" if record.error else "0",
                 record.reason,
             )
-            for record in self.records
+            for record in (*self.records, *self.others)
         ]
 
     def _totals(self) -> list[str]:
-        parts = Counter(part for record in self.records for part in record.parts)
-        counts = ", ".join(f"{count} x {part}" for part, count in parts.items())
-        return [f"{len(self.fused)} of {len(self.records)} layers fused" + (f": {counts}" if counts else "")]
+        layers, others = (
+            ", ".join(
+                f"{count} x {part}" for part, count in Counter(part for each in records for part in each.parts).items()
+            )
+            for records in (self.records, self.others)
+        )
+        total = f"{len(self.fused)} of {len(self.records)} layers fused" + (f": {layers}" if layers else "")
+        return [f"{total}; {others}" if others else total]

@@ -235,6 +235,14 @@ def find_mlp(module: nn.Module) -> FusedLayer:
     return FusedLayer("alone", None, mlp, passed_over=passed_over, called=called)
 
 
+def find_norm_step(module: nn.Module) -> NormStep | None:
+    """What a norm by itself computes, if that takes several kernels: PyTorch's own take one."""
+    if not _is_norm(module) or isinstance(module, nn.LayerNorm | nn.RMSNorm):
+        return None
+    norm = find_norm(module)
+    return None if norm is None or norm.is_layer else NormStep(module, norm)
+
+
 def _is_of_other_form(layer: nn.Module, orders: Sequence[_Norms], order: _Norms) -> bool:
     """Whether ``layer`` says that of the forms for norms of these names it has another than ``order``."""
     if len(orders) == 1:

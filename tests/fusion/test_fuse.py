@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusion.structures import STRUCTURES
 from qgemm import fuse, fusion_report, load_quantized, quantize_model, save_quantized, unfuse
 from qgemm.fusion.verify import MAX_ERROR
-from qgemm.nn.blocks.layer import MAX_SMALL_ROWS, fused_of
+from qgemm.nn.blocks.binding import fused_of
+from qgemm.nn.blocks.layer import MAX_SMALL_ROWS
 
 BOTH = ("attention", "mlp")
 MIXTURE = ("attention", "mixture")

@@ -4,15 +4,14 @@ In a row: ``t = x + n2(attention(n1(x)))``, ``y = t + n4(mlp(n3(t)))``, where an
 side: ``y = x + attention(n1(x)) + mlp(n3(x))``. With the norms behind the residuals: ``t = n2(x + attention(x))``,
 ``y = n4(t + mlp(t))``. A branch that isn't fused is called as the module that it is.
 
-The module keeps its place, its name and its children; only ``forward`` of the instance is another, until ``unbind``.
-What that doesn't know it leaves to the class's own: training, gradients, autocast, attention weights, hooks on what it
-would pass over, layers that others have put into its place.
+Another ``forward`` of the instance computes it (``binding.py``). What that doesn't know it leaves to the class's own:
+training, gradients, autocast, attention weights, hooks on what it would pass over, layers that others have put into its
+place.
 """
 
 from __future__ import annotations
 
-import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ import torch.nn.modules.module as _of_all_modules
 from torch import Tensor, nn
 
 from qgemm.nn.blocks.attention import FusedAttention
+from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.merged import MergedWeights, Operands
 from qgemm.nn.blocks.mixture import FusedMixture
@@ -31,8 +31,6 @@ Form = Literal["in a row", "side by side", "norms last", "alone"]
 
 MAX_SMALL_ROWS = 16
 """Up to so many rows, the output projection adds the residual."""
-
-_NAME = "_qgemm_fused"
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +128,11 @@ class FusedLayer:
         """What both branches multiply with."""
         return (*(() if self.attention is None else self.attention.products), *self.mlp.products)
 
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The ``forward`` of a fused layer."""
+        return forward
+
     def separate(self) -> None:
         """Gives all layers memory of their own again."""
         for product in self.products:
@@ -195,32 +198,9 @@ def _operands(branch: Branch | None) -> tuple[Operands, ...] | None:
     return None if None in found else found  # type: ignore[return-value]
 
 
-def bind(layer: nn.Module, fused: FusedLayer) -> None:
-    """Has ``layer`` compute as ``fused`` says."""
-    setattr(layer, _NAME, fused)
-    layer.forward = types.MethodType(forward, layer)  # type: ignore[method-assign]
-
-
-def unbind(layer: nn.Module) -> None:
-    """Has ``layer`` compute as its class says, with weights in memory of their own."""
-    fused = fused_of(layer)
-    if fused is None:
-        return
-    fused.separate()
-    delattr(layer, _NAME)
-    if getattr(vars(layer).get("forward"), "__func__", None) is forward:
-        del layer.forward
-
-
-def fused_of(layer: nn.Module) -> FusedLayer | None:
-    """How ``layer`` computes, if it is fused."""
-    fused: FusedLayer | None = vars(layer).get(_NAME)
-    return fused
-
-
 def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The ``forward`` of a fused layer, called as the class's own."""
-    fused = fused_of(self)
+    fused: FusedLayer | None = fused_of(self)
     if fused is None:  # what is left of it in somebody's wrapper
         return type(self).forward(self, hidden_states, *args, **kwargs)
     context = {**fused.defaults, **kwargs}

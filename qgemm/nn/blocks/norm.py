@@ -1,0 +1,50 @@
+"""``FusedNorm``: a norm outside of fused layers, such as the last of a model, as one kernel in place of eight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.nn.blocks.binding import fused_of
+from qgemm.nn.blocks.steps import NormStep
+from qgemm.ops.norms import add_norm
+
+
+@dataclass(frozen=True, eq=False)
+class FusedNorm:
+    """How a norm computes: ``step`` is the module, and which norm it is."""
+
+    step: NormStep
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The ``forward`` of a fused norm."""
+        return forward
+
+    def separate(self) -> None:
+        """It multiplies with nothing."""
+
+    def __call__(self, x: Any) -> Tensor | None:
+        """``norm(x)`` for ``x [..., K]``; None if it can't be computed here."""
+        if type(x) is not Tensor or torch.is_autocast_enabled(x.device.type):
+            return None
+        vectors = self.step.vectors(x)
+        if vectors is None or (
+            torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, *vectors))
+        ):
+            return None
+        if torch.compiler.is_compiling() and torch.compiler.is_exporting():
+            return None
+        assert self.step.norm is not None
+        return add_norm(x, None, None, *vectors, self.step.norm)[1]
+
+
+def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The ``forward`` of a fused norm, called as the class's own."""
+    fused = fused_of(self)
+    out = fused(args[0]) if isinstance(fused, FusedNorm) and len(args) == 1 and not kwargs else None
+    return type(self).forward(self, *args, **kwargs) if out is None else out

@@ -1,0 +1,95 @@
+"""Norms outside of fused layers: one operator, and what it leaves to the module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, Example
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qgemm import fuse, fusion_report, quantize_model, unfuse
+from qgemm.nn.blocks.binding import fused_of
+
+
+class _Called(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(norm: nn.Module, x: torch.Tensor) -> list[str]:
+    with _Called() as called:
+        norm(x)
+    return called.names
+
+
+@pytest.fixture
+def example() -> Example:
+    example = FAMILIES["llama"]()
+    quantize_model(example.model.bfloat16())
+    return example
+
+
+@torch.no_grad()
+def test_the_last_norm_is_one_operator(example: Example) -> None:
+    expected, norm = example.output(), example.model.get_submodule("model.norm")
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    own = norm(x)
+    assert len(_operators(norm, x)) > 5
+    fuse(example.model)
+    assert _operators(norm, x) == ["qgemm.add_norm.default"]
+    assert torch.equal(norm(x), own)
+    assert torch.equal(norm(hidden_states=x), own)
+    assert torch.equal(example.output(), expected)
+    (record,) = fusion_report(example.model).others
+    assert (record.name, record.kind, record.parts) == ("model.norm", "LlamaRMSNorm", ("norm",))
+    assert str(fusion_report(example.model)).endswith("2 of 2 layers fused: 2 x attention, 2 x mlp; 1 x norm")
+    copied = copy.deepcopy(norm)
+    assert _operators(copied, x) == ["qgemm.add_norm.default"]
+    unfuse(example.model)
+    assert "forward" not in vars(norm)
+    assert fused_of(norm) is None
+
+
+def test_what_is_left_to_the_norm(example: Example) -> None:
+    fuse(example.model)
+    norm = example.model.get_submodule("model.norm")
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    norm(x).sum().backward()
+    assert norm.get_parameter("weight").grad is not None
+    norm.requires_grad_(False)
+    assert _operators(norm, x) == ["qgemm.add_norm.default"]
+    assert norm(x.requires_grad_()).requires_grad
+    assert norm(x.detach().float()).dtype == torch.float32
+    with torch.autocast("cpu"):
+        assert len(_operators(norm, x.detach())) > 1
+
+
+def test_norms_that_stay_as_they_are() -> None:
+    for family in ("gpt2", "gpt_neox"):  # PyTorch's own
+        example = FAMILIES[family]()
+        quantize_model(example.model, fuse=True)
+        assert fusion_report(example.model).others == ()
+    example = FAMILIES["llama"]()
+    quantize_model(example.model)
+    norm = example.model.get_submodule("model.norm")
+    norm.forward = lambda x: 2 * x  # type: ignore[method-assign]
+    fuse(example.model)
+    assert fusion_report(example.model).others == ()
+    assert fused_of(norm) is None
+    # In layers that are fused, others compute them; in those that aren't, each by itself.
+    example = FAMILIES["t5"]()
+    quantize_model(example.model, fuse=True)
+    names = [record.name for record in fusion_report(example.model).others]
+    assert "encoder.final_layer_norm" in names
+    assert "encoder.block.0.layer.0.layer_norm" in names
