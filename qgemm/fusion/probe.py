@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -19,6 +20,7 @@ from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.routing import ROUTINGS, Routing
 from qgemm.nn.blocks.attention import Rotation
+from qgemm.nn.blocks.mixture import RouterStep
 
 _ROWS, _VALUES = 16, 4096
 _MAX_UNLIKE = 0.01
@@ -61,36 +63,86 @@ def find_activation(activation: Callable[[Tensor], Tensor]) -> str:
 
 
 @torch.no_grad()
-def find_routing(router: nn.Module) -> Routing | None:
-    """What ``router``, which returns logits, weights and experts, does with its logits; None if that isn't known."""
+def find_router(router: nn.Module, mixture: nn.Module) -> RouterStep:
+    """What ``router``, part of ``mixture``, does with its logits; without a routing if that isn't known."""
+    bias = _choice_bias(router, mixture)
+    called = RouterStep(router, bias=bias, told=bias is not None and bias[0] is mixture)
     top_k, weight = getattr(router, "top_k", None), router._parameters.get("weight")
-    known = {"weight", "bias"} >= set(router._parameters) and not router._buffers and not router._modules
-    if not isinstance(top_k, int) or weight is None or weight.dim() != 2 or not known:
-        return None
+    others = set(router._parameters) - {"weight", "bias"} | set(router._buffers) | set(router._modules)
+    of_bias = () if bias is None else (bias[1], *(name for name, child in router._modules.items() if child is bias[0]))
+    if not isinstance(top_k, int) or weight is None or weight.dim() != 2 or others - set(of_bias):
+        return called
+    groups, kept_groups = (int(getattr(router, name, 1)) for name in ("num_group", "topk_group"))
+    scale, floor = float(getattr(router, "routed_scaling_factor", 1.0)), float(getattr(router, "norm_min", 0.0))
     # In bfloat16 it shows what is rounded, in float32 which of two formulas for one value it is.
-    dtypes = (torch.bfloat16, torch.float32)
-    calls = [_call_router(router, dtype) for dtype in dtypes]
-    for kind, normalized, in_float in product(ROUTINGS, (True, False), (False, True)):
-        found = Routing(top_k, kind, normalized, in_float)
-        if all(call and all(map(_is_equal, found(call[0]), call[1:])) for call in calls):
-            return found
-    return None
+    calls = [_call_router(called, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    for kind, normalized, rounds, in_float in product(ROUTINGS, (True, False), (False, True), (False, True)):
+        if kind == "softmax_of_top_k" and bias is not None:
+            continue
+        # Models add it to a sum of sigmoids; in MiniMax-M2, which doesn't, none is as low.
+        least = 1e-20 if kind == "sigmoid" and normalized else floor
+        found = Routing(top_k, kind, normalized, not rounds, scale, least, groups, kept_groups)
+        if all(call and call.is_of(found, in_float) for call in calls):
+            return replace(called, routing=found, in_float=in_float)
+    return called
 
 
-def _call_router(router: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Any, Any] | None:
-    """Logits, weights and experts of some rows; None if ``router`` doesn't return them."""
-    own = copy.deepcopy(router).to_empty(device="cpu").to(dtype).eval()
+CHOICE_BIAS = ("e_score_correction_bias", "expert_bias")
+"""What a bias that counts in the choice of experts is called."""
+
+
+def _choice_bias(router: nn.Module, mixture: nn.Module) -> tuple[nn.Module, str] | None:
+    """The module that has it, and its name there."""
+    places = product((*router.modules(), mixture), CHOICE_BIAS)
+    return next(((holder, name) for holder, name in places if isinstance(getattr(holder, name, None), Tensor)), None)
+
+
+@dataclass(frozen=True)
+class _RouterCall:
+    """Some rows, what a router multiplies and chooses with, and the weights and experts that it returned."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    choice_bias: Tensor | None
+    weights: Tensor
+    index: Tensor
+
+    def is_of(self, routing: Routing, in_float: bool) -> bool:
+        """Whether a router of ``routing`` returns the same."""
+        operands = [
+            each.float() if in_float and each is not None else each for each in (self.x, self.weight, self.bias)
+        ]
+        weights, index = routing(F.linear(*operands), self.choice_bias)  # type: ignore[arg-type]
+        weights = weights if routing.in_float else weights.to(self.x.dtype)
+        return _is_equal(weights, self.weights) and _is_equal(index, self.index)
+
+
+def _call_router(router: RouterStep, dtype: torch.dtype) -> _RouterCall | None:
+    """Of some random rows; None if ``router`` doesn't return weights and experts."""
     generator = torch.Generator().manual_seed(0)
+    bias = router.bias
+    if bias is not None:
+        holder, name = bias
+        values = torch.rand(getattr(holder, name).shape, generator=generator)
+    own = copy.deepcopy(router.module).to_empty(device="cpu").to(dtype).eval()
     columns = own.get_parameter("weight").shape[-1]
     for parameter in own.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) / columns**0.5)
+    told = []
+    if bias is not None:
+        for each in own.modules():
+            if isinstance(getattr(each, bias[1], None), Tensor):
+                getattr(each, bias[1]).copy_(values)
+        told = [values.to(dtype)] if router.told else []
     x = torch.randn((_ROWS, columns), generator=generator).to(dtype)
-    logits = F.linear(x, own.get_parameter("weight"), own._parameters.get("bias"))
     try:
-        theirs, weights, index = own(x)
+        first, second, third = own(x, *told)
+        weights, index = (second, third) if first.is_floating_point() else (second, first)
     except Exception:  # whatever a module of somebody else raises
         return None
-    return (logits, weights, index) if _is_equal(logits, theirs) else None
+    choice_bias = None if bias is None else values.to(dtype).flatten()
+    return _RouterCall(x, own.get_parameter("weight"), own._parameters.get("bias"), choice_bias, weights, index)
 
 
 def _is_equal(found: Tensor, wanted: Any) -> bool:

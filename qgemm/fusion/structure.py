@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from qgemm.fusion.probe import find_activation, find_norm, find_rotation, find_routing
+from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_norm, find_rotation, find_router
 from qgemm.fusion.verify import Call, computes_attention, computes_mixture
 from qgemm.nn.blocks.attention import FusedAttention, HeadNorms, Rotation
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
@@ -57,6 +57,8 @@ _NORMS = (
     _Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
     _Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     _Norms("layer_norm1", "", "layer_norm2"),
+    _Norms("operator_norm", "", "ffn_norm"),
+    _Norms("input_layernorm", "", "pre_ff_layernorm"),
     _Norms("self_attn_layer_norm", "", "final_layer_norm"),
     _Norms("", "self_attn_layer_norm", "", "final_layer_norm", form="norms last"),
     _Norms("", "sa_layer_norm", "", "output_layer_norm", form="norms last"),
@@ -411,10 +413,11 @@ def _mixture(module: nn.Module, call: Call) -> FusedMixture:
     children = {name: child for name, child in module._modules.items() if child is not None}
     router, shared, experts = _child(module, _ROUTER), _child(module, _SHARED), children.get("experts")
     others = set(children) - {router, shared, _SHARED_GATE, "experts"}
-    if type(experts) is not QuantExperts or not router or others or module._parameters or module._buffers:
+    buffers = set(module._buffers) - {*CHOICE_BIAS}  # MiniMax-M2's router is called with it
+    if type(experts) is not QuantExperts or not router or others or module._parameters or buffers:
         raise NotFused(f"{type(module).__name__} is called as it is")
-    routing, gate = find_routing(children[router]), children.get(_SHARED_GATE)
-    fused = FusedMixture(module, children[router], experts, routing, children.get(shared), gate)
+    step, gate = find_router(children[router], module), children.get(_SHARED_GATE)
+    fused = FusedMixture(module, step, experts, children.get(shared), gate)
     if not computes_mixture(fused, call):
         raise NotFused(f"{type(module).__name__} computes something else than its names say")
     return fused

@@ -230,7 +230,7 @@ def check_grouped_mm(
         raise TypeError(f"out_dtype is {out_dtype}; grouped_mm returns {names_of(FLOAT_DTYPES)}")
 
 
-def check_route(logits: Tensor, routing: Routing) -> None:
+def check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> None:
     """Raises if ``route`` can't take these."""
     if logits.dtype not in FLOAT_DTYPES:
         raise TypeError(f"logits is {logits.dtype}; route accepts {names_of(FLOAT_DTYPES)}: {conversion(logits)}")
@@ -238,6 +238,18 @@ def check_route(logits: Tensor, routing: Routing) -> None:
         raise ValueError(
             f"logits is {list(logits.shape)}; it must be [T, E] with at least top_k = {routing.top_k} experts"
         )
+    E = logits.shape[1]
+    if E % routing.groups or (routing.kept_groups < routing.groups and 2 * routing.groups > E):
+        raise ValueError(f"logits has {E} experts; they must be {routing.groups} groups of as many, of two at least")
+    if E // routing.groups * routing.kept_groups < routing.top_k:
+        raise ValueError(
+            f"top_k is {routing.top_k}, more than {routing.kept_groups} of {routing.groups} groups have of {E}"
+        )
+    if bias is not None:
+        if bias.dtype not in FLOAT_DTYPES or bias.shape != (E,):
+            raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; it must be floats, [{E}]")
+        if routing.kind == "softmax_of_top_k":
+            raise ValueError("bias is given; softmax_of_top_k chooses by the logits alone")
     check_strided("logits", logits)
 
 

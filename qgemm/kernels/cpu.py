@@ -335,9 +335,9 @@ def grouped_mm(
 
 
 @_without_grad
-def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``dispatch.route`` on the CPU."""
-    return routing(logits)
+    return routing(logits, bias)
 
 
 @_without_grad

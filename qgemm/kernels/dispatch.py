@@ -257,15 +257,16 @@ def grouped_mm(
     return out
 
 
-def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The experts of each token: weights ``[T, k]``, the largest first, and which experts, int64 ``[T, k]``.
 
-    ``logits``: float16, bfloat16 or float32, ``[T, E]``. ``routing``: how, and how many. On a CPU, the bits of
-    PyTorch's ``softmax`` and ``topk``. On a GPU, of experts that are equal the first is chosen, where PyTorch
+    ``logits``: float16, bfloat16 or float32, ``[T, E]``. ``routing``: how, and how many. ``bias``: floats ``[E]`` that
+    count in the choice, not in the weights. On a CPU, the bits and the order of PyTorch's ``softmax``, ``sigmoid`` and
+    ``topk``. On a GPU, of experts that are equal the first is chosen, where PyTorch
     leaves that open, and a weight may differ in float32's last bits.
     """
-    checks.check_route(logits, routing)
-    out: tuple[Tensor, Tensor] = _backend(logits).route(logits, routing)
+    checks.check_route(logits, routing, bias)
+    out: tuple[Tensor, Tensor] = _backend(logits).route(logits, routing, bias)
     return out
 
 

@@ -1,9 +1,11 @@
 """``torch.ops.qgemm.route``: the experts of each token, and their weights.
 
-``route(logits, top_k, kind, normalized, in_float) -> (weights, index)``; ``dispatch.route`` documents them, and the
-arguments are the fields of a ``Routing``. Weights have gradients for the logits.
+``route(logits, bias, top_k, kind, normalized, in_float, scale, floor, groups, kept_groups) -> (weights, index)``;
+``dispatch.route`` documents them, and those from ``top_k`` on are the fields of a ``Routing``. Weights have gradients
+for the logits; the bias has none, as the choice has none.
 """
 
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -15,30 +17,29 @@ from qgemm.ops.declare import operator
 from qgemm.ops.direct import rows_seen_by_others
 
 
-def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``torch.ops.qgemm.route``, past the dispatcher where nobody on that way would see the call."""
     out: tuple[Tensor, Tensor]
-    if torch.compiler.is_compiling() or rows_seen_by_others(logits):
-        fields = (routing.top_k, routing.kind, routing.normalized, routing.in_float)
-        out = torch.ops.qgemm.route(logits, *fields)
+    if torch.compiler.is_compiling() or rows_seen_by_others(logits, bias):
+        out = torch.ops.qgemm.route(logits, bias, *astuple(routing))
     else:
-        out = dispatch.route(logits, routing)
+        out = dispatch.route(logits, routing, bias)
     return out
 
 
-def _route(logits: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
-    return dispatch.route(logits, Routing(*fields))
+def _route(logits: Tensor, bias: Tensor | None, *fields: Any) -> tuple[Tensor, Tensor]:
+    return dispatch.route(logits, Routing(*fields), bias)
 
 
-def _fake(logits: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
+def _fake(logits: Tensor, bias: Tensor | None, *fields: Any) -> tuple[Tensor, Tensor]:
     routing = Routing(*fields)
-    checks.check_route(logits, routing)
+    checks.check_route(logits, routing, bias)
     shape = (logits.shape[0], routing.top_k)
     return logits.new_empty(shape, dtype=routing.dtype(logits)), logits.new_empty(shape, dtype=torch.int64)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits, *fields = inputs
+    logits, _, *fields = inputs
     _, index = output
     ctx.mark_non_differentiable(index)
     ctx.routing = Routing(*fields)
@@ -47,20 +48,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     logits, index = ctx.saved_tensors
-    grad, x = grad.float(), logits.float()
-    if ctx.routing.kind == "softmax" and not ctx.routing.normalized:
-        p = x.softmax(dim=-1)
-        every = torch.zeros_like(p).scatter(-1, index, grad)
-        found = p * (every - (p * every).sum(dim=-1, keepdim=True))
-    else:
-        # Of the chosen alone, whose softmax the normalized weights are.
-        p = x.gather(-1, index).softmax(dim=-1)
-        found = torch.zeros_like(x).scatter(-1, index, p * (grad - (p * grad).sum(dim=-1, keepdim=True)))
-    return found.to(logits.dtype), None, None, None, None
+    x = logits.detach().float().requires_grad_()
+    with torch.enable_grad():
+        weights = ctx.routing.weights(x, index)
+    (found,) = torch.autograd.grad(weights, x, grad.float())
+    return found.to(logits.dtype), *(None,) * (len(wanted) - 1)
 
 
 operator(
-    "route(Tensor logits, int top_k, str kind, bool normalized, bool in_float) -> (Tensor, Tensor)",
+    "route(Tensor logits, Tensor? bias, int top_k, str kind, bool normalized, bool in_float, float scale, float floor, "
+    "int groups, int kept_groups) -> (Tensor, Tensor)",
     cpu=_route,
     cuda=_route,
     fake=_fake,

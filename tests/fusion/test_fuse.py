@@ -42,7 +42,9 @@ FUSED |= {
 }
 OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "phimoe"), (MIXTURE, MIXTURE)),
-    "granitemoe": (("attention",), ("attention",)),  # whose router counts the tokens of each expert
+    **dict.fromkeys(("granitemoe", "minimax_m2"), (MIXTURE, MIXTURE)),
+    "lfm2_moe": (MIXTURE,),  # and a layer without attention
+    "jamba": (("attention",),),
     # With shared experts.
     "qwen2_moe": (MIXTURE, ("mlp",)) * 2,
     "deepseek_v3": (BOTH, MIXTURE, ("mlp",)),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from qgemm.fusion.probe import find_activation, find_norm, find_rotation, find_routing
+from qgemm.fusion.probe import find_activation, find_norm, find_rotation, find_router
 from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.routing import Routing
@@ -112,40 +113,96 @@ def test_what_is_no_known_rotation() -> None:
 
 
 class _Router(nn.Module):
-    def __init__(self, routing: Routing, factor: float = 1.0) -> None:
+    """With a bias of the choice, where ``bias`` says whose it is."""
+
+    def __init__(self, routing: Routing, factor: float = 1.0, in_float: bool = False, bias: str = "") -> None:
         super().__init__()
         self.weight, self.top_k, self.routing, self.factor = nn.Parameter(torch.ones(12, 32)), 3, routing, factor
+        self.in_float = in_float
+        self.num_group, self.topk_group = routing.groups, routing.kept_groups
+        self.routed_scaling_factor, self.norm_min = routing.scale, routing.floor
+        if bias == "its own":
+            self.expert_bias = nn.Buffer(torch.zeros(12))
 
-    def forward(self, x: torch.Tensor) -> Any:
-        logits = x @ self.weight.t()
-        weights, index = self.routing(logits)
-        return logits, weights * self.factor, index
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        bias = getattr(self, "expert_bias", bias)
+        logits = x.float() @ self.weight.float().t() if self.in_float else x @ self.weight.t()
+        weights, index = self.routing(logits, bias)
+        return logits, (weights if self.routing.in_float else weights.to(x.dtype)) * self.factor, index
 
 
+def _in_mixture(router: nn.Module, told: bool = False) -> nn.Module:
+    mixture = nn.Module()
+    mixture.gate = router
+    if told:
+        mixture.e_score_correction_bias = nn.Buffer(torch.zeros(12))
+    return mixture
+
+
+_SIGMOID = Routing(3, "sigmoid", in_float=True, scale=2.5, floor=1e-20)
+
+
+@pytest.mark.parametrize("in_float", [False, True])
 @pytest.mark.parametrize(
-    "routing",
+    ("routing", "bias"),
     [
-        Routing(3),
-        Routing(3, normalized=False),
-        Routing(3, in_float=True),
-        Routing(3, normalized=False, in_float=True),
-        Routing(3, "softmax_of_top_k"),
-        Routing(3, "softmax_of_top_k", in_float=True),
+        (Routing(3), ""),
+        (Routing(3, normalized=False), ""),
+        (Routing(3, in_float=True), ""),
+        (Routing(3, normalized=False, in_float=True), ""),
+        (Routing(3, "softmax_of_top_k"), ""),
+        (Routing(3, "softmax_of_top_k", in_float=True), ""),
+        (Routing(3, in_float=True, floor=1e-12), "its own"),
+        (_SIGMOID, ""),
+        (_SIGMOID, "its own"),
+        (_SIGMOID, "told"),
+        (replace(_SIGMOID, groups=3, kept_groups=2), "its own"),
+        (replace(_SIGMOID, normalized=False, floor=0.0), "its own"),
     ],
     ids=str,
 )
-def test_each_routing_is_found(routing: Routing) -> None:
-    assert find_routing(_Router(routing)) == routing
-    assert find_routing(_Router(routing, factor=2.0)) is None
-    assert find_routing(nn.Linear(32, 12)) is None
+def test_each_routing_is_found(routing: Routing, bias: str, in_float: bool) -> None:
+    router = _Router(routing, in_float=in_float, bias=bias)
+    mixture = _in_mixture(router, bias == "told")
+    found = find_router(router, mixture)
+    # Of some logits that float32 changes nothing about, the formulas are one.
+    assert found.routing == routing
+    assert found.in_float == in_float
+    holder = {"": None, "its own": (router, "expert_bias"), "told": (mixture, "e_score_correction_bias")}[bias]
+    assert (found.bias, found.told) == (holder, bias == "told")
+    x = torch.randn(4, 32).bfloat16()
+    router.bfloat16()
+    told = [mixture.e_score_correction_bias] if bias == "told" else []
+    assert all(map(torch.equal, found(x), router(x, *told)[1:]))
+    router.register_forward_hook(lambda *_: None)  # who listens is heard
+    assert all(map(torch.equal, found(x), router(x, *told)[1:]))
+
+
+def test_what_is_no_known_routing() -> None:
+    for router in (_Router(Routing(3), factor=2.0), nn.Linear(32, 12)):
+        assert find_router(router, _in_mixture(router)).routing is None
+
+
+def test_a_router_may_return_its_logits_last() -> None:
+    class Last(_Router):
+        def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+            return super().forward(x, bias)[::-1]
+
+    router = Last(Routing(3)).bfloat16()
+    found = find_router(router, _in_mixture(router))
+    assert found.routing == Routing(3)
+    x = torch.randn(4, 32).bfloat16()
+    router.register_forward_hook(lambda *_: None)
+    assert all(map(torch.equal, found(x), router(x)[1::-1]))
 
 
 def test_routers_of_models() -> None:
-    from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+    from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, OlmoeConfig, PhimoeConfig, Qwen3MoeConfig
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
     from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
+    from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
     small: Any = {"hidden_size": 32, "num_experts_per_tok": 2}
@@ -155,6 +212,9 @@ def test_routers_of_models() -> None:
         OlmoeTopKRouter(OlmoeConfig(**small)): Routing(2, normalized=False),
         MixtralTopKRouter(MixtralConfig(**small)): Routing(2, in_float=True),
         GptOssTopKRouter(GptOssConfig(**small)): Routing(2, "softmax_of_top_k"),
-        DeepseekV3TopkRouter(DeepseekV3Config(**small)): None,  # sigmoids, with groups and a bias
+        DeepseekV3TopkRouter(DeepseekV3Config(**small)): Routing(
+            2, "sigmoid", in_float=True, scale=2.5, floor=1e-20, groups=8, kept_groups=4
+        ),
+        PhimoeTopKRouter(PhimoeConfig(**small)): None,  # its own, SparseMixer
     }
-    assert {router: find_routing(router) for router in routers} == routers
+    assert {router: find_router(router, _in_mixture(router)).routing for router in routers} == routers

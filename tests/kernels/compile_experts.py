@@ -51,10 +51,13 @@ def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
     yield Case("experts residual", lambda: experts(64, 8, 2048, 768, bf16, relu2, adds=True), only=("_combine_kernel",))
     yield Case("experts routed", lambda: route(128, Routing(8)), only=ROUTED)
     yield Case("experts routed most", lambda: route(router.MAX_EXPERTS, Routing(32, "softmax_of_top_k")), only=ROUTED)
+    groups = Routing(8, "sigmoid", in_float=True, scale=2.5, floor=1e-20, groups=8, kept_groups=4)
+    yield Case("experts routed by groups", lambda: route(256, groups, bias=True), only=ROUTED)
 
 
-def route(E: int, routing: Routing) -> None:
-    router.route(torch.empty(16, E, dtype=torch.bfloat16, device=META), routing)
+def route(E: int, routing: Routing, bias: bool = False) -> None:
+    logits = torch.empty(16, E, dtype=torch.bfloat16, device=META)
+    router.route(logits, routing, torch.empty(E, device=META) if bias else None)
 
 
 def experts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ KINDS = (
     Routing(2, "softmax", True, in_float=True),  # Mixtral
     Routing(4, "softmax_of_top_k"),  # GPT-OSS
 )
+SIGMOID = Routing(4, "sigmoid", in_float=True, scale=2.5, floor=1e-20)  # GLM-4-MoE
 NAN, INF = float("nan"), float("inf")
 
 
@@ -52,6 +54,45 @@ def test_the_kernel_chooses_as_the_formula(
 ) -> None:
     logits = unlike(T, E, dtype, device)
     assert_routed(launcher.route(logits, routing), logits, routing)
+
+
+@pytest.mark.parametrize(
+    ("routing", "E", "biased"),
+    [
+        (SIGMOID, 160, True),
+        (SIGMOID, 24, False),
+        (replace(SIGMOID, groups=8, kept_groups=4), 256, True),  # DeepSeek V3's
+        (replace(SIGMOID, groups=4, kept_groups=1), 32, False),
+        (replace(SIGMOID, groups=4, kept_groups=2), 24, True),  # by PyTorch
+        (Routing(4, "sigmoid", normalized=False), 128, True),
+        (Routing(6, in_float=True, floor=1e-12), 64, True),  # Ernie 4.5
+    ],
+    ids=str,
+)
+def test_the_choice_by_groups_and_with_a_bias(routing: Routing, E: int, biased: bool, device: torch.device) -> None:
+    logits = unlike(5, E, torch.float32, device)
+    bias = torch.rand(E).to(device) if biased else None
+    weights, index = launcher.route(logits, routing, bias)
+    wanted, its_index = routing(logits.cpu(), None if bias is None else bias.cpu())
+    # The formula's order is open.
+    order, its_order = index.cpu().argsort(-1), its_index.argsort(-1)
+    assert torch.equal(index.cpu().gather(-1, order), its_index.gather(-1, its_order))
+    torch.testing.assert_close(weights.cpu().gather(-1, order), wanted.gather(-1, its_order), rtol=4e-6, atol=1e-7)
+
+
+def test_sigmoids_that_vanish_or_are_none(device: torch.device) -> None:
+    logits = torch.full((4, 40), -200.0, device=device)
+    logits[1, 7] = INF
+    logits[2, 7] = NAN
+    logits[3, 7:11] = 0.0
+    weights, index = launcher.route(logits, SIGMOID)
+    assert weights[0].tolist() == [0.0] * 4
+    assert index[0].tolist() == [0, 1, 2, 3]
+    assert (index[1, 0], weights[1].tolist()) == (7, [2.5, 0.0, 0.0, 0.0])
+    assert index[2, 0] == 7
+    assert weights[2].isnan().all()
+    assert index[3].tolist() == [7, 8, 9, 10]
+    assert weights[3].tolist() == [0.625] * 4
 
 
 def test_strides(device: torch.device) -> None:
@@ -102,7 +143,7 @@ def test_many(E: int, device: torch.device) -> None:
     assert_routed(launcher.route(logits, routing), logits, routing)
 
 
-@pytest.mark.parametrize("routing", KINDS, ids=str)
+@pytest.mark.parametrize("routing", [*KINDS, replace(SIGMOID, groups=8, kept_groups=4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_a_cpu_it_has_the_bits_of_pytorch(dtype: torch.dtype, routing: Routing) -> None:
     logits = torch.randn(50, 64).to(dtype)  # with equal ones in bfloat16
@@ -115,7 +156,17 @@ def test_arguments() -> None:
         route(torch.zeros(2, 8, dtype=torch.int64), Routing(2))
     with pytest.raises(ValueError, match=r"logits is \[2, 8\]; it must be \[T, E\] with at least top_k = 9 experts"):
         route(torch.zeros(2, 8), Routing(9))
-    with pytest.raises(ValueError, match="kind is 'sigmoid'"):
-        Routing(2, "sigmoid")
+    with pytest.raises(ValueError, match="kind is 'linear'"):
+        Routing(2, "linear")
+    with pytest.raises(ValueError, match="kept_groups is 3; it must be from 1 to groups = 2"):
+        Routing(2, "sigmoid", groups=2, kept_groups=3)
+    with pytest.raises(ValueError, match="logits has 8 experts; they must be 3 groups"):
+        route(torch.zeros(2, 8), Routing(2, groups=3))
+    with pytest.raises(ValueError, match="top_k is 3, more than 1 of 4 groups have of 8"):
+        route(torch.zeros(2, 8), Routing(3, groups=4))
+    with pytest.raises(ValueError, match=r"bias is torch\.float32 \[4\]; it must be floats, \[8\]"):
+        route(torch.zeros(2, 8), Routing(2), torch.zeros(4))
+    with pytest.raises(ValueError, match="softmax_of_top_k chooses by the logits alone"):
+        route(torch.zeros(2, 8), Routing(2, "softmax_of_top_k"), torch.zeros(8))
     with pytest.raises(ValueError, match="top_k is 0"):
         Routing(0)

@@ -29,14 +29,15 @@ def _softmax(x):
 
 @triton.jit
 def _route_kernel(
-    logits, weights, index,
+    logits, bias, weights, index,
     E, stride_t, stride_e,
-    TOP_K: tl.constexpr, OF_TOP_K: tl.constexpr, NORMALIZED: tl.constexpr,
+    TOP_K: tl.constexpr, KIND: tl.constexpr, NORMALIZED: tl.constexpr,
+    SCALE: tl.constexpr, FLOOR: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A token a program. ``OF_TOP_K``: softmax of the largest logits alone; else of all, ``NORMALIZED`` or not.
+    """A token a program. ``KIND`` to ``KEPT_GROUPS``: the fields of a ``Routing``; ``bias``: of the choice, or None.
 
-    ``BLOCK``, ``SLOTS``: powers of 2, at least ``E`` and ``TOP_K``.
+    ``BLOCK``, ``SLOTS``: powers of 2, at least ``E`` and ``TOP_K``; with groups, ``BLOCK`` is ``E``.
     """
     if PDL:
         gdc_wait()
@@ -45,28 +46,62 @@ def _route_kernel(
     token = tl.program_id(0).to(tl.int64)
     experts, slots = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     x = tl.load(logits + token * stride_t + experts * stride_e, mask=experts < E, other=float("-inf")).to(tl.float32)
-    values = x if OF_TOP_K else _softmax(x)
+    values = x
+    if KIND == "softmax":
+        values = _softmax(x)
+    elif KIND == "sigmoid":
+        values = 1.0 / (1.0 + tl.exp(-x))
+    choice = values
+    if bias is not None:
+        choice += tl.load(bias + experts, mask=experts < E, other=0.0).to(tl.float32)
     # What is no expert is never larger than one, and behind all of them.
-    left = _ordered(values)
+    left = _ordered(tl.where(experts < E, choice, float("-inf")))
+    if KEPT_GROUPS < GROUPS:
+        left = _in_kept_groups(left, GROUPS, KEPT_GROUPS)
     chosen = tl.full((SLOTS,), float("-inf"), tl.float32)
     found = tl.zeros((SLOTS,), tl.int32)
     for j in range(TOP_K):
         largest = tl.max(left, axis=0)
         expert = tl.min(tl.where(left == largest, experts, BLOCK), axis=0)
-        value = tl.where(largest == 0x7FFFFFFF, float("nan"), _float(largest))
+        if bias is None and KEPT_GROUPS == GROUPS:
+            value = _float(largest)
+        else:
+            value = tl.sum(tl.where(experts == expert, values, 0.0), axis=0)
         chosen = tl.where(slots == j, value, chosen)
         found = tl.where(slots == j, expert, found)
         left = tl.where(experts == expert, -0x80000000, left)  # below every float
-    if OF_TOP_K:
+    if KIND == "softmax_of_top_k":
         chosen = _softmax(chosen)
     elif NORMALIZED:
-        chosen = chosen / tl.sum(tl.where(slots < TOP_K, chosen, 0.0), axis=0)
+        total = tl.sum(tl.where(slots < TOP_K, chosen, 0.0), axis=0)
+        chosen = chosen / tl.where(total < FLOOR, FLOOR, total)
+    chosen *= SCALE
     mask = slots < TOP_K
     tl.store(weights + token * TOP_K + slots, rounded(chosen, weights.dtype.element_ty), mask=mask)
     tl.store(index + token * TOP_K + slots, found.to(tl.int64), mask=mask)
 
 
 @triton.jit
+def _in_kept_groups(values, GROUPS: tl.constexpr, KEPT: tl.constexpr):
+    """``_ordered`` values; those out of the ``KEPT`` groups whose two largest are the most become -inf."""
+    SIZE: tl.constexpr = values.shape[0] // GROUPS
+    parts = tl.reshape(values, (GROUPS, SIZE))
+    places, groups = tl.arange(0, SIZE)[None, :], tl.arange(0, GROUPS)
+    first = tl.max(parts, axis=1)
+    place = tl.min(tl.where(parts == first[:, None], places, SIZE), axis=1)
+    second = tl.max(tl.where(places == place[:, None], -0x80000000, parts), axis=1)
+    left = _ordered(_float(first) + _float(second))
+    kept = groups < 0
+    for _ in range(KEPT):
+        group = tl.min(tl.where(left == tl.max(left, axis=0), groups, GROUPS), axis=0)
+        kept = kept | (groups == group)
+        left = tl.where(groups == group, -0x80000000, left)
+    ruled_out: tl.constexpr = -0x7F800001  # _ordered(-inf)
+    return tl.reshape(tl.where(kept[:, None], parts, ruled_out), (GROUPS * SIZE,))
+
+
+@triton.jit
 def _float(ordered):
     """What ``_ordered`` was made of."""
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.where(ordered == 0x7FFFFFFF, float("nan"), value)

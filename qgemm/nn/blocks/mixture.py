@@ -21,17 +21,60 @@ from qgemm.ops.router import route
 
 
 @dataclass(frozen=True, eq=False)
-class FusedMixture:
-    """How a module of a router and experts computes.
+class RouterStep:
+    """A router of a mixture: the module, and what it computes.
 
-    ``module``: the whole. ``routing``: what the router does with its logits; None where that is unknown, and it is
-    called. ``shared``: an expert of every token, called, times the sigmoid of ``shared_gate`` if there is one.
+    - ``routing``: what it does with its logits; None where that is unknown, and it is called.
+    - ``in_float``: whether its product is one of float32 values.
+    - ``bias``: the module that has a bias for the choice, and its name there; or None. ``told``: whether the router is
+      called with it.
     """
 
     module: nn.Module
-    router: nn.Module
+    routing: Routing | None = None
+    in_float: bool = False
+    bias: tuple[nn.Module, str] | None = None
+    told: bool = False
+
+    def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts of ``rows [T, H]``: ``[T, top_k]`` each."""
+        weight, bias = (self.module._parameters.get(name) for name in ("weight", "bias"))
+        # Hooks are transformers' own here, for those who ask for the router's logits.
+        known = self.routing is not None and not self.module._forward_hooks and weight is not None
+        if not known or (weight.dtype != rows.dtype and not self.in_float):  # type: ignore[union-attr]
+            return self._call(rows)
+        assert self.routing is not None
+        assert weight is not None
+        if not self.in_float:
+            return route(F.linear(rows, weight, bias), self.routing, self._choice_bias())
+        logits = F.linear(rows.float(), weight.float(), None if bias is None else bias.float())
+        weights, index = route(logits, self.routing, self._choice_bias())
+        return (weights if self.routing.in_float else weights.to(rows.dtype)), index
+
+    def _call(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, third = self.module(rows, self._choice_bias()) if self.told else self.module(rows)
+        # Logits come first, or last.
+        return (second, third) if first.is_floating_point() else (second, first)
+
+    def _choice_bias(self) -> Tensor | None:
+        if self.bias is None:
+            return None
+        holder, name = self.bias
+        bias: Tensor = getattr(holder, name)
+        return bias.detach().flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class FusedMixture:
+    """How a module of a router and experts computes.
+
+    ``module``: the whole. ``router``: which experts a token goes to. ``shared``: an expert of every token, called,
+    times the sigmoid of ``shared_gate`` if there is one.
+    """
+
+    module: nn.Module
+    router: RouterStep
     experts: QuantExperts
-    routing: Routing | None
     shared: nn.Module | None = None
     shared_gate: nn.Module | None = None
     products: tuple[MergedWeights, ...] = ()
@@ -51,7 +94,7 @@ class FusedMixture:
     ) -> Tensor:
         """The module's output for ``x [..., H]``, plus ``residual``."""
         rows = x.reshape(-1, x.shape[-1])
-        weights, index = self._route(rows)
+        weights, index = self.router(rows)
         if self.shared is None:
             added = None if residual is None else residual.reshape(rows.shape)
             return self.experts(rows, index, weights, added).view(x.shape)  # type: ignore[no-any-return]
@@ -60,12 +103,3 @@ class FusedMixture:
             shared = F.sigmoid(self.shared_gate(rows)) * shared
         out: Tensor = self.experts(rows, index, weights, shared).view(x.shape)
         return out if residual is None else residual + out
-
-    def _route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and experts of each row."""
-        weight, bias = (self.router._parameters.get(name) for name in ("weight", "bias"))
-        # Hooks are transformers' own here, for those who ask for the router's logits.
-        if self.routing is None or self.router._forward_hooks or weight is None or weight.dtype != rows.dtype:
-            _, weights, index = self.router(rows)
-            return weights, index
-        return route(F.linear(rows, weight, bias), self.routing)
