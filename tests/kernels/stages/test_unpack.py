@@ -1,0 +1,156 @@
+"""Every byte unpacked and widened: by kernels of a few lines, and by the PTX of theirs, run by 50 lines of Python."""
+
+import re
+import struct
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qgemm.kernels.stages import unpack
+
+BYTES = torch.arange(256, dtype=torch.uint8)
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+TABLES = {
+    "int4": torch.tensor([*range(8), *range(-8, 0)], dtype=torch.float32),
+    "fp4": torch.tensor(E2M1 + [-value for value in E2M1]),
+    "nf4": torch.tensor(unpack.NF4.value),
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def halves(dtype: torch.dtype, format: str) -> tuple[Tensor, Tensor]:
+    table = TABLES[format].to(dtype)
+    return table[BYTES.int() & 15], table[BYTES.int() >> 4]
+
+
+def widened(dtype: torch.dtype, format: str) -> Tensor:
+    return BYTES.view({"int8": torch.int8, "fp8": torch.float8_e4m3fn}[format]).to(dtype)
+
+
+@triton.jit
+def unpack_kernel(packed, low, high, FORMAT: tl.constexpr):
+    offsets = tl.arange(0, 256)
+    first, second = unpack.unpack(tl.load(packed + offsets), FORMAT, low.dtype.element_ty)
+    tl.store(low + offsets, first)
+    tl.store(high + offsets, second)
+
+
+@triton.jit
+def unpack_int8_kernel(packed, low, high):
+    offsets = tl.arange(0, 256)
+    first, second = unpack.unpack_int8(tl.load(packed + offsets))
+    tl.store(low + offsets, first)
+    tl.store(high + offsets, second)
+
+
+@triton.jit
+def widen_kernel(values, out, FORMAT: tl.constexpr):
+    offsets = tl.arange(0, 256)
+    tl.store(out + offsets, unpack.widen(tl.load(values + offsets), FORMAT, out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("format", TABLES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_halves_of_every_byte(format: str, dtype: torch.dtype, device: torch.device) -> None:
+    low, high = (torch.empty(256, dtype=dtype, device=device) for _ in range(2))
+    unpack_kernel[(1,)](BYTES.to(device), low, high, format)
+    for found, expected in zip((low, high), halves(dtype, format), strict=True):
+        assert torch.equal(found.cpu(), expected)
+
+
+def test_halves_as_int8(device: torch.device) -> None:
+    low, high = (torch.empty(256, dtype=torch.int8, device=device) for _ in range(2))
+    unpack_int8_kernel[(1,)](BYTES.to(device), low, high)
+    for found, expected in zip((low, high), halves(torch.int8, "int4"), strict=True):
+        assert torch.equal(found.cpu(), 16 * expected)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_byte_widened(format: str, dtype: torch.dtype, device: torch.device) -> None:
+    values = BYTES.view(torch.int8) if format == "int8" else BYTES
+    out = torch.empty(256, dtype=dtype, device=device)
+    widen_kernel[(1,)](values.to(device), out, format)
+    assert same(out.cpu(), widened(dtype, format))
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """Whether all are equal but where NaN is expected."""
+    return torch.equal(found.where(~expected.isnan(), 0), expected.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", TABLES)
+def test_the_assembly_of_halves(format: str, dtype: str) -> None:
+    out = run(unpack.PTX.value[f"{format} {dtype}"], 4)
+    for found, expected in zip((out[:2], out[2:]), halves(DTYPES[dtype], format), strict=True):
+        assert torch.equal(lanes(found).view(DTYPES[dtype]), expected)
+
+
+def test_the_assembly_of_int8_halves() -> None:
+    low, high = run(unpack.PTX.value["int4 int8"], 2)
+    for found, expected in zip((low, high), halves(torch.int8, "int4"), strict=True):
+        assert found == (16 * expected).view(torch.int32).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_the_assembly_that_widens(format: str, dtype: str) -> None:
+    out = run(unpack.PTX.value[f"{format} {dtype}"], 2)
+    assert same(lanes(out).view(DTYPES[dtype]), widened(DTYPES[dtype], format))
+
+
+def lanes(registers: list[list[int]]) -> Tensor:
+    """The 16-bit lanes of pairs of registers, in order; of each pair there are 64."""
+    return torch.tensor(registers, dtype=torch.int64).T.reshape(-1).to(torch.int32).view(torch.int16)
+
+
+def run(assembly: str, outputs: int) -> list[list[int]]:
+    """What the output registers hold for each four of ``BYTES``, as signed numbers."""
+    found = [execute(assembly, outputs, word & 0xFFFFFFFF) for word in BYTES.view(torch.int32).tolist()]
+    return [[value - (value >> 31 << 32) for value in each] for each in zip(*found, strict=True)]
+
+
+def execute(assembly: str, outputs: int, word: int) -> list[int]:
+    registers = {f"${outputs}": word}
+
+    def value(operand: str) -> int:
+        return registers[operand] if operand in registers else int(operand, 0)
+
+    for line in re.findall(r"[^;{}]+", assembly):
+        name, operands = line.split(maxsplit=1) if line.strip() else (".reg", "")
+        if name != ".reg":
+            to, *rest = (operand.strip() for operand in operands.split(","))
+            registers[to] = OPERATIONS[name.split(".")[0]](*map(value, rest), *name.split(".")[1:]) & 0xFFFFFFFF
+    return [registers[f"${index}"] for index in range(outputs)]
+
+
+def prmt(a: int, b: int, selector: int, _type: str) -> int:
+    every = struct.pack("<II", a, b)
+    chosen = [selector >> 4 * i & 15 for i in range(4)]
+    return int.from_bytes(bytes((every[i & 7] >> 7) * 255 if i & 8 else every[i] for i in chosen), "little")
+
+
+def lop3(a: int, b: int, c: int, table: int, _type: str) -> int:
+    return sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
+
+
+def in_lanes(a: int, b: int, kind: str, factor: bool) -> int:
+    dtype = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}[kind]
+    first, second = (torch.tensor(list(struct.pack("<I", each)), dtype=torch.uint8).view(dtype) for each in (a, b))
+    return (first * second if factor else first - second).view(torch.int32).item() & 0xFFFFFFFF
+
+
+OPERATIONS = {
+    "prmt": prmt,
+    "lop3": lop3,
+    "mov": lambda a, _type: a,
+    "and": lambda a, b, _type: a & b,
+    "shl": lambda a, b, _type: a << b,
+    "shr": lambda a, b, _type: a >> b,
+    "sub": lambda a, b, kind: in_lanes(a, b, kind, factor=False),
+    "mul": lambda a, b, kind: in_lanes(a, b, kind, factor=True),
+}
