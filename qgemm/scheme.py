@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from qgemm.numerics.formats import FORMATS, Format
 
-Granularity = Literal["tensor", "channel", "token", "group"]
+Granularity = Literal["tensor", "channel", "token", "group", "block"]
+ScaleDtype = Literal["float32", "float16", "bfloat16", "e8m0", "e4m3"]
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,15 @@ class TensorScheme:
 
     - ``dtype``: the name of its ``format``, one of ``qgemm.numerics.formats.FORMATS``.
     - ``granularity``: what shares a scale: the whole ``"tensor"``, an output ``"channel"`` (row) of a weight, a
-      ``"token"`` (row) of an activation, or a ``"group"`` of ``group_size`` values along K.
+      ``"token"`` (row) of an activation, a ``"group"`` of ``group_size`` values along K, or a ``"block"`` of a weight,
+      of ``block`` rows and columns.
     - ``dynamic``: whether the scale is found from the values at run time.
     - ``symmetric``: whether 0 is stored as 0, with no zero point.
     - ``outlier_columns``: how many columns of an activation are kept out of it, in 16 bits, with those of the weight.
     - ``rotation``: what an activation is multiplied by before it is quantized, ``"hadamard"``, or None.
+    - ``scale_dtype``: what scales are rounded to as a weight is quantized, one of ``qgemm.numerics.groups``. Those of a
+      checkpoint in float32, float16 or bfloat16 are kept as they are.
+    - ``is_ordered``: whether groups are of columns in another order than the input's, which the layer holds.
     """
 
     dtype: str
@@ -39,6 +44,14 @@ class TensorScheme:
     group_size: int | None = None
     outlier_columns: int = 0
     rotation: str | None = None
+    scale_dtype: ScaleDtype = "float32"
+    block: tuple[int, int] | None = None
+    is_ordered: bool = False
+
+    def __post_init__(self) -> None:
+        """JSON has no tuples."""
+        if isinstance(self.block, list):
+            object.__setattr__(self, "block", tuple(self.block))
 
     @property
     def format(self) -> Format:
@@ -49,10 +62,13 @@ class TensorScheme:
     def to_dict(self) -> dict[str, Any]:
         """The scheme as JSON-ready values. What most schemes don't have is left out."""
         values = asdict(self)
-        for name, default in (("outlier_columns", 0), ("rotation", None)):
-            if values[name] == default:
-                del values[name]
+        for field in fields(self):
+            if field.name in _RARE and values[field.name] == field.default:
+                del values[field.name]
         return values
+
+
+_RARE = ("outlier_columns", "rotation", "scale_dtype", "block", "is_ordered")
 
 
 @dataclass(frozen=True)
@@ -154,14 +170,30 @@ class QuantScheme:
 
 def _name(weight: TensorScheme, activation: TensorScheme | None) -> str:
     """What a scheme is called, by what it is."""
-    parts = [weight.dtype]
     if activation is None:
-        parts += ["channel"] if weight.granularity == "channel" else []
-    else:
-        parts += [] if activation.dynamic else ["static"]
-        parts += [] if activation.symmetric else ["asymmetric"]
-        parts += [] if activation.rotation is None else [activation.rotation]
-        parts += [f"outliers-{activation.outlier_columns}"] if activation.outlier_columns else []
+        return _weight_name(weight)
+    if weight.dtype == "int4":
+        return f"{_weight_name(weight)}-{activation.dtype}"
+    parts = [weight.dtype]
+    parts += ["block"] if weight.granularity == "block" else []
+    parts += [] if activation.dynamic else ["static"]
+    parts += [] if activation.symmetric else ["asymmetric"]
+    parts += [] if activation.rotation is None else [activation.rotation]
+    parts += [f"outliers-{activation.outlier_columns}"] if activation.outlier_columns else []
+    return "-".join(parts)
+
+
+def _weight_name(weight: TensorScheme) -> str:
+    """What a scheme of this weight with activations in float is called."""
+    if (weight.dtype, weight.scale_dtype) in _MICROSCALED:
+        return _MICROSCALED[weight.dtype, weight.scale_dtype][0]
+    parts = [weight.dtype if weight.format.bits == 4 else f"{weight.dtype}-weight"]
+    if weight.granularity == "channel":
+        parts += ["channel"] if weight.format.bits == 4 else []
+    elif weight.group_size != _GROUP_SIZES.get(weight.dtype):
+        parts.append(str(weight.group_size))
+    parts += [] if weight.symmetric else ["asymmetric"]
+    parts += ["ordered"] if weight.is_ordered else []
     return "-".join(parts)
 
 
@@ -169,19 +201,49 @@ def _scheme(weight: TensorScheme, activation: TensorScheme | None) -> QuantSchem
     return QuantScheme(_name(weight, activation), weight, activation)
 
 
+# The size of groups of a format that is named without one.
+_GROUP_SIZES = {"int4": 128, "nf4": 64}
+# By a weight's format and the dtype of its scales: the name, and the size of groups, which are fixed.
+_MICROSCALED = {("fp4", "e8m0"): ("mxfp4", 32), ("fp8", "e8m0"): ("mxfp8", 32), ("fp4", "e4m3"): ("nvfp4", 16)}
+# The dtype of scales of formats whose steps are coarse.
+_SCALE_DTYPES: dict[str, ScaleDtype] = {"int4": "bfloat16", "nf4": "bfloat16"}
+
 INT8_ROWS = TensorScheme("int8", "channel")
 """Weights of 8 bits with a scale a row, which all int8 schemes have."""
+FP8_ROWS = TensorScheme("fp8", "channel")
+"""The same in e4m3."""
+_INT8_TOKENS = TensorScheme("int8", "token", dynamic=True)
+
+
+def _weight(dtype: str, size: int | None, symmetric: bool = True, is_ordered: bool = False) -> TensorScheme:
+    """A weight with a scale for each group of ``size`` values; None for one for each channel."""
+    return TensorScheme(
+        dtype,
+        "channel" if size is None else "group",
+        symmetric=symmetric,
+        group_size=size,
+        scale_dtype=_SCALE_DTYPES.get(dtype, "float32"),
+        is_ordered=is_ordered,
+    )
+
 
 SCHEMES: dict[str, QuantScheme] = {
     scheme.name: scheme
     for scheme in (
-        _scheme(INT8_ROWS, TensorScheme("int8", "token", dynamic=True)),
+        _scheme(INT8_ROWS, _INT8_TOKENS),
         _scheme(INT8_ROWS, TensorScheme("int8", "tensor")),
         _scheme(INT8_ROWS, TensorScheme("int8", "tensor", symmetric=False)),
         _scheme(INT8_ROWS, TensorScheme("int8", "token", dynamic=True, rotation="hadamard")),
         _scheme(INT8_ROWS, TensorScheme("int8", "tensor", rotation="hadamard")),
-        _scheme(TensorScheme("int4", "group", group_size=128), None),
-        _scheme(TensorScheme("int4", "channel"), None),
+        _scheme(_weight("int4", 128), None),
+        _scheme(_weight("int4", None), None),
+        _scheme(_weight("int8", None), None),
+        _scheme(_weight("fp8", None), None),
+        *(
+            _scheme(TensorScheme(dtype, "group", group_size=size, scale_dtype=scale_dtype), None)  # type: ignore[arg-type]
+            for (dtype, scale_dtype), (_, size) in _MICROSCALED.items()
+        ),
+        _scheme(_weight("nf4", 64), None),
     )
 }
 """The schemes with a fixed name.
@@ -190,20 +252,43 @@ SCHEMES: dict[str, QuantScheme] = {
 - ``int8-static``: int8 products; one scale for all activations, given beforehand.
 - ``int8-static-asymmetric``: as ``int8-static``, with a zero point.
 - ``int8-hadamard``, ``int8-static-hadamard``: the same, with activations rotated before they are quantized.
-- ``int4``: weights of 4 bits, a scale for each group of 128 along K; products are in float.
-- ``int4-channel``: as ``int4``, with one scale for each output channel.
 
-``int8-outliers-16`` and ``int8-static-outliers-16`` keep the largest 16 columns of activations in float, or any other
-multiple of 16.
+The others have weights alone quantized; products are in float:
+
+- ``int4``: 4 bits, a scale for each group of 128 along K; ``int4-channel``: one scale for each output channel.
+- ``int8-weight``, ``fp8-weight``: 8 bits, a scale for each output channel.
+- ``mxfp4``, ``mxfp8``: e2m1 and e4m3, with a power of two for each 32 values along K.
+- ``nvfp4``: e2m1, with an e4m3 scale for each 16 values.
+- ``nf4``: the 4-bit normal float of QLoRA, a scale for each 64 values.
+
+Of a family: ``int8-outliers-16`` and ``int8-static-outliers-16`` keep the largest 16 columns of activations in float,
+or any other multiple of 16. ``int4-32``, ``int8-weight-128`` and ``nf4-32`` have groups of that many values, any
+multiple of 16. int4 and int8-weight go on with ``-asymmetric`` for weights with zero points, and then ``-ordered`` for
+groups of columns in an order of their own (act-order). int4 goes on with ``-int8`` for int8 activations.
 """
 
+FP8_SCHEMES: dict[str, QuantScheme] = {
+    scheme.name: scheme
+    for scheme in (
+        _scheme(FP8_ROWS, TensorScheme("fp8", "token", dynamic=True)),
+        _scheme(FP8_ROWS, TensorScheme("fp8", "tensor")),
+        _scheme(
+            TensorScheme("fp8", "block", block=(128, 128)),
+            TensorScheme("fp8", "group", dynamic=True, group_size=128),
+        ),
+    )
+}
+"""Of fp8 by fp8, which no layer computes yet: ``fp8``, ``fp8-static`` and ``fp8-block``."""
+
 _OUTLIERS = re.compile(r"(.+)-outliers-([1-9][0-9]{1,4})")
+_WEIGHTS = re.compile(r"(int4|int8-weight|nf4)(?:-(channel|[1-9][0-9]{1,5}))?(-asymmetric)?(-ordered)?(-int8)?")
 
 
 def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
     """The scheme of that name, or the scheme itself.
 
-    Raises ``ValueError`` for one that isn't among ``SCHEMES``, ``TypeError`` for what is neither name nor scheme.
+    Raises ``ValueError`` for one that is neither among ``SCHEMES`` nor of one of its families, ``TypeError`` for what
+    is neither name nor scheme.
     """
     if not isinstance(scheme, str | QuantScheme):
         raise TypeError(f"scheme is {scheme!r}, a {type(scheme).__name__}; it takes a name, one of {sorted(SCHEMES)}")
@@ -211,16 +296,27 @@ def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
     if known is None or (isinstance(scheme, QuantScheme) and scheme != known):
         raise ValueError(
             f"scheme is {scheme!r}; it must be one of {sorted(SCHEMES)}, or like 'int8-outliers-16' or "
-            "'int8-static-outliers-16' with any multiple of 16"
+            "'int8-static-outliers-16' with any multiple of 16, or like 'int4-32', 'int4-asymmetric' or "
+            "'int8-weight-128' with groups of any multiple of 16"
         )
     return known
 
 
 def _find(name: str) -> QuantScheme | None:
-    if (match := _OUTLIERS.fullmatch(name)) is None:
-        return SCHEMES.get(name)
-    base, count = SCHEMES.get(match[1]), int(match[2])
-    try:
-        return None if base is None else base.with_outliers(count)
-    except ValueError:
+    if (known := SCHEMES.get(name) or FP8_SCHEMES.get(name)) is not None:
+        return known
+    if (match := _OUTLIERS.fullmatch(name)) is not None:
+        base, count = SCHEMES.get(match[1]), int(match[2])
+        try:
+            return None if base is None else base.with_outliers(count)
+        except ValueError:
+            return None
+    if (match := _WEIGHTS.fullmatch(name)) is None:
         return None
+    base_name, finely, asymmetric, ordered, by_int8 = match.groups()
+    dtype = base_name.removesuffix("-weight")
+    size = _GROUP_SIZES.get(dtype) if finely is None else None if finely == "channel" else int(finely)
+    weight = _weight(dtype, size, not asymmetric, bool(ordered))
+    found = _scheme(weight, _INT8_TOKENS if by_int8 else None)
+    is_one = (size or 16) % 16 == 0 and not (dtype == "nf4" and (asymmetric or ordered or size is None))
+    return found if is_one and found.name == name and (dtype == "int4" or not by_int8) else None

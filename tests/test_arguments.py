@@ -166,7 +166,7 @@ def test_sums_that_int32_cannot_hold_are_refused_as_a_layer_is_made() -> None:
         QuantLinear(INT8.max_k + 1, 1)
     QuantLinear(INT8.max_k, 1, device="meta")
     # Packed weights are multiplied in float.
-    qgemm.nn.PackedLinear(INT8.max_k + 1, 1, scheme="int4", device="meta")
+    qgemm.nn.WeightOnlyLinear(INT8.max_k + 1, 1, scheme="int4", device="meta")
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])

@@ -1,10 +1,11 @@
 """``QuantScheme`` as a value: names made from it, what it asks for, and how one is made of another."""
 
+import json
 import re
 import sys
 
 import pytest
-from families.schemes import EVERY_SCHEME
+from families.schemes import EVERY_LAYER
 
 from qgemm import SCHEMES, QuantScheme
 from qgemm.numerics.formats import FORMATS, INT8
@@ -13,20 +14,44 @@ from qgemm.scheme import TensorScheme, resolve_scheme
 INT8_DYNAMIC, STATIC = SCHEMES["int8"], SCHEMES["int8-static"]
 
 
-@pytest.mark.parametrize("name", EVERY_SCHEME)
+@pytest.mark.parametrize("name", EVERY_LAYER)
 def test_what_a_scheme_asks_for_is_in_its_name(name: str) -> None:
     scheme = resolve_scheme(name)
     assert scheme.name == name
     assert scheme.is_static == ("static" in name)
-    assert scheme.has_zero_point == ("asymmetric" in name)
+    assert (scheme.has_zero_point or not scheme.weight.symmetric) == ("asymmetric" in name)
+    assert scheme.has_zero_point == (name == "int8-static-asymmetric")
     assert scheme.rotates == ("hadamard" in name)
     assert scheme.outlier_columns == (int(name.rpartition("-")[2]) if "outliers" in name else 0)
-    assert scheme.is_weight_only == name.startswith("int4")
+    assert scheme.is_weight_only == (re.match("int4|int8-weight|fp8-weight|mxfp|nvfp4|nf4", name) is not None)
+    assert scheme.weight.is_ordered == ("ordered" in name)
     assert scheme.is_plain == (not scheme.is_weight_only and not re.search("asymmetric|hadamard|outliers", name))
     assert scheme.needs_data == ("static" in name or "outliers" in name)
     assert scheme.needs_blocks == ("outliers" in name or name == "int8-static-hadamard")
     assert scheme.max_k == (sys.maxsize if scheme.activation is None else FORMATS[scheme.activation.dtype].max_k)
     assert scheme.for_experts() == INT8_DYNAMIC
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["int4-16", "int4-64-asymmetric", "int4-channel-ordered", "int4-int8", "int4-channel-asymmetric-int8", "int4-1024"]
+    + ["int8-weight-asymmetric", "int8-weight-32-ordered", "nf4-32", "fp8", "fp8-static", "fp8-block"],
+)
+def test_families(name: str) -> None:
+    scheme = resolve_scheme(name)
+    assert scheme.name == name
+    assert resolve_scheme(scheme) == scheme
+    assert QuantScheme.from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
+
+
+def test_what_the_values_are() -> None:
+    int4, nvfp4 = SCHEMES["int4"].weight, SCHEMES["nvfp4"].weight
+    assert (int4.dtype, int4.group_size, int4.scale_dtype, int4.symmetric) == ("int4", 128, "bfloat16", True)
+    assert (nvfp4.dtype, nvfp4.group_size, nvfp4.scale_dtype) == ("fp4", 16, "e4m3")
+    assert (SCHEMES["mxfp4"].weight.group_size, SCHEMES["mxfp4"].weight.scale_dtype) == (32, "e8m0")
+    assert resolve_scheme("fp8-block").weight.block == (128, 128)
+    assert resolve_scheme("int4-32-int8").activation == INT8_DYNAMIC.activation
+    assert "scale_dtype" not in INT8_DYNAMIC.to_dict()["weight"]
 
 
 def test_one_is_made_of_another() -> None:
@@ -55,7 +80,17 @@ def test_columns_come_by_the_sixteen(count: int) -> None:
 @pytest.mark.parametrize(
     "name",
     ["int8-outliers", "int8-outliers-0", "int8-outliers-08", "int8-outliers-17", "int4-outliers-16", "-outliers-16"]
-    + ["int8-hadamard-outliers-16", "int8-outliers-16-outliers-16", "int8-hadamard-hadamard", "INT8", ""],
+    + ["int8-hadamard-outliers-16", "int8-outliers-16-outliers-16", "int8-hadamard-hadamard", "INT8", ""]
+    + [
+        "int4-128",
+        "int4-0",
+        "int4-24",
+        "int4-032",
+        "int4-ordered-asymmetric",
+        "int8-weight-int8",
+        "int8-weight-channel",
+    ]
+    + ["nf4-64", "nf4-channel", "nf4-asymmetric", "mxfp4-16", "fp8-weight-asymmetric", "int4-hadamard"],
 )
 def test_names_that_are_none(name: str) -> None:
     with pytest.raises(ValueError, match="it must be one of"):

@@ -29,7 +29,7 @@ from qgemm.calibration.expert_work import decide_experts
 from qgemm.calibration.method import Block, Method, Part, QuantizedWeight
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.numerics.formats import MIN_SCALE, Format
-from qgemm.numerics.packing import grouped, spread
+from qgemm.numerics.groups import global_scale_of, grouped, plain_scales, round_scale, spread
 from qgemm.scheme import INT8_ROWS, TensorScheme
 
 # Of the plain scale. Its 1 comes first: of equal errors, the first one's scale is taken.
@@ -44,7 +44,9 @@ _FINALISTS = 6
 
 def nearest_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS) -> Tensor:
     """The plain scale of a float weight ``[N, K]``: float32 ``[N]``, or ``[N, ceil(K / group_size)]``."""
-    scale = scheme.format.scale_of(_grouped(weight, scheme.group_size).abs().amax(-1))
+    form, size = scheme.format, scheme.group_size or weight.shape[1]
+    unit = global_scale_of(weight.abs().amax(), form) if scheme.scale_dtype == "e4m3" else None
+    scale, _ = plain_scales(weight, size, form, scheme.scale_dtype, unit)
     return scale.squeeze(-1) if scheme.group_size is None else scale
 
 
@@ -58,13 +60,15 @@ def mse_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS, second_moment: T
     plain, group_size, form = nearest_scale(weight, scheme), scheme.group_size, scheme.format
     dtype = torch.promote_types(weight.dtype, torch.float32)
     scales = plain.reshape(len(plain), -1)
+    unit = global_scale_of(weight.abs().amax(), form) if scheme.scale_dtype == "e4m3" else None
+    fit = functools.partial(round_scale, dtype=scheme.scale_dtype, form=form, global_scale=unit)
     search: Callable[[Tensor, Tensor], Tensor]
     if second_moment is not None and second_moment.ndim == 2 and group_size is None and weight.shape[1] > _LONG_ROW:
-        search = _RankedSearch(second_moment.to(dtype), form).best
+        search = _RankedSearch(second_moment.to(dtype), form, fit).best
     else:
         importance = None if second_moment is None else _importance(second_moment.to(dtype), group_size)
         loss = functools.partial(_weighted, importance=importance)
-        search = functools.partial(_search, multiples=_MULTIPLES, form=form, loss=loss)
+        search = functools.partial(_search, multiples=_MULTIPLES, form=form, loss=loss, fit=fit)
     rows = max(_PIECE // weight.shape[1], 1)
     pieces = zip(weight.split(rows), scales.split(rows), strict=True)
     best = torch.cat([search(_grouped(part.to(dtype), group_size), own) for part, own in pieces])
@@ -169,11 +173,15 @@ def _search(
     multiples: Iterable[float | Tensor],
     form: Format,
     loss: Callable[[Tensor], Tensor],
+    fit: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """The multiple of ``plain [N, groups]`` whose error has the least ``loss``, for ``groups [N, groups, size]``."""
+    """The multiple of ``plain [N, groups]`` whose error has the least ``loss``, for ``groups [N, groups, size]``.
+
+    ``fit``: rounds scales to those that are stored.
+    """
     best, least = plain, torch.full_like(plain, torch.inf, dtype=groups.dtype)
     for multiple in multiples:
-        scale = (plain * multiple).clamp(min=MIN_SCALE)
+        scale = fit((plain * multiple).clamp(min=MIN_SCALE))
         own = loss(_rounding_error(groups, scale, form))
         better = own < least
         best, least = torch.where(better, scale, best), torch.where(better, own, least)
@@ -197,8 +205,8 @@ def _rounding_error(groups: Tensor, scale: Tensor, form: Format) -> Tensor:
 class _RankedSearch:
     """``_search`` of whole rows by all of ``moment [K, K]``, with few products by it."""
 
-    def __init__(self, moment: Tensor, form: Format) -> None:
-        self._moment, self._form = moment, form
+    def __init__(self, moment: Tensor, form: Format, fit: Callable[[Tensor], Tensor]) -> None:
+        self._moment, self._form, self._fit = moment, form, fit
         # Its largest directions, by two steps of subspace iteration from the same start every time.
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(len(moment), _DIRECTIONS + 8, generator=generator)
@@ -213,12 +221,13 @@ class _RankedSearch:
         multiples = torch.tensor(_MULTIPLES, dtype=plain.dtype, device=plain.device)
         ranks = []
         for multiple in multiples:
-            error = _rounding_error(groups, (plain * multiple).clamp(min=MIN_SCALE), self._form).squeeze(1)
+            scale = self._fit((plain * multiple).clamp(min=MIN_SCALE))
+            error = _rounding_error(groups, scale, self._form).squeeze(1)
             ranks.append((error @ self._directions).square_().sum(-1) + error.square_() @ self._rest)
         # The plain one comes first.
         finalists = torch.stack(ranks[1:], 1).topk(_FINALISTS, largest=False).indices.sort(1).values + 1
         finalists = torch.cat((torch.zeros_like(finalists[:, :1]), finalists), 1)
-        return _search(groups, plain, multiples[finalists].split(1, 1), self._form, self._loss)
+        return _search(groups, plain, multiples[finalists].split(1, 1), self._form, self._loss, self._fit)
 
     def _loss(self, error: Tensor) -> Tensor:
         rows = error.squeeze(1)

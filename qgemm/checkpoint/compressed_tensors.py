@@ -26,7 +26,7 @@ from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.pretrained import built_again, is_pretrained
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name, transient_names
-from qgemm.nn import LinearLayer, PackedLinear, QuantLayer, QuantLinear, QuantMultiheadAttention
+from qgemm.nn import LinearLayer, QuantLayer, QuantLinear, QuantMultiheadAttention, WeightOnlyLinear
 from qgemm.nn.linear_layer import is_conv1d
 from qgemm.numerics.formats import INT8
 from qgemm.scheme import SCHEMES, TensorScheme
@@ -209,7 +209,8 @@ def tensors_to_write(
             'format="qgemm"'
         )
     for name, layer in layers.items():
-        if type(layer) not in (QuantLinear, PackedLinear):
+        is_packed = isinstance(layer, WeightOnlyLinear) and layer.scheme.name in ("int4", "int4-channel")
+        if type(layer) is not QuantLinear and not is_packed:
             raise ValueError(
                 f"{name} has the scheme {layer.scheme.name!r}, which compressed-tensors can't store: save it with "
                 'format="qgemm"'
@@ -229,7 +230,8 @@ def tensors_to_write(
     left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name}
     written = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     for name, layer in layers.items():
-        if isinstance(layer, PackedLinear):
+        if isinstance(layer, WeightOnlyLinear):
+            del written[f"{name}.weight"]
             written.update(pack_quantized.tensors_to_write(name, layer))
         elif isinstance(layer, QuantLinear):
             written[f"{name}.weight_scale"] = layer.weight_scale.detach()[:, None]

@@ -37,7 +37,8 @@ def match(
     for layer_name, layer in layers.items():
         for name, parameter in layer.named_parameters(recurse=False):
             expected[f"{layer_name}.{name}"] = parameter
-            dtypes[f"{layer_name}.{name}"] = (parameter.dtype,) if name in layer.fixed_names else BIAS_DTYPES
+            accepted = tuple(dtype for dtype in BIAS_DTYPES if layer.accepts_dtype(name, dtype))
+            dtypes[f"{layer_name}.{name}"] = accepted or (parameter.dtype,)
     transient = transient_names(model)
     _check_ties(expected, manifest.tied, stored, config_path)
     _check_names(expected, transient, manifest.tied, stored, config_path.parent)
@@ -58,6 +59,12 @@ def match(
                 f"{config_path}: tied says that {alias} is {name}, but that is {stored[name].dtype}; "
                 f"the model's is {expected[alias].dtype}"
             )
+    for layer_name, layer in layers.items():
+        for name in layer.fixed_names:
+            full_name = f"{layer_name}.{name}"
+            dtype = stored[manifest.tied.get(full_name, full_name)].dtype if full_name in expected else None
+            if dtype is not None:
+                layer.take_dtype(name, dtype)
     return layers
 
 

@@ -1,8 +1,8 @@
 """The packed 4-bit weights of compressed-tensors: format ``pack-quantized``, int4 with activations in float (W4A16).
 
-``<layer>.weight_packed`` int32 ``[N, ceil(K / 8)]``, which is what ``PackedLinear`` holds; ``<layer>.weight_scale`` in
-any float dtype, ``[N, K / 128]`` for groups of 128 or ``[N, 1]`` for a scale per channel; ``<layer>.weight_shape``
-int64 ``[2]``, which is ``[N, K]``.
+``<layer>.weight_packed`` int32 ``[N, ceil(K / 8)]``, value k in bits ``4 * (k % 8)`` to ``4 * (k % 8) + 3`` of number
+``k // 8``, as ``q + 8``; ``<layer>.weight_scale`` in any float dtype, ``[N, K / 128]`` for groups of 128 or ``[N, 1]``
+for a scale per channel; ``<layer>.weight_shape`` int64 ``[2]``, which is ``[N, K]``.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
-from qgemm.nn import PackedLinear
-from qgemm.nn.packed import packed_shape
+from qgemm.nn import WeightOnlyLinear
 from qgemm.numerics.formats import INT4
+from qgemm.numerics.integers import cdiv
+from qgemm.numerics.packing import pack_codes, packed_width, unpack_codes
 from qgemm.scheme import SCHEMES, TensorScheme
 
 FORMAT = "pack-quantized"
 GROUP_SIZE = SCHEMES["int4"].weight.group_size
+_PER_WORD = 32 // INT4.bits
 
 
 def strategy_of(weights: dict[str, Any]) -> Any:
@@ -70,25 +73,45 @@ def note_layer(contents: Contents, layer: str, packed: StoredTensor, schemes: se
     # One group is one scale per channel, where both are in use.
     by_channel = scale.shape[1] == 1 and "int4-channel" in schemes
     contents.manifest.layers[layer] = SCHEMES["int4-channel" if by_channel or "int4" not in schemes else "int4"]
-    contents.convert(f"{layer}.weight_scale", f"{layer}.weight_scale", scale.shape, Tensor.float)
+    if scale.dtype == torch.float64:
+        contents.convert(f"{layer}.weight_scale", f"{layer}.weight_scale", scale.shape, Tensor.float)
 
-    def must_fit(value: Tensor) -> Tensor:
-        N, K = value.tolist()
-        if packed_shape(N, K) != packed.shape:
-            raise ValueError(f"it says [{N}, {K}], and weight_packed is {list(packed.shape)}")
-        return value
+    def convert(shape: Tensor, words: Tensor) -> list[Tensor]:
+        N, K = shape.tolist()
+        if (N, cdiv(K, _PER_WORD)) != words.shape:
+            raise ValueError(f"it says [{N}, {K}], and weight_packed is {list(words.shape)}")
+        return [pack_codes(unpack_words(words, K) ^ 8)]
 
-    contents.look_at(f"{layer}.weight_shape", must_fit)
+    # As wide for all K that have as many words.
+    wide = packed.shape[0], packed_width(_PER_WORD * packed.shape[1])
+    sources = f"{layer}.weight_shape", f"{layer}.weight_packed"
+    contents.convert_together(sources, {f"{layer}.weight": (sources[1], wide, torch.uint8)}, convert)
 
 
-def tensors_to_write(name: str, layer: PackedLinear) -> dict[str, Tensor]:
-    """What the files hold of a layer beside its parameters. Raises ``ValueError`` for groups that aren't whole."""
+def pack_words(fields: Tensor) -> Tensor:
+    """uint8 ``[N, K]``, from 0 to 15, as int32 ``[N, ceil(K / 8)]``, the first in the lowest bits."""
+    octets = F.pad(fields, (0, -fields.shape[1] % _PER_WORD))
+    return (octets[:, ::2] | octets[:, 1::2] << 4).contiguous().view(torch.int32)
+
+
+def unpack_words(words: Tensor, K: int) -> Tensor:
+    """uint8 ``[N, K]`` from int32 ``[N, ceil(K / 8)]``."""
+    octets = words.contiguous().view(torch.uint8)
+    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)[:, :K]
+
+
+def tensors_to_write(name: str, layer: WeightOnlyLinear) -> dict[str, Tensor]:
+    """What the files hold of a layer in place of its ``weight``. Raises ``ValueError`` for groups that aren't whole."""
     if layer.scheme.weight.group_size is not None and layer.in_features % layer.group_size:
         raise ValueError(
             f"{name} has {layer.in_features} input columns, not a multiple of the group size {layer.group_size}, which "
             'compressed-tensors doesn\'t support: save it with format="qgemm"'
         )
-    return {f"{name}.weight_shape": torch.tensor([layer.out_features, layer.in_features])}
+    fields = unpack_codes(layer.stored("weight").detach(), layer.in_features) ^ 8
+    return {
+        f"{name}.weight_packed": pack_words(fields),
+        f"{name}.weight_shape": torch.tensor([layer.out_features, layer.in_features]),
+    }
 
 
 def to_arguments(scheme: TensorScheme) -> dict[str, Any]:

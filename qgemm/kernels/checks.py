@@ -14,11 +14,12 @@ from qgemm.kernels.activations import ACTIVATIONS, MATMUL_ACTIVATIONS
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.routing import Routing
-from qgemm.numerics.formats import INT8
+from qgemm.numerics.formats import FORMATS, INT8
 from qgemm.numerics.integers import cdiv
-from qgemm.numerics.packing import PER_WORD
+from qgemm.numerics.packing import packed_width
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_GROUP_SCALE_DTYPES = (*FLOAT_DTYPES, torch.uint8, torch.float8_e4m3fn)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -181,22 +182,58 @@ def check_quant_linear(
     check_same_device(x=x, residual=residual)
 
 
-def check_packed_linear(
-    x: Tensor, weight: Tensor, scale: Tensor, in_features: int, group_size: int, bias: Tensor | None
+def check_weight_only_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    input_order: Tensor | None,
+    bias: Tensor | None,
+    in_features: int,
+    format: str,
+    group_size: int,
+    int8_activations: bool = False,
 ) -> None:
-    """Raises if ``packed_linear`` can't take these."""
+    """Raises if ``weight_only_linear`` can't take these."""
     _check_input(x, in_features)
+    form = FORMATS.get(format)
+    if form is None:
+        raise ValueError(f"format is {format!r}; it must be one of {sorted(FORMATS)}")
     if group_size < 1:
         raise ValueError(f"group_size is {group_size}; it must be at least 1")
-    N = weight.shape[0] if weight.ndim else 0
-    for name, tensor, dtype, shape in (
-        ("weight", weight, torch.int32, (N, cdiv(in_features, PER_WORD))),
-        ("scale", scale, torch.float32, (N, cdiv(in_features, group_size))),
+    is_packed = form.bits == 4
+    N, scales = weight.shape[0] if weight.ndim else 0, cdiv(in_features, group_size)
+    for name, tensor, dtypes, shape in (
+        (
+            "weight",
+            weight,
+            (torch.uint8 if is_packed else form.storage,),
+            (N, packed_width(in_features) if is_packed else in_features),
+        ),
+        ("scale", scale, _GROUP_SCALE_DTYPES, (N, scales)),
+        ("zero_point", zero_point, (torch.int8,), (N, scales)),
+        ("global_scale", global_scale, (torch.float32,), (2,)),
+        ("input_order", input_order, (torch.int32,), (in_features,)),
     ):
-        if tensor.dtype != dtype or tensor.shape != shape:
-            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} {list(shape)}")
+        if tensor is not None and (tensor.dtype not in dtypes or tensor.shape != shape):
+            wanted = names_of(dtypes)
+            raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {wanted} {list(shape)}")
+    if (global_scale is None) == (scale.dtype == torch.float8_e4m3fn):
+        has = "no global_scale" if global_scale is None else "a global_scale"
+        raise ValueError(f"scale is {scale.dtype}, with {has}: one goes with float8_e4m3fn, and only with that")
+    if int8_activations and format != "int4":
+        raise ValueError(f"format is {format!r}; int8_activations are for int4")
     _check_bias(bias, N)
-    check_same_device(x=x, weight=weight, scale=scale, bias=bias)
+    check_same_device(
+        x=x,
+        weight=weight,
+        scale=scale,
+        zero_point=zero_point,
+        global_scale=global_scale,
+        input_order=input_order,
+        bias=bias,
+    )
 
 
 def check_grouped_mm(

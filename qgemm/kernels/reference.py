@@ -10,6 +10,8 @@ Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
   of NaN, never finite garbage.
 - A product is accumulated exactly in int32, then scaled in float32 as ``acc * a_scale[m] * b_scale[n] + bias[n]`` and
   cast once. A residual is added to what was cast, in float32, and the sum cast: the bits of two operators.
+- A product with a weight that alone is quantized is one of floats: with ``W = (q - z) * s`` in float32, it is
+  ``x @ W.T + bias`` in float32, and cast once.
 - A norm rounds where the model's module does (``norms.Norm``), and so does an activation ahead of a product
   (``activations.activated``): a fused block has the bits of its parts. A sum of a residual is rounded before its norm.
 - Experts round to the dtype of their input where a float module does: after each product, with its bias, and after the
@@ -24,7 +26,8 @@ from torch import Tensor
 from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.norms import Norm
-from qgemm.numerics.formats import INT8
+from qgemm.numerics.formats import FORMATS, INT8
+from qgemm.numerics.groups import dequantize
 
 
 def quantize_rows_reference(
@@ -46,6 +49,26 @@ def quantize_rows_reference(
     if zero_point is None:
         return INT8.store(q), row_scale
     return INT8.asymmetric.store(q.round() + zero_point.float()), row_scale
+
+
+def weight_only_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    input_order: Tensor | None,
+    bias: Tensor | None,
+    in_features: int,
+    format: str,
+    group_size: int,
+) -> Tensor:
+    """``x[..., input_order] @ W.T + bias`` in the dtype of ``x``; ``W`` is ``groups.dequantize`` in float32."""
+    form = FORMATS[format]
+    rows = dequantize(weight, scale, zero_point, global_scale, form, group_size, in_features, torch.float32)
+    columns = x.float() if input_order is None else x.float()[..., input_order]
+    product = columns @ rows.t()
+    return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
 def norm_quantize_reference(

@@ -7,19 +7,19 @@ from qgemm.nn.kinds import linear_class
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.outliers import OutlierLinear
-from qgemm.nn.packed import PackedLinear
 from qgemm.nn.quant_layer import QuantLayer
 from qgemm.nn.rotated import RotatedLinear
+from qgemm.nn.weight_only import WeightOnlyLinear
 
 __all__ = [
     "AsymmetricLinear",
     "LinearLayer",
     "OutlierLinear",
-    "PackedLinear",
     "QuantExperts",
     "QuantLayer",
     "QuantLinear",
     "QuantMultiheadAttention",
     "RotatedLinear",
+    "WeightOnlyLinear",
     "linear_class",
 ]

@@ -40,7 +40,7 @@ class QuantLinear(LinearLayer):
 
     weight_names = ("weight",)
     scale_names = ("weight_scale", "input_scale")
-    row_names: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
+    row_names: tuple[str, ...] = ("weight", "weight_scale")
     operands: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "bias", "input_scale")
     weight: nn.Parameter
     weight_scale: nn.Parameter
@@ -61,11 +61,11 @@ class QuantLinear(LinearLayer):
         """Whether ``scheme`` is plain int8 by int8."""
         return scheme.weight.format is INT8 and scheme.is_plain
 
-    def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
         """int8 ``[n, K]`` and a scale for each row, float32 ``[n]``."""
         return quantize_rows(weight)
 
-    def store_rows(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    def store_rows(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> dict[str, Tensor]:
         """``weight`` and ``weight_scale``: as they are."""
         return {"weight": values.contiguous(), "weight_scale": scale.contiguous()}
 

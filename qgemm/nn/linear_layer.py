@@ -39,7 +39,7 @@ class LinearLayer(QuantLayer):
     """
 
     made_by = "from_linear"
-    row_names: ClassVar[tuple[str, ...]]
+    row_names: tuple[str, ...]
     default_scheme: ClassVar[str] = "int8"
     folds_bias: ClassVar[bool] = False
     in_features: int
@@ -101,25 +101,36 @@ class LinearLayer(QuantLayer):
     def compute(self, x: Tensor) -> Tensor:
         """The result of ``forward`` for a plain tensor."""
 
+    @property
+    def needs_amax(self) -> bool:
+        """Whether rows are rounded by the largest magnitude of the whole weight."""
+        return False
+
+    def start_rows(self, device: torch.device, amax: Tensor | None) -> None:
+        """Sets, on ``device``, what the whole weight has, before rows are converted. ``amax``: if it ``needs_amax``."""
+
     @abstractmethod
-    def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
         """``(values, scale)`` of float rows ``[n, K]``, rounded to nearest: what ``store_rows`` takes.
+
+        And zero points, for an asymmetric weight.
 
         A row with NaN or Inf has a scale that isn't finite.
         """
 
     @abstractmethod
-    def store_rows(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    def store_rows(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> dict[str, Tensor]:
         """Those of the parameters called ``row_names`` that hold quantized rows ``[n, K]`` and their scales."""
 
     @abstractmethod
     def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """The float rows ``[n, K]`` that ``parameters``, by ``row_names``, stand for; float32 or float64."""
 
-    def check_weight(self, values: Tensor, scale: Tensor) -> None:
+    def check_weight(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> None:
         """Raises ``ValueError`` unless these are a weight of this size: values of the scheme's format, scales above 0.
 
-        ``values``: ``[N, K]``; ``scale``: float32 ``[N]``, or ``[N, groups]`` for a scheme of groups.
+        ``values``: ``[N, K]``; ``scale``: float32 ``[N]``, or ``[N, groups]`` for a scheme of groups; ``zero_point``:
+        int8 of its shape, for an asymmetric weight.
         """
         form, size = self.scheme.weight.format, self.scheme.weight.group_size
         shape = [self.out_features, self.in_features]
@@ -129,6 +140,12 @@ class LinearLayer(QuantLayer):
             raise ValueError(f"weight's values are {values.dtype} {list(values.shape)}; they must be {wanted}")
         if scale.dtype != torch.float32 or list(scale.shape) != scale_shape:
             raise ValueError(f"weight's scale is {scale.dtype} {list(scale.shape)}; it must be float32 {scale_shape}")
+        if form.has_zero_point != (zero_point is not None):
+            wants = "needs zero points" if form.has_zero_point else "takes no zero points"
+            raise ValueError(f"scheme {self.scheme.name!r} {wants} with weight's values and scale")
+        if zero_point is not None and (zero_point.dtype != torch.int8 or list(zero_point.shape) != scale_shape):
+            found = f"{zero_point.dtype} {list(zero_point.shape)}"
+            raise ValueError(f"weight's zero point is {found}; it must be int8 {scale_shape}")
         if values.device.type == "meta" or scale.device.type == "meta":
             raise ValueError("weight is on meta, without values: pass the rounded values")
         if values.numel():
@@ -142,10 +159,10 @@ class LinearLayer(QuantLayer):
 
     def convert_rows(self, weight: Tensor) -> dict[str, Tensor]:
         """The parameters called ``row_names`` for float rows ``[n, K]``. Raises ``ValueError`` for NaN or Inf."""
-        values, scale = self.round_rows(narrowed(weight))
+        values, scale, *zero_point = self.round_rows(narrowed(weight))
         if not scale.isfinite().all():
             raise ValueError(NOT_FINITE)
-        return {**self.store_rows(values, scale), **self.keep_rows(weight)}
+        return {**self.store_rows(values, scale, *zero_point), **self.keep_rows(weight)}
 
     def keep_rows(self, weight: Tensor) -> dict[str, Tensor]:
         """The others of ``row_names``, which hold part of the float rows ``[n, K]``; most layers have none."""
@@ -158,15 +175,17 @@ class LinearLayer(QuantLayer):
         scheme: str | QuantScheme = "int8",
         input_scale: InputScale | None = None,
         *,
-        weight: tuple[Tensor, Tensor] | None = None,
+        weight: tuple[Tensor, ...] | None = None,
         outlier_columns: Tensor | None = None,
     ) -> Linear:
         """A layer quantized from ``linear``, on its device: an ``nn.Linear``, or transformers' ``Conv1D``.
 
         - ``input_scale``: the activation's scale, for a static scheme; with its zero point for an asymmetric one.
-        - ``weight``: quantized values and their scales, rounded by a method such as GPTQ: int8
-          ``[out_features, in_features]``, and float32 ``[out_features]``, or ``[out_features, groups]`` for a scheme
-          with groups. For a rotated layer they are those of the rotated weight. None rounds to nearest.
+        - ``weight``: quantized values and their scales, rounded by a method such as GPTQ: ``[out_features,
+          in_features]`` of the format's ``storage``, and float32 ``[out_features]``, or ``[out_features, groups]`` for
+          a scheme with groups; then int8 zero points of the scales' shape, for an asymmetric weight. For a rotated
+          layer they are those of the rotated weight, for an ordered one those of its columns in their order. None
+          rounds to nearest.
         - ``outlier_columns``: int64, ascending, for a scheme that keeps columns in float: which.
 
         Raises ``ValueError`` if the weight holds NaN or Inf, if ``weight`` isn't one for this layer, or if
@@ -189,10 +208,12 @@ class LinearLayer(QuantLayer):
             layer.check_weight(*weight)
         if source.device.type != "meta":
             if weight is None:
+                layer.start_rows(source.device, largest(source) if layer.needs_amax else None)
                 made = layer.convert_rows(source)
             else:
-                values, scale = (part.detach().to(source.device) for part in weight)
-                made = {**layer.store_rows(values, scale), **layer.keep_rows(source)}
+                values, scale, *zero_point = (part.detach().to(source.device) for part in weight)
+                layer.start_rows(source.device, largest(scale) * layer.scheme.weight.format.steps)
+                made = {**layer.store_rows(values, scale, *zero_point), **layer.keep_rows(source)}
             for name, value in made.items():
                 setattr(layer, name, frozen(value))
         layer.take_bias(None if bias is None else bias.detach())
@@ -281,6 +302,11 @@ def parse_input_scale(
     if zero_point.device.type != "meta" and not is_zero_point(zero_point.item()):
         raise ValueError(f"the zero point in {name} is {zero_point.item():g}; it must be {ZERO_POINTS}")
     return scale, zero_point.to(INT8.storage)
+
+
+def largest(values: Tensor) -> Tensor:
+    """The largest magnitude of ``values``; 1 if there are none."""
+    return values.abs().amax() if values.numel() else values.new_ones(())
 
 
 def linear_weight(linear: nn.Module) -> Tensor:

@@ -82,11 +82,11 @@ class OutlierLinear(QuantLinear):
             raise ValueError(NOT_FINITE)
         return {"outlier_weight": narrowed(kept)}
 
-    def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
         """As ``QuantLinear``, with zeros in the outlier columns."""
         return super().round_rows(weight.index_fill(1, self.outlier_columns, 0))
 
-    def store_rows(self, values: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    def store_rows(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> dict[str, Tensor]:
         """``weight``, with zeros in the outlier columns, and ``weight_scale``."""
         return super().store_rows(values.index_fill(1, self.outlier_columns, 0), scale)
 

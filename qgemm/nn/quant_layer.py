@@ -36,7 +36,7 @@ class QuantLayer(nn.Module):
 
     - ``scheme``: how it is quantized.
     - ``weight_names``: the parameters that hold quantized values.
-    - ``scale_names``: those that hold scales, float32.
+    - ``scale_names``: those that hold scales.
     - ``index_names``: those that hold other numbers whose dtype is fixed, such as the indices of columns.
     - ``made_by``: the class method that makes one from a float layer.
     - ``layer_name``: its name in the model, for errors; empty for a layer by itself.
@@ -82,6 +82,15 @@ class QuantLayer(nn.Module):
         """The parameters whose dtype never changes: all but biases and the like."""
         return self.weight_names + self.scale_names + self.index_names
 
+    def accepts_dtype(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether the parameter ``name`` may have ``dtype``: of what isn't in ``fixed_names``, any dtype of biases."""
+        return name not in self.fixed_names or dtype == self.stored(name).dtype
+
+    def take_dtype(self, name: str, dtype: torch.dtype) -> None:
+        """Has the parameter ``name``, one of ``fixed_names``, wait for values of a ``dtype`` that it accepts."""
+        if (known := self.stored(name)).dtype != dtype:
+            setattr(self, name, frozen(torch.empty_like(known, dtype=dtype)))
+
     def problem_with(self, name: str, value: Tensor) -> str:
         """What is wrong with ``value`` for the parameter ``name``, of its shape and dtype; empty if nothing is."""
         if name in self.scale_names and not bool((value.isfinite() & (value > 0)).all()):
@@ -111,26 +120,24 @@ class QuantLayer(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Copying floats into int8 would truncate them without a word; a scale in another dtype is only widened.
         error_messages: list[str] = args[-1]
-        own = type(self).__name__
+        own, scales = type(self).__name__, {}
         for name in self.fixed_names:
             value, wanted = state_dict.get(prefix + name), self.stored(name)
             if value is None or wanted is None:
                 continue
-            if name not in self.scale_names and value.dtype != wanted.dtype:
-                error_messages.append(
-                    f"{prefix}{name} is {value.dtype} but {own} holds {wanted.dtype}: load the float layer and convert "
-                    f"it with {own}.{self.made_by}"
-                )
-                return
+            if not self.accepts_dtype(name, value.dtype):
+                if name not in self.scale_names or wanted.dtype not in FLOAT_DTYPES:
+                    error_messages.append(
+                        f"{prefix}{name} is {value.dtype} but {own} holds {wanted.dtype}: load the float layer and "
+                        f"convert it with {own}.{self.made_by}"
+                    )
+                    return
+                scales[prefix + name] = value = value.to(torch.float32)
             if value.shape == wanted.shape and value.device.type != "meta":
                 if problem := self.problem_with(name, value):
                     error_messages.append(f"{prefix}{name} {problem}")
                     return
-        scales = {
-            prefix + name: state_dict[prefix + name].to(torch.float32)
-            for name in self.scale_names
-            if prefix + name in state_dict and state_dict[prefix + name].dtype != torch.float32
-        }
+            self.take_dtype(name, value.dtype)
         super()._load_from_state_dict({**state_dict, **scales} if scales else state_dict, prefix, *args)
         if self.merged is not None:
             self.merged.place()

@@ -34,7 +34,7 @@ class RotatedLinear(QuantLinear):
         """Whether activations are rotated."""
         return scheme.weight.format is INT8 and scheme.rotates
 
-    def round_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
         """As ``QuantLinear``, of the rotated rows."""
         return super().round_rows(rotate_rows(weight))
 

@@ -3,8 +3,9 @@
 The int8 values that a layer stores are no weight: whoever multiplies by them is off by their scales, and PyTorch would
 let them be multiplied with floats without a word. So the parameter itself is a plain ``nn.Parameter``, where modules
 keep theirs (``named_parameters``, ``state_dict``, and what moves, shards or saves them), and the attribute gives this
-view of it. It has the dtype, device, shape and values of the parameter, passes for one, and takes attributes and
-``data`` for it; but what would make floats of it raises, and names the layer.
+view of it. It has the device, shape and values of the parameter, passes for one, and takes attributes and ``data``
+for it; but what would make floats of it raises, and names the layer. Its dtype is int8 to whoever asks, also where
+values are packed in uint8, or float8: code that casts its input to the dtype of a weight knows that one (T5's, PEFT's).
 
 While a model is traced, code may ask for dtype, device and shape alone (``TracedWeight``).
 """
@@ -28,6 +29,11 @@ def refuse_to_compute(layer: str, dtype: torch.dtype) -> RuntimeError:
         f"used directly in a computation, as other code does: leave it in float (skip={layer or 'its name'!r} in "
         "quantize_model), or use its dequantize().weight"
     )
+
+
+SEEN_AS = torch.int8
+_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
+_ASK_FOR_FLOATS = (torch.is_floating_point, Tensor.is_floating_point)
 
 
 class StoredWeight(Tensor):
@@ -75,6 +81,10 @@ class StoredWeight(Tensor):
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Calls ``func`` with the parameters; raises ``RuntimeError`` where floats go in with them, or come out."""
+        if func == _DTYPE:
+            return SEEN_AS
+        if func in _ASK_FOR_FLOATS:
+            return False
         view = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
         args, kwargs = tree_map_only(cls, lambda each: each.stored, (args, kwargs or {}))
         is_about_values = not _is_of_its_form(func)
@@ -99,7 +109,7 @@ class TracedWeight:
 
     def __init__(self, stored: Tensor, layer: str) -> None:
         """Of the parameter ``stored`` of a layer."""
-        self.dtype, self.device, self.shape, self.layer = stored.dtype, stored.device, stored.shape, layer
+        self.dtype, self.device, self.shape, self.layer = SEEN_AS, stored.device, stored.shape, layer
 
     def __getattr__(self, name: str) -> Any:
         """Raises ``RuntimeError``."""

@@ -1,9 +1,11 @@
-"""Groups along K with a scale each, and int4 values, eight of which are packed into an int32.
+"""Two codes of 4 bits in a byte.
 
-Where K is no multiple of the group's size, the last group of each row is shorter.
+A row's K codes are cut in blocks of 256, and byte ``j`` of a block is ``code[j] | code[j + 128] << 4``. What is left
+over in the last block is filled up. So ``[N, K]`` codes are uint8 ``[N, 128 * ceil(K / 256)]``.
 
-Packed: ``[N, ceil(K / 8)]`` int32, value k in bits ``4 * (k % 8)`` to ``4 * (k % 8) + 3`` of number ``k // 8``, as
-``q + 8``; what is left over in a row's last number is 0. It is the layout of compressed-tensors' ``pack-quantized``.
+It is the layout for tensor cores: the two masks ``(p << 4) & 0xF0F0F0F0`` and ``p & 0xF0F0F0F0`` make eight int8 of a
+32-bit word, each 16 times an int4, in the order in which the words of a tile are read; and with a scale for each 128
+values all low nibbles of a tile have one scale, and all high ones.
 """
 
 from __future__ import annotations
@@ -12,61 +14,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qgemm.numerics.formats import INT4, Format
 from qgemm.numerics.integers import cdiv
 
-PER_WORD = 32 // INT4.bits
-_ZERO = -int(INT4.low)  # as which 0 is packed
-# Temporaries are of so many values at a time.
-_PIECE = 1 << 22
-
-WORD_OF_ZEROS = sum(_ZERO << INT4.bits * place for place in range(PER_WORD)) - (1 << 32)
-"""A packed int32 that holds eight values of 0."""
+HALF = 128
+"""How far apart the two codes in a byte are."""
 
 
-def grouped(values: Tensor, group_size: int) -> Tensor:
-    """``[n, K]`` as ``[n, groups, group_size]``, the last group filled up with zeros."""
-    n, K = values.shape
-    count = cdiv(K, group_size)
-    return F.pad(values, (0, count * group_size - K)).reshape(n, count, group_size)
+def packed_width(K: int) -> int:
+    """The bytes of a row of ``K`` codes."""
+    return cdiv(K, 2 * HALF) * HALF
 
 
-def spread(scale: Tensor, group_size: int, K: int) -> Tensor:
-    """The scale of each value, ``[n, K]``, from those of groups ``[n, ceil(K / group_size)]``."""
-    if scale.shape[1] == 1:
-        return scale.expand(-1, K)
-    return scale.repeat_interleave(group_size, dim=1)[:, :K]
+def pack_codes(codes: Tensor, fill: int = 0) -> Tensor:
+    """uint8 ``[N, K]``, from 0 to 15, as uint8 ``[N, packed_width(K)]``. ``fill``: the code after the last ones."""
+    n, K = codes.shape
+    blocks = F.pad(codes, (0, -K % (2 * HALF)), value=fill).view(n, cdiv(K, 2 * HALF), 2, HALF)
+    return (blocks[:, :, 0] | blocks[:, :, 1] << 4).view(n, packed_width(K))
 
 
-def quantize_groups(weight: Tensor, group_size: int, form: Format = INT4) -> tuple[Tensor, Tensor]:
-    """Rounds float ``[n, K]`` to nearest: values of ``form``, ``[n, K]``, and float32 ``[n, ceil(K / group_size)]``."""
-    values = weight.float()
-    scale = form.scale_of(grouped(values, group_size).abs().amax(-1))
-    return form.store(values / spread(scale, group_size, weight.shape[1])), scale
-
-
-def pack(values: Tensor) -> Tensor:
-    """int8 ``[n, K]`` from -8 to 7 as int32 ``[n, ceil(K / 8)]``."""
-    octets = F.pad((values + _ZERO).view(torch.uint8), (0, -values.shape[1] % PER_WORD))
-    packed = torch.empty(values.shape[0], cdiv(values.shape[1], PER_WORD), dtype=torch.int32, device=values.device)
-    torch.bitwise_or(octets[:, ::2], octets[:, 1::2] << 4, out=packed.view(torch.uint8))
-    return packed
-
-
-def unpack(packed: Tensor, K: int) -> Tensor:
-    """int8 ``[n, K]`` from int32 ``[n, ceil(K / 8)]``."""
-    octets = packed.contiguous().view(torch.uint8)
-    values = torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)[:, :K]
-    return values.view(INT4.storage) - _ZERO
-
-
-def dequantize(packed: Tensor, scale: Tensor, group_size: int, K: int, dtype: torch.dtype) -> Tensor:
-    """The float weight ``[n, K]``: ``q * scale`` in float32, or in float64 if that is ``dtype``, then in ``dtype``."""
-    n = packed.shape[0]
-    out = torch.empty(n, K, dtype=dtype, device=packed.device)
-    step = max(1, _PIECE // max(K, 1))
-    exact = torch.float64 if dtype == torch.float64 else torch.float32
-    for start in range(0, n, step):
-        part = slice(start, start + step)
-        out[part] = unpack(packed[part], K).to(exact).mul_(spread(scale[part], group_size, K))
-    return out
+def unpack_codes(packed: Tensor, K: int) -> Tensor:
+    """uint8 ``[N, K]`` from uint8 ``[N, packed_width(K)]``."""
+    blocks = packed.reshape(packed.shape[0], cdiv(K, 2 * HALF), HALF)
+    return torch.stack((blocks & 15, blocks >> 4), dim=2).flatten(1)[:, :K]

@@ -3,7 +3,8 @@
 - ``quant_linear(x, weight, weight_scale, bias, input_scale, residual=None)``: in int8, activations quantized within;
   plus a residual, where there is one.
 - ``quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)``: the same with a zero point.
-- ``packed_linear(x, weight, scale, in_features, group_size, bias)``: in float, with a weight of 4 bits.
+- ``weight_only_linear(x, weight, scale, zero_point, global_scale, input_order, bias, in_features, format, group_size,
+  int8_activations=False)``: in float, with a quantized weight of 4 or 8 bits.
 - ``multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)``: ``quant_linear`` of rows that are
   quantized already, plus a residual; its gradients are those of the bias and the residual.
 
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from qgemm.kernels import asymmetric, checks, dispatch
 from qgemm.kernels.launch.plans import recall
-from qgemm.kernels.packed import launcher as int4
 from qgemm.kernels.rows import QuantizedRows
-from qgemm.numerics.packing import dequantize
+from qgemm.kernels.weight_only.launcher import weight_only_linear
+from qgemm.numerics.formats import FORMATS
+from qgemm.numerics.groups import dequantize, in_input_order
 from qgemm.ops.declare import operator
 from qgemm.ops.direct import rows_seen_by_others, seen_by_others
 
@@ -99,13 +101,14 @@ def _declare_layer(
     *,
     bias_at: int,
     residual_at: int | None = None,
+    weight_at: slice = slice(1, 3),
     sizes: slice = slice(0),
 ) -> None:
     """Declares a layer of ``(x, weight, scale, ...)``, with derivatives for ``x``, its bias and its residual.
 
     ``bias_at``, ``residual_at``: where those are among the arguments; a residual may be left out. ``check(*arguments)``
-    raises for what ``compute`` can't take. ``float_weight(weight, scale, dtype, *sizes)``: the weight ``[N, K]`` in
-    float; ``sizes``: where these arguments are.
+    raises for what ``compute`` can't take. ``float_weight(dtype, weight, scale, *others, *sizes)``: the weight
+    ``[N, K]`` in float, from the tensors at ``weight_at`` and the numbers at ``sizes``.
     """
     name = schema.split("(")[0]
 
@@ -118,17 +121,17 @@ def _declare_layer(
             raise RuntimeError(f"{name} has {message}")
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, scale, *_ = inputs
+        x = inputs[0]
         ctx.x_dtype, ctx.bias_dtype = x.dtype, getattr(inputs[bias_at], "dtype", None)
         ctx.sizes = inputs[sizes]
-        ctx.save_for_backward(weight, scale)
+        ctx.save_for_backward(*inputs[weight_at])
 
     def backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> list[Tensor | None]:
         check_others(list(wanted), "gradients for x and bias only; set requires_grad=False on its scales")
-        weight, scale = ctx.saved_tensors
+        weight, *others = ctx.saved_tensors
         grads: list[Tensor | None] = [None] * len(wanted)
         if wanted[0]:
-            grads[0] = grad @ float_weight(weight, scale, ctx.x_dtype, *ctx.sizes)
+            grads[0] = grad @ float_weight(ctx.x_dtype, weight, *others, *ctx.sizes)
         if wanted[bias_at]:
             grads[bias_at] = grad.float().sum_to_size(weight.shape[0]).to(ctx.bias_dtype)
         if residual_at is not None and True in wanted[residual_at:]:
@@ -138,13 +141,13 @@ def _declare_layer(
     def jvp(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
         has_tangent = [each is not None for each in tangents]
         check_others(has_tangent, "derivatives for x and bias only; give no tangents for its scales")
-        x, weight, scale, *_ = args
+        x, weight, *_ = args
         along_x, along_bias = tangents[0], tangents[bias_at]
         along: Tensor
         if along_x is None:
             along = x.new_zeros((*x.shape[:-1], weight.shape[0]))
         else:
-            along = along_x @ float_weight(weight, scale, x.dtype, *args[sizes]).t()
+            along = along_x @ float_weight(x.dtype, *args[weight_at], *args[sizes]).t()
         for other in (along_bias, *(tangents[residual_at:] if residual_at is not None else ())):
             along = along if other is None else along + other
         return along
@@ -162,9 +165,25 @@ def _declare_layer(
     )
 
 
-def _dequantize_rows(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantize_rows(dtype: torch.dtype, weight: Tensor, scale: Tensor) -> Tensor:
     # The weight is scaled, not the gradient: that would underflow in float16.
     return (weight * scale.reshape(-1, 1)).to(dtype)
+
+
+def _dequantize_groups(
+    dtype: torch.dtype,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    input_order: Tensor | None,
+    in_features: int,
+    format: str,
+    group_size: int,
+) -> Tensor:
+    form = FORMATS[format]
+    rows = dequantize(weight, scale, zero_point, global_scale, form, group_size, in_features, dtype)
+    return rows if input_order is None else in_input_order(rows, input_order)
 
 
 _declare_layer(
@@ -185,12 +204,15 @@ _declare_layer(
     bias_at=3,
 )
 _declare_layer(
-    "packed_linear(Tensor x, Tensor weight, Tensor scale, int in_features, int group_size, Tensor? bias) -> Tensor",
-    int4.packed_linear,
-    checks.check_packed_linear,
-    lambda weight, scale, dtype, K, group_size: dequantize(weight, scale, group_size, K, dtype),
-    bias_at=5,
-    sizes=slice(3, 5),
+    "weight_only_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? global_scale, "
+    "Tensor? input_order, Tensor? bias, int in_features, str format, int group_size, bool int8_activations=False) "
+    "-> Tensor",
+    weight_only_linear,
+    checks.check_weight_only_linear,
+    _dequantize_groups,
+    bias_at=6,
+    weight_at=slice(1, 6),
+    sizes=slice(7, 10),
 )
 
 

@@ -10,6 +10,7 @@ from qgemm.model.swap import put
 from qgemm.nn import LinearLayer, linear_class
 from qgemm.nn.linear_layer import InputScale, linear_weight
 from qgemm.numerics.formats import INT8
+from qgemm.numerics.groups import global_scale_of, round_scale
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 EVERY_SCHEME = [
@@ -25,11 +26,24 @@ EVERY_SCHEME = [
 ]
 """One of each family."""
 
-ERRORS = {"int8": 0.03, "int4": 0.15}
+EVERY_LAYER = [
+    *EVERY_SCHEME,
+    "int4-32-asymmetric-ordered",
+    "int8-weight",
+    "int8-weight-64-asymmetric",
+    "fp8-weight",
+    "mxfp4",
+    "mxfp8",
+    "nvfp4",
+    "nf4",
+]
+"""And of each format of weights."""
+
+ERRORS = {"int8": 0.03, "int4": 0.15, "fp8": 0.05, "fp4": 0.2, "nf4": 0.2}
 """The most that rounding to a format changes a product of random values, as a share of it."""
 
 
-def quantized_layer(linear: nn.Module, scheme: str, weight: tuple[Tensor, Tensor] | None = None) -> LinearLayer:
+def quantized_layer(linear: nn.Module, scheme: str, weight: tuple[Tensor, ...] | None = None) -> LinearLayer:
     """``linear`` under ``scheme``; a static one gets a scale for inputs of about -4 to 4."""
     found = resolve_scheme(scheme)
     columns = outlier_columns_for(found, linear_weight(linear).shape[1])
@@ -59,11 +73,15 @@ def quantized_model(model: nn.Module, scheme: str) -> nn.Module:
     return model.eval()
 
 
-def decided_weight(linear: nn.Module, scheme: str) -> tuple[Tensor, Tensor]:
-    """Values and scales that no rounding to nearest would give."""
+def decided_weight(linear: nn.Module, scheme: str) -> tuple[Tensor, ...]:
+    """Values and scales, and maybe zero points, that no rounding to nearest would give."""
     N, K = linear_weight(linear).shape
     found = resolve_scheme(scheme).weight
     form = found.format
-    values = torch.randint(int(form.low), int(form.high) + 1, (N, K)).to(form.storage)
-    groups = () if found.group_size is None else (-(-K // found.group_size),)
-    return values, torch.rand(N, *groups) + 0.5
+    values = form.store(torch.empty(N, K).uniform_(form.low, form.high))
+    scale = torch.rand(N, *(() if found.group_size is None else (-(-K // found.group_size),))) + 0.5
+    unit = global_scale_of(scale.amax() * form.steps, form) if found.scale_dtype == "e4m3" else None
+    scale = round_scale(scale, found.scale_dtype, form, unit)
+    if found.symmetric:
+        return values, scale
+    return values, scale, torch.randint(int(form.low), int(form.high) + 1, scale.shape, dtype=torch.int8)

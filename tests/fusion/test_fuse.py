@@ -322,7 +322,7 @@ def test_layers_of_other_schemes_are_named() -> None:
     assert first.parts == ("mlp",)
     assert "of class Linear, not QuantLinear" in first.reason
     assert second.parts == ("attention",)
-    assert "is of class PackedLinear" in second.reason
+    assert "is of class WeightOnlyLinear" in second.reason
     assert "model.layers.1.mlp.down_proj" in str(fusion_report(example.model))
     assert torch.equal(example.output(), expected)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families.schemes import ERRORS, EVERY_SCHEME, decided_weight, input_scale_for, quantized_layer
+from families.schemes import ERRORS, EVERY_LAYER, decided_weight, input_scale_for, quantized_layer
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from qgemm.nn import LinearLayer, QuantLinear, linear_class
 from qgemm.scheme import SCHEMES, resolve_scheme
 
-SCHEME = pytest.mark.parametrize("scheme", EVERY_SCHEME)
+SCHEME = pytest.mark.parametrize("scheme", EVERY_LAYER)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 # Not a whole number of words or groups; a power of two times an odd number.
 K, N = 152, 40
@@ -39,7 +39,7 @@ def assert_same(a: LinearLayer, b: LinearLayer) -> None:
 
 
 def test_every_named_scheme_has_a_class_and_is_tested() -> None:
-    classes = {scheme: linear_class(scheme) for scheme in EVERY_SCHEME}
+    classes = {scheme: linear_class(scheme) for scheme in EVERY_LAYER}
     assert set(SCHEMES) <= set(classes)
     assert classes["int8"] is classes["int8-static"] is QuantLinear
     with pytest.raises(ValueError, match="scheme is 'int3'; it must be one of"):
@@ -121,9 +121,9 @@ def test_from_linear_leaves_the_float_layer_alone(scheme: str) -> None:
 @SCHEME
 def test_a_decided_weight_is_what_the_layer_holds(scheme: str) -> None:
     linear = nn.Linear(K, N)
-    values, scale = decided_weight(linear, scheme)
-    layer = quantized_layer(linear, scheme, (values, scale))
-    stored = layer.store_rows(values, scale)
+    decided = decided_weight(linear, scheme)
+    layer = quantized_layer(linear, scheme, decided)
+    stored = layer.store_rows(*decided)
     assert list(stored) == [name for name in layer.row_names if name in stored]
     for name, value in stored.items():
         assert layer.stored(name).tolist() == value.tolist()
@@ -133,20 +133,30 @@ def test_a_decided_weight_is_what_the_layer_holds(scheme: str) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda q, s: (q.int(), s), "weight's values are torch.int32"),
-        (lambda q, s: (q[:, 1:], s), rf"\[{N}, {K - 1}\]; they must be"),
-        (lambda q, s: (torch.full_like(q, torch.nan if q.is_floating_point() else -128), s), "weight's values go from"),
-        (lambda q, s: (q, s.double()), "weight's scale is torch.float64"),
-        (lambda q, s: (q, s[1:]), "weight's scale is torch.float32"),
-        (lambda q, s: (q, s[..., None]), "weight's scale is torch.float32"),
-        (lambda q, s: (q, s * 0), "weight's scale must be finite and greater than 0"),
-        (lambda q, s: (q, s * torch.nan), "weight's scale must be finite and greater than 0"),
+        (lambda q, s, *z: (q.int(), s, *z), "weight's values are torch.int32"),
+        (lambda q, s, *z: (q[:, 1:], s, *z), rf"\[{N}, {K - 1}\]; they must be"),
+        (lambda q, s, *z: (beyond(q), s, *z), "weight's values go from"),
+        (lambda q, s, *z: (q, s.double(), *z), "weight's scale is torch.float64"),
+        (lambda q, s, *z: (q, s[1:], *z), "weight's scale is torch.float32"),
+        (lambda q, s, *z: (q, s[..., None], *z), "weight's scale is torch.float32"),
+        (lambda q, s, *z: (q, s * 0, *z), "weight's scale must be finite and greater than 0"),
+        (lambda q, s, *z: (q, s * torch.nan, *z), "weight's scale must be finite and greater than 0"),
+        (lambda q, s, *z: (q, s) if z else (q, s, torch.zeros_like(s).char()), "(needs|takes no) zero points"),
     ],
 )
 def test_a_decided_weight_is_checked(scheme: str, spoil: Callable[..., Any], message: str) -> None:
     linear = nn.Linear(K, N)
+    if resolve_scheme(scheme).weight.format.low == -128 and "go from" in message:
+        return  # every int8 is a value
     with pytest.raises(ValueError, match=message):
         quantized_layer(linear, scheme, spoil(*decided_weight(linear, scheme)))
+
+
+def beyond(values: Tensor) -> Tensor:
+    """Such as no format has."""
+    if values.is_floating_point():
+        return torch.full_like(values, torch.nan)
+    return torch.full_like(values, -128 if values.dtype == torch.int8 else 16)
 
 
 @SCHEME
@@ -214,16 +224,41 @@ def test_a_model_in_float64_says_what_to_do(scheme: str) -> None:
 def test_scales_are_checked_as_they_are_loaded(scheme: str) -> None:
     layer = make(scheme)
     before = copy.deepcopy(layer.state_dict())
+    # Those of weights alone may be negative in other libraries' files, and 0.
+    of_weights = layer.scheme.is_weight_only
+    values, problem = [torch.nan, torch.inf], "holds NaN or Inf"
+    if not of_weights:
+        values, problem = [*values, 0.0, -1.0], "is not finite and above 0 everywhere"
     for name in layer.scale_names:
         if name in before:
-            for value in (0.0, -1.0, torch.nan, torch.inf):
+            for value in values:
                 bad = before[name].clone()
-                bad.view(-1)[-1] = value
-                with pytest.raises(RuntimeError, match=f"{name} is not finite and above 0 everywhere"):
+                bad.view(-1)[-1] = 255 if bad.dtype == torch.uint8 else torch.nan if bad.itemsize == 1 else value
+                with pytest.raises(RuntimeError, match=f"{name} {problem}"):
                     layer.load_state_dict({**before, name: bad})
-                with pytest.raises(RuntimeError, match=f"{name} is not finite and above 0 everywhere"):
-                    layer.load_state_dict({**before, name: bad.bfloat16()}, assign=True)
+                if bad.dtype.itemsize > 1:
+                    with pytest.raises(RuntimeError, match=f"{name} {problem}"):
+                        layer.load_state_dict({**before, name: bad.bfloat16()}, assign=True)
+    if "weight_global_scale" in before:
+        with pytest.raises(RuntimeError, match="weight_global_scale is not finite, or 0"):
+            layer.load_state_dict({**before, "weight_global_scale": torch.tensor([1.0, 0.0])})
+    if "input_order" in before:
+        with pytest.raises(RuntimeError, match=f"input_order is no order of {K} columns"):
+            layer.load_state_dict({**before, "input_order": torch.zeros(K, dtype=torch.int32)})
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8-weight", "nf4"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("assign", [False, True])
+def test_scales_of_groups_keep_their_dtype(scheme: str, dtype: torch.dtype, assign: bool) -> None:
+    layer, state = make(scheme), make(scheme).state_dict()
+    state["weight_scale"] = -state["weight_scale"].to(dtype)
+    layer.load_state_dict(state, assign=assign)
+    assert layer.weight_scale.dtype == layer.half().weight_scale.dtype == dtype
+    assert torch.equal(layer.weight_scale, state["weight_scale"])
+    x = torch.randn(3, K)
+    torch.testing.assert_close(layer(x), layer.dequantize(torch.float32)(x))
 
 
 @SCHEME
@@ -401,6 +436,8 @@ def through_torch_save(module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("how", COPIES)
 def test_copies(scheme: str, how: str) -> None:
     layer, x = make(scheme), torch.randn(3, K)
+    if how == "pickle" and any(p.dtype == torch.float8_e4m3fn for p in layer.parameters()):
+        return  # which PyTorch can't pickle
     state = set(vars(layer))
     out = layer(x)
     assert set(vars(layer)) == state, "a call leaves nothing in the module"
@@ -444,6 +481,8 @@ def test_quantized_values_of_another_dtype_are_refused(scheme: str) -> None:
     layer = make(scheme)
     before = copy.deepcopy(layer)
     for name in layer.weight_names + layer.index_names:
+        if getattr(layer, name) is None:
+            continue
         state = {**layer.state_dict(), name: getattr(layer, name).short()}
         for strict in (True, False):
             with pytest.raises(RuntimeError, match=rf"{name} is torch\.int16 but {type(layer).__name__} holds torch"):
@@ -486,6 +525,8 @@ def test_degenerate_sizes(scheme: str, features_in: int, features_out: int, devi
     layer = linear_class(scheme)(features_in, features_out, device=device, scheme=scheme)
     parameters: dict[str, Tensor] = dict(layer.named_parameters())
     parameters["weight_scale"].fill_(1)
+    if "weight_global_scale" in parameters:
+        parameters["weight_global_scale"].fill_(1)
     if layer.is_static:
         parameters["input_scale"].fill_(0.05)
     out = layer(torch.randn(5, features_in, device=device))

@@ -3,15 +3,17 @@
 import pytest
 import torch
 
-from qgemm.numerics.formats import FORMATS, INT4, INT8, MIN_SCALE, Format
+from qgemm.numerics.formats import FORMATS, FP4, INT4, INT8, MIN_SCALE, NF4, Format
 
-FORMS = [*FORMATS.values(), INT8.asymmetric]
+FORMS = [*FORMATS.values(), INT8.asymmetric, INT4.asymmetric]
+FOUR_BITS = pytest.mark.parametrize("form", [INT4, INT4.asymmetric, FP4, NF4])
 
 
 def test_the_numbers() -> None:
     assert (INT8.low, INT8.high, INT8.steps, INT8.max_k) == (-127, 127, 127, 131_071)
     assert (INT8.asymmetric.low, INT8.asymmetric.high, INT8.asymmetric.steps) == (-128, 127, 255)
     assert (INT4.low, INT4.high, INT4.steps) == (-8, 7, 7.5)
+    assert (INT4.asymmetric.low, INT4.asymmetric.high, INT4.asymmetric.steps) == (-8, 7, 15)
     assert MIN_SCALE == 2.0**-126
 
 
@@ -19,8 +21,11 @@ def test_the_numbers() -> None:
 def test_a_row_holds_together(form: Format) -> None:
     if not form.storage.is_floating_point:
         assert form.high - form.low < 2**form.bits
-    bounds = torch.tensor([form.low, form.high])
-    assert torch.equal(bounds.to(form.storage).float(), bounds.float())
+    bounds = torch.tensor([form.low, form.high, 0.0])
+    stored = form.store(bounds.clone())
+    assert stored.dtype == form.storage
+    assert torch.equal(form.to_float(stored), bounds)
+    assert form.range_of(stored) == (form.low, form.high)
     if form.accumulator == torch.int32:
         largest = 2 ** (2 * form.bits - 2)  # of the lowest value that the storage has, with itself
         assert largest * form.max_k < 2**31 <= largest * (form.max_k + 1)
@@ -41,7 +46,7 @@ def test_values_saturate_and_have_no_nan(form: Format) -> None:
     quotients = torch.tensor([-1e9, -torch.inf, 1e9, torch.inf, torch.nan, 0.0])
     stored = form.store(quotients.clone())
     assert stored.dtype == form.storage
-    assert stored.tolist() == [form.low, form.low, form.high, form.high, 0, 0]
+    assert form.to_float(stored).tolist() == [form.low, form.low, form.high, form.high, 0, 0]
     assert form.nearest_(quotients)[4].isnan()
 
 
@@ -54,3 +59,36 @@ def test_a_float_format_takes_its_nearest_value() -> None:
     e4m3 = Format("e4m3", torch.float8_e4m3fn, 8, -448.0, 448.0, 448.0, torch.float32)
     values = torch.tensor([17.1, 449.0, -1000.0, 0.001])  # between 16 and 18, beyond either end, about 0.5 * 2^-9
     assert e4m3.nearest_(values).tolist() == [18.0, 448.0, -448.0, 2.0**-9]
+
+
+@FOUR_BITS
+def test_every_code_of_four_bits(form: Format, device: torch.device) -> None:
+    codes = torch.arange(16, dtype=torch.uint8, device=device)
+    values = form.decode(codes)
+    assert values.dtype == torch.float32
+    assert torch.equal(form.decode(form.encode(values)), values)
+    assert torch.equal(form.to_float(form.from_codes(codes)), values)
+    assert torch.equal(form.to_codes(form.from_codes(codes)), codes)
+    assert form.decode(torch.tensor([form.zero_code], dtype=torch.uint8)).tolist() == [0.0]
+    if form.bits == 4 and form.table is None:
+        assert values.tolist() == [*range(8), *range(-8, 0)]
+        assert form.encode(torch.tensor([-3.2, 6.9])).tolist() == [-3 & 15, 7]
+
+
+@pytest.mark.parametrize("form", [FP4, NF4])
+def test_codes_of_the_nearest_values(form: Format) -> None:
+    assert form.table is not None
+    quotients = torch.linspace(form.low * 1.1, form.high * 1.1, 20011, dtype=torch.float64).float()
+    table = torch.tensor(form.table)
+    error = (form.decode(form.encode(quotients)) - quotients).abs()
+    assert torch.equal(error, (table - quotients[:, None]).abs().amin(1))
+    assert form.encode(torch.tensor([torch.nan, -0.0])).tolist() == [form.zero_code] * 2
+    assert form.range_of(torch.tensor([3, 16], dtype=torch.uint8))[0] != 0  # no code: NaN
+    assert str(form.range_of(torch.tensor([3, 16], dtype=torch.uint8))) == "(nan, nan)"
+
+
+def test_halves_of_e2m1_go_to_even_codes() -> None:
+    halves = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    assert FP4.encode(halves).tolist() == [0, 2, 2, 4, 4, 6, 6]
+    assert FP4.decode(FP4.encode(-halves)).tolist() == [0.0, -1.0, -1.0, -2.0, -2.0, -4.0, -4.0]
+    assert FP4.nearest_(halves.double().clone()).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from qgemm.kernels import asymmetric, dispatch
 from qgemm.kernels.norms import Norm
-from qgemm.kernels.packed import launcher as int4
+from qgemm.kernels.weight_only import launcher as weight_only
 from qgemm.numerics.hadamard import hadamard
 from qgemm.ops import linear
 
 ops = torch.ops.qgemm
+E4M3 = torch.float8_e4m3fn
 
 
 def int8(*shape: int, device: torch.device) -> Tensor:
@@ -28,7 +29,12 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
     y = torch.randn(16, 8, device=device).to(dtype)
     zero = torch.tensor(-30, dtype=torch.int8, device=device)
     norm, gamma = ("rms", 1e-6), torch.randn(16, device=device).to(dtype)
-    packed = torch.randint(-(2**31), 2**31, (8, 2), dtype=torch.int32, device=device)
+    packed = torch.randint(256, (8, 128), device=device).to(torch.uint8)
+    zero_points, order = int8(8, 2, device=device) % 8, torch.randperm(16, device=device).int()
+    exponents, unit = (
+        torch.randint(120, 134, (8, 1), device=device).to(torch.uint8),
+        torch.tensor([0.5, 3.0]).to(device),
+    )
     qkv, turn = torch.randn(2, 3, 64, device=device).to(dtype), torch.randn(1, 3, 4, device=device).to(dtype)
     rotated = (qkv, turn, turn, y[:, 0][:8], None, "rms", 1e-6, 4, 2, False)
     stores, length = torch.zeros(2, 2, 2, 9, 8, device=device), torch.tensor([5], dtype=torch.int32, device=device)
@@ -61,8 +67,11 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "quantize_rows asymmetric": (x, one, zero),
         "quant_linear_asymmetric": (x, weight, b_scale, bias, one, zero),
         "quant_linear_asymmetric vector": (x[0], weight, b_scale, bias, one, zero),
-        "packed_linear": (x, packed, torch.rand(8, 2, device=device), 16, 10, bias),
-        "packed_linear vector": (x[0], packed, torch.rand(8, 1, device=device), 16, 16, None),
+        "weight_only_linear": (x, packed, b_scale.expand(2, 8).t(), zero_points, None, order, bias, 16, "int4", 10),
+        "weight_only_linear vector": (x[0], weight, b_scale[:, None], None, None, None, None, 16, "int8", 16),
+        "weight_only_linear e8m0": (x, packed, exponents, None, None, None, bias, 16, "fp4", 16),
+        "weight_only_linear e4m3": (x, packed, b_scale[:, None].to(E4M3), None, unit, None, bias, 16, "nf4", 16),
+        "weight_only_linear fp8": (x, y.t().to(E4M3), b_scale[:, None].half(), None, None, None, bias, 16, "fp8", 16),
         "hadamard": (x,),
         "hadamard batch": (x.view(1, 5, 16).transpose(0, 1),),
     }
@@ -85,7 +94,7 @@ def add_norm(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def function_of(variant: str) -> Any:
     name = variant.split()[0]
     elsewhere = {
-        "packed_linear": int4.packed_linear,
+        "weight_only_linear": weight_only.weight_only_linear,
         "hadamard": hadamard,
         "quant_linear_asymmetric": asymmetric.quant_linear_asymmetric,
         "norm_quantize": lambda *a: dispatch.norm_quantize(*a[:3], Norm(*a[3:5]), *a[5:]),
@@ -102,10 +111,13 @@ def function_of(variant: str) -> Any:
 def test_opcheck(variant: str, dtype: torch.dtype, device: torch.device) -> None:
     operator = getattr(ops, variant.split()[0]).default
     arguments = operands(dtype, device)[variant]
-    torch.library.opcheck(operator, arguments)
-    if variant.startswith(("matmul", "quant_linear", "packed_linear", "hadamard", "add_norm", "norm_quantize")):
+    # PyTorch's check of schemas multiplies arguments by numbers, which float8 doesn't support.
+    has_float8 = any(isinstance(each, Tensor) and each.dtype == E4M3 for each in arguments)
+    others = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(operator, arguments, test_utils=others if has_float8 else "ALL")
+    if variant.startswith(("matmul", "quant_linear", "weight_only_linear", "hadamard", "add_norm", "norm_quantize")):
         x, *rest = arguments
-        torch.library.opcheck(operator, (x.clone().requires_grad_(), *rest))
+        torch.library.opcheck(operator, (x.clone().requires_grad_(), *rest), test_utils=others if has_float8 else "ALL")
 
 
 @VARIANTS

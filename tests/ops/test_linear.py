@@ -1,4 +1,4 @@
-"""``torch.ops.qgemm.quant_linear`` and ``packed_linear``: gradients, tracing, checks."""
+"""``torch.ops.qgemm.quant_linear`` and ``weight_only_linear``: gradients, tracing, checks."""
 
 import pytest
 import torch
@@ -6,28 +6,29 @@ from families.schemes import quantized_layer
 from torch import Tensor, nn
 
 from ops.test_declare import DTYPES, int8, operands, operators_in
-from qgemm.numerics.packing import dequantize
+from qgemm.numerics.formats import INT4
+from qgemm.numerics.groups import dequantize
 
 ops = torch.ops.qgemm
 
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(6, 16), (16,), (2, 3, 16), (0, 16)])
-def test_packed_linear_gradients(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def test_weight_only_linear_gradients(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     x = torch.randn(shape, device=device).to(dtype).requires_grad_()
-    _, weight, scale, *sizes, _ = operands(dtype, device)["packed_linear"]
+    _, weight, scale, zero, unit, order, _, *sizes = operands(dtype, device)["weight_only_linear"]
     bias = torch.randn(8, device=device).to(dtype).requires_grad_()
-    out = ops.packed_linear(x, weight, scale, *sizes, bias)
+    out = ops.weight_only_linear(x, weight, scale, zero, unit, order, bias, *sizes)
     grad = torch.randn_like(out)
     out.backward(grad)
-    exact_x = grad.double() @ dequantize(weight, scale, 10, 16, torch.float64)
+    exact_x = grad.double() @ dequantize(weight, scale, zero, unit, INT4, 10, 16, torch.float64)[:, order.argsort()]
     exact_bias = grad.double().reshape(-1, 8).sum(0)
     torch.testing.assert_close(
         x.grad.double(), exact_x, rtol=3 * torch.finfo(dtype).eps, atol=64 * torch.finfo(dtype).eps * scale.max().item()
     )
     torch.testing.assert_close(bias.grad.double(), exact_bias, rtol=torch.finfo(dtype).eps, atol=1e-5)
     with pytest.raises(RuntimeError, match="gradients for x and bias only"):
-        ops.packed_linear(x, weight, scale.requires_grad_(), *sizes, bias).sum().backward()
+        ops.weight_only_linear(x, weight, scale.requires_grad_(), zero, unit, order, bias, *sizes).sum().backward()
 
 
 @DTYPES

@@ -1,1 +1,0 @@
-"""Layers whose weights are packed."""

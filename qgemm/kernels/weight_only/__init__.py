@@ -1,0 +1,1 @@
+"""Products of float inputs with quantized weights."""

@@ -1,0 +1,45 @@
+"""``weight_only_linear``: products of float inputs with quantized weights, which ``qgemm.numerics.groups`` describes.
+
+There is no kernel that multiplies by such a weight yet: the float weight is made for every call. So it saves memory,
+and time only where a float weight wouldn't fit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qgemm.kernels.checks import check_weight_only_linear
+from qgemm.numerics.formats import FORMATS
+from qgemm.numerics.groups import dequantize
+
+
+@torch.no_grad()
+def weight_only_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    input_order: Tensor | None,
+    bias: Tensor | None,
+    in_features: int,
+    format: str,
+    group_size: int,
+    int8_activations: bool = False,
+) -> Tensor:
+    """``x[..., input_order] @ W.T + bias`` in the dtype of ``x``; ``W`` is what ``dequantize`` gives in that dtype.
+
+    ``x``: float ``[..., K]``, ``K`` being ``in_features``. ``weight``: values of ``format``, as they are stored.
+    ``scale``: ``[N, ceil(K / group_size)]``, in float or as uint8 exponents. ``zero_point``: int8 of that shape, or
+    None. ``global_scale``: float32 ``[2]``, for float8 scales. ``input_order``: int32 ``[K]`` or None. ``bias``: float
+    ``[N]``. The product is PyTorch's.
+    """
+    others = scale, zero_point, global_scale, input_order, bias, in_features, format, group_size, int8_activations
+    check_weight_only_linear(x, weight, *others)
+    with torch.autocast(x.device.type, enabled=False):
+        x = x if input_order is None else x.index_select(-1, input_order)
+        form = FORMATS[format]
+        float_weight = dequantize(weight, scale, zero_point, global_scale, form, group_size, in_features, x.dtype)
+        return F.linear(x, float_weight, None if bias is None else bias.to(x.dtype))

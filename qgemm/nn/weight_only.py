@@ -1,0 +1,173 @@
+"""``WeightOnlyLinear``: a linear layer whose weight alone is quantized, in any format; its products are in float.
+
+``y = x @ W.T + bias``, where ``W = (q - z) * s``, with one ``s`` for a group of values along K, or for a row. It takes
+4 or 8 bits a value, and a little for the scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.nn.linear_layer import LinearLayer, largest
+from qgemm.nn.quant_layer import frozen
+from qgemm.numerics import groups
+from qgemm.numerics.formats import Format
+from qgemm.numerics.integers import cdiv
+from qgemm.numerics.packing import packed_width
+from qgemm.scheme import QuantScheme
+
+_FLOAT_SCALES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class WeightOnlyLinear(LinearLayer):
+    """A linear layer with a quantized weight: float ``[..., in_features]`` to ``[..., out_features]``.
+
+    Parameters, none of which require a gradient; ``groups`` is ``ceil(in_features / group_size)``, or 1 for a scheme
+    with a scale per channel:
+
+    - ``weight``: of 4 bits uint8 ``[out_features, packed_width(in_features)]``, as ``qgemm.numerics.packing`` lays them
+      out; of 8 bits int8 or float8_e4m3fn ``[out_features, in_features]``.
+    - ``bias``: ``[out_features]`` in ``dtype``, or None.
+    - ``weight_scale``: ``[out_features, groups]`` in the scheme's ``scale_dtype``: float32, float16 or bfloat16,
+      whichever of them a checkpoint has; uint8 exponents for ``mxfp4`` and ``mxfp8``, float8_e4m3fn for ``nvfp4``.
+    - ``weight_zero_point``: int8 ``[out_features, groups]`` for an asymmetric scheme; else None.
+    - ``weight_global_scale``: float32 ``[2]``, a factor and a divisor of all scales, for ``nvfp4``; else None.
+    - ``input_order``: int32 ``[in_features]`` for an ordered scheme; else None. Column ``j`` of the stored weight
+      multiplies column ``input_order[j]`` of the input.
+
+    A new layer has scales of NaN until it loads a ``state_dict``. ``from_linear`` makes one from a float layer.
+    """
+
+    default_scheme = "int4"
+    weight_names = ("weight",)
+    scale_names = ("weight_scale",)
+    index_names = ("weight_zero_point", "weight_global_scale", "input_order")
+    row_names: tuple[str, ...] = ("weight", "weight_scale", "weight_zero_point")
+    weight: nn.Parameter
+    weight_scale: nn.Parameter
+    weight_zero_point: nn.Parameter | None
+    weight_global_scale: nn.Parameter | None
+    input_order: nn.Parameter | None
+
+    def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """``bias`` in ``dtype``."""
+        N, K, form, scheme = self.out_features, self.in_features, self.form, self.scheme.weight
+        if form.bits == 4:
+            zeros = form.zero_code | form.zero_code << 4
+            weight = torch.full((N, packed_width(K)), zeros, dtype=torch.uint8, device=device)
+        else:
+            weight = torch.zeros(N, K, dtype=form.storage, device=device)
+        self.weight = frozen(weight)
+        self.bias = self.empty_bias(device, dtype)
+        scales, stored_as = (N, cdiv(K, self.group_size)), groups.SCALE_DTYPES[scheme.scale_dtype]
+        unknown = 255 if scheme.scale_dtype == "e8m0" else torch.nan
+        self.weight_scale = frozen(torch.full(scales, unknown, dtype=stored_as, device=device))
+        self.weight_zero_point = self.weight_global_scale = self.input_order = None
+        if not scheme.symmetric:
+            self.weight_zero_point = frozen(torch.zeros(scales, dtype=torch.int8, device=device))
+        if scheme.scale_dtype == "e4m3":
+            self.weight_global_scale = frozen(torch.full((2,), torch.nan, dtype=torch.float32, device=device))
+        if scheme.is_ordered:
+            self.input_order = frozen(torch.arange(K, dtype=torch.int32, device=device))
+        self.row_names = tuple(name for name in type(self).row_names if getattr(self, name) is not None)
+
+    @classmethod
+    def computes(cls, scheme: QuantScheme) -> bool:
+        """Whether ``scheme`` leaves activations in float."""
+        return scheme.is_weight_only
+
+    @property
+    def form(self) -> Format:
+        """The number format of the weight."""
+        return self.scheme.weight.format
+
+    @property
+    def group_size(self) -> int:
+        """How many values along K share a scale."""
+        return self.scheme.weight.group_size or max(self.in_features, 1)
+
+    def accepts_dtype(self, name: str, dtype: torch.dtype) -> bool:
+        """As ``QuantLayer``; scales in floats have any of the three dtypes."""
+        if name == "weight_scale" and self.weight_scale.dtype in _FLOAT_SCALES:
+            return dtype in _FLOAT_SCALES
+        return super().accepts_dtype(name, dtype)
+
+    def check_weight(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> None:
+        """As ``LinearLayer``; scales must be such as the scheme's ``scale_dtype`` holds."""
+        super().check_weight(values, scale, zero_point)
+        dtype, form = self.scheme.weight.scale_dtype, self.form
+        if scale.numel() and dtype != "float32":
+            global_scale = groups.global_scale_of(largest(scale) * form.steps, form) if dtype == "e4m3" else None
+            if not torch.equal(groups.float_scale(groups.store_scale(scale, dtype, global_scale), global_scale), scale):
+                raise ValueError(
+                    f"weight's scale isn't {dtype} everywhere, as the scheme {self.scheme.name!r} stores it: round it "
+                    "with qgemm.numerics.groups.round_scale before values are rounded with it"
+                )
+        if zero_point is not None and zero_point.numel():
+            low, high = (int(each) for each in zero_point.aminmax())
+            if low < form.low or high > form.high + 1:
+                raise ValueError(
+                    f"weight's zero points go from {low} to {high}; they must be from {form.low} to {form.high + 1}"
+                )
+
+    def problem_with(self, name: str, value: Tensor) -> str:
+        """What is wrong with ``value``: a scale that isn't finite, or an order that leaves out columns."""
+        if name == "weight_scale":
+            is_finite = (value != 255) if value.dtype == torch.uint8 else value.float().isfinite()
+            return "" if bool(is_finite.all()) else "holds NaN or Inf"
+        if name == "weight_global_scale":
+            return "" if bool((value.isfinite() & (value != 0)).all()) else "is not finite, or 0"
+        if name == "input_order" and not torch.equal(value.sort().values, torch.arange(len(value)).to(value)):
+            return f"is no order of {self.in_features} columns: each must be there once"
+        return super().problem_with(name, value)
+
+    @property
+    def needs_amax(self) -> bool:
+        """Whether it has a global scale."""
+        return self.weight_global_scale is not None
+
+    def start_rows(self, device: torch.device, amax: Tensor | None) -> None:
+        """Sets the global scale, and the order of columns: that of the input."""
+        if self.weight_global_scale is not None and amax is not None:
+            self.weight_global_scale = frozen(groups.global_scale_of(amax.to(device), self.form))
+        if self.input_order is not None:
+            self.input_order = frozen(torch.arange(self.in_features, dtype=torch.int32, device=device))
+
+    def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
+        """Values of the format ``[n, K]``, scales float32 ``[n, groups]``, or ``[n]`` for a scale per channel.
+
+        And zero points of the scales' shape, int8, for an asymmetric scheme.
+        """
+        order, scheme = self.input_order, self.scheme.weight
+        weight = weight if order is None else weight[:, order]
+        made = groups.quantize_groups(weight, self.group_size, self.form, scheme.scale_dtype, self.weight_global_scale)
+        values, *others = (each for each in made if each is not None)
+        return values, *(each if scheme.group_size else each.flatten() for each in others)
+
+    def store_rows(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> dict[str, Tensor]:
+        """``weight``, ``weight_scale`` and, for an asymmetric scheme, ``weight_zero_point``."""
+        shape = values.shape[0], cdiv(self.in_features, self.group_size)
+        stored = groups.store_scale(scale.reshape(shape), self.scheme.weight.scale_dtype, self.weight_global_scale)
+        made = {"weight": groups.store_values(values, self.form), "weight_scale": stored.contiguous()}
+        if zero_point is not None:
+            made["weight_zero_point"] = zero_point.reshape(shape).contiguous()
+        return made
+
+    def restore_rows(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """``(q - z) * s``, in the input's order of columns."""
+        weight, scale = parameters["weight"], parameters["weight_scale"]
+        zero_point, global_scale = parameters.get("weight_zero_point"), self.stored("weight_global_scale")
+        size, K = self.group_size, self.in_features
+        rows = groups.dequantize(weight, scale, zero_point, global_scale, self.form, size, K, dtype)
+        order = self.stored("input_order")
+        return rows if order is None else groups.in_input_order(rows, order)
+
+    def compute(self, x: Tensor) -> Tensor:
+        """One operator."""
+        names = ("weight", "weight_scale", "weight_zero_point", "weight_global_scale", "input_order", "bias")
+        tensors, name = map(self.stored, names), self.scheme.weight.dtype
+        out: Tensor = torch.ops.qgemm.weight_only_linear(x, *tensors, self.in_features, name, self.group_size)
+        return out

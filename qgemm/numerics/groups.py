@@ -1,0 +1,175 @@
+"""Groups along K, each with a scale and maybe a zero point: how a weight is rounded, and what its values stand for.
+
+``W = (q - z) * s``, where ``s`` is what shares a scale with others of its row: ``group_size`` values along K, or the
+whole row. Where K is no multiple of the group's size, the last group of each row is shorter.
+
+A scale is stored in one of five dtypes: float32, float16 or bfloat16; ``e8m0``, uint8 ``e`` for ``2^(e - 127)``, 255
+for NaN; ``e4m3``, float8 times the one global scale of the weight. That is a factor and a divisor, of which other
+libraries have one: ``s = e4m3 * factor / divisor``. Values are rounded with the scale as it is stored.
+
+The global scale of a weight quantized here is a power of two, so that ``s`` is exact in float32, and follows from the
+largest scale alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qgemm.numerics.formats import FP8, INT4, MIN_SCALE, Format
+from qgemm.numerics.integers import cdiv
+from qgemm.numerics.packing import pack_codes, unpack_codes
+
+SCALE_DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "e8m0": torch.uint8,
+    "e4m3": torch.float8_e4m3fn,
+}
+"""The dtype of stored scales, by what schemes call it."""
+
+# Temporaries are of so many values at a time.
+_PIECE = 1 << 22
+
+
+def grouped(values: Tensor, group_size: int) -> Tensor:
+    """``[n, K]`` as ``[n, groups, group_size]``, the last group filled up with zeros."""
+    n, K = values.shape
+    count = cdiv(K, group_size)
+    return F.pad(values, (0, count * group_size - K)).reshape(n, count, group_size)
+
+
+def spread(scale: Tensor, group_size: int, K: int) -> Tensor:
+    """The scale of each value, ``[n, K]``, from those of groups ``[n, ceil(K / group_size)]``."""
+    if scale.shape[1] == 1:
+        return scale.expand(-1, K)
+    return scale.repeat_interleave(group_size, dim=1)[:, :K]
+
+
+def global_scale_of(amax: Tensor, form: Format) -> Tensor:
+    """The global scale, float32 ``[2]``, of a weight whose largest magnitude is ``amax``: a power of two, and 1."""
+    wanted = amax.float() / (form.steps * FP8.high)
+    power = _power_of_two(wanted.clamp(min=MIN_SCALE)).where(wanted.isfinite(), torch.nan)
+    return torch.stack((power, torch.ones_like(power)))
+
+
+def round_scale(scale: Tensor, dtype: str, form: Format = INT4, global_scale: Tensor | None = None) -> Tensor:
+    """float32 scales rounded to those that ``dtype`` holds; NaN stays, and none becomes 0."""
+    if dtype == "e8m0":
+        return _power_of_two(scale / form.excess).where(scale.isfinite(), torch.nan)
+    if dtype == "e4m3":
+        assert global_scale is not None
+        unit = global_scale[0] / global_scale[1]
+        least = torch.finfo(FP8.storage).smallest_normal / 8
+        quotients = (scale / unit).clamp(min=least, max=FP8.high)
+        return (quotients.to(FP8.storage).float() * unit).where(scale.isfinite(), torch.nan)
+    return scale.to(SCALE_DTYPES[dtype]).float()
+
+
+def store_scale(scale: Tensor, dtype: str, global_scale: Tensor | None = None) -> Tensor:
+    """float32 scales that ``dtype`` holds, as it stores them."""
+    if dtype == "e8m0":
+        mantissa, exponent = torch.frexp(scale)
+        return (exponent + 126).clamp(0, 254).where(mantissa.isfinite(), 255).to(torch.uint8)
+    if dtype == "e4m3":
+        assert global_scale is not None
+        return (scale / (global_scale[0] / global_scale[1])).to(FP8.storage)
+    return scale.to(SCALE_DTYPES[dtype])
+
+
+def float_scale(stored: Tensor, global_scale: Tensor | None = None) -> Tensor:
+    """float32 scales of stored ones, of any dtype in ``SCALE_DTYPES``."""
+    if stored.dtype == torch.uint8:
+        bits = stored.int() << 23
+        bits = bits.where(stored != 0, 1 << 22).where(stored != 255, 0x7FC00000)
+        return bits.view(torch.float32)
+    scale = stored.float()
+    return scale if global_scale is None else scale * global_scale[0] / global_scale[1]
+
+
+def plain_scales(
+    weight: Tensor, group_size: int, form: Format, dtype: str = "float32", global_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The scales of float ``[n, K]``, ``[n, groups]``, as ``dtype`` holds them in float32, and zero points, int8.
+
+    Without a zero point, None: ``amax / steps``. With one, which ``form`` says: ``(high - low) / steps``, of a range
+    that holds 0, and ``z`` such that ``low`` is stored as the smallest value.
+    """
+    groups = grouped(weight.float(), group_size)
+    if not form.has_zero_point:
+        amax = groups.abs().amax(-1)
+        scale = form.scale_of(amax)
+        if dtype == "e4m3":  # whose global scale none of zeros may determine
+            scale = scale.where(amax != 0, MIN_SCALE)
+        return round_scale(scale, dtype, form, global_scale), None
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+    scale = round_scale(form.scale_of(high - low), dtype, form, global_scale)
+    return scale, form.store(form.low - low / scale)
+
+
+def round_groups(weight: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int, form: Format) -> Tensor:
+    """Float ``[n, K]`` rounded to nearest with scales and zero points ``[n, groups]``: values of ``form``."""
+    K = weight.shape[1]
+    quotients = weight / spread(scale, group_size, K)
+    if zero_point is not None:
+        quotients = quotients.round_().add_(spread(zero_point, group_size, K))
+    return form.store(quotients)
+
+
+def quantize_groups(
+    weight: Tensor,
+    group_size: int,
+    form: Format = INT4,
+    dtype: str = "float32",
+    global_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rounds float ``[n, K]`` to nearest: values of ``form``, ``[n, K]``, and ``plain_scales``."""
+    scale, zero_point = plain_scales(weight, group_size, form, dtype, global_scale)
+    return round_groups(weight.float(), scale, zero_point, group_size, form), scale, zero_point
+
+
+def store_values(values: Tensor, form: Format) -> Tensor:
+    """Values ``[n, K]`` of ``form`` as a layer stores them: those of 4 bits packed."""
+    return pack_codes(form.to_codes(values), form.zero_code) if form.bits == 4 else values.contiguous()
+
+
+def dequantize(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    form: Format,
+    group_size: int,
+    K: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The float weight ``[n, K]``: ``(q - z) * s`` in float32, or in float64 if that is ``dtype``, then in ``dtype``.
+
+    ``weight``: as ``store_values`` has it. ``scale``: as it is stored, ``[n, ceil(K / group_size)]``.
+    """
+    n = weight.shape[0]
+    out = torch.empty(n, K, dtype=dtype, device=weight.device)
+    step = max(1, _PIECE // max(K, 1))
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    for start in range(0, n, step):
+        part = slice(start, start + step)
+        values = form.decode(unpack_codes(weight[part], K)) if form.bits == 4 else weight[part]
+        values = values.to(exact)
+        if zero_point is not None:
+            values = values.sub_(spread(zero_point[part], group_size, K))
+        out[part] = values.mul_(spread(float_scale(scale[part], global_scale), group_size, K))
+    return out
+
+
+def in_input_order(rows: Tensor, order: Tensor) -> Tensor:
+    """``[n, K]``, whose column ``j`` is of column ``order[j]`` of the input, with the input's order of columns."""
+    return torch.empty_like(rows).index_copy_(1, order.long(), rows)
+
+
+def _power_of_two(scale: Tensor) -> Tensor:
+    """The least power of two that is at least ``scale``, from 2^-126 to 2^127."""
+    mantissa, exponent = torch.frexp(scale)
+    exponent = exponent.where(mantissa != 0.5, exponent - 1).clamp(-126, 127)
+    return torch.ldexp(torch.ones_like(scale), exponent)

@@ -1,0 +1,119 @@
+"""``weight_only_linear``: the product with what stored values stand for."""
+
+from typing import Any
+
+import pytest
+import torch
+from numerics.test_groups import DTYPES, stored
+from torch import Tensor
+
+from qgemm.kernels.reference import weight_only_linear_reference
+from qgemm.kernels.weight_only.launcher import weight_only_linear
+from qgemm.numerics.formats import FORMATS
+from qgemm.numerics.groups import round_scale, spread, store_scale
+
+K, N = 300, 40
+KINDS = {
+    "int4": ("int4", 32, "bfloat16"),
+    "int4 zero points": ("int4", 128, "float16"),
+    "int4 ordered": ("int4", 64, "float32"),
+    "int4 channel": ("int4", K, "bfloat16"),
+    "int8 channel": ("int8", K, "float32"),
+    "int8 zero points": ("int8", 128, "bfloat16"),
+    "fp8": ("fp8", K, "float32"),
+    "mxfp8": ("fp8", 32, "e8m0"),
+    "mxfp4": ("fp4", 32, "e8m0"),
+    "nvfp4": ("fp4", 16, "e4m3"),
+    "nf4": ("nf4", 64, "float32"),
+}
+KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def operands(kind: str, device: torch.device) -> tuple[dict[str, Any], Tensor]:
+    """The arguments but x, and the float64 weight that they stand for. Scales of int4 and int8 are of either sign."""
+    format, size, dtype = KINDS[kind]
+    values, weight, scale, zero = stored(N, K, size, device, FORMATS[format])
+    if format.startswith("int"):
+        scale *= torch.randint(0, 2, scale.shape, device=device) * 2 - 1
+    unit = torch.tensor([1.0, 3.7], device=device) if dtype == "e4m3" else None
+    scale = round_scale(scale, dtype, FORMATS[format], unit)
+    zero_point = zero if "zero points" in kind else None
+    exact = FORMATS[format].to_float(values).double() - (0 if zero_point is None else spread(zero, size, K))
+    exact *= spread(scale, size, K).double()
+    order = torch.randperm(K, device=device).int() if "ordered" in kind else None
+    arguments = {
+        "weight": weight,
+        "scale": store_scale(scale, dtype, unit),
+        "zero_point": zero_point,
+        "global_scale": unit,
+        "input_order": order,
+        "bias": torch.randn(N, device=device),
+        "in_features": K,
+        "format": format,
+        "group_size": size,
+    }
+    return arguments, exact if order is None else exact[:, order.argsort()]
+
+
+@KIND
+@DTYPES
+@pytest.mark.parametrize("compute", [weight_only_linear, weight_only_linear_reference])
+def test_products(compute: Any, kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    arguments, weight = operands(kind, device)
+    for shape in [(3, K), (K,), (2, 3, K), (0, K)]:
+        x = torch.randn(shape, device=device).to(dtype)
+        out = compute(x, **arguments)
+        assert out.dtype == dtype
+        assert out.shape == (*shape[:-1], N)
+        exact = x.double() @ weight.t() + arguments["bias"].double()
+        size = x.double().abs() @ weight.abs().t() + arguments["bias"].abs()
+        # TF32 rounds operands to 10 bits.
+        eps = 2.0**-10 if x.is_cuda and dtype == torch.float32 else torch.finfo(dtype).eps
+        assert ((out.double() - exact).abs() <= 2 * eps * size).all()
+
+
+@KIND
+def test_a_row_with_nan_is_one_of_nan(kind: str, device: torch.device) -> None:
+    arguments, _ = operands(kind, device)
+    for value in (torch.nan, torch.inf):
+        x = torch.randn(4, K, device=device, dtype=torch.bfloat16)
+        x[1, 5] = value
+        out = weight_only_linear(x, **arguments)
+        assert not out[1].isfinite().any() or "int" in kind or "fp4" in kind  # inf times a weight of 0 is NaN, of 1 Inf
+        assert out[[0, 2, 3]].isfinite().all()
+
+
+def test_autocast_keeps_the_dtype_of_x(device: torch.device) -> None:
+    arguments, _ = operands("int4", device)
+    x = torch.randn(3, K, device=device)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out = weight_only_linear(x, **arguments)
+    assert torch.equal(out, weight_only_linear(x, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": lambda x: x.double()}, "x is torch.float64; a quantized layer accepts"),
+        ({"x": lambda x: x[:, :-1]}, "x has 299 columns but the layer's in_features is 300"),
+        ({"x": lambda x: x[0, 0]}, "x has no columns"),
+        ({"weight": lambda w: w.long()}, r"weight is torch.int64 \[40, 256\]; it must be uint8 \[40, 256\]"),
+        ({"weight": lambda w: w[:, 1:]}, r"weight is torch.uint8 \[40, 255\]"),
+        ({"scale": lambda s: s[:, 1:]}, r"scale is torch.float16 \[40, 2\]; it must be .* \[40, 3\]"),
+        ({"scale": lambda s: s.double()}, "scale is torch.float64"),
+        ({"scale": lambda s: s.to(torch.float8_e4m3fn)}, "scale is torch.float8_e4m3fn, with no global_scale"),
+        ({"global_scale": lambda _: torch.ones(2)}, "scale is torch.float16, with a global_scale"),
+        ({"zero_point": lambda z: z.int()}, "zero_point is torch.int32"),
+        ({"zero_point": lambda z: z[1:]}, r"zero_point is torch.int8 \[39, 3\]"),
+        ({"input_order": lambda _: torch.arange(K)}, "input_order is torch.int64"),
+        ({"group_size": lambda _: 0}, "group_size is 0"),
+        ({"format": lambda _: "int3"}, "format is 'int3'; it must be one of"),
+        ({"format": lambda _: "int8"}, "weight is torch.uint8"),
+        ({"bias": lambda b: b[1:]}, r"bias is \[39\]"),
+        ({"scale": lambda s: s.to("meta")}, "scale is on meta"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str, device: torch.device) -> None:
+    good = {"x": torch.randn(3, K, device=device), **operands("int4 zero points", device)[0]}
+    with pytest.raises((TypeError, ValueError), match=message):
+        weight_only_linear(**{**good, **{name: change(good[name]) for name, change in changes.items()}})
