@@ -4,6 +4,7 @@ A script of its own: ``test_compile.py`` runs it in a process without ``TRITON_I
 a kernel is defined. One JSON object per line: the case, target, kernel, and counts of what the assembly holds.
 """
 
+import itertools
 import json
 import multiprocessing
 import re
@@ -31,7 +32,7 @@ from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.quantize import launcher as quantize
 
 PROCESSES = 2  # that compile for a target each
-COMPLETE = ("sm_90", "gfx942")  # a target of each vendor, for which every case of the smaller kernels is compiled
+COMPLETE = ("sm_90", "gfx942")  # a target of each vendor, for which every case is compiled
 INT8, HALF, BF16, FLOAT = torch.int8, torch.float16, torch.bfloat16, torch.float32
 INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
@@ -53,22 +54,29 @@ FLOATS = (HALF, BF16, FLOAT, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def cases(target: str, limits: DeviceLimits) -> Iterator[Case]:
-    """Everything to compile for a target."""
-    yield from scaled_products(limits)
-    yield from other_products(target)
-    yield from quantizations(limits)
-    yield from layers(limits)
-    yield from expert_cases(limits)
-    for found in (attention_cases(), row_cases(), rotary_cases()):
-        yield from found if target in COMPLETE else one_of_a_kind(found)
+    """Everything to compile for a target: every kernel, and every case of it where those are complete."""
+    found = itertools.chain(
+        scaled_products(limits),
+        other_products(target),
+        quantizations(limits),
+        layers(limits),
+        expert_cases(limits),
+        attention_cases(),
+        row_cases(),
+        rotary_cases(),
+    )
+    yield from found if target in COMPLETE else one_of_a_kind(found)
 
 
 def one_of_a_kind(found: Iterator[Case]) -> Iterator[Case]:
-    """The first case of those whose labels begin with the same two words, and all that are compared with others."""
+    """The first case of those whose labels begin with the same two words, and the first that are compared."""
     kinds = set()
     for case in found:
-        kind = " ".join(case.label.split()[:2])
-        if kind not in kinds or kind == "rows sum":
+        words = case.label.split()
+        kind = " ".join(words[:2])
+        if kind == "rows sum":
+            kind += words[-1]
+        if kind not in kinds:
             kinds.add(kind)
             yield case
 
