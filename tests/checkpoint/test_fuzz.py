@@ -24,8 +24,8 @@ from qgemm.checkpoint.checksum import checksum
 from qgemm.checkpoint.name_ranges import expand
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES
 
-CASES = {"own": 1000, "foreign": 300}
-"""A seed's first ones, which take some 10 s; ``python tests/checkpoint/fuzz.py --cases 10000`` runs more."""
+CASES = {"own": 500, "foreign": 200}
+"""A seed's first ones, which take some 5 s; ``python tests/checkpoint/fuzz.py --cases 10000`` runs more."""
 
 
 @pytest.mark.slow
