@@ -27,7 +27,7 @@ class TensorScheme:
     - ``dtype``: the name of its ``format``, one of ``qgemm.numerics.formats.FORMATS``.
     - ``granularity``: what shares a scale: the whole ``"tensor"``, an output ``"channel"`` (row) of a weight, a
       ``"token"`` (row) of an activation, a ``"group"`` of ``group_size`` values along K, or a ``"block"`` of a weight,
-      of ``block`` rows and columns.
+      of ``block`` rows and columns; ``group_size`` are its columns.
     - ``dynamic``: whether the scale is found from the values at run time.
     - ``symmetric``: whether 0 is stored as 0, with no zero point.
     - ``outlier_columns``: how many columns of an activation are kept out of it, in 16 bits, with those of the weight.
@@ -227,6 +227,9 @@ def _weight(dtype: str, size: int | None, symmetric: bool = True, is_ordered: bo
     )
 
 
+FP8_ROWS = TensorScheme("fp8", "channel")
+"""The same in e4m3."""
+
 SCHEMES: dict[str, QuantScheme] = {
     scheme.name: scheme
     for scheme in (
@@ -235,6 +238,12 @@ SCHEMES: dict[str, QuantScheme] = {
         _scheme(INT8_ROWS, TensorScheme("int8", "tensor", symmetric=False)),
         _scheme(INT8_ROWS, TensorScheme("int8", "token", dynamic=True, rotation="hadamard")),
         _scheme(INT8_ROWS, TensorScheme("int8", "tensor", rotation="hadamard")),
+        _scheme(FP8_ROWS, TensorScheme("fp8", "token", dynamic=True)),
+        _scheme(FP8_ROWS, TensorScheme("fp8", "tensor")),
+        _scheme(
+            TensorScheme("fp8", "block", group_size=128, block=(128, 128)),
+            TensorScheme("fp8", "group", dynamic=True, group_size=128),
+        ),
         _scheme(_weight("int4", 128), None),
         _scheme(_weight("int4", None), None),
         _scheme(_weight("int8", None), None),
@@ -252,6 +261,9 @@ SCHEMES: dict[str, QuantScheme] = {
 - ``int8-static``: int8 products; one scale for all activations, given beforehand.
 - ``int8-static-asymmetric``: as ``int8-static``, with a zero point.
 - ``int8-hadamard``, ``int8-static-hadamard``: the same, with activations rotated before they are quantized.
+- ``fp8``, ``fp8-static``: as ``int8`` and ``int8-static``, in fp8 (e4m3).
+- ``fp8-block``: in fp8 as DeepSeek-V3 has it: weights with a scale for each block of 128 x 128, activations with one for
+  each 128 values of a token.
 
 The others have weights alone quantized; products are in float:
 

@@ -18,6 +18,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.nn import QuantLinear, linear_class
+from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.numerics.formats import INT8
 from qgemm.scheme import QuantScheme
@@ -176,7 +177,7 @@ def _of_layer(layer: StoredLayer, source: Source, scheme: QuantScheme | None) ->
     weight = layer.tensors.get(main)
     kind = QuantLinear if scheme is None or layer.kind != "linear" else linear_class(scheme)
     others: tuple[str, ...] = ()
-    if scheme is not None and kind is not QuantLinear:
+    if scheme is not None and kind not in (QuantLinear, BlockScaledLinear):
         yield layer.full_name(main), Restored(source, layer, scheme)
         # What is part of the weight, and a bias that isn't the float layer's.
         others = kind.row_names + kind.index_names

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from qgemm.calibration.histogram import BINS, Histogram
-from qgemm.numerics.formats import INT8, MIN_SCALE
+from qgemm.numerics.formats import INT8, MIN_SCALE, Format
 from qgemm.numerics.zero_points import range_to_scale
 from qgemm.scheme import QuantScheme
 
@@ -106,27 +106,28 @@ class Observer(ABC):
         )
         return merged._join(self, other)
 
-    def scale(self) -> float:
+    def scale(self, form: Format = INT8) -> float:
         """The scale for ``input_scales``: ``clip / 127``, at least the smallest normal float32; 1 if all was 0.
 
-        Raises ``ValueError`` if it is empty.
+        ``form``: of the values; that of fp8 is ``clip / 448``. Raises ``ValueError`` if it is empty.
         """
         if not self.tokens:
             raise ValueError("no values were seen, so there is no scale")
-        clip = self._clip()
-        return max(clip / INT8.steps, MIN_SCALE) if clip else 1.0
+        clip = self._clip(form)
+        return max(clip / form.steps, MIN_SCALE) if clip else 1.0
 
     def scale_and_zero_point(self) -> tuple[float, int]:
         """The pair for ``input_scales`` of an asymmetric scheme; raises like ``scale``."""
         if self.channel_min is None or self.channel_max is None:
             raise ValueError("no values were seen, so there is no scale")
-        clip = self._clip()
+        clip = self._clip(INT8)
         low, high = float(self.channel_min.min()), float(self.channel_max.max())
         return range_to_scale(min(max(low, -clip), 0.0), max(min(high, clip), 0.0))
 
     def input_scale(self, scheme: QuantScheme) -> float | tuple[float, int]:
         """The value for ``input_scales`` of a layer with ``scheme``, a static one; raises like ``scale``."""
-        return self.scale_and_zero_point() if scheme.has_zero_point else self.scale()
+        assert scheme.activation is not None
+        return self.scale_and_zero_point() if scheme.has_zero_point else self.scale(scheme.activation.format)
 
     def _blank(self: Kind) -> Kind:
         return type(self)(**self.settings)
@@ -144,7 +145,7 @@ class Observer(ABC):
         return self
 
     @abstractmethod
-    def _clip(self) -> float:
+    def _clip(self, form: Format) -> float:
         """The largest magnitude that is to be stored unsaturated."""
 
 
@@ -154,7 +155,7 @@ class MinMax(Observer):
 
     name = "min-max"
 
-    def _clip(self) -> float:
+    def _clip(self, form: Format) -> float:
         return self.amax
 
 
@@ -189,7 +190,7 @@ class MovingAverage(Observer):
         average = (first.average * first.batches + second.average * second.batches) / batches
         return replace(self, average=average, batches=batches)
 
-    def _clip(self) -> float:
+    def _clip(self, form: Format) -> float:
         return self.average
 
 
@@ -223,7 +224,7 @@ class Percentile(HistogramObserver):
         if not 0 < self.percentile <= 100:
             raise ValueError(f"percentile is {self.percentile}; it must be above 0, and at most 100")
 
-    def _clip(self) -> float:
+    def _clip(self, form: Format) -> float:
         return self.histogram.percentile(self.percentile)
 
 
@@ -231,14 +232,14 @@ class Percentile(HistogramObserver):
 class MeanSquaredError(HistogramObserver):
     """``clip``: of ``amax * 2^(-i/32)`` for ``i`` up to 256, the one with the minimum expected squared error of int8.
 
-    Within a bin of the histogram, values are assumed to be evenly spread.
+    Of fp8, ``amax``: clipping gains nothing where values are the closer the smaller they are. Within a bin of the histogram, values are assumed to be evenly spread.
     """
 
     name = "mse"
 
-    def _clip(self) -> float:
-        if not self.amax:
-            return 0.0
+    def _clip(self, form: Format) -> float:
+        if not self.amax or form.storage.is_floating_point:
+            return self.amax
         clips = self.amax * 2.0 ** (-torch.arange(257, dtype=torch.float64) / 32)
         errors = squared_error(self.histogram, clips)
         return float(clips[errors.argmin()])

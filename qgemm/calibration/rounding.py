@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from qgemm.calibration.expert_work import decide_experts
 from qgemm.calibration.method import Block, Method, Part, QuantizedWeight
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
+from qgemm.numerics.blocks import block_scales
 from qgemm.numerics.formats import MIN_SCALE, Format
 from qgemm.numerics.groups import global_scale_of, grouped, plain_scales, round_scale, spread
 from qgemm.scheme import INT8_ROWS, TensorScheme
@@ -43,7 +44,12 @@ _FINALISTS = 6
 
 
 def nearest_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS) -> Tensor:
-    """The plain scale of a float weight ``[N, K]``: float32 ``[N]``, or ``[N, ceil(K / group_size)]``."""
+    """The plain scale of a float weight ``[N, K]``: float32 ``[N]``, or ``[N, ceil(K / group_size)]``.
+
+    Of a scheme with blocks, the rows of a block have one scale.
+    """
+    if scheme.block is not None:
+        return block_scales(weight.detach()).repeat_interleave(scheme.block[0], dim=0)[: len(weight)]
     form, size = scheme.format, scheme.group_size or weight.shape[1]
     unit = global_scale_of(weight.abs().amax(), form) if scheme.scale_dtype == "e4m3" else None
     scale, _ = plain_scales(weight, size, form, scheme.scale_dtype, unit)
@@ -58,6 +64,8 @@ def mse_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS, second_moment: T
     layer's output. Groups are searched one by one, as if all others were exact.
     """
     plain, group_size, form = nearest_scale(weight, scheme), scheme.group_size, scheme.format
+    if scheme.block is not None:
+        return plain  # the search is for rows
     dtype = torch.promote_types(weight.dtype, torch.float32)
     scales = plain.reshape(len(plain), -1)
     unit = global_scale_of(weight.abs().amax(), form) if scheme.scale_dtype == "e4m3" else None

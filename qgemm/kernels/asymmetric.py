@@ -37,4 +37,6 @@ def check_quant_linear_asymmetric(
     """Raises if ``quant_linear_asymmetric`` can't take these."""
     x = x.resolve_neg()
     check_quant_linear(x, weight, weight_scale, bias, input_scale)
+    if weight.dtype != torch.int8:
+        raise TypeError(f"weight is {weight.dtype}; with a zero point it must be torch.int8")
     check_quantize_rows(x, input_scale, zero_point)

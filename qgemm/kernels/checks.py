@@ -14,7 +14,8 @@ from qgemm.kernels.activations import ACTIVATIONS, MATMUL_ACTIVATIONS
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.routing import Routing
-from qgemm.numerics.formats import FORMATS, INT8
+from qgemm.numerics.blocks import BLOCK
+from qgemm.numerics.formats import FORMATS, FP8, INT8, OPERANDS
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import packed_width
 
@@ -23,16 +24,27 @@ _GROUP_SCALE_DTYPES = (*FLOAT_DTYPES, torch.uint8, torch.float8_e4m3fn)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def check_quantize_rows(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None) -> None:
+def check_quantize_rows(
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, dtype: torch.dtype = INT8.storage
+) -> None:
     """Raises if ``quantize_rows`` can't take these."""
     _check_rows("quantize_rows", x)
+    if dtype not in OPERANDS:
+        raise TypeError(f"dtype is {dtype}; quantize_rows returns {names_of(tuple(OPERANDS))}")
     _check_static_scale("scale", scale, x)
     if zero_point is not None:
         if scale is None:
             raise ValueError("zero_point needs a scale: with a scale per row there is no zero point")
         if zero_point.numel() != 1 or zero_point.dtype != INT8.storage:
             raise ValueError(f"zero_point is {zero_point.dtype} {list(zero_point.shape)}; it must be one int8 number")
+        if dtype != INT8.storage:
+            raise ValueError(f"zero_point is for int8; dtype is {dtype}: leave it out")
         check_same_device(x=x, zero_point=zero_point)
+
+
+def check_quantize_groups(x: Tensor) -> None:
+    """Raises if ``quantize_groups`` can't take it."""
+    _check_rows("quantize_groups", x)
 
 
 def check_norm_quantize(
@@ -98,14 +110,14 @@ def check_multiply(
     """Raises if ``multiply`` can't take these."""
     _check_weight(weight)
     N, K = weight.shape
-    if q.dtype != INT8.storage:
-        raise TypeError(f"q is {q.dtype}; it must be {INT8.storage} (quantize_rows makes it)")
+    if q.dtype != weight.dtype:
+        raise TypeError(f"q is {q.dtype} and weight {weight.dtype}; pass quantize_rows {weight.dtype} for its dtype")
     if q.ndim == 0 or q.shape[-1] != K:
         raise ValueError(f"q is {list(q.shape)} but the weight's in_features is {K}; it must be [..., {K}]")
     if row_scale.dtype != torch.float32 or row_scale.shape != q.shape[:-1]:
         wanted = list(q.shape[:-1])
         raise ValueError(f"row_scale is {row_scale.dtype} {list(row_scale.shape)}; it must be torch.float32 {wanted}")
-    _check_length(K)
+    _check_length(K, weight.dtype)
     _check_scale("weight_scale", weight_scale, N)
     _check_bias(bias, N)
     if out_dtype not in FLOAT_DTYPES:
@@ -133,7 +145,12 @@ def check_scaled_mm(
     residual: Tensor | None = None,
 ) -> None:
     """Raises if ``scaled_mm`` can't take these."""
-    check_int_mm(a, b)
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dtype not in OPERANDS or operand.dtype != a.dtype:
+            wanted = a.dtype if a.dtype in OPERANDS else f"one of {names_of(tuple(OPERANDS))}"
+            raise TypeError(f"{name} is {operand.dtype}; it must be {wanted} (quantize_rows makes it)")
+    _check_product(a, b)
+    _check_length(a.shape[1], a.dtype)
     _check_scale("a_scale", a_scale, a.shape[0])
     _check_scale("b_scale", b_scale, b.shape[1])
     _check_bias(bias, b.shape[1])
@@ -173,13 +190,32 @@ def check_quant_linear(
     _check_weight(weight)
     N, K = weight.shape
     _check_input(x, K)
-    _check_length(K)
+    _check_length(K, weight.dtype)
     check_quantize_rows(x, input_scale)
     _check_scale("weight_scale", weight_scale, N)
     _check_bias(bias, N)
     check_same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
     _check_residual(residual, (*x.shape[:-1], N), x.dtype)
     check_same_device(x=x, residual=residual)
+
+
+def check_block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> None:
+    """Raises if ``block_scaled_linear`` can't take these."""
+    if weight.ndim != 2 or weight.dtype != FP8.storage:
+        raise TypeError(
+            f"weight is {weight.dtype} {list(weight.shape)}; it must be {FP8.storage} [out_features, in_features] "
+            "(BlockScaledLinear.from_linear makes it)"
+        )
+    N, K = weight.shape
+    _check_input(x, K)
+    check_strided("x", x)
+    check_strided("weight", weight)
+    shape = (cdiv(N, BLOCK), cdiv(K, BLOCK))
+    if weight_scale.dtype != torch.float32 or weight_scale.shape != shape:
+        found = f"{weight_scale.dtype} {list(weight_scale.shape)}"
+        raise ValueError(f"weight_scale is {found}; it must be torch.float32 {list(shape)}, one for each 128 x 128")
+    _check_bias(bias, N)
+    check_same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
 
 
 def check_weight_only_linear(
@@ -397,14 +433,15 @@ def _check_residual(residual: Tensor | None, shape: Sequence[int], dtype: torch.
 def _check_weight(weight: Tensor) -> None:
     if weight.ndim != 2:
         raise ValueError(f"weight is {list(weight.shape)}; it must be [out_features, in_features]")
-    if weight.dtype != INT8.storage:
-        raise TypeError(f"weight is {weight.dtype}; it must be {INT8.storage} (QuantLinear.from_linear makes it)")
+    if weight.dtype not in OPERANDS:
+        wanted = names_of(tuple(OPERANDS))
+        raise TypeError(f"weight is {weight.dtype}; it must be one of {wanted} (QuantLinear.from_linear makes it)")
 
 
 def _check_input(x: Tensor, in_features: int) -> None:
     if x.dtype not in FLOAT_DTYPES:
         cast = "its code casts it to the dtype of the layer's weight, so have quantize_model skip that layer"
-        way_out = cast if x.dtype == INT8.storage else conversion(x)
+        way_out = cast if x.dtype in OPERANDS else conversion(x)
         raise TypeError(f"x is {x.dtype}; a quantized layer accepts {names_of(FLOAT_DTYPES)}: {way_out}")
     if x.ndim == 0 or x.shape[-1] != in_features:
         columns = x.shape[-1] if x.ndim else "no"
@@ -428,8 +465,8 @@ def _check_grouped_weight(name: str, weight: Tensor, scale: Tensor, bias: Tensor
     check_same_device(**{name: weight, f"{name}'s scale": scale, f"{name}'s bias": bias})
 
 
-def _check_length(K: int) -> None:
-    if INT8.max_k < K:
+def _check_length(K: int, dtype: torch.dtype = INT8.storage) -> None:
+    if OPERANDS[dtype].max_k < K:
         raise ValueError(f"K is {K}; int32 holds sums of int8 products up to K = {INT8.max_k}: split K and add")
 
 

@@ -2,7 +2,8 @@
 
 Integer products go through ``torch._int_mm``, which uses a CPU's int8 dot product instructions. Processors without
 them saturate at 16 bits inside oneDNN; a product that would show it is computed once per process, and there the sum is
-made of float32 products short enough to be exact.
+made of float32 products short enough to be exact. fp8 operands are multiplied in float32, some of the weight's rows at a
+time.
 """
 
 import functools
@@ -20,7 +21,8 @@ from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.rotary.reference import rotate_reference, store_reference
 from qgemm.kernels.routing import Routing
-from qgemm.numerics.formats import INT8, MIN_SCALE
+from qgemm.numerics.blocks import BLOCK, grouped, spread_groups
+from qgemm.numerics.formats import FP8, INT8, MIN_SCALE, OPERANDS
 from qgemm.numerics.integers import cdiv
 
 P = ParamSpec("P")
@@ -34,7 +36,6 @@ _VALUES_AT_A_TIME = 2**19
 _SUMS_AT_A_TIME = 2**20
 _ROWS_OF_A_PRODUCT = 128  # at least: oneDNN rearranges the weight for each
 _FEW = 2**16
-_LEAST_AMAX = INT8.steps * MIN_SCALE
 
 
 def _without_grad(function: Callable[P, T]) -> Callable[P, T]:
@@ -51,9 +52,18 @@ def _without_grad(function: Callable[P, T]) -> Callable[P, T]:
 
 
 @_without_grad
-def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, dtype: torch.dtype = INT8.storage
+) -> tuple[Tensor, Tensor]:
     """``dispatch.quantize_rows`` on the CPU, a few rows at a time: temporaries stay in cache and take little memory."""
-    return _quantize(_same, (x,), x.shape[-1], scale, zero_point)
+    return _quantize(_same, (x,), x.shape[-1], scale, zero_point, dtype)
+
+
+@_without_grad
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``dispatch.quantize_groups`` on the CPU."""
+    q, scale = quantize_rows(grouped(_rows(x)), dtype=FP8.storage)
+    return q.flatten(1)[:, : x.shape[-1]].reshape(x.shape).contiguous(), scale.view(*x.shape[:-1], scale.shape[1])
 
 
 def _same(x: Tensor) -> Tensor:
@@ -133,20 +143,21 @@ def _quantize(
     K: int,
     scale: Tensor | None,
     zero_point: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor]:
     """``(q [..., K], row_scale [...])`` of ``values(*tensors)``, of some rows of ``tensors`` at a time."""
     x = tensors[0]
     if 0 < x.numel() <= _VALUES_AT_A_TIME:
-        q, row_scale = _quantize_block(values(*tensors), scale, zero_point)
+        q, row_scale = _quantize_block(values(*tensors), scale, zero_point, dtype)
         return q, row_scale.squeeze(-1)
-    q = x.new_empty((*x.shape[:-1], K), dtype=torch.int8)
+    q = x.new_empty((*x.shape[:-1], K), dtype=dtype)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if q.numel() == 0:
         return q, row_scale.copy_(x.new_ones((), dtype=torch.float32) if scale is None else scale.reshape(()))
     rows, q_rows, row_scales = [_rows(each) for each in tensors], q.view(-1, K), row_scale.view(-1, 1)
     for block in _blocks(q_rows.shape[0], x.shape[-1], _VALUES_AT_A_TIME):
         made = values(*(each[block] for each in rows))
-        _, row_scales[block] = _quantize_block(made, scale, zero_point, q_rows[block])
+        _, row_scales[block] = _quantize_block(made, scale, zero_point, dtype, q_rows[block])
     return q, row_scale
 
 
@@ -164,9 +175,10 @@ def _blocks(rows: int, columns: int, limit: int, least: int = 1) -> Iterator[sli
 
 
 def _quantize_block(
-    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, out: Tensor | None = None
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The int8 values, in ``out`` if given, of ``x [..., K]``, and the scales ``[..., 1]``."""
+    """The values of ``dtype``, in ``out`` if given, of ``x [..., K]``, and the scales ``[..., 1]``."""
+    form = OPERANDS[dtype]
     values = x.float()
     # Not aminmax or a vector norm, which take ten times as long.
     if values.numel() <= _FEW:
@@ -175,19 +187,21 @@ def _quantize_block(
         amax = torch.maximum(values.amax(-1, True), values.amin(-1, True).neg_())
     lowest, highest = amax.aminmax()
     is_finite = highest.item() < torch.inf
-    row_scale = amax / INT8.steps if scale is None else scale.reshape(()).expand(amax.shape).clone()
-    if scale is None and not lowest.item() >= _LEAST_AMAX:
+    row_scale = amax / form.steps if scale is None else scale.reshape(()).expand(amax.shape).clone()
+    if scale is None and not lowest.item() >= form.steps * MIN_SCALE:
         row_scale.clamp_(min=MIN_SCALE).masked_fill_(amax == 0, 1.0)
     if not is_finite:
         row_scale.masked_fill_(~amax.isfinite(), torch.nan)
-    quotient = torch.div(values, row_scale, out=None if values is x else values).round_()
+    quotient = torch.div(values, row_scale, out=None if values is x else values)
+    if form is INT8:
+        quotient.round_()
     if zero_point is not None:
         quotient.add_(zero_point).clamp_(INT8.asymmetric.low, INT8.asymmetric.high)
     elif scale is not None:
-        quotient.clamp_(INT8.low, INT8.high)
+        quotient.clamp_(form.low, form.high)
     if scale is not None or not is_finite:
         quotient.nan_to_num_(0.0)
-    return quotient.to(torch.int8).contiguous() if out is None else out.copy_(quotient), row_scale
+    return quotient.to(dtype).contiguous() if out is None else out.copy_(quotient), row_scale
 
 
 def int_mm(a: Tensor, b: Tensor) -> Tensor:
@@ -243,9 +257,9 @@ def quant_linear(
     What isn't needed for few rows is left out: a call of an operator takes as long as they do.
     """
     if 0 < x.numel() <= _VALUES_AT_A_TIME:
-        q, row_scale = _quantize_block(x, input_scale, None)
+        q, row_scale = _quantize_block(x, input_scale, None, weight.dtype)
         return _multiply(q, weight.t(), row_scale, weight_scale, bias, x.dtype, residual)
-    q, row_scale = quantize_rows(x, input_scale)
+    q, row_scale = quantize_rows(x, input_scale, dtype=weight.dtype)
     return multiply(q, row_scale, weight, weight_scale, bias, x.dtype, residual)
 
 
@@ -264,7 +278,7 @@ def _multiply(
     rows = a if a.ndim == 2 else a.view(M, K)
     # No output is a view: autograd would forbid to change it in place.
     if M * N <= _SUMS_AT_A_TIME or M <= _ROWS_OF_A_PRODUCT:
-        sums = int_mm(rows, b)
+        sums = _sums(rows, b)
         return _scaled(sums if a.ndim == 2 else sums.view(*leading, N), a_scale, b_scale, bias, out_dtype, residual)
     out = a.new_empty((*leading, N), dtype=out_dtype)
     out_rows, scales = out.view(M, N), a_scale.reshape(-1, 1)
@@ -272,8 +286,41 @@ def _multiply(
     for block in _blocks(M, N, _SUMS_AT_A_TIME, _ROWS_OF_A_PRODUCT):
         scale = scales if scales.shape[0] == 1 else scales[block]
         added = None if residual is None else residual[block]
-        out_rows[block] = _scaled(int_mm(rows[block], b), scale, b_scale, bias, out_dtype, added)
+        out_rows[block] = _scaled(_sums(rows[block], b), scale, b_scale, bias, out_dtype, added)
     return out
+
+
+@_without_grad
+def block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """``dispatch.block_scaled_linear`` on the CPU."""
+    (N, K), M = weight.shape, math.prod(x.shape[:-1])
+    q, scale = quantize_groups(x)
+    # Each value times its own scale: the float32 product is that of the scaled sums, but for the order of roundings.
+    rows = q.view(M, K).float().mul_(spread_groups(scale.view(M, cdiv(K, BLOCK)), K))
+    out = x.new_empty((*x.shape[:-1], N))
+    flat = out.view(M, N)
+    for block, columns in enumerate(spread_groups(weight_scale, K)):
+        part = slice(block * BLOCK, (block + 1) * BLOCK)
+        made = _mm(rows, (weight[part].float() * columns).t())
+        if bias is not None:
+            made.add_(bias[part])
+        flat[:, part] = made
+    return out
+
+
+def _sums(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``: int32 of int8, float32 of fp8."""
+    if a.dtype == INT8.storage:
+        return int_mm(a, b)
+    rows, out = a.float(), a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32)
+    for part in _blocks(b.shape[1], b.shape[0], _VALUES_AT_A_TIME):
+        out[:, part] = _mm(rows, b[:, part].float())
+    return out
+
+
+def _mm(a: Tensor, b: Tensor) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):
+        return torch.mm(a, b)
 
 
 def _scaled(
@@ -284,7 +331,7 @@ def _scaled(
     out_dtype: torch.dtype,
     residual: Tensor | None,
 ) -> Tensor:
-    out = sums.float().mul_(a_scale).mul_(b_scale)
+    out = sums.float().mul_(a_scale).mul_(b_scale)  # float32 sums are in memory of their own, too
     if bias is not None:
         out.add_(bias)
     if out_dtype != torch.float32:

@@ -27,9 +27,12 @@ from qgemm.kernels.norms import Norm
 from qgemm.kernels.rotary import checks as rotary
 from qgemm.kernels.routing import Routing
 from qgemm.kernels.rows import QuantizedRows
+from qgemm.numerics.formats import FP8, INT8
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, dtype: torch.dtype = torch.int8
+) -> tuple[Tensor, Tensor]:
     """Quantizes each row (the last dimension) of ``x`` to int8; returns ``(q, row_scale)`` with ``x ~ q * row_scale``.
 
     ``x``: float16, bfloat16 or float32, ``[..., K]``, any strides. ``scale``: None for each row's own ``amax / 127``,
@@ -38,9 +41,22 @@ def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | N
 
     ``zero_point``: one int8 number, for a static scale: what 0 becomes. Values are then in [-128, 127], and
     ``x ~ (q - zero_point) * row_scale``.
+
+    ``dtype``: of ``q``: int8, or float8_e4m3fn, in [-448, 448] with scales ``amax / 448``.
     """
-    checks.check_quantize_rows(x, scale, zero_point)
-    out: tuple[Tensor, Tensor] = _backend(x).quantize_rows(x, scale, zero_point)
+    checks.check_quantize_rows(x, scale, zero_point, dtype)
+    out: tuple[Tensor, Tensor] = _backend(x, dtype=dtype).quantize_rows(x, scale, zero_point, *_of_operands(dtype))
+    return out
+
+
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantizes each 128 values of the rows of ``x`` to float8_e4m3fn; returns ``(q, scale)``.
+
+    ``x``: float16, bfloat16 or float32, ``[..., K]``, any strides. Returns float8_e4m3fn ``[..., K]``, contiguous, and
+    float32 ``[..., ceil(K / 128)]``: what ``quantize_rows`` gives for each 128 values, the last ones of a row fewer.
+    """
+    checks.check_quantize_groups(x)
+    out: tuple[Tensor, Tensor] = _backend(x, dtype=FP8.storage).quantize_groups(x)
     return out
 
 
@@ -133,9 +149,9 @@ def scaled_mm(
 ) -> Tensor:
     """``(a @ b) * a_scale[m] * b_scale[n] + bias[n]`` as ``out_dtype [M, N]``.
 
-    ``a``: int8 ``[M, K]``; ``b``: int8 ``[K, N]``; K is at most 131,071. ``a_scale``: float32 ``[M]``, or one number;
+    ``a``: int8 ``[M, K]``; ``b``: int8 ``[K, N]``; K is at most 131,071. Or both float8_e4m3fn. ``a_scale``: float32 ``[M]``, or one number;
     ``b_scale``: float32 ``[N]``, or one number. ``bias``: float ``[N]``. ``out_dtype``: float16, bfloat16 or float32.
-    The sum is exact in int32, the rest float32, with one rounding to ``out_dtype``.
+    The sum of int8 is exact in int32, that of fp8 float32, the rest float32, with one rounding to ``out_dtype``.
 
     ``constant_b``: whether ``b`` is a weight that doesn't change while the model runs. Hopper GPUs then begin to load
     it while the previous kernel in the stream still runs, which makes products of few rows up to 1.15 times as fast.
@@ -147,7 +163,7 @@ def scaled_mm(
     """
     checks.check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, residual)
     options: dict[str, Any] = {"constant_b": constant_b, "residual": residual, **_options(config)}
-    out: Tensor = _backend(a, config).scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, **options)
+    out: Tensor = _backend(a, config, a.dtype).scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, **options)
     return out
 
 
@@ -183,7 +199,8 @@ def quant_linear(
 ) -> Tensor:
     """``x @ (weight * weight_scale[:, None]).T + bias`` in int8; ``[..., N]`` in the dtype of ``x``.
 
-    ``x``: float ``[..., K]``. ``weight``: int8 ``[N, K]``. ``weight_scale``: float32 ``[N]``. ``bias``: float ``[N]``.
+    ``x``: float ``[..., K]``. ``weight``: int8 ``[N, K]``, or float8_e4m3fn, to whose dtype ``x`` is quantized.
+    ``weight_scale``: float32 ``[N]``. ``bias``: float ``[N]``.
     ``input_scale``: one float32 number for all of ``x``, or None for a scale per row. ``residual``: ``[..., N]`` in the
     dtype of ``x``, which is added to the output after that is rounded, and the sum rounded. ``recallable``: that the
     call concerns nobody but the operator itself, so that what computes it may be found by ``launch.plans.recall``.
@@ -192,7 +209,7 @@ def quant_linear(
         x = x.resolve_neg()
     if residual is not None:
         residual = residual.resolve_neg()
-    if x.is_cuda:
+    if x.is_cuda and weight.dtype != FP8.storage:
         linear: Tensor = _gpu().quant_linear(x, weight, weight_scale, bias, input_scale, residual, recallable)
         return linear
     checks.check_quant_linear(x, weight, weight_scale, bias, input_scale, residual)
@@ -200,6 +217,19 @@ def quant_linear(
     if recallable:
         remember(cpu.quant_linear, x, weight, weight_scale, bias, input_scale, residual)
     return cpu.quant_linear(x, weight, weight_scale, bias, input_scale, residual)
+
+
+def block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ (weight * its blocks' scales).T + bias`` in fp8; ``[..., N]`` in the dtype of ``x``.
+
+    ``x``: float ``[..., K]``, of which each 128 values of a row get a scale. ``weight``: float8_e4m3fn ``[N, K]``.
+    ``weight_scale``: float32 ``[ceil(N / 128), ceil(K / 128)]``, one for each 128 x 128 of it. ``bias``: float ``[N]``.
+    Sums of 128 products are scaled in float32, and added in float32.
+    """
+    x = x.resolve_neg()
+    checks.check_block_scaled_linear(x, weight, weight_scale, bias)
+    out: Tensor = _backend(x, dtype=FP8.storage).block_scaled_linear(x, weight, weight_scale, bias)
+    return out
 
 
 def quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> QuantizedRows:
@@ -220,7 +250,7 @@ def multiply(
 
     ``residual``: ``out_dtype [..., N]``, added to the rounded product, and the sum is rounded too.
     """
-    if not checks.on_gpu(x.values):
+    if not checks.on_gpu(x.values) or x.values.dtype == FP8.storage:
         return cpu.multiply(x.values, x.scale, weight, weight_scale, bias, out_dtype, residual)
     *leading, K = x.values.shape
     rows, N = math.prod(leading), weight.shape[0]
@@ -426,9 +456,12 @@ def store_key_value(
     _backend(key).store_key_value(key, value, k, v, k_scale, v_scale, length)
 
 
-def _backend(tensor: Tensor, config: GemmConfig | None = None) -> Any:
-    """The module that computes where ``tensor`` is: ``cpu``, or ``gpu``, which is not imported before it's needed."""
-    if checks.on_gpu(tensor):
+def _backend(tensor: Tensor, config: GemmConfig | None = None, dtype: torch.dtype = INT8.storage) -> Any:
+    """The module that computes where ``tensor`` is: ``cpu``, or ``gpu``, which is not imported before it's needed.
+
+    ``dtype``: of the operands. There is no kernel for fp8 yet: what the CPU does, PyTorch does on a GPU.
+    """
+    if checks.on_gpu(tensor) and dtype != FP8.storage:
         return _gpu()
     if config is None:
         return cpu
@@ -439,6 +472,10 @@ def _backend(tensor: Tensor, config: GemmConfig | None = None) -> Any:
             "a config is for the Triton kernel, which accepts CPU tensors only with TRITON_INTERPRET=1: omit it"
         )
     return _gpu()
+
+
+def _of_operands(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    return () if dtype == INT8.storage else (dtype,)
 
 
 @functools.cache

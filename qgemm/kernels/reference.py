@@ -14,6 +14,9 @@ Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
   ``x @ W.T + bias`` in float32, and cast once.
 - A norm rounds where the model's module does (``norms.Norm``), and so does an activation ahead of a product
   (``activations.activated``): a fused block has the bits of its parts. A sum of a residual is rounded before its norm.
+- fp8 is e4m3, in [-448, 448], with ``scale = amax / 448``; values of float32 ``x / scale`` round to nearest, halves to
+  even. A product is accumulated in float32, then scaled as that of int8. With blocks, each 128 values of K of a row have
+  a scale, and each 128 x 128 values of a weight: sums of 128 products are scaled in float32 and added in float32.
 - Experts round to the dtype of their input where a float module does: after each product, with its bias, and after the
   activation, which is computed in float32. The weighted sum over a token's experts is float32, slot by slot, and cast
   once.
@@ -26,14 +29,15 @@ from torch import Tensor
 from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.norms import Norm
-from qgemm.numerics.formats import FORMATS, INT8
+from qgemm.numerics.blocks import BLOCK, grouped
+from qgemm.numerics.formats import FORMATS, FP8, INT8, OPERANDS
 from qgemm.numerics.groups import dequantize
 
 
 def quantize_rows_reference(
-    x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None
+    x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> tuple[Tensor, Tensor]:
-    """``(q, row_scale)`` of ``x [..., K]``: int8 ``[..., K]`` and float32 ``[...]``, with ``x ~ q * row_scale``.
+    """``(q, row_scale)`` of ``x [..., K]``: ``dtype [..., K]`` and float32 ``[...]``, with ``x ~ q * row_scale``.
 
     ``scale``: one static float32 scale for all rows, instead of each row's own; values beyond it saturate.
     ``zero_point``: what 0 becomes under a static scale, int8; then ``x ~ (q - zero_point) * row_scale``.
@@ -42,13 +46,20 @@ def quantize_rows_reference(
     finite = values.isfinite().all(dim=-1)
     if scale is None:
         amax = values.abs().amax(dim=-1) if x.shape[-1] else values.new_zeros(x.shape[:-1])
-        row_scale = INT8.scale_of(amax)
+        row_scale = OPERANDS[dtype].scale_of(amax)
     else:
         row_scale = torch.where(finite, scale.reshape(()), torch.nan)
     q = values / row_scale[..., None]
     if zero_point is None:
-        return INT8.store(q), row_scale
+        return OPERANDS[dtype].store(q), row_scale
     return INT8.asymmetric.store(q.round() + zero_point.float()), row_scale
+
+
+def quantize_groups_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``(q, scale)`` of ``x [..., K]``: e4m3 ``[..., K]``, and float32 ``[..., ceil(K / 128)]`` for each 128 values."""
+    groups = grouped(x.reshape(x.shape[:-1].numel(), x.shape[-1]))
+    q, scale = quantize_rows_reference(groups, dtype=FP8.storage)
+    return q.flatten(1)[:, : x.shape[-1]].reshape(x.shape), scale.view(*x.shape[:-1], groups.shape[1])
 
 
 def weight_only_linear_reference(
@@ -143,11 +154,34 @@ def scaled_mm_reference(
 
     ``residual``: ``out_dtype [M, N]``, to add to that.
     """
-    out = int_mm_reference(a, b).float() * a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
+    out = (a.double() @ b.double()).float() * a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
     if bias is not None:
         out = out + bias.float()
     out = out.to(out_dtype)
     return out if residual is None else (out.float() + residual.float()).to(out_dtype)
+
+
+def block_scaled_mm_reference(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """``out_dtype [M, N]`` of e4m3 ``a [M, K]`` and ``b [N, K]``, with a scale for each 128 values of a row and block.
+
+    ``sum over g of (a_g @ b_g.T) * a_scale[m, g] * b_scale[n // 128, g]``, in float32, plus ``bias[n]``. ``a_scale``:
+    ``[M, ceil(K / 128)]``; ``b_scale``: ``[ceil(N / 128), ceil(K / 128)]``.
+    """
+    out = a_scale.new_zeros((a.shape[0], b.shape[0]))
+    for g in range(a_scale.shape[1]):
+        part = slice(g * BLOCK, (g + 1) * BLOCK)
+        product = (a[:, part].double() @ b[:, part].double().t()).float()
+        out += product * (a_scale[:, g, None] * b_scale[:, g].repeat_interleave(BLOCK)[: b.shape[0]])
+    if bias is not None:
+        out = out + bias.float()
+    return out.to(out_dtype)
 
 
 def multiply_reference(

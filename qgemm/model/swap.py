@@ -19,6 +19,7 @@ from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.carry_over import carry_over
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear_layer import InputScale, linear_weight
+from qgemm.numerics.integers import round_up
 from qgemm.scheme import QuantScheme
 
 
@@ -137,12 +138,15 @@ class WeightError:
         self._squares = torch.tensor(squares, dtype=torch.float64)
 
     @staticmethod
-    def rows_at_a_time(shape: Sequence[int]) -> int:
-        """How many rows of a weight ``[N, K]``, or of each of the experts in ``[E, N, K]``, make a piece."""
+    def rows_at_a_time(shape: Sequence[int], in_step: int = 1) -> int:
+        """How many rows of a weight ``[N, K]``, or of each of the experts in ``[E, N, K]``, make a piece.
+
+        A multiple of ``in_step``, the layer's ``rows_in_step``.
+        """
         # Three copies of a thirty-second in float64 take 3/8 of the memory of a bfloat16 weight. Experts are many and
         # small: 25 MB at least are worked on at a time, or a GPU would wait for the host.
         N, K = shape[-2:]
-        return max(N // 32, (2**16 if len(shape) == 2 else 2**20) // K, 1)
+        return round_up(max(N // 32, (2**16 if len(shape) == 2 else 2**20) // K, 1), in_step)
 
     @torch.no_grad()
     def add(self, weight: Tensor, restored: Tensor) -> None:
@@ -156,10 +160,9 @@ class WeightError:
     @classmethod
     def of_layer(cls, weight: Tensor, layer: LinearLayer) -> WeightError:
         """Of all rows of a weight and of the layer made of it."""
-        error, step = cls(), cls.rows_at_a_time(weight.shape)
-        stored = {name: layer.stored(name).detach() for name in layer.row_names}
+        error, step = cls(), cls.rows_at_a_time(weight.shape, layer.rows_in_step)
         for start in range(0, weight.shape[0], step):
-            rows = {name: parameter[start : start + step] for name, parameter in stored.items()}
+            rows = layer.rows_from(start, min(start + step, weight.shape[0]))
             error.add(weight[start : start + step], layer.restore_rows(rows, torch.float64))
         return error
 

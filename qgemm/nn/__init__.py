@@ -2,6 +2,7 @@
 
 from qgemm.nn.asymmetric import AsymmetricLinear
 from qgemm.nn.attention import QuantMultiheadAttention
+from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.experts import QuantExperts
 from qgemm.nn.kinds import linear_class
 from qgemm.nn.linear import QuantLinear
@@ -13,6 +14,7 @@ from qgemm.nn.weight_only import WeightOnlyLinear
 
 __all__ = [
     "AsymmetricLinear",
+    "BlockScaledLinear",
     "LinearLayer",
     "OutlierLinear",
     "QuantExperts",

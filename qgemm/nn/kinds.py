@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qgemm.nn.asymmetric import AsymmetricLinear
+from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.outliers import OutlierLinear
@@ -10,7 +11,9 @@ from qgemm.nn.rotated import RotatedLinear
 from qgemm.nn.weight_only import WeightOnlyLinear
 from qgemm.scheme import QuantScheme, resolve_scheme
 
-KINDS: tuple[type[LinearLayer], ...] = (QuantLinear, WeightOnlyLinear, RotatedLinear, AsymmetricLinear, OutlierLinear)
+KINDS: tuple[type[LinearLayer], ...] = (
+    QuantLinear, WeightOnlyLinear, RotatedLinear, AsymmetricLinear, OutlierLinear, BlockScaledLinear,
+)  # fmt: skip
 
 
 def linear_class(scheme: str | QuantScheme) -> type[LinearLayer]:

@@ -1,7 +1,7 @@
-"""``QuantLinear``: a linear layer with an int8 weight.
+"""``QuantLinear``: a linear layer with an int8 or fp8 weight.
 
-``y = x @ (weight * weight_scale[:, None]).T + bias``, with ``x`` quantized to int8 on the way in, int32 sums, and ``y``
-in the dtype of ``x``. The weight takes a quarter of float32's memory, half of bfloat16's.
+``y = x @ (weight * weight_scale[:, None]).T + bias``, with ``x`` quantized to the weight's format on the way in, int32
+sums (float32 of fp8), and ``y`` in the dtype of ``x``. The weight takes a quarter of float32's memory, half of bfloat16's.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from qgemm.kernels import quantize_rows
 from qgemm.nn.linear_layer import InputScale, LinearLayer, parse_input_scale
 from qgemm.nn.quant_layer import frozen
-from qgemm.numerics.formats import INT8
+from qgemm.numerics.formats import OPERANDS
 from qgemm.ops import quant_linear
 from qgemm.scheme import QuantScheme
+
+_DTYPES = {form.name for form in OPERANDS.values()}
 
 
 class QuantLinear(LinearLayer):
@@ -25,7 +27,7 @@ class QuantLinear(LinearLayer):
 
     Parameters, none of which require a gradient:
 
-    - ``weight``: int8 ``[out_features, in_features]``.
+    - ``weight``: int8 or float8_e4m3fn ``[out_features, in_features]``.
     - ``weight_scale``: float32 ``[out_features]``.
     - ``bias``: ``[out_features]`` in ``dtype``, or None.
     - ``input_scale``: one float32 number, for a static scheme only; None otherwise.
@@ -58,12 +60,12 @@ class QuantLinear(LinearLayer):
 
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:
-        """Whether ``scheme`` is plain int8 by int8."""
-        return scheme.weight.format is INT8 and scheme.is_plain
+        """Whether ``scheme`` is plain int8 by int8, or fp8 by fp8, with a scale for each row of the weight."""
+        return scheme.weight.granularity == "channel" and scheme.weight.dtype in _DTYPES and scheme.is_plain
 
     def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """int8 ``[n, K]`` and a scale for each row, float32 ``[n]``."""
-        return quantize_rows(weight)
+        """Values ``[n, K]`` and a scale for each row, float32 ``[n]``."""
+        return quantize_rows(weight, dtype=self.scheme.weight.format.storage)
 
     def store_rows(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> dict[str, Tensor]:
         """``weight`` and ``weight_scale``: as they are."""

@@ -34,12 +34,14 @@ class LinearLayer(QuantLayer):
 
     - ``row_names``: its parameters that have a row for each row of the weight, which ``convert_rows`` makes.
     - ``default_scheme``: the name of the scheme of a layer that is made without one.
+    - ``rows_in_step``: how many rows of the weight share a row of some parameter.
     - ``folds_bias``: whether ``bias`` depends on the weight, so that it differs from the float layer's.
     - ``bias``: ``[out_features]``, or None. ``has_bias``: whether the float layer has one.
     """
 
     made_by = "from_linear"
     row_names: tuple[str, ...]
+    rows_in_step: ClassVar[int] = 1
     default_scheme: ClassVar[str] = "int8"
     folds_bias: ClassVar[bool] = False
     in_features: int
@@ -164,6 +166,13 @@ class LinearLayer(QuantLayer):
             raise ValueError(NOT_FINITE)
         return {**self.store_rows(values, scale, *zero_point), **self.keep_rows(weight)}
 
+    def rows_from(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Those rows of the parameters called ``row_names`` that belong to some rows of the weight.
+
+        ``start`` must be a multiple of ``rows_in_step``.
+        """
+        return {name: self.stored(name).detach()[start:stop] for name in self.row_names}
+
     def keep_rows(self, weight: Tensor) -> dict[str, Tensor]:
         """The others of ``row_names``, which hold part of the float rows ``[n, K]``; most layers have none."""
         return {}
@@ -262,7 +271,7 @@ class LinearLayer(QuantLayer):
         bias = self.float_bias()
         dtype = dtype or (torch.float32 if bias is None else bias.dtype)
         linear = nn.Linear(self.in_features, self.out_features, bias is not None, device="meta", dtype=dtype)
-        parameters = {name: self.stored(name).detach() for name in self.row_names}
+        parameters = self.rows_from(0, self.out_features)
         exact = self.restore_rows(parameters, torch.float64 if dtype == torch.float64 else torch.float32)
         linear.weight = nn.Parameter(exact.to(dtype))
         if bias is not None:

@@ -152,3 +152,6 @@ NF4 = Format("nf4", torch.uint8, 4, -1.0, 1.0, 1.0, torch.float32, table=_NF4)
 
 FORMATS: dict[str, Format] = {each.name: each for each in (INT8, INT4, FP8, FP4, NF4)}
 """The formats by name: whole numbers; ``fp8`` e4m3; ``fp4`` e2m1; ``nf4`` the 4-bit normal float of QLoRA."""
+
+OPERANDS: dict[torch.dtype, Format] = {each.storage: each for each in (INT8, FP8)}
+"""Those that products take both operands of, by dtype."""

@@ -2,10 +2,11 @@
 
 A file that declares operators is imported here:
 
-- ``rows``: ``quantize_rows``, ``activation_quantize``, ``hadamard``.
+- ``rows``: ``quantize_rows``, ``quantize_groups``, ``activation_quantize``, ``hadamard``.
 - ``norms``: ``norm_quantize``, ``add_norm_quantize``, ``add_norm``.
 - ``products``: ``int_mm``, ``scaled_mm``, ``matmul``.
-- ``linear``: ``quant_linear``, ``quant_linear_asymmetric``, ``weight_only_linear``, ``multiply``.
+- ``linear``: ``quant_linear``, ``quant_linear_asymmetric``, ``block_scaled_linear``, ``weight_only_linear``,
+  ``multiply``.
 - ``experts``: ``quant_experts``.
 - ``router``: ``route``.
 - ``attention``: ``decode_attention``.

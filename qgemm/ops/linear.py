@@ -1,8 +1,9 @@
 """Linear layers with a frozen weight.
 
-- ``quant_linear(x, weight, weight_scale, bias, input_scale, residual=None)``: in int8, activations quantized within;
+- ``quant_linear(x, weight, weight_scale, bias, input_scale, residual=None)``: in int8 or fp8, activations quantized within;
   plus a residual, where there is one.
 - ``quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)``: the same with a zero point.
+- ``block_scaled_linear(x, weight, weight_scale, bias)``: in fp8, with a scale for each 128 x 128 of the weight.
 - ``weight_only_linear(x, weight, scale, zero_point, global_scale, input_order, bias, in_features, format, group_size,
   int8_activations=False)``: in float, with a quantized weight of 4 or 8 bits.
 - ``multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)``: ``quant_linear`` of rows that are
@@ -23,6 +24,7 @@ from qgemm.kernels import asymmetric, checks, dispatch
 from qgemm.kernels.launch.plans import recall
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.weight_only.launcher import weight_only_linear
+from qgemm.numerics.blocks import dequantize_blocks
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import dequantize, in_input_order
 from qgemm.ops.declare import operator
@@ -167,7 +169,7 @@ def _declare_layer(
 
 def _dequantize_rows(dtype: torch.dtype, weight: Tensor, scale: Tensor) -> Tensor:
     # The weight is scaled, not the gradient: that would underflow in float16.
-    return (weight * scale.reshape(-1, 1)).to(dtype)
+    return (weight.float() * scale.reshape(-1, 1)).to(dtype)
 
 
 def _dequantize_groups(
@@ -201,6 +203,13 @@ _declare_layer(
     asymmetric.quant_linear_asymmetric,
     asymmetric.check_quant_linear_asymmetric,
     _dequantize_rows,
+    bias_at=3,
+)
+_declare_layer(
+    "block_scaled_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor",
+    dispatch.block_scaled_linear,
+    checks.check_block_scaled_linear,
+    lambda weight, scale, dtype: dequantize_blocks(weight, scale, torch.float32).to(dtype),
     bias_at=3,
 )
 _declare_layer(

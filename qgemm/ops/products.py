@@ -43,7 +43,7 @@ def _scaled_mm_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tup
     _, _, wants_a_scale, wants_b_scale, wants_bias, _ = wanted
     grad_a_scale = grad_b_scale = grad_bias = None
     if wants_a_scale or wants_b_scale:
-        product = grad.float() * torch.ops.qgemm.int_mm(a, b).float()
+        product = grad.float() * _sums(a, b)
         if wants_a_scale:
             by_row = (product * b_scale.reshape(1, -1)).sum(1)
             grad_a_scale = by_row.sum_to_size(a_scale.shape) if a_scale.ndim else by_row.sum()
@@ -55,10 +55,19 @@ def _scaled_mm_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tup
     return None, None, grad_a_scale, grad_b_scale, grad_bias, None
 
 
+def _sums(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in float32."""
+    if a.dtype == torch.int8:
+        out: Tensor = torch.ops.qgemm.int_mm(a, b).float()
+    else:
+        out = torch.ops.qgemm.matmul(a, b, None, None, torch.float32)
+    return out
+
+
 def _scaled_mm_jvp(args: tuple[Any, ...], tangents: tuple[Any, ...]) -> Tensor:
     a, b, a_scale, b_scale, *_ = args
     _, _, along_a_scale, along_b_scale, along_bias, _ = tangents
-    product = torch.ops.qgemm.int_mm(a, b).float()
+    product = _sums(a, b)
     out = torch.zeros_like(product)
     if along_a_scale is not None:
         out = out + product * along_a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)

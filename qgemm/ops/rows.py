@@ -1,6 +1,7 @@
 """What is done to rows ahead of a product.
 
-- ``quantize_rows(x, scale, zero_point)``: ``(q, row_scale)``.
+- ``quantize_rows(x, scale, zero_point, dtype)``: ``(q, row_scale)``.
+- ``quantize_groups(x)``: ``(q, scale)``, with a scale for each 128 values of a row.
 - ``activation_quantize(x, activation, gated, input_scale)``: the same, after ``act(gate) * up``.
 - ``hadamard(x)``: ``x`` times a block-diagonal Walsh-Hadamard matrix.
 """
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import checks, dispatch
-from qgemm.numerics.formats import INT8
+from qgemm.numerics.blocks import BLOCK
+from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.hadamard import hadamard
+from qgemm.numerics.integers import cdiv
 from qgemm.ops.declare import operator
 from qgemm.ops.direct import rows_seen_by_others
 
@@ -29,9 +32,18 @@ def activation_quantize(
     return out
 
 
-def _quantize_rows_fake(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    checks.check_quantize_rows(x, scale, zero_point)
-    return x.new_empty(x.shape, dtype=INT8.storage), x.new_empty(x.shape[:-1], dtype=torch.float32)
+def _quantize_rows(
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    return dispatch.quantize_rows(x, scale, zero_point, dtype or INT8.storage)
+
+
+def _quantize_rows_fake(
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    dtype = dtype or INT8.storage
+    checks.check_quantize_rows(x, scale, zero_point, dtype)
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _quantize_rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -40,12 +52,28 @@ def _quantize_rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
 
 
 operator(
-    "quantize_rows(Tensor x, Tensor? scale, Tensor? zero_point=None) -> (Tensor, Tensor)",
-    cpu=dispatch.quantize_rows,
-    cuda=dispatch.quantize_rows,
+    "quantize_rows(Tensor x, Tensor? scale, Tensor? zero_point=None, ScalarType? dtype=None) -> (Tensor, Tensor)",
+    cpu=_quantize_rows,
+    cuda=_quantize_rows,
     fake=_quantize_rows_fake,
     setup_context=_quantize_rows_setup,
-    backward=lambda ctx, wanted, *grads: (None, None, None),
+    backward=lambda ctx, wanted, *grads: (None, None, None, None),
+)
+
+
+def _quantize_groups_fake(x: Tensor) -> tuple[Tensor, Tensor]:
+    checks.check_quantize_groups(x)
+    scales = (*x.shape[:-1], cdiv(x.shape[-1], BLOCK))
+    return x.new_empty(x.shape, dtype=FP8.storage), x.new_empty(scales, dtype=torch.float32)
+
+
+operator(
+    "quantize_groups(Tensor x) -> (Tensor, Tensor)",
+    cpu=dispatch.quantize_groups,
+    cuda=dispatch.quantize_groups,
+    fake=_quantize_groups_fake,
+    setup_context=_quantize_rows_setup,
+    backward=lambda ctx, wanted, *grads: (None,),
 )
 
 

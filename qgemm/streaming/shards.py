@@ -95,7 +95,8 @@ def _made(
     else:  # experts, whose rows are those of a linear layer
         names = {"weight": weight.name, "weight_scale": f"{weight.name}_scale"}
         layer = QuantLinear(1, 1, False, "meta")
-    for part in _rows(weight, device, skip):
+    in_step = layer.rows_in_step if isinstance(layer, LinearLayer) else 1
+    for part in _rows(weight, device, skip, in_step):
         try:
             made = layer.convert_rows(part)
         except ValueError as problem:
@@ -109,14 +110,14 @@ def _made(
         yield nbytes, {names[leaf]: rows for leaf, rows in made.items()}
 
 
-def _rows(weight: FloatWeight, device: torch.device, skip: int) -> Iterator[Tensor]:
+def _rows(weight: FloatWeight, device: torch.device, skip: int, in_step: int) -> Iterator[Tensor]:
     """The rows of a weight, as many at a time as ``WeightError`` wants, but the first ``skip`` of these pieces."""
     values = weight.values
     if weight.is_transposed:
         rows = values.rows(0, values.row_count).to(device).t()
-        yield from rows.split(WeightError.rows_at_a_time(rows.shape))[skip:]
+        yield from rows.split(WeightError.rows_at_a_time(rows.shape, in_step))[skip:]
         return
-    step = WeightError.rows_at_a_time(values.shape)
+    step = WeightError.rows_at_a_time(values.shape, in_step)
     if len(values.shape) == 3:
         first, skip = divmod(skip, cdiv(values.shape[1], step))
         for expert in range(first, values.row_count):

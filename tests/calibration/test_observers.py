@@ -14,7 +14,7 @@ from qgemm.calibration.histogram import Histogram
 from qgemm.calibration.observers import resolve_observer, squared_error
 from qgemm.kernels.reference import quantize_rows_reference
 from qgemm.numerics.formats import MIN_SCALE
-from qgemm.scheme import resolve_scheme
+from qgemm.scheme import SCHEMES, resolve_scheme
 
 ORDERLESS = [MinMax, Percentile, MeanSquaredError]
 
@@ -207,3 +207,10 @@ def test_settings() -> None:
         resolve_observer("max")
     used = Percentile(90.0).update(torch.ones(2, 16))
     assert state(resolve_observer(used)) == state(Percentile(90.0))
+
+
+def test_the_scale_of_fp8() -> None:
+    x, scheme = torch.randn(64, 16), SCHEMES["fp8-static"]
+    for observer in (MinMax(), MeanSquaredError()):
+        assert observer.update(x).input_scale(scheme) == float(x.abs().max()) / 448
+    assert Percentile(90.0).update(x).input_scale(scheme) < float(x.abs().max()) / 448

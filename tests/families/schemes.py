@@ -9,7 +9,6 @@ from qgemm.model.selection import select_layers
 from qgemm.model.swap import put
 from qgemm.nn import LinearLayer, linear_class
 from qgemm.nn.linear_layer import InputScale, linear_weight
-from qgemm.numerics.formats import INT8
 from qgemm.numerics.groups import global_scale_of, round_scale
 from qgemm.scheme import QuantScheme, resolve_scheme
 
@@ -21,6 +20,9 @@ EVERY_SCHEME = [
     "int8-static-hadamard",
     "int8-outliers-16",
     "int8-static-outliers-32",
+    "fp8",
+    "fp8-static",
+    "fp8-block",
     "int4",
     "int4-channel",
 ]
@@ -62,7 +64,8 @@ def input_scale_for(scheme: QuantScheme) -> InputScale | None:
     if scheme.activation is None or not scheme.is_static:
         return None
     # Of an asymmetric one, for -4 to 4.5.
-    return 4 / INT8.steps if scheme.activation.symmetric else (8.5 / INT8.asymmetric.steps, -8)
+    form = scheme.activation.format
+    return 4 / form.steps if scheme.activation.symmetric else (8.5 / form.steps, -8)
 
 
 def quantized_model(model: nn.Module, scheme: str) -> nn.Module:
@@ -80,6 +83,8 @@ def decided_weight(linear: nn.Module, scheme: str) -> tuple[Tensor, ...]:
     form = found.format
     values = form.store(torch.empty(N, K).uniform_(form.low, form.high))
     scale = torch.rand(N, *(() if found.group_size is None else (-(-K // found.group_size),))) + 0.5
+    if found.block is not None:
+        scale = scale[:: found.block[0]].repeat_interleave(found.block[0], dim=0)[:N]
     unit = global_scale_of(scale.amax() * form.steps, form) if found.scale_dtype == "e4m3" else None
     scale = round_scale(scale, found.scale_dtype, form, unit)
     if found.symmetric:

@@ -287,3 +287,15 @@ def test_a_residual_is_added_to_the_rounded_product(dtype: torch.dtype) -> None:
     assert torch.equal(residual, before)
     wanted = reference.multiply_reference(q, scale, weight, weight_scale, bias, residual, dtype)
     assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 1, 1), (17, 53, 101), (2, 3, 3000), (300, 4000, 64)])
+def test_scaled_mm_of_fp8(M: int, N: int, K: int, out_dtype: torch.dtype) -> None:
+    a, b = (torch.randn(rows, K).mul_(60).to(torch.float8_e4m3fn) for rows in (M, N))
+    a_scale, b_scale, bias = torch.rand(M) / 100, torch.rand(N) / 100, torch.randn(N)
+    exact = (a.double() @ b.double().t()) * a_scale[:, None] * b_scale + bias
+    wanted = scaled_mm_reference(a, b.t(), a_scale, b_scale, bias, out_dtype)
+    out = cpu.scaled_mm(a, b.t(), a_scale, b_scale, bias, out_dtype)
+    assert out.dtype == out_dtype
+    assert (out.double() - exact).norm() <= 2 * (wanted.double() - exact).norm() + 1e-6 * exact.norm()

@@ -11,7 +11,7 @@ from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.quantize.kernels import _quantize_rows_kernel
-from qgemm.kernels.reference import quantize_rows_reference
+from qgemm.kernels.reference import quantize_groups_reference, quantize_rows_reference
 from qgemm.kernels.stages import INTERPRETING
 from qgemm.numerics.formats import MIN_SCALE
 from tests.kernels.devices import A100, H200, MI300X
@@ -347,3 +347,45 @@ def test_zero_points_that_are_refused(device: torch.device) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             dispatch.quantize_rows(*arguments)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(0, 64), (5, 0), (17, 53), (2, 3, 130), (70,)])
+def test_fp8(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    x = (torch.randn(shape, device=device) * 3).to(dtype)
+    if x.numel():
+        x.view(-1, shape[-1])[0, 0] = torch.nan
+    for scale in (None, torch.tensor(0.004, device=device)):
+        q, row_scale = dispatch.quantize_rows(x, scale, dtype=torch.float8_e4m3fn)
+        wanted_q, wanted_scale = quantize_rows_reference(x, scale, dtype=torch.float8_e4m3fn)
+        assert q.dtype == torch.float8_e4m3fn
+        assert q.is_contiguous()
+        assert torch.equal(row_scale.nan_to_num(-1.0), wanted_scale.nan_to_num(-1.0))
+        assert torch.equal(q.view(torch.int8), wanted_q.view(torch.int8))
+    q, scales = dispatch.quantize_groups(x)
+    wanted_q, wanted_scale = quantize_groups_reference(x)
+    assert q.shape == x.shape
+    assert scales.shape == (*shape[:-1], -(-shape[-1] // 128))
+    assert torch.equal(scales.nan_to_num(-1.0), wanted_scale.nan_to_num(-1.0))
+    assert torch.equal(q.view(torch.int8), wanted_q.view(torch.int8))
+
+
+def test_fp8_of_every_value(device: torch.device) -> None:
+    """Every bfloat16 beside its row's largest, and halves between neighbours."""
+    x = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).to(device)
+    x = x[(x >= 1e-3) & (x <= 448)].float()
+    for amax in (448.0, 440.0, 300.5):
+        rows = torch.stack([x.clamp(max=amax), -x.clamp(max=amax)])
+        rows[:, -1] = amax
+        wanted = quantize_rows_reference(rows, dtype=torch.float8_e4m3fn)[0]
+        assert torch.equal(
+            dispatch.quantize_rows(rows, dtype=torch.float8_e4m3fn)[0].view(torch.int8), wanted.view(torch.int8)
+        )
+
+
+def test_what_is_no_format_of_operands(device: torch.device) -> None:
+    x, zero = torch.randn(2, 4, device=device), torch.tensor(0, dtype=torch.int8, device=device)
+    with pytest.raises(TypeError, match="dtype is torch.float8_e5m2; quantize_rows returns int8, float8_e4m3fn"):
+        dispatch.quantize_rows(x, dtype=torch.float8_e5m2)
+    with pytest.raises(ValueError, match="zero_point is for int8; dtype is torch.float8_e4m3fn"):
+        dispatch.quantize_rows(x, x[0, 0].abs(), zero, torch.float8_e4m3fn)

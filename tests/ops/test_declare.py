@@ -20,6 +20,10 @@ def int8(*shape: int, device: torch.device) -> Tensor:
     return torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
 
 
+def fp8(*shape: int, device: torch.device) -> Tensor:
+    return (torch.randn(shape, device=device) * 100).to(torch.float8_e4m3fn)
+
+
 def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, ...]]:
     """Arguments of each operator, by its name and a variant."""
     x, bias = torch.randn(5, 16, device=device).to(dtype), torch.randn(8, device=device).to(dtype)
@@ -72,6 +76,15 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "weight_only_linear e8m0": (x, packed, exponents, None, None, None, bias, 16, "fp4", 16),
         "weight_only_linear e4m3": (x, packed, b_scale[:, None].to(E4M3), None, unit, None, bias, 16, "nf4", 16),
         "weight_only_linear fp8": (x, y.t().to(E4M3), b_scale[:, None].half(), None, None, None, bias, 16, "fp8", 16),
+        "quantize_rows fp8": (x, None, None, torch.float8_e4m3fn),
+        "quantize_groups": (x,),
+        "quantize_groups long": (torch.randn(2, 3, 150, device=device).to(dtype),),
+        "multiply fp8": (fp8(5, 16, device=device), a_scale, fp8(8, 16, device=device), b_scale, bias, None, dtype),
+        "scaled_mm fp8": (fp8(5, 16, device=device), fp8(8, 16, device=device).t(), a_scale, b_scale, bias, dtype),
+        "quant_linear fp8": (x, fp8(8, 16, device=device), b_scale, bias, None),
+        "quant_linear fp8 static": (x, fp8(8, 16, device=device), b_scale, None, one, y[:5]),
+        "block_scaled_linear": (x, fp8(8, 16, device=device), one.view(1, 1), bias),
+        "block_scaled_linear vector": (x[0], fp8(8, 16, device=device), one.view(1, 1), None),
         "hadamard": (x,),
         "hadamard batch": (x.view(1, 5, 16).transpose(0, 1),),
     }
@@ -115,7 +128,7 @@ def test_opcheck(variant: str, dtype: torch.dtype, device: torch.device) -> None
     has_float8 = any(isinstance(each, Tensor) and each.dtype == E4M3 for each in arguments)
     others = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(operator, arguments, test_utils=others if has_float8 else "ALL")
-    if variant.startswith(("matmul", "quant_linear", "weight_only_linear", "hadamard", "add_norm", "norm_quantize")):
+    if variant.startswith(("matmul", "quant_linear", "block_scaled", "weight_only_linear", "hadamard", "add_norm", "norm_quantize")):
         x, *rest = arguments
         torch.library.opcheck(operator, (x.clone().requires_grad_(), *rest), test_utils=others if has_float8 else "ALL")
 

@@ -175,7 +175,7 @@ def test_export_with_a_dynamic_batch(static: bool, device: torch.device) -> None
     ("arguments", "message"),
     [
         ({"x": torch.empty(3, 15)}, "x has 15 columns but the layer's in_features is 16"),
-        ({"weight": torch.empty(8, 16)}, "weight is torch.float32; it must be torch.int8"),
+        ({"weight": torch.empty(8, 16)}, "weight is torch.float32; it must be one of int8, float8_e4m3fn"),
         ({"weight_scale": torch.empty(7)}, r"weight_scale is \[7\]; it must be \[8\]"),
         ({"bias": torch.empty(7)}, r"bias is \[7\]; it must be \[8\]"),
         ({"input_scale": torch.empty(3)}, r"scale is torch.float32 \[3\]"),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.quant_layer import frozen
+from qgemm.numerics.formats import INT8
 
 
 class Operands(NamedTuple):
@@ -163,6 +164,8 @@ def why_apart(layers: Sequence[nn.Module]) -> str:
     for layer in layers:
         if type(layer) is not QuantLinear:
             return f"{_name(layer)} is of class {type(layer).__name__}, not QuantLinear"
+        if layer.scheme.weight.format is not INT8:
+            return f"{_name(layer)} is {layer.scheme.name}; fused kernels are for int8"
         if hasattr(layer, "_hf_hook"):
             return f"accelerate moves the weight of {_name(layer)}"
         if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):

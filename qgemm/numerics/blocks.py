@@ -1,0 +1,50 @@
+"""Scales of blocks: one for each ``BLOCK`` values along K of an activation's row, and ``BLOCK x BLOCK`` of a weight.
+
+The last block of a dimension is short where ``BLOCK`` doesn't divide it. That is the format of DeepSeek-V3's checkpoints
+(arXiv 2412.19437, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qgemm.numerics.formats import FP8
+from qgemm.numerics.integers import cdiv
+
+BLOCK = 128
+
+
+def spread_groups(scale: Tensor, K: int) -> Tensor:
+    """The scale of each value, ``[M, K]``, from those of groups ``[M, ceil(K / 128)]``."""
+    return scale.repeat_interleave(BLOCK, dim=1)[:, :K]
+
+
+def spread_blocks(scale: Tensor, N: int, K: int) -> Tensor:
+    """The scale of each value, ``[N, K]``, from those of blocks ``[ceil(N / 128), ceil(K / 128)]``."""
+    return spread_groups(scale, K).repeat_interleave(BLOCK, dim=0)[:N]
+
+
+def grouped(rows: Tensor) -> Tensor:
+    """``[M, K]`` as ``[M, ceil(K / 128), 128]``, filled up with zeros."""
+    M, K = rows.shape
+    count = cdiv(K, BLOCK)
+    return F.pad(rows, (0, count * BLOCK - K)).reshape(M, count, BLOCK)
+
+
+def block_scales(weight: Tensor) -> Tensor:
+    """The scales of a float weight ``[N, K]`` for e4m3, float32 ``[ceil(N / 128), ceil(K / 128)]``."""
+    N, K = weight.shape
+    rows = F.pad(grouped(weight.abs()).amax(-1), (0, 0, 0, -N % BLOCK))
+    return FP8.scale_of(rows.reshape(cdiv(N, BLOCK), BLOCK, cdiv(K, BLOCK)).amax(1))
+
+
+def round_blocks(weight: Tensor, scale: Tensor) -> Tensor:
+    """A float weight ``[N, K]`` rounded to nearest under ``block_scales``: e4m3 ``[N, K]``."""
+    return FP8.store(weight.float() / spread_blocks(scale, *weight.shape))
+
+
+def dequantize_blocks(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """``weight * scale`` of each block, ``[N, K]`` in ``dtype``."""
+    return weight.to(dtype) * spread_blocks(scale.to(dtype), *weight.shape)
