@@ -227,9 +227,6 @@ def _weight(dtype: str, size: int | None, symmetric: bool = True, is_ordered: bo
     )
 
 
-FP8_ROWS = TensorScheme("fp8", "channel")
-"""The same in e4m3."""
-
 SCHEMES: dict[str, QuantScheme] = {
     scheme.name: scheme
     for scheme in (
@@ -262,8 +259,8 @@ SCHEMES: dict[str, QuantScheme] = {
 - ``int8-static-asymmetric``: as ``int8-static``, with a zero point.
 - ``int8-hadamard``, ``int8-static-hadamard``: the same, with activations rotated before they are quantized.
 - ``fp8``, ``fp8-static``: as ``int8`` and ``int8-static``, in fp8 (e4m3).
-- ``fp8-block``: in fp8 as DeepSeek-V3 has it: weights with a scale for each block of 128 x 128, activations with one for
-  each 128 values of a token.
+- ``fp8-block``: in fp8 as DeepSeek-V3 has it: weights with a scale for each block of 128 x 128, activations with one
+  for each 128 values of a token.
 
 The others have weights alone quantized; products are in float:
 
@@ -278,19 +275,6 @@ or any other multiple of 16. ``int4-32``, ``int8-weight-128`` and ``nf4-32`` hav
 multiple of 16. int4 and int8-weight go on with ``-asymmetric`` for weights with zero points, and then ``-ordered`` for
 groups of columns in an order of their own (act-order). int4 goes on with ``-int8`` for int8 activations.
 """
-
-FP8_SCHEMES: dict[str, QuantScheme] = {
-    scheme.name: scheme
-    for scheme in (
-        _scheme(FP8_ROWS, TensorScheme("fp8", "token", dynamic=True)),
-        _scheme(FP8_ROWS, TensorScheme("fp8", "tensor")),
-        _scheme(
-            TensorScheme("fp8", "block", block=(128, 128)),
-            TensorScheme("fp8", "group", dynamic=True, group_size=128),
-        ),
-    )
-}
-"""Of fp8 by fp8, which no layer computes yet: ``fp8``, ``fp8-static`` and ``fp8-block``."""
 
 _OUTLIERS = re.compile(r"(.+)-outliers-([1-9][0-9]{1,4})")
 _WEIGHTS = re.compile(r"(int4|int8-weight|nf4)(?:-(channel|[1-9][0-9]{1,5}))?(-asymmetric)?(-ordered)?(-int8)?")
@@ -315,7 +299,7 @@ def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
 
 
 def _find(name: str) -> QuantScheme | None:
-    if (known := SCHEMES.get(name) or FP8_SCHEMES.get(name)) is not None:
+    if (known := SCHEMES.get(name)) is not None:
         return known
     if (match := _OUTLIERS.fullmatch(name)) is not None:
         base, count = SCHEMES.get(match[1]), int(match[2])

@@ -2,8 +2,8 @@
 
 Integer products go through ``torch._int_mm``, which uses a CPU's int8 dot product instructions. Processors without
 them saturate at 16 bits inside oneDNN; a product that would show it is computed once per process, and there the sum is
-made of float32 products short enough to be exact. fp8 operands are multiplied in float32, some of the weight's rows at a
-time.
+made of float32 products short enough to be exact. fp8 operands are multiplied in float32, some rows of the weight at
+a time.
 """
 
 import functools

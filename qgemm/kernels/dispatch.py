@@ -149,8 +149,9 @@ def scaled_mm(
 ) -> Tensor:
     """``(a @ b) * a_scale[m] * b_scale[n] + bias[n]`` as ``out_dtype [M, N]``.
 
-    ``a``: int8 ``[M, K]``; ``b``: int8 ``[K, N]``; K is at most 131,071. Or both float8_e4m3fn. ``a_scale``: float32 ``[M]``, or one number;
-    ``b_scale``: float32 ``[N]``, or one number. ``bias``: float ``[N]``. ``out_dtype``: float16, bfloat16 or float32.
+    ``a``: int8 ``[M, K]``; ``b``: int8 ``[K, N]``; K is at most 131,071. Or both float8_e4m3fn.
+    ``a_scale``: float32 ``[M]``, or one number; ``b_scale``: float32 ``[N]``, or one number.
+    ``bias``: float ``[N]``. ``out_dtype``: float16, bfloat16 or float32.
     The sum of int8 is exact in int32, that of fp8 float32, the rest float32, with one rounding to ``out_dtype``.
 
     ``constant_b``: whether ``b`` is a weight that doesn't change while the model runs. Hopper GPUs then begin to load

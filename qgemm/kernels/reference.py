@@ -15,8 +15,8 @@ Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
 - A norm rounds where the model's module does (``norms.Norm``), and so does an activation ahead of a product
   (``activations.activated``): a fused block has the bits of its parts. A sum of a residual is rounded before its norm.
 - fp8 is e4m3, in [-448, 448], with ``scale = amax / 448``; values of float32 ``x / scale`` round to nearest, halves to
-  even. A product is accumulated in float32, then scaled as that of int8. With blocks, each 128 values of K of a row have
-  a scale, and each 128 x 128 values of a weight: sums of 128 products are scaled in float32 and added in float32.
+  even. A product is accumulated in float32, then scaled as that of int8. With blocks, each 128 values of a row have a
+  scale, and each 128 x 128 values of a weight: sums of 128 products are scaled in float32 and added in float32.
 - Experts round to the dtype of their input where a float module does: after each product, with its bias, and after the
   activation, which is computed in float32. The weighted sum over a token's experts is float32, slot by slot, and cast
   once.

@@ -1,14 +1,13 @@
 """``BlockScaledLinear``: an fp8 linear layer with a scale for each block of 128 x 128 of its weight.
 
-``y = x @ W.T + bias``, where ``W`` is e4m3 times its blocks' scales, and each 128 values of a row of ``x`` are quantized
-to e4m3 with a scale of their own. A large value spoils no more than those 128 beside it, so this loses less than a scale
-per row and token; DeepSeek-V3 was trained with it (arXiv 2412.19437).
+``y = x @ W.T + bias``, where ``W`` is e4m3 times its blocks' scales, and each 128 values of a row of ``x`` are
+quantized to e4m3 with a scale of their own. A large value spoils no more than those 128 beside it. DeepSeek-V3 was
+trained with it (arXiv 2412.19437).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ class BlockScaledLinear(LinearLayer):
     default_scheme = "fp8-block"
     weight_names = ("weight",)
     scale_names = ("weight_scale",)
-    row_names: ClassVar[tuple[str, ...]] = ("weight", "weight_scale")
+    row_names: tuple[str, ...] = ("weight", "weight_scale")
     rows_in_step = BLOCK
     weight: nn.Parameter
     weight_scale: nn.Parameter

@@ -1,7 +1,8 @@
 """``QuantLinear``: a linear layer with an int8 or fp8 weight.
 
 ``y = x @ (weight * weight_scale[:, None]).T + bias``, with ``x`` quantized to the weight's format on the way in, int32
-sums (float32 of fp8), and ``y`` in the dtype of ``x``. The weight takes a quarter of float32's memory, half of bfloat16's.
+sums (float32 of fp8), and ``y`` in the dtype of ``x``. The weight takes a quarter of float32's memory, half of
+bfloat16's.
 """
 
 from __future__ import annotations

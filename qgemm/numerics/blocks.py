@@ -1,7 +1,7 @@
 """Scales of blocks: one for each ``BLOCK`` values along K of an activation's row, and ``BLOCK x BLOCK`` of a weight.
 
-The last block of a dimension is short where ``BLOCK`` doesn't divide it. That is the format of DeepSeek-V3's checkpoints
-(arXiv 2412.19437, section 3.3.2).
+The last block of a dimension is short where ``BLOCK`` doesn't divide it. That is the format of DeepSeek-V3's
+checkpoints (arXiv 2412.19437, section 3.3.2).
 """
 
 from __future__ import annotations

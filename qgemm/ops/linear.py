@@ -1,7 +1,7 @@
 """Linear layers with a frozen weight.
 
-- ``quant_linear(x, weight, weight_scale, bias, input_scale, residual=None)``: in int8 or fp8, activations quantized within;
-  plus a residual, where there is one.
+- ``quant_linear(x, weight, weight_scale, bias, input_scale, residual=None)``: in int8 or fp8, activations quantized
+  within; plus a residual, where there is one.
 - ``quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)``: the same with a zero point.
 - ``block_scaled_linear(x, weight, weight_scale, bias)``: in fp8, with a scale for each 128 x 128 of the weight.
 - ``weight_only_linear(x, weight, scale, zero_point, global_scale, input_order, bias, in_features, format, group_size,

@@ -385,7 +385,7 @@ def test_fp8_of_every_value(device: torch.device) -> None:
 
 def test_what_is_no_format_of_operands(device: torch.device) -> None:
     x, zero = torch.randn(2, 4, device=device), torch.tensor(0, dtype=torch.int8, device=device)
-    with pytest.raises(TypeError, match="dtype is torch.float8_e5m2; quantize_rows returns int8, float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"dtype is torch\.float8_e5m2; quantize_rows returns int8, float8_e4m3fn"):
         dispatch.quantize_rows(x, dtype=torch.float8_e5m2)
-    with pytest.raises(ValueError, match="zero_point is for int8; dtype is torch.float8_e4m3fn"):
+    with pytest.raises(ValueError, match=r"zero_point is for int8; dtype is torch\.float8_e4m3fn"):
         dispatch.quantize_rows(x, x[0, 0].abs(), zero, torch.float8_e4m3fn)

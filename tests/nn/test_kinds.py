@@ -442,10 +442,6 @@ def test_copies(scheme: str, how: str) -> None:
     state = set(vars(layer))
     out = layer(x)
     assert set(vars(layer)) == state, "a call leaves nothing in the module"
-    if how == "pickle" and layer.stored(layer.weight_names[0]).dtype == torch.float8_e4m3fn:
-        with pytest.raises(AttributeError, match="dtype"):
-            pickle.loads(pickle.dumps(torch.zeros(2, dtype=torch.float8_e4m3fn)))  # PyTorch's own can't
-        return
     other = COPIES[how](layer)
     assert_same(layer, other)
     assert torch.equal(other(x), out)
