@@ -209,7 +209,7 @@ _declare_layer(
     "block_scaled_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor",
     dispatch.block_scaled_linear,
     checks.check_block_scaled_linear,
-    lambda weight, scale, dtype: dequantize_blocks(weight, scale, torch.float32).to(dtype),
+    lambda dtype, weight, scale: dequantize_blocks(weight, scale, torch.float32).to(dtype),
     bias_at=3,
 )
 _declare_layer(
