@@ -188,28 +188,31 @@ class Format(str, Enum):
 
     qgemm convert llama-int8 llama-w8a8 --to compressed-tensors
 
-    qgemm convert llama-bitsandbytes llama-int8 --to qgemm"""
+    qgemm convert llama-awq llama-int8 --to qgemm --scheme int8"""
 )
 def convert(
     source: Annotated[Path, typer.Argument(help="The folder of a quantized model, in any format that qgemm loads.")],
     destination: Annotated[Path, typer.Argument(help="A folder for the converted model.")],
     to: Annotated[Format, typer.Option(help="The format to write. vLLM and transformers load compressed-tensors.")],
+    scheme: Annotated[
+        str | None, typer.Option(help="What to make of the layers, such as int8; as they are without it.")
+    ] = None,
     max_shard_size: ShardSize = "5GB",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint in that folder.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Write a quantized checkpoint in another format, with the same int8 values.
+    """Write a quantized checkpoint in another format, with the same values, or in another scheme.
 
-    Reads qgemm, compressed-tensors (int-quantized, 8 bits) and bitsandbytes (int8). Holds the quantized model in
-    memory, and reads the result again to check it.
+    Reads every format that qgemm loads: GPTQ, AWQ, compressed-tensors, bitsandbytes and others. Holds the quantized
+    model in memory, and reads the result again to check it.
     """
     with running(convert, debug):
         from qgemm_cli.commands.convert import convert as run
         from qgemm_cli.commands.convert import show
 
         with redirect_stdout(sys.stderr):
-            document = run(source, destination, to.value, max_shard_size, overwrite)
+            document = run(source, destination, to.value, max_shard_size, overwrite, scheme)
         print_json(document) if json else show(document)
 
 

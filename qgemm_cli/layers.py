@@ -9,6 +9,7 @@
 | fp4 | ``weight_packed`` or ``weight`` uint8 ``[N, K / 2]`` with ``weight_scale``; of experts ``..._blocks`` |
 | GPTQ | ``qweight`` int32 ``[K * bits / 32, N]`` with ``scales`` ``[groups, N]`` and ``qzeros`` |
 | AWQ | ``qweight`` int32 ``[K, N * bits / 32]`` with the same |
+| torchao | ``_weight_qdata`` int8 or float8 ``[N, K]`` with ``_weight_scale`` |
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm.scheme import QuantScheme
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MATRICES = ("linear", "experts")
@@ -86,6 +88,21 @@ def is_scale(leaf: str) -> bool:
     return leaf == "SCB" or leaf.endswith(("scale", "scales", "scale_inv", "absmax"))
 
 
+def shape_with(layer: StoredLayer, scheme: QuantScheme) -> tuple[int, ...]:
+    """The shape of a layer of qgemm's own with ``scheme``: one that is packed is filled up along K.
+
+    K is as many whole groups as it has scales; with one scale a row, what the packed weight has room for.
+    """
+    scale, order = layer.tensors.get("weight_scale"), layer.tensors.get("input_order")
+    size = scheme.weight.group_size
+    if scheme.weight.format.bits != 4 or layer.kind != "linear" or scale is None or len(scale.shape) != 2:
+        return layer.shape
+    N, K = layer.shape
+    if order is not None and len(order.shape) == 1:
+        return N, order.shape[0]
+    return N, K if size is None else min(K, scale.shape[1] * size)
+
+
 def find_layers(stored: dict[str, StoredTensor], bits: int | None = None) -> list[StoredLayer]:
     """The layers that ``stored`` holds, in its order. ``bits``: of packed weights, by the config; 4 if None."""
     modules: dict[str, dict[str, StoredTensor]] = {}
@@ -146,7 +163,7 @@ def _packed(tensors: dict[str, StoredTensor], bits: int) -> tuple[str, str, tupl
 
 
 def _plain(module: str, tensors: dict[str, StoredTensor]) -> tuple[str, str, tuple[int, ...]] | None:
-    weight = tensors.get("weight")
+    weight = tensors.get("weight", tensors.get("_weight_qdata"))
     if weight is None:
         return None
     for leaf in tensors:

@@ -15,7 +15,7 @@ import torch
 
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.formats import read_contents
+from qgemm.checkpoint.formats import own_config, read_contents
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -40,7 +40,7 @@ class Checkpoint:
 
     - ``folder``: None for a single file, whose ``config`` is empty.
     - ``format``: ``"qgemm"``, ``"compressed-tensors"``, ``"bitsandbytes"``, ``"gptq"``, ``"awq"``, ``"fp8"``,
-      ``"float"``, ``"unknown"``, or another ``quant_method`` that the config names.
+      ``"torchao"``, ``"float"``, ``"unknown"``, or another ``quant_method`` that the config names.
     - ``variant``: more of it in words, such as ``"int-quantized"`` or ``"4 bits"``; ``bits`` of packed weights.
     - ``contents``: as ``load_quantized`` sees it, or None with the ``refusal`` that it would raise.
     - ``problems``: what is wrong with the files.
@@ -138,6 +138,11 @@ def _has_weights(folder: Path) -> bool:
 
 def _identify(checkpoint: Checkpoint) -> None:
     quantization = checkpoint.config.get("quantization_config", checkpoint.config.get("compression_config"))
+    if quantization is None and checkpoint.folder is not None:
+        try:
+            quantization = own_config(checkpoint.folder)
+        except CheckpointError as error:
+            checkpoint.problems.append(str(error))
     if not isinstance(quantization, dict):
         checkpoint.format, checkpoint.variant = _format_of_tensors(checkpoint.stored)
         return
@@ -149,7 +154,8 @@ def _identify(checkpoint: Checkpoint) -> None:
     if method == "compressed-tensors":
         checkpoint.variant = str(quantization.get("format") or "")
     elif method == "bitsandbytes":
-        checkpoint.variant = "int8" if quantization.get("load_in_8bit") is True else "4 bits"
+        four_bits = str(quantization.get("bnb_4bit_quant_type") or "4 bits")
+        checkpoint.variant = "int8" if quantization.get("load_in_8bit") is True else four_bits
     elif checkpoint.bits is not None:
         group = quantization.get("group_size", quantization.get("q_group_size"))
         groups = f", groups of {group}" if isinstance(group, int) and group > 0 else ""
@@ -172,6 +178,8 @@ def _format_of_tensors(stored: dict[str, StoredTensor]) -> tuple[str, str]:
         return ("gptq", "") if "g_idx" in leaves else (GPTQ_OR_AWQ, "")
     if "weight_packed" in leaves:
         return "compressed-tensors", "packed"
+    if "_weight_qdata" in leaves:
+        return "torchao", ""
     if "SCB" in leaves:
         return "bitsandbytes", "int8"
     if any(".quant_state.bitsandbytes__" in name for name in stored):

@@ -16,7 +16,10 @@ from qgemm_cli.layers import StoredLayer
 from qgemm_cli.patterns import ranges
 from qgemm_cli.reading import GPTQ_OR_AWQ, Checkpoint
 
-CHECKED_FORMATS = ("qgemm", "compressed-tensors", "bitsandbytes", "gptq", "awq", GPTQ_OR_AWQ, "fp8")
+CHECKED_FORMATS = (
+    *("qgemm", "compressed-tensors", "bitsandbytes", "gptq", "awq", GPTQ_OR_AWQ, "fp8", "auto-round"),
+    *("intel/auto-round", "torchao"),
+)
 """Of which it is known what tensors a layer has."""
 
 _BLOCK = re.compile(r"(.*?(?:^|\.)(?:layers|layer|blocks|block|h))\.(\d{1,6})\.[^.]+\.")
@@ -156,6 +159,8 @@ def damaged_values(
 
 def _bad_scales(name: str, value: Tensor) -> int:
     """How many are NaN, infinite, negative, or 0 where that makes a weight of zeros by mistake."""
-    may_be_zero = name.endswith(("SCB", "absmax", ".scales"))  # a row or group of zeros
+    if name.endswith(".scales") or value.ndim == 2:
+        return int((~value.isfinite()).sum())  # of groups; AutoRound's may be negative
+    may_be_zero = name.endswith(("SCB", "absmax"))  # a row or group of zeros
     is_fine = value.isfinite() & ((value >= 0) if may_be_zero else (value > 0))
     return int((~is_fine).sum())

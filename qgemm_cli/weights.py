@@ -14,6 +14,7 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
+from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
@@ -25,7 +26,7 @@ from qgemm.scheme import QuantScheme
 from qgemm.streaming.float_tensors import FloatTensor, ordered_experts, stored_float
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
-from qgemm_cli.layers import FP8_DTYPES, StoredLayer, find_layers
+from qgemm_cli.layers import FP8_DTYPES, StoredLayer, find_layers, shape_with
 from qgemm_cli.reading import FLOAT, Checkpoint
 
 MOST_PREFIXES = 32
@@ -74,9 +75,9 @@ class Restored(FloatTensor):
 
     def __init__(self, source: Source, stored: StoredLayer, scheme: QuantScheme) -> None:
         """``source``: holds the tensors of ``stored``."""
-        super().__init__(stored.shape, torch.float32, self._read)
+        N, K = shape_with(stored, scheme)
+        super().__init__((N, K), torch.float32, self._read)
         self._source, self._stored = source, stored
-        N, K = stored.shape
         self._layer = linear_class(scheme)(K, N, False, "meta", scheme=scheme)
         for leaf in self._layer.index_names:
             if (tensor := stored.tensors.get(leaf)) is not None and tensor.shape:
@@ -92,6 +93,36 @@ class Restored(FloatTensor):
             values = self._source.read_rows(self._stored.full_name(leaf), start, stop)
             parameters[leaf] = values.float() if leaf in self._layer.scale_names else values
         return self._layer.restore_rows(parameters, torch.float32)
+
+
+class Converted(FloatTensor):
+    """The weight of a layer that another library wrote in a form of its own, as qgemm loads it."""
+
+    def __init__(self, contents: Contents, layer: str) -> None:
+        """``layer``: the name of one that ``contents`` has."""
+        N, K = contents.shapes.get(layer) or contents.headers[f"{layer}.weight"].shape
+        super().__init__((N, K), torch.float32, self._read)
+        self._contents, self._name = contents, layer
+        scheme = contents.manifest.layers[layer]
+        self._layer = linear_class(scheme)(K, N, False, "meta", scheme=scheme)
+        self._is_read = False
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        """Makes the whole of it the first time."""
+        if not self._is_read:
+            names = {f"{self._name}.{leaf}": leaf for leaf, _ in self._layer.named_parameters(recurse=False)}
+            for target, value in read_converted(self._contents, torch.device("cpu"), only=names):
+                if (leaf := names.get(target.name)) is not None:
+                    if problem := self._layer.problem_with(leaf, value):
+                        path = self._contents.stored[target.source].path
+                        raise CheckpointError(f"{path}: {target.source} {problem}")
+                    setattr(self._layer, leaf, nn.Parameter(value, requires_grad=False))
+            self._is_read = True
+        layer = self._layer
+        rows = layer.restore_rows({leaf: layer.stored(leaf)[start:stop] for leaf in layer.row_names}, torch.float32)
+        if stop == self.shape[0]:  # it is gone through in order, and each weight is as large as a layer
+            self._layer, self._is_read = self._layer.to("meta"), False
+        return rows
 
 
 def _block_size(whole: int, blocks: int) -> int:
@@ -142,9 +173,13 @@ def _pair(a: dict[str, FloatTensor], b: dict[str, FloatTensor], tied_in_b: dict[
 def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, FloatTensor]]:
     """The tensors of ``checkpoint`` by the model's names, if they are known, and by those in the files."""
     in_files: dict[str, FloatTensor] = {}
-    schemes = {} if checkpoint.contents is None else checkpoint.contents.manifest.layers
+    contents = checkpoint.contents
+    schemes = {} if contents is None else contents.manifest.layers
     for layer in find_layers(checkpoint.stored, checkpoint.bits):
-        in_files.update(_of_layer(layer, source, schemes.get(layer.name)))
+        if contents is not None and contents.is_foreign and layer.name in schemes:
+            in_files.update(_of_foreign(layer, source, contents))
+        else:
+            in_files.update(_of_layer(layer, source, schemes.get(layer.name)))
     if checkpoint.format == FLOAT and checkpoint.config:
         try:
             loading = plan_loading(source, drop=["*"])
@@ -196,6 +231,17 @@ def _of_layer(layer: StoredLayer, source: Source, scheme: QuantScheme | None) ->
             found = stored_float(source, layer.full_name(leaf), torch.float32)
             found.shape = found.shape or (1,)  # one number has either shape, by the format
             yield layer.full_name(leaf), found
+
+
+def _of_foreign(layer: StoredLayer, source: Source, contents: Contents) -> Iterable[tuple[str, FloatTensor]]:
+    yield layer.full_name("weight"), Converted(contents, layer.name)
+    for leaf, tensor in layer.tensors.items():
+        name = layer.full_name(leaf)
+        is_float = tensor.dtype in FLOAT_DTYPES
+        if is_float and (leaf == "input_scale" or (name not in contents.conversions and leaf != "weight_scale")):
+            found = stored_float(source, name, torch.float32)
+            found.shape = found.shape or (1,)  # one number has either shape, by the format
+            yield name, found
 
 
 def match_names(names: Iterable[str], others: Iterable[str]) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""Checkpoints of bitsandbytes' int8 (``load_in_8bit``), as transformers saves them.
+"""Checkpoints of bitsandbytes, as transformers saves them. Here is int8 (``load_in_8bit``).
+
+``bitsandbytes_4bit.py`` has the 4 bits.
 
 ``<layer>.weight`` int8 ``[N, K]``, also for transformers' ``Conv1D``, which holds its own weight as ``[K, N]``;
 ``<layer>.SCB`` float32 ``[N]``, each row's largest absolute value, so that the scale is ``SCB / 127``;
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qgemm.checkpoint import bitsandbytes_4bit
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
@@ -28,16 +31,10 @@ QUANT_METHOD = "bitsandbytes"
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
+    """The contents of a checkpoint with ``quantization_config`` and tensors such as these, which say what they are.
 
-    Raises ``CheckpointError``, naming the layer, for anything but int8.
+    Raises ``CheckpointError``, naming the layer, for anything but int8 and nf4.
     """
-    four_bits = next((name for name in stored if ".quant_state.bitsandbytes__" in name), None)
-    if quantization.get("load_in_8bit") is not True or four_bits is not None:
-        layer = f" (layer {four_bits.split('.weight.')[0]})" if four_bits else ""
-        raise CheckpointError(
-            f"{config_path}: bitsandbytes in 4 bits{layer} is not supported; qgemm reads load_in_8bit"
-        )
     contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
     for name, tensor in stored.items():
         layer, leaf = split_name(name)
@@ -54,6 +51,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
                 raise CheckpointError(f"{tensor.path}: {name} is {tensor}, not a uint8 number")
             problem = "the weight is laid out for one kind of GPU, as old versions of bitsandbytes did; save it again"
             contents.must_be_zero(name, problem)
+    bitsandbytes_4bit.note_layers(contents)
     return contents
 
 

@@ -8,8 +8,9 @@ change where the results go, and not how they are made. ``read_converted`` makes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class Contents:
     - ``stored``: the tensors of its files, by their names there.
     - ``conversions``: for those that the model holds otherwise, how. The rest goes into the model as it is.
     - ``headers``: the tensors as the model holds them: names, shapes, dtypes.
+    - ``shapes``: ``[N, K]`` of quantized layers whose parameters don't tell it, as packed ones are filled up.
     - ``report``: what ``qgemm.report`` shows, not checked, or None. ``lacks``: the name of a file that isn't there, and
       without which the model still loads.
     - ``is_foreign``: another library's, whose config doesn't say which layers are quantized and which tensors are tied.
@@ -66,6 +68,7 @@ class Contents:
     headers: dict[str, StoredTensor]
     conversions: dict[str, Conversion] = field(default_factory=dict)
     is_foreign: bool = False
+    shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
     report: dict[str, Any] | None = None
     lacks: str | None = None
     # The tensors of the model that are not just read: by which conversion, and which of its targets.
@@ -181,11 +184,17 @@ class Contents:
     def must_be_zero(self, name_in_file: str, problem: str) -> None:
         """As ``look_at``, for a tensor in which anything but 0 is a ``problem``."""
 
-        def check(value: Tensor) -> None:
-            if bool((value != 0).any()):
-                raise ValueError(problem)
+        self.look_at(name_in_file, partial(_must_be_zero, problem))
 
-        self.look_at(name_in_file, check)
+    def leave_out(self, name: str, problem: str = "") -> None:
+        """Notes that the model has no tensor ``name``, which the files hold as it is.
+
+        With a ``problem``, values other than 0 are that.
+        """
+        conversion, _ = self._made.pop(name, (self.conversion_of(name), 0))
+        (name_in_file,) = conversion.sources
+        del self.headers[name]
+        self.conversions[name_in_file] = Conversion((name_in_file,), [], partial(_must_be_zero, problem))
 
     def in_order(self) -> dict[str, StoredTensor]:
         """``stored``, with the tensors of a conversion side by side, so that few of them wait for others.
@@ -199,16 +208,30 @@ class Contents:
         return order
 
 
+def _must_be_zero(problem: str, value: Tensor) -> Sequence[Tensor]:
+    if problem and bool((value != 0).any()):
+        raise ValueError(problem)
+    return ()
+
+
 def read_converted(
-    contents: Contents, device: torch.device, on_read: Callable[[int], object]
+    contents: Contents,
+    device: torch.device,
+    on_read: Callable[[int], object] = lambda nbytes: None,
+    only: Container[str] | None = None,
 ) -> Iterator[tuple[Target, Tensor]]:
     """Every tensor of the model, or part of one, that the files hold, on ``device``; tells ``on_read`` the bytes read.
 
-    Reads the tensors of one conversion after the other, and keeps nothing that it has handed out. Raises
-    ``CheckpointError``, naming file and tensor, for values that can't be converted, and as ``read_values`` does.
+    ``only``: the names of those that are wanted, with what else is made together with them. Reads the tensors of one
+    conversion after the other, and keeps nothing that it has handed out. Raises ``CheckpointError``, naming file and
+    tensor, for values that can't be converted, and as ``read_values`` does.
     """
+    order = contents.in_order()
+    if only is not None:
+        targets = {name: contents.conversion_of(name).targets for name in order}
+        order = {name: order[name] for name, made in targets.items() if any(target.name in only for target in made)}
     waiting: dict[str, dict[str, Tensor]] = {}  # by the first of a conversion's sources
-    for name_in_file, value in read_values(contents.in_order(), device):
+    for name_in_file, value in read_values(order, device):
         on_read(value.nbytes)
         conversion = contents.conversion_of(name_in_file)
         first = conversion.sources[0]

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from qgemm.checkpoint import bitsandbytes, compressed_tensors
+from qgemm.checkpoint import auto_round, awq, bitsandbytes, compressed_tensors, gptq, torchao
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.layout import checkpoint_file, read_json
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.stored_report import read_report
-from qgemm.checkpoint.tensors import find_module
+from qgemm.checkpoint.tensors import find_module, named_tensors, split_name
 from qgemm.model.swap_rules import find_rule, modules_around
-from qgemm.nn.linear_layer import is_conv1d
+from qgemm.nn.linear_layer import is_conv1d, linear_weight
 
 _READERS = {
     compressed_tensors.QUANT_METHOD: compressed_tensors.read,
     bitsandbytes.QUANT_METHOD: bitsandbytes.read,
+    gptq.QUANT_METHOD: gptq.read,
+    awq.QUANT_METHOD: awq.read,
+    auto_round.QUANT_METHOD: auto_round.read,
+    auto_round.OLD_METHOD: auto_round.read,
+    torchao.QUANT_METHOD: torchao.read,
 }
-SUPPORTED = "'qgemm', 'compressed-tensors' (int-quantized, 8 bits by 8; pack-quantized, 4 bits), 'bitsandbytes' (int8)"
+# Older files have what ``quantization_config`` says now beside a ``config.json`` without one.
+_OWN_CONFIGS = {gptq.CONFIG_FILE: gptq.QUANT_METHOD, awq.CONFIG_FILE: awq.QUANT_METHOD}
+SUPPORTED = (
+    "'qgemm', 'compressed-tensors', 'gptq' (4 and 8 bits), 'awq' (gemm), 'auto-round', 'bitsandbytes' (int8, nf4), "
+    "'torchao' (int8, fp8)"
+)
 
 
 def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Contents:
@@ -31,6 +44,8 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
     Raises ``CheckpointError`` for an unknown format, naming those supported, and for damaged files.
     """
     quantization = config.get("quantization_config")
+    if quantization is None:
+        quantization = own_config(folder)
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if not isinstance(quantization, dict) or method == QUANT_METHOD:
         manifest = Manifest.from_config(config, config_path)
@@ -52,12 +67,21 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
     return contents
 
 
+def own_config(folder: Path) -> dict[str, Any] | None:
+    """What an older library says of its format in a file of its own; None if there is none."""
+    for name, method in _OWN_CONFIGS.items():
+        if os.path.lexists(folder / name):
+            return {"quant_method": method, **read_json(checkpoint_file(folder, name))}
+    return None
+
+
 def fit_to_model(contents: Contents, model: nn.Module, config_path: Path) -> None:
     """Puts a foreign checkpoint under the names of ``model``, checks its layers, and notes which tensors are tied.
 
     Raises ``CheckpointError`` for a layer that is neither linear in ``model`` nor, with others, its experts.
     """
     rename_as_model(contents, model)
+    _leave_out(contents, model)
     fused = fuse_experts(contents, model, config_path)
     for layer in contents.manifest.layers:
         module = find_module(model, layer)
@@ -72,9 +96,26 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path) -> Non
             )
         if (rule := find_rule((type(holder), path) for holder, path in modules_around(model, layer))) is not None:
             raise CheckpointError(
-                f"{config_path.parent} quantizes {layer}, which qgemm can't run in int8: {rule.reason}"
+                f"{config_path.parent} quantizes {layer}, which qgemm can't run quantized: {rule.reason}"
+            )
+        if is_linear and (shape := contents.shapes.get(layer)) not in (None, tuple(linear_weight(module).shape)):
+            raise CheckpointError(
+                f"{config_path.parent}: layer {layer} has the shape {list(shape or ())}; the model's is "
+                f"{list(linear_weight(module).shape)}"
             )
     contents.manifest.tied.update(_ties(model, contents.headers))
+
+
+def _leave_out(contents: Contents, model: nn.Module) -> None:
+    """Leaves out what old versions of libraries stored, and models don't have: positions, and biases of zeros."""
+    ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
+    known = named_tensors(model)
+    for name in [name for name in contents.headers if name not in known]:
+        layer, leaf = split_name(name)
+        if leaf == "bias" and layer in contents.manifest.layers and find_module(model, layer) is not None:
+            contents.leave_out(name, "the bias is not 0, but the model's layer has none")
+        elif any(re.search(pattern, name) for pattern in ignored):
+            contents.leave_out(name)
 
 
 def _ties(model: nn.Module, headers: dict[str, StoredTensor]) -> dict[str, str]:

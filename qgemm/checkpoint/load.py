@@ -32,6 +32,7 @@ from qgemm.checkpoint.layout import (
 )
 from qgemm.checkpoint.matching import match
 from qgemm.checkpoint.pretrained import build_pretrained, is_pretrained, parameters_on_meta, read_generation_config
+from qgemm.checkpoint.requantize import requantize, resolve_target
 from qgemm.checkpoint.stored_report import parse_report, warn_without_report
 from qgemm.checkpoint.tensors import named_tensors, split_name
 from qgemm.device import find_device
@@ -39,6 +40,7 @@ from qgemm.fusion import fuse as fuse_layers
 from qgemm.model.announce import announce_quantized
 from qgemm.nn import QuantLayer
 from qgemm.nn.attention import opened_attention
+from qgemm.scheme import QuantScheme
 
 
 def load_quantized(
@@ -46,21 +48,29 @@ def load_quantized(
     device: torch.device | str = "cpu",
     *,
     model: nn.Module | Callable[[], nn.Module] | None = None,
+    scheme: str | QuantScheme | None = None,
     fuse: bool = False,
 ) -> nn.Module:
     """The quantized model in ``folder``, on ``device``, in eval mode.
 
-    The format is recognized: that of ``save_quantized``, compressed-tensors' ``int-quantized`` (8 bits by 8) and
-    ``pack-quantized`` (4-bit weights), or bitsandbytes' int8. The weights are those in the files, bit for bit, and the
-    products are int8, or float where weights have 4 bits. A transformers model is built from its config. For any other,
-    pass the float model as ``model``: a module (possibly on meta), which is changed in place, or a function that builds
-    it, whose parameters then never take memory. ``fuse``: whether to fuse its layers, as ``qgemm.fuse`` does.
+    The format is recognized: that of ``save_quantized``, or one of other libraries, of which ``docs/checkpoints.md``
+    has a list. The weights are those in the files, bit for bit, and products are computed as those libraries mean it:
+    in int8, or in float with weights of 4 or 8 bits. A transformers model is built from its config. For any other, pass
+    the float model as ``model``: a module (possibly on meta), which is changed in place, or a function that builds it,
+    whose parameters then never take memory. ``scheme``: makes linear layers of this scheme of them while loading, such
+    as ``"int8"``, a few rows at a time; not one that needs data. ``fuse``: whether to fuse the layers, as
+    ``qgemm.fuse`` does.
 
     Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or of another model. Then
     nothing was loaded, and a module given as ``model`` is unchanged.
     """
     device, folder = find_device(device), as_path("folder", folder)
+    wanted = None if scheme is None else resolve_target(scheme)
     found, values = retry_while_saved(folder, lambda: _read(folder, model, device))
+    if wanted is not None:
+        with opened_attention(found.model, found.layers):
+            requantize(found.model, found.layers, values, found.contents.manifest.tied, wanted)
+        found.extras.pop("_qgemm_report", None)  # it is of the schemes before
     _put_in_place(found, values, device)
     if is_pretrained(found.model):
         announce_quantized(found.model, found.contents.manifest.save)

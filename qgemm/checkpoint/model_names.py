@@ -39,6 +39,7 @@ def rename_as_model(contents: Contents, model: nn.Module) -> None:
 
     names = {}
     layers: dict[str, QuantScheme] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for name in sorted(contents.headers, key=dot_natural_key):
         layer, leaf = split_name(name)
         if layer in contents.manifest.layers:
@@ -48,9 +49,12 @@ def rename_as_model(contents: Contents, model: nn.Module) -> None:
                 new_layer = layer
             names[name] = f"{new_layer}.{leaf}"
             layers[new_layer] = contents.manifest.layers[layer]
+            if layer in contents.shapes:
+                shapes[new_layer] = contents.shapes[layer]
         else:
             names[name] = rename(name)
     contents.rename(names)
+    contents.shapes = shapes
     contents.manifest.layers.clear()
     contents.manifest.layers.update(layers)
 
@@ -94,6 +98,10 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
                     bits = scheme.weight.format.bits
                     raise CheckpointError(
                         f"{config_path}: {layer} is an expert in {bits} bits, which qgemm doesn't compute"
+                    )
+                if (found := contents.shapes.pop(layer, shape)) != shape:
+                    raise CheckpointError(
+                        f"{config_path.parent}: layer {layer} has the shape {list(found)}; the model's is {list(shape)}"
                     )
                 schemes.add(scheme)
                 place = (expert, slice(index * shape[0], (index + 1) * shape[0]))

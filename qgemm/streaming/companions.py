@@ -19,6 +19,8 @@ _WEIGHTS = (
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".ggml", ".onnx", ".ot")
     + (".onnx_data", ".tflite", ".npz", ".npy", ".index.json")
 )  # fmt: skip
+# Where libraries say how weights are quantized, beside config.json: of what is written it would not be true.
+_QUANTIZATION = ("quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json")
 _CODE = (".py", ".pyc", ".so", ".dll")
 _BYTES_AT_A_TIME = 1 << 20
 
@@ -26,17 +28,19 @@ _BYTES_AT_A_TIME = 1 << 20
 def find_companions(folder: Path) -> tuple[list[Path], list[str]]:
     """The files of ``folder`` to copy, by their paths in it, and the code in it, which isn't copied.
 
-    Those are all files but weights, code, hidden files, the JSON files that are written anew, and folders other than
-    ``CHAT_TEMPLATES``. Raises ``CheckpointError`` for a link that leads out of the folder.
+    Those are all files but weights, code, hidden files, the JSON files that are written anew or tell how weights are
+    quantized, and folders other than ``CHAT_TEMPLATES``. Raises ``CheckpointError`` for a link that leads out of the
+    folder.
     """
     copied, code = [], []
     for path in sorted(folder.iterdir()):
         name = path.name
+        is_written_anew = is_checkpoint_file(name) or name in _QUANTIZATION
         if name == CHAT_TEMPLATES and path.is_dir():
             if path.is_symlink():
                 raise CheckpointError(f"{path} is a link; it must be a folder")
             copied += [checkpoint_file(path, each.name).relative_to(folder) for each in sorted(path.glob("*.jinja"))]
-        elif path.is_dir() or name.startswith(".") or is_checkpoint_file(name) or name.lower().endswith(_WEIGHTS):
+        elif path.is_dir() or name.startswith(".") or is_written_anew or name.lower().endswith(_WEIGHTS):
             continue
         elif name.lower().endswith(_CODE):
             code.append(name)

@@ -1,4 +1,4 @@
-"""``qgemm convert``: a quantized checkpoint in another format, the same int8 values in it."""
+"""``qgemm convert``: a quantized checkpoint in another format, with the same values in it or in another scheme."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ from qgemm_cli.output import print_lines, printable, size
 from qgemm_cli.reading import FLOAT, open_checkpoint
 
 
-def convert(source: Path, destination: Path, to: str, max_shard_size: str, overwrite: bool) -> dict[str, Any]:
+def convert(
+    source: Path, destination: Path, to: str, max_shard_size: str, overwrite: bool, scheme: str | None = None
+) -> dict[str, Any]:
     """Writes the checkpoint and reads it again; returns the document that ``--json`` prints.
 
-    Raises ``CheckpointError`` if qgemm doesn't load ``source``, or if what was written isn't sound.
+    ``scheme``: that of ``load_quantized``. Raises ``CheckpointError`` if qgemm doesn't load ``source``, or if what was
+    written isn't sound.
     """
     opened = open_checkpoint(source)
     if opened.format == FLOAT:
@@ -37,7 +40,7 @@ def convert(source: Path, destination: Path, to: str, max_shard_size: str, overw
         raise ValueError(f"{destination} is the folder to read from: write to another one")
     if destination.is_dir() and (old := checkpoint_files(destination)) and not overwrite:
         raise ValueError(f"{destination} already holds {', '.join(old)}; pass --overwrite to replace them")
-    model = qgemm.load_quantized(opened.folder)
+    model = qgemm.load_quantized(opened.folder, scheme=scheme)
     copied = _write(model, opened.folder, destination, overwrite, max_shard_size=max_shard_size, format=to)
     del model
     written = examine(destination, verify=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qgemm_cli.layers import StoredLayer, coverage, dtype_name, find_layers
+from qgemm_cli.layers import StoredLayer, coverage, dtype_name, find_layers, shape_with
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar, size
 from qgemm_cli.patterns import collapse, natural_order, pattern_of
 from qgemm_cli.reading import Checkpoint, open_checkpoint
@@ -71,14 +71,18 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _describe(layer: StoredLayer, checkpoint: Checkpoint) -> dict[str, Any]:
-    scheme = None if checkpoint.contents is None else checkpoint.contents.manifest.layers.get(layer.module)
+    contents = checkpoint.contents
+    scheme = None if contents is None else contents.manifest.layers.get(layer.module)
+    shape = layer.shape
+    if contents is not None and scheme is not None:
+        shape = contents.shapes.get(layer.module, shape) if contents.is_foreign else shape_with(layer, scheme)
     return {
         "name": layer.name,
         "kind": layer.kind,
         "storage": layer.storage,
         "quantized": layer.is_quantized,
         "scheme": None if scheme is None else scheme.name,
-        "shape": list(layer.shape),
+        "shape": list(shape),
         "bytes": layer.nbytes,
     }
 

@@ -315,7 +315,7 @@ def test_layers_whose_weight_is_read_directly_are_refused(folder: Path) -> None:
         tensors["mixer.dt_proj.weight_scale"] = torch.ones(4, 1)
 
     edit_tensors(folder, replace)
-    with pytest.raises(CheckpointError, match=r"quantizes mixer.dt_proj, which qgemm can't run in int8"):
+    with pytest.raises(CheckpointError, match=r"quantizes mixer.dt_proj, which qgemm can't run quantized"):
         qgemm.load_quantized(folder, model=lambda: nn.ModuleDict({"mixer": MambaMixer()}))
 
 

@@ -270,10 +270,10 @@ def test_what_cannot_be_compared(float_folder: Path, int8_folder: Path, tmp_path
         assert f'device is "{device}"' in run_failing("compare", float_folder, int8_folder, "--device", device)
     (tmp_path / "text.txt").write_bytes(b"\xff\xfe\xff")
     assert "codec can't decode" in run_failing("compare", float_folder, int8_folder, *text)
-    packed = {f"{UP}.qweight": torch.zeros(4, 48, dtype=torch.int32), f"{UP}.scales": torch.ones(1, 48)}
-    packed[f"{UP}.qzeros"] = torch.zeros(1, 6, dtype=torch.int32)
-    gptq = write_checkpoint(tmp_path / "gptq", packed, {"quant_method": "gptq", "bits": 4})
-    assert "is stored as int4" in run_failing("compare", float_folder, gptq)
+    packed = {f"{UP}.qweight": torch.zeros(3, 48, dtype=torch.int32), f"{UP}.scales": torch.ones(1, 48)}
+    packed[f"{UP}.qzeros"] = torch.zeros(1, 5, dtype=torch.int32)
+    gptq = write_checkpoint(tmp_path / "gptq", packed, {"quant_method": "gptq", "bits": 3})
+    assert "is stored as int3" in run_failing("compare", float_folder, gptq)
     config = json.loads((int8_folder / "config.json").read_text())
     layers = config["quantization_config"]["layers"]
     layers["int8"] = [name for name in expand(layers["int8"]) if name != UP]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.rewriting import rewrite_file
+from checkpoint.samples import SAMPLES, reference_weights
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -103,6 +104,36 @@ FOREIGN: dict[str, tuple[dict[str, Any], dict[str, Tensor], str, list[int]]] = {
         [128, 256],
     ),
 }
+
+
+SAMPLES_OF_LIBRARIES = {
+    "gptq-4bit-g32-desc-act": ("gptq", "4 bits, groups of 32", "int4-32-ordered"),
+    "gptq-8bit-channel": ("gptq", "8 bits", "int8-weight"),
+    "awq-gemm-g32-skip": ("awq", "4 bits, groups of 32", "int4-32-asymmetric"),
+    "auto-round-gptq": ("auto-round", "4 bits, groups of 32", "int4-32"),
+    "bnb-nf4-double": ("bitsandbytes", "nf4", "nf4"),
+    "torchao-int8wo": ("torchao", "", "int8-weight"),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES_OF_LIBRARIES)
+def test_samples_of_other_libraries(name: str) -> None:
+    found = run_json("inspect", SAMPLES / name)
+    (scheme,) = {layer["scheme"] for layer in found["layers"]} - {None}
+    assert (found["format"], found["variant"], scheme) == SAMPLES_OF_LIBRARIES[name]
+    assert (found["loads"], found["problems"]) == (True, [])
+    shapes = {layer["name"]: layer["shape"] for layer in found["layers"] if layer["quantized"]}
+    assert shapes == {layer: wanted["shape"] for layer, wanted in reference_weights(name).items()}
+
+
+def test_a_config_in_a_file_of_its_own(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, {f"{UP}.{leaf}": value for leaf, value in FOREIGN["awq"][1].items()})
+    assert run_json("inspect", folder)["loads"] is False
+    (folder / "quant_config.json").write_text('{"w_bit": 4, "q_group_size": 16, "version": "GEMM"}')
+    found = run_json("inspect", folder)
+    assert (found["format"], found["variant"], found["loads"]) == ("awq", "4 bits, groups of 16", True)
+    (folder / "quant_config.json").write_text("{")
+    assert any("quant_config.json" in problem for problem in run_json("inspect", folder, exit_code=1)["problems"])
 
 
 @pytest.mark.parametrize("name", FOREIGN)

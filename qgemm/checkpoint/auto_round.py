@@ -1,0 +1,42 @@
+"""Checkpoints of AutoRound in its own format: 4- or 8-bit weights, whose scales may be negative.
+
+Tensors are GPTQ's of version 1, without a ``g_idx``, or AWQ's, as ``packing_format`` says. ``packed_layers.py`` has
+both layouts. What it exports as ``gptq``, ``awq`` or ``compressed-tensors`` is of those formats.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.gptq import number
+from qgemm.checkpoint.packed_layers import Said, read_packed
+from qgemm.checkpoint.safetensors_file import StoredTensor
+
+QUANT_METHOD = "auto-round"
+OLD_METHOD = "intel/auto-round"
+
+
+def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
+    """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
+
+    Raises ``CheckpointError`` for other data types than whole numbers, and for activations that are quantized.
+    """
+    if (act_bits := quantization.get("act_bits")) not in (None, 16, 32):
+        raise CheckpointError(f"{config_path}: act_bits is {act_bits!r}; qgemm reads AutoRound's weights alone, 16")
+    kind = quantization.get("data_type", "int")
+    if kind not in ("int", "int_sym", "int_asym"):
+        raise CheckpointError(f"{config_path}: data_type is {kind!r}; qgemm reads AutoRound's 'int'")
+    packing = quantization.get("packing_format", "auto_round:auto_gptq")
+    layout = {"gptq": "gptq", "auto_gptq": "gptq", "awq": "awq", "auto_awq": "awq"}.get(str(packing).split(":")[-1])
+    if layout is None:
+        raise CheckpointError(
+            f"{config_path}: packing_format is {packing!r}; qgemm reads 'auto_round:auto_gptq' and "
+            "'auto_round:auto_awq'"
+        )
+    bits = number(quantization, ("bits",), config_path)
+    size = number(quantization, ("group_size",), config_path, default=-1)
+    said = Said("AutoRound", bits, size, quantization.get("sym", True) is True, (layout,), is_version_1=True)
+    return read_packed(said, stored, config_path)

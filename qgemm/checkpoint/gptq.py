@@ -1,0 +1,52 @@
+"""Checkpoints of GPTQ (AutoGPTQ, GPTQModel, Optimum): 4- or 8-bit weights, symmetric or not, with ``desc_act`` or not.
+
+``packed_layers.py`` has the layout. ``checkpoint_format`` says ``"gptq"`` (version 1) or ``"gptq_v2"``; there are files
+that say the first and hold the second, so a symmetric layer's zero points are believed instead. Bits and group sizes of
+single layers (``dynamic``) follow from their shapes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.packed_layers import Said, read_packed
+from qgemm.checkpoint.safetensors_file import StoredTensor
+
+QUANT_METHOD = "gptq"
+CONFIG_FILE = "quantize_config.json"
+"""Where older versions say what ``quantization_config`` says now."""
+
+VERSIONS = ("gptq", "gptq_v2")
+
+
+def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
+    """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
+
+    Raises ``CheckpointError``, naming the layer, for other bits than 4 and 8, and for layouts of single kernels.
+    """
+    version = quantization.get("checkpoint_format") or quantization.get("format") or VERSIONS[0]
+    if version not in VERSIONS or quantization.get("is_marlin_format") is True:
+        name = "marlin" if quantization.get("is_marlin_format") is True else version
+        raise CheckpointError(f"{config_path}: checkpoint_format is {name!r}; qgemm reads {VERSIONS}")
+    if quantization.get("pack_dtype") not in (None, "int32"):
+        dtype = quantization["pack_dtype"]
+        raise CheckpointError(f"{config_path}: pack_dtype is {dtype!r}; qgemm reads 'int32'")
+    bits = number(quantization, ("bits",), config_path)
+    size = number(quantization, ("group_size",), config_path, default=-1)
+    symmetric = quantization.get("sym", True) is True
+    said = Said("GPTQ", bits, size, symmetric, ("gptq",), is_version_1=version == VERSIONS[0])
+    return read_packed(said, stored, config_path)
+
+
+def number(quantization: dict[str, Any], names: tuple[str, ...], config_path: Path, default: int | None = None) -> int:
+    """The whole number that the config has under the first of ``names`` that it has."""
+    name = next((name for name in names if quantization.get(name) is not None), names[0])
+    value = quantization.get(name, default)
+    if value is None and name in quantization:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value < 2**31:
+        raise CheckpointError(f"{config_path}: {name} is {value!r}; it must be a whole number")
+    return value

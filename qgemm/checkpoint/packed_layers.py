@@ -1,0 +1,253 @@
+"""Layers of 4- or 8-bit whole numbers in int32 words, as GPTQ, AWQ and AutoRound store them: ``W = (q - z) * s``.
+
+Of a layer ``[N, K]`` with groups of columns, the files hold ``<layer>.scales`` ``[groups, N]`` in float16 or bfloat16;
+``<layer>.qzeros`` int32, ``[groups, words of N]``; and ``<layer>.qweight`` int32, in one of two layouts:
+
+- ``"gptq"``: ``[words of K, N]``, along K. Version 1 stores zero points less 1, version 2 as they are. There may be a
+  ``<layer>.g_idx`` int32 ``[K]``, the group of each column, in any order (``desc_act``).
+- ``"awq"``: ``[K, words of N]``, along N, and the eight columns of a word are in the order 0 2 4 6 1 3 5 7, also those
+  of ``qzeros``.
+
+What the files hold is believed before what the config says: bits and groups follow from shapes, layers are ordered if
+their ``g_idx`` is, and zero points in the middle of the range, as all of a symmetric layer are, tell the version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
+from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
+from qgemm.checkpoint.words import unpack_words
+from qgemm.nn import linear_class
+from qgemm.numerics.groups import store_values
+from qgemm.numerics.integers import cdiv
+from qgemm.scheme import QuantScheme, resolve_scheme
+
+WORD_BITS = 32
+READ_BITS = (4, 8)
+# Which field of a word each of its eight columns is.
+
+_AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a config says of its layers; ``layouts``: those that they may have. ``group_size``: -1 for a whole row."""
+
+    method: str
+    bits: int
+    group_size: int
+    symmetric: bool
+    layouts: tuple[str, ...]
+    is_version_1: bool = False
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """A layer in the files. ``group_size``: None for one scale a row. ``adds_one``: to stored zero points."""
+
+    name: str
+    layout: str
+    bits: int
+    N: int
+    K: int
+    group_size: int | None
+    symmetric: bool = False
+    ordered: bool = False
+    adds_one: bool = False
+
+    @property
+    def middle(self) -> int:
+        """The zero point of a symmetric layer."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def groups(self) -> int:
+        """How many scales a row has."""
+        return 1 if self.group_size is None else cdiv(self.K, self.group_size)
+
+    @property
+    def scheme(self) -> QuantScheme:
+        """What computes it. Raises ``ValueError`` for groups that no scheme has."""
+        parts = ["int4"] if self.bits == 4 else ["int8-weight"]
+        if self.group_size is None:
+            parts += ["channel"] if self.bits == 4 else []
+        elif (self.bits, self.group_size) != (4, 128):
+            parts.append(str(self.group_size))
+        parts += [] if self.symmetric else ["asymmetric"]
+        parts += ["ordered"] if self.ordered else []
+        return resolve_scheme("-".join(parts))
+
+    def name_of(self, leaf: str) -> str:
+        """The full name of one of its tensors."""
+        return f"{self.name}.{leaf}"
+
+
+def read_packed(said: Said, stored: dict[str, StoredTensor], config_path: object) -> Contents:
+    """The contents of files with packed layers; reads zero points and ``g_idx`` to tell what the layers are.
+
+    Raises ``CheckpointError``, naming file and tensor, for a layer that isn't as above, or of other bits.
+    """
+    layers = [_from_headers(split_name(name)[0], said, stored) for name in stored if split_name(name)[1] == "qweight"]
+    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+    for layer in _with_facts(layers, said, stored):
+        try:
+            scheme = layer.scheme
+        except ValueError:
+            raise CheckpointError(
+                f"{stored[layer.name_of('scales')].path}: {layer.name} has groups of {layer.group_size} columns; qgemm "
+                "computes groups of any multiple of 16"
+            ) from None
+        contents.manifest.layers[layer.name] = scheme
+        contents.shapes[layer.name] = layer.N, layer.K
+        _note(contents, layer)
+    return contents
+
+
+def _from_headers(name: str, said: Said, stored: dict[str, StoredTensor]) -> PackedLayer:
+    weight, scales = stored[f"{name}.qweight"], stored.get(f"{name}.scales")
+    zeros, g_idx = stored.get(f"{name}.qzeros"), stored.get(f"{name}.g_idx")
+    if weight.dtype != torch.int32 or len(weight.shape) != 2:
+        raise unfit(weight.path, f"{name}.qweight", weight, "int32, two-dimensional")
+    if scales is None or scales.dtype not in BIAS_DTYPES or len(scales.shape) != 2 or 0 in scales.shape:
+        raise unfit(weight.path, f"{name}.scales", scales, "of a float dtype, [groups, N]")
+    groups, N = scales.shape
+    if zeros is None or zeros.dtype != torch.int32 or len(zeros.shape) != 2 or zeros.shape[0] != groups:
+        raise unfit(weight.path, f"{name}.qzeros", zeros, f"int32, [{groups}, words]")
+    # Of other bits the configs of most libraries have exceptions, by name.
+    candidates = (said.bits, *READ_BITS, 2, 3, 5, 6, 7)
+    bits = next((bits for bits in candidates if zeros.shape[1] == cdiv(N * bits, WORD_BITS)), None)
+    if bits is None:
+        raise unfit(zeros.path, f"{name}.qzeros", zeros, f"words of N = {N} fields of {said.bits} bits")
+    if bits not in READ_BITS or ("awq" in said.layouts and bits != 4):
+        allowed = "4 bits" if "awq" in said.layouts else "4 and 8 bits"
+        raise CheckpointError(f"{weight.path}: layer {name} has {bits} bits; qgemm reads {said.method} of {allowed}")
+    rows, columns = weight.shape
+    if "gptq" in said.layouts and columns == N:
+        layout, K = "gptq", rows * (WORD_BITS // bits)
+    elif "awq" in said.layouts and columns == cdiv(N * bits, WORD_BITS) and N % 8 == 0:
+        layout, K = "awq", rows
+    else:
+        wanted = [f"[words of K, {N}]"] * ("gptq" in said.layouts) + [f"[K, {N} / 8]"] * ("awq" in said.layouts)
+        raise unfit(weight.path, f"{name}.qweight", weight, " or ".join(wanted))
+    if g_idx is not None and (g_idx.dtype not in (torch.int32, torch.int64) or g_idx.shape != (K,)):
+        raise unfit(g_idx.path, f"{name}.g_idx", g_idx, f"int32, [{K}]")
+    size = _group_size(said.group_size, K, groups)
+    if size == 0:
+        raise unfit(scales.path, f"{name}.scales", scales, f"scales of groups of {said.group_size} of {K} columns")
+    return PackedLayer(name, layout, bits, N, K, size)
+
+
+def _group_size(said: int, K: int, groups: int) -> int | None:
+    """What the config says, if the scales are as many; else that of equal groups. None: a row; 0: neither."""
+    if said > 0 and cdiv(K, said) == groups:
+        return said
+    if groups == 1:
+        return None
+    return K // groups if K % groups == 0 else 0
+
+
+def _with_facts(layers: list[PackedLayer], said: Said, stored: dict[str, StoredTensor]) -> Iterable[PackedLayer]:
+    """The layers, with what the values of their zero points and ``g_idx`` say."""
+    by_tensor = {layer.name_of(leaf): layer for layer in layers for leaf in ("qzeros", "g_idx")}
+    wanted = {name: stored[name] for name in by_tensor if name in stored and (said.symmetric or name.endswith("g_idx"))}
+    constants: dict[str, int | None] = {}
+    ordered = set()
+    for name, value in read_values(wanted, _CPU):
+        layer = by_tensor[name]
+        if name.endswith("g_idx"):
+            if _is_ordered(layer, value, stored[name]):
+                ordered.add(layer.name)
+        else:
+            low, high = _zero_fields(value, layer).aminmax()
+            constants[layer.name] = int(low) if low == high else None
+    is_version_1 = said.is_version_1
+    if said.symmetric:
+        found = ((layer.middle, constants[layer.name]) for layer in layers)
+        less_one = {middle - constant for middle, constant in found if constant is not None}
+        if less_one & {0, 1}:
+            is_version_1 = 1 in less_one
+    for layer in layers:
+        constant = constants.get(layer.name)
+        adds_one = is_version_1 and layer.layout == "gptq"
+        # A symmetric layer of either version.
+        middles = (layer.middle, layer.middle - 1) if layer.layout == "gptq" else (layer.middle,)
+        yield replace(layer, symmetric=constant in middles, ordered=layer.name in ordered, adds_one=adds_one)
+
+
+def _is_ordered(layer: PackedLayer, g_idx: Tensor, tensor: StoredTensor) -> bool:
+    """Whether groups aren't of neighboring columns. Raises ``CheckpointError`` for groups that have no such sizes."""
+    size = layer.group_size or max(layer.K, 1)
+    plain = torch.arange(layer.K) // size
+    if torch.equal(g_idx.long(), plain):
+        return False
+    if not torch.equal(g_idx.long().sort().values, plain):
+        raise CheckpointError(
+            f"{tensor.path}: {layer.name}.g_idx doesn't put {size} of {layer.K} columns into each of the "
+            f"{layer.groups} groups"
+        )
+    return True
+
+
+def _zero_fields(words: Tensor, layer: PackedLayer) -> Tensor:
+    """The zero points as they are stored, uint8 ``[groups, N]``."""
+    fields = unpack_words(words, layer.bits, layer.N)
+    return _in_awq_order(fields) if layer.layout == "awq" else fields
+
+
+def _in_awq_order(fields: Tensor) -> Tensor:
+    """The columns of AWQ's words in their own order."""
+    return fields.reshape(fields.shape[0], -1, 8)[:, :, _AWQ_FIELDS].flatten(1)
+
+
+def _note(contents: Contents, layer: PackedLayer) -> None:
+    sources = {"weight": "qweight", "weight_scale": "scales"}
+    sources |= {} if layer.symmetric else {"weight_zero_point": "qzeros"}
+    sources |= {"input_order": "g_idx"} if layer.ordered else {}
+    like = linear_class(layer.scheme)(layer.K, layer.N, False, "meta", scheme=layer.scheme)
+    made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
+    for leaf, source in sources.items():
+        parameter = getattr(like, leaf)
+        dtype = parameter.dtype
+        if leaf == "weight_scale":
+            dtype = contents.stored[layer.name_of(source)].dtype or dtype
+        made[layer.name_of(leaf)] = (layer.name_of(source), tuple(parameter.shape), dtype)
+    contents.convert_together([layer.name_of(leaf) for leaf in sources.values()], made, partial(_decode, layer))
+    for leaf in ("qzeros", "g_idx"):
+        if layer.name_of(leaf) in contents.headers:
+            contents.look_at(layer.name_of(leaf), lambda value: None)  # known already
+
+
+def _decode(layer: PackedLayer, qweight: Tensor, scales: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """The parameters, in the order of ``_note``."""
+    if layer.layout == "gptq":
+        fields = unpack_words(qweight.t(), layer.bits, layer.K)
+    else:
+        fields = _in_awq_order(unpack_words(qweight, layer.bits, layer.N)).t()
+    made, rest = [scales.t().contiguous()], list(others)
+    if not layer.symmetric:
+        words = rest.pop(0)
+        if layer.adds_one:
+            # Modulo 2^32, and not field by field: a zero point of 0 was stored as -1, and borrowed from its neighbor.
+            words = words + (0x11111111 if layer.bits == 4 else 0x01010101)
+        made.append(_signed(_zero_fields(words, layer), layer.bits).t().contiguous())
+    if layer.ordered:
+        order = rest.pop(0).argsort(stable=True)
+        fields = fields[:, order]
+        made.append(order.int())
+    return store_values(_signed(fields, layer.bits), layer.scheme.weight.format), *made
+
+
+def _signed(fields: Tensor, bits: int) -> Tensor:
+    """int8 ``q`` of fields ``q + 8`` or ``q + 128``."""
+    return (fields ^ 128).view(torch.int8) if bits == 8 else fields.view(torch.int8) - 8

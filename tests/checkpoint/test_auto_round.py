@@ -1,0 +1,58 @@
+"""AutoRound's own format: the library's files, whose scales may be negative, and what isn't read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qgemm
+from checkpoint.packers import Layer, linears, write
+from checkpoint.samples import load_sample, logit_error, wrong_weights
+from qgemm import CheckpointError
+from qgemm.nn import WeightOnlyLinear
+
+SCHEMES = {"auto-round-gptq": "int4-32", "auto-round-asym": "int4-32-asymmetric"}
+CONFIG = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_samples(name: str) -> None:
+    model, warnings = load_sample(name)
+    assert warnings == []
+    layers = [layer for layer in model.modules() if isinstance(layer, WeightOnlyLinear)]
+    assert {layer.scheme.name for layer in layers} == {SCHEMES[name]}
+    negative = sum(int((layer.weight_scale < 0).sum()) for layer in layers)
+    share = negative / sum(layer.weight_scale.numel() for layer in layers)
+    assert (0.4 < share < 0.6) == (name == "auto-round-gptq")
+    assert wrong_weights(name) == []
+    # The references are of float parts that weren't rounded to bfloat16 as those in the files.
+    assert logit_error(name) < 0.01
+
+
+@pytest.mark.parametrize("method", ["auto-round", "intel/auto-round"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_both_packings(bits: int, method: str, tmp_path: Path) -> None:
+    layer = Layer(bits=bits, symmetric=bits == 8)
+    packings = {"auto_round:auto_gptq": layer.gptq()} | ({"auto_round:auto_awq": layer.awq()} if bits == 4 else {})
+    for packing, tensors in packings.items():
+        config = {**CONFIG, "quant_method": method, "bits": bits, "sym": bits == 8, "packing_format": packing}
+        model: Any = qgemm.load_quantized(write(tmp_path, {"a": tensors}, config), model=linears(a=(16, 64)))
+        assert torch.equal(model["a"].dequantize(torch.float32).weight, layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"data_type": "mx_fp"}, r"data_type is 'mx_fp'"),
+        ({"act_bits": 8}, r"act_bits is 8; qgemm reads AutoRound's weights alone, 16"),
+        ({"packing_format": "auto_round:marlin"}, r"packing_format is 'auto_round:marlin'"),
+        ({"packing_format": "auto_round:auto_awq"}, r"a.qweight is torch.int32 \[8, 16\]"),
+    ],
+)
+def test_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, {"a": Layer().gptq()}, {**CONFIG, **config})
+    with pytest.raises(CheckpointError, match=message):
+        qgemm.load_quantized(folder, model=linears(a=(16, 64)))
