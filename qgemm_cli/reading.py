@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from qgemm.checkpoint import fp8, modelopt
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.formats import own_config, read_contents
@@ -153,6 +154,10 @@ def _identify(checkpoint: Checkpoint) -> None:
     checkpoint.bits = _bits(quantization)
     if method == "compressed-tensors":
         checkpoint.variant = str(quantization.get("format") or "")
+    elif method == modelopt.QUANT_METHOD:
+        checkpoint.variant = str(quantization.get("quant_algo") or "")
+    elif method == fp8.QUANT_METHOD:
+        checkpoint.variant = "blocks" if quantization.get("weight_block_size") else ""
     elif method == "bitsandbytes":
         four_bits = str(quantization.get("bnb_4bit_quant_type") or "4 bits")
         checkpoint.variant = "int8" if quantization.get("load_in_8bit") is True else four_bits

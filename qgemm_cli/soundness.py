@@ -18,7 +18,7 @@ from qgemm_cli.reading import GPTQ_OR_AWQ, Checkpoint
 
 CHECKED_FORMATS = (
     *("qgemm", "compressed-tensors", "bitsandbytes", "gptq", "awq", GPTQ_OR_AWQ, "fp8", "auto-round"),
-    *("intel/auto-round", "torchao"),
+    *("intel/auto-round", "torchao", "fbgemm_fp8", "modelopt"),
 )
 """Of which it is known what tensors a layer has."""
 

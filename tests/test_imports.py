@@ -118,6 +118,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "qgemm.fusion": {"qgemm.arguments", "qgemm.tables", "qgemm.kernels", "qgemm.nn"},
     "qgemm.checkpoint": {
+        "qgemm.warn",
         "qgemm.arguments",
         "qgemm.device",
         "qgemm.numerics",

@@ -61,6 +61,7 @@ class Contents:
     - ``report``: what ``qgemm.report`` shows, not checked, or None. ``lacks``: the name of a file that isn't there, and
       without which the model still loads.
     - ``is_foreign``: another library's, whose config doesn't say which layers are quantized and which tensors are tied.
+    - ``notes``: what the checkpoint asks for and qgemm doesn't do, though it loads; the user is told.
     """
 
     manifest: Manifest
@@ -71,6 +72,7 @@ class Contents:
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
     report: dict[str, Any] | None = None
     lacks: str | None = None
+    notes: list[str] = field(default_factory=list)
     # The tensors of the model that are not just read: by which conversion, and which of its targets.
     _made: dict[str, tuple[Conversion, int]] = field(default_factory=dict)
 
@@ -171,6 +173,11 @@ class Contents:
         """What becomes of a tensor in the files."""
         known = self.conversions.get(name_in_file)
         return known or Conversion((name_in_file,), [Target(name_in_file, name_in_file)], lambda value: (value,))
+
+    def note(self, text: str) -> None:
+        """Adds ``text`` to ``notes``, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     def look_at(self, name_in_file: str, check: Callable[[Tensor], object]) -> None:
         """Notes that the model doesn't hold ``name_in_file``; ``check`` raises ``ValueError`` for a wrong value."""

@@ -9,7 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from qgemm.checkpoint import auto_round, awq, bitsandbytes, compressed_tensors, gptq, torchao
+from qgemm.checkpoint import (
+    auto_round,
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gpt_oss,
+    gptq,
+    modelopt,
+    torchao,
+)
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import checkpoint_file, read_json
@@ -29,12 +39,20 @@ _READERS = {
     auto_round.QUANT_METHOD: auto_round.read,
     auto_round.OLD_METHOD: auto_round.read,
     torchao.QUANT_METHOD: torchao.read,
+    fp8.QUANT_METHOD: fp8.read,
+    fp8.FBGEMM: fp8.read_fbgemm,
+    modelopt.QUANT_METHOD: modelopt.read,
+    gpt_oss.QUANT_METHOD: gpt_oss.read,
 }
 # Older files have what ``quantization_config`` says now beside a ``config.json`` without one.
-_OWN_CONFIGS = {gptq.CONFIG_FILE: gptq.QUANT_METHOD, awq.CONFIG_FILE: awq.QUANT_METHOD}
+_OWN_CONFIGS = {
+    gptq.CONFIG_FILE: gptq.QUANT_METHOD,
+    awq.CONFIG_FILE: awq.QUANT_METHOD,
+    modelopt.CONFIG_FILE: modelopt.QUANT_METHOD,
+}
 SUPPORTED = (
     "'qgemm', 'compressed-tensors', 'gptq' (4 and 8 bits), 'awq' (gemm), 'auto-round', 'bitsandbytes' (int8, nf4), "
-    "'torchao' (int8, fp8)"
+    "'torchao' (int8, fp8), 'fp8', 'fbgemm_fp8', 'modelopt'"
 )
 
 

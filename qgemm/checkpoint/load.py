@@ -41,6 +41,7 @@ from qgemm.model.announce import announce_quantized
 from qgemm.nn import QuantLayer
 from qgemm.nn.attention import opened_attention
 from qgemm.scheme import QuantScheme
+from qgemm.warn import warn_user
 
 
 def load_quantized(
@@ -76,6 +77,8 @@ def load_quantized(
         announce_quantized(found.model, found.contents.manifest.save)
     if found.contents.lacks is not None:
         warn_without_report(folder, found.contents.lacks, stacklevel=3)
+    for note in found.contents.notes:
+        warn_user(f"{folder}: {note}")
     found.model.eval()
     return fuse_layers(found.model) if fuse else found.model
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qgemm.arguments import as_new_folder, check_model
-from qgemm.checkpoint import compressed_tensors
+from qgemm.checkpoint import compressed_tensors_writer as compressed_tensors
+from qgemm.checkpoint.compressed_tensors_groups import QUANT_METHOD as COMPRESSED_TENSORS
 from qgemm.checkpoint.disk import make_folder, remove_unfinished
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import (
@@ -73,8 +74,8 @@ def save_quantized(
     tensors on meta, with a scale that isn't finite and above 0, or with state that isn't a plain tensor. Warns of a
     transformers model that ``load_quantized`` can't build from its config, such as one of a class of your own.
     """
-    if format not in (QUANT_METHOD, compressed_tensors.QUANT_METHOD):
-        raise ValueError(f'format is {format!r}; it must be "{QUANT_METHOD}" or "{compressed_tensors.QUANT_METHOD}"')
+    if format not in (QUANT_METHOD, COMPRESSED_TENSORS):
+        raise ValueError(f'format is {format!r}; it must be "{QUANT_METHOD}" or "{COMPRESSED_TENSORS}"')
     check_model(model)
     folder = as_new_folder("folder", folder)
     model = getattr(model, "_orig_mod", model)  # the model inside of what torch.compile returned

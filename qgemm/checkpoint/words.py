@@ -15,7 +15,7 @@ from qgemm.numerics.integers import cdiv
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     """uint8 ``[n, count]`` from int32 ``[n, ceil(count * bits / 32)]``. ``bits``: 4 or 8."""
-    octets = words.contiguous().view(torch.uint8)
+    octets = _by_rows(words).view(torch.uint8)
     return (unpack_nibbles(octets) if bits == 4 else octets)[:, :count].contiguous()
 
 
@@ -23,7 +23,7 @@ def pack_words(fields: Tensor, bits: int) -> Tensor:
     """int32 ``[n, ceil(count * bits / 32)]`` from uint8 ``[n, count]``; what is left over in the last word is 0."""
     count = fields.shape[1]
     padded = F.pad(fields, (0, cdiv(count * bits, 32) * (32 // bits) - count))
-    return (pack_nibbles(padded) if bits == 4 else padded).contiguous().view(torch.int32)
+    return _by_rows(pack_nibbles(padded) if bits == 4 else padded).view(torch.int32)
 
 
 def unpack_nibbles(octets: Tensor) -> Tensor:
@@ -34,3 +34,8 @@ def unpack_nibbles(octets: Tensor) -> Tensor:
 def pack_nibbles(fields: Tensor) -> Tensor:
     """Bytes ``[..., n]`` from uint8 ``[..., 2 * n]``, 0 to 15."""
     return fields[..., ::2] | fields[..., 1::2] << 4
+
+
+def _by_rows(tensor: Tensor) -> Tensor:
+    # A matrix of one column counts as contiguous whatever its stride there, and then can't be seen as bytes.
+    return tensor if tensor.stride() == (tensor.shape[1], 1) else tensor.clone(memory_format=torch.contiguous_format)

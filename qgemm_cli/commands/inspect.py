@@ -42,6 +42,7 @@ def examine(path: Path, verify: bool) -> dict[str, Any]:
         "architecture": _architecture(checkpoint),
         "loads": contents is not None,
         "refusal": checkpoint.refusal or None,
+        "notes": [] if contents is None else contents.notes,
         "files": [{"name": file.name, "bytes": file.stat().st_size} for file in checkpoint.files],
         "bytes": {
             "disk": sum(file.stat().st_size for file in checkpoint.files),
@@ -117,6 +118,7 @@ def _summary(document: dict[str, Any]) -> Iterable[str]:
         yield f"quantized: {share:.1%} of the weights of linear layers and experts"
     refusal = printable(document["refusal"] or "see the problems", 500)
     yield "qgemm loads it" if document["loads"] else f"qgemm doesn't load it: {refusal}"
+    yield from (f"note: {printable(note, 500)}" for note in document["notes"])
     for alias, name in list(document["tied"].items())[:MOST_TIES]:
         yield f"tied: {printable(alias)} is {printable(name)}"
     if document["verified"] is not None:

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from checkpoint.fuzz_json import NUMBERS, OTHERS, Unfit, break_manifest, content
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, FuzzNet, Good, load_saved, quantized_fuzz_net, quantized_llama
 from checkpoint.rewriting import set_save
 from qgemm import QuantExperts, QuantLinear
-from qgemm.checkpoint import compressed_tensors, save_quantized
+from qgemm.checkpoint import compressed_tensors_writer, save_quantized
 from qgemm.nn import linear_class
+from qgemm.numerics.packing import pack_codes
 
 Tensors = dict[str, Tensor]
 
@@ -28,7 +30,7 @@ Tensors = dict[str, Tensor]
 def make_foreign(folder: Path) -> list[Good]:
     """Both formats, of a transformers model and of another, in several files and in one; written into ``folder``.
 
-    And one with packed weights, and one with a layer for each expert, which is put together as it is read.
+    A layer in each of many formats; DeepSeek's fp8, ModelOpt's nvfp4; a layer for each expert, put together when read.
     """
     made = []
     for name, model, build, shard_size in (
@@ -40,6 +42,16 @@ def make_foreign(folder: Path) -> list[Good]:
         made.append(_good(folder / name, build, from_compressed_tensors))
     save_quantized(packed_net(), folder / "packed", format="compressed-tensors")
     made.append(_good(folder / "packed", PackedNet, from_compressed_tensors))
+    for name, scheme, rename, quantization in (
+        ("fp8", "fp8-block", {"weight_scale": "weight_scale_inv"}, {"weight_block_size": [128, 128]}),
+        ("modelopt", "nvfp4", {"weight_packed": "weight", "weight_global_scale": "weight_scale_2"}, {}),
+    ):
+        save_quantized(net_of(scheme), folder / name, format="compressed-tensors")
+        _edit_shards(folder / name, partial(_renamed, rename))
+        path = folder / name / CONFIG
+        own = {"quant_method": name, **quantization}
+        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": own}))
+        made.append(_good(folder / name, OneNet, from_compressed_tensors))
     _write_mixture(quantized_mixture(), folder / "mixture")
     made.append(_good(folder / "mixture", None, mixture_from_compressed_tensors))
     for name, model, build, shard_size in (
@@ -60,20 +72,49 @@ def _good(folder: Path, build: Callable[[], nn.Module] | None, meaning: Callable
     return Good(saved.files, saved.state, saved.output, build, meaning, FOREIGN_BREAKS)
 
 
+MIXED = ("int4", "int4-channel", "int8", "int4-32-asymmetric", "int8-weight-64-asymmetric", "fp8", "fp8-weight") + (
+    "fp8-block",
+    "mxfp4",
+    "mxfp8",
+    "nvfp4",
+)
+
+
 class PackedNet(FuzzNet):
-    """Three layers of two groups of 4-bit weights."""
+    """A layer in each of many formats."""
 
     def __init__(self) -> None:
-        super().__init__(256, 3)
+        super().__init__(256, len(MIXED))
+
+
+class OneNet(FuzzNet):
+    """One layer of more than one block."""
+
+    def __init__(self) -> None:
+        super().__init__(160, 1)
 
 
 def packed_net() -> FuzzNet:
-    """Groups, channels and int8 in one model."""
+    """Packed, plain, with zero points, in whole numbers and in floats."""
     torch.manual_seed(0)
     model = PackedNet()
-    for i, scheme in enumerate(("int4", "int4-channel", "int8")):
+    for i, scheme in enumerate(MIXED):
         model.layers[i] = linear_class(scheme).from_linear(model.layers[i], scheme)
     return model.eval()
+
+
+def net_of(scheme: str) -> FuzzNet:
+    torch.manual_seed(0)
+    model = OneNet()
+    model.layers[0] = linear_class(scheme).from_linear(model.layers[0], scheme)
+    return model.eval()
+
+
+def _renamed(leaves: dict[str, str], name: str, tensor: Tensor) -> Tensors:
+    layer, _, leaf = name.rpartition(".")
+    # ModelOpt multiplies by what compressed-tensors divides by.
+    value = 1 / tensor if leaf == "weight_global_scale" else tensor
+    return {f"{layer}.{leaves.get(leaf, leaf)}" if layer else leaf: value}
 
 
 def quantized_mixture() -> nn.Module:
@@ -111,7 +152,7 @@ def _write_mixture(model: nn.Module, folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(save(tensors, {"format": "pt"}))
     path = folder / CONFIG
     linear = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
-    quantization = compressed_tensors.quantization_config(model, linear)  # type: ignore[arg-type]
+    quantization = compressed_tensors_writer.quantization_config(model, linear)  # type: ignore[arg-type]
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
 
 
@@ -169,20 +210,58 @@ def _to_bitsandbytes(name: str, tensor: Tensor) -> Tensors:
 
 
 def from_compressed_tensors(files: Tensors) -> Tensors:
-    """What the tensors of such files stand for in a model of qgemm; by the format's description, not by its reader."""
-    found = {}
+    """What the tensors of such files stand for in a model of qgemm; by the format's description, not by its reader.
+
+    Those of DeepSeek's fp8 and of ModelOpt's nvfp4, too, which have other names.
+    """
+    layers: dict[str, Tensors] = {}
     for name, tensor in files.items():
-        if name.endswith(".weight_scale") and name.replace("weight_scale", "weight_packed") in files:
-            tensor = tensor.float()
-        elif name.endswith(".weight_scale"):
-            rows = files[name.replace("weight_scale", "weight")].shape[0]
-            tensor = tensor.float().flatten()
-            tensor = tensor if len(tensor) == rows else tensor.repeat(rows)
-        elif name.endswith(".input_scale"):
-            tensor = tensor.float().squeeze()
-        if not name.endswith(("zero_point", "weight_shape")):
-            found[name] = tensor
+        layer, _, leaf = name.rpartition(".")
+        layers.setdefault(layer, {})[leaf] = tensor
+    return {
+        f"{layer}.{leaf}" if layer else leaf: tensor
+        for layer, own in layers.items()
+        for leaf, tensor in _meaning(own).items()
+    }
+
+
+def _meaning(own: Tensors) -> Tensors:
+    scale = own.get("weight_scale", own.get("weight_scale_inv"))
+    found = {leaf: tensor for leaf, tensor in own.items() if leaf in ("weight", "bias")}
+    if scale is None:
+        return own
+    weight = own.get("weight_packed", own.get("weight"))
+    if weight is None:
+        return found
+    rows = weight.shape[0]
+    scale = scale.repeat(rows) if scale.numel() == 1 else scale
+    found["weight_scale"] = scale if scale.dtype in (torch.uint8, torch.float8_e4m3fn) else scale.float()
+    if "input_scale" in own:
+        found["input_scale"] = own["input_scale"].float().squeeze()
+    if weight.dtype == torch.uint8:
+        # Two codes in a byte, the first in its low bits.
+        codes = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(1)
+        found["weight"] = pack_codes(codes)
+        if (number := own.get("weight_global_scale")) is not None:
+            found["weight_global_scale"] = torch.stack((1 / number.reshape(()), torch.tensor(1.0)))
+        elif (number := own.get("weight_scale_2")) is not None:
+            found["weight_global_scale"] = torch.stack((number.reshape(()), torch.tensor(1.0)))
+    elif weight.dtype == torch.int32 and "weight_shape" in own:
+        columns = own["weight_shape"].tolist()[-1]
+        bits = 4 if weight.shape[1] == -(-columns // 8) else 8
+        fields = _fields(weight, bits, columns)
+        signed = (fields - (1 << (bits - 1))).to(torch.int8)
+        found["weight"] = pack_codes((signed & 15).view(torch.uint8)) if bits == 4 else signed
+        if (zero_point := own.get("weight_zero_point")) is not None and zero_point.dtype == torch.int32:
+            fields = _fields(zero_point.t(), bits, rows).t()
+            found["weight_zero_point"] = (fields - (1 << (bits - 1))).to(torch.int8)
     return found
+
+
+def _fields(words: Tensor, bits: int, count: int) -> Tensor:
+    """The numbers in the words of a row, the first in the lowest bits of the first."""
+    shifts = torch.arange(0, 32, bits)
+    return (words.long()[..., None] >> shifts & ((1 << bits) - 1)).flatten(-2)[..., :count]
 
 
 def from_bitsandbytes(files: Tensors) -> Tensors:
@@ -220,7 +299,8 @@ def _layer_in(rng: random.Random, tensors: Tensors, *leaves: str) -> tuple[str, 
     return name.rpartition(".")[0], name
 
 
-_SCALES = ("weight_scale", "input_scale", "SCB")
+_SCALES = ("weight_scale", "input_scale", "SCB", "weight_scale_inv", "weight_global_scale", "weight_scale_2")
+_SCALES += ("weight_zero_point",)
 
 
 def break_scale(rng: random.Random, files: Files) -> None:
@@ -234,7 +314,7 @@ def break_scale(rng: random.Random, files: Files) -> None:
         scale.view(-1)[rng.randrange(scale.numel())] = rng.choice(values)
     elif what == 1:
         dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool]
-        scale = scale.to(rng.choice([*dtypes, torch.float8_e4m3fn, torch.uint8]))
+        scale = scale.to(rng.choice([*dtypes, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8]))
     elif what == 2:
         other = rng.choice([scale.flatten(), scale.reshape(1, -1), scale[..., None], scale[:1], scale[:0]])
         scale = rng.choice([other, torch.cat([scale.flatten(), scale.flatten()]), torch.ones((), dtype=scale.dtype)])
@@ -276,7 +356,7 @@ def break_weight(rng: random.Random, files: Files) -> None:
 def break_packed(rng: random.Random, files: Files) -> None:
     """Packed values, or the shape that they say they have."""
     shard, tensors = _shard(rng, files)
-    layer, name = _layer_in(rng, tensors, "weight_packed", "weight_shape")
+    layer, name = _layer_in(rng, tensors, "weight_packed", "weight_shape", "weight_zero_point")
     value = tensors.pop(name)
     what = rng.randrange(5)
     if what == 0:
@@ -301,7 +381,15 @@ def add_tensor(rng: random.Random, files: Files) -> None:
         "input_scale": [torch.ones(1), torch.ones(n), torch.full((1,), -1.0)],
         "weight_zero_point": [torch.zeros(n, 1, dtype=torch.int8), torch.ones(n, 1, dtype=torch.int8), torch.ones(n)],
         "input_zero_point": [torch.zeros(1, dtype=torch.int8), torch.tensor([3], dtype=torch.int8)],
-        "weight_g_idx": [torch.zeros(n, dtype=torch.int32)],
+        "weight_g_idx": [torch.zeros(n, dtype=torch.int32), torch.full((256,), -1, dtype=torch.int32)],
+        "weight_global_scale": [torch.ones(1), torch.zeros(1), torch.ones(2)],
+        "input_global_scale": [torch.ones(1), torch.full((1,), torch.nan)],
+        "weight_scale_inv": [torch.ones(2, 2), torch.ones(()), torch.ones(1, 1)],
+        "scale": [torch.ones(1, 1)],
+        "activation_scale": [torch.ones(1), torch.ones(n)],
+        "weight_scale_2": [torch.ones(())],
+        "pre_quant_scale": [torch.ones(160)],
+        "k_scale": [torch.ones(1), torch.ones(n, n)],
         "SCB": [torch.ones(n), torch.zeros(n), torch.ones(n, 1)],
         "weight_format": [torch.tensor(value, dtype=torch.uint8) for value in (0, 1, 2, 255)],
         "": [torch.ones(n)],
@@ -341,7 +429,7 @@ _ARGUMENTS: dict[str, list[Any]] = {
     "num_bits": [4, 8, 16, 8.0, True, "8", [8], 2**63],
     "type": ["int", "float", "INT", None, 8],
     "strategy": ["channel", "tensor", "token", "group", "block", "tensor_group", "attn_head", None, [], {}],
-    "group_size": [-1, 0, 1, 8, 128, None, 2**63],
+    "group_size": [-1, 0, 1, 8, 16, 32, 48, 64, 128, None, 2**63],
     "symmetric": [True, False, None, 1, "true"],
     "dynamic": [True, False, "local", None, 1],
     "block_structure": [[128, 128], "128x128", [0, 0]],
@@ -355,10 +443,28 @@ _GROUP: dict[str, list[Any]] = {
     "input_activations": [None, {}, [], "int8"],
     "output_activations": [None, {}, {"num_bits": 8}, [1]],
     "targets": [[], ["Linear"], ["re:(a|a)*$", "re:(.*a){30}"], "Linear", None, ["x"] * 1000, [None], {"a": 1}],
-    "format": ["int-quantized", "pack-quantized", "float-quantized", "dense", None, [], 8],
+    "format": [
+        *("int-quantized", "pack-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized"),
+        *("mxfp4-pack-quantized", "mxfp8-quantized", "dense", None, [], 8),
+    ],
 }
 _WHOLE: dict[str, list[Any]] = {
-    "quant_method": ["compressed-tensors", "bitsandbytes", "qgemm", "gptq", "awq", "fp8", None, [], {}, 8, "x" * 5000],
+    "quant_method": [
+        "compressed-tensors",
+        "bitsandbytes",
+        "qgemm",
+        "gptq",
+        "awq",
+        "fp8",
+        "modelopt",
+        "fbgemm_fp8",
+        "mxfp4",
+        None,
+        [],
+        {},
+        8,
+        "x" * 5000,
+    ],
     "quantization_status": ["compressed", "frozen", "initialized", None, []],
     "format": ["int-quantized", "pack-quantized", "mixed-precision", None, [], {}],
     "config_groups": [{}, None, [], {"group_0": None}, {"group_0": {}}, {"group_0": ["Linear"]}],
@@ -372,6 +478,11 @@ _WHOLE: dict[str, list[Any]] = {
     "llm_int8_has_fp16_weight": [True, False],
     "llm_int8_skip_modules": [["lm_head"], None, "re:(a+)+$"],
     "bnb_4bit_quant_type": ["nf4"],
+    "weight_block_size": [[128, 128], [64, 64], [128], 128, None, "128x128", [], [2**63, 1]],
+    "activation_scheme": ["dynamic", "static", None, []],
+    "fmt": ["e4m3", "e5m2", 8],
+    "quant_algo": ["NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_AWQ", None, []],
+    "quantization": [{}, {"quant_algo": "FP8"}, []],
 }
 
 

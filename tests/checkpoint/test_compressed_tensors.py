@@ -188,15 +188,18 @@ def whole(**values: Any) -> Callable[[dict[str, Any]], None]:
 CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "asymmetric": (
         group("weights", symmetric=False),
-        r"group_0, such as layer model.layers.0\S+, has asymmetric weights",
+        r"group_0, such as layer model.layers.0\S+, has int8 input_activations, .* with asymmetric int8 weights",
     ),
-    "4 bits": (group("weights", num_bits=4), r"group_0, such as layer model.layers.0\S+, has weights of 4 bits"),
-    "fp8": (group("weights", type="float"), r"has weights of 8 bits, 'float'"),
-    "groups": (group("weights", strategy="group", group_size=16), r"scaled per group"),
-    "groups by size": (group("weights", strategy=None, group_size=16), r"scaled per group"),
+    "4 bits": (
+        group("weights", num_bits=4),
+        r"values go from -\d+ to \d+; those of 4 bits|computed by no layer",
+    ),
+    "3 bits": (group("weights", num_bits=3), r"group_0, such as layer model.layers.0\S+, has weights of 3 bits"),
+    "fp8": (group("weights", type="float"), r"is stored as 'int-quantized'"),
+    "groups": (group("weights", strategy="group", group_size=16), r"with int8 weights per group of 16"),
+    "groups by size": (group("weights", strategy=None, group_size=16), r"with int8 weights per group of 16"),
     "dynamic weights": (group("weights", dynamic=True), r"dynamic weights"),
-    "16 bits": (group("input_activations", num_bits=16), r"input_activations of 16 bits"),
-    "weight only": (group(input_activations=None), r"leaves the input_activations in float"),
+    "16 bits": (group("input_activations", num_bits=16), r"has int16 input_activations"),
     "asymmetric input": (group("input_activations", symmetric=False), r"has asymmetric input_activations"),
     "dynamic per tensor": (group("input_activations", strategy="tensor"), r"dynamic per tensor"),
     "static says the config": (
@@ -204,7 +207,7 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         r"activations are static, but layer \S+ has no input_scale",
     ),
     "outputs": (group(output_activations={"num_bits": 8}), r"output_activations"),
-    "packed": (group(format="pack-quantized"), r"stored as 'pack-quantized'"),
+    "packed": (group(format="pack-quantized"), r"weight_packed is missing; it must be torch.int32"),
     "scale of a tensor": (
         group("weights", strategy="tensor"),
         r"weight_scale is torch.bfloat16 \[\d+, 1\]; it must be",
@@ -212,14 +215,13 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "no object": (group(weights=[1]), r"weights that are no object"),
     "odd values": (group("weights", num_bits=[8], strategy={}), r"has weights of \[8\] bits"),
     "frozen": (whole(quantization_status="frozen"), r"quantization_status is 'frozen'"),
-    "key-value cache": (whole(kv_cache_scheme={"num_bits": 8}), r"kv_cache_scheme"),
     "transform": (whole(transform_config={"config_groups": {"u": {}}}), r"transform_config"),
     "sparse": (whole(sparsity_config={"format": "sparse-bitmask"}), r"sparsity_config"),
     "no groups": (whole(config_groups={}), r"config_groups must be"),
     "preset": (whole(config_groups={"W8A8": ["Linear"]}), r"config_groups.W8A8 must be an object"),
     "another library": (
-        whole(quant_method="awq"),
-        r"quant_method is 'awq'; the formats supported are 'qgemm', 'compressed-tensors' .*, 'bitsandbytes'",
+        whole(quant_method="quark"),
+        r"quant_method is 'quark'; the formats supported are 'qgemm', 'compressed-tensors', .*'bitsandbytes'",
     ),
     "no name": (whole(quant_method=["awq"]), r"quant_method is \['awq'\]; the formats supported"),
 }
@@ -254,13 +256,16 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "zero": (put("weight_scale", lambda s: s * 0), r"not finite and above 0"),
     "infinite in float32": (put("weight_scale", lambda s: s.double() + 1e300), r"not finite and above 0"),
     "no scale": (lambda t: t.pop(f"{LAYER}.weight_scale"), rf"{LAYER}.weight is torch.int8; the model's is"),
-    "no weight": (lambda t: t.pop(f"{LAYER}.weight"), rf"layer {LAYER} has a weight_scale but no weight"),
-    "float weight": (put("weight", Tensor.float), rf"layer {LAYER} .* a weight of torch.float32"),
+    "no weight": (lambda t: t.pop(f"{LAYER}.weight"), rf"{LAYER}.weight is missing; it must be torch.int8"),
+    "float weight": (put("weight", Tensor.float), rf"{LAYER}.weight is torch.float32 .*; it must be torch.int8"),
     "transposed weight": (put("weight", lambda w: w[:, :16].t()), r"weight_scale is .* \[32, 1\]; it must be"),
     "another shape": (put("weight", lambda w: w[:, :16]), rf"{LAYER}.weight has shape \[32, 16\]"),
     "whole numbers": (put("weight_scale", Tensor.int), r"weight_scale is torch.int32"),
     "per group": (put("weight_scale", lambda s: s.expand(-1, 4)), r"weight_scale is .* \[32, 4\]"),
-    "zero point": (add("weight_zero_point", torch.ones(32, 1, dtype=torch.int8)), r"zero point is not 0: .* asymm"),
+    "zero point": (
+        add("weight_zero_point", torch.ones(32, 1, dtype=torch.int8)),
+        r"zero point is not 0, but the config says",
+    ),
     "input_scale": (add("input_scale", torch.ones(1)), rf"are dynamic, but layer {LAYER} has an input_scale"),
     "lone input_scale": (
         lambda t: t.update({"model.norm.input_scale": torch.ones(1)}),
@@ -268,7 +273,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     ),
     "packed": (
         add("weight_packed", torch.ones(32, 8, dtype=torch.int32)),
-        r"has a weight_packed, which the config doesn't mention",
+        rf"holds tensors that the model doesn't have: {LAYER}.weight_packed",
     ),
     "no layer": (only_floats, r"no file holds a quantized layer"),
     "unknown layer": (

@@ -19,7 +19,7 @@ from torch import Tensor
 import qgemm
 from checkpoint.foreign import edit_quantization, edit_tensors
 from qgemm import CheckpointError, QuantExperts
-from qgemm.checkpoint import compressed_tensors
+from qgemm.checkpoint import compressed_tensors_writer
 
 # The names in files of the gate, up and down layers of an expert, and of what is around it.
 QWEN = ("gate_proj", "up_proj", "down_proj")
@@ -58,7 +58,7 @@ def write(model: Any, folder: Path, family: str) -> None:
     )
     config = json.loads(model.config.to_json_string(use_diff=False))
     linear = {n: m for n, m in model.named_modules() if isinstance(m, qgemm.QuantLinear)}
-    config["quantization_config"] = compressed_tensors.quantization_config(model, linear)  # type: ignore[arg-type]
+    config["quantization_config"] = compressed_tensors_writer.quantization_config(model, linear)  # type: ignore[arg-type]
     config |= {"architectures": [type(model).__name__], "dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -110,7 +110,7 @@ def with_float_expert(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("edit", "problem"),
     [
-        (without(f"{EXPERT}.weight"), f"layer {EXPERT} has a weight_scale but no weight"),
+        (without(f"{EXPERT}.weight"), rf"{EXPERT}\.weight is missing; it must be torch.int8"),
         (with_float_expert, rf"lacks {EXPERT} in int8: all experts of a layer must be quantized, or none"),
         (replaced(f"{EXPERT}.weight", lambda t: t[:, :-1]), rf"{EXPERT}\.weight has shape \[64, 63\]; the model's is"),
         (replaced(f"{EXPERT}.weight_scale", lambda t: t * 0), rf"{EXPERT}\.weight_scale is not finite and above"),

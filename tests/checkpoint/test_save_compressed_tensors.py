@@ -156,5 +156,7 @@ def test_an_unknown_format(tmp_path: Path) -> None:
 def test_what_is_written_is_checked_when_it_is_read(tmp_path: Path) -> None:
     qgemm.save_quantized(quantized_llama(), tmp_path, format="compressed-tensors")
     edit_quantization(tmp_path, lambda q: q["config_groups"]["group_0"]["weights"].update(symmetric=False))
-    with pytest.raises(qgemm.CheckpointError, match=r"such as layer model.layers.0.\S+, has asymmetric weights"):
+    with pytest.raises(
+        qgemm.CheckpointError, match=r"such as layer model.layers.0.\S+, has int8 input.* asymmetric int8 weights"
+    ):
         qgemm.load_quantized(tmp_path)

@@ -26,6 +26,7 @@ def test_a_value_is_where_its_shift_says(bits: int, count: int) -> None:
     assert torch.equal(unpack_words(words, bits, count), fields)
     # Rows that don't lie one behind the other, as of a matrix packed along its columns.
     assert torch.equal(unpack_words(words.t().contiguous().t(), bits, count), fields)
+    assert torch.equal(pack_words(fields.t().contiguous().t(), bits), words)
 
 
 def test_two_values_share_a_byte() -> None:

@@ -389,3 +389,9 @@ def test_a_config_with_bits_that_cannot_be(bits: Any, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, tensors, {"quant_method": "gptq", "bits": bits, "group_size": "\x1b[2J"})
     assert run_json("inspect", folder)["layers"][0]["shape"] == [64, 32]
     assert "\x1b" not in run("inspect", folder).stdout
+
+
+def test_what_a_checkpoint_asks_for_and_qgemm_leaves_out_is_a_note() -> None:
+    shown = run("inspect", SAMPLES / "nvfp4-modelopt").stdout
+    assert shown.startswith("modelopt (NVFP4), LlamaForCausalLM\n")
+    assert "qgemm loads it\nnote: activations stay in float, where the checkpoint asks for fp4\n" in shown

@@ -1,0 +1,26 @@
+"""Scales of keys and values in a checkpoint, for a server's cache in fp8 (``kv_cache_scheme``).
+
+qgemm's cache is chosen where it is made, in float or in int8 with a scale of its own for each token and head, which is
+finer than these. So they are left out, and the user is told.
+"""
+
+from __future__ import annotations
+
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.tensors import split_name
+
+_LEAVES = ("k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point")
+_NOTE = (
+    "its scales of keys and values are not used: they stay in the dtype of the cache (qgemm.fast_generate takes "
+    "cache_dtype=torch.int8)"
+)
+
+
+def leave_to_cache(contents: Contents, is_asked_for: bool = False) -> None:
+    """Leaves the scales of keys and values out of ``contents``; ``is_asked_for``: the config has such a scheme."""
+    for name, tensor in contents.stored.items():
+        if split_name(name)[1] in _LEAVES and len(tensor.shape) < 2:
+            contents.look_at(name, lambda value: None)
+            is_asked_for = True
+    if is_asked_for:
+        contents.note(_NOTE)

@@ -1,0 +1,270 @@
+"""One layer in files of compressed-tensors: which of the config's groups it is of, and what becomes of its tensors.
+
+| stored as | tensors of a layer ``[N, K]`` |
+|---|---|
+| pack-quantized | ``weight_packed`` int32, along K, ``q + 2^(bits - 1)``; ``weight_scale`` ``[N, groups]``; |
+| | ``weight_shape``; perhaps ``weight_zero_point`` int32, along N, and ``weight_g_idx``, each column's group |
+| int-quantized, naive-quantized | ``weight`` int8, also of 4 bits; ``weight_scale``; ``weight_zero_point`` int8 |
+| float-quantized, naive-quantized | ``weight`` e4m3; ``weight_scale`` ``[1]``, ``[N, 1]``, or one for each block |
+| mxfp8-quantized | ``weight`` e4m3; ``weight_scale`` uint8 ``[N, K / 32]`` |
+| mxfp4-pack-quantized | ``weight_packed`` uint8 ``[N, K / 2]``; ``weight_scale`` uint8 ``[N, K / 32]`` |
+| nvfp4-pack-quantized | the same, ``weight_scale`` e4m3 ``[N, K / 16]``; ``weight_global_scale``, which divides |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qgemm.checkpoint.compressed_tensors_groups import BLOCK, MXFP4, MXFP8, NVFP4, PACKED, Group
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.float_layers import (
+    for_each,
+    note_fp8,
+    note_input_scale,
+    note_mxfp4,
+    note_mxfp8,
+    note_nvfp4,
+)
+from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm.checkpoint.words import unpack_words
+from qgemm.numerics.formats import FP8, INT8
+from qgemm.numerics.integers import cdiv
+from qgemm.numerics.packing import pack_codes, packed_width
+
+LEAVES = (
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight_global_scale",
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+)
+"""The tensors that a layer may have; its bias is anyone's."""
+
+_ASYMMETRIC = "the zero point is not 0, but the config says that the layer is quantized symmetrically"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer in the files.
+
+    ``tensors``: those of ``LEAVES`` that it has. ``shape``: what its ``weight_shape`` holds. ``order``: the columns,
+    group by group, of one whose ``weight_g_idx`` isn't in order.
+    """
+
+    name: str
+    tensors: dict[str, StoredTensor]
+    shape: tuple[int, int] | None = None
+    order: Tensor | None = None
+
+
+def problem_with(layer: Layer, group: Group) -> str:
+    """Why ``layer`` can't be of ``group``, by names, shapes and dtypes; empty if it can."""
+    leaf, dtype = _weight_of(group)
+    weight = layer.tensors.get(leaf)
+    if weight is None or weight.dtype != dtype or len(weight.shape) != 2:
+        return _unfit(layer, leaf, f"{dtype}, [N, K]")
+    N, K = weight.shape
+    if group.stored_as == PACKED:
+        if layer.shape is None:
+            return f"{layer.name} has a weight_packed but no weight_shape"
+        N, K = layer.shape
+        if (N, cdiv(K * group.weights.bits, 32)) != weight.shape:
+            return (
+                f"{layer.name}.weight_shape: it says [{N}, {K}], and weight_packed is {list(weight.shape)} of "
+                f"{group.weights.bits} bits a value"
+            )
+    elif leaf == "weight_packed":
+        K *= 2
+    if problem := _problem_with_scale(layer, group, N, K):
+        return problem
+    if not group.weights.symmetric:
+        groups = layer.tensors["weight_scale"].shape[-1] if layer.tensors["weight_scale"].shape else 1
+        packed = (cdiv(N * group.weights.bits, 32), groups)
+        shapes = {packed} if group.stored_as == PACKED else {(N, groups), (N,), (1,)}
+        kind = torch.int32 if group.stored_as == PACKED else INT8.storage
+        zero_point = layer.tensors.get("weight_zero_point")
+        if zero_point is None or zero_point.dtype != kind or zero_point.shape not in shapes:
+            return _unfit(layer, "weight_zero_point", f"{kind}, {list(packed if kind == torch.int32 else (N, groups))}")
+    if group.is_static and "input_scale" not in layer.tensors:
+        return f"activations are static, but layer {layer.name} has no input_scale"
+    if not group.is_static and "input_scale" in layer.tensors:
+        return f"activations are dynamic, but layer {layer.name} has an input_scale"
+    if layer.order is not None and group.weights.strategy != "group":
+        return f"{layer.name} has a weight_g_idx, but no groups"
+    return ""
+
+
+def _weight_of(group: Group) -> tuple[str, torch.dtype]:
+    if group.stored_as == PACKED:
+        return "weight_packed", torch.int32
+    if group.stored_as in (MXFP4, NVFP4):
+        return "weight_packed", torch.uint8
+    return "weight", FP8.storage if group.weights.kind == "float" else INT8.storage
+
+
+def _problem_with_scale(layer: Layer, group: Group, N: int, K: int) -> str:
+    size = group.weights.group_size or 1
+    by_strategy: dict[str, set[tuple[int, ...]]] = {
+        "tensor": {(1,), ()},
+        "channel": {(N, 1), (N,)},
+        "group": {(N, cdiv(K, max(size, 1)))},
+        "tensor_group": {(N, cdiv(K, max(size, 1)))},
+        "block": {(cdiv(N, BLOCK[0]), cdiv(K, BLOCK[1]))},
+    }
+    shapes = by_strategy[group.weights.strategy]
+    dtypes = {NVFP4: (FP8.storage,), MXFP4: (torch.uint8,), MXFP8: (torch.uint8,)}.get(group.stored_as, FLOAT_DTYPES)
+    scale = layer.tensors.get("weight_scale")
+    if scale is None or scale.dtype not in dtypes or scale.shape not in shapes:
+        kind = "of a float dtype" if dtypes == FLOAT_DTYPES else str(dtypes[0])
+        return _unfit(layer, "weight_scale", f"{kind}, {' or '.join(str(list(each)) for each in sorted(shapes))}")
+    if group.stored_as == NVFP4:
+        number = layer.tensors.get("weight_global_scale")
+        if number is None or number.dtype != torch.float32 or number.shape not in ((), (1,)):
+            return _unfit(layer, "weight_global_scale", "torch.float32, [1]")
+    elif "weight_global_scale" in layer.tensors:
+        return f"{layer.name} has a weight_global_scale, which only nvfp4 has"
+    return ""
+
+
+def _unfit(layer: Layer, leaf: str, wanted: str) -> str:
+    found = layer.tensors.get(leaf)
+    return f"{layer.name}.{leaf} {'is missing' if found is None else f'is {found}'}; it must be {wanted}"
+
+
+def note_layer(contents: Contents, layer: Layer, group: Group) -> None:
+    """Notes what becomes of the tensors of ``layer``, which fits ``group``."""
+    name = layer.name
+    try:
+        scheme = group.scheme_of(is_ordered=layer.order is not None)
+    except ValueError as error:
+        raise CheckpointError(f"{layer.tensors['weight_scale'].path}: layer {name}: {error}") from None
+    if group.stored_as == PACKED:
+        _note_packed(contents, layer, group)
+    elif group.stored_as == NVFP4:
+        note_nvfp4(contents, name, "weight_packed", "weight_global_scale", divides=True)
+    elif group.stored_as == MXFP4:
+        note_mxfp4(contents, name)
+    elif group.stored_as == MXFP8:
+        note_mxfp8(contents, name)
+    elif group.weights.kind == "float":
+        note_fp8(contents, name, scheme)
+    else:
+        _note_integers(contents, layer, group)
+    contents.manifest.layers[name] = scheme
+    for leaf in ("weight_shape", "weight_g_idx", "input_global_scale"):
+        full_name = f"{name}.{leaf}"
+        if full_name in contents.headers and full_name not in contents.conversions:
+            contents.look_at(full_name, lambda value: None)
+    if "input_scale" in layer.tensors:
+        note_input_scale(contents, name)
+    # Older versions store zero points for symmetric schemes as well.
+    if "input_zero_point" in layer.tensors:
+        contents.must_be_zero(f"{name}.input_zero_point", "the zero point of the input is not 0")
+    if "weight_zero_point" in layer.tensors and group.weights.symmetric:
+        _must_be_symmetric(contents, layer, group)
+
+
+def _must_be_symmetric(contents: Contents, layer: Layer, group: Group) -> None:
+    packed = layer.tensors["weight_zero_point"].dtype == torch.int32
+    name, middle = f"{layer.name}.weight_zero_point", 1 << (group.weights.bits - 1)
+
+    def check(value: Tensor) -> None:
+        if packed and layer.shape is not None:
+            value = unpack_words(value.t(), group.weights.bits, layer.shape[0]) ^ middle
+        if bool((value != 0).any()):
+            raise ValueError(_ASYMMETRIC)
+
+    if packed and len(layer.tensors["weight_zero_point"].shape) != 2:
+        raise CheckpointError(_unfit(layer, "weight_zero_point", "torch.int32, two-dimensional"))
+    contents.look_at(name, check)
+
+
+def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
+    """Int4 or int8 in words, with zero points in words, and columns in an order."""
+    assert layer.shape is not None
+    (N, K), bits, name = layer.shape, group.weights.bits, layer.name
+    contents.shapes[name] = (N, K)
+    shape: tuple[int, ...] = (N, packed_width(K) if bits == 4 else K)
+    dtype = torch.uint8 if bits == 4 else INT8.storage
+
+    def codes_of(words: Tensor) -> Tensor:
+        # q + 8 as two's complement of 4 bits, q + 128 as that of 8.
+        return unpack_words(words, bits, K) ^ (1 << (bits - 1))
+
+    def store(codes: Tensor) -> Tensor:
+        return pack_codes(codes) if bits == 4 else codes.view(INT8.storage)
+
+    sources = [f"{name}.weight_packed"]
+    made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {f"{name}.weight": (sources[0], shape, dtype)}
+    if layer.order is None:
+        contents.convert_together(sources, made, lambda words: (store(codes_of(words)),))
+    else:
+        sources.append(f"{name}.weight_g_idx")
+        made[f"{name}.input_order"] = (sources[1], (K,), torch.int32)
+        contents.convert_together(sources, made, lambda words, g_idx: _in_order(codes_of(words), g_idx, store))
+    note_group_scale(contents, layer, N)
+    if not group.weights.symmetric:
+        groups = layer.tensors["weight_scale"].shape[-1] if layer.tensors["weight_scale"].shape else 1
+
+        def to_zero_point(words: Tensor) -> Tensor:
+            fields = unpack_words(words.t(), bits, N).t()
+            return (fields.to(torch.int16) - (1 << (bits - 1))).to(INT8.storage).contiguous()
+
+        zero_point = f"{name}.weight_zero_point"
+        contents.convert(zero_point, zero_point, (N, groups), to_zero_point, INT8.storage)
+
+
+def _in_order(codes: Tensor, g_idx: Tensor, store: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    order = torch.argsort(g_idx, stable=True)
+    return store(codes[:, order].contiguous()), order.to(torch.int32)
+
+
+def _note_integers(contents: Contents, layer: Layer, group: Group) -> None:
+    """Int8 values, of which int4 weights have 16."""
+    N, K = layer.tensors["weight"].shape
+    name, scale = layer.name, f"{layer.name}.weight_scale"
+    if group.inputs is not None and group.weights.bits == 8:
+        contents.convert(scale, scale, (N,), lambda value: for_each(value.float(), N))
+        return
+    note_group_scale(contents, layer, N)
+    if group.weights.bits == 4:
+
+        def to_codes(values: Tensor) -> Tensor:
+            low, high = (0, 0) if values.numel() == 0 else (int(values.min()), int(values.max()))
+            if low < -8 or high > 7:
+                raise ValueError(f"its values go from {low} to {high}; those of 4 bits are from -8 to 7")
+            return pack_codes((values & 15).view(torch.uint8))
+
+        contents.convert(f"{name}.weight", f"{name}.weight", (N, packed_width(K)), to_codes, torch.uint8)
+        contents.shapes[name] = (N, K)
+    if not group.weights.symmetric:
+        zero_point = f"{name}.weight_zero_point"
+        groups = contents.headers[scale].shape[1]
+        if layer.tensors["weight_zero_point"].shape != (N, groups):
+            contents.convert(
+                zero_point, zero_point, (N, groups), lambda value: for_each(value, N)[:, None], INT8.storage
+            )
+
+
+def note_group_scale(contents: Contents, layer: Layer, N: int) -> None:
+    """The scales of a layer that computes with any float dtype: as they are, but ``[N, groups]``."""
+    scale, name = layer.tensors["weight_scale"], f"{layer.name}.weight_scale"
+    dtype = scale.dtype if scale.dtype in FLOAT_DTYPES[:3] else torch.float32
+    assert dtype is not None
+    if len(scale.shape) == 2 and scale.dtype == dtype:
+        return
+    if len(scale.shape) == 2:
+        contents.convert(name, name, scale.shape, lambda value: value.to(dtype), dtype)
+    else:
+        contents.convert(name, name, (N, 1), lambda value: for_each(value.to(dtype), N)[:, None], dtype)

@@ -1,0 +1,183 @@
+"""What qgemm writes for compressed-tensors: the tensors of each layer, and the config that says what they are.
+
+Every scheme is written in the format that the library itself chooses for it, so that its readers, transformers and vLLM
+find what they expect. Scales keep their dtype: those that qgemm makes are float32 where the library's have the model's
+dtype, so that none is rounded. transformers reads them in the model's dtype, as if they had been stored in it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.checkpoint.compressed_tensors_groups import FLOAT, INT, MXFP4, MXFP8, NAIVE, NVFP4, PACKED, QUANT_METHOD
+from qgemm.checkpoint.pretrained import built_again, is_pretrained
+from qgemm.checkpoint.tensors import transient_names
+from qgemm.checkpoint.words import pack_nibbles, pack_words
+from qgemm.nn import LinearLayer, QuantLayer, QuantMultiheadAttention
+from qgemm.nn.linear_layer import is_conv1d
+from qgemm.numerics.packing import unpack_codes
+from qgemm.scheme import QuantScheme, TensorScheme
+
+_MIXED = "mixed-precision"
+# By the name of the dtype of scales, what the library calls it.
+_SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}
+
+
+def format_of(scheme: QuantScheme) -> str | None:
+    """The format in which the library stores layers of ``scheme``; None if it has none."""
+    weight = scheme.weight
+    if weight.is_ordered or not (scheme.is_weight_only or scheme.is_plain) or weight.dtype == "nf4":
+        return None
+    if weight.scale_dtype in _SCALE_DTYPES:
+        return NVFP4 if weight.scale_dtype == "e4m3" else MXFP4 if weight.dtype == "fp4" else MXFP8
+    if weight.dtype == "fp8":
+        return NAIVE if scheme.is_weight_only else FLOAT
+    return PACKED if scheme.is_weight_only else INT
+
+
+def tensors_to_write(
+    model: nn.Module, layers: dict[str, QuantLayer], tensors: dict[str, Tensor], ties: dict[str, str]
+) -> dict[str, Tensor]:
+    """The tensors of ``model`` as the library's files hold them.
+
+    Of two that are ``ties`` only those that transformers ties by itself are left out, and buffers that ``state_dict``
+    leaves out. Raises ``ValueError`` for layers that transformers builds as ``Conv1D``, which the library doesn't know,
+    for experts, of which its files have one layer each, for projections of an ``nn.MultiheadAttention``, and for
+    schemes that it has no form for.
+    """
+    if fused := [name for name, layer in layers.items() if not isinstance(layer, LinearLayer)]:
+        raise ValueError(
+            f"{fused[0]} holds fused experts, which can't be written for compressed-tensors yet: save the model with "
+            'format="qgemm"'
+        )
+    for name, layer in layers.items():
+        if format_of(layer.scheme) is None:
+            raise ValueError(
+                f"{name} has the scheme {layer.scheme.name!r}, which compressed-tensors can't store: save it with "
+                'format="qgemm"'
+            )
+    if packed := [name for name, module in model.named_modules() if isinstance(module, QuantMultiheadAttention)]:
+        raise ValueError(
+            f"{packed[0]} was an nn.MultiheadAttention, whose packed weights compressed-tensors can't store: pass "
+            'it in skip, or save the model with format="qgemm"'
+        )
+    if transposed := _conv1d_names(model, layers):
+        raise ValueError(
+            f"{transposed[0]} is a Conv1D in {type(model).__name__}, and compressed-tensors supports only nn.Linear: "
+            'save it with format="qgemm"'
+        )
+    known_ties = getattr(model, "all_tied_weights_keys", None)
+    known = dict(known_ties) if isinstance(known_ties, dict) else {}
+    left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name}
+    written = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    for name, layer in layers.items():
+        if isinstance(layer, LinearLayer):
+            own = {leaf: written.pop(f"{name}.{leaf}") for leaf in layer.fixed_names if f"{name}.{leaf}" in written}
+            written.update({f"{name}.{leaf}": tensor for leaf, tensor in _tensors_of(name, layer, own).items()})
+    return written
+
+
+def _tensors_of(name: str, layer: LinearLayer, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the files hold of a layer in place of its parameters ``own``. Raises ``ValueError`` for a broken group."""
+    scheme, (N, K) = layer.scheme, (layer.out_features, layer.in_features)
+    weight, scale = own["weight"].detach(), own["weight_scale"].detach()
+    stored_as = format_of(scheme)
+    size = scheme.weight.group_size if scheme.weight.granularity == "group" else None
+    if size is not None and K % size:
+        raise ValueError(
+            f"{name} has {K} input columns, not a multiple of the group size {size}, which compressed-tensors doesn't "
+            'support: save it with format="qgemm"'
+        )
+    made = {"weight_scale": scale[:, None] if scale.ndim == 1 else scale}
+    if (input_scale := own.get("input_scale")) is not None:
+        made["input_scale"] = input_scale.detach().reshape(1)
+    zero_point = own.get("weight_zero_point")
+    if stored_as in (MXFP4, NVFP4):
+        made["weight_packed"] = pack_nibbles(unpack_codes(weight, K))
+        if stored_as == NVFP4:
+            factor, divisor = own["weight_global_scale"].detach()
+            made["weight_global_scale"] = (divisor / factor).reshape(1)
+    elif stored_as == PACKED:
+        bits = scheme.weight.format.bits
+        codes = unpack_codes(weight, K) if bits == 4 else weight.view(torch.uint8)
+        middle = 1 << (bits - 1)
+        made["weight_packed"] = pack_words(codes ^ middle, bits)
+        made["weight_shape"] = torch.tensor([N, K])
+        if zero_point is not None:
+            fields = (zero_point.detach().to(torch.int16) + middle).to(torch.uint8)
+            made["weight_zero_point"] = pack_words(fields.t().contiguous(), bits).t().contiguous()
+    else:
+        made["weight"] = unpack_int4(weight, K) if scheme.weight.dtype == "int4" else weight
+        if zero_point is not None:
+            made["weight_zero_point"] = zero_point.detach()
+    return made
+
+
+def unpack_int4(packed: Tensor, K: int) -> Tensor:
+    """int8 ``[N, K]``, -8 to 7, of a packed weight."""
+    return (unpack_codes(packed, K) ^ 8).view(torch.int8) - 8
+
+
+def _conv1d_names(model: nn.Module, layers: dict[str, QuantLayer]) -> list[str]:
+    if not is_pretrained(model):
+        return []
+    try:
+        plain = built_again(model)
+        return [name for name in layers if is_conv1d(plain.get_submodule(name))]
+    except Exception:  # a class of one's own, built in another way: save_quantized warns of those
+        return []
+
+
+def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict[str, Any]:
+    """The ``quantization_config`` of ``model``, whose quantized layers are ``layers``."""
+    used = {layer.scheme.name: layer.scheme for layer in layers.values()}
+    groups: dict[str, dict[str, Any]] = {}
+    for index, scheme in enumerate(used.values()):
+        names = [name for name, layer in layers.items() if layer.scheme == scheme]
+        groups[f"group_{index}"] = {
+            "format": format_of(scheme),
+            "targets": ["Linear"] if len(used) == 1 else names,
+            "weights": _to_arguments(scheme.weight),
+            "input_activations": None if scheme.activation is None else _to_arguments(scheme.activation),
+            "output_activations": None,
+        }
+    modules = model.named_modules(remove_duplicate=False)
+    formats = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": QUANT_METHOD,
+        "format": formats.pop() if len(formats) == 1 else _MIXED,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": [name for name, module in modules if name and _is_target(module)],
+        "kv_cache_scheme": None,
+    }
+
+
+def _is_target(module: nn.Module) -> bool:
+    """Whether the library or vLLM would take a float module for a target ``Linear``, which vLLM does with routers."""
+    if isinstance(module, LinearLayer):
+        return False
+    is_router = re.search(r"Router|Gating|Gate(?![a-z])", type(module).__name__) is not None
+    return is_router or any(cls.__name__ in ("Linear", "LinearBase") for cls in type(module).__mro__)
+
+
+def _to_arguments(scheme: TensorScheme) -> dict[str, Any]:
+    strategy = "tensor_group" if scheme.scale_dtype == "e4m3" else scheme.granularity
+    arguments: dict[str, Any] = {
+        "num_bits": scheme.format.bits,
+        "type": "int" if scheme.dtype.startswith("int") else "float",
+        "symmetric": scheme.symmetric,
+        "strategy": strategy,
+        "dynamic": scheme.dynamic,
+    }
+    if scheme.granularity == "block" and scheme.block is not None:
+        arguments["block_structure"] = list(scheme.block)
+    elif scheme.group_size is not None:
+        arguments["group_size"] = scheme.group_size
+    if scheme.scale_dtype in _SCALE_DTYPES:
+        arguments["scale_dtype"] = _SCALE_DTYPES[scheme.scale_dtype]
+    return arguments

@@ -1,0 +1,139 @@
+"""Layers with weights in small floats, which several libraries store alike: fp8, mxfp8, mxfp4, nvfp4.
+
+Each function notes in ``Contents`` what becomes of one layer's tensors, after it has checked their headers. Scales of
+fp8 multiply, whatever they are called (``weight_scale_inv``), in any float dtype or as powers of two (e8m0).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
+from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm.checkpoint.words import unpack_nibbles
+from qgemm.numerics.formats import FP8
+from qgemm.numerics.integers import cdiv
+from qgemm.numerics.packing import pack_codes, packed_width
+from qgemm.scheme import QuantScheme, resolve_scheme
+
+SCALE_DTYPES = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
+
+
+def note_fp8(contents: Contents, layer: str, scheme: QuantScheme, scale_leaf: str = "weight_scale") -> None:
+    """A layer with e4m3 ``weight`` ``[N, K]`` and a scale for the tensor, for each channel, or for each block.
+
+    Raises ``CheckpointError`` unless its tensors are such, and the scale one that ``scheme`` has.
+    """
+    weight = matrix(contents, layer, "weight", FP8.storage)
+    N, K = weight.shape
+    name, made = f"{layer}.{scale_leaf}", f"{layer}.weight_scale"
+    scale = contents.stored[name]
+    if scheme.weight.granularity == "block":
+        assert scheme.weight.block is not None
+        rows, columns = scheme.weight.block
+        grid = (cdiv(N, rows), cdiv(K, columns))
+        check_scale(contents, name, SCALE_DTYPES, {grid})
+        contents.convert(made, name, grid, Tensor.float)
+    else:
+        check_scale(contents, name, SCALE_DTYPES, {(), (1,), (1, 1), (N,), (N, 1)})
+        if scheme.is_weight_only:
+            dtype = scale.dtype if scale.dtype in FLOAT_DTYPES[:3] else torch.float32
+            assert dtype is not None
+            contents.convert(made, name, (N, 1), lambda value: for_each(value.to(dtype), N)[:, None], dtype)
+        else:
+            contents.convert(made, name, (N,), lambda value: for_each(value.float(), N))
+    contents.manifest.layers[layer] = scheme
+
+
+def note_input_scale(contents: Contents, layer: str, leaf: str = "input_scale") -> None:
+    """A layer's one scale for all of its input."""
+    name = f"{layer}.{leaf}"
+    check_scale(contents, name, FLOAT_DTYPES, {(), (1,)})
+    contents.convert(f"{layer}.input_scale", name, (), lambda value: value.float().reshape(()))
+
+
+def note_mxfp8(contents: Contents, layer: str) -> None:
+    """A layer with e4m3 ``weight`` ``[N, K]`` and a power of two for each 32 columns, uint8 ``[N, K / 32]``."""
+    N, K = matrix(contents, layer, "weight", FP8.storage).shape
+    _note_exponents(contents, layer, N, K)
+    contents.manifest.layers[layer] = resolve_scheme("mxfp8")
+
+
+def note_mxfp4(contents: Contents, layer: str) -> None:
+    """A layer with ``weight_packed`` uint8 ``[N, K / 2]`` and a power of two for each 32 columns."""
+    N, K = _note_fp4(contents, layer, "weight_packed")
+    _note_exponents(contents, layer, N, K)
+    contents.manifest.layers[layer] = resolve_scheme("mxfp4")
+
+
+def _note_exponents(contents: Contents, layer: str, N: int, K: int) -> None:
+    name = f"{layer}.weight_scale"
+    check_scale(contents, name, (torch.uint8, torch.float8_e8m0fnu), {(N, cdiv(K, 32))})
+    if contents.stored[name].dtype != torch.uint8:
+        contents.convert(name, name, (N, cdiv(K, 32)), lambda value: value.view(torch.uint8), torch.uint8)
+
+
+def note_nvfp4(contents: Contents, layer: str, packed_leaf: str, global_leaf: str, divides: bool) -> None:
+    """A layer with e2m1 ``[N, K / 2]`` bytes, ``weight_scale`` e4m3 ``[N, K / 16]`` and one float32 number.
+
+    ``divides``: whether scales are divided by that number (compressed-tensors) or multiplied (ModelOpt).
+    """
+    N, K = _note_fp4(contents, layer, packed_leaf)
+    check_scale(contents, f"{layer}.weight_scale", (FP8.storage,), {(N, cdiv(K, 16))})
+    name = f"{layer}.{global_leaf}"
+    check_scale(contents, name, (torch.float32,), {(), (1,)})
+
+    def as_pair(value: Tensor) -> Tensor:
+        number = value.reshape(())
+        one = torch.ones_like(number)
+        # To divide by a power of two, as qgemm's own is, is to multiply by another.
+        if divides and float(torch.frexp(number).mantissa) == 0.5:
+            return torch.stack((one / number, one))
+        return torch.stack((one, number) if divides else (number, one))
+
+    contents.convert(f"{layer}.weight_global_scale", name, (2,), as_pair)
+    contents.manifest.layers[layer] = resolve_scheme("nvfp4")
+
+
+def _note_fp4(contents: Contents, layer: str, leaf: str) -> tuple[int, int]:
+    """Notes the weight of a layer whose codes are bytes, two in each, low bits first; its ``[N, K]``."""
+    N, half = matrix(contents, layer, leaf, torch.uint8).shape
+    shape = (N, packed_width(2 * half))
+    contents.convert(
+        f"{layer}.weight", f"{layer}.{leaf}", shape, lambda octets: pack_codes(unpack_nibbles(octets)), torch.uint8
+    )
+    contents.shapes[layer] = (N, 2 * half)
+    return N, 2 * half
+
+
+def matrix(contents: Contents, layer: str, leaf: str, dtype: torch.dtype) -> StoredTensor:
+    """The tensor ``leaf`` of a layer, ``[N, K]`` of ``dtype``; raises ``CheckpointError`` if it is none."""
+    tensor = contents.stored.get(f"{layer}.{leaf}")
+    if tensor is None or tensor.dtype != dtype or len(tensor.shape) != 2:
+        path = next(each.path for name, each in contents.stored.items() if name.startswith(f"{layer}."))
+        raise unfit(path, f"{layer}.{leaf}", tensor, f"{dtype}, [N, K]")
+    return tensor
+
+
+def check_scale(
+    contents: Contents, name: str, dtypes: tuple[torch.dtype, ...], shapes: set[tuple[int, ...]]
+) -> StoredTensor:
+    """The tensor ``name``, a scale; raises ``CheckpointError`` if it is missing, or of another dtype or shape."""
+    scale = contents.stored.get(name)
+    if scale is None:
+        layer = name.rpartition(".")[0]
+        path = next(each.path for other, each in contents.stored.items() if other.startswith(f"{layer}."))
+        raise CheckpointError(f"{path}: layer {layer} has no {name.rpartition('.')[2]}")
+    if scale.dtype not in dtypes or scale.shape not in shapes:
+        allowed = " or ".join(str(list(shape)) for shape in sorted(shapes))
+        kind = "of a float dtype" if dtypes[:4] == FLOAT_DTYPES else " or ".join(map(str, dtypes))
+        raise unfit(scale.path, name, scale, f"{kind} and {allowed}")
+    return scale
+
+
+def for_each(value: Tensor, n: int) -> Tensor:
+    """One number, or one for each row, as one for each of ``n`` rows, in memory of their own."""
+    return value.reshape(-1).expand(n).clone()

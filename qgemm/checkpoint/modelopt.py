@@ -1,0 +1,75 @@
+"""Checkpoints of NVIDIA's ModelOpt: fp8 with static activations, nvfp4, mxfp8, or some of each.
+
+| a layer ``[N, K]`` | tensors |
+|---|---|
+| fp8 | ``weight`` e4m3, ``weight_scale`` one number or ``[N]``; ``input_scale``, unless activations are per token |
+| nvfp4 | ``weight`` uint8 ``[N, K / 2]``, ``weight_scale`` e4m3 ``[N, K / 16]``, ``weight_scale_2``, which |
+| | multiplies; ``input_scale`` where activations are nvfp4, too |
+| mxfp8 | ``weight`` e4m3, ``weight_scale`` uint8 ``[N, K / 32]`` |
+
+The files say which layer is what; the config names the algorithm. Layers with a ``pre_quant_scale`` (AWQ) are refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qgemm.checkpoint.cache_scales import leave_to_cache
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.float_layers import note_fp8, note_input_scale, note_mxfp8, note_nvfp4
+from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.tensors import split_name
+from qgemm.numerics.formats import FP8
+from qgemm.scheme import resolve_scheme
+
+QUANT_METHOD = "modelopt"
+CONFIG_FILE = "hf_quant_config.json"
+_PER_TOKEN = "FP8_PER_CHANNEL_PER_TOKEN"
+
+
+def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
+    """The contents of a checkpoint of ModelOpt with tensors such as these.
+
+    Raises ``CheckpointError``, naming the layer, for what qgemm can't compute.
+    """
+    inner = quantization.get("quantization")
+    algorithm = (inner if isinstance(inner, dict) else quantization).get("quant_algo")
+    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+    for name in stored:
+        layer, leaf = split_name(name)
+        if leaf == "pre_quant_scale":
+            raise CheckpointError(
+                f"{config_path}: {layer} has a pre_quant_scale ({algorithm}), by which its input would have to be "
+                "multiplied; qgemm doesn't do that"
+            )
+        if leaf == "weight_scale":
+            _note_layer(contents, layer, algorithm, config_path)
+    leave_to_cache(contents)
+    return contents
+
+
+def _note_layer(contents: Contents, layer: str, algorithm: object, config_path: Path) -> None:
+    weight, scale = contents.stored.get(f"{layer}.weight"), contents.stored[f"{layer}.weight_scale"]
+    has_input_scale = f"{layer}.input_scale" in contents.stored
+    if weight is not None and weight.dtype == torch.uint8 and f"{layer}.weight_scale_2" in contents.stored:
+        note_nvfp4(contents, layer, "weight", "weight_scale_2", divides=False)
+        if has_input_scale:
+            contents.look_at(f"{layer}.input_scale", lambda value: None)
+            contents.note("activations stay in float, where the checkpoint asks for fp4")
+    elif weight is not None and weight.dtype == FP8.storage and scale.dtype == torch.uint8:
+        note_mxfp8(contents, layer)
+        contents.note("activations stay in float, where the checkpoint asks for fp8")
+    elif weight is not None and weight.dtype == FP8.storage and (has_input_scale or algorithm == _PER_TOKEN):
+        note_fp8(contents, layer, resolve_scheme("fp8-static" if has_input_scale else "fp8"))
+        if has_input_scale:
+            note_input_scale(contents, layer)
+    else:
+        raise CheckpointError(
+            f"{config_path}: {layer} has weight {weight} and weight_scale {scale} ({algorithm}); of ModelOpt, qgemm "
+            "reads fp8 with an input_scale or per token, nvfp4 and mxfp8"
+        )

@@ -1,0 +1,298 @@
+"""Layers in every format of compressed-tensors: the sample checkpoints, single layers of the library, and old files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qgemm
+from checkpoint.foreign import needs_the_library
+from checkpoint.library import (
+    FP8_GROUPS,
+    FP8_STATIC,
+    FP8_TOKENS,
+    INT8_TOKENS,
+    compressed,
+    decompressed,
+    group_of,
+    is_computed,
+    linears,
+    weights,
+    write,
+)
+from checkpoint.samples import load_sample, logit_error, wrong_weights
+from qgemm import CheckpointError
+from qgemm.checkpoint.words import pack_words
+from qgemm.nn import QuantLayer
+
+# The schemes of each sample. Where activations are float as the file asks, logits are the reference's; else they are
+# off by as much as rounding activations does, of which each library has its own way.
+FLOAT = {
+    "ct-w4a16-g128": {"int4"},
+    "ct-w4a16-g32-asym": {"int4-32-asymmetric"},
+    "ct-w4a16-actorder-weight": {"int4-64"},
+    "ct-w8a16-channel": {"int8-weight"},
+    "ct-w8a16-g128-asym": {"int8-weight-128-asymmetric"},
+    "ct-mxfp4a16": {"mxfp4"},
+    "ct-nvfp4a16": {"nvfp4"},
+}
+LEFT_FLOAT = {"ct-w4afp8-packed": "int4", "ct-mxfp8": "mxfp8", "ct-nvfp4": "nvfp4"}
+ROUNDED = {
+    "ct-w4a8-int": {"int4-int8"},
+    "ct-w4a8-int-packed": {"int4-channel-int8"},
+    "ct-fp8-dynamic": {"fp8"},
+    "ct-fp8-static": {"fp8-static"},
+    "ct-fp8-block": {"fp8-block"},
+    "ct-fp8-kv": {"fp8"},
+    "ct-mixed": {"fp8", "int4"},
+}
+
+
+def schemes_of(model: Any) -> set[str]:
+    return {layer.scheme.name for layer in model.modules() if isinstance(layer, QuantLayer)}
+
+
+@pytest.mark.parametrize("name", FLOAT)
+def test_samples_with_activations_in_float(name: str) -> None:
+    model, warnings = load_sample(name)
+    assert schemes_of(model) == FLOAT[name]
+    assert wrong_weights(name) == []
+    assert logit_error(name) < 1e-5
+    assert warnings == []
+
+
+@pytest.mark.parametrize("name", LEFT_FLOAT)
+def test_samples_whose_activations_stay_in_float(name: str) -> None:
+    model, warnings = load_sample(name)
+    assert schemes_of(model) == {LEFT_FLOAT[name]}
+    assert wrong_weights(name) == []
+    assert logit_error(name) < 1e-5
+    (warning,) = warnings
+    assert f"{name}: activations stay in float, where the checkpoint asks for fp" in warning
+
+
+@pytest.mark.parametrize("name", [name for name, schemes in ROUNDED.items() if is_computed(*schemes)])
+def test_samples_with_rounded_activations(name: str) -> None:
+    model, warnings = load_sample(name)
+    assert schemes_of(model) == ROUNDED[name]
+    assert wrong_weights(name) == []
+    assert 1e-5 < logit_error(name) < 0.1
+    # qgemm has a scale of max / 127 for int8 activations, the library of max / 127.5; and it rounds keys and values.
+    coarse = {"ct-w4a8-int": 0.01, "ct-w4a8-int-packed": 0.01, "ct-fp8-kv": 0.05}
+    assert logit_error(name, "logits_executed") < coarse.get(name, 1e-5)
+    if name == "ct-fp8-kv":
+        assert "its scales of keys and values are not used" in warnings[0]
+    else:
+        assert warnings == []
+    if name == "ct-mixed":
+        assert type(model.model.layers[0].mlp.down_proj) is torch.nn.Linear
+
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "int4": group_of("pack-quantized", weights(4, "group", 128)),
+    "int4-32": group_of("pack-quantized", weights(4, "group", 32)),
+    "int4-channel": group_of("pack-quantized", weights(4, "channel")),
+    "int4-64-asymmetric": group_of("pack-quantized", weights(4, "group", 64, symmetric=False)),
+    "int4-channel-asymmetric": group_of("pack-quantized", weights(4, "channel", symmetric=False)),
+    "int8-weight": group_of("pack-quantized", weights(8, "channel")),
+    "int8-weight-32": group_of("pack-quantized", weights(8, "group", 32)),
+    "int8-weight-asymmetric": group_of("pack-quantized", weights(8, "channel", symmetric=False)),
+    "int8-weight-64-asymmetric": group_of("naive-quantized", weights(8, "group", 64, symmetric=False)),
+    "int4-int8": group_of("int-quantized", weights(4, "group", 128), INT8_TOKENS),
+    "int4-32-asymmetric-int8": group_of("int-quantized", weights(4, "group", 32, symmetric=False), INT8_TOKENS),
+    "int4-channel-int8": group_of("pack-quantized", weights(4, "channel"), INT8_TOKENS),
+    "int8": group_of("int-quantized", weights(8, "channel"), INT8_TOKENS),
+    "fp8": group_of("float-quantized", weights(8, "channel", kind="float"), FP8_TOKENS),
+    "fp8-static": group_of("float-quantized", weights(8, "tensor", kind="float"), FP8_STATIC),
+    "fp8-weight": group_of("naive-quantized", weights(8, "channel", kind="float")),
+    "fp8-block": group_of("float-quantized", weights(8, "block", kind="float", block_structure=[128, 128]), FP8_GROUPS),
+    "mxfp4": group_of("mxfp4-pack-quantized", weights(4, "group", 32, "float", scale_dtype="torch.uint8")),
+    "mxfp8": group_of("mxfp8-quantized", weights(8, "group", 32, "float", scale_dtype="torch.uint8")),
+    "nvfp4": group_of(
+        "nvfp4-pack-quantized", weights(4, "tensor_group", 16, "float", scale_dtype="torch.float8_e4m3fn")
+    ),
+}
+
+
+def shape_of(scheme: str) -> tuple[int, int]:
+    """``[N, K]`` with short words and blocks, where the format has them."""
+    if scheme in ("int4-channel", "int8-weight", "int4-channel-asymmetric", "int8-weight-asymmetric"):
+        return 9, 30
+    return (130, 200) if scheme == "fp8-block" else (9, 384)
+
+
+@needs_the_library
+@pytest.mark.parametrize("scheme", [scheme for scheme in GROUPS if is_computed(scheme)])
+def test_one_layer_of_the_library(scheme: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = compressed(torch.randn(shape_of(scheme)), GROUPS[scheme], torch.float32)
+    write(tmp_path, {"0": tensors}, {"group_0": GROUPS[scheme]})
+    layer = qgemm.load_quantized(tmp_path, model=lambda: linears(shape_of(scheme)))[0]
+    assert layer.scheme.name == scheme
+    theirs, ours = decompressed(tensors, GROUPS[scheme]), layer.dequantize(torch.float32).weight
+    if theirs.dtype == torch.float32:
+        assert torch.equal(ours, theirs)
+    else:  # it rounds, and what it rounds it multiplies
+        torch.testing.assert_close(ours, theirs.float(), rtol=0.02, atol=0)
+
+
+def old_act_order(K: int = 256, size: int = 64, seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Tensors as versions before 0.20 wrote them for ``actorder: group``, and the float weight that they stand for."""
+    torch.manual_seed(seed)
+    q = torch.randint(-8, 8, (24, K), dtype=torch.int8)
+    scale, g_idx = torch.rand(24, K // size) + 0.5, (torch.randperm(K) // size).int()
+    tensors = {
+        "weight_packed": pack_words((q + 8).view(torch.uint8), 4),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor([24, K]),
+        "weight_g_idx": g_idx,
+    }
+    return tensors, q * scale[:, g_idx.long()]
+
+
+def test_groups_of_columns_in_any_order(tmp_path: Path) -> None:
+    tensors, weight = old_act_order()
+    group = {"group_0": group_of("pack-quantized", weights(4, "group", 64, actorder="group"))}
+    write(tmp_path, {"0": tensors}, group)
+    layer = qgemm.load_quantized(tmp_path, model=lambda: linears((24, 256)))[0]
+    assert layer.scheme.name == "int4-64-ordered"
+    assert torch.equal(layer.dequantize(torch.float32).weight, weight)
+    x = torch.randn(3, 256)
+    torch.testing.assert_close(layer(x), x @ weight.t(), rtol=1e-5, atol=1e-4)
+    # Columns in order, and the -1 of a layer that has no order.
+    for g_idx in (torch.arange(256).int() // 64, torch.full((256,), -1, dtype=torch.int32)):
+        write(tmp_path, {"0": {**tensors, "weight_g_idx": g_idx}}, group)
+        layer = qgemm.load_quantized(tmp_path, model=lambda: linears((24, 256)))[0]
+        assert layer.scheme.name == "int4-64"
+        codes = layer.dequantize(torch.float32).weight / tensors["weight_scale"].repeat_interleave(64, 1)
+        assert torch.equal(codes.round(), (weight / tensors["weight_scale"][:, tensors["weight_g_idx"].long()]).round())
+
+
+@pytest.mark.parametrize(
+    ("g_idx", "message"),
+    [
+        (torch.zeros(256).int(), "weight_g_idx doesn't give each of 4 groups 64 columns"),
+        (torch.arange(255).int() // 64, "weight_g_idx has 255 columns, which isn't the weight's K"),
+        (torch.zeros(2, 128).int(), r"weight_g_idx is torch.int32 \[2, 128\]; it must be int32"),
+        (torch.zeros(256), r"weight_g_idx is torch.float32 \[256\]; it must be int32"),
+    ],
+)
+def test_an_order_that_is_none(g_idx: torch.Tensor, message: str, tmp_path: Path) -> None:
+    tensors = {**old_act_order()[0], "weight_g_idx": g_idx}
+    write(tmp_path, {"0": tensors}, {"group_0": group_of("pack-quantized", weights(4, "group", 64))})
+    with pytest.raises(CheckpointError, match=message):
+        qgemm.load_quantized(tmp_path, model=lambda: linears((24, 256)))
+
+
+def packed_layer(K: int = 128, size: int = 32, bits: int = 4) -> dict[str, torch.Tensor]:
+    tensors = {
+        "weight_packed": pack_words(torch.full((8, K), 1 << (bits - 1), dtype=torch.uint8), bits),
+        "weight_scale": torch.full((8, K // size), 0.5),
+        "weight_shape": torch.tensor([8, K]),
+    }
+    return tensors
+
+
+def test_a_layer_is_of_the_group_that_it_fits(tmp_path: Path) -> None:
+    groups = {
+        "group_0": group_of("pack-quantized", weights(4, "group", 32)),
+        "group_1": group_of("pack-quantized", weights(8, "group", 32)),
+        "group_2": group_of("pack-quantized", weights(4, "group", 64)),
+    }
+    layers = {"0": packed_layer(), "1": packed_layer(bits=8), "2": packed_layer(size=64)}
+    write(tmp_path, layers, groups)
+    model = qgemm.load_quantized(tmp_path, model=lambda: linears(*[(8, 128)] * 3))
+    assert [layer.scheme.name for layer in model] == ["int4-32", "int8-weight-32", "int4-64"]
+
+
+def test_targets_decide_where_the_files_do_not(tmp_path: Path) -> None:
+    fp8 = weights(8, "channel", kind="float")
+    packed = {"group_0": group_of("naive-quantized", fp8), "group_1": group_of("float-quantized", fp8, FP8_TOKENS)}
+    layer = {"weight": torch.ones(8, 128).to(torch.float8_e4m3fn), "weight_scale": torch.ones(8, 1)}
+
+    def load(*targets: list[str]) -> list[str]:
+        groups = {name: {**packed[name], "targets": own} for name, own in zip(packed, targets, strict=True)}
+        write(tmp_path, {"0": layer, "1": layer}, groups)
+        contents = qgemm.checkpoint.load.find_matching(tmp_path, linears((8, 128), (8, 128))).contents
+        return [scheme.name for scheme in contents.manifest.layers.values()]
+
+    assert load(["0"], ["1"]) == ["fp8-weight", "fp8"]
+    assert load(["Linear"], ["1"]) == ["fp8-weight", "fp8"]
+    for targets in ((["re:.*0"], ["re:.*1"]), (["Linear"], ["re:(a|a)*1"]), (["Linear"], ["Linear"]), (["0"], ["0"])):
+        with pytest.raises(CheckpointError, match=r"layer 0 fits group_0 and group_1 alike, .* no regular expressions"):
+            load(*targets)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"weight_packed": None}, "0.weight_packed is missing; it must be torch.int32"),
+        ({"weight_packed": torch.zeros(8, 16)}, r"weight_packed is torch.float32 \[8, 16\]; it must be torch.int32"),
+        ({"weight_packed": torch.zeros(8, 15).int()}, r"it says \[8, 128\], and weight_packed is \[8, 15\] of 4 bits"),
+        ({"weight_scale": None}, r"weight_scale is missing; it must be of a float dtype, \[8, 4\]"),
+        ({"weight_scale": torch.ones(8, 4).int()}, r"weight_scale is torch.int32 \[8, 4\]; it must be of a float"),
+        ({"weight_scale": torch.ones(8, 2)}, r"weight_scale is torch.float32 \[8, 2\]; it must be .* \[8, 4\]"),
+        ({"weight_scale": torch.full((8, 4), torch.nan)}, "0.weight_scale holds NaN or Inf"),
+        ({"weight_shape": None}, "has a weight_packed but no weight_shape"),
+        ({"weight_shape": torch.tensor([8, 160])}, r"it says \[8, 160\], and weight_packed is \[8, 16\]"),
+        ({"weight_shape": torch.tensor([8])}, r"weight_shape is torch.int64 \[1\]; it must be int64, \[2\]"),
+        ({"weight_shape": torch.tensor([-8, 128])}, r"weight_shape is \[-8, 128\]"),
+        ({"weight_shape": torch.tensor([8, 126])}, r"layer 0 has the shape \[8, 126\]; the model's is \[8, 128\]"),
+        ({"weight_zero_point": torch.ones(8, 4).char()}, "the zero point is not 0, but the config says"),
+        ({"weight_zero_point": torch.zeros(1, 4).int()}, "the zero point is not 0, but the config says"),
+        ({"weight_global_scale": torch.ones(1)}, "a weight_global_scale, which only nvfp4 has"),
+        ({"input_scale": torch.ones(1)}, "activations are dynamic, but layer 0 has an input_scale"),
+        ({"input_zero_point": torch.ones(1).char()}, "the zero point of the input is not 0"),
+        ({"weight": torch.ones(8, 128)}, "holds both 0.weight_packed and 0.weight"),
+    ],
+)
+def test_tensors_that_are_refused(edit: dict[str, Any], message: str, tmp_path: Path) -> None:
+    tensors = {leaf: tensor for leaf, tensor in {**packed_layer(), **edit}.items() if tensor is not None}
+    write(tmp_path, {"0": tensors}, {"group_0": group_of("pack-quantized", weights(4, "group", 32))})
+    with pytest.raises(CheckpointError, match=message):
+        qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
+
+
+def test_zero_points_of_older_versions_are_zero(tmp_path: Path) -> None:
+    # int8 as they are, or packed: 8 stands for 0, and what is left over of a word is 0.
+    for zero_point in (
+        torch.zeros(8, 4).char(),
+        pack_words(torch.full((4, 8), 8, dtype=torch.uint8), 4).t().contiguous(),
+    ):
+        tensors = {**packed_layer(), "weight_zero_point": zero_point, "input_zero_point": torch.zeros(1).char()}
+        write(tmp_path, {"0": tensors}, {"group_0": group_of("pack-quantized", weights(4, "group", 32))})
+        (layer,) = qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
+        assert layer.scheme.name == "int4-32"
+
+
+def test_values_beyond_four_bits_are_refused(tmp_path: Path) -> None:
+    tensors = {"weight": torch.full((8, 128), 8, dtype=torch.int8), "weight_scale": torch.ones(8, 1)}
+    write(tmp_path, {"0": tensors}, {"group_0": group_of("naive-quantized", weights(4, "channel"))})
+    with pytest.raises(CheckpointError, match=r"0.weight: its values go from 8 to 8; those of 4 bits are from -8 to 7"):
+        qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
+
+
+def test_one_scale_for_a_tensor_and_scales_of_any_float_dtype(tmp_path: Path) -> None:
+    group = {"group_0": group_of("pack-quantized", weights(4, "tensor"))}
+    for dtype in (torch.float64, torch.float16, torch.bfloat16, torch.float32):
+        tensors = {**packed_layer(size=128), "weight_scale": torch.tensor([0.25], dtype=dtype)}
+        tensors["weight_packed"] = tensors["weight_packed"] + 1
+        write(tmp_path, {"0": tensors}, group)
+        (layer,) = qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
+        assert layer.weight_scale.dtype == (torch.float32 if dtype == torch.float64 else dtype)
+        assert torch.equal(layer.dequantize(torch.float32).weight[:, :8], torch.eye(8)[:1].expand(8, -1) / 4)
+
+
+def test_a_key_value_cache_is_left_to_the_cache(tmp_path: Path) -> None:
+    layers = {"0": packed_layer(), "attn": {"k_scale": torch.ones(1), "v_scale": torch.ones(1)}}
+    groups = {"group_0": group_of("pack-quantized", weights(4, "group", 32))}
+    write(tmp_path, layers, groups, kv_cache_scheme={"num_bits": 8, "type": "float"})
+    with pytest.warns(UserWarning, match="its scales of keys and values are not used"):
+        qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
+    # Without such a scheme, nobody says what these numbers are.
+    write(tmp_path, layers, groups)
+    with pytest.raises(CheckpointError, match=r"tensors that the model doesn't have: .*attn.k_scale"):
+        qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))

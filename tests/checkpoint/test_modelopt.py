@@ -1,0 +1,100 @@
+"""ModelOpt's checkpoints: the sample in nvfp4, other layers, its config beside the model's, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import qgemm
+from checkpoint.samples import SAMPLES, load_sample, logit_error, wrong_weights
+from qgemm import CheckpointError
+
+NAME = "nvfp4-modelopt"
+
+
+def test_the_sample() -> None:
+    model, warnings = load_sample(NAME)
+    assert {layer.scheme.name for layer in model.modules() if hasattr(layer, "scheme")} == {"nvfp4"}
+    assert wrong_weights(NAME) == []
+    assert logit_error(NAME) < 1e-5
+    assert "activations stay in float, where the checkpoint asks for fp4" in warnings[0]
+
+
+def test_its_own_config_alone(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(SAMPLES / NAME, tmp_path / "copy"))
+    config = json.loads((folder / "config.json").read_text())
+    own = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    text = {"producer": own["producer"], "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(text))
+    with pytest.warns(UserWarning, match="asks for fp4"):
+        model = qgemm.load_quantized(folder)
+    wanted = load_sample(NAME)[0].state_dict()
+    assert all(torch.equal(tensor.float(), wanted[name].float()) for name, tensor in model.state_dict().items())
+
+
+E4M3 = torch.ones(32, 64).to(torch.float8_e4m3fn)
+
+
+def load(folder: Path, tensors: dict[str, Tensor], algorithm: str = "FP8") -> Any:
+    save_file({f"0.{leaf}": tensor for leaf, tensor in tensors.items()}, folder / "model.safetensors")
+    quantization = {"quant_method": "modelopt", "quant_algo": algorithm}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    return qgemm.load_quantized(folder, model=lambda: nn.Sequential(nn.Linear(64, 32, bias=False)))[0]
+
+
+@pytest.mark.parametrize(
+    ("scales", "algorithm", "scheme"),
+    [
+        ({"weight_scale": torch.tensor(0.5), "input_scale": torch.tensor(0.25)}, "FP8", "fp8-static"),
+        ({"weight_scale": torch.full((32,), 0.5)}, "FP8_PER_CHANNEL_PER_TOKEN", "fp8"),
+        ({"weight_scale": torch.full((32, 2), 126, dtype=torch.uint8)}, "MXFP8", "mxfp8"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*activations stay in float")
+def test_layers_in_fp8(scales: dict[str, Tensor], algorithm: str, scheme: str, tmp_path: Path) -> None:
+    layer = load(tmp_path, {"weight": E4M3, **scales}, algorithm)
+    assert layer.scheme.name == scheme
+    assert torch.equal(layer.dequantize(torch.float32).weight, torch.full((32, 64), 0.5))
+
+
+def test_a_key_value_cache_is_left_to_the_cache(tmp_path: Path) -> None:
+    tensors = {"weight": E4M3, "weight_scale": torch.tensor(0.5), "input_scale": torch.tensor(0.25)}
+    with pytest.warns(UserWarning, match="its scales of keys and values are not used"):
+        load(tmp_path, {**tensors, "k_scale": torch.tensor(1.0)})
+
+
+NVFP4 = {"weight": torch.zeros(32, 32, dtype=torch.uint8), "weight_scale": torch.ones(32, 4).to(torch.float8_e4m3fn)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({**NVFP4, "weight_scale_2": torch.ones(2)}, r"weight_scale_2 is torch.float32 \[2\]; it must be"),
+        (NVFP4, "0 has weight torch.uint8"),
+        (
+            {**NVFP4, "weight_scale_2": torch.ones(()), "pre_quant_scale": torch.ones(64)},
+            "0 has a pre_quant_scale .*, by which its input would have to be multiplied",
+        ),
+        ({"weight": E4M3, "weight_scale": torch.ones(1, 1, 1, 1)}, "0 has weight torch.float8_e4m3fn"),
+        (
+            {"weight": E4M3, "weight_scale": torch.ones(())},
+            r"\(FP8\); of ModelOpt, qgemm reads fp8 with an input_scale",
+        ),
+        ({"weight_scale": torch.ones(())}, "0 has weight None"),
+        (
+            {"weight": torch.zeros(16, 64, dtype=torch.uint8), "weight_scale": torch.ones(32, 1)},
+            "0 has weight torch.uint",
+        ),
+    ],
+)
+def test_what_is_refused(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, tensors)
