@@ -14,7 +14,6 @@ from qgemm.nn.blocks.attention import FusedAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.layer import CalledBranch, FusedLayer
 from qgemm.nn.blocks.mixture import FusedMixture
-from qgemm.nn.blocks.steps import linear
 
 MAX_ERROR = 0.02
 """How far a fused layer's output may be from the layer's, as a part of what the layer adds to its input.
@@ -100,7 +99,7 @@ def computes_attention(fused: FusedAttention | FusedLatentAttention, call: Call,
     context = {**defaults, **call.others}
     try:
         if isinstance(fused, FusedAttention) and fused.norms is None:
-            x = x * (_SPREAD / linear(x, operands[0], x.dtype).float().std()).to(x.dtype)  # type: ignore[arg-type]
+            x = x * (_SPREAD / operands[0].product(x, x.dtype).float().std()).to(x.dtype)  # type: ignore[union-attr]
         expected = CalledBranch(fused.module, True)(x, (), None, x.dtype, context)
         out = fused(x, tuple(operands), None, x.dtype, context)  # type: ignore[arg-type]
     except Exception:  # of a candidate that is wrong, anything may be raised

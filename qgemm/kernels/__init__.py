@@ -2,6 +2,7 @@
 
 from qgemm.kernels.activations import GPT_OSS, GatedActivation
 from qgemm.kernels.dispatch import (
+    activate,
     activation_quantize,
     add_norm,
     add_norm_quantize,
@@ -25,6 +26,7 @@ __all__ = [
     "GemmConfig",
     "Norm",
     "Routing",
+    "activate",
     "activation_quantize",
     "add_norm",
     "add_norm_quantize",

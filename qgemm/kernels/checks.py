@@ -88,13 +88,18 @@ def check_add_norm(
     _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
 
 
-def check_activation_quantize(x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None) -> None:
-    """Raises if ``activation_quantize`` can't take these."""
-    _check_rows("activation_quantize", x)
+def check_activate(x: Tensor, activation: str, gated: bool) -> None:
+    """Raises if ``activate`` can't take these."""
+    _check_rows("activate", x)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}; it must be one of {sorted(ACTIVATIONS)}")
     if gated and x.shape[-1] % 2:
         raise ValueError(f"x has {x.shape[-1]} columns; gates and ups side by side are an even number of them")
+
+
+def check_activation_quantize(x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None) -> None:
+    """Raises if ``activation_quantize`` can't take these."""
+    check_activate(x, activation, gated)
     _check_static_scale("input_scale", input_scale, x)
 
 
@@ -230,6 +235,7 @@ def check_weight_only_linear(
     format: str,
     group_size: int,
     int8_activations: bool = False,
+    residual: Tensor | None = None,
 ) -> None:
     """Raises if ``weight_only_linear`` can't take these."""
     _check_input(x, in_features)
@@ -261,6 +267,7 @@ def check_weight_only_linear(
     if int8_activations and format != "int4":
         raise ValueError(f"format is {format!r}; int8_activations are for int4")
     _check_bias(bias, N)
+    _check_residual(residual, (*x.shape[:-1], N), x.dtype)
     check_same_device(
         x=x,
         weight=weight,
@@ -269,6 +276,7 @@ def check_weight_only_linear(
         global_scale=global_scale,
         input_order=input_order,
         bias=bias,
+        residual=residual,
     )
 
 

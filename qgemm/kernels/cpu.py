@@ -88,6 +88,12 @@ def activation_quantize(
 
 
 @_without_grad
+def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+    """``dispatch.activate`` on the CPU."""
+    return activated(x, activation, gated)
+
+
+@_without_grad
 def add_norm_quantize(
     x: Tensor,
     residual: Tensor,

@@ -128,6 +128,13 @@ def activation_quantize(
     return out
 
 
+def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+    """``act(gate) * up`` in one kernel: what ``activation_quantize`` quantizes, as floats ``[..., I]``."""
+    checks.check_activate(x, activation, gated)
+    out: Tensor = _backend(x).activate(x, activation, gated)
+    return out
+
+
 def int_mm(a: Tensor, b: Tensor, *, config: GemmConfig | None = None) -> Tensor:
     """``a @ b`` of int8 ``[M, K]`` and ``[K, N]`` as exact int32 ``[M, N]``. K is at most 131,071."""
     checks.check_int_mm(a, b)

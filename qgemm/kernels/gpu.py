@@ -1,7 +1,7 @@
 """The kernels' functions on a GPU, in Triton; importing this imports Triton. For ``dispatch.py`` alone."""
 
 # ruff: noqa: F401
-from qgemm.kernels.activation.launcher import activation_quantize
+from qgemm.kernels.activation.launcher import activate, activation_quantize
 from qgemm.kernels.attention.launcher import decode_attention
 from qgemm.kernels.gemm.launcher import int_mm, matmul, scaled_mm
 from qgemm.kernels.grouped.launcher import grouped_mm

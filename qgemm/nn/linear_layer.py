@@ -33,6 +33,8 @@ class LinearLayer(QuantLayer):
     """A quantized ``nn.Linear``: float ``[..., in_features]`` to ``[..., out_features]``.
 
     - ``row_names``: its parameters that have a row for each row of the weight, which ``convert_rows`` makes.
+    - ``shared_names``: its parameters that say something of the input or of all rows, so that layers that are computed
+      by one product must agree in them.
     - ``default_scheme``: the name of the scheme of a layer that is made without one.
     - ``rows_in_step``: how many rows of the weight share a row of some parameter.
     - ``folds_bias``: whether ``bias`` depends on the weight, so that it differs from the float layer's.
@@ -42,6 +44,7 @@ class LinearLayer(QuantLayer):
     made_by = "from_linear"
     row_names: tuple[str, ...]
     rows_in_step: ClassVar[int] = 1
+    shared_names: ClassVar[tuple[str, ...]] = ()
     default_scheme: ClassVar[str] = "int8"
     folds_bias: ClassVar[bool] = False
     in_features: int

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,10 @@ class WeightOnlyLinear(LinearLayer):
     scale_names = ("weight_scale",)
     index_names = ("weight_zero_point", "weight_global_scale", "input_order")
     row_names: tuple[str, ...] = ("weight", "weight_scale", "weight_zero_point")
+    shared_names = ("weight_global_scale", "input_order")
+    operands: ClassVar[tuple[str, ...]] = (
+        "weight", "weight_scale", "weight_zero_point", "weight_global_scale", "input_order", "bias",
+    )  # fmt: skip
     weight: nn.Parameter
     weight_scale: nn.Parameter
     weight_zero_point: nn.Parameter | None
@@ -167,7 +172,6 @@ class WeightOnlyLinear(LinearLayer):
 
     def compute(self, x: Tensor) -> Tensor:
         """One operator."""
-        names = ("weight", "weight_scale", "weight_zero_point", "weight_global_scale", "input_order", "bias")
-        tensors, name = map(self.stored, names), self.scheme.weight.dtype
+        tensors, name = map(self.stored, self.operands), self.scheme.weight.dtype
         out: Tensor = torch.ops.qgemm.weight_only_linear(x, *tensors, self.in_features, name, self.group_size)
         return out

@@ -2,7 +2,7 @@
 
 A file that declares operators is imported here:
 
-- ``rows``: ``quantize_rows``, ``quantize_groups``, ``activation_quantize``, ``hadamard``.
+- ``rows``: ``quantize_rows``, ``quantize_groups``, ``activation_quantize``, ``activate``, ``hadamard``.
 - ``norms``: ``norm_quantize``, ``add_norm_quantize``, ``add_norm``.
 - ``products``: ``int_mm``, ``scaled_mm``, ``matmul``.
 - ``linear``: ``quant_linear``, ``quant_linear_asymmetric``, ``block_scaled_linear``, ``weight_only_linear``,

@@ -214,12 +214,13 @@ _declare_layer(
 )
 _declare_layer(
     "weight_only_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? global_scale, "
-    "Tensor? input_order, Tensor? bias, int in_features, str format, int group_size, bool int8_activations=False) "
-    "-> Tensor",
+    "Tensor? input_order, Tensor? bias, int in_features, str format, int group_size, bool int8_activations=False, "
+    "Tensor? residual=None) -> Tensor",
     weight_only_linear,
     checks.check_weight_only_linear,
     _dequantize_groups,
     bias_at=6,
+    residual_at=11,
     weight_at=slice(1, 6),
     sizes=slice(7, 10),
 )

@@ -3,6 +3,7 @@
 - ``quantize_rows(x, scale, zero_point, dtype)``: ``(q, row_scale)``.
 - ``quantize_groups(x)``: ``(q, scale)``, with a scale for each 128 values of a row.
 - ``activation_quantize(x, activation, gated, input_scale)``: the same, after ``act(gate) * up``.
+- ``activate(x, activation, gated)``: ``act(gate) * up`` itself.
 - ``hadamard(x)``: ``x`` times a block-diagonal Walsh-Hadamard matrix.
 """
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from qgemm.kernels import checks, dispatch
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8, INT8
+from qgemm.kernels.activations import activated
+from qgemm.numerics.formats import INT8
 from qgemm.numerics.hadamard import hadamard
 from qgemm.numerics.integers import cdiv
 from qgemm.ops.declare import operator
@@ -44,6 +47,19 @@ def _quantize_rows_fake(
     dtype = dtype or INT8.storage
     checks.check_quantize_rows(x, scale, zero_point, dtype)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
+def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+    """``torch.ops.qgemm.activate``, past the dispatcher where nobody on that way would see the call."""
+    out: Tensor
+    if torch.compiler.is_compiling() or rows_seen_by_others(x):
+        out = torch.ops.qgemm.activate(x, activation, gated)
+    else:
+        out = dispatch.activate(x, activation, gated)
+    return out
+
+
+def _quantize_rows_fake(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    checks.check_quantize_rows(x, scale, zero_point)
+    return x.new_empty(x.shape, dtype=INT8.storage), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _quantize_rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -93,6 +109,33 @@ operator(
     fake=_activation_quantize_fake,
     setup_context=_quantize_rows_setup,
     backward=lambda ctx, wanted, *grads: (None, None, None, None),
+)
+
+
+def _activate_fake(x: Tensor, activation: str, gated: bool) -> Tensor:
+    checks.check_activate(x, activation, gated)
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2 if gated else x.shape[-1]))
+
+
+def _activate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.activation, ctx.gated = inputs
+    ctx.save_for_backward(x)
+
+
+def _activate_backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+    with torch.enable_grad():
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        out = activated(x, ctx.activation, ctx.gated)
+    return torch.autograd.grad(out, x, grad)[0], None, None
+
+
+operator(
+    "activate(Tensor x, str activation, bool gated) -> Tensor",
+    cpu=dispatch.activate,
+    cuda=dispatch.activate,
+    fake=_activate_fake,
+    setup_context=_activate_setup,
+    backward=_activate_backward,
 )
 
 operator(

@@ -116,6 +116,27 @@ def test_a_fused_model_has_the_bits_of_the_model(family: str, dtype: torch.dtype
     assert torch.equal(example.output(), expected)
 
 
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("llama", "int4-32"),
+        ("llama", "fp8"),
+        ("qwen2", "int4-32-asymmetric"),
+        ("gemma2", "int8-weight"),
+        ("gpt_neox", "mxfp4"),
+        ("phi3", "fp8-weight"),
+        ("bert", "nf4"),
+    ],
+)
+def test_layers_with_quantized_weights_alone(family: str, scheme: str) -> None:
+    example = FAMILIES[family]()
+    quantize_model(example.model, scheme)
+    expected = example.output()
+    fuse(example.model, example.inputs)
+    assert fused_parts(example.model) == FUSED[family]
+    torch.testing.assert_close(example.output(), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow(quick=["mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", OF_MIXTURES)
@@ -315,14 +336,14 @@ def test_a_layer_that_computes_something_else_is_left_alone() -> None:
 
 def test_layers_of_other_schemes_are_named() -> None:
     example = FAMILIES["llama"]()
-    quantize_model(example.model, {"*.0.self_attn.k_proj": None, "*.1.mlp.*": "int4", "*": "int8"})
+    quantize_model(example.model, {"*.0.self_attn.k_proj": None, "*.1.mlp.*": "int8-hadamard", "*": "int8"})
     expected = example.output()
     fuse(example.model)
     first, second = fusion_report(example.model).records
     assert first.parts == ("mlp",)
-    assert "of class Linear, not QuantLinear" in first.reason
+    assert "of class Linear, not QuantLinear or WeightOnlyLinear" in first.reason
     assert second.parts == ("attention",)
-    assert "is of class WeightOnlyLinear" in second.reason
+    assert "is of class RotatedLinear" in second.reason
     assert "model.layers.1.mlp.down_proj" in str(fusion_report(example.model))
     assert torch.equal(example.output(), expected)
 

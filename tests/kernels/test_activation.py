@@ -92,3 +92,25 @@ def test_a_long_row_is_computed_twice(
     x = torch.randn(3, 2 * K, device=device).to(dtype)
     x[1, -1], x[2, K - 1] = 50, torch.nan
     assert_as_the_reference(x, "relu", gated)
+
+
+@GATED
+@DTYPES
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_as_floats(name: str, dtype: torch.dtype, gated: bool, device: torch.device) -> None:
+    x = (3 * torch.randn(6, 2100, device=device)).to(dtype)
+    x[1, 3], x[2, 40], x[3] = torch.nan, torch.inf, 0
+    out, wanted = activation_launch.activate(x, name, gated), activated(x, name, gated)
+    finite, eps = wanted.isfinite(), 0.0 if name in EXACT else torch.finfo(dtype).eps
+    assert torch.equal(out.isfinite(), finite)
+    assert torch.equal(out[1].isnan(), wanted[1].isnan())
+    # Of float32, tails of the functions lose a few bits.
+    torch.testing.assert_close(out[finite], wanted[finite], rtol=2 * eps, atol=32 * eps if eps < 1e-6 else eps / 50)
+
+
+@GATED
+@pytest.mark.parametrize("shape", [(0, 64), (5, 0), (70,), (2, 3, 70), (1, 2), (3, 4102)])
+def test_shapes_and_strides_of_floats(shape: tuple[int, ...], gated: bool, device: torch.device) -> None:
+    x = torch.randn(shape, device=device).bfloat16()
+    for each in (x, x[..., ::2] if shape[-1] % 4 == 0 else x, x[None].expand(3, *shape)):
+        assert torch.equal(activation_launch.activate(each, "relu2", gated), activated(each, "relu2", gated))

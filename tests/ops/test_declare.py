@@ -48,6 +48,8 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "rotate_and_store int8": (*rotated, *stores.to(torch.int8), *stores[..., 0].contiguous(), length),
         "quantize_rows": (x, None),
         "quantize_rows static": (x.view(1, 5, 16), one),
+        "activate": (x, "silu", True),
+        "activate plain": (x.view(1, 5, 16), "gelu", False),
         "activation_quantize": (x, "silu", True, None),
         "activation_quantize static": (x.view(1, 5, 16), "gelu_tanh", False, one),
         "norm_quantize": (x, gamma, None, *norm, None),

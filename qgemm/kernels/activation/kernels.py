@@ -1,6 +1,7 @@
-"""Activation and quantization of a row, in one kernel: a row a program.
+"""Activations, alone and with the quantization of their rows.
 
-A row that fits is computed once and held in registers; a longer row is computed twice.
+With it, a row is a program: one that fits is computed once and held in registers, a longer one is computed twice.
+Alone, a block of a row is a program.
 """
 
 import triton
@@ -30,3 +31,22 @@ def _activation_quantize_kernel(
     if row < M:
         source = GatedRow(x + row * stride_xm, K, FUNCTION, ACTIVATION, rounds_gate=True)
         quantize_row(source, RowQuantization(scale), q + row * K, row_scale + row, tl.arange(0, BLOCK), BLOCKS)
+
+
+@triton.jit(do_not_specialize=["PROGRAMS"])
+def _activation_kernel(
+    x, out,
+    PROGRAMS, K, stride_xm,
+    FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+):  # fmt: skip
+    """A block of a row a program, of ``PROGRAMS`` that have one: of ``x``, as above, to ``out [M, K]``."""
+    if NEXT_EARLY:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+    program = tl.program_id(0)
+    if program < PROGRAMS:
+        blocks = tl.cdiv(K, BLOCK)
+        row, k = (program // blocks).to(tl.int64), (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+        source = GatedRow(x + row * stride_xm, K, FUNCTION, ACTIVATION, rounds_gate=True)
+        tl.store(out + row * K + k, source.load(k), mask=k < K)

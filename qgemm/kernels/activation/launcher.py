@@ -1,9 +1,9 @@
-"""Launcher of the activation kernel: ``activation_quantize`` on GPU tensors, CPU tensors in Triton's interpreter."""
+"""Launchers of the activation kernels, on GPU tensors, or CPU tensors in Triton's interpreter."""
 
 import torch
 from torch import Tensor
 
-from qgemm.kernels.activation.kernels import _activation_quantize_kernel
+from qgemm.kernels.activation.kernels import _activation_kernel, _activation_quantize_kernel
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.launch import Launch
@@ -14,6 +14,7 @@ from qgemm.numerics.integers import cdiv
 
 MAX_ROW_BYTES = 32_768  # of a row that a program keeps in registers, after the activation
 LONG_ROW_BLOCK = 4096  # values at a time of a longer one
+BLOCK = 1024  # values of a program that doesn't quantize
 
 
 def activation_quantize(
@@ -44,6 +45,29 @@ def _plan(rows: Tensor, K: int, activation: GatedActivation, scale: Tensor | Non
         made = Launch(_activation_quantize_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
         launch = plans.keep(kind, made)
     return launch
+
+
+def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+    """``dispatch.activate`` on a GPU."""
+    columns = x.shape[-1]
+    K = columns // 2 if gated else columns
+    out = x.new_empty((*x.shape[:-1], K))
+    if out.numel():
+        rows = x.reshape(-1, columns)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        kind = (activate, rows.shape, rows.stride(), rows.dtype, rows.device, activation, gated)
+        launch: Launch | None = plans.get(kind)
+        if launch is None:
+            limits, made = device_limits(rows.device), GatedActivation(activation, gated)
+            work = rows.shape[0] * cdiv(K, BLOCK)
+            grid, next_early = quantize.programs(work, limits)
+            constants = (DEVICE_ACTIVATIONS[activation], made, BLOCK, limits.pdl, next_early)
+            numbers = (work, K, rows.stride(0))
+            launch = Launch(_activation_kernel, grid, numbers, constants, num_warps=4, pdl=limits.pdl)
+            plans.keep(kind, launch)
+        launch(rows, out)
+    return out
 
 
 def activated_row_blocks(K: int, itemsize: int) -> tuple[int, int, int]:

@@ -28,18 +28,20 @@ def weight_only_linear(
     format: str,
     group_size: int,
     int8_activations: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """``x[..., input_order] @ W.T + bias`` in the dtype of ``x``; ``W`` is what ``dequantize`` gives in that dtype.
 
     ``x``: float ``[..., K]``, ``K`` being ``in_features``. ``weight``: values of ``format``, as they are stored.
     ``scale``: ``[N, ceil(K / group_size)]``, in float or as uint8 exponents. ``zero_point``: int8 of that shape, or
     None. ``global_scale``: float32 ``[2]``, for float8 scales. ``input_order``: int32 ``[K]`` or None. ``bias``: float
-    ``[N]``. The product is PyTorch's.
+    ``[N]``. ``residual``: ``[..., N]`` in the dtype of ``x``, added to the rounded product. The product is PyTorch's.
     """
     others = scale, zero_point, global_scale, input_order, bias, in_features, format, group_size, int8_activations
-    check_weight_only_linear(x, weight, *others)
+    check_weight_only_linear(x, weight, *others, residual)
     with torch.autocast(x.device.type, enabled=False):
         x = x if input_order is None else x.index_select(-1, input_order)
         form = FORMATS[format]
         float_weight = dequantize(weight, scale, zero_point, global_scale, form, group_size, in_features, x.dtype)
-        return F.linear(x, float_weight, None if bias is None else bias.to(x.dtype))
+        out = F.linear(x, float_weight, None if bias is None else bias.to(x.dtype))
+    return out if residual is None else out.add_(residual)

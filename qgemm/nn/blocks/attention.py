@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.kernels.norms import Norm
-from qgemm.nn.blocks.merged import MergedWeights, Operands
-from qgemm.nn.blocks.steps import Input, linear
+from qgemm.nn.blocks.merged import MergedWeights
+from qgemm.nn.blocks.operands import Input, Operands
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +123,7 @@ class FusedAttention:
         others = dict(context)
         mask, cache = others.pop("attention_mask", None), others.pop(self.cache_name, None)
         positions = others.pop("position_embeddings", None)
-        qkv = linear(x, into, dtype)
+        qkv = into.product(x, dtype)
         q, k, v = self._find_heads(qkv, positions, cache)
         if self.query_scaling != 1.0:
             q = q * self.query_scaling
@@ -132,7 +132,7 @@ class FusedAttention:
             others["s_aux"] = self.module.sinks
         attend = self.functions.get_interface(self.module.config._attn_implementation, self.eager)
         out, _ = attend(self.module, q, k, v, mask, dropout=0.0, scaling=self.scaling, **others)
-        return linear(out.reshape(*qkv.shape[:-1], -1), out_of, dtype, residual)
+        return out_of.product(out.reshape(*qkv.shape[:-1], -1), dtype, residual)
 
     def _find_heads(
         self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None, cache: Any

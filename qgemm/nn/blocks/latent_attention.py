@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qgemm.nn.blocks.merged import MergedWeights, Operands
-from qgemm.nn.blocks.steps import Input, NormStep, linear, read
+from qgemm.nn.blocks.merged import MergedWeights
+from qgemm.nn.blocks.operands import Input, Operands
+from qgemm.nn.blocks.steps import NormStep, read
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +61,11 @@ class FusedLatentAttention:
         mask, cache = others.pop("attention_mask", None), others.pop(self.cache_name, None)
         cos, sin = others.pop("position_embeddings")
         rank, R, D = module.kv_lora_rank, module.qk_rope_head_dim, module.qk_nope_head_dim
-        into = linear(x, operands[0], dtype)
+        into = operands[0].product(x, dtype)
         B, S, width = into.shape
         q, latent, k_rot = into.split([width - rank - R, rank, R], dim=-1)
         if self.query is not None:
-            q = linear(read(q, self.query_norm, operands[2:]), operands[2], dtype)
+            q = operands[2].product(read(q, self.query_norm, operands[2:]), dtype)
         q_pass, q_rot = q.view(B, S, -1, D + R).transpose(1, 2).split([D, R], dim=-1)
         latent = module.kv_a_layernorm(latent).view(B, 1, S, rank)
         q_rot, k_rot = self.rotate(q_rot, k_rot.view(B, 1, S, R), cos, sin)
@@ -74,4 +75,4 @@ class FusedLatentAttention:
         attend = self.functions.get_interface(module.config._attn_implementation, self.eager)
         q = torch.cat((q_pass, q_rot), dim=-1)
         out, _ = attend(module, q, k, v, mask, dropout=0.0, scaling=module.scaling, **others)
-        return linear(out.reshape(B, S, -1), operands[1], dtype, residual)
+        return operands[1].product(out.reshape(B, S, -1), dtype, residual)

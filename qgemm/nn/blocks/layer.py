@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from qgemm.nn.blocks.attention import FusedAttention
 from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
-from qgemm.nn.blocks.merged import MergedWeights, Operands
+from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.mixture import FusedMixture
 from qgemm.nn.blocks.mlp import FusedMlp
+from qgemm.nn.blocks.operands import Operands, read_rows
 from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize, quantize, read
 
 Form = Literal["in a row", "side by side", "norms last", "alone"]
@@ -177,8 +178,9 @@ class FusedLayer:
         first, second = operands
         shares = self.mlp_norm is None
         # Rows only where both branches read rows.
-        into: Any = read(x, self.attention_norm, first if second or not shares else ())
-        if shares and first and second and isinstance(into, Tensor):
+        in_rows = read_rows(first) and (read_rows(second) or not shares)
+        into: Any = read(x, self.attention_norm, first if in_rows else ())
+        if shares and in_rows and isinstance(into, Tensor):
             into = quantize(into, first[0].input_scale)
         other: Any = into if shares else read(x, self.mlp_norm, second)
         out = self.attention(into, first, x if self.residual_first else None, x.dtype, context)

@@ -6,31 +6,23 @@ each, while the layers stay modules of their own with parameters of their own. S
 files, adapters and hooks are those of the model, merged or not, and nothing takes memory twice.
 
 A product of int8 rows has the same bits in a merged layer as in one by itself: every column has its own sum and scale.
+One of floats may add them in another order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from qgemm.nn.blocks.operands import Operands, operands_of
 from qgemm.nn.linear import QuantLinear
+from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.quant_layer import frozen
-from qgemm.numerics.formats import INT8
+from qgemm.nn.weight_only import WeightOnlyLinear
 
-
-class Operands(NamedTuple):
-    """What a product multiplies with; see ``QuantLinear``."""
-
-    weight: Tensor
-    weight_scale: Tensor
-    bias: Tensor | None
-    input_scale: Tensor | None
-
-
-_PLACED = ("weight", "weight_scale", "bias")
 _Placed: TypeAlias = tuple[dict[str, Any], Tensor, int, Any, Any]
 """A layer's parameters, its weight and that's address, its scale and its bias."""
 
@@ -42,7 +34,7 @@ class MergedWeights:
     others; then all are placed side by side again, at once or at the next call. One layer by itself is placed nowhere.
     """
 
-    def __init__(self, layers: Sequence[QuantLinear]) -> None:
+    def __init__(self, layers: Sequence[LinearLayer]) -> None:
         """Places the weights of ``layers``. Raises ``ValueError`` if they can't be merged, as ``why_apart`` says."""
         if reason := why_apart(layers):
             raise ValueError(f"these layers can't be merged: {reason}")
@@ -73,13 +65,11 @@ class MergedWeights:
             # Looked at again once something changes.
             self._placed, self._addresses = self._find_places(), self._find_addresses()
             return
+        first = self.layers[0]
+        tensors: dict[str, Any] = {name: first._parameters.get(name) for name in first.shared_names}
         with torch.no_grad(), torch.inference_mode(mode=False):
-            wholes = {name: self._join(name) for name in _PLACED}
-        weight, weight_scale = wholes["weight"], wholes["weight_scale"]
-        assert weight is not None
-        assert weight_scale is not None
-        input_scale = self.layers[0]._parameters.get("input_scale")
-        self._operands = Operands(weight, weight_scale, wholes["bias"], input_scale)
+            tensors |= {name: self._join(name) for name in self._placed_names}
+        self._operands = operands_of(first, tensors)
         self._placed, self._addresses = self._find_places(), self._find_addresses()
 
     def let_go(self) -> None:
@@ -92,10 +82,15 @@ class MergedWeights:
         for layer in self.layers:
             layer.merged = None
             if len(self.layers) > 1:
-                for name in _PLACED:
+                for name in self._placed_names:
                     parameter = layer._parameters.get(name)
                     if parameter is not None:
                         parameter.data = parameter.data.clone()
+
+    @property
+    def _placed_names(self) -> tuple[str, ...]:
+        """The parameters that have a row for each output."""
+        return (*self.layers[0].row_names, "bias")
 
     def _join(self, name: str) -> Tensor | None:
         """One tensor for the parameters called ``name``, which become its rows; they stay the same objects."""
@@ -118,7 +113,7 @@ class MergedWeights:
         )
 
     def _find_addresses(self) -> list[int]:
-        parameters = (layer._parameters.get(name) for layer in self.layers for name in _PLACED)
+        parameters = (layer._parameters.get(name) for layer in self.layers for name in self._placed_names)
         return [parameter.data_ptr() for parameter in parameters if parameter is not None]
 
     def _is_placed(self) -> bool:
@@ -140,13 +135,13 @@ class MergedWeights:
 
     def _agrees(self) -> bool:
         """Whether all layers have values on one device, and scales and biases of one kind."""
-        for name in _PLACED:
+        for name in self._placed_names:
             kinds = {
                 None if (p := layer._parameters.get(name)) is None else (p.device, p.dtype) for layer in self.layers
             }
             if len(kinds) > 1 or any(kind is not None and kind[0].type == "meta" for kind in kinds):
                 return False
-        return _equal_input_scales(self.layers)
+        return not _differing(self.layers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MergedWeights:
         """Of the copies of the layers, which are placed when they are called: each has memory of its own until then."""
@@ -161,38 +156,46 @@ class MergedWeights:
 
 def why_apart(layers: Sequence[nn.Module]) -> str:
     """Why ``layers`` can't be merged; empty if they can."""
+    linear: list[LinearLayer] = []
     for layer in layers:
-        if type(layer) is not QuantLinear:
-            return f"{_name(layer)} is of class {type(layer).__name__}, not QuantLinear"
-        if layer.scheme.weight.format is not INT8:
-            return f"{_name(layer)} is {layer.scheme.name}; fused kernels are for int8"
+        if not isinstance(layer, LinearLayer) or type(layer) not in _MERGED:
+            names = " or ".join(kind.__name__ for kind in _MERGED)
+            return f"{_name(layer)} is of class {type(layer).__name__}, not {names}"
         if hasattr(layer, "_hf_hook"):
             return f"accelerate moves the weight of {_name(layer)}"
         if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
             return f"{_name(layer)} has hooks, or another forward"
         if type(layer._parameters.get("weight")) is not nn.Parameter:
             return f"the weight of {_name(layer)} is computed, or cut among processes"
-    first, *others = layers
-    assert isinstance(first, QuantLinear)
+        linear.append(layer)
+    first, *others = linear
     for other in others:
-        assert isinstance(other, QuantLinear)
         if other.in_features != first.in_features:
             return f"{_name(first)} has {first.in_features} inputs, {_name(other)} {other.in_features}"
         if other.scheme != first.scheme:
             return f"{_name(first)} is {first.scheme.name}, {_name(other)} {other.scheme.name}"
         if (other.bias is None) != (first.bias is None):
             return f"of {_name(first)} and {_name(other)}, one has a bias"
-    if not _equal_input_scales([layer for layer in layers if isinstance(layer, QuantLinear)]):
-        return f"the static input scales of {_name(first)} and its siblings differ"
+    if name := _differing(linear):
+        return f"{name} of {_name(first)} differs from its siblings'"
     return ""
 
 
-def _equal_input_scales(layers: Sequence[QuantLinear]) -> bool:
-    scales = [layer._parameters.get("input_scale") for layer in layers]
-    first = scales[0]
-    if first is None or first.is_meta:
-        return True
-    return all(each is not None and each.device == first.device and bool(each == first) for each in scales[1:])
+_MERGED: tuple[type[LinearLayer], ...] = (QuantLinear, WeightOnlyLinear)
+
+
+def _differing(layers: Sequence[LinearLayer]) -> str:
+    """Which of the parameters that layers must share aren't equal; empty if all are."""
+    first, *others = layers
+    for name in first.shared_names:
+        own = first._parameters.get(name)
+        if own is None or own.is_meta:
+            continue
+        for other in others:
+            value = other._parameters.get(name)
+            if value is None or value.device != own.device or not torch.equal(value, own):
+                return name
+    return ""
 
 
 def _name(layer: Any) -> str:

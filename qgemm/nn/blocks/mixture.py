@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qgemm.kernels import Routing
-from qgemm.nn.blocks.merged import MergedWeights, Operands
+from qgemm.nn.blocks.merged import MergedWeights
+from qgemm.nn.blocks.operands import Operands
 from qgemm.nn.experts import QuantExperts
 from qgemm.ops.router import route
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.nn.blocks.merged import MergedWeights, Operands
-from qgemm.nn.blocks.steps import Input, activate, linear
+from qgemm.nn.blocks.merged import MergedWeights
+from qgemm.nn.blocks.operands import Input, Operands
+from qgemm.nn.blocks.steps import activate
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +44,6 @@ class FusedMlp:
     ) -> Tensor:
         """The output of the module for ``x [..., K]``, plus ``residual``, in ``dtype``."""
         into, out_of = operands
-        h = linear(x, into, dtype)
-        rows = activate(h, self.activation, self.activation_name, self.gated, out_of.input_scale)
-        return linear(rows, out_of, dtype, residual)
+        h = into.product(x, dtype)
+        activated = activate(h, self.activation, self.activation_name, self.gated, out_of)
+        return out_of.product(activated, dtype, residual)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.rows import QuantizedRows
-from qgemm.nn.blocks.merged import Operands
-from qgemm.ops import quant_linear
-from qgemm.ops.linear import multiply
+from qgemm.nn.blocks.operands import Input, Operands, read_rows
 from qgemm.ops.norms import add_norm, add_norm_quantize, norm_quantize
+from qgemm.ops.rows import activate as activate_floats
 from qgemm.ops.rows import activation_quantize
-
-Input: TypeAlias = Tensor | QuantizedRows
-"""What a branch of a layer reads: floats, or rows that are quantized already."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +44,13 @@ def normalize(x: Tensor, step: NormStep | None) -> Tensor:
 
 
 def read(x: Tensor, step: NormStep | None, operands: tuple[Operands, ...]) -> Input:
-    """What a branch reads: ``norm(x)``, quantized for one that begins with a product of ``operands``."""
+    """What a branch reads: ``norm(x)``, quantized for one that begins with a product of rows."""
     vectors = None if step is None else step.vectors(x)
     if vectors is None:
         return normalize(x, step)
     assert step is not None
     assert step.norm is not None
-    if not operands:
+    if not read_rows(operands):
         return add_norm(x, None, None, *vectors, step.norm)[1]
     return QuantizedRows(*norm_quantize(x, *vectors, step.norm, operands[0].input_scale))
 
@@ -67,14 +62,15 @@ def add_and_read(
     before, after = (None if each is None else each.vectors(x) for each in (out_step, step))
     unknown = (out_step is not None and before is None) or (step is not None and after is None)
     norms = {each.norm for each in (out_step, step) if each is not None}
-    if unknown or len(norms) != 1 or (before is not None and before[1] is not None) or (step is None and not operands):
+    in_rows = read_rows(operands)
+    if unknown or len(norms) != 1 or (before is not None and before[1] is not None) or (step is None and not in_rows):
         total = residual + normalize(x, out_step)
         return total, read(total, step, operands)
     (norm,) = norms
     assert norm is not None
     branch_weight = None if before is None else before[0]
     weight, bias = (None, None) if after is None else after
-    if operands:
+    if in_rows:
         total, *rows = add_norm_quantize(x, residual, branch_weight, weight, bias, norm, operands[0].input_scale)
         return total, QuantizedRows(*rows)
     return add_norm(x, residual, branch_weight, weight, bias, norm)
@@ -88,21 +84,16 @@ def add(x: Tensor, residual: Tensor, out_step: NormStep | None) -> Tensor:
     return add_norm(x, residual, vectors[0], None, None, out_step.norm)[0]
 
 
-def activate(
-    h: Tensor, activation: Callable[[Tensor], Tensor], name: str, gated: bool, input_scale: Tensor | None
-) -> Input:
-    """``act(gate) * up`` of ``h [..., 2I]``, or ``act(h)``; quantized if ``name`` says which activation it is."""
+def activate(h: Tensor, activation: Callable[[Tensor], Tensor], name: str, gated: bool, operands: Operands) -> Input:
+    """``act(gate) * up`` of ``h [..., 2I]``, or ``act(h)``, for a product of ``operands``.
+
+    In one kernel if ``name`` says which activation it is.
+    """
+    if name and operands.reads_rows:
+        return QuantizedRows(*activation_quantize(h, name, gated, operands.input_scale))
     if name:
-        return QuantizedRows(*activation_quantize(h, name, gated, input_scale))
+        return activate_floats(h, name, gated)
     if not gated:
         return activation(h)
     gate, up = h.chunk(2, dim=-1)
     return activation(gate) * up
-
-
-def linear(x: Input, operands: Operands, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-    """``round(x @ weight.T + bias)`` in ``dtype``, plus ``residual``, rounded again."""
-    weight, weight_scale, bias, input_scale = operands
-    if isinstance(x, QuantizedRows):
-        return multiply(x.values, x.scale, weight, weight_scale, bias, residual, dtype)
-    return quant_linear(x, weight, weight_scale, bias, input_scale, residual)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from qgemm import QuantLinear
-from qgemm.nn.blocks.merged import MergedWeights
+from qgemm.nn import linear_class
+from qgemm.nn.blocks.merged import MergedWeights, why_apart
 from qgemm.ops import quant_linear
 
 SIZES = (64, 32, 48)
@@ -173,7 +174,30 @@ def test_static_scales_must_be_equal() -> None:
     expected = torch.cat([layer(x) for layer in equal], dim=-1)
     merged = MergedWeights(equal)
     assert torch.equal(compute(merged, x), expected)
-    with pytest.raises(ValueError, match="static input scales"):
+    with pytest.raises(ValueError, match="input_scale of a layer differs"):
         MergedWeights([_static(0.1), _static(0.2)])
     equal[1].load_state_dict({**equal[1].state_dict(), "input_scale": torch.tensor(0.2)})
     assert merged.operands() is None
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int4-32-asymmetric", "int8-weight", "fp8-weight", "mxfp4"])
+def test_layers_with_quantized_weights_alone(scheme: str) -> None:
+    parts = [linear_class(scheme).from_linear(nn.Linear(64, size), scheme) for size in SIZES]
+    x = torch.randn(5, 64)
+    expected = torch.cat([layer(x) for layer in parts], dim=-1)
+    merged = MergedWeights(parts)
+    operands = merged.operands()
+    assert operands is not None
+    assert operands.weight.shape[0] == sum(SIZES)
+    residual = torch.randn(5, sum(SIZES))
+    torch.testing.assert_close(operands.product(x, x.dtype), expected)
+    torch.testing.assert_close(operands.product(x, x.dtype, residual), expected + residual)
+    assert all(layer.stored("weight").untyped_storage().nbytes() == operands.weight.nbytes for layer in parts)
+
+
+def test_global_scales_must_be_equal() -> None:
+    floats = [nn.Linear(64, 32), nn.Linear(64, 32)]
+    nn.init.constant_(floats[1].weight, 7.3)
+    one, other = (linear_class("nvfp4").from_linear(each, "nvfp4") for each in floats)
+    assert why_apart([one, other]) == "weight_global_scale of a layer differs from its siblings'"
+    assert why_apart([one]) == ""

@@ -1,0 +1,93 @@
+"""What a product multiplies with, and how: rows that were quantized ahead of it, or floats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels.rows import QuantizedRows
+from qgemm.nn.linear import QuantLinear
+from qgemm.nn.linear_layer import LinearLayer
+from qgemm.nn.weight_only import WeightOnlyLinear
+from qgemm.numerics.formats import INT8
+from qgemm.ops import quant_linear
+from qgemm.ops.linear import multiply
+
+Input: TypeAlias = Tensor | QuantizedRows
+"""What a branch of a layer reads: floats, or rows that are quantized already."""
+
+
+class QuantizedOperands(NamedTuple):
+    """Those of a ``QuantLinear``, which may be given rows that several products share."""
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+
+    @property
+    def reads_rows(self) -> bool:
+        """Whether it is best given quantized rows, which the kernels between products make in int8."""
+        return self.weight.dtype == INT8.storage
+
+    def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        """``round(x @ weight.T + bias)`` in ``dtype``, plus ``residual``, rounded again."""
+        weight, weight_scale, bias, input_scale = self
+        if isinstance(x, QuantizedRows):
+            return multiply(x.values, x.scale, weight, weight_scale, bias, residual, dtype)
+        return quant_linear(x, weight, weight_scale, bias, input_scale, residual)
+
+
+class FloatOperands(NamedTuple):
+    """Those of a ``WeightOnlyLinear``, in the order of its operator's arguments."""
+
+    weight: Tensor
+    weight_scale: Tensor
+    zero_point: Tensor | None
+    global_scale: Tensor | None
+    input_order: Tensor | None
+    bias: Tensor | None
+    in_features: int
+    format: str
+    group_size: int
+    int8_activations: bool
+
+    @property
+    def reads_rows(self) -> bool:
+        """As above: it takes floats alone."""
+        return False
+
+    @property
+    def input_scale(self) -> None:
+        """As above: its input has no scale."""
+        return None
+
+    def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        """As above, of ``x`` in ``dtype``."""
+        assert isinstance(x, Tensor)
+        out: Tensor = torch.ops.qgemm.weight_only_linear(x, *self, residual)
+        return out
+
+
+Operands: TypeAlias = QuantizedOperands | FloatOperands
+
+
+def read_rows(operands: tuple[Operands, ...]) -> bool:
+    """Whether a branch that begins with the first of ``operands``, if with any, is best given quantized rows."""
+    return bool(operands) and operands[0].reads_rows
+
+
+def operands_of(layer: LinearLayer, tensors: Mapping[str, Tensor | None]) -> Operands:
+    """What layers like ``layer`` multiply with, whose parameters, by name, are ``tensors``."""
+    if isinstance(layer, QuantLinear):
+        return QuantizedOperands(*(tensors[name] for name in layer.operands))  # type: ignore[arg-type]
+    assert isinstance(layer, WeightOnlyLinear)
+    weight, scale, zero_point, global_scale, input_order, bias = (tensors.get(name) for name in layer.operands)
+    assert weight is not None
+    assert scale is not None
+    form, is_int8 = layer.scheme.weight.dtype, layer.scheme.activation is not None
+    sizes = layer.in_features, form, layer.group_size, is_int8
+    return FloatOperands(weight, scale, zero_point, global_scale, input_order, bias, *sizes)
