@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels import checks, dispatch
+from qgemm.kernels.activations import activated
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FP8, INT8
-from qgemm.kernels.activations import activated
-from qgemm.numerics.formats import INT8
 from qgemm.numerics.hadamard import hadamard
 from qgemm.numerics.integers import cdiv
 from qgemm.ops.declare import operator
@@ -35,6 +34,16 @@ def activation_quantize(
     return out
 
 
+def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
+    """``torch.ops.qgemm.activate``, past the dispatcher where nobody on that way would see the call."""
+    out: Tensor
+    if torch.compiler.is_compiling() or rows_seen_by_others(x):
+        out = torch.ops.qgemm.activate(x, activation, gated)
+    else:
+        out = dispatch.activate(x, activation, gated)
+    return out
+
+
 def _quantize_rows(
     x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -47,19 +56,6 @@ def _quantize_rows_fake(
     dtype = dtype or INT8.storage
     checks.check_quantize_rows(x, scale, zero_point, dtype)
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
-def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
-    """``torch.ops.qgemm.activate``, past the dispatcher where nobody on that way would see the call."""
-    out: Tensor
-    if torch.compiler.is_compiling() or rows_seen_by_others(x):
-        out = torch.ops.qgemm.activate(x, activation, gated)
-    else:
-        out = dispatch.activate(x, activation, gated)
-    return out
-
-
-def _quantize_rows_fake(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    checks.check_quantize_rows(x, scale, zero_point)
-    return x.new_empty(x.shape, dtype=INT8.storage), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _quantize_rows_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
