@@ -94,6 +94,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "int",
     ),
     "load_quantized, folder": (lambda bad: qgemm.load_quantized(bad, model=net()), ""),
+    "load_quantized, scheme": (lambda bad: qgemm.load_quantized("folder", model=net(), scheme=bad), "None"),
     "load_quantized, device": (lambda bad: qgemm.load_quantized("folder", bad, model=net()), ""),
     "QuantLinear, in_features": (lambda bad: QuantLinear(bad, 8), "int"),
     "QuantLinear, out_features": (lambda bad: QuantLinear(8, bad), "int"),
@@ -111,7 +112,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "Calibration.load": (qgemm.Calibration.load, ""),
     "quantize_checkpoint, source": (lambda bad: qgemm.quantize_checkpoint(bad, "new"), ""),
     "quantize_checkpoint, device": (lambda bad: qgemm.quantize_checkpoint("folder", "new", device=bad), ""),
-    "QGemmConfig, scheme": (lambda bad: qgemm.QGemmConfig(bad), ""),
+    "QGemmConfig, scheme": (lambda bad: qgemm.QGemmConfig(bad), "None"),
     "QGemmConfig, input_scales": (lambda bad: qgemm.QGemmConfig(input_scales=bad), "None dict"),
     "QGemmConfig.from_dict": (lambda bad: qgemm.QGemmConfig.from_dict(bad), ""),
 }

@@ -21,11 +21,16 @@ from qgemm.scheme import QuantScheme
 
 
 def match(
-    model: nn.Module, manifest: Manifest, stored: dict[str, StoredTensor], config_path: Path
+    model: nn.Module,
+    manifest: Manifest,
+    stored: dict[str, StoredTensor],
+    config_path: Path,
+    has_buffers: bool = True,
 ) -> dict[str, QuantLayer]:
     """The layers to put into ``model``, by name, on meta; a module with several names gets one layer.
 
-    Raises ``CheckpointError`` unless the model with these layers has exactly the tensors in ``stored``, ties included.
+    ``has_buffers``: whether ``model`` must have the values of what isn't in the files. Raises ``CheckpointError``
+    unless the model with these layers has exactly the tensors in ``stored``, ties included.
     """
     layers = quantized_layers(model, manifest.layers, config_path)
     replaced = {f"{name}.{leaf}" for name in layers for leaf in model.get_submodule(name)._parameters}
@@ -42,7 +47,8 @@ def match(
     transient = transient_names(model)
     _check_ties(expected, manifest.tied, stored, config_path)
     _check_names(expected, transient, manifest.tied, stored, config_path.parent)
-    _check_attributes(model)
+    if has_buffers:
+        _check_on_hand(model, expected, manifest.tied, stored, config_path.parent)
     for name, tensor in stored.items():
         wanted = tuple(expected[name].shape)
         if tensor.shape != wanted and not (name in transient and _has_grown(wanted, tensor.shape)):
@@ -140,14 +146,21 @@ def _check_names(
     absent = [name for name in expected if name not in stored and name not in tied]
     if missing := [name for name in absent if name not in transient]:
         raise CheckpointError(f"{folder} lacks tensors of the model: {listed(missing, show=str)}")
+
+
+def _check_on_hand(
+    model: nn.Module,
+    expected: dict[str, Tensor],
+    tied: dict[str, str],
+    stored: dict[str, StoredTensor],
+    folder: Path,
+) -> None:
+    absent = [name for name in expected if name not in stored and name not in tied]
     if unknown := [name for name in absent if expected[name].device.type == "meta"]:
         raise CheckpointError(
             f"{folder} doesn't hold buffers that the given model has on meta: {listed(unknown, show=str)}; "
             "pass a model that was built on a device with memory"
         )
-
-
-def _check_attributes(model: nn.Module) -> None:
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if isinstance(value, Tensor) and value.device.type == "meta":

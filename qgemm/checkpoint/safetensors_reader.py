@@ -79,7 +79,7 @@ class Place:
 
 def read_bytes(file: BinaryIO, path: Path, start: int, count: int) -> Tensor:
     """Some bytes of ``file``, the one at ``path``. Raises ``CheckpointError`` if it has become shorter."""
-    values = torch.empty(count, dtype=torch.uint8)
+    values = torch.empty(count, dtype=torch.uint8, device="cpu")  # also where meta is the default
     if not count:
         return values
     target = memoryview((ctypes.c_char * count).from_address(values.data_ptr())).cast("B")

@@ -6,6 +6,7 @@
 - With a recipe or batches for calibration it is loaded in float, and quantized by ``quantize_model`` at the end.
 - A folder that ``save_pretrained`` or ``qgemm.save_quantized`` wrote holds a ``Manifest``; quantized layers
   are put into the model before the int8 values are read into them.
+- A folder that another library has quantized, and a ``QGemmConfig`` for it: its layers run through qgemm.
 - ``attach_quantizer`` is for a model that was quantized in place: ``save_pretrained`` then writes that manifest.
 
 Importing this package registers the method ``"qgemm"`` with transformers, once, and an attention of that name, which
@@ -20,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
+    AutoHfQuantizer,
     register_quantization_config,
     register_quantizer,
 )
@@ -28,6 +30,7 @@ from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.integrations.transformers.attention import attention, mask
 from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache
 from qgemm.integrations.transformers.config import QGemmConfig
+from qgemm.integrations.transformers.foreign import prefer_qgemm
 from qgemm.integrations.transformers.quantizer import QGemmQuantizer, attach_quantizer
 
 __all__ = ["KeyValueCache", "QGemmConfig", "QGemmQuantizer", "attach_quantizer"]
@@ -39,3 +42,6 @@ register_quantization_config(QUANT_METHOD)(QGemmConfig)
 register_quantizer(QUANT_METHOD)(QGemmQuantizer)
 AttentionInterface.register(ATTENTION, attention)
 AttentionMaskInterface.register(ATTENTION, mask)
+# The one place where transformers compares a given config with the checkpoint's, and raises if their classes differ.
+merge = AutoHfQuantizer.merge_quantization_configs
+AutoHfQuantizer.merge_quantization_configs = classmethod(prefer_qgemm(merge))  # type: ignore

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,14 +28,14 @@ class QGemmConfig(QuantizationConfigMixin):
 
     All arguments are those of ``qgemm.quantize_model``. With ``recipe``, or batches as ``calibration``, the model is
     loaded in float, where the device map puts it, and then quantized on these batches, which must be on its device.
-    Otherwise each weight is quantized while it is read. The ``config.quantization_config`` of a quantized model has a
-    ``manifest`` instead, which says what was done to every layer. Neither batches nor
-    ``fuse`` are stored.
+    Otherwise each weight is quantized while it is read. A checkpoint that another library has quantized runs through
+    qgemm, in its own scheme, or in a given one. The ``config.quantization_config`` of a quantized model has a
+    ``manifest`` instead, which says what was done to every layer. Neither batches nor ``fuse`` are stored.
     """
 
     def __init__(
         self,
-        scheme: SchemeChoice = "int8",
+        scheme: SchemeChoice | None = None,
         *,
         skip: Patterns = None,
         include: Patterns = None,
@@ -43,12 +44,17 @@ class QGemmConfig(QuantizationConfigMixin):
         calibration: Calibration | Iterable[Any] | None = None,
         fuse: bool = False,
     ) -> None:
-        """Raises ``ValueError`` for an unknown scheme, or one that can't be applied while a model loads.
+        """``scheme``: ``"int8"`` if None; layers that another library has quantized then stay as they are.
+
+        Raises ``ValueError`` for an unknown scheme, or one that can't be applied while a model loads.
 
         Raises ``TypeError`` and ``ValueError`` like ``quantize_model`` for an invalid recipe or calibration.
         """
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
-        wanted = Quantization.of(scheme, skip=skip, include=include, input_scales=input_scales, recipe=recipe)
+        self.asked_scheme = scheme
+        wanted = Quantization.of(
+            "int8" if scheme is None else scheme, skip=skip, include=include, input_scales=input_scales, recipe=recipe
+        )
         self._take(wanted, calibration)
         self.fuse = fuse
 
@@ -62,11 +68,26 @@ class QGemmConfig(QuantizationConfigMixin):
                 "as weights are read: pass batches as calibration; the model is then loaded in float first"
             )
         self.manifest: Manifest | None = None
+        self.foreign = False
 
     @property
     def loads_float(self) -> bool:
         """Whether the model is loaded in float, and quantized once it is there."""
         return self.quantization.recipe is not None or are_batches(self.calibration)
+
+    def for_quantized(self) -> QGemmConfig:
+        """This config for a checkpoint that another library has quantized; ``foreign`` says so."""
+        found = copy.copy(self)
+        found.foreign = True
+        return found
+
+    def check_for_quantized(self) -> None:
+        """Raises ``ValueError`` if it asks for what is done to a float model alone."""
+        wanted = self.quantization
+        given: dict[str, Any] = {"skip": wanted.skip, "include": wanted.include, "input_scales": wanted.input_scales}
+        given |= {"recipe": wanted.recipe, "calibration": self.calibration}
+        if unfit := [name for name, value in given.items() if value]:
+            raise ValueError(f"{unfit[0]} is for a float model, but the checkpoint is quantized: leave it out")
 
     @classmethod
     def from_manifest(cls, manifest: Manifest) -> QGemmConfig:

@@ -18,6 +18,7 @@ from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.pretrained import built_again
 from qgemm.fusion import fuse
 from qgemm.integrations.transformers.config import QGemmConfig
+from qgemm.integrations.transformers.foreign import ForeignLoad, is_foreign
 from qgemm.integrations.transformers.quantizing import QuantizeOnLoad, start_quantizing
 from qgemm.integrations.transformers.reading import QuantizedLoad
 from qgemm.integrations.transformers.saving import admit, describe, tensors_and_metadata
@@ -38,7 +39,7 @@ class QGemmQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         # While a checkpoint is read: one of float weights, or a quantized one.
         self._quantizing: QuantizeOnLoad | None = None
-        self._reading: QuantizedLoad | None = None
+        self._reading: QuantizedLoad | ForeignLoad | None = None
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Whether ``save_pretrained`` may be called."""
@@ -90,7 +91,9 @@ class QGemmQuantizer(HfQuantizer):
         files = [Path(file) for file in checkpoint_files or ()]
         for file in files:
             check_regular(file)  # transformers opens whatever is there
-        if self.pre_quantized:
+        if self.quantization_config.foreign or (not self.pre_quantized and is_foreign(files)):
+            self._reading = ForeignLoad(model, self.quantization_config, files)
+        elif self.pre_quantized:
             self._reading = QuantizedLoad(model, self.quantization_config, files)
         else:
             self._quantizing = start_quantizing(model, self.quantization_config)

@@ -182,7 +182,7 @@ def _check_stored(
     stored: dict[str, StoredTensor], manifest: Manifest, layers: dict[str, QuantLayer], config_path: Path
 ) -> None:
     for name, layer in layers.items():
-        for leaf, parameter in layer.named_parameters(recurse=False):
+        for leaf, parameter in list(layer.named_parameters(recurse=False)):
             full_name = manifest.tied.get(f"{name}.{leaf}", f"{name}.{leaf}")
             tensor = stored.get(full_name)
             if tensor is None:
@@ -193,10 +193,12 @@ def _check_stored(
             if tensor.shape != tuple(parameter.shape):
                 shapes = f"{list(tensor.shape)}; the model's is {list(parameter.shape)}"
                 raise CheckpointError(f"{tensor.path}: tensor {full_name} has shape {shapes}")
-            if leaf in layer.fixed_names and tensor.dtype != parameter.dtype:
-                raise CheckpointError(
-                    f"{tensor.path}: tensor {full_name} is {tensor.dtype}; a quantized layer's is {parameter.dtype}"
-                )
+            if leaf in layer.fixed_names and tensor.dtype is not None:
+                if not layer.accepts_dtype(leaf, tensor.dtype):
+                    raise CheckpointError(
+                        f"{tensor.path}: tensor {full_name} is {tensor.dtype}; a quantized layer's is {parameter.dtype}"
+                    )
+                layer.take_dtype(leaf, tensor.dtype)
 
 
 def _check_loaded(name: str, layer: QuantLayer, checksums: Mapping[str, object], config_path: Path) -> None:

@@ -1,0 +1,153 @@
+"""``ForeignLoad``: runs another library's quantized checkpoint through qgemm, in ``from_pretrained``.
+
+transformers knows most of these formats itself, by quantizers that need their libraries. With a ``QGemmConfig``, the
+layers are qgemm's instead, read as ``load_quantized`` reads them; transformers builds the model, reads what is in
+float, and decides what goes to which device.
+
+While it does so, a layer is in a module of its own inside of the float layer's place. Otherwise transformers would take
+a tensor of the files, of the same name as a parameter and another shape, for its values.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from qgemm.checkpoint.contents import read_converted
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.formats import fit_to_model, own_config, read_contents
+from qgemm.checkpoint.layout import CONFIG_FILE, checkpoint_file, read_json
+from qgemm.checkpoint.manifest import QUANT_METHOD
+from qgemm.checkpoint.matching import match
+from qgemm.checkpoint.requantize import in_scheme, resolve_target
+from qgemm.integrations.transformers.config import QGemmConfig
+from qgemm.integrations.transformers.tensor_parallel import is_cut
+from qgemm.model.offloading import carry_hooks, is_offloaded
+from qgemm.nn import LinearLayer, QuantLayer
+
+_WAITING = "qgemm_waiting"
+
+
+def is_foreign(files: list[Path]) -> bool:
+    """Whether ``files`` are of a checkpoint that says that another library has quantized it."""
+    path = files[0].parent / CONFIG_FILE if files else None
+    if path is None or not path.is_file():
+        return False
+    quantization = read_json(path).get("quantization_config")
+    if quantization is None:
+        quantization = own_config(path.parent)
+    return isinstance(quantization, dict) and quantization.get("quant_method") != QUANT_METHOD
+
+
+def prefer_qgemm(merge: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' ``merge_quantization_configs``, which refuses a ``QGemmConfig`` for another library's files."""
+
+    @functools.wraps(merge)
+    def merge_configs(cls: type, quantization_config: Any, quantization_config_from_args: Any) -> Any:
+        stored = quantization_config
+        method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+        if isinstance(quantization_config_from_args, QGemmConfig) and method != QUANT_METHOD:
+            return quantization_config_from_args.for_quantized()
+        return merge(quantization_config, quantization_config_from_args)
+
+    return merge_configs
+
+
+class _Waiting(nn.Module):
+    """Stands where ``layer`` will be."""
+
+    def __init__(self, layer: QuantLayer) -> None:
+        super().__init__()
+        self.add_module(_WAITING, layer)
+
+    def __getattr__(self, name: str) -> Any:
+        """What models look for as they are initialized, such as ``weight``: the layer's, marked as initialized."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = getattr(super().__getattr__(_WAITING), name)
+        if isinstance(value, Tensor):
+            value._is_hf_initialized = True  # type: ignore[attr-defined]
+        return value
+
+
+class ForeignLoad:
+    """A model while its quantized layers are read from a checkpoint of another library."""
+
+    def __init__(self, model: PreTrainedModel, config: QGemmConfig, files: list[Path]) -> None:
+        """``files``: those that transformers reads. Puts quantized layers without values into ``model``.
+
+        Raises ``CheckpointError`` for what ``load_quantized`` refuses, and for a model of another class than the
+        checkpoint's; ``ValueError`` if ``config`` asks for what is done to float models alone.
+        """
+        folder = files[0].parent
+        config_path = checkpoint_file(folder, CONFIG_FILE)
+        values = read_json(config_path)
+        self._scheme = None if config.asked_scheme is None else resolve_target(_one_scheme(config))
+        config.check_for_quantized()
+        if is_cut(model):
+            raise ValueError(
+                f"distributed_config can't split the layers in {folder}, which another library has written: convert "
+                "it with qgemm convert --to qgemm, and load that folder with this distributed_config"
+            )
+        if type(model).__name__ not in (values.get("architectures") or ()):
+            raise CheckpointError(
+                f"{config_path}: architectures names {values.get('architectures')}, and the model is a "
+                f"{type(model).__name__}: load the class that is named, or convert the folder with qgemm convert"
+            )
+        with torch.device("cpu"):  # transformers builds the model with meta as the default
+            self._contents = read_contents(folder, values, config_path)
+        fit_to_model(self._contents, model, config_path)
+        contents = self._contents
+        # transformers makes the buffers anew.
+        self._layers = match(model, contents.manifest, contents.headers, config_path, has_buffers=False)
+        for name, layer in self._layers.items():
+            model.set_submodule(name, _Waiting(layer))
+        # Every name has been checked.
+        model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), rf"\.{_WAITING}\."}
+        model._keys_to_ignore_on_load_unexpected = {"."}
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Reads the values of the layers, each on its device; raises ``CheckpointError`` as ``load_quantized`` does."""
+        if offloaded := [name for name, layer in self._layers.items() if is_offloaded(layer)]:
+            raise ValueError(
+                f"device_map offloads {offloaded[0]}, whose values come from another library's files: convert them "
+                "with qgemm convert --to qgemm, and load that folder with this device_map"
+            )
+        owners: dict[str, tuple[QuantLayer, str]] = {}
+        by_device: dict[torch.device, list[str]] = defaultdict(list)
+        for name, layer in self._layers.items():
+            for leaf, parameter in layer.named_parameters(recurse=False):
+                owners[f"{name}.{leaf}"] = layer, leaf
+                by_device[parameter.device].append(f"{name}.{leaf}")
+        for device, names in by_device.items():
+            for target, value in read_converted(self._contents, device, only=set(names)):
+                if target.name not in owners:
+                    continue
+                layer, leaf = owners[target.name]
+                if problem := layer.problem_with(leaf, value):
+                    path = self._contents.stored[target.source].path
+                    raise CheckpointError(f"{path}: {target.source} {problem}")
+                whole = layer.stored(leaf).detach()
+                (whole if target.place is None else whole[target.place]).copy_(value)
+        for name, layer in self._layers.items():
+            if self._scheme is not None and isinstance(layer, LinearLayer) and layer.scheme != self._scheme:
+                made = in_scheme(layer, self._scheme)
+                carry_hooks(layer, made)
+                layer = made
+            model.set_submodule(name, layer)
+        model._keys_to_ignore_on_load_unexpected = type(model)._keys_to_ignore_on_load_unexpected
+        model._keys_to_ignore_on_load_missing = type(model)._keys_to_ignore_on_load_missing
+
+
+def _one_scheme(config: QGemmConfig) -> Any:
+    if isinstance(config.asked_scheme, dict):
+        raise ValueError("scheme names patterns, but the checkpoint is quantized: pass one scheme for all, or none")
+    return config.asked_scheme

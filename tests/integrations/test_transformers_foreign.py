@@ -1,0 +1,117 @@
+"""``from_pretrained`` of checkpoints of other libraries, with a ``QGemmConfig``: the model of ``load_quantized``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.foreign import edit_quantization, edit_tensors, same_tensors
+from checkpoint.samples import IDS, SAMPLES, load_sample
+from checkpoint.test_bitsandbytes import float_model, write_by_layout
+from transformers import AutoModel, AutoModelForCausalLM
+
+import qgemm
+from qgemm import CheckpointError, QGemmConfig
+from qgemm.calibration import Recipe, SmoothQuant
+from qgemm.nn import QuantLayer, WeightOnlyLinear
+
+NAMES = ["gptq-4bit-g64-asym-desc-act", "awq-gemm-g32-skip", "auto-round-gptq", "bnb-nf4-double", "torchao-fp8wo"]
+
+
+def load(folder: Path, config: QGemmConfig | None = None, **options: Any) -> Any:
+    config = QGemmConfig() if config is None else config
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, **options)
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Callable[[str], Path]:
+    return lambda name: Path(shutil.copytree(SAMPLES / name, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_samples(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = load(SAMPLES / name, dtype=torch.float32)
+    wanted = load_sample(name)[0]
+    assert same_tensors(model, wanted)
+    assert torch.equal(model(IDS).logits, wanted(IDS).logits)
+    assert not any(
+        parameter.requires_grad
+        for module in model.modules()
+        if isinstance(module, QuantLayer)
+        for parameter in module.parameters()
+    )
+    assert not [record for record in caplog.records if "MISSING" in record.message or "UNEXPECTED" in record.message]
+    # It is qgemm's from now on.
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "qgemm"
+    assert same_tensors(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), model)
+
+
+@torch.no_grad()
+def test_another_scheme_and_dtype() -> None:
+    model = load(SAMPLES / NAMES[0], QGemmConfig("int8"), dtype=torch.bfloat16, device_map="auto")
+    assert {module.scheme.name for module in model.modules() if isinstance(module, QuantLayer)} == {"int8"}
+    wanted = qgemm.load_quantized(SAMPLES / NAMES[0], scheme="int8").to(torch.bfloat16)
+    assert same_tensors(model, wanted)
+    assert model.generate(IDS, max_new_tokens=2, do_sample=False).shape == (2, 18)
+
+
+def test_names_that_the_files_have_for_other_shapes(tmp_path: Path) -> None:
+    # bitsandbytes' weight is int8 under its own name, and a weight's bias follows the model's dtype.
+    write_by_layout(float_model("gpt2"), tmp_path)
+    assert same_tensors(load(tmp_path, dtype=torch.float32), qgemm.load_quantized(tmp_path))
+
+
+@pytest.mark.parametrize("case", ["a file of its own", "a method that transformers doesn't know"])
+def test_checkpoints_that_transformers_takes_for_float_ones(case: str, copied: Callable[[str], Path]) -> None:
+    name = "gptq-8bit-channel" if case == "a file of its own" else "auto-round-asym"
+    folder = copied(name)
+    if case == "a file of its own":
+        config = json.loads((folder / "config.json").read_text())
+        del config["quantization_config"]
+        (folder / "config.json").write_text(json.dumps(config))
+    else:
+        edit_quantization(folder, lambda quantization: quantization.update(quant_method="intel/auto-round"))
+    model = load(folder, dtype=torch.float32)
+    assert any(isinstance(module, WeightOnlyLinear) for module in model.modules())
+    assert same_tensors(model, load_sample(name)[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (QGemmConfig(skip="*.k_proj"), "skip is for a float model, but the checkpoint is quantized: leave it out"),
+        (QGemmConfig({"*.k_proj": None, "*": "int8"}), "scheme names patterns, but the checkpoint is quantized"),
+        (QGemmConfig("int8-static", input_scales={"x": 1.0}), "scheme is 'int8-static', which needs data"),
+        (QGemmConfig(recipe=Recipe([SmoothQuant()]), calibration=[IDS]), "recipe is for a float model"),
+    ],
+)
+def test_what_is_for_float_models(config: QGemmConfig, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(SAMPLES / NAMES[0], config)
+
+
+def test_damage_and_another_class_are_refused(copied: Callable[[str], Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"the model is a LlamaModel: load the class that is named"):
+        AutoModel.from_pretrained(SAMPLES / NAMES[0], quantization_config=QGemmConfig())
+    folder, name = copied(NAMES[0]), "model.layers.1.mlp.up_proj.scales"
+    edit_tensors(folder, lambda tensors: tensors[name].fill_(torch.nan))
+    with pytest.raises(CheckpointError, match=rf"model.safetensors: {name} holds NaN"):
+        load(folder)
+    edit_tensors(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(CheckpointError, match=rf"{name} is missing"):
+        load(folder)
+
+
+def test_configs_of_one_class_are_still_compared(tmp_path: Path) -> None:
+    from transformers import GPTQConfig
+
+    qgemm.save_quantized(load_sample(NAMES[0])[0], tmp_path)
+    with pytest.raises(ValueError, match="quantized with QGemmConfig but you are passing a GPTQConfig"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=GPTQConfig(bits=4))
