@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from qgemm.arguments import check_model
+from qgemm.fusion.probe import find_angles
 from qgemm.fusion.report import FusionRecord, FusionReport
 from qgemm.fusion.structure import Candidates, NotFused, find_candidates, find_mlp, find_norm_step, is_layer, is_mlp
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of, record_calls
 from qgemm.nn import QuantLayer
+from qgemm.nn.blocks.angles import FusedAngles
 from qgemm.nn.blocks.binding import bind, unbind
 from qgemm.nn.blocks.layer import FusedLayer
 from qgemm.nn.blocks.norm import FusedNorm
@@ -50,7 +52,7 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
             if record.parts or name.rpartition(".")[0] not in layers:  # whose record has the reason
                 records[name] = record
     ordered = tuple(records[name] for name in modules if name in records)
-    others = tuple(_fuse_norms(modules, [record.name for record in ordered if record.parts]))
+    others = tuple(_fuse_others(modules, [record.name for record in ordered if record.parts]))
     model._qgemm_fusions = FusionReport(ordered, others)  # type: ignore[assignment]
     return model
 
@@ -98,14 +100,17 @@ def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) ->
     return FusionRecord(name, kind, parts, "; ".join(filter(None, (found.reason, reason))), error)
 
 
-def _fuse_norms(modules: Mapping[str, nn.Module], fused: Sequence[str]) -> Iterator[FusionRecord]:
-    """Fuses the norms that lie outside of the ``fused`` layers."""
+def _fuse_others(modules: Mapping[str, nn.Module], fused: Sequence[str]) -> Iterator[FusionRecord]:
+    """Fuses the norms and rotary embeddings that lie outside of the ``fused`` layers."""
     for name, module in modules.items():
         if any(name.startswith(f"{layer}.") for layer in fused) or "forward" in vars(module):
             continue
         if step := find_norm_step(module):
             bind(module, FusedNorm(step))
             yield FusionRecord(name, type(module).__name__, ("norm",), "", None)
+        elif layout := find_angles(module):
+            bind(module, FusedAngles(module, layout))
+            yield FusionRecord(name, type(module).__name__, ("rotary",), "", 0.0)
 
 
 def _calls(

@@ -7,6 +7,7 @@ where every rounding shows, and is taken for what gives the same bits.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
+from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.kernels.routing import ROUTINGS, Routing
 from qgemm.nn.blocks.attention import Rotation
 from qgemm.nn.blocks.mixture import RouterStep
@@ -182,6 +184,35 @@ def find_rotation(
             if _fraction_unlike(theirs, ours, x[..., : 3 * size].contiguous()) <= _MAX_UNLIKE:
                 return found
     return None
+
+
+_FIXED = ("default", "linear", "llama3", "yarn")  # whose frequencies don't depend on how long a sequence is
+
+
+@torch.no_grad()
+def find_angles(module: nn.Module) -> str:
+    """The layout of ``rotary_angles`` that gives what a rotary embedding does, bit for bit; empty if none does."""
+    frequencies, scale = module._buffers.get("inv_freq"), getattr(module, "attention_scaling", None)
+    if frequencies is None or frequencies.dim() != 1 or frequencies.is_meta or not isinstance(scale, float):
+        return ""
+    known = getattr(module, "rope_type", None) in _FIXED
+    if not known or list(inspect.signature(type(module).forward).parameters)[1:] != ["x", "position_ids"]:
+        return ""
+    positions = torch.arange(512, device=frequencies.device) * torch.tensor([[1], [61]], device=frequencies.device)
+    for layout in ANGLES:
+        if all(_has_angles(module, positions, layout, dtype) for dtype in (torch.float32, torch.bfloat16)):
+            return layout
+    return ""
+
+
+def _has_angles(module: Any, positions: Tensor, layout: str, dtype: torch.dtype) -> bool:
+    x = torch.empty(0, dtype=dtype, device=positions.device)
+    found = torch.ops.qgemm.rotary_angles(positions, module.inv_freq, module.attention_scaling, layout, dtype)
+    try:
+        wanted = type(module).forward(module, x, positions)
+        return len(wanted) == 2 and all(map(_is_equal, found, wanted))
+    except Exception:  # whatever a module of somebody else raises
+        return False
 
 
 def _fraction_unlike(module: Callable[[Tensor], Tensor], known: Callable[[Tensor], Tensor], x: Tensor) -> float:

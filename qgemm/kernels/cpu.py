@@ -19,7 +19,7 @@ from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.attention.cpu import decode_attention  # noqa: F401
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.norms import Norm
-from qgemm.kernels.rotary.reference import rotate_reference, store_reference
+from qgemm.kernels.rotary.reference import rotary_angles_reference, rotate_reference, store_reference
 from qgemm.kernels.routing import Routing
 from qgemm.numerics.blocks import BLOCK, grouped, spread_groups
 from qgemm.numerics.formats import FP8, INT8, MIN_SCALE, OPERANDS
@@ -420,6 +420,12 @@ def experts(
         out.add_(y[slot::k].float().mul_(weight[:, None]))
     total = out.to(x.dtype)
     return total if residual is None else residual + total
+
+
+@_without_grad
+def rotary_angles(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """``dispatch.rotary_angles`` on the CPU."""
+    return rotary_angles_reference(*arguments)
 
 
 @_without_grad

@@ -397,6 +397,20 @@ def attend(call: AttentionCall) -> Tensor:
     return out
 
 
+def rotary_angles(
+    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a rotary embedding, ``[B, S, columns]`` each: ``round(cos(position * frequency) * scale)``.
+
+    All is float32, rounded once to ``dtype``. ``positions``: integers ``[B, S]``. ``frequencies``: floats ``[R / 2]``,
+    one for each pair. ``layout``: ``"once"``, a column for each pair; ``"twice"``, those again behind them (Llama's);
+    ``"each twice"``, two side by side (Cohere's). What ``rotate`` takes is one column for each pair.
+    """
+    rotary.check_rotary_angles(positions, frequencies, layout, dtype)
+    out: tuple[Tensor, Tensor] = _backend(positions).rotary_angles(positions, frequencies, scale, layout, dtype)
+    return out
+
+
 def rotate(
     qkv: Tensor,
     cos: Tensor | None,

@@ -10,7 +10,7 @@ A file that declares operators is imported here:
 - ``experts``: ``quant_experts``.
 - ``router``: ``route``.
 - ``attention``: ``decode_attention``.
-- ``rotary``: ``rotate``, ``rotate_and_store``, ``store_key_value``.
+- ``rotary``: ``rotate``, ``rotate_and_store``, ``store_key_value``, ``rotary_angles``.
 
 Each operator runs on CPU and CUDA (ROCm included), traces under ``torch.compile`` and ``torch.export`` through a fake
 implementation that makes the same checks, and has a gradient. ``dispatch.py`` documents arguments and numbers.

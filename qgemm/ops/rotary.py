@@ -3,6 +3,7 @@
 - ``rotate(qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved)``: queries, keys, values.
 - ``rotate_and_store(..., k, v, k_scale, v_scale, length)``: queries; keys and values go to a cache.
 - ``store_key_value(key, value, k, v, k_scale, v_scale, length)``: the cache alone.
+- ``rotary_angles(positions, frequencies, scale, layout, dtype)``: cosines and sines. They have no gradient.
 
 The gradients of ``rotate`` are those of its formulas in PyTorch; with a cache there are none, not for queries either.
 """
@@ -52,6 +53,22 @@ def _rotate_backward(ctx: Any, wanted: tuple[bool, ...], *grads: Tensor) -> list
     found = iter(torch.autograd.grad(outs, sources, out_grads, allow_unused=True))
     return [next(found) if want else None for want in wanted]
 
+
+def _angles_fake(
+    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    shape = (*positions.shape, checks.check_rotary_angles(positions, frequencies, layout, dtype))
+    cos, sin = (positions.new_empty(shape, dtype=dtype) for _ in range(2))
+    return cos, sin
+
+
+operator(
+    "rotary_angles(Tensor positions, Tensor frequencies, float scale, str layout, ScalarType dtype) -> "
+    "(Tensor, Tensor)",
+    cpu=dispatch.rotary_angles,
+    cuda=dispatch.rotary_angles,
+    fake=_angles_fake,
+)
 
 operator(
     f"rotate({_ROTATE}) -> (Tensor, Tensor, Tensor)",

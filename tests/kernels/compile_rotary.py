@@ -43,3 +43,9 @@ def rotary_cases() -> Iterator[Case]:
         launcher.store_key_value(key, key, k, v, *scales, torch.empty(1, dtype=torch.int32, device=META))
 
     yield Case("rotary store_key_value", store_key_value)
+
+    def angles() -> None:
+        positions, frequencies = torch.empty(1, 1, dtype=torch.int64, device=META), torch.empty(64, device=META)
+        launcher.rotary_angles(positions, frequencies, 1.0, "twice", BF16)
+
+    yield Case("rotary angles", angles)

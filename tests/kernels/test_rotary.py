@@ -12,7 +12,7 @@ from torch import Tensor
 from qgemm.kernels import dispatch
 from qgemm.kernels.reference import quantize_rows_reference
 from qgemm.kernels.rotary import launcher
-from qgemm.kernels.rotary.reference import rotate_reference
+from qgemm.kernels.rotary.reference import ANGLES, rotate_reference
 from tests.kernels.devices import A100, H200
 
 # The kernel itself (interpreted on a CPU), and what a user's call runs.
@@ -235,3 +235,34 @@ def test_what_is_refused(position: int, value: Any, message: str, where: str) ->
         given = [x.to("meta") if isinstance(x, Tensor) else x for x in given]
     with pytest.raises((ValueError, TypeError), match=message):
         torch.ops.qgemm.rotate_and_store(*given)
+
+
+@pytest.mark.parametrize("layout", ["once", "twice", "each twice"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_angles(layout: str, dtype: torch.dtype, device: torch.device) -> None:
+    positions = torch.tensor([[0, 1, 5], [100, 4095, 131_071]], device=device).t().contiguous().t()
+    frequencies = (1e4 ** -torch.linspace(0, 1, 24)).to(device)
+    found = launcher.rotary_angles(positions, frequencies, 1.25, layout, dtype)
+    exact = positions.cpu()[..., None].float() * frequencies.cpu()
+    exact = ANGLES[layout](exact).double()
+    # Of an angle in float32, whose cosine is good to the last bits of that.
+    bound = 2e-7 + torch.finfo(dtype).eps
+    for ours, wanted in zip(found, (exact.cos(), exact.sin()), strict=True):
+        assert ours.dtype == dtype
+        assert (ours.cpu().double() - 1.25 * wanted).abs().max() <= 1.25 * bound
+    for ours, wanted in zip(found, dispatch.rotary_angles(positions, frequencies, 1.25, layout, dtype), strict=True):
+        torch.testing.assert_close(ours, wanted)
+    empty, _ = launcher.rotary_angles(positions[:0], frequencies, 1.0, layout, dtype)
+    assert empty.shape == (0, 3, 24 if layout == "once" else 48)
+
+
+def test_arguments_of_angles() -> None:
+    positions, frequencies = torch.zeros(1, 2, dtype=torch.int64), torch.ones(4)
+    with pytest.raises(ValueError, match="layout is 'thrice'"):
+        dispatch.rotary_angles(positions, frequencies, 1.0, "thrice", torch.float32)
+    with pytest.raises(TypeError, match=r"dtype is torch\.int8"):
+        dispatch.rotary_angles(positions, frequencies, 1.0, "once", torch.int8)
+    with pytest.raises(ValueError, match=r"positions is torch\.float32 \[1, 2\]; it must be integers, \[B, S\]"):
+        dispatch.rotary_angles(positions.float(), frequencies, 1.0, "once", torch.float32)
+    with pytest.raises(ValueError, match=r"frequencies is torch\.float32 \[1, 4\]"):
+        dispatch.rotary_angles(positions, frequencies[None], 1.0, "once", torch.float32)

@@ -44,6 +44,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
     stores, length = torch.zeros(2, 2, 2, 9, 8, device=device), torch.tensor([5], dtype=torch.int32, device=device)
     return {
         "rotate": rotated,
+        "rotary_angles": (torch.arange(6, device=device).view(2, 3), torch.rand(4, device=device), 1.0, "twice", dtype),
         "rotate_and_store": (*rotated, *stores.to(dtype), None, None, length),
         "rotate_and_store int8": (*rotated, *stores.to(torch.int8), *stores[..., 0].contiguous(), length),
         "quantize_rows": (x, None),

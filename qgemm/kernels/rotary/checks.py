@@ -5,7 +5,22 @@ from torch import Tensor
 
 from qgemm.kernels.checks import FLOAT_DTYPES, check_same_device, check_strided, conversion, names_of
 from qgemm.kernels.norms import Norm
+from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.numerics.formats import INT8
+
+
+def check_rotary_angles(positions: Tensor, frequencies: Tensor, layout: str, dtype: torch.dtype) -> int:
+    """Raises if ``rotary_angles`` can't take these; returns the number of columns."""
+    if layout not in ANGLES:
+        raise ValueError(f"layout is {layout!r}; it must be one of {sorted(ANGLES)}")
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"dtype is {dtype}; rotary_angles accepts {names_of(FLOAT_DTYPES)}")
+    if positions.ndim != 2 or positions.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"positions is {positions.dtype} {list(positions.shape)}; it must be integers, [B, S]")
+    if frequencies.ndim != 1 or frequencies.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"frequencies is {frequencies.dtype} {list(frequencies.shape)}; it must be floats, [R / 2]")
+    check_same_device(positions=positions, frequencies=frequencies)
+    return frequencies.shape[0] * (1 if layout == "once" else 2)
 
 
 def check_rotate(

@@ -1,5 +1,7 @@
 """Norms of queries and keys, rotary embedding, and writing keys and values where attention reads them, in one launch.
 
+And the cosines and sines of the rotary embedding.
+
 A program has some heads of one token: of its queries, of its keys, or of its values. It reads each value twice, from
 memory and then from the cache beside it: once as itself, and once as the other one of its pair. The values are those of
 ``reference.py``, but for the order of the sums in a norm.
@@ -80,6 +82,31 @@ def _rotate_kernel(
                 v_scale_ptr, b * stride_svb + place * stride_svl,
                 (block - q_blocks - kv_blocks) * BLOCK_H + first, d, KV_HEADS, D, stride_ovh, stride_svh,
             )  # fmt: skip
+
+
+@triton.jit
+def _angles_kernel(
+    positions, frequencies, cos, sin,
+    S, HALF, stride_b, stride_s, stride_f,
+    SCALE: tl.constexpr, COPIES: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+):  # fmt: skip
+    """A token a program. ``COPIES`` of each pair's cosine are side by side, or ``HALF`` columns ``APART``."""
+    if NEXT_EARLY:
+        gdc_launch_dependents()
+    if PDL:
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    pair = tl.arange(0, BLOCK)
+    inside = pair < HALF
+    position = tl.load(positions + token // S * stride_b + token % S * stride_s).to(tl.float32)
+    angle = position * tl.load(frequencies + pair * stride_f, mask=inside, other=0.0).to(tl.float32)
+    c, z = tl.cos(angle) * SCALE, tl.sin(angle) * SCALE
+    for copy in tl.static_range(COPIES):
+        column = pair + copy * HALF if APART else pair * COPIES + copy
+        place = token * COPIES * HALF + column
+        tl.store(cos + place, rounded(c, cos.dtype.element_ty), mask=inside)
+        tl.store(sin + place, rounded(z, sin.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,4 +1,6 @@
-"""Launcher of the rotary kernel: ``rotate``, ``rotate_and_store`` and ``store_key_value`` on a GPU, in one launch."""
+"""Launcher of the rotary kernels: ``rotate``, ``rotate_and_store`` and ``store_key_value`` on a GPU, in one launch; and
+``rotary_angles``.
+"""
 
 from typing import Any
 
@@ -8,7 +10,7 @@ from torch import Tensor
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
-from qgemm.kernels.rotary.kernels import _rotate_kernel
+from qgemm.kernels.rotary.kernels import _angles_kernel, _rotate_kernel
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_VALUES = 1024  # of a program, in as many heads, where there are many tokens
@@ -16,6 +18,28 @@ MAX_VALUES = 1024  # of a program, in as many heads, where there are many tokens
 FEW_TOKENS = 64
 VALUES_OF_THREAD, VALUES_OF_FEW = 16, 8
 PROGRAMS_PER_SM = 4
+
+
+def rotary_angles(
+    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``dispatch.rotary_angles`` on a GPU."""
+    (B, S), half, copies = positions.shape, frequencies.shape[0], 1 if layout == "once" else 2
+    cos, sin = (torch.empty((B, S, copies * half), dtype=dtype, device=positions.device) for _ in range(2))
+    if not cos.numel():
+        return cos, sin
+    kind = (rotary_angles, *_kinds(positions, frequencies), scale, layout, dtype)
+    launch: Launch | None = plans.get(kind)
+    if launch is None:
+        limits = device_limits(positions.device)
+        block = next_power_of_2(half)
+        constants = (scale, copies, layout == "twice", block, limits.pdl, limits.pdl and B * S <= FEW_TOKENS)
+        numbers = (S, half, *positions.stride(), *frequencies.stride())
+        warps = min(max(block // limits.warp_size, 1), 4)
+        launch = Launch(_angles_kernel, B * S, numbers, constants, num_warps=warps, pdl=limits.pdl)
+        plans.keep(kind, launch)
+    launch(positions, frequencies, cos, sin)
+    return cos, sin
 
 
 def rotate(qkv: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,11 +15,28 @@ head's first R values are R / 2 pairs, and pair ``i`` is turned by an angle with
 - int8 keys and values have a scale for each token and head: those of ``quantize_rows``.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.reference import quantize_rows_reference
+
+ANGLES: dict[str, Callable[[Tensor], Tensor]] = {
+    "once": lambda angles: angles,
+    "twice": lambda angles: torch.cat((angles, angles), dim=-1),
+    "each twice": lambda angles: angles.repeat_interleave(2, dim=-1),
+}
+"""Columns that models want of a pair's cosine, by name: one, one in each half, or two side by side."""
+
+
+def rotary_angles_reference(
+    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """``dispatch.rotary_angles``."""
+    angles = ANGLES[layout](positions[..., None].float() * frequencies.float())
+    return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
 def rotate_reference(

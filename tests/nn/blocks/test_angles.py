@@ -1,0 +1,72 @@
+"""Rotary embeddings of models: one operator, with the bits of the module, and what it leaves to that."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qgemm import fuse, fusion_report, quantize_model, unfuse
+from qgemm.fusion.probe import find_angles
+
+
+class _Called(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(module: Any, *args: Any, **kwargs: Any) -> list[str]:
+    with _Called() as called:
+        module(*args, **kwargs)
+    return called.names
+
+
+@pytest.mark.parametrize(("family", "layout"), [("llama", "twice"), ("cohere", "each twice"), ("phi", "twice")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_angles_are_one_operator(family: str, layout: str, dtype: torch.dtype) -> None:
+    example = FAMILIES[family]()
+    model: Any = quantize_model(example.model.to(dtype))
+    embedding = model.model.rotary_emb
+    x, positions = torch.empty(2, 3, 64, dtype=dtype), torch.tensor([[0, 1, 2], [7, 900, 31_000]])
+    expected = embedding(x, positions)
+    fuse(model)
+    assert vars(embedding)["_qgemm_fused"].layout == layout
+    assert _operators(embedding, x, position_ids=positions) == ["qgemm.rotary_angles.default"]
+    assert all(map(torch.equal, embedding(x, positions), expected))
+    assert ("model.rotary_emb", ("rotary",), 0.0) in [
+        (each.name, each.parts, each.error) for each in fusion_report(model).others
+    ]
+    # What it doesn't know.
+    assert all(map(torch.equal, embedding(x, positions.int()), expected))
+    assert all(map(torch.equal, embedding(x, positions.float()), expected))
+    unfuse(model)
+    assert "forward" not in vars(embedding)
+
+
+def test_embeddings_that_stay_as_they_are() -> None:
+    model: Any = FAMILIES["llama"]().model
+    embedding = model.model.rotary_emb
+    assert find_angles(embedding) == "twice"
+    for name, value in (("rope_type", "dynamic"), ("attention_scaling", None)):
+        other = copy.deepcopy(embedding)
+        setattr(other, name, value)
+        assert find_angles(other) == ""
+
+    class Rounded(type(embedding)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+            return tuple(each.bfloat16().to(x.dtype) for each in super().forward(x, position_ids))
+
+    embedding.__class__ = Rounded
+    assert find_angles(embedding) == ""
+    assert find_angles(model) == ""
