@@ -24,11 +24,11 @@ from qgemm.kernels.norms import Norm
 from qgemm.kernels.reference import quantize_rows_reference
 
 ANGLES: dict[str, Callable[[Tensor], Tensor]] = {
-    "once": lambda angles: angles,
     "twice": lambda angles: torch.cat((angles, angles), dim=-1),
+    "once": lambda angles: angles,
     "each twice": lambda angles: angles.repeat_interleave(2, dim=-1),
 }
-"""Columns that models want of a pair's cosine, by name: one, one in each half, or two side by side."""
+"""Columns that models want of a pair's cosine, by name: one in each half, one, or two side by side."""
 
 
 def rotary_angles_reference(
