@@ -51,6 +51,15 @@ def test_every_measure_of_a_decoder() -> None:
     assert call.value > 0
 
 
+def test_coarse_weights_are_compared_with_float_products_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, *others = measure_job(job("qgemm int4"), DECODER, CPU)
+    assert all(one.value for one in (first, *others))
+    assert first.cosine == pytest.approx(1, abs=1e-4)
+    provider = replace(PROVIDERS["qgemm int4"], is_coarse=False)
+    monkeypatch.setitem(PROVIDERS, "qgemm int4", provider)
+    assert next(iter(measure_job(job("qgemm int4"), DECODER, CPU))).cosine < 0.999  # type: ignore[operator]
+
+
 def test_every_measure_of_an_encoder() -> None:
     found = list(measure_job(job("bf16", "qgemm", measures=(ENCODE,)), ENCODER, CPU))
     assert [(one.provider, one.measure, one.batch) for one in found] == [

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 from benchmarks.models.providers import BASE, Provider
 from benchmarks.models.results import DECODE, ENCODE, FIRST_CALL, FIRST_TOKEN, PREFILL, Figure
@@ -69,6 +70,8 @@ def measure_decoder(
     reference = _logits(model, ids)
     notes = provider.prepare(model)
     base = replace(base, note="; ".join(notes), weight_bytes=_allocated(device))
+    if provider.is_coarse:
+        reference = _logits_of_float_products(model, ids)
     cosine = F.cosine_similarity(reference, _logits(model, ids), dim=-1).min().item()
     base = replace(base, cosine=cosine)
     if not cosine >= shape.min_cosine:
@@ -231,6 +234,25 @@ def _logits(model: Any, ids: Tensor) -> Tensor:
     """Of the last tokens, float32."""
     result: Tensor = model(ids, logits_to_keep=16).logits.float()
     return result
+
+
+def _logits_of_float_products(model: Any, ids: Tensor) -> Tensor:
+    """As ``_logits``, by PyTorch's products of what the quantized weights of ``model`` stand for."""
+
+    def compute(layer: Any, x: Tensor) -> Tensor:
+        return F.linear(x, layer.dequantize(x.dtype).weight, layer.bias)
+
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "dequantize")]
+    # Hooks on all modules: then fused layers are computed as the modules that they are.
+    hook = register_module_forward_hook(lambda *_: None)
+    try:
+        for layer in layers:
+            layer.compute = functools.partial(compute, layer)
+        return _logits(model, ids)
+    finally:
+        hook.remove()
+        for layer in layers:
+            del layer.compute
 
 
 def _tokens(model: Any, batch: int, length: int) -> Tensor:

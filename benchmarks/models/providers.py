@@ -24,6 +24,8 @@ class Provider:
     - ``prepare``: changes the float model in place; returns sentences that a reader of its figures has to know.
     - ``options``: of ``generate``.
     - ``package``: what must be installed.
+    - ``is_coarse``: whether its weights are so coarse that outputs of random layers have little in common with the
+      float model's: then they are compared with float products of those weights.
     """
 
     name: str
@@ -31,6 +33,7 @@ class Provider:
     options: Mapping[str, Any] = field(default_factory=dict)
     measures: tuple[str, ...] = (PREFILL, DECODE, FIRST_TOKEN, ENCODE)
     package: str = "torch"
+    is_coarse: bool = False
 
     @property
     def is_installed(self) -> bool:
@@ -42,11 +45,11 @@ def _float(model: Any) -> list[str]:
     return []
 
 
-def _qgemm(model: Any, **options: Any) -> list[str]:
+def _qgemm(model: Any, scheme: str = "int8", **options: Any) -> list[str]:
     """``options``: of ``fast_generate``."""
     import qgemm
 
-    qgemm.quantize_model(model, fuse=True, progress=False)
+    qgemm.quantize_model(model, scheme, fuse=True, progress=False)
     if model.can_generate():
         qgemm.fast_generate(model, **options)
     return [str(qgemm.fusion_report(model)).splitlines()[-1]]
@@ -54,6 +57,10 @@ def _qgemm(model: Any, **options: Any) -> list[str]:
 
 def _qgemm_int8_cache(model: Any) -> list[str]:
     return _qgemm(model, cache_dtype=torch.int8)
+
+
+def _qgemm_int4(model: Any) -> list[str]:
+    return _qgemm(model, "int4")
 
 
 def _torchao(model: Any) -> list[str]:
@@ -84,6 +91,7 @@ PROVIDERS = {
         Provider("bf16 compiled", _float, STATIC_CACHE, (DECODE, FIRST_TOKEN)),
         Provider("qgemm", _qgemm),
         Provider("qgemm int8 cache", _qgemm_int8_cache, measures=(DECODE,)),
+        Provider("qgemm int4", _qgemm_int4, measures=(PREFILL, DECODE, FIRST_TOKEN), is_coarse=True),
         Provider("torchao int8", _torchao, STATIC_CACHE, (PREFILL, DECODE, FIRST_TOKEN), "torchao"),
         Provider("gemlite int8", _gemlite, STATIC_CACHE, (PREFILL, DECODE, FIRST_TOKEN), "gemlite"),
         # ``vllm_worker.py`` measures these; they have weights of their own.
