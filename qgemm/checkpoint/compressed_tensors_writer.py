@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.checkpoint.compressed_tensors_groups import FLOAT, INT, MXFP4, MXFP8, NAIVE, NVFP4, PACKED, QUANT_METHOD
+from qgemm.checkpoint.model_names import expert_leaves
 from qgemm.checkpoint.pretrained import built_again, is_pretrained
 from qgemm.checkpoint.tensors import transient_names
 from qgemm.checkpoint.words import pack_nibbles, pack_words
-from qgemm.nn import LinearLayer, QuantLayer, QuantMultiheadAttention
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, QuantMultiheadAttention
 from qgemm.nn.linear_layer import is_conv1d
 from qgemm.numerics.packing import unpack_codes
 from qgemm.scheme import QuantScheme, TensorScheme
@@ -45,15 +46,10 @@ def tensors_to_write(
     """The tensors of ``model`` as the library's files hold them.
 
     Of two that are ``ties`` only those that transformers ties by itself are left out, and buffers that ``state_dict``
-    leaves out. Raises ``ValueError`` for layers that transformers builds as ``Conv1D``, which the library doesn't know,
-    for experts, of which its files have one layer each, for projections of an ``nn.MultiheadAttention``, and for
-    schemes that it has no form for.
+    leaves out. Fused experts become a layer each, under the names that files of the model's family have. Raises
+    ``ValueError`` for layers that transformers builds as ``Conv1D``, which the library doesn't know, for projections of
+    an ``nn.MultiheadAttention``, and for schemes that it has no form for.
     """
-    if fused := [name for name, layer in layers.items() if not isinstance(layer, LinearLayer)]:
-        raise ValueError(
-            f"{fused[0]} holds fused experts, which can't be written for compressed-tensors yet: save the model with "
-            'format="qgemm"'
-        )
     for name, layer in layers.items():
         if format_of(layer.scheme) is None:
             raise ValueError(
@@ -77,13 +73,43 @@ def tensors_to_write(
     for name, layer in layers.items():
         if isinstance(layer, LinearLayer):
             own = {leaf: written.pop(f"{name}.{leaf}") for leaf in layer.fixed_names if f"{name}.{leaf}" in written}
-            written.update({f"{name}.{leaf}": tensor for leaf, tensor in _tensors_of(name, layer, own).items()})
+            shape = layer.out_features, layer.in_features
+            made = _tensors_of(name, layer.scheme, shape, own)
+        elif isinstance(layer, QuantExperts):
+            own = {leaf: written.pop(f"{name}.{leaf}") for leaf, _ in layer.named_parameters(recurse=False)}
+            made = _tensors_of_experts(name, layer, own, expert_leaves(model))
+        written.update({f"{name}.{leaf}": tensor for leaf, tensor in made.items()})
     return written
 
 
-def _tensors_of(name: str, layer: LinearLayer, own: dict[str, Tensor]) -> dict[str, Tensor]:
+def _tensors_of_experts(
+    name: str, experts: QuantExperts, own: dict[str, Tensor], leaves: tuple[str, str, str]
+) -> dict[str, Tensor]:
+    """What the files hold of the parameters ``own`` of ``experts``: a layer for each, called by ``leaves``."""
+    gate, up, down = leaves
+    wide, narrow = experts.intermediate_size, experts.hidden_size
+    made = {}
+    for ours, shape, parts in (
+        ("gate_up_proj", (wide, narrow), (gate, up) if experts.activation.gated else (up,)),
+        ("down_proj", (narrow, wide), (down,)),
+    ):
+        for expert in range(experts.num_experts):
+            for index, leaf in enumerate(parts):
+                rows = slice(index * shape[0], (index + 1) * shape[0])
+                layer = {
+                    theirs: own[f"{ours}{suffix}"][expert][rows]
+                    for suffix, theirs in (("", "weight"), ("_scale", "weight_scale"), ("_bias", "bias"))
+                    if f"{ours}{suffix}" in own
+                }
+                bias = {"bias": layer.pop("bias")} if "bias" in layer else {}
+                stored = _tensors_of(f"{name}.{expert}.{leaf}", experts.scheme, shape, layer) | bias
+                made.update({f"{expert}.{leaf}.{each}": tensor for each, tensor in stored.items()})
+    return made
+
+
+def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dict[str, Tensor]) -> dict[str, Tensor]:
     """What the files hold of a layer in place of its parameters ``own``. Raises ``ValueError`` for a broken group."""
-    scheme, (N, K) = layer.scheme, (layer.out_features, layer.in_features)
+    N, K = shape
     weight, scale = own["weight"].detach(), own["weight_scale"].detach()
     stored_as = format_of(scheme)
     size = scheme.weight.group_size if scheme.weight.granularity == "group" else None
@@ -137,7 +163,12 @@ def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict
     used = {layer.scheme.name: layer.scheme for layer in layers.values()}
     groups: dict[str, dict[str, Any]] = {}
     for index, scheme in enumerate(used.values()):
-        names = [name for name, layer in layers.items() if layer.scheme == scheme]
+        # Experts are a layer each there; the library and vLLM match what follows "re:" from the beginning.
+        names = [
+            name if isinstance(layer, LinearLayer) else rf"re:{re.escape(name)}\.\d+\."
+            for name, layer in layers.items()
+            if layer.scheme == scheme
+        ]
         groups[f"group_{index}"] = {
             "format": format_of(scheme),
             "targets": ["Linear"] if len(used) == 1 else names,

@@ -22,6 +22,18 @@ from qgemm.scheme import QuantScheme
 _LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
+def expert_leaves(model: nn.Module) -> tuple[str, str, str]:
+    """What files of the family of ``model`` call the gate, up and down layers of an expert."""
+    if is_pretrained(model):
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        for transform in get_model_conversion_mapping(model):  # type: ignore[arg-type]
+            for leaves in _LEAVES:
+                if any(source.endswith(f"experts.*.{leaves[2]}.weight") for source in transform.source_patterns):
+                    return leaves
+    return _LEAVES[0]
+
+
 def rename_as_model(contents: Contents, model: nn.Module) -> None:
     """Gives the tensors and layers of ``contents`` the names that ``model``, if it is of transformers, has for them."""
     if not is_pretrained(model):
@@ -95,9 +107,9 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
                         f"{config_path.parent} lacks {layer} in int8: all experts of a layer must be quantized, or none"
                     )
                 if scheme.weight != scheme.for_experts().weight:
-                    bits = scheme.weight.format.bits
                     raise CheckpointError(
-                        f"{config_path}: {layer} is an expert in {bits} bits, which qgemm doesn't compute"
+                        f"{config_path}: {layer} is an expert with the scheme {scheme.name!r}, which qgemm doesn't "
+                        "compute for fused experts"
                     )
                 if (found := contents.shapes.pop(layer, shape)) != shape:
                     raise CheckpointError(

@@ -76,6 +76,33 @@ def test_experts_are_put_together(family: str, tmp_path: Path) -> None:
     assert_same(qgemm.load_quantized(tmp_path / "ours"), model)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_written_as_a_layer_each(family: str, tmp_path: Path) -> None:
+    example = MIXTURES[family]()
+    model: Any = qgemm.quantize_model(example.model)
+    qgemm.save_quantized(model, tmp_path / "ours", format="compressed-tensors")
+    write(model, tmp_path / "theirs", family)
+    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs"))
+    if family == "mixtral":
+        theirs = {name.replace(".block_sparse_moe.", ".mlp."): tensor for name, tensor in theirs.items()}
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    loaded = qgemm.load_quantized(tmp_path / "ours")
+    assert_same(loaded, model)
+    assert torch.equal(Example(loaded, example.inputs).output(), example.output())
+
+
+def test_experts_beside_layers_of_another_scheme(tmp_path: Path) -> None:
+    model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model, "fp8")
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    experts = next(group for group in config["config_groups"].values() if group["format"] == "int-quantized")
+    assert experts["targets"][0] == r"re:model\.layers\.0\.mlp\.experts\.\d+\."
+    assert re.match(experts["targets"][0][3:], "model.layers.0.mlp.experts.11.up_proj")
+    assert_same(qgemm.load_quantized(tmp_path), model)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_the_names_are_those_that_transformers_splits_experts_into(family: str, tmp_path: Path) -> None:
     # So that gates aren't taken for ups in the tests above.
