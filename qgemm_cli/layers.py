@@ -3,6 +3,7 @@
 | format | a layer ``[N, K]`` in the files |
 |---|---|
 | qgemm, compressed-tensors | ``weight`` int8 with ``weight_scale`` ``[N]``, ``[N, 1]`` or ``[1]`` |
+| qgemm, 4 bits | ``weight`` uint8 ``[N, 128 * ceil(K / 256)]`` with ``weight_scale`` ``[N, groups]`` |
 | bitsandbytes | ``weight`` int8 with ``SCB`` ``[N]``; in 4 bits ``weight`` uint8 with ``weight.quant_state...`` |
 | fp8 | ``weight`` float8 with ``weight_scale`` or, in blocks, ``weight_scale_inv`` |
 | both, packed | ``weight_packed`` int32 ``[N, K * bits / 32]`` with ``weight_scale`` ``[N, groups]`` |
@@ -21,9 +22,9 @@ from dataclasses import dataclass
 
 import torch
 
+from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
-from qgemm.scheme import QuantScheme
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MATRICES = ("linear", "experts")
@@ -88,23 +89,13 @@ def is_scale(leaf: str) -> bool:
     return leaf == "SCB" or leaf.endswith(("scale", "scales", "scale_inv", "absmax"))
 
 
-def shape_with(layer: StoredLayer, scheme: QuantScheme) -> tuple[int, ...]:
-    """The shape of a layer of qgemm's own with ``scheme``: one that is packed is filled up along K.
+def find_layers(
+    stored: dict[str, StoredTensor], bits: int | None = None, manifest: Manifest | None = None
+) -> list[StoredLayer]:
+    """The layers that ``stored`` holds, in its order. ``bits``: of packed weights, by the config; 4 if None.
 
-    K is as many whole groups as it has scales; with one scale a row, what the packed weight has room for.
+    ``manifest``: what qgemm's own files say of them.
     """
-    scale, order = layer.tensors.get("weight_scale"), layer.tensors.get("input_order")
-    size = scheme.weight.group_size
-    if scheme.weight.format.bits != 4 or layer.kind != "linear" or scale is None or len(scale.shape) != 2:
-        return layer.shape
-    N, K = layer.shape
-    if order is not None and len(order.shape) == 1:
-        return N, order.shape[0]
-    return N, K if size is None else min(K, scale.shape[1] * size)
-
-
-def find_layers(stored: dict[str, StoredTensor], bits: int | None = None) -> list[StoredLayer]:
-    """The layers that ``stored`` holds, in its order. ``bits``: of packed weights, by the config; 4 if None."""
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         if match := _FOUR_BIT_STATE.fullmatch(name):
@@ -112,10 +103,12 @@ def find_layers(stored: dict[str, StoredTensor], bits: int | None = None) -> lis
         else:
             module, _, leaf = name.rpartition(".")
         modules.setdefault(module, {})[leaf] = tensor
-    return [layer for name, tensors in modules.items() for layer in _layers_of(name, tensors, bits or 4)]
+    return [layer for name, tensors in modules.items() for layer in _layers_of(name, tensors, bits or 4, manifest)]
 
 
-def _layers_of(module: str, tensors: dict[str, StoredTensor], bits: int) -> Iterable[StoredLayer]:
+def _layers_of(
+    module: str, tensors: dict[str, StoredTensor], bits: int, manifest: Manifest | None
+) -> Iterable[StoredLayer]:
     tensors = dict(tensors)
     if "expert" in module:
         for leaf in [leaf for leaf, tensor in tensors.items() if _is_experts(leaf, tensor)]:
@@ -126,7 +119,7 @@ def _layers_of(module: str, tensors: dict[str, StoredTensor], bits: int) -> Iter
             yield StoredLayer(name, "experts", storage, shape, {one[len(base) :]: tensors.pop(one) for one in own})
     if not tensors:
         return
-    if (linear := _packed(tensors, bits) or _plain(module, tensors)) is not None:
+    if (linear := _own(module, tensors, manifest) or _packed(tensors, bits) or _plain(module, tensors)) is not None:
         kind, storage, shape = linear
         yield StoredLayer(module, kind, storage, shape, tensors)
     else:
@@ -145,6 +138,16 @@ def _experts_storage(leaf: str, tensor: StoredTensor) -> tuple[str, tuple[int, .
         experts, n, groups, half = tensor.shape
         return "fp4", (experts, n, 2 * groups * half)
     return _value_name(tensor.dtype), tensor.shape
+
+
+def _own(
+    module: str, tensors: dict[str, StoredTensor], manifest: Manifest | None
+) -> tuple[str, str, tuple[int, ...]] | None:
+    """One of qgemm's own with packed rows."""
+    weight = tensors.get("weight")
+    if manifest is None or module not in manifest.in_features or weight is None or len(weight.shape) != 2:
+        return None
+    return "linear", manifest.layers[module].weight.dtype, (weight.shape[0], manifest.in_features[module])
 
 
 def _packed(tensors: dict[str, StoredTensor], bits: int) -> tuple[str, str, tuple[int, ...]] | None:

@@ -78,7 +78,8 @@ def _scale_fits(layer: StoredLayer, leaf: str) -> bool:
     if leaf == "SCB":
         return shape == (n,)
     is_blocks = layer.storage == "fp8" and len(shape) == 2 and 1 <= shape[0] <= n and 1 <= shape[1] <= k
-    return shape in ((), (1,), (n,), (n, 1)) or is_blocks
+    is_groups = layer.storage == "int8" and len(shape) == 2 and shape[0] == n and 1 <= shape[1] <= k
+    return shape in ((), (1,), (n,), (n, 1)) or is_blocks or is_groups
 
 
 def _problems_of_manifest(checkpoint: Checkpoint, layers: list[StoredLayer]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from qgemm.scheme import QuantScheme
 from qgemm.streaming.float_tensors import FloatTensor, ordered_experts, stored_float
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
-from qgemm_cli.layers import FP8_DTYPES, StoredLayer, find_layers, shape_with
+from qgemm_cli.layers import FP8_DTYPES, StoredLayer, find_layers
 from qgemm_cli.reading import FLOAT, Checkpoint
 
 MOST_PREFIXES = 32
@@ -75,24 +75,33 @@ class Restored(FloatTensor):
 
     def __init__(self, source: Source, stored: StoredLayer, scheme: QuantScheme) -> None:
         """``source``: holds the tensors of ``stored``."""
-        N, K = shape_with(stored, scheme)
+        N, K = stored.shape
         super().__init__((N, K), torch.float32, self._read)
         self._source, self._stored = source, stored
         self._layer = linear_class(scheme)(K, N, False, "meta", scheme=scheme)
-        for leaf in self._layer.index_names:
+        self._check_shapes(scheme)
+        for leaf in set(self._layer.index_names) - set(self._layer.row_names):
             if (tensor := stored.tensors.get(leaf)) is not None and tensor.shape:
                 values = source.read_rows(stored.full_name(leaf), 0, tensor.shape[0])
                 if problem := self._layer.problem_with(leaf, values):
                     raise CheckpointError(f"{tensor.path}: {stored.full_name(leaf)} {problem}")
                 setattr(self._layer, leaf, nn.Parameter(values, requires_grad=False))
 
+    def _check_shapes(self, scheme: QuantScheme) -> None:
+        for leaf, wanted in self._layer.named_parameters(recurse=False):
+            tensor = self._stored.tensors.get(leaf)
+            found = None if tensor is None else tensor.shape
+            if leaf in self._layer.fixed_names and found != wanted.shape:
+                raise CheckpointError(
+                    f"{self._stored.full_name(leaf)} has shape {None if found is None else list(found)}; a layer of "
+                    f"{list(self.shape)} in {scheme.name} has {list(wanted.shape)}"
+                )
+
     def _read(self, start: int, stop: int) -> Tensor:
         """Reads them."""
-        parameters = {}
-        for leaf in self._layer.row_names:
-            values = self._source.read_rows(self._stored.full_name(leaf), start, stop)
-            parameters[leaf] = values.float() if leaf in self._layer.scale_names else values
-        return self._layer.restore_rows(parameters, torch.float32)
+        names = {leaf: self._stored.full_name(leaf) for leaf in self._layer.row_names}
+        rows = {leaf: self._source.read_rows(name, start, stop) for leaf, name in names.items()}
+        return self._layer.restore_rows(rows, torch.float32)
 
 
 class Converted(FloatTensor):
@@ -175,7 +184,7 @@ def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, Floa
     in_files: dict[str, FloatTensor] = {}
     contents = checkpoint.contents
     schemes = {} if contents is None else contents.manifest.layers
-    for layer in find_layers(checkpoint.stored, checkpoint.bits):
+    for layer in find_layers(checkpoint.stored, checkpoint.bits, checkpoint.manifest):
         if contents is not None and contents.is_foreign and layer.name in schemes:
             in_files.update(_of_foreign(layer, source, contents))
         else:

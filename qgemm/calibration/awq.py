@@ -98,7 +98,7 @@ def _losses(
     for weight, scheme in zip(weights, schemes, strict=True):
         if power := output_power(weight, second_moment):
             for place, scales in enumerate(candidates):
-                rounded = dequantize(round_to_nearest(weight.float() * scales, scheme), scheme.group_size)
+                rounded = dequantize(round_to_nearest(weight.float() * scales, scheme), scheme)
                 losses[place] += output_power(rounded / scales - weight, second_moment) / power
     return losses
 
@@ -153,4 +153,4 @@ class AWQ(Method):
         weight, scheme = rounded_weight(work), work.scheme.weight
         scale = mse_scale(weight, scheme, moment) if self.clip else nearest_scale(weight, scheme)
         work.weight = round_weight(weight, scale, scheme)
-        work.loss = output_loss(weight, dequantize(work.weight, scheme.group_size), moment)
+        work.loss = output_loss(weight, dequantize(work.weight, scheme), moment)

@@ -49,7 +49,7 @@ class BiasCorrection(Method):
 def mean_output_error(work: LayerWork, seen: InputStatistics) -> Tensor:
     """``E[x W^T] - E[x_q W_q^T]``, float32 ``[N]``: the mean of ``x`` is of all inputs, that of ``x - x_q`` of rows."""
     weight, scheme = rounded_weight(work).float(), work.scheme.weight
-    rounded = dequantize(work.weight or round_to_nearest(weight, scheme), scheme.group_size)
+    rounded = dequantize(work.weight or round_to_nearest(weight, scheme), scheme)
     x, x_rounded = rounded_input(work, seen)
     mean = rounded_part(work, seen.mean.float())
     return (weight - rounded) @ mean + rounded @ (x - x_rounded).mean(0)

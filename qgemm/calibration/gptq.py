@@ -33,7 +33,14 @@ from torch import Tensor
 from qgemm.calibration.expert_work import decide_experts
 from qgemm.calibration.method import Block, LayerWork, Method, Part, QuantizedWeight
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
-from qgemm.calibration.rounding import dequantize, mse_scale, nearest_scale, output_loss, round_weight
+from qgemm.calibration.rounding import (
+    dequantize,
+    mse_scale,
+    nearest_scale,
+    output_loss,
+    round_weight,
+    zero_points,
+)
 from qgemm.calibration.statistics import InputStatistics
 from qgemm.numerics.formats import Format
 from qgemm.scheme import TensorScheme
@@ -88,11 +95,12 @@ def gptq(
     factor, damping = _inverse_factor(second_moment, order, damping)
     # Columns as rows, so that each is contiguous.
     columns = weight.detach().to(dtype).t()[order].contiguous()
-    scales = _column_scales(scale.to(dtype), scheme.group_size, order)
-    values = _round_columns(columns, factor.to(dtype), scales, scheme.format, block_size)
-    quantized = QuantizedWeight(torch.empty(N, K, dtype=values.dtype, device=weight.device), scale)
+    scales, zero = _by_column(scale.to(dtype), scheme.group_size, order), zero_points(weight, scheme)
+    zeros = None if zero is None else _by_column(zero.to(dtype), scheme.group_size, order)
+    values = _round_columns(columns, factor.to(dtype), scales, zeros, scheme.format, block_size)
+    quantized = QuantizedWeight(torch.empty(N, K, dtype=values.dtype, device=weight.device), scale, zero)
     quantized.values[:, order] = values.t()
-    loss = output_loss(weight, dequantize(quantized, scheme.group_size, dtype), second_moment)
+    loss = output_loss(weight, dequantize(quantized, scheme, dtype), second_moment)
     return GPTQResult(quantized, loss, damping)
 
 
@@ -154,7 +162,7 @@ class GPTQ(Method):
         plain = round_weight(weight, scale, scheme)
         if moment is None:
             return plain, None, "it saw no tokens, so it is rounded to nearest"
-        loss = output_loss(weight, dequantize(plain, scheme.group_size), moment)
+        loss = output_loss(weight, dequantize(plain, scheme), moment)
         order, damping, size = self.act_order, self.damping, self.block_size
         try:
             result = gptq(weight, moment, scheme, act_order=order, damping=damping, block_size=size, scale=scale)
@@ -185,15 +193,17 @@ def _inverse_factor(moment: Tensor, order: Tensor, damping: float) -> tuple[Tens
     raise SingularHessian(f"the second moment is singular, even with a damping of {attempt:g}")
 
 
-def _column_scales(scale: Tensor, group_size: int | None, order: Tensor) -> list[Tensor]:
-    """The scales ``[N]`` of each column, in the order in which they come."""
+def _by_column(scale: Tensor, group_size: int | None, order: Tensor) -> list[Tensor]:
+    """The scales, or zero points, ``[N]`` of each column, in the order in which they come."""
     if group_size is None:
         return [scale] * len(order)
     rows = scale.t().contiguous().unbind()
     return [rows[group] for group in (order // group_size).tolist()]
 
 
-def _round_columns(columns: Tensor, factor: Tensor, scales: list[Tensor], form: Format, block_size: int) -> Tensor:
+def _round_columns(
+    columns: Tensor, factor: Tensor, scales: list[Tensor], zeros: list[Tensor] | None, form: Format, block_size: int
+) -> Tensor:
     """The values ``[K, N]`` for ``columns [K, N]``, which are worked on in place."""
     values = torch.empty_like(columns, dtype=form.storage)
     for start in range(0, len(columns), block_size):
@@ -202,9 +212,12 @@ def _round_columns(columns: Tensor, factor: Tensor, scales: list[Tensor], form: 
         block = columns[start:end]
         errors = torch.empty_like(block)
         for i in range(end - start):
-            q = form.nearest_(block[i] / scales[start + i])
-            values[start + i] = q
-            errors[i] = (block[i] - q * scales[start + i]) / own[i, i]
+            scale, quotients = scales[start + i], block[i] / scales[start + i]
+            if zeros is not None:
+                quotients = quotients.round_().add_(zeros[start + i])
+            values[start + i] = q = form.store(quotients)
+            rounded = form.to_float(q) if zeros is None else form.to_float(q) - zeros[start + i]
+            errors[i] = (block[i] - rounded * scale) / own[i, i]
             block[i + 1 :].addr_(own[i, i + 1 :], errors[i], alpha=-1)
         columns[end:].addmm_(rest.t(), errors, alpha=-1)
     return values

@@ -42,14 +42,21 @@ _MAX_NUMBER = 1 << 53
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A weight ``[N, K]`` that a method has quantized: its value is ``values * scale``.
+    """A weight ``[N, K]`` that a method has quantized: its value is ``(values - zero_point) * scale``.
 
     - ``values``: ``[N, K]``, of the format of the scheme's weights.
     - ``scale``: float32 ``[N]``, or ``[N, ceil(K / group_size)]`` for a scheme with groups along K.
+    - ``zero_point``: int8 with the shape of ``scale``, for a scheme with asymmetric weights; else None.
     """
 
     values: Tensor
     scale: Tensor
+    zero_point: Tensor | None = None
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """What there is of the three, in this order."""
+        return (self.values, self.scale) if self.zero_point is None else (self.values, self.scale, self.zero_point)
 
 
 @dataclass(eq=False)
@@ -82,7 +89,7 @@ class LayerWork:
     @property
     def decisions(self) -> dict[str, Any]:
         """What ``swap`` is to take of it beside the scheme."""
-        weight = {} if self.weight is None else {"weight": (self.weight.values, self.weight.scale)}
+        weight = {} if self.weight is None else {"weight": self.weight.parts}
         return weight if self.outlier_columns is None else {**weight, "outlier_columns": self.outlier_columns}
 
     def undecide(self, why: str = _UNDECIDED) -> None:

@@ -30,11 +30,12 @@ from qgemm.calibration.method import Block, Method, Part, QuantizedWeight
 from qgemm.calibration.rounded_part import rounded_moment, rounded_weight
 from qgemm.numerics.blocks import block_scales
 from qgemm.numerics.formats import MIN_SCALE, Format
-from qgemm.numerics.groups import global_scale_of, grouped, plain_scales, round_scale, spread
+from qgemm.numerics.groups import global_scale_of, grouped, plain_scales, round_groups, round_scale, spread
 from qgemm.scheme import INT8_ROWS, TensorScheme
 
 # Of the plain scale. Its 1 comes first: of equal errors, the first one's scale is taken.
 _MULTIPLES = (1.0, *(percent / 100 for percent in range(106, 38, -2) if percent != 100))
+_POWERS = (1.0, 2.0, 0.5)
 # Values at a time, so that the search needs little memory beside the weight.
 _PIECE = 1 << 24
 # Of rows longer than this, multiples are ranked first; the directions of the second moment, and how many are compared.
@@ -48,46 +49,54 @@ def nearest_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS) -> Tensor:
 
     Of a scheme with blocks, the rows of a block have one scale.
     """
-    if scheme.block is not None:
-        return block_scales(weight.detach()).repeat_interleave(scheme.block[0], dim=0)[: len(weight)]
-    form, size = scheme.format, scheme.group_size or weight.shape[1]
-    unit = global_scale_of(weight.abs().amax(), form) if scheme.scale_dtype == "e4m3" else None
-    scale, _ = plain_scales(weight, size, form, scheme.scale_dtype, unit)
-    return scale.squeeze(-1) if scheme.group_size is None else scale
+    return _plain(weight, scheme)[0]
+
+
+def zero_points(weight: Tensor, scheme: TensorScheme) -> Tensor | None:
+    """The zero points of a float weight, int8 with the shape of its scale; None for a symmetric scheme.
+
+    They are those of the plain scale: a multiple of it covers the same multiple of the range.
+    """
+    return None if scheme.symmetric else _plain(weight, scheme)[1]
 
 
 @torch.no_grad()
 def mse_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS, second_moment: Tensor | None = None) -> Tensor:
     """The multiple of ``nearest_scale``, of 0.40 to 1.06, with the least squared error of each row or group.
 
-    ``second_moment``: of the layer's inputs, ``[K, K]``, or ``[K]`` for its diagonal: the error is then that of the
-    layer's output. Groups are searched one by one, as if all others were exact.
+    Scales that are powers of two have their halves and doubles for multiples. ``second_moment``: of the layer's inputs,
+    ``[K, K]``, or ``[K]`` for its diagonal: the error is then that of the layer's output. Groups are searched one by
+    one, as if all others were exact.
     """
-    plain, group_size, form = nearest_scale(weight, scheme), scheme.group_size, scheme.format
+    (plain, zero), group_size, form = _plain(weight, scheme), scheme.group_size, scheme.format
     if scheme.block is not None:
         return plain  # the search is for rows
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    scales = plain.reshape(len(plain), -1)
-    unit = global_scale_of(weight.abs().amax(), form) if scheme.scale_dtype == "e4m3" else None
+    unit = _global_scale(weight, scheme)
     fit = functools.partial(round_scale, dtype=scheme.scale_dtype, form=form, global_scale=unit)
-    search: Callable[[Tensor, Tensor], Tensor]
+    search: _Search
     if second_moment is not None and second_moment.ndim == 2 and group_size is None and weight.shape[1] > _LONG_ROW:
-        search = _RankedSearch(second_moment.to(dtype), form, fit).best
+        search = _RankedSearch(second_moment.to(dtype), form, fit)
     else:
+        multiples = _POWERS if scheme.scale_dtype == "e8m0" else _MULTIPLES
         importance = None if second_moment is None else _importance(second_moment.to(dtype), group_size)
-        loss = functools.partial(_weighted, importance=importance)
-        search = functools.partial(_search, multiples=_MULTIPLES, form=form, loss=loss, fit=fit)
+        search = _Search(form, fit, functools.partial(_weighted, importance=importance), multiples)
+    scales, zeros = (
+        each.reshape(len(weight), -1) for each in (plain, torch.zeros_like(plain) if zero is None else zero)
+    )
     rows = max(_PIECE // weight.shape[1], 1)
-    pieces = zip(weight.split(rows), scales.split(rows), strict=True)
-    best = torch.cat([search(_grouped(part.to(dtype), group_size), own) for part, own in pieces])
+    pieces = zip(weight.split(rows), scales.split(rows), zeros.split(rows), strict=True)
+    best = torch.cat([search.best(_grouped(part.to(dtype), group_size), *own) for part, *own in pieces])
     return best.reshape(plain.shape)
 
 
 def round_weight(weight: Tensor, scale: Tensor, scheme: TensorScheme = INT8_ROWS) -> QuantizedWeight:
     """A float weight ``[N, K]`` rounded to nearest with a scale as ``nearest_scale`` or ``mse_scale`` has it."""
     values = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
-    quotients = values / expand_scale(scale, scheme.group_size, weight.shape[1])
-    return QuantizedWeight(scheme.format.store(quotients), scale)
+    size, zero = scheme.group_size or max(weight.shape[1], 1), zero_points(weight, scheme)
+    rows, zeros = (None if each is None else each.reshape(len(weight), -1) for each in (scale, zero))
+    assert rows is not None
+    return QuantizedWeight(round_groups(values, rows, zeros, size, scheme.format), scale, zero)
 
 
 def round_to_nearest(weight: Tensor, scheme: TensorScheme = INT8_ROWS) -> QuantizedWeight:
@@ -101,10 +110,14 @@ def round_by_mse(weight: Tensor, second_moment: Tensor | None, scheme: TensorSch
     return round_weight(weight, mse_scale(weight, scheme, second_moment), scheme)
 
 
-def dequantize(quantized: QuantizedWeight, group_size: int | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``values * scale``, ``[N, K]`` in ``dtype``."""
-    values = quantized.values.to(dtype)
-    return values * expand_scale(quantized.scale, group_size, values.shape[1]).to(dtype)
+def dequantize(
+    quantized: QuantizedWeight, scheme: TensorScheme = INT8_ROWS, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """``(values - zero_point) * scale``, ``[N, K]`` in ``dtype``."""
+    values, size = scheme.format.to_float(quantized.values).to(dtype), scheme.group_size
+    if quantized.zero_point is not None:
+        values = values - expand_scale(quantized.zero_point, size, values.shape[1])
+    return values * expand_scale(quantized.scale, size, values.shape[1]).to(dtype)
 
 
 def expand_scale(scale: Tensor, group_size: int | None, K: int) -> Tensor:
@@ -175,25 +188,20 @@ def _importance(moment: Tensor, group_size: int | None) -> Tensor:
     return torch.stack([padded[start : start + size, start : start + size] for start in groups])
 
 
-def _search(
-    groups: Tensor,
-    plain: Tensor,
-    multiples: Iterable[float | Tensor],
-    form: Format,
-    loss: Callable[[Tensor], Tensor],
-    fit: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """The multiple of ``plain [N, groups]`` whose error has the least ``loss``, for ``groups [N, groups, size]``.
+def _plain(weight: Tensor, scheme: TensorScheme) -> tuple[Tensor, Tensor | None]:
+    """The plain scale, and the zero points of an asymmetric scheme."""
+    if scheme.block is not None:
+        return block_scales(weight.detach()).repeat_interleave(scheme.block[0], dim=0)[: len(weight)], None
+    size, unit = scheme.group_size or weight.shape[1], _global_scale(weight, scheme)
+    scale, zero = plain_scales(weight, size, scheme.format, scheme.scale_dtype, unit)
+    if scheme.group_size is None:
+        return scale.squeeze(-1), None if zero is None else zero.squeeze(-1)
+    return scale, zero
 
-    ``fit``: rounds scales to those that are stored.
-    """
-    best, least = plain, torch.full_like(plain, torch.inf, dtype=groups.dtype)
-    for multiple in multiples:
-        scale = fit((plain * multiple).clamp(min=MIN_SCALE))
-        own = loss(_rounding_error(groups, scale, form))
-        better = own < least
-        best, least = torch.where(better, scale, best), torch.where(better, own, least)
-    return best
+
+def _global_scale(weight: Tensor, scheme: TensorScheme) -> Tensor | None:
+    """What all scales are multiples of, where they are stored so."""
+    return global_scale_of(weight.abs().amax(), scheme.format) if scheme.scale_dtype == "e4m3" else None
 
 
 def _weighted(error: Tensor, importance: Tensor | None) -> Tensor:
@@ -205,16 +213,45 @@ def _weighted(error: Tensor, importance: Tensor | None) -> Tensor:
     return torch.einsum("ngi,gij,ngj->ng", error, importance, error)
 
 
-def _rounding_error(groups: Tensor, scale: Tensor, form: Format) -> Tensor:
-    """What rounding ``groups [N, groups, size]`` with ``scale [N, groups]`` adds to them."""
-    return form.nearest_(groups / scale[..., None]).mul_(scale[..., None]).sub_(groups)
+@dataclass(eq=False)
+class _Search:
+    """A search for the best multiples of scales.
+
+    ``fit``: rounds scales to those that are stored. ``loss``: of an error ``[N, groups, size]``, which it may change.
+    """
+
+    form: Format
+    fit: Callable[[Tensor], Tensor]
+    loss: Callable[[Tensor], Tensor]
+    multiples: Iterable[float | Tensor]
+
+    def best(self, groups: Tensor, plain: Tensor, zero: Tensor) -> Tensor:
+        """The multiple of ``plain [N, groups]`` whose error has the least loss, for ``groups [N, groups, size]``."""
+        best, least = plain, torch.full_like(plain, torch.inf, dtype=groups.dtype)
+        for multiple in self.multiples:
+            scale = self.fit((plain * multiple).clamp(min=MIN_SCALE))
+            own = self.loss(_rounding_error(groups, scale, zero, self.form))
+            better = own < least
+            best, least = torch.where(better, scale, best), torch.where(better, own, least)
+        return best
 
 
-class _RankedSearch:
-    """``_search`` of whole rows by all of ``moment [K, K]``, with few products by it."""
+def _rounding_error(groups: Tensor, scale: Tensor, zero: Tensor, form: Format) -> Tensor:
+    """What rounding ``groups [N, groups, size]`` with ``scale`` and ``zero [N, groups]`` adds to them."""
+    quotients = groups / scale[..., None]
+    if form.has_zero_point:
+        rounded = form.nearest_(quotients.round_().add_(zero[..., None])).sub_(zero[..., None])
+    else:
+        rounded = form.nearest_(quotients)
+    return rounded.mul_(scale[..., None]).sub_(groups)
+
+
+class _RankedSearch(_Search):
+    """A search for multiples of the scales of whole rows by all of ``moment [K, K]``, with few products by it."""
 
     def __init__(self, moment: Tensor, form: Format, fit: Callable[[Tensor], Tensor]) -> None:
-        self._moment, self._form, self._fit = moment, form, fit
+        super().__init__(form, fit, self._loss, _MULTIPLES)
+        self._moment = moment
         # Its largest directions, by two steps of subspace iteration from the same start every time.
         generator = torch.Generator().manual_seed(0)
         start = torch.randn(len(moment), _DIRECTIONS + 8, generator=generator)
@@ -224,18 +261,18 @@ class _RankedSearch:
         self._directions = (basis @ vectors)[:, -_DIRECTIONS:] * values[-_DIRECTIONS:].clamp(min=0).sqrt()
         self._rest = (moment.diagonal() - self._directions.square().sum(1)).clamp(min=0)
 
-    def best(self, groups: Tensor, plain: Tensor) -> Tensor:
+    def best(self, groups: Tensor, plain: Tensor, zero: Tensor) -> Tensor:
         """The best scale ``[N, 1]`` of ``groups [N, 1, K]``."""
         multiples = torch.tensor(_MULTIPLES, dtype=plain.dtype, device=plain.device)
         ranks = []
         for multiple in multiples:
-            scale = self._fit((plain * multiple).clamp(min=MIN_SCALE))
-            error = _rounding_error(groups, scale, self._form).squeeze(1)
+            scale = self.fit((plain * multiple).clamp(min=MIN_SCALE))
+            error = _rounding_error(groups, scale, zero, self.form).squeeze(1)
             ranks.append((error @ self._directions).square_().sum(-1) + error.square_() @ self._rest)
         # The plain one comes first.
         finalists = torch.stack(ranks[1:], 1).topk(_FINALISTS, largest=False).indices.sort(1).values + 1
         finalists = torch.cat((torch.zeros_like(finalists[:, :1]), finalists), 1)
-        return _search(groups, plain, multiples[finalists].split(1, 1), self._form, self._loss, self._fit)
+        return _Search(self.form, self.fit, self._loss, multiples[finalists].split(1, 1)).best(groups, plain, zero)
 
     def _loss(self, error: Tensor) -> Tensor:
         rows = error.squeeze(1)

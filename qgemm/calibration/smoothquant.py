@@ -102,7 +102,7 @@ def smoothed_loss(work: LayerWork, seen: InputStatistics, scales: Tensor) -> flo
     """
     weight = linear_weight(work.module).detach().float() * scales
     part, scheme = rounded_part(work, weight), work.scheme.weight
-    rounded = dequantize(round_to_nearest(part, scheme), scheme.group_size)
+    rounded = dequantize(round_to_nearest(part, scheme), scheme)
     x, x_rounded = rounded_input(work, seen, scales)
     assert seen.rows is not None
     whole = float(((seen.rows.float() / scales) @ weight.T).square().sum())

@@ -6,6 +6,8 @@
  "tied": {"lm_head.weight": "model.embed_tokens.weight"}, "report": "qgemm_report.json"}
 ```
 
+Packed rows don't say how long they are; where there are any, ``"in_features": {"4096": [names], ...}`` does.
+
 ``save`` is the save's id, which every one of its files holds. A change that an older qgemm would misread raises
 ``format_version``. In version 1 ``layers`` had the scheme of each layer by name, ``report`` was the report itself, and
 saves had no id.
@@ -13,17 +15,21 @@ saves had no id.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import SAVE_KEY, save_id
 from qgemm.checkpoint.name_ranges import collapse, expand
+from qgemm.nn import QuantLayer, WeightOnlyLinear
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 QUANT_METHOD = "qgemm"
 FORMAT_VERSION = 2
+_NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True)
@@ -32,12 +38,28 @@ class Manifest:
 
     ``save``: the id of the save, None in version 1 and for a model that wasn't saved. ``report``: what
     ``qgemm.report`` shows, as version 1 has it, or the name of the file that has it; None if there is neither.
+    ``in_features``: of the layers whose rows are packed.
     """
 
     layers: dict[str, QuantScheme]
     tied: dict[str, str]
     save: str | None = None
     report: dict[str, Any] | str | None = None
+    in_features: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layers: Mapping[str, QuantLayer], tied: dict[str, str], save: str | None = None) -> Manifest:
+        """The manifest of a model's quantized ``layers``."""
+        schemes = {name: layer.scheme for name, layer in layers.items()}
+        packed = {name: layer for name, layer in layers.items() if isinstance(layer, WeightOnlyLinear)}
+        widths = {name: layer.in_features for name, layer in packed.items() if layer.form.bits == 4}
+        return cls(schemes, tied, save, in_features=widths)
+
+    def check_sizes(self, layers: Mapping[str, QuantLayer], path: Path) -> None:
+        """Raises ``CheckpointError`` unless ``layers`` have the ``in_features`` that the config at ``path`` says."""
+        for name, K in self.in_features.items():
+            if (own := getattr(layers.get(name), "in_features", K)) != K:
+                raise CheckpointError(f"{path}: {name} has rows of {K} values; the model's have {own}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready values."""
@@ -49,9 +71,16 @@ class Manifest:
             **({} if self.save is None else {SAVE_KEY: self.save}),
             "schemes": {name: scheme.to_dict() for name, scheme in schemes.items()},
             "layers": {name: collapse(layers) for name, layers in names.items()},
+            **({"in_features": self._names_by_width()} if self.in_features else {}),
             "tied": self.tied,
             **({} if self.report is None else {"report": self.report}),
         }
+
+    def _names_by_width(self) -> dict[str, list[str]]:
+        names: dict[str, list[str]] = {}
+        for name, K in self.in_features.items():
+            names.setdefault(str(K), []).append(name)
+        return {K: collapse(layers) for K, layers in names.items()}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> Manifest:
@@ -70,7 +99,7 @@ class Manifest:
                 f"{path}: format_version is {version!r}; this qgemm reads versions 1 and {FORMAT_VERSION}. "
                 "A newer checkpoint needs a newer qgemm"
             )
-        layers = _names(values, "layers", path) if version == 1 else _names_by_scheme(values, path)
+        layers = _names(values, "layers", path) if version == 1 else _expanded(values, "layers", "schemes", path)
         tied, schemes = _names(values, "tied", path), _schemes(values, path)
         for layer, name in layers.items():
             if name not in schemes:
@@ -79,7 +108,11 @@ class Manifest:
         if report is not None and not isinstance(report, kind):
             wanted = "an object" if version == 1 else "the name of a file"
             raise CheckpointError(f"{path}: report must be {wanted}, not {type(report).__name__}")
-        return cls({layer: schemes[name] for layer, name in layers.items()}, tied, save_id(config, path), report)
+        widths = _widths(values, path)
+        if unknown := widths.keys() - layers.keys():
+            raise CheckpointError(f"{path}: in_features has {min(unknown)}, which is no quantized layer")
+        own = {layer: schemes[name] for layer, name in layers.items()}
+        return cls(own, tied, save_id(config, path), report, widths)
 
 
 def _names(values: dict[str, Any], field: str, path: Path) -> dict[str, str]:
@@ -89,23 +122,33 @@ def _names(values: dict[str, Any], field: str, path: Path) -> dict[str, str]:
     return names
 
 
-def _names_by_scheme(values: dict[str, Any], path: Path) -> dict[str, str]:
-    table = values.get("layers")
+def _expanded(values: dict[str, Any], field: str, what: str, path: Path) -> dict[str, str]:
+    """The key of each layer in a table of lists of their names."""
+    table = values.get(field)
     if not isinstance(table, dict) or not all(
         isinstance(names, list) and all(isinstance(name, str) for name in names) for names in table.values()
     ):
-        raise CheckpointError(f"{path}: layers must map schemes to lists of names")
+        raise CheckpointError(f"{path}: {field} must map {what} to lists of names")
     layers: dict[str, str] = {}
-    for scheme, names in table.items():
+    for key, names in table.items():
         try:
             expanded = expand(names)
         except ValueError as error:
-            raise CheckpointError(f"{path}: layers has {error}") from error
+            raise CheckpointError(f"{path}: {field} has {error}") from error
         for name in expanded:
             if name in layers:
-                raise CheckpointError(f"{path}: layers has {name} twice")
-            layers[name] = scheme
+                raise CheckpointError(f"{path}: {field} has {name} twice")
+            layers[name] = key
     return layers
+
+
+def _widths(values: dict[str, Any], path: Path) -> dict[str, int]:
+    if "in_features" not in values:
+        return {}
+    widths = _expanded(values, "in_features", "numbers", path)
+    if wrong := [key for key in widths.values() if not _NUMBER.fullmatch(key)]:
+        raise CheckpointError(f"{path}: in_features has {wrong[0]!r}, which is no number of columns")
+    return {name: int(key) for name, key in widths.items()}
 
 
 def _schemes(values: dict[str, Any], path: Path) -> dict[str, QuantScheme]:

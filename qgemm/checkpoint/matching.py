@@ -33,6 +33,7 @@ def match(
     unless the model with these layers has exactly the tensors in ``stored``, ties included.
     """
     layers = quantized_layers(model, manifest.layers, config_path)
+    manifest.check_sizes(layers, config_path)
     replaced = {f"{name}.{leaf}" for name in layers for leaf in model.get_submodule(name)._parameters}
     expected = {name: tensor for name, tensor in named_tensors(model).items() if name not in replaced}
     # The float part of a model may be of any float dtype, and keeps the one it was saved in.

@@ -93,7 +93,7 @@ def save_quantized(
     if format == QUANT_METHOD:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
         save.report = getattr(model, "_qgemm_report", None)
-        quantization = Manifest({name: layer.scheme for name, layer in layers.items()}, ties).to_dict()
+        quantization = Manifest.of(layers, ties).to_dict()
     else:
         tensors = compressed_tensors.tensors_to_write(model, layers, tensors, ties)
         quantization = compressed_tensors.quantization_config(model, layers)

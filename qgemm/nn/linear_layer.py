@@ -35,6 +35,7 @@ class LinearLayer(QuantLayer):
     - ``row_names``: its parameters that have a row for each row of the weight, which ``convert_rows`` makes.
     - ``shared_names``: its parameters that say something of the input or of all rows, so that layers that are computed
       by one product must agree in them.
+    - ``whole_names``: those that the weight as a whole determines, which ``start_rows`` makes.
     - ``default_scheme``: the name of the scheme of a layer that is made without one.
     - ``rows_in_step``: how many rows of the weight share a row of some parameter.
     - ``folds_bias``: whether ``bias`` depends on the weight, so that it differs from the float layer's.
@@ -45,6 +46,7 @@ class LinearLayer(QuantLayer):
     row_names: tuple[str, ...]
     rows_in_step: ClassVar[int] = 1
     shared_names: ClassVar[tuple[str, ...]] = ()
+    whole_names: tuple[str, ...] = ()
     default_scheme: ClassVar[str] = "int8"
     folds_bias: ClassVar[bool] = False
     in_features: int
@@ -112,7 +114,7 @@ class LinearLayer(QuantLayer):
         return False
 
     def start_rows(self, device: torch.device, amax: Tensor | None) -> None:
-        """Sets, on ``device``, what the whole weight has, before rows are converted. ``amax``: if it ``needs_amax``."""
+        """Sets ``whole_names``, on ``device``, before rows are converted. ``amax``: if it ``needs_amax``."""
 
     @abstractmethod
     def round_rows(self, weight: Tensor) -> tuple[Tensor, ...]:

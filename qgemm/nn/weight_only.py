@@ -51,6 +51,7 @@ class WeightOnlyLinear(LinearLayer):
     operands: ClassVar[tuple[str, ...]] = (
         "weight", "weight_scale", "weight_zero_point", "weight_global_scale", "input_order", "bias",
     )  # fmt: skip
+    whole_names: tuple[str, ...] = shared_names
     weight: nn.Parameter
     weight_scale: nn.Parameter
     weight_zero_point: nn.Parameter | None
@@ -78,6 +79,7 @@ class WeightOnlyLinear(LinearLayer):
         if scheme.is_ordered:
             self.input_order = frozen(torch.arange(K, dtype=torch.int32, device=device))
         self.row_names = tuple(name for name in type(self).row_names if getattr(self, name) is not None)
+        self.whole_names = tuple(name for name in type(self).whole_names if getattr(self, name) is not None)
 
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:

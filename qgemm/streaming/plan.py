@@ -72,9 +72,9 @@ class CheckpointPlan:
     def text_files(self, errors: Mapping[str, float], save: Save) -> dict[str, bytes]:
         """The JSON files of the checkpoint, by name."""
         modules = self.model.named_modules(remove_duplicate=False)
-        schemes = {name: module.scheme for name, module in modules if isinstance(module, QuantLayer)}
+        layers = {name: module for name, module in modules if isinstance(module, QuantLayer)}
         save.report = self.report(errors)
-        return save.text_files(self.model, Manifest(schemes, self.ties).to_dict(), self.tensors, self.shards)
+        return save.text_files(self.model, Manifest.of(layers, self.ties).to_dict(), self.tensors, self.shards)
 
 
 def plan_checkpoint(
@@ -110,7 +110,7 @@ def plan_checkpoint(
                 theirs = float_module.get_parameter(source_of.parameters[own])
                 found = ordered_experts(floats[id(theirs)], own, source_of)
             else:
-                if isinstance(quantized, LinearLayer) and leaf in quantized.row_names:
+                if isinstance(quantized, LinearLayer) and leaf in quantized.row_names + quantized.whole_names:
                     own, weight_name = "weight", quantized.row_names[0]
                 found = floats[id(getattr(float_module, own))]
             if weight_name is None:

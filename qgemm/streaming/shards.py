@@ -6,6 +6,7 @@ writes the same bytes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import BinaryIO
 
@@ -16,6 +17,7 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_writer import SafetensorsWriter
 from qgemm.model.swap import WeightError
 from qgemm.nn import LinearLayer, QuantLinear
+from qgemm.nn.linear_layer import largest
 from qgemm.numerics.integers import cdiv
 from qgemm.streaming.journal import Begun
 from qgemm.streaming.plan import CheckpointPlan, FloatWeight
@@ -90,8 +92,13 @@ def _made(
             yield piece.nbytes, {unit: piece}
         return
     layer = plan.model.get_submodule(weight.layer)
+    whole: dict[str, Tensor] = {}
     if isinstance(layer, LinearLayer):
         names = {leaf: f"{weight.layer}.{leaf}" for leaf in layer.row_names}
+        if layer.whole_names:
+            layer = copy.deepcopy(layer)
+            layer.start_rows(device, _largest(weight, device) if layer.needs_amax else None)
+            whole = {f"{weight.layer}.{leaf}": layer.stored(leaf).detach() for leaf in layer.whole_names}
     else:  # experts, whose rows are those of a linear layer
         names = {"weight": weight.name, "weight_scale": f"{weight.name}_scale"}
         layer = QuantLinear(1, 1, False, "meta")
@@ -107,7 +114,14 @@ def _made(
         error.add(part, layer.restore_rows(made, torch.float64))
         nbytes = part.nbytes
         del part  # of the next expert's weight and this one's only one need be in memory
-        yield nbytes, {names[leaf]: rows for leaf, rows in made.items()}
+        # What the weight has as a whole goes with its first rows.
+        yield nbytes, {names[leaf]: rows for leaf, rows in made.items()} | ({} if skip else whole)
+        whole = {}
+
+
+def _largest(weight: FloatWeight, device: torch.device) -> Tensor:
+    """The largest magnitude of a weight, which is read once more for it."""
+    return torch.stack([largest(rows) for rows in _rows(weight, device, 0, 1)]).amax()
 
 
 def _rows(weight: FloatWeight, device: torch.device, skip: int, in_step: int) -> Iterator[Tensor]:

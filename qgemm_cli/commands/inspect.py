@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from qgemm_cli.layers import StoredLayer, coverage, dtype_name, find_layers, shape_with
+from qgemm_cli.layers import StoredLayer, coverage, dtype_name, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar, size
 from qgemm_cli.patterns import collapse, natural_order, pattern_of
 from qgemm_cli.reading import Checkpoint, open_checkpoint
@@ -27,7 +27,10 @@ def examine(path: Path, verify: bool) -> dict[str, Any]:
     ``verify``: read the values that can be checked, too.
     """
     checkpoint = open_checkpoint(path)
-    layers = sorted(find_layers(checkpoint.stored, checkpoint.bits), key=lambda layer: natural_order(layer.name))
+    layers = sorted(
+        find_layers(checkpoint.stored, checkpoint.bits, checkpoint.manifest),
+        key=lambda layer: natural_order(layer.name),
+    )
     problems = [*checkpoint.problems, *find_problems(checkpoint, layers)]
     scales = scale_names(layers)
     wanted = values_to_check(checkpoint, scales) if verify else {}
@@ -74,9 +77,7 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
 def _describe(layer: StoredLayer, checkpoint: Checkpoint) -> dict[str, Any]:
     contents = checkpoint.contents
     scheme = None if contents is None else contents.manifest.layers.get(layer.module)
-    shape = layer.shape
-    if contents is not None and scheme is not None:
-        shape = contents.shapes.get(layer.module, shape) if contents.is_foreign else shape_with(layer, scheme)
+    shape = layer.shape if contents is None else contents.shapes.get(layer.module, layer.shape)
     return {
         "name": layer.name,
         "kind": layer.kind,

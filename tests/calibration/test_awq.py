@@ -58,7 +58,8 @@ def test_the_search_is_numpys(bits: int, group_size: int | None) -> None:
     # The largest value of a row lies halfway between two whole numbers, where a last digit decides.
     assert found.loss == pytest.approx(loss, rel=0.03)
     plain = sum(
-        output_loss(w, dequantize(round_to_nearest(w, grid(bits, group_size)), group_size), x.T @ x) for w in weights
+        output_loss(w, dequantize(round_to_nearest(w, grid(bits, group_size)), grid(bits, group_size)), x.T @ x)
+        for w in weights
     )
     assert found.loss < plain / 1.5
 

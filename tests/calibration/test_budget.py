@@ -265,3 +265,20 @@ def test_what_quantize_model_refuses_of_budgets() -> None:
         with pytest.raises(ValueError, match=message):
             qgemm.quantize_model(model, progress=False, **arguments)
     assert not any(isinstance(module, qgemm.QuantLinear) for module in model.modules())
+
+
+def test_a_budget_over_formats_of_weights() -> None:
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 16)),
+        torch.randn(32, 256),
+    )
+    schemes = ["fp8-weight", "int4-32-asymmetric", "nvfp4", "mxfp4"]
+    found = sensitivity(model, [x], schemes, progress=False)
+    by_scheme = {scheme: sum(each.damage for each in found.records if each.scheme == scheme) for scheme in schemes}
+    assert 0 < by_scheme["fp8-weight"] < min(by_scheme[scheme] for scheme in schemes[1:])
+    sizes = [nbytes(qgemm.quantize_model(copy.deepcopy(model), scheme)) for scheme in ("fp8-weight", "mxfp4")]
+    limit = (sizes[0] + 3 * sizes[1]) // 4
+    qgemm.quantize_model(model, schemes, budget=Budget(bytes=limit), sensitivity=found, progress=False)
+    assert nbytes(model) <= limit
+    assert {layer.scheme.weight.format.bits for layer in model if not isinstance(layer, nn.ReLU)} == {4, 8}

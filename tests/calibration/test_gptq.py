@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from families.schemes import OF_WEIGHTS
 from torch import Tensor, nn
 
 from calibration.numpy_rounding import Array, grid, numpy_round, numpy_scales
 from qgemm.calibration.gptq import GPTQ, SingularHessian, gptq
 from qgemm.calibration.method import Block, Call, LayerWork
 from qgemm.calibration.rounding import dequantize, mse_scale, output_loss, round_to_nearest, round_weight
+from qgemm.nn import linear_class
 from qgemm.nn.linear_layer import linear_weight
-from qgemm.scheme import SCHEMES
+from qgemm.scheme import SCHEMES, resolve_scheme
 
 N, K = 12, 40
 
@@ -76,8 +78,8 @@ def test_loss_is_lower_than_that_of_rounding_to_nearest(bits: int, group_size: i
     weight, moment = weight.to(dtype), moment.float()
     result = gptq(weight, moment, grid(bits, group_size))
     nearest = round_to_nearest(weight, grid(bits, group_size))
-    plain_loss = output_loss(weight, dequantize(nearest, group_size), moment)
-    assert result.loss == output_loss(weight, dequantize(result.weight, group_size), moment)
+    plain_loss = output_loss(weight, dequantize(nearest, grid(bits, group_size)), moment)
+    assert result.loss == output_loss(weight, dequantize(result.weight, grid(bits, group_size)), moment)
     assert result.loss < plain_loss / 7
     assert result.damping == 0.01
 
@@ -195,3 +197,16 @@ def test_settings_are_checked() -> None:
         GPTQ(damping=-1.0)
     with pytest.raises(ValueError, match="block_size is 0"):
         GPTQ(block_size=0)
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_weights_of_every_scheme(name: str) -> None:
+    weight, moment = weight_and_moment(32, 96)
+    weight, moment, scheme = weight.float() + 0.2, moment.float(), resolve_scheme(name).weight
+    result = gptq(weight, moment, scheme)
+    nearest = round_to_nearest(weight, scheme)
+    assert result.loss < output_loss(weight, dequantize(nearest, scheme), moment) / 3
+    linear = nn.Linear(96, 32, bias=False)
+    linear.weight = nn.Parameter(weight)
+    layer = linear_class(name).from_linear(linear, name, weight=result.weight.parts)
+    assert torch.equal(layer.dequantize().weight, dequantize(result.weight, scheme))

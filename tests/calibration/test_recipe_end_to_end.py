@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,16 @@ def test_methods_without_data_need_none() -> None:
     errors = [[record.weight_error for record in qgemm.report(each).records] for each in (model, plain)]
     assert all(one is not None and other is not None and one < other for one, other in zip(*errors, strict=True))
     assert BiasCorrection.needs_data
+
+
+@pytest.mark.parametrize("scheme", ["int4-32-asymmetric-ordered", "nvfp4", "mxfp8"])
+def test_recipes_of_other_formats(scheme: str) -> None:
+    example = FAMILIES["llama"]()
+    wanted = example.output()
+    calibration = [{"input_ids": torch.randint(0, 97, (4, 24))} for _ in range(2)]
+    plain = copy.deepcopy(example)
+    qgemm.quantize_model(plain.model, scheme)
+    qgemm.quantize_model(
+        example.model, scheme, recipe=[AWQ(clip=False), GPTQ()], calibration=calibration, progress=False
+    )
+    assert (example.output() - wanted).norm() < 1.2 * (plain.output() - wanted).norm()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from families.schemes import OF_WEIGHTS
 from torch import Tensor, nn
 
 from calibration.numpy_rounding import grid, numpy_round, numpy_scales
@@ -16,11 +17,13 @@ from qgemm.calibration.rounding import (
     mse_scale,
     nearest_scale,
     output_loss,
+    round_by_mse,
     round_to_nearest,
     round_weight,
 )
 from qgemm.kernels import quantize_rows
-from qgemm.scheme import SCHEMES
+from qgemm.nn import linear_class
+from qgemm.scheme import SCHEMES, resolve_scheme
 
 GRIDS = [(8, None), (4, None), (8, 32), (4, 32), (4, 128)]
 
@@ -37,7 +40,10 @@ def moment_of(K: int, seed: int = 1) -> Tensor:
 
 
 def row_errors(weight: Tensor, scale: Tensor, bits: int, group_size: int | None) -> Tensor:
-    return dequantize(round_weight(weight, scale, grid(bits, group_size)), group_size, torch.float64) - weight.double()
+    return (
+        dequantize(round_weight(weight, scale, grid(bits, group_size)), grid(bits, group_size), torch.float64)
+        - weight.double()
+    )
 
 
 @pytest.mark.parametrize(("bits", "group_size"), GRIDS)
@@ -56,7 +62,7 @@ def test_nearest_is_numpys(bits: int, group_size: int | None, K: int) -> None:
     assert quantized.scale.shape == ((7,) if group_size is None else (7, -(-K // group_size)))
     assert np.array_equal(quantized.values.numpy(), q)
     assert np.array_equal(expand_scale(quantized.scale, group_size, K).expand(7, K).numpy(), scales)
-    assert np.array_equal(dequantize(quantized, group_size, torch.float64).numpy(), q * scales)
+    assert np.array_equal(dequantize(quantized, grid(bits, group_size), torch.float64).numpy(), q * scales)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -184,3 +190,34 @@ def test_what_the_method_has_no_data_for() -> None:
     work = block.layers["0"]
     assert work.notes == ["mse-weights: it saw no tokens, so all inputs count alike"]
     assert torch.equal(work.weight.scale, mse_scale(linear.weight.detach()))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_weights_of_every_scheme(name: str) -> None:
+    linear, scheme = nn.Linear(300, 24), resolve_scheme(name).weight
+    weight = linear.weight.detach()
+    weight *= torch.linspace(0.01, 3, 24)[:, None]
+    weight[3] = 0
+    plain = round_to_nearest(weight, scheme)
+    layer = linear_class(name).from_linear(linear, name)
+    assert torch.equal(dequantize(plain, scheme), layer.dequantize().weight)
+    moment = torch.rand(300) + 0.1
+    for importance in (None, moment, torch.diag(moment)):
+        best = round_by_mse(weight, importance, scheme)
+        assert best.values.dtype == scheme.format.storage
+        decided = linear_class(name).from_linear(linear, name, weight=best.parts)
+        assert torch.equal(dequantize(best, scheme), decided.dequantize().weight)
+        weights = moment if importance is not None else torch.ones(300)
+        losses = [((dequantize(each, scheme) - weight).square() @ weights).sum().item() for each in (best, plain)]
+        # Of powers of two the plain ones may be the best; where all scales are fractions of the largest, none is free.
+        assert losses[0] <= losses[1] * (1 + 1e-6)
+        if scheme.format.bits == 4 and scheme.scale_dtype == "bfloat16":
+            assert losses[0] < 0.99 * losses[1]
+
+
+def test_powers_of_two_may_be_halved_or_doubled() -> None:
+    scheme = resolve_scheme("mxfp4").weight
+    groups = torch.cat((torch.full((1, 31), 0.5), torch.tensor([[7.1]])), 1)  # 7.1 saturates under a scale of 1
+    assert nearest_scale(groups, scheme).tolist() == [[1.0]]
+    assert mse_scale(groups, scheme).tolist() == [[1.0]]
+    assert mse_scale(groups, scheme, torch.tensor([1e-3] * 31 + [1.0])).tolist() == [[2.0]]

@@ -41,6 +41,10 @@ EVERY_LAYER = [
 ]
 """And of each format of weights."""
 
+OF_WEIGHTS = ["int4-32", "int4-channel", "int4-32-asymmetric", "int4-channel-asymmetric", "int8-weight", "fp8-weight"]
+OF_WEIGHTS += ["int8-weight-64-asymmetric", "mxfp4", "mxfp8", "nvfp4", "nf4"]
+"""Schemes whose weight alone is quantized."""
+
 ERRORS = {"int8": 0.03, "int4": 0.15, "fp8": 0.05, "fp4": 0.2, "nf4": 0.2}
 """The most that rounding to a format changes a product of random values, as a share of it."""
 

@@ -175,12 +175,15 @@ def _manifest_for(model: PreTrainedModel, manifest: Manifest, config_path: Path)
             f"{config_path}: {type(model).__name__} has none of the quantized layers of this checkpoint"
         )
     own_ties = {alias: name for alias, name in ties.items() if alias is not None and name is not None}
-    return Manifest(own_layers, own_ties, manifest.save)
+    widths = {_name_in(model, name): K for name, K in manifest.in_features.items()}
+    own_widths = {name: K for name, K in widths.items() if name is not None}
+    return Manifest(own_layers, own_ties, manifest.save, in_features=own_widths)
 
 
 def _check_stored(
     stored: dict[str, StoredTensor], manifest: Manifest, layers: dict[str, QuantLayer], config_path: Path
 ) -> None:
+    manifest.check_sizes(layers, config_path)
     for name, layer in layers.items():
         for leaf, parameter in list(layer.named_parameters(recurse=False)):
             full_name = manifest.tied.get(f"{name}.{leaf}", f"{name}.{leaf}")

@@ -43,7 +43,7 @@ def tensors_and_metadata(model: PreTrainedModel) -> tuple[dict[str, Tensor] | No
 
 def describe(model: PreTrainedModel, save: str | None) -> None:
     """Says in the config of ``model`` what is quantized in it now, and in which save its values are."""
-    layers = {n: m.scheme for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLayer)}
+    layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLayer)}
     tensors = stored_tensors(model)
     ties = find_ties(tensors)
     ties.update(  # of tensors that are offloaded, which have no address
@@ -51,7 +51,7 @@ def describe(model: PreTrainedModel, save: str | None) -> None:
         for alias, name in model.all_tied_weights_keys.items()
         if alias in tensors and name in tensors and tensors[alias].device.type == "meta"
     )
-    config = QGemmConfig.from_manifest(Manifest(layers, ties, save))
+    config = QGemmConfig.from_manifest(Manifest.of(layers, ties, save))
     model.config.quantization_config = config
     model.config.fusion_config = add_refusal(getattr(model.config, FUSIONS_KEY, None))
     vars(model.config).pop(WEIGHTS_KEY, None)  # of the folder that it came from
