@@ -181,6 +181,7 @@ class Format(str, Enum):
 
     QGEMM = "qgemm"
     COMPRESSED_TENSORS = "compressed-tensors"
+    GPTQ = "gptq"
 
 
 @app.command(
@@ -193,7 +194,7 @@ class Format(str, Enum):
 def convert(
     source: Annotated[Path, typer.Argument(help="The folder of a quantized model, in any format that qgemm loads.")],
     destination: Annotated[Path, typer.Argument(help="A folder for the converted model.")],
-    to: Annotated[Format, typer.Option(help="The format to write. vLLM and transformers load compressed-tensors.")],
+    to: Annotated[Format, typer.Option(help="The format to write. vLLM and transformers load the latter two.")],
     scheme: Annotated[
         str | None, typer.Option(help="What to make of the layers, such as int8; as they are without it.")
     ] = None,

@@ -160,7 +160,7 @@ def _group_size(said: int, K: int, groups: int) -> int | None:
 def _with_facts(layers: list[PackedLayer], said: Said, stored: dict[str, StoredTensor]) -> Iterable[PackedLayer]:
     """The layers, with what the values of their zero points and ``g_idx`` say."""
     by_tensor = {layer.name_of(leaf): layer for layer in layers for leaf in ("qzeros", "g_idx")}
-    wanted = {name: stored[name] for name in by_tensor if name in stored and (said.symmetric or name.endswith("g_idx"))}
+    wanted = {name: stored[name] for name in by_tensor if name in stored}
     constants: dict[str, int | None] = {}
     ordered = set()
     for name, value in read_values(wanted, _CPU):
@@ -178,11 +178,13 @@ def _with_facts(layers: list[PackedLayer], said: Said, stored: dict[str, StoredT
         if less_one & {0, 1}:
             is_version_1 = 1 in less_one
     for layer in layers:
-        constant = constants.get(layer.name)
         adds_one = is_version_1 and layer.layout == "gptq"
-        # A symmetric layer of either version.
-        middles = (layer.middle, layer.middle - 1) if layer.layout == "gptq" else (layer.middle,)
-        yield replace(layer, symmetric=constant in middles, ordered=layer.name in ordered, adds_one=adds_one)
+        # A symmetric layer, of either version if the config says that it is one.
+        middles = {layer.middle - adds_one}
+        if said.symmetric and layer.layout == "gptq":
+            middles |= {layer.middle, layer.middle - 1}
+        symmetric = constants[layer.name] in middles
+        yield replace(layer, symmetric=symmetric, ordered=layer.name in ordered, adds_one=adds_one)
 
 
 def _is_ordered(layer: PackedLayer, g_idx: Tensor, tensor: StoredTensor) -> bool:

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qgemm.arguments import as_new_folder, check_model
-from qgemm.checkpoint import compressed_tensors_writer as compressed_tensors
+from qgemm.checkpoint import compressed_tensors_writer, gptq_writer
 from qgemm.checkpoint.compressed_tensors_groups import QUANT_METHOD as COMPRESSED_TENSORS
 from qgemm.checkpoint.disk import make_folder, remove_unfinished
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.gptq import QUANT_METHOD as GPTQ
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -49,6 +50,8 @@ from qgemm.checkpoint.tensors import BIAS_DTYPES, find_ties, stored_tensors
 from qgemm.model.report import QuantReport
 from qgemm.nn import QuantLayer
 
+_OF_OTHERS = {COMPRESSED_TENSORS: compressed_tensors_writer, GPTQ: gptq_writer}
+
 
 def save_quantized(
     model: nn.Module,
@@ -63,8 +66,9 @@ def save_quantized(
     Every tensor keeps its dtype; tensors that share memory are stored once. The file names are transformers', so a
     tokenizer can be saved into the same folder. ``max_shard_size``: the maximum size of a file, in bytes or as text
     like ``"5GB"``. ``overwrite``: replace a checkpoint in the folder; without it, that raises ``FileExistsError``.
-    ``format``: ``"qgemm"``, or ``"compressed-tensors"``, which transformers and vLLM read too; it contains the
-    ``state_dict`` and no report.
+    ``format``: ``"qgemm"``; ``"compressed-tensors"``, which transformers and vLLM read too; or ``"gptq"``, for
+    ``int4`` and ``int8-weight`` schemes, which GPTQModel and vLLM read. The latter two contain the ``state_dict`` and
+    no report.
 
     The folder holds a complete checkpoint at every moment, the old one or the new one, also if the save is killed or
     the disk is full. One tensor at a time is copied to CPU memory. Only one process at a time can save into a folder: a
@@ -74,8 +78,8 @@ def save_quantized(
     tensors on meta, with a scale that isn't finite and above 0, or with state that isn't a plain tensor. Warns of a
     transformers model that ``load_quantized`` can't build from its config, such as one of a class of your own.
     """
-    if format not in (QUANT_METHOD, COMPRESSED_TENSORS):
-        raise ValueError(f'format is {format!r}; it must be "{QUANT_METHOD}" or "{COMPRESSED_TENSORS}"')
+    if format not in (formats := (QUANT_METHOD, *_OF_OTHERS)):
+        raise ValueError(f"format is {format!r}; it must be one of {formats}")
     check_model(model)
     folder = as_new_folder("folder", folder)
     model = getattr(model, "_orig_mod", model)  # the model inside of what torch.compile returned
@@ -95,8 +99,8 @@ def save_quantized(
         save.report = getattr(model, "_qgemm_report", None)
         quantization = Manifest.of(layers, ties).to_dict()
     else:
-        tensors = compressed_tensors.tensors_to_write(model, layers, tensors, ties)
-        quantization = compressed_tensors.quantization_config(model, layers)
+        tensors = _OF_OTHERS[format].tensors_to_write(model, layers, tensors, ties)
+        quantization = _OF_OTHERS[format].quantization_config(model, layers)
     shards = split_into_shards({name: t.nbytes for name, t in tensors.items()}, parse_size(max_shard_size))
     make_folder(folder)
     with locked(folder):

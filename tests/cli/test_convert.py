@@ -71,6 +71,14 @@ def test_into_another_scheme(tmp_path: Path) -> None:
     assert "needs data" in message
 
 
+def test_to_gptq(tmp_path: Path) -> None:
+    # From another library's int4 with zero points, and what it is then.
+    run("convert", SAMPLES / "awq-gemm-g32-skip", tmp_path / "out", "--to", "gptq")
+    assert same_tensors(qgemm.load_quantized(tmp_path / "out").float(), load_sample("awq-gemm-g32-skip")[0])
+    found = run_json("inspect", tmp_path / "out")
+    assert (found["format"], found["variant"], found["problems"]) == ("gptq", "4 bits, groups of 32", [])
+
+
 def test_a_folder_is_replaced_only_when_asked(int8_folder: Path, tmp_path: Path) -> None:
     target = Path(shutil.copytree(int8_folder, tmp_path / "target"))
     (target / "tokenizer.json").write_text("old")

@@ -31,6 +31,7 @@ from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.tensor_parallel import is_cut
 from qgemm.model.offloading import carry_hooks, is_offloaded
 from qgemm.nn import LinearLayer, QuantLayer
+from qgemm.warn import warn_user
 
 _WAITING = "qgemm_waiting"
 
@@ -108,6 +109,8 @@ class ForeignLoad:
         contents = self._contents
         # transformers makes the buffers anew.
         self._layers = match(model, contents.manifest, contents.headers, config_path, has_buffers=False)
+        for note in contents.notes:
+            warn_user(f"{folder}: {note}")
         for name, layer in self._layers.items():
             model.set_submodule(name, _Waiting(layer))
         # Every name has been checked.

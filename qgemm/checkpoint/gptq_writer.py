@@ -1,0 +1,123 @@
+"""What qgemm writes as GPTQ, version 2: int4 and int8 weights with activations in float, for GPTQModel and vLLM.
+
+``packed_layers.py`` has the layout. Zero points are stored as they are, in symmetric layers the middle of the range.
+Scales keep their dtype: readers cast them to the model's. Every layer has a ``g_idx``; that of an ordered one is out of
+order. Layers that differ from most, and those in float, are named in ``dynamic``, by patterns that match one name each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.checkpoint.gptq import QUANT_METHOD, VERSIONS
+from qgemm.checkpoint.packed_layers import WORD_BITS
+from qgemm.checkpoint.tensors import transient_names
+from qgemm.checkpoint.words import pack_words
+from qgemm.nn import LinearLayer, QuantLayer, QuantMultiheadAttention
+from qgemm.nn.linear_layer import is_conv1d
+from qgemm.numerics.packing import unpack_codes
+from qgemm.scheme import QuantScheme
+
+
+def can_store(scheme: QuantScheme) -> bool:
+    """Whether GPTQ's files can hold layers of ``scheme``."""
+    return scheme.is_weight_only and scheme.weight.dtype in ("int4", "int8")
+
+
+def tensors_to_write(
+    model: nn.Module, layers: dict[str, QuantLayer], tensors: dict[str, Tensor], ties: dict[str, str]
+) -> dict[str, Tensor]:
+    """The tensors of ``model`` as GPTQ's files hold them.
+
+    Of two that are ``ties`` only those that transformers ties by itself are left out, and buffers that ``state_dict``
+    leaves out. Raises ``ValueError``, naming the layer, for schemes that aren't ``int4`` or ``int8-weight``, for
+    experts and projections of an ``nn.MultiheadAttention``, and for sizes that don't fill words or groups.
+    """
+    if packed := [name for name, module in model.named_modules() if isinstance(module, QuantMultiheadAttention)]:
+        raise ValueError(
+            f"{packed[0]} was an nn.MultiheadAttention, whose packed weights GPTQ can't store: pass it in skip, or "
+            'save the model with format="qgemm"'
+        )
+    known_ties = getattr(model, "all_tied_weights_keys", None)
+    known = dict(known_ties) if isinstance(known_ties, dict) else {}
+    left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name}
+    written = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    for name, layer in layers.items():
+        if not isinstance(layer, LinearLayer) or not can_store(layer.scheme):
+            what = f"the scheme {layer.scheme.name!r}" if isinstance(layer, LinearLayer) else "fused experts"
+            raise ValueError(
+                f"{name} has {what}, and GPTQ stores linear layers with int4 or int8-weight schemes: save it with "
+                'format="qgemm"'
+            )
+        own = {leaf: written.pop(f"{name}.{leaf}") for leaf in layer.fixed_names if f"{name}.{leaf}" in written}
+        if own:  # else a second name of a layer
+            written.update({f"{name}.{leaf}": tensor for leaf, tensor in _tensors_of(name, layer, own).items()})
+    return written
+
+
+def _tensors_of(name: str, layer: LinearLayer, own: dict[str, Tensor]) -> dict[str, Tensor]:
+    weight, bits = layer.scheme.weight, layer.scheme.weight.format.bits
+    N, K, per_word = layer.out_features, layer.in_features, WORD_BITS // bits
+    size = weight.group_size or K
+    for what, count, unit in (("input", K, per_word), ("output", N, per_word), ("input", K, size)):
+        if count % unit:
+            raise ValueError(
+                f"{name} has {count} {what} columns, not a multiple of {unit}, which GPTQ doesn't support: save it "
+                'with format="qgemm"'
+            )
+    middle, stored = 1 << (bits - 1), own["weight"].detach()
+    fields = unpack_codes(stored, K) ^ 8 if bits == 4 else stored.view(torch.uint8) ^ 128
+    groups = torch.arange(K, device=fields.device) // size
+    if (order := own.get("input_order")) is not None:
+        columns = order.detach().long()
+        fields = torch.empty_like(fields).index_copy_(1, columns, fields)
+        groups = torch.empty_like(groups).index_copy_(0, columns, groups)
+    scale = own["weight_scale"].detach()
+    if (zero_point := own.get("weight_zero_point")) is None:
+        zeros = torch.full(scale.shape, middle, dtype=torch.int16, device=scale.device)
+    else:
+        zeros = zero_point.detach().to(torch.int16) + middle
+        if zeros.numel() and not 0 <= int(zeros.min()) <= int(zeros.max()) < 1 << bits:
+            raise ValueError(f"{name} has a zero point of {middle}, which GPTQ can't store")
+    return {
+        "qweight": pack_words(fields, bits).t().contiguous(),
+        "qzeros": pack_words(zeros.t().to(torch.uint8), bits),
+        "scales": scale.t().contiguous(),
+        "g_idx": groups.int(),
+    }
+
+
+def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict[str, Any]:
+    """The ``quantization_config`` of ``model``, whose quantized layers are ``layers``."""
+    about = {name: _about(layer.scheme) for name, layer in layers.items()}
+    common = dict(Counter(tuple(values.items()) for values in about.values()).most_common(1)[0][0])
+    dynamic: dict[str, dict[str, Any]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name in about and about[name] != common:
+            dynamic[f"+:^{re.escape(name)}$"] = about[name]
+        elif type(module) is nn.Linear or is_conv1d(module):
+            dynamic[f"-:^{re.escape(name)}$"] = {}
+    return {
+        "quant_method": QUANT_METHOD,
+        **common,
+        "checkpoint_format": VERSIONS[1],
+        "format": VERSIONS[1],
+        "pack_dtype": "int32",
+        "lm_head": any(name.rpartition(".")[2] == "lm_head" for name in layers),
+        **({"dynamic": dynamic} if dynamic else {}),
+    }
+
+
+def _about(scheme: QuantScheme) -> dict[str, Any]:
+    weight = scheme.weight
+    return {
+        "bits": weight.format.bits,
+        "group_size": -1 if weight.group_size is None else weight.group_size,
+        "sym": weight.symmetric,
+        "desc_act": weight.is_ordered,
+    }

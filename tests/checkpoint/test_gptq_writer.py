@@ -1,0 +1,145 @@
+"""GPTQ's files as qgemm writes them: read field by field as the format is described, and by ``load_quantized``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import qgemm
+from checkpoint.foreign import logits, same_tensors
+from checkpoint.models import tiny_llama
+from checkpoint.packers import linears
+from checkpoint.samples import SAMPLES, load_sample
+from qgemm.nn import WeightOnlyLinear, linear_class
+
+SCHEMES = ["int4-32", "int4-channel", "int4-16-asymmetric", "int8-weight", "int8-weight-32-asymmetric", "int4"]
+
+
+def field(words: Tensor, index: int, bits: int) -> Tensor:
+    """Field ``index`` of each row of words, as their description says."""
+    per_word = 32 // bits
+    return (words[:, index // per_word].long() >> bits * (index % per_word)) & (2**bits - 1)
+
+
+def decode(tensors: dict[str, Tensor], name: str, bits: int) -> Tensor:
+    """float32 ``[N, K]`` of version 2: ``scales[g] * (q - zeros[g])``, transposed."""
+    qweight, qzeros, scales, g_idx = (tensors[f"{name}.{leaf}"] for leaf in ("qweight", "qzeros", "scales", "g_idx"))
+    assert (qweight.dtype, qzeros.dtype, g_idx.dtype) == (torch.int32, torch.int32, torch.int32)
+    columns = [
+        (field(qweight.t(), k, bits) - zeros_of(qzeros, int(group), scales.shape[1], bits)) * scales[int(group)].float()
+        for k, group in enumerate(g_idx)
+    ]
+    return torch.stack(columns, dim=1)
+
+
+def zeros_of(qzeros: Tensor, group: int, N: int, bits: int) -> Tensor:
+    return torch.cat([field(qzeros[group : group + 1], n, bits) for n in range(N)])
+
+
+def net(*schemes: str | None, K: int = 64) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({f"layer{i}": nn.Linear(K, 16, bias=i % 2 == 0) for i in range(len(schemes))})
+    for i, scheme in enumerate(schemes):
+        if scheme is not None:
+            model[f"layer{i}"] = linear_class(scheme).from_linear(model[f"layer{i}"], scheme)
+    return model
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_field_is_where_the_format_has_it(scheme: str, tmp_path: Path) -> None:
+    K = 256 if scheme == "int4" else 64
+    model = net(scheme, K=K)
+    qgemm.save_quantized(model, tmp_path, format="gptq")
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer: Any = model["layer0"]
+    config = config_of(tmp_path)
+    assert torch.equal(decode(tensors, "layer0", config["bits"]), layer.dequantize(torch.float32).weight)
+    wanted = {
+        "bits": layer.form.bits,
+        "group_size": layer.scheme.weight.group_size or -1,
+        "sym": "asym" not in scheme,
+        "desc_act": False,
+        "checkpoint_format": "gptq_v2",
+        "lm_head": False,
+    }
+    assert wanted.items() <= config.items()
+    assert "dynamic" not in config
+    again: Any = qgemm.load_quantized(tmp_path, model=linears(bias=True, layer0=(16, K)))
+    assert same_tensors(again, model)
+    assert again["layer0"].scheme == layer.scheme
+
+
+def test_layers_of_several_schemes_are_named(tmp_path: Path) -> None:
+    model = net("int4-32", "int8-weight-asymmetric", None, "int4-32")
+    qgemm.save_quantized(model, tmp_path, format="gptq")
+    assert config_of(tmp_path)["dynamic"] == {
+        r"+:^layer1$": {"bits": 8, "group_size": -1, "sym": False, "desc_act": False},
+        r"-:^layer2$": {},
+    }
+    sizes = {f"layer{i}": (16, 64) for i in range(4)}
+    build = linears(**sizes)()
+    for i in (0, 2):
+        build[f"layer{i}"] = nn.Linear(64, 16)
+    assert same_tensors(qgemm.load_quantized(tmp_path, model=build), model)
+
+
+@pytest.mark.parametrize("name", ["gptq-4bit-g64-asym-desc-act", "gptq-8bit-g128-asym", "awq-gemm-g32-skip"])
+def test_samples_there_and_back(name: str, tmp_path: Path) -> None:
+    model = qgemm.load_quantized(SAMPLES / name)
+    qgemm.save_quantized(model, tmp_path, format="gptq")
+    assert same_tensors(qgemm.load_quantized(tmp_path).float(), load_sample(name)[0])
+    if name == "gptq-4bit-g64-asym-desc-act":  # whose files have the same layout, but for the version
+        ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path, SAMPLES / name))
+        ones = 0x11111111
+        for key, tensor in theirs.items():
+            assert torch.equal(ours[key], tensor + ones if key.endswith("qzeros") else tensor), key
+        assert ours.keys() - {"model.rotary_emb.inv_freq"} == theirs.keys()
+
+
+def test_a_transformers_model(tmp_path: Path) -> None:
+    model = qgemm.quantize_model(tiny_llama().eval(), "int4-16", skip="*.down_proj")
+    qgemm.save_quantized(model, tmp_path, format="gptq", max_shard_size="20KB")
+    config = config_of(tmp_path)
+    assert r"-:^model\.layers\.1\.mlp\.down_proj$" in config["dynamic"]
+    loaded = qgemm.load_quantized(tmp_path)
+    assert same_tensors(loaded, model)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+REFUSED = {
+    "int8": (net("int8"), r"layer0 has the scheme 'int8', and GPTQ stores linear layers with int4"),
+    "nf4": (net("nf4"), r"layer0 has the scheme 'nf4'"),
+    "few columns": (net("int4-channel", K=60), r"layer0 has 60 input columns, not a multiple of 8"),
+    "a short group": (net("int4-32", K=80), r"layer0 has 80 input columns, not a multiple of 32"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_gptq_cannot_store(case: str, tmp_path: Path) -> None:
+    model, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        qgemm.save_quantized(model, tmp_path, format="gptq")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_zero_point_beyond_the_fields(tmp_path: Path) -> None:
+    model = net("int4-32-asymmetric")
+    model["layer0"].weight_zero_point.data[3, 1] = 8
+    with pytest.raises(ValueError, match="layer0 has a zero point of 8, which GPTQ can't store"):
+        qgemm.save_quantized(model, tmp_path, format="gptq")
+
+
+def test_rows_that_do_not_fill_words(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": WeightOnlyLinear.from_linear(nn.Linear(64, 15), "int4-32")})
+    with pytest.raises(ValueError, match="a has 15 output columns, not a multiple of 8"):
+        qgemm.save_quantized(model, tmp_path, format="gptq")
