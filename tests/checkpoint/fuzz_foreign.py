@@ -169,10 +169,10 @@ def mixture_from_compressed_tensors(files: Tensors) -> Tensors:
             numbers[match[1]] = max(numbers.get(match[1], 0), int(match[2]) + 1)
     for experts, count in numbers.items():
         for suffix in ("", "_scale"):
-            of = {
-                leaf: torch.stack([found.pop(f"{experts}.{e}.{leaf}_proj.weight{suffix}") for e in range(count)])
-                for leaf in ("gate", "up", "down")
-            }
+            of = {}
+            for leaf in ("gate", "up", "down"):
+                parts = [found.pop(f"{experts}.{e}.{leaf}_proj.weight{suffix}") for e in range(count)]
+                of[leaf] = torch.stack([part.flatten() for part in parts] if suffix else parts)
             found[f"{experts}.gate_up_proj{suffix}"] = torch.cat((of["gate"], of["up"]), dim=1)
             found[f"{experts}.down_proj{suffix}"] = of["down"]
     return found
@@ -314,9 +314,10 @@ def break_scale(rng: random.Random, files: Files) -> None:
         scale.view(-1)[rng.randrange(scale.numel())] = rng.choice(values)
     elif what == 1:
         dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int64, torch.bool]
-        scale = scale.to(rng.choice([*dtypes, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8]))
+        scale = scale.to(rng.choice([*dtypes, torch.float8_e4m3fn, torch.uint8]))
     elif what == 2:
-        other = rng.choice([scale.flatten(), scale.reshape(1, -1), scale[..., None], scale[:1], scale[:0]])
+        some = scale.reshape(1) if scale.ndim == 0 else scale
+        other = rng.choice([scale.flatten(), scale.reshape(1, -1), scale[..., None], some[:1], some[:0]])
         scale = rng.choice([other, torch.cat([scale.flatten(), scale.flatten()]), torch.ones((), dtype=scale.dtype)])
     elif what == 3:
         _, other_name = _layer_in(rng, tensors, *_SCALES)
