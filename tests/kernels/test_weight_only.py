@@ -11,6 +11,7 @@ from qgemm.kernels.reference import weight_only_linear_reference
 from qgemm.kernels.weight_only.launcher import weight_only_linear
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import round_scale, spread, store_scale
+from qgemm.numerics.packing import unpack_codes
 
 K, N = 300, 40
 KINDS = {
@@ -117,3 +118,28 @@ def test_what_is_refused(changes: dict[str, Any], message: str, device: torch.de
     good = {"x": torch.randn(3, K, device=device), **operands("int4 zero points", device)[0]}
     with pytest.raises((TypeError, ValueError), match=message):
         weight_only_linear(**{**good, **{name: change(good[name]) for name, change in changes.items()}})
+
+
+@KIND
+def test_pieces_on_a_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, _ = operands(kind, torch.device("cpu"))
+    x = torch.randn(3, K)
+    whole = weight_only_linear(x, **arguments)
+    monkeypatch.setattr("qgemm.kernels.weight_only.cpu._PIECE", 7 * K)  # the last one has five rows
+    torch.testing.assert_close(weight_only_linear(x, **arguments), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_stored_value_on_a_cpu(format: str) -> None:
+    form = FORMATS[format]
+    stored = torch.arange(256, dtype=torch.uint8).repeat(2)[None, : 256 if form.bits == 4 else None]
+    stored = stored.view(form.storage) if form.bits == 8 else stored
+    columns, scale = 512, torch.ones(1, 1)
+    out = weight_only_linear(torch.eye(columns), stored, scale, None, None, None, None, columns, format, columns)
+    exact = form.decode(unpack_codes(stored, columns)) if form.bits == 4 else stored.float()
+    for column in range(columns):
+        if exact[0, column].isnan():  # 0 times NaN is NaN as well
+            assert out.isnan().all()
+            stored[0, column] = 0
+    out = weight_only_linear(torch.eye(columns), stored, scale, None, None, None, None, columns, format, columns)
+    assert torch.equal(out[:, 0], exact[0].nan_to_num(0.0))

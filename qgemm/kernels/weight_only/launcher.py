@@ -1,7 +1,7 @@
 """``weight_only_linear``: products of float inputs with quantized weights, which ``qgemm.numerics.groups`` describes.
 
-There is no kernel that multiplies by such a weight yet: the float weight is made for every call. So it saves memory,
-and time only where a float weight wouldn't fit.
+A CPU makes the float weight some rows at a time. There is no kernel that multiplies by such a weight on a GPU yet: the
+float weight is made for every call.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qgemm.kernels.checks import check_weight_only_linear
+from qgemm.kernels.weight_only import cpu
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import dequantize
 
@@ -42,6 +43,12 @@ def weight_only_linear(
     with torch.autocast(x.device.type, enabled=False):
         x = x if input_order is None else x.index_select(-1, input_order)
         form = FORMATS[format]
+        if x.is_cpu:
+            rows = x.reshape(-1, in_features)
+            made = cpu.multiply(rows, weight, scale, zero_point, global_scale, form, group_size)
+            made = made if bias is None else made + bias.float()
+            out = made.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0]).contiguous()
+            return out if residual is None else out.add_(residual)
         float_weight = dequantize(weight, scale, zero_point, global_scale, form, group_size, in_features, x.dtype)
         out = F.linear(x, float_weight, None if bias is None else bias.to(x.dtype))
     return out if residual is None else out.add_(residual)
