@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qgemm.checkpoint.manifest import Manifest
+from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 
@@ -90,11 +90,11 @@ def is_scale(leaf: str) -> bool:
 
 
 def find_layers(
-    stored: dict[str, StoredTensor], bits: int | None = None, manifest: Manifest | None = None
+    stored: dict[str, StoredTensor], bits: int | None = None, contents: Contents | None = None
 ) -> list[StoredLayer]:
     """The layers that ``stored`` holds, in its order. ``bits``: of packed weights, by the config; 4 if None.
 
-    ``manifest``: what qgemm's own files say of them.
+    ``contents``: what ``load_quantized`` takes them for, if it reads them.
     """
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
@@ -103,11 +103,11 @@ def find_layers(
         else:
             module, _, leaf = name.rpartition(".")
         modules.setdefault(module, {})[leaf] = tensor
-    return [layer for name, tensors in modules.items() for layer in _layers_of(name, tensors, bits or 4, manifest)]
+    return [layer for name, tensors in modules.items() for layer in _layers_of(name, tensors, bits or 4, contents)]
 
 
 def _layers_of(
-    module: str, tensors: dict[str, StoredTensor], bits: int, manifest: Manifest | None
+    module: str, tensors: dict[str, StoredTensor], bits: int, contents: Contents | None
 ) -> Iterable[StoredLayer]:
     tensors = dict(tensors)
     if "expert" in module:
@@ -119,7 +119,7 @@ def _layers_of(
             yield StoredLayer(name, "experts", storage, shape, {one[len(base) :]: tensors.pop(one) for one in own})
     if not tensors:
         return
-    if (linear := _own(module, tensors, manifest) or _packed(tensors, bits) or _plain(module, tensors)) is not None:
+    if (linear := _known(module, tensors, contents) or _packed(tensors, bits) or _plain(module, tensors)) is not None:
         kind, storage, shape = linear
         yield StoredLayer(module, kind, storage, shape, tensors)
     else:
@@ -140,14 +140,16 @@ def _experts_storage(leaf: str, tensor: StoredTensor) -> tuple[str, tuple[int, .
     return _value_name(tensor.dtype), tensor.shape
 
 
-def _own(
-    module: str, tensors: dict[str, StoredTensor], manifest: Manifest | None
+def _known(
+    module: str, tensors: dict[str, StoredTensor], contents: Contents | None
 ) -> tuple[str, str, tuple[int, ...]] | None:
-    """One of qgemm's own with packed rows."""
-    weight = tensors.get("weight")
-    if manifest is None or module not in manifest.in_features or weight is None or len(weight.shape) != 2:
+    """One with packed rows whose length a reader knows."""
+    if contents is None:
         return None
-    return "linear", manifest.layers[module].weight.dtype, (weight.shape[0], manifest.in_features[module])
+    manifest, weight, shape = contents.manifest, tensors.get("weight"), contents.shapes.get(module)
+    if module in manifest.in_features and weight is not None and len(weight.shape) == 2:
+        shape = weight.shape[0], manifest.in_features[module]
+    return None if shape is None else ("linear", manifest.layers[module].weight.dtype, shape)
 
 
 def _packed(tensors: dict[str, StoredTensor], bits: int) -> tuple[str, str, tuple[int, ...]] | None:

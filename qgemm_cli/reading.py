@@ -27,7 +27,6 @@ from qgemm.checkpoint.layout import (
     read_json,
     retry_while_saved,
 )
-from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_headers
 from qgemm_cli.layers import FP8_DTYPES
 
@@ -58,11 +57,6 @@ class Checkpoint:
     contents: Contents | None = None
     refusal: str = ""
     problems: list[str] = field(default_factory=list)
-
-    @property
-    def manifest(self) -> Manifest | None:
-        """What qgemm's own files say of their layers; None of another library's."""
-        return None if self.contents is None or self.contents.is_foreign else self.contents.manifest
 
     @property
     def files(self) -> list[Path]:

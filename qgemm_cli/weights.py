@@ -184,7 +184,7 @@ def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, Floa
     in_files: dict[str, FloatTensor] = {}
     contents = checkpoint.contents
     schemes = {} if contents is None else contents.manifest.layers
-    for layer in find_layers(checkpoint.stored, checkpoint.bits, checkpoint.manifest):
+    for layer in find_layers(checkpoint.stored, checkpoint.bits, checkpoint.contents):
         if contents is not None and contents.is_foreign and layer.name in schemes:
             in_files.update(_of_foreign(layer, source, contents))
         else:

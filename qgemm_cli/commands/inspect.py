@@ -28,7 +28,7 @@ def examine(path: Path, verify: bool) -> dict[str, Any]:
     """
     checkpoint = open_checkpoint(path)
     layers = sorted(
-        find_layers(checkpoint.stored, checkpoint.bits, checkpoint.manifest),
+        find_layers(checkpoint.stored, checkpoint.bits, checkpoint.contents),
         key=lambda layer: natural_order(layer.name),
     )
     problems = [*checkpoint.problems, *find_problems(checkpoint, layers)]
@@ -77,14 +77,13 @@ def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
 def _describe(layer: StoredLayer, checkpoint: Checkpoint) -> dict[str, Any]:
     contents = checkpoint.contents
     scheme = None if contents is None else contents.manifest.layers.get(layer.module)
-    shape = layer.shape if contents is None else contents.shapes.get(layer.module, layer.shape)
     return {
         "name": layer.name,
         "kind": layer.kind,
         "storage": layer.storage,
         "quantized": layer.is_quantized,
         "scheme": None if scheme is None else scheme.name,
-        "shape": list(shape),
+        "shape": list(layer.shape),
         "bytes": layer.nbytes,
     }
 

@@ -391,6 +391,18 @@ def test_a_config_with_bits_that_cannot_be(bits: Any, tmp_path: Path) -> None:
     assert "\x1b" not in run("inspect", folder).stdout
 
 
+def test_layers_in_different_bits_have_their_own_shapes() -> None:
+    # The config's first group has 8 bits, of which a word has 4 values and not 8.
+    found = run_json("inspect", SAMPLES / "ct-mixed")
+    assert found["weights"] == 2 * (2 * 256 * 128 + 256 * 128 + 2 * 128 * 128 + 2 * 64 * 128) + 256 * 128
+    assert {layer["storage"] for layer in found["layers"] if layer["quantized"]} == {"int4", "fp8"}
+    assert all(
+        layer["shape"] == reference_weights("ct-mixed")[layer["name"]]["shape"]
+        for layer in found["layers"]
+        if layer["quantized"]
+    )
+
+
 def test_what_a_checkpoint_asks_for_and_qgemm_leaves_out_is_a_note() -> None:
     shown = run("inspect", SAMPLES / "nvfp4-modelopt").stdout
     assert shown.startswith("modelopt (NVFP4), LlamaForCausalLM\n")
