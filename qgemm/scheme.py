@@ -146,8 +146,18 @@ class QuantScheme:
         return self if self.activation is None else _scheme(self.weight, replace(self.activation, outlier_columns=0))
 
     def for_experts(self) -> QuantScheme:
-        """The scheme of fused experts in a model whose linear layers have this one: always ``int8``."""
-        return SCHEMES["int8"]
+        """The scheme of fused experts in a model whose linear layers have this one.
+
+        - ``int8`` for all schemes of int8 by int8: scales at run time, without rotation or columns in float.
+        - ``fp8`` for ``fp8`` and ``fp8-static``; ``fp8-block`` is itself.
+        - The weight's own, with activations in float, for all others: ``int4`` for ``int4-int8``, ``mxfp4`` itself.
+          Groups are in the order of the input.
+        """
+        if self.is_weight_only or self.weight.dtype == "int4":
+            return _scheme(replace(self.weight, is_ordered=False), None)
+        if self.weight.granularity == "block":
+            return self
+        return SCHEMES[self.weight.dtype]
 
     def to_dict(self) -> dict[str, Any]:
         """The scheme as JSON-ready values."""

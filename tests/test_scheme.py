@@ -14,6 +14,19 @@ from qgemm.scheme import TensorScheme, resolve_scheme
 INT8_DYNAMIC, STATIC = SCHEMES["int8"], SCHEMES["int8-static"]
 
 
+def experts_name(name: str) -> str:
+    """Products in int8 and fp8 by scales at run time; weights alone as they are, in the input's order."""
+    if re.match("int8(?!-weight)", name):
+        return "int8"
+    if name in ("fp8", "fp8-static"):
+        return "fp8"
+    return name.removesuffix("-int8").removesuffix("-ordered")
+
+
+def test_experts_of_int8_activations_by_int4_compute_in_float() -> None:
+    assert resolve_scheme("int4-32-int8").for_experts() == resolve_scheme("int4-32")
+
+
 @pytest.mark.parametrize("name", EVERY_LAYER)
 def test_what_a_scheme_asks_for_is_in_its_name(name: str) -> None:
     scheme = resolve_scheme(name)
@@ -29,7 +42,8 @@ def test_what_a_scheme_asks_for_is_in_its_name(name: str) -> None:
     assert scheme.needs_data == ("static" in name or "outliers" in name)
     assert scheme.needs_blocks == ("outliers" in name or name == "int8-static-hadamard")
     assert scheme.max_k == (sys.maxsize if scheme.activation is None else FORMATS[scheme.activation.dtype].max_k)
-    assert scheme.for_experts() == INT8_DYNAMIC
+    assert scheme.for_experts().name == experts_name(name)
+    assert scheme.for_experts().for_experts() == scheme.for_experts()
 
 
 @pytest.mark.parametrize(

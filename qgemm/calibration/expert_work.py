@@ -18,11 +18,12 @@ from torch.nn import functional as F
 from qgemm.calibration.hooks import hooked
 from qgemm.calibration.method import Block, ExpertsWork, QuantizedWeight
 from qgemm.calibration.padding import Batch
-from qgemm.kernels import quantize_rows
 from qgemm.model.selection import listed
 from qgemm.nn.float_experts import FloatExperts, describe_experts
+from qgemm.nn.kinds import linear_class
+from qgemm.nn.linear_layer import largest
 from qgemm.nn.quant_layer import narrowed
-from qgemm.scheme import TensorScheme
+from qgemm.scheme import QuantScheme, TensorScheme
 
 MIN_TOKENS = 32
 """An expert that saw fewer is rounded to nearest: so few rows say little of the others that it will see."""
@@ -126,12 +127,20 @@ def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide,
         if any(each is None for each in found):
             undecided.append(expert)
         for name, weight, quantized in zip(parts, weights, found, strict=True):
-            parts[name].append(quantized or QuantizedWeight(*quantize_rows(narrowed(weight))))
+            parts[name].append(quantized or _nearest(weight, work.scheme))
     work.weights = {
         name: QuantizedWeight(torch.stack([e.values for e in each]), torch.stack([e.scale for e in each]))
         for name, each in parts.items()
     }
     work.notes.append(_said(method, source.num_experts, counts, undecided))
+
+
+def _nearest(weight: Tensor, scheme: QuantScheme) -> QuantizedWeight:
+    N, K = weight.shape
+    linear = linear_class(scheme)(K, N, False, "meta", scheme=scheme)
+    linear.start_rows(weight.device, largest(weight) if linear.needs_amax else None)
+    values, scale, *_ = linear.round_rows(narrowed(weight))
+    return QuantizedWeight(values, scale)
 
 
 def _said(method: str, experts: int, counts: list[int], undecided: list[int]) -> str:

@@ -19,6 +19,7 @@ from qgemm.checkpoint.pretrained import built_again, is_pretrained
 from qgemm.checkpoint.tensors import transient_names
 from qgemm.checkpoint.words import pack_nibbles, pack_words
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, QuantMultiheadAttention
+from qgemm.nn.experts import split_leaf
 from qgemm.nn.linear_layer import is_conv1d
 from qgemm.numerics.packing import unpack_codes
 from qgemm.scheme import QuantScheme, TensorScheme
@@ -87,19 +88,27 @@ def _tensors_of_experts(
 ) -> dict[str, Tensor]:
     """What the files hold of the parameters ``own`` of ``experts``: a layer for each, called by ``leaves``."""
     gate, up, down = leaves
-    wide, narrow = experts.intermediate_size, experts.hidden_size
+    wide, narrow, block = experts.intermediate_size, experts.hidden_size, experts.scheme.weight.block
     made = {}
     for ours, shape, parts in (
         ("gate_up_proj", (wide, narrow), (gate, up) if experts.activation.gated else (up,)),
         ("down_proj", (narrow, wide), (down,)),
     ):
+        if block is not None and len(parts) > 1 and shape[0] % block[0]:
+            raise ValueError(
+                f"{name} has blocks of {block[0]} rows that hold both gates and ups, of {shape[0]} rows each, which "
+                'compressed-tensors can\'t store: save it with format="qgemm"'
+            )
+        held, shared = {}, experts.linear_of(ours).whole_names
+        for leaf, tensor in own.items():
+            weight, theirs = split_leaf(leaf)
+            if weight == ours:
+                held[theirs] = tensor
         for expert in range(experts.num_experts):
             for index, leaf in enumerate(parts):
-                rows = slice(index * shape[0], (index + 1) * shape[0])
                 layer = {
-                    theirs: own[f"{ours}{suffix}"][expert][rows]
-                    for suffix, theirs in (("", "weight"), ("_scale", "weight_scale"), ("_bias", "bias"))
-                    if f"{ours}{suffix}" in own
+                    theirs: tensor[expert] if theirs in shared else tensor[expert].chunk(len(parts))[index]
+                    for theirs, tensor in held.items()
                 }
                 bias = {"bias": layer.pop("bias")} if "bias" in layer else {}
                 stored = _tensors_of(f"{name}.{expert}.{leaf}", experts.scheme, shape, layer) | bias

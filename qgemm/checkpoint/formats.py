@@ -29,6 +29,7 @@ from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.stored_report import read_report
 from qgemm.checkpoint.tensors import find_module, named_tensors, split_name
 from qgemm.model.swap_rules import find_rule, modules_around
+from qgemm.nn.float_experts import are_known_experts
 from qgemm.nn.linear_layer import is_conv1d, linear_weight
 
 _READERS = {
@@ -52,7 +53,7 @@ _OWN_CONFIGS = {
 }
 SUPPORTED = (
     "'qgemm', 'compressed-tensors', 'gptq' (4 and 8 bits), 'awq' (gemm), 'auto-round', 'bitsandbytes' (int8, nf4), "
-    "'torchao' (int8, fp8), 'fp8', 'fbgemm_fp8', 'modelopt'"
+    "'torchao' (int8, fp8), 'fp8', 'fbgemm_fp8', 'modelopt', 'mxfp4' (GPT-OSS)"
 )
 
 
@@ -108,7 +109,7 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path) -> Non
                 f"{config_path.parent} holds a quantized layer {layer!r}, which the model doesn't have"
             )
         is_linear = type(module) is nn.Linear or is_conv1d(module) or type(module).__name__ == "FalconLinear"
-        if not is_linear and layer not in fused:
+        if not is_linear and layer not in fused and not are_known_experts(module):
             raise CheckpointError(
                 f"{config_path.parent} quantizes {layer}, a {type(module).__name__}, which qgemm can't compute"
             )

@@ -15,6 +15,7 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.pretrained import is_pretrained
 from qgemm.checkpoint.tensors import split_name
+from qgemm.nn import LinearLayer, linear_class
 from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
 from qgemm.scheme import QuantScheme
 
@@ -90,7 +91,7 @@ def fuse_experts(contents: Contents, model: nn.Module, config_path: Path) -> set
 
 
 def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path) -> None:
-    layers = contents.manifest.layers
+    layers, E = contents.manifest.layers, source.num_experts
     gate, up, down = next((leaves for leaves in _LEAVES if f"{path}.0.{leaves[2]}" in layers), _LEAVES[0])
     wide, narrow = source.intermediate_size, source.hidden_size
     schemes = set()
@@ -98,32 +99,39 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
         ("gate_up_proj", [gate, up] if source.activation.gated else [up], (wide, narrow)),
         ("down_proj", [down], (narrow, wide)),
     ):
-        rows = shape[0] * len(leaves)
-        for expert in range(source.num_experts):
+        for expert in range(E):
             for index, leaf in enumerate(leaves):
                 layer = f"{path}.{expert}.{leaf}"
                 if (scheme := layers.pop(layer, None)) is None:
                     raise CheckpointError(
-                        f"{config_path.parent} lacks {layer} in int8: all experts of a layer must be quantized, or none"
-                    )
-                if scheme.weight != scheme.for_experts().weight:
-                    raise CheckpointError(
-                        f"{config_path}: {layer} is an expert with the scheme {scheme.name!r}, which qgemm doesn't "
-                        "compute for fused experts"
+                        f"{config_path.parent} lacks {layer} quantized: all experts of a layer must be, or none"
                     )
                 if (found := contents.shapes.pop(layer, shape)) != shape:
                     raise CheckpointError(
                         f"{config_path.parent}: layer {layer} has the shape {list(found)}; the model's is {list(shape)}"
                     )
                 schemes.add(scheme)
-                place = (expert, slice(index * shape[0], (index + 1) * shape[0]))
-                whole = (source.num_experts, rows)
-                merge = contents.merge
-                merge(f"{path}.{name}", f"{layer}.weight", shape, (*whole, shape[1]), place)
-                merge(f"{path}.{name}_scale", f"{layer}.weight_scale", shape[:1], whole, place)
-                if source.has_bias:
-                    merge(f"{path}.{name}_bias", f"{layer}.bias", shape[:1], whole, place)
+                one = linear_class(scheme)(shape[1], shape[0], source.has_bias, "meta", scheme=scheme)
+                if problem := _why_apart(scheme, one, len(leaves)):
+                    raise CheckpointError(f"{config_path}: {layer} is an expert in {scheme.name}, {problem}")
+                for own in (*one.row_names, *(["bias"] if source.has_bias else [])):
+                    rows, *columns = one._parameters[own].shape  # type: ignore[union-attr]
+                    place = (expert, slice(index * rows, (index + 1) * rows))
+                    target = f"{path}.{name}{own.removeprefix('weight') if own != 'bias' else '_bias'}"
+                    whole = (E, rows * len(leaves), *columns)
+                    contents.merge(target, f"{layer}.{own}", (rows, *columns), whole, place)
     scheme = next(iter(schemes))
     if len(schemes) > 1 or scheme.is_static:
         raise CheckpointError(f"{config_path}: {path} has static activations, which qgemm doesn't compute for experts")
-    layers[path] = scheme
+    layers[path] = scheme.for_experts()
+
+
+def _why_apart(scheme: QuantScheme, layer: LinearLayer, parts: int) -> str:
+    """Why layers like ``layer``, of which ``parts`` make a weight of an expert, can't be put together."""
+    if scheme.weight != scheme.for_experts().weight:
+        return "which qgemm doesn't compute"
+    if parts > 1 and layer._parameters.get("weight_global_scale") is not None:
+        return "whose gates and ups have a global scale each; qgemm's have one for both"
+    if parts > 1 and layer.out_features % layer.rows_in_step:
+        return f"whose blocks of {layer.rows_in_step} rows would hold both gates and ups"
+    return ""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.activations import ACTIVATIONS, MATMUL_ACTIVATIONS
-from qgemm.kernels.expert_weights import ExpertWeights
+from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.routing import Routing
 from qgemm.numerics.blocks import BLOCK
@@ -339,13 +339,14 @@ def check_experts(
 ) -> None:
     """Raises if ``experts`` can't take these."""
     gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation = weights
-    if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x is {x.dtype}; experts accept {names_of(FLOAT_DTYPES)}: {conversion(x)}")
-    check_strided("x", x)
-    _check_grouped_weight(
-        "gate_up", gate_up, gate_up_scale, gate_up_bias, "[E, 2I, H]" if activation.gated else "[E, I, H]"
-    )
-    _check_grouped_weight("down", down, down_scale, down_bias, "[E, H, I]")
+    shape = "[E, 2I, H]" if activation.gated else "[E, I, H]"
+    _check_grouped_weight("gate_up", gate_up, gate_up_scale, gate_up_bias, shape, (*OPERANDS,))
+    _check_grouped_weight("down", down, down_scale, down_bias, "[E, H, I]", (gate_up.dtype,))
+    if weights.has_blocks != (down_scale.ndim == 3):
+        raise ValueError(
+            f"gate_up's scale is {list(gate_up_scale.shape)} and down's {list(down_scale.shape)}; both must be of "
+            "rows, or both of blocks"
+        )
     E, H, intermediate = down.shape
     if gate_up.shape != (E, activation.columns(intermediate), H):
         wanted = [E, activation.columns(intermediate), H]
@@ -355,9 +356,71 @@ def check_experts(
         )
     if not intermediate:
         raise ValueError(f"down is {list(down.shape)}; its last dimension must be at least 1")
+    _check_length(max(H, intermediate), gate_up.dtype)
+    _check_routed(x, H, top_k_index, top_k_weights, residual, gate_up, down)
+
+
+def check_weight_only_experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
+) -> None:
+    """Raises if ``weight_only_experts`` can't take these."""
+    gate_up, down, activation, format, size = weights.gate_up, weights.down, *weights[10:]
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}; it must be one of {sorted(FORMATS)}")
+    if size < 0:
+        raise ValueError(f"group_size is {size}; it must be at least 1, or 0 for a scale for each row")
+    if gate_up.ndim != 3 or down.ndim != 3 or len(gate_up) != len(down):
+        found = f"{list(gate_up.shape)} and {list(down.shape)}"
+        raise ValueError(f"gate_up and down are {found}; they must be [E, N, ...] and [E, H, ...], for as many experts")
+    E, (H, intermediate) = len(down), weights.sizes
+    if not intermediate or (activation.gated and gate_up.shape[1] % 2):
+        wanted = "an even number, of gates and ups" if activation.gated else "at least 1"
+        raise ValueError(f"gate_up is {list(gate_up.shape)}; its rows must be {wanted}")
+    is_packed = weights.form.bits == 4
+    dtypes = (torch.uint8 if is_packed else weights.form.storage,)
+    for name, K, (weight, scale, zero_point, global_scale, bias) in (
+        ("gate_up", H, weights[:5]),
+        ("down", intermediate, weights[5:10]),
+    ):
+        rows = tuple(weight.shape[:2])
+        scales = (*rows, cdiv(K, size or K))
+        for part, tensor, allowed, shape in (
+            ("", weight, dtypes, (*rows, packed_width(K) if is_packed else K)),
+            ("'s scale", scale, _GROUP_SCALE_DTYPES, scales),
+            ("'s zero point", zero_point, (torch.int8,), scales),
+            ("'s global scale", global_scale, (torch.float32,), (E, 2)),
+            ("'s bias", bias, FLOAT_DTYPES, rows),
+        ):
+            if tensor is not None and (tensor.dtype not in allowed or tensor.shape != shape):
+                found = f"{tensor.dtype} {list(tensor.shape)}"
+                raise ValueError(f"{name}{part} is {found}; it must be {names_of(allowed)} {list(shape)}")
+            if tensor is not None and not tensor.is_contiguous():
+                raise ValueError(f"{name}{part} has strides {tensor.stride()}; it must be contiguous")
+        if (global_scale is None) == (scale.dtype == torch.float8_e4m3fn):
+            has = "no global scale" if global_scale is None else "a global scale"
+            raise ValueError(f"{name}'s scale is {scale.dtype}, with {has}: one goes with float8_e4m3fn alone")
+        check_same_device(
+            **{name: weight, f"{name}'s scale": scale, f"{name}'s zero point": zero_point},
+            **{f"{name}'s global scale": global_scale, f"{name}'s bias": bias},
+        )
+    _check_routed(x, H, top_k_index, top_k_weights, residual, gate_up, down)
+
+
+def _check_routed(
+    x: Tensor,
+    H: int,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    residual: Tensor | None,
+    gate_up: Tensor,
+    down: Tensor,
+) -> None:
+    """Raises unless ``x`` and its routing are for experts with rows of ``H``."""
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"x is {x.dtype}; experts accept {names_of(FLOAT_DTYPES)}: {conversion(x)}")
+    check_strided("x", x)
     if x.ndim != 2 or x.shape[1] != H:
         raise ValueError(f"x is {list(x.shape)}; it must be [T, {H}]: reshape it")
-    _check_length(max(H, intermediate))
     if top_k_index.dtype != torch.int64 or top_k_index.ndim != 2 or top_k_index.shape[0] != x.shape[0]:
         raise ValueError(
             f"top_k_index is {top_k_index.dtype} {list(top_k_index.shape)}; it must be torch.int64 [{x.shape[0]}, k]"
@@ -456,19 +519,29 @@ def _check_input(x: Tensor, in_features: int) -> None:
         raise ValueError(f"x has {columns} columns but the layer's in_features is {in_features}")
 
 
-def _check_grouped_weight(name: str, weight: Tensor, scale: Tensor, bias: Tensor | None, shape: str) -> None:
-    if weight.dtype != INT8.storage:
-        raise TypeError(f"{name} is {weight.dtype}; it must be {INT8.storage} (quantize_rows makes it)")
+def _check_grouped_weight(
+    name: str,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    shape: str,
+    dtypes: tuple[torch.dtype, ...] = (INT8.storage,),
+) -> None:
+    if weight.dtype not in dtypes:
+        raise TypeError(f"{name} is {weight.dtype}; it must be {names_of(dtypes)} (quantize_rows makes it)")
     if weight.ndim != 3 or not weight.is_contiguous():
         raise ValueError(
             f"{name} is {list(weight.shape)} with strides {weight.stride()}; it must be {shape}, contiguous"
         )
     _check_tensor(f"{name}'s scale", scale)
-    if scale.dtype != torch.float32 or scale.shape != weight.shape[:2]:
-        wanted = list(weight.shape[:2])
+    scales = [tuple(weight.shape[:2])]
+    if weight.dtype == FP8.storage:
+        scales.append((weight.shape[0], *(cdiv(size, BLOCK) for size in weight.shape[1:])))
+    if scale.dtype != torch.float32 or tuple(scale.shape) not in scales:
+        wanted = " or ".join(str(list(each)) for each in scales)
         raise ValueError(f"{name}'s scale is {scale.dtype} {list(scale.shape)}; it must be torch.float32 {wanted}")
     if bias is not None and (bias.dtype not in FLOAT_DTYPES or bias.shape != weight.shape[:2]):
-        wanted = list(weight.shape[:2])
+        wanted = str(list(weight.shape[:2]))
         raise ValueError(f"{name}'s bias is {bias.dtype} {list(bias.shape)}; it must be a float {wanted}")
     check_same_device(**{name: weight, f"{name}'s scale": scale, f"{name}'s bias": bias})
 

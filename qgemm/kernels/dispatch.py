@@ -20,7 +20,7 @@ from torch import Tensor
 from qgemm.kernels import checks, cpu
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.attention.checks import AttentionCall, check_decode_attention
-from qgemm.kernels.expert_weights import ExpertWeights
+from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.launch.plans import remember
 from qgemm.kernels.norms import Norm
@@ -321,7 +321,7 @@ def experts(
     activation: GatedActivation,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """A mixture of experts in int8: ``[T, H]`` in the dtype of ``x``.
+    """A mixture of experts in int8 or fp8: ``[T, H]`` in the dtype of ``x``.
 
     ``out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``, where an expert is
     ``activation(x @ gate_up[e].T + gate_up_bias[e]) @ down[e].T + down_bias[e]``, rows quantized before each product.
@@ -329,8 +329,10 @@ def experts(
     ``x``: float ``[T, H]``. ``top_k_index``: int64 ``[T, k]``; an id outside ``[0, E)`` contributes nothing, as experts
     on another device do. ``top_k_weights``: float ``[T, k]``. ``gate_up``: int8 ``[E, 2I, H]``, all rows of the gate
     before those of up, or ``[E, I, H]`` for an activation that isn't gated; ``down``: int8 ``[E, H, I]``; both
-    contiguous. Scales: float32, one per row of the weight (``[E, 2I]``, ``[E, H]``). Biases: float, as the scales, or
-    None. ``residual``: like ``x``, added to the rounded sum, and rounded again; or None. The same bits every time.
+    contiguous; or both float8_e4m3fn. Scales: float32, one per row of the weight (``[E, 2I]``, ``[E, H]``), or of fp8
+    for each block of 128 x 128 (``[E, ceil(2I / 128), ceil(H / 128)]``); then each 128 values of a row of ``x`` have
+    one too. Biases: float, one per row, or None. ``residual``: like ``x``, added to the rounded sum, and rounded again;
+    or None. The same bits every time.
     """
     weights = ExpertWeights(gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation)
     return run_experts(x, top_k_index, top_k_weights, weights, residual)
@@ -342,11 +344,36 @@ def run_experts(
     """``experts``, of weights that are a value."""
     if x.is_neg():
         x = x.resolve_neg()
-    # On a GPU, once for every kind of call.
-    if not x.is_cuda:
+    # There is no kernel for fp8: what the CPU does, PyTorch does on a GPU.
+    has_kernel = checks.on_gpu(x) and weights.gate_up.dtype != FP8.storage
+    if not has_kernel:  # which checks once for every kind of call
         checks.check_experts(x, top_k_index, top_k_weights, weights, residual)
-    out: Tensor = _backend(x).experts(x, top_k_index, top_k_weights, weights, residual)
+    out: Tensor = (_gpu() if has_kernel else cpu).experts(x, top_k_index, top_k_weights, weights, residual)
     return out
+
+
+def weight_only_experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
+) -> Tensor:
+    """A mixture of experts whose weights alone are quantized: ``[T, H]`` in the dtype of ``x``.
+
+    ``out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``, where an expert is
+    ``activation(x @ W1[e].T + gate_up_bias[e]) @ W2[e].T + down_bias[e]``, and ``W = (q - zero_point) * scale``. Rows
+    are rounded to the dtype of ``x`` after either product and after the activation.
+
+    ``x``, ``top_k_index``, ``top_k_weights``, ``residual``: as of ``experts``. ``weights``, for ``N = 2I`` (all rows of
+    the gate before those of up) or ``I`` rows of ``gate_up`` and ``H`` of ``down``, and K of ``H`` or ``I``:
+
+    - ``gate_up``, ``down``: of 4 bits uint8 ``[E, N, packed_width(K)]``, of 8 bits int8 or float8_e4m3fn ``[E, N, K]``.
+    - scales ``[E, N, ceil(K / group_size)]``, in float, as uint8 exponents, or float8_e4m3fn with a global scale.
+    - zero points: int8, as the scales, or None. Global scales: float32 ``[E, 2]``, a factor and a divisor, or None.
+    - biases: float ``[E, N]``, or None.
+    - ``format``: the weights' format, a name. ``group_size``: how many values along K share a scale; 0 for all.
+    """
+    x = x.resolve_neg()
+    checks.check_weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
+    checks.on_gpu(x)
+    return cpu.weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
 
 
 def decode_attention(

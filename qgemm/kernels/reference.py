@@ -23,15 +23,20 @@ Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
 - Attention is computed in float32 and rounded once: scores, softmax and the sum over values.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from qgemm.kernels.activations import ACTIVATIONS, activated
-from qgemm.kernels.expert_weights import ExpertWeights
+from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.norms import Norm
 from qgemm.numerics.blocks import BLOCK, grouped
 from qgemm.numerics.formats import FORMATS, FP8, INT8, OPERANDS
 from qgemm.numerics.groups import dequantize
+
+Experts = TypeVar("Experts", ExpertWeights, WeightOnlyExperts)
 
 
 def quantize_rows_reference(
@@ -247,15 +252,51 @@ def experts_reference(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
 ) -> Tensor:
     """``out[t] = sum over j of top_k_weights[t, j] * expert[top_k_index[t, j]](x[t])``; see ``dispatch.experts``."""
+
+    def product(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        if weights.has_blocks:
+            q, q_scale = quantize_groups_reference(x)
+            return block_scaled_mm_reference(q, weight, q_scale, scale, bias, x.dtype)
+        q, q_scale = quantize_rows_reference(x, dtype=weight.dtype)
+        return scaled_mm_reference(q, weight.t(), q_scale, scale, bias, x.dtype)
+
+    def expert(x: Tensor, own: ExpertWeights) -> Tensor:
+        h = product(x, own.gate_up, own.gate_up_scale, own.gate_up_bias)
+        return product(own.activation(h).to(x.dtype), own.down, own.down_scale, own.down_bias)
+
+    return _mixture(x, top_k_index, top_k_weights, weights, expert, residual)
+
+
+def weight_only_experts_reference(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
+) -> Tensor:
+    """The same of weights that stand for float ones; see ``dispatch.weight_only_experts``."""
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = x.float() @ weight.t()
+        return (out if bias is None else out + bias.float()).to(x.dtype)
+
+    def expert(x: Tensor, own: WeightOnlyExperts) -> Tensor:
+        first, second = own.float_weights(torch.float32)
+        h = product(x, first, own.gate_up_bias)
+        return product(own.activation(h).to(x.dtype), second, own.down_bias)
+
+    return _mixture(x, top_k_index, top_k_weights, weights, expert, residual)
+
+
+def _mixture(
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weights: Experts,
+    run: Callable[[Tensor, Experts], Tensor],
+    residual: Tensor | None,
+) -> Tensor:
     out = torch.zeros_like(x, dtype=torch.float32)
     for slot in range(top_k_index.shape[1]):
         for expert in range(weights.down.shape[0]):
-            own, chosen = weights.of(expert), top_k_index[:, slot] == expert
-            q, scale = quantize_rows_reference(x[chosen])
-            h = scaled_mm_reference(q, own.gate_up.t(), scale, own.gate_up_scale, own.gate_up_bias, x.dtype)
-            q, scale = quantize_rows_reference(own.activation(h).to(x.dtype))
-            y = scaled_mm_reference(q, own.down.t(), scale, own.down_scale, own.down_bias, x.dtype)
-            out[chosen] += y.float() * top_k_weights[chosen, slot, None].float()
+            chosen = top_k_index[:, slot] == expert
+            out[chosen] += run(x[chosen], weights.of(expert)).float() * top_k_weights[chosen, slot, None].float()
     total = out.to(x.dtype)
     return total if residual is None else residual + total
 

@@ -59,7 +59,7 @@ class ExpertsSwap:
         model: nn.Module,
         layer: Layer,
         scheme: QuantScheme,
-        weights: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        weights: Mapping[str, tuple[Tensor, ...]] | None = None,
     ) -> None:
         """``layer``: a module that ``describe_experts`` understands. ``weights``: those decided already, by name."""
         self._model, self._layer, self._decided = model, layer, weights or {}
@@ -76,14 +76,13 @@ class ExpertsSwap:
         self._quantized.fill(name, value, self._source, self._decided.get(name))
         del self.waiting[float_name]
         if name in self._quantized.weight_names and value.device.type != "meta":
-            q, scale = self._quantized.stored(name), self._quantized.stored(f"{name}_scale")
             error = WeightError()
-            step = error.rows_at_a_time(q.shape)
-            for expert in range(q.shape[0]):
-                rows = self._source.rows_of(name, value.detach(), expert)
+            for expert in range(self._quantized.num_experts):
+                rows, one = self._source.rows_of(name, value.detach(), expert), self._quantized.linear_of(name, expert)
+                step = error.rows_at_a_time((self._quantized.num_experts, *rows.shape), one.rows_in_step)
                 for start in range(0, rows.shape[0], step):
-                    part = slice(start, start + step)
-                    error.add(rows[part], q[expert, part].double().mul_(scale[expert, part, None]))
+                    stop = min(start + step, rows.shape[0])
+                    error.add(rows[start:stop], one.restore_rows(one.rows_from(start, stop), torch.float64))
             self._errors.append(error.value)
 
     def finish(self) -> LayerRecord:

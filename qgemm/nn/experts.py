@@ -1,11 +1,11 @@
-"""``QuantExperts``: the experts of a mixture, with int8 weights, in one module.
+"""``QuantExperts``: the experts of a mixture, with quantized weights, in one module.
 
 ``out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``, where an expert is
-``activation(x @ gate_up.T + bias) @ down.T + bias``; rows are quantized to int8 before either product, sums are int32,
-and the result has the dtype of ``x``.
+``activation(x @ gate_up.T + bias) @ down.T + bias``, and the result has the dtype of ``x``. Each expert's weights are
+those of two linear layers of the scheme: with int8 and fp8 activations, rows are quantized before either product.
 
 Whatever order the float weights were in, these are ``[E, N, K]`` with all gates before all ups: K contiguous is what
-int8 products are fast with, and one kernel then serves every model.
+quantized products are fast with, and one kernel then serves every model.
 """
 
 from __future__ import annotations
@@ -14,33 +14,48 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from qgemm.kernels import GatedActivation, quantize_rows
-from qgemm.kernels.expert_weights import ExpertWeights
+from qgemm.kernels import GatedActivation
+from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.nn.float_experts import FloatExperts, describe_experts
+from qgemm.nn.kinds import linear_class
+from qgemm.nn.linear_layer import NOT_FINITE, LinearLayer
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
-from qgemm.ops import quant_experts
+from qgemm.ops import quant_experts, weight_only_experts
 from qgemm.ops.declare import to_autocast_dtype
 from qgemm.scheme import QuantScheme, resolve_scheme
 
-# In the order of ``ExpertWeights``.
-_OPERANDS = [f"{weight}{end}" for weight in ("gate_up_proj", "down_proj") for end in ("", "_scale", "_bias")]
+_WEIGHTS = ("gate_up_proj", "down_proj")
+# What follows a weight's name where a linear layer's parameter begins with "weight", and its bias.
+_ENDS = ("", "_bias", "_scale", "_zero_point", "_global_scale")
+# In the order of ``ExpertWeights``, and of ``WeightOnlyExperts``.
+_OPERANDS = [f"{weight}{end}" for weight in _WEIGHTS for end in ("", "_scale", "_bias")]
+_WEIGHT_ONLY_OPERANDS = [
+    f"{weight}{end}" for weight in _WEIGHTS for end in ("", "_scale", "_zero_point", "_global_scale", "_bias")
+]
 
 
 class QuantExperts(QuantLayer):
     """Quantized experts: float ``[T, hidden_size]`` and a routing to ``[T, hidden_size]``.
 
-    Parameters, none of which require a gradient, for ``E`` experts and ``N = 2 * intermediate_size`` (gates, then ups),
-    or ``N = intermediate_size`` for an activation that isn't gated:
+    Parameters, none of which require a gradient, are those of the scheme's linear layers, ``E`` of them stacked: where
+    such a layer has ``weight``, ``weight_scale`` and ``bias``, there is ``gate_up_proj``, ``gate_up_proj_scale`` and
+    ``gate_up_proj_bias``, and ``down_proj`` alike. With ``N = 2 * intermediate_size`` (gates, then ups), or ``N =
+    intermediate_size`` for an activation that isn't gated:
 
-    - ``gate_up_proj``: int8 ``[E, N, hidden_size]``; ``gate_up_proj_scale``: float32 ``[E, N]``.
-    - ``down_proj``: int8 ``[E, hidden_size, intermediate_size]``; ``down_proj_scale``: float32 ``[E, hidden_size]``.
-    - ``gate_up_proj_bias``, ``down_proj_bias``: as the scales, in ``dtype``, or None.
+    - ``int8``, ``fp8``: ``gate_up_proj`` int8 or float8_e4m3fn ``[E, N, hidden_size]``, ``gate_up_proj_scale`` float32
+      ``[E, N]``; ``down_proj`` ``[E, hidden_size, intermediate_size]``, ``down_proj_scale`` ``[E, hidden_size]``.
+    - ``fp8-block``: scales float32 ``[E, ceil(N / 128), ceil(hidden_size / 128)]``.
+    - ``mxfp4``, ``int4`` and others whose activations stay in float: ``gate_up_proj`` packed, uint8 ``[E, N,
+      packed_width(hidden_size)]``, or one byte a value, ``gate_up_proj_scale`` ``[E, N, groups]``, and maybe
+      ``gate_up_proj_zero_point`` and ``gate_up_proj_global_scale``, as ``WeightOnlyLinear`` has them.
+    - ``gate_up_proj_bias``, ``down_proj_bias``: ``[E, N]`` and ``[E, hidden_size]``, in ``dtype``, or None.
 
     A new module has scales of NaN until it loads a ``state_dict``. ``from_experts`` makes one from float experts.
     """
 
-    weight_names = ("gate_up_proj", "down_proj")
-    scale_names = ("gate_up_proj_scale", "down_proj_scale")
+    weight_names = _WEIGHTS
+    scale_names = tuple(f"{name}_scale" for name in _WEIGHTS)
+    index_names = tuple(f"{name}{end}" for name in _WEIGHTS for end in _ENDS[3:])
     made_by = "from_experts"
     gate_up_proj: nn.Parameter
     gate_up_proj_scale: nn.Parameter
@@ -62,7 +77,7 @@ class QuantExperts(QuantLayer):
     ) -> None:
         """``activation``: ``silu(gate) * up`` if None. ``dtype``: of the biases, PyTorch's default dtype if None.
 
-        ``scheme``: raises ``ValueError`` for any but ``"int8"``.
+        ``scheme``: one that ``QuantScheme.for_experts`` returns; raises ``ValueError`` for any other.
         """
         super().__init__()
         check_sizes(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
@@ -71,26 +86,55 @@ class QuantExperts(QuantLayer):
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.activation = activation or GatedActivation()
+        self.has_bias = bias
         self.scheme = resolve_scheme(scheme)
         if self.scheme != (computed := self.scheme.for_experts()):
             raise ValueError(f'scheme {self.scheme.name!r} isn\'t supported for experts: use "{computed.name}"')
-        N, storage = self.activation.columns(intermediate_size), self.scheme.weight.format.storage
-        for name, shape in (("gate_up_proj", (N, hidden_size)), ("down_proj", (hidden_size, intermediate_size))):
-            weight = torch.zeros(num_experts, *shape, dtype=storage, device=device)
-            scale = torch.full((num_experts, shape[0]), torch.nan, dtype=torch.float32, device=device)
-            setattr(self, name, frozen(weight))
-            # Before the scale: a transformers model takes its first float parameter's dtype for its own.
-            zeros = torch.zeros(num_experts, shape[0], dtype=dtype, device=device) if bias else None
-            self.register_parameter(f"{name}_bias", None if zeros is None else frozen(zeros))
-            setattr(self, f"{name}_scale", frozen(scale))
+        for name in _WEIGHTS:
+            one = self._linear(name, device, dtype)
+            for end in _ENDS:
+                value = one._parameters.get(_leaf(end))
+                stacked = None if value is None else value.detach().expand(num_experts, *value.shape).clone()
+                self.register_parameter(f"{name}{end}", None if stacked is None else frozen(stacked))
+
+    def _linear(
+        self, name: str, device: torch.device | str | None = "meta", dtype: torch.dtype | None = None
+    ) -> LinearLayer:
+        columns = self.activation.columns(self.intermediate_size)
+        N, K = (columns, self.hidden_size) if name == "gate_up_proj" else (self.hidden_size, self.intermediate_size)
+        return linear_class(self.scheme)(K, N, self.has_bias, device, dtype, self.scheme)
+
+    def linear_of(self, name: str, expert: int | None = None) -> LinearLayer:
+        """The linear layer that one expert's ``gate_up_proj`` or ``down_proj`` is, with views of the parameters here.
+
+        With ``expert`` None, one on meta, without values.
+        """
+        linear = self._linear(name)
+        for end in _ENDS:
+            value = self.stored(f"{name}{end}")
+            if expert is not None and value is not None:
+                setattr(linear, _leaf(end), frozen(value.detach()[expert]))
+        return linear
+
+    def accepts_dtype(self, name: str, dtype: torch.dtype) -> bool:
+        """As the linear layers of the scheme do."""
+        if name not in self.fixed_names:
+            return True
+        weight, leaf = split_leaf(name)
+        return self.linear_of(weight).accepts_dtype(leaf, dtype)
+
+    def problem_with(self, name: str, value: Tensor) -> str:
+        """What is wrong with ``value``, as of a linear layer of the scheme."""
+        weight, leaf = split_leaf(name)
+        return self.linear_of(weight).problem_with(leaf, value)
 
     @classmethod
     def from_experts(cls, experts: nn.Module, scheme: str | QuantScheme = "int8") -> QuantExperts:
         """Quantizes ``experts``, a module of transformers that holds fused experts, on their device.
 
         One expert at a time is quantized. Raises ``UnknownExperts`` (a ``TypeError``), with the reason, for a module
-        whose layout or activation isn't known; ``ValueError`` if a weight holds NaN or Inf, or for a scheme other than
-        ``"int8"``. ``experts`` is unchanged; biases are shared unless their order changes.
+        whose layout or activation isn't known; ``ValueError`` if a weight holds NaN or Inf, or for a scheme that isn't
+        one of experts. ``experts`` is unchanged; biases are shared unless their order changes.
         """
         source = describe_experts(experts)
         layer = cls.like(experts, source, scheme)
@@ -116,13 +160,11 @@ class QuantExperts(QuantLayer):
             layer.config = experts.config  # code around experts may look there
         return layer.train(experts.training)
 
-    def fill(
-        self, name: str, value: Tensor, source: FloatExperts, decided: tuple[Tensor, Tensor] | None = None
-    ) -> None:
+    def fill(self, name: str, value: Tensor, source: FloatExperts, decided: tuple[Tensor, ...] | None = None) -> None:
         """Takes over ``value``, a float weight or bias of the module that ``source`` describes, as ``name`` here.
 
         A weight is quantized an expert at a time, or a method has rounded it already (``decided``): values ``[E, N,
-        K]`` and scales ``[E, N]``. Raises ``ValueError`` if it holds NaN or Inf.
+        K]`` and scales ``[E, N]`` or ``[E, N, groups]``. Raises ``ValueError`` if it holds NaN or Inf.
         """
         value = value.detach()
         if value.device.type == "meta":
@@ -131,34 +173,44 @@ class QuantExperts(QuantLayer):
             bias = source.bias_of(name, value)
             setattr(self, name, frozen(narrowed(bias)))
             return
-        if decided is not None:
-            for leaf, tensor in zip((name, f"{name}_scale"), decided, strict=True):
-                setattr(self, leaf, frozen(tensor.to(value.device)))
-            return
-        shape = getattr(self, name).shape
-        weight = torch.empty(shape, dtype=self.scheme.weight.format.storage, device=value.device)
-        scale = torch.empty(shape[:2], dtype=torch.float32, device=value.device)
+        stored: dict[str, Tensor] = {}
         for expert in range(self.num_experts):
-            rows = source.rows_of(name, value, expert)
-            weight[expert], scale[expert] = quantize_rows(narrowed(rows))
-        if not scale.isfinite().all():
-            expert = int((~scale.isfinite()).any(1).nonzero()[0])
-            raise ValueError(
-                f"{source.parameters[name]} of expert {expert} holds NaN or Inf, which can't be quantized: repair the "
-                "checkpoint or skip the layer"
-            )
-        setattr(self, name, frozen(weight))
-        setattr(self, f"{name}_scale", frozen(scale))
+            own, linear = source.rows_of(name, value, expert), self.linear_of(name)
+            parts = None if decided is None else tuple(part[expert] for part in decided)
+            if parts is not None:
+                linear.check_weight(*parts)
+            try:
+                linear.take_weight(own, parts)
+            except ValueError as error:
+                if str(error) != NOT_FINITE:
+                    raise
+                raise ValueError(
+                    f"{source.parameters[name]} of expert {expert} holds NaN or Inf, which can't be quantized: repair "
+                    "the checkpoint or skip the layer"
+                ) from None
+            for end in _ENDS:
+                made = linear._parameters.get(_leaf(end))
+                if made is not None and end != "_bias":
+                    full = f"{name}{end}"
+                    if full not in stored:
+                        stored[full] = made.new_empty((self.num_experts, *made.shape))
+                    stored[full][expert] = made
+        for full, tensor in stored.items():
+            setattr(self, full, frozen(tensor))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """The equivalent float weights, and the biases, with the names, shapes and order of the parameters.
+        """The equivalent float weights, and the biases, with the names and order of the parameters: ``[E, N, K]``.
 
         ``dtype``: by default the biases', or float32.
         """
         dtype = dtype or (torch.float32 if self.down_proj_bias is None else self.down_proj_bias.dtype)
         tensors = {}
         for name in self.weight_names:
-            tensors[name] = (self.stored(name) * self.stored(f"{name}_scale")[..., None]).to(dtype)
+            like = self.linear_of(name)
+            shape, device = (self.num_experts, like.out_features, like.in_features), self.stored(name).device
+            tensors[name] = torch.empty(shape, dtype=dtype, device=device)
+            for expert in range(self.num_experts):
+                tensors[name][expert] = self.linear_of(name, expert).dequantize(dtype).weight.detach()
             if (bias := getattr(self, f"{name}_bias")) is not None:
                 tensors[f"{name}_bias"] = bias.detach().to(dtype)
         return tensors
@@ -174,8 +226,13 @@ class QuantExperts(QuantLayer):
         if isinstance(hidden_states, Proxy):
             added = () if residual is None else (residual,)
             return traced_as_leaf(self, hidden_states, top_k_index, top_k_weights, *added)  # type: ignore[no-any-return]
+        index = top_k_index.to(torch.int64)
+        if self.scheme.is_weight_only:
+            form = self.scheme.weight.dtype, self.scheme.weight.group_size or 0
+            packed = WeightOnlyExperts._make((*map(self.stored, _WEIGHT_ONLY_OPERANDS), self.activation, *form))
+            return weight_only_experts(hidden_states, index, top_k_weights, packed, residual)
         weights = ExpertWeights._make((*map(self.stored, _OPERANDS), self.activation))
-        return quant_experts(hidden_states, top_k_index.to(torch.int64), top_k_weights, weights, residual)
+        return quant_experts(hidden_states, index, top_k_weights, weights, residual)
 
     def extra_repr(self) -> str:
         """Sizes, activation and scheme, for ``print``."""
@@ -205,3 +262,13 @@ class QuantSortedExperts(QuantExperts):
         experts = torch.arange(E, device=hidden_states.device)[:, None].expand(E, rows // E).reshape(rows)
         index = torch.where((hidden_states != 0).any(-1), experts, E)
         return super().forward(hidden_states, index[:, None], hidden_states.new_ones((rows, 1)))
+
+
+def split_leaf(name: str) -> tuple[str, str]:
+    """The weight that a parameter of experts belongs to, and what a linear layer calls it, such as ``weight_scale``."""
+    weight = next(weight for weight in _WEIGHTS if name.startswith(weight))
+    return weight, _leaf(name.removeprefix(weight))
+
+
+def _leaf(end: str) -> str:
+    return "bias" if end == "_bias" else f"weight{end}"

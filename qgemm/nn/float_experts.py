@@ -55,11 +55,11 @@ class FloatExperts:
     def rows_of(self, name: str, weight: Tensor, expert: int) -> Tensor:
         """One expert's ``[N, K]`` of the float ``weight`` that ``QuantExperts`` calls ``name``, contiguous."""
         rows = weight[expert].t() if self.is_transposed else weight[expert]
-        return (_gates_first(rows, 0) if self._alternates(name) else rows).contiguous()
+        return (gates_first(rows, 0) if self._alternates(name) else rows).contiguous()
 
     def bias_of(self, name: str, bias: Tensor) -> Tensor:
         """The float ``bias [E, N]`` that ``QuantExperts`` calls ``name`` in its order of columns."""
-        return _gates_first(bias, 1) if self._alternates(name) else bias
+        return gates_first(bias, 1) if self._alternates(name) else bias
 
     def restore(self, name: str, tensor: Tensor) -> Tensor:
         """A weight or bias in the order of ``QuantExperts`` as the float module holds it."""
@@ -71,7 +71,8 @@ class FloatExperts:
         return self.is_interleaved and name.startswith("gate_up_proj")
 
 
-def _gates_first(tensor: Tensor, dim: int) -> Tensor:
+def gates_first(tensor: Tensor, dim: int) -> Tensor:
+    """``tensor``, in which gates and ups alternate along ``dim``, with all gates before all ups."""
     gates, ups = (tensor[(slice(None),) * dim + (slice(start, None, 2),)] for start in (0, 1))
     return torch.cat((gates, ups), dim=dim)
 
@@ -111,6 +112,15 @@ def describe_experts(module: nn.Module) -> FloatExperts:
     return FloatExperts(
         E, hidden_size, intermediate_size, parameters, activation, is_transposed, is_interleaved, takes_sorted_rows
     )
+
+
+def are_known_experts(module: nn.Module) -> bool:
+    """Whether ``describe_experts`` understands ``module``."""
+    try:
+        describe_experts(module)
+    except UnknownExperts:
+        return False
+    return True
 
 
 def _is_dispatched(module: nn.Module) -> bool:

@@ -178,6 +178,21 @@ class LinearLayer(QuantLayer):
         """
         return {name: self.stored(name).detach()[start:stop] for name in self.row_names}
 
+    def take_weight(self, source: Tensor, decided: tuple[Tensor, ...] | None = None) -> None:
+        """Sets, on its device, what holds the weight to float ``source [N, K]``; raises ``ValueError`` for NaN or Inf.
+
+        ``decided``: what a method has made of it, as ``from_linear`` takes it; None rounds to nearest.
+        """
+        if decided is None:
+            self.start_rows(source.device, largest(source) if self.needs_amax else None)
+            made = self.convert_rows(source)
+        else:
+            values, scale, *zero_point = (part.detach().to(source.device) for part in decided)
+            self.start_rows(source.device, largest(scale) * self.scheme.weight.format.steps)
+            made = {**self.store_rows(values, scale, *zero_point), **self.keep_rows(source)}
+        for name, value in made.items():
+            setattr(self, name, frozen(value))
+
     def keep_rows(self, weight: Tensor) -> dict[str, Tensor]:
         """The others of ``row_names``, which hold part of the float rows ``[n, K]``; most layers have none."""
         return {}
@@ -221,15 +236,7 @@ class LinearLayer(QuantLayer):
         if weight is not None:
             layer.check_weight(*weight)
         if source.device.type != "meta":
-            if weight is None:
-                layer.start_rows(source.device, largest(source) if layer.needs_amax else None)
-                made = layer.convert_rows(source)
-            else:
-                values, scale, *zero_point = (part.detach().to(source.device) for part in weight)
-                layer.start_rows(source.device, largest(scale) * layer.scheme.weight.format.steps)
-                made = {**layer.store_rows(values, scale, *zero_point), **layer.keep_rows(source)}
-            for name, value in made.items():
-                setattr(layer, name, frozen(value))
+            layer.take_weight(source, weight)
         layer.take_bias(None if bias is None else bias.detach())
         return layer.train(linear.training)
 

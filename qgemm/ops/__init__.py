@@ -7,7 +7,7 @@ A file that declares operators is imported here:
 - ``products``: ``int_mm``, ``scaled_mm``, ``matmul``.
 - ``linear``: ``quant_linear``, ``quant_linear_asymmetric``, ``block_scaled_linear``, ``weight_only_linear``,
   ``multiply``.
-- ``experts``: ``quant_experts``.
+- ``experts``: ``quant_experts``, ``weight_only_experts``.
 - ``router``: ``route``.
 - ``attention``: ``decode_attention``.
 - ``rotary``: ``rotate``, ``rotate_and_store``, ``store_key_value``, ``rotary_angles``.
@@ -17,7 +17,17 @@ implementation that makes the same checks, and has a gradient. ``dispatch.py`` d
 """
 
 from qgemm.ops import attention, norms, products, rotary, router, rows
-from qgemm.ops.experts import quant_experts
+from qgemm.ops.experts import quant_experts, weight_only_experts
 from qgemm.ops.linear import quant_linear
 
-__all__ = ["attention", "norms", "products", "quant_experts", "quant_linear", "rotary", "router", "rows"]
+__all__ = [
+    "attention",
+    "norms",
+    "products",
+    "quant_experts",
+    "quant_linear",
+    "rotary",
+    "router",
+    "rows",
+    "weight_only_experts",
+]

@@ -1,16 +1,20 @@
-"""``torch.ops.qgemm.quant_experts``: a mixture of experts in int8, as a PyTorch operator.
+"""Mixtures of experts as PyTorch operators, by what their weights are.
 
-``out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``; ``dispatch.experts`` documents
-arguments and numbers. The activation goes in as its fields, since an operator takes tensors and plain values only.
+- ``torch.ops.qgemm.quant_experts``: int8 or fp8 by the same; rows are quantized before either product.
+- ``torch.ops.qgemm.weight_only_experts``: weights alone are quantized; products are in float.
 
-It runs on CPU and CUDA, traces through a fake implementation that makes the same checks, and has gradients for ``x``
+``out[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``; ``dispatch`` documents arguments and
+numbers. The activation goes in as its fields, since an operator takes tensors and plain values only.
+
+They run on CPU and CUDA, trace through a fake implementation that makes the same checks, and have gradients for ``x``
 and ``top_k_weights``, with which routers and adapters train on frozen experts. They go through the dequantized weights
 (rounding counts as the identity), one expert at a time, in an operator of its own: how many rows an expert has is known
 at run time only, which a compiler couldn't follow.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,75 +22,114 @@ from torch.nn import functional as F
 
 from qgemm.kernels import checks, dispatch
 from qgemm.kernels.activations import GatedActivation
-from qgemm.kernels.expert_weights import ExpertWeights
+from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.ops.declare import operator
-from qgemm.ops.direct import seen_by_others
+from qgemm.ops.direct import rows_seen_by_others
 
-_OPERANDS = (
-    "Tensor x, Tensor top_k_index, Tensor top_k_weights, Tensor gate_up, Tensor gate_up_scale, Tensor? gate_up_bias, "
-    "Tensor down, Tensor down_scale, Tensor? down_bias, "
-    "str activation, bool gated, float? limit, float alpha, float up_offset"
-)
+Experts: TypeAlias = ExpertWeights | WeightOnlyExperts
+
+_ROUTED = "Tensor x, Tensor top_k_index, Tensor top_k_weights"
+_ACTIVATION = "str activation, bool gated, float? limit, float alpha, float up_offset"
+_FIELDS = 5  # of an activation
 
 
 def quant_experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
 ) -> Tensor:
     """``torch.ops.qgemm.quant_experts``, past the dispatcher where nobody on that way would see the call."""
-    if (
-        torch.compiler.is_compiling()
-        or seen_by_others(x, weights.gate_up, weights.gate_up_scale, weights.gate_up_bias, top_k_weights, residual)
-        or seen_by_others(x, weights.down, weights.down_scale, weights.down_bias, top_k_index)
-    ):
-        a = weights.activation
-        fields = (a.name, a.gated, a.limit, a.alpha, a.up_offset)
-        out: Tensor = torch.ops.qgemm.quant_experts(x, top_k_index, top_k_weights, *weights[:6], *fields, residual)
+    if _is_seen(x, top_k_index, top_k_weights, weights, residual):
+        operands = *weights.tensors, *_fields(weights.activation)
+        out: Tensor = torch.ops.qgemm.quant_experts(x, top_k_index, top_k_weights, *operands, residual)
         return out
     return dispatch.run_experts(x, top_k_index, top_k_weights, weights, residual)
 
 
-def _as_values(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, ExpertWeights]:
-    """The operator's arguments as ``dispatch.run_experts`` takes them."""
-    x, top_k_index, top_k_weights, *tensors = arguments[:9]
-    return x, top_k_index, top_k_weights, ExpertWeights._make((*tensors, GatedActivation(*arguments[9:14])))
+def weight_only_experts(
+    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
+) -> Tensor:
+    """``torch.ops.qgemm.weight_only_experts``, past the dispatcher where nobody on that way would see the call."""
+    if _is_seen(x, top_k_index, top_k_weights, weights, residual):
+        operands = *weights.tensors, *_fields(weights.activation), weights.format, weights.group_size
+        out: Tensor = torch.ops.qgemm.weight_only_experts(x, top_k_index, top_k_weights, *operands, residual)
+        return out
+    return dispatch.weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
 
 
-def _compute(*arguments: Any) -> Tensor:
-    return dispatch.run_experts(*_as_values(arguments), *arguments[14:])
+def _is_seen(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: Experts, residual: Tensor | None) -> bool:
+    if torch.compiler.is_compiling():
+        return True
+    return rows_seen_by_others(x, top_k_index, top_k_weights, residual, *weights.tensors)
 
 
-def _fake(x: Tensor, *others: Any) -> Tensor:
-    checks.check_experts(*_as_values((x, *others)), *others[13:])
-    return x.new_empty(x.shape)
+def _fields(a: GatedActivation) -> tuple[str, bool, float | None, float, float]:
+    return a.name, a.gated, a.limit, a.alpha, a.up_offset
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:9])
-    ctx.activation = inputs[9:14]
+def _declare_experts(
+    name: str,
+    kind: Callable[..., Experts],
+    operands: str,
+    compute: Callable[..., Tensor],
+    check: Callable[..., None],
+    plain: str = "",
+) -> None:
+    """Declares the operator ``name`` and that of its gradients, for experts whose weights are a ``kind``.
+
+    ``operands``: the tensors of such a value; ``plain``: what it has after its activation. ``compute``, ``check``: take
+    ``x``, ``top_k_index``, ``top_k_weights``, the value and maybe a residual.
+    """
+    schema = f"{_ROUTED}, {operands}, {_ACTIVATION}{plain}"
+    tensors = 3 + operands.count("Tensor")
+    count = schema.count(",") + 1  # of arguments, without a residual
+
+    def as_values(arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor, Experts]:
+        x, top_k_index, top_k_weights, *weights = arguments[:tensors]
+        fields, others = arguments[tensors : tensors + _FIELDS], arguments[tensors + _FIELDS : count]
+        return x, top_k_index, top_k_weights, kind(*weights, GatedActivation(*fields), *others)
+
+    def run(*arguments: Any) -> Tensor:
+        return compute(*as_values(arguments), *arguments[count:])
+
+    def fake(x: Tensor, *others: Any) -> Tensor:
+        check(*as_values((x, *others)), *others[count - 1 :])
+        return x.new_empty(x.shape)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:tensors])
+        ctx.others = inputs[tensors:count]
+
+    def backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+        wants_x, _, wants_weights, *others = wanted
+        wants_residual = others[count - 3 :] == [True]
+        if any(others[: count - 3]):
+            raise RuntimeError(f"{name} has gradients for x, top_k_weights and residual only; freeze the others")
+        grad_x, grad_weights = getattr(torch.ops.qgemm, f"{name}_backward")(grad, *ctx.saved_tensors, *ctx.others)
+        found = (grad_x if wants_x else None, None, grad_weights if wants_weights else None, *(None,) * len(others))
+        return (*found[:-1], grad) if wants_residual else found
+
+    def run_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        return _gradients(grad, *as_values(arguments))
+
+    operator(
+        f"{name}({schema}, Tensor? residual=None) -> Tensor",
+        cpu=run,
+        cuda=run,
+        fake=fake,
+        setup_context=setup_context,
+        backward=backward,
+    )
+    operator(
+        f"{name}_backward(Tensor grad, {schema}) -> (Tensor, Tensor)",
+        cpu=run_backward,
+        cuda=run_backward,
+        fake=_gradients_fake,
+    )
 
 
-def _backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
-    wants_x, _, wants_weights, *others = wanted
-    wants_residual = others[11:] == [True]
-    if any(others[:11]):
-        raise RuntimeError("quant_experts has gradients for x, top_k_weights and residual only; freeze the others")
-    grad_x, grad_weights = torch.ops.qgemm.quant_experts_backward(grad, *ctx.saved_tensors, *ctx.activation)
-    found = (grad_x if wants_x else None, None, grad_weights if wants_weights else None, *(None,) * len(others))
-    return (*found[:-1], grad) if wants_residual else found
-
-
-operator(
-    f"quant_experts({_OPERANDS}, Tensor? residual=None) -> Tensor",
-    cpu=_compute,
-    cuda=_compute,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
-
-
-def _compute_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    x, top_k_index, top_k_weights, experts = _as_values(arguments)
+def _gradients(
+    grad: Tensor, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts
+) -> tuple[Tensor, Tensor]:
+    """Those of ``x`` and ``top_k_weights``."""
     k = top_k_index.shape[1]
     ids = top_k_index.flatten()
     pairs = ids.argsort(stable=True)
@@ -100,8 +143,7 @@ def _compute_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
             continue
         slots = pairs[start:end]
         rows, own = slots // k, experts.of(expert)
-        first = (own.gate_up * own.gate_up_scale[:, None]).to(x.dtype)
-        second = (own.down * own.down_scale[:, None]).to(x.dtype)
+        first, second = own.float_weights(x.dtype)
         biases = [None if bias is None else bias.to(x.dtype) for bias in (own.gate_up_bias, own.down_bias)]
         h = F.linear(x[rows], first, biases[0])
         y = F.linear(own.activation(h).to(x.dtype), second, biases[1])
@@ -111,6 +153,12 @@ def _compute_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         grad_pairs[slots] = (_activation_backward(own.activation, h.float(), grad_inner).to(x.dtype) @ first).float()
     grad_x = grad_pairs.view(*top_k_index.shape, -1).sum(1)
     return grad_x.to(x.dtype), grad_weights.view(top_k_index.shape).to(top_k_weights.dtype)
+
+
+def _gradients_fake(
+    grad: Tensor, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), top_k_weights.new_empty(top_k_weights.shape)
 
 
 def _activation_backward(activation: GatedActivation, h: Tensor, grad: Tensor) -> Tensor:
@@ -152,15 +200,20 @@ def _gate_backward(activation: GatedActivation, gate: Tensor, grad: Tensor) -> T
     return out
 
 
-def _backward_fake(
-    grad: Tensor, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *_: Any
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), top_k_weights.new_empty(top_k_weights.shape)
-
-
-operator(
-    f"quant_experts_backward(Tensor grad, {_OPERANDS}) -> (Tensor, Tensor)",
-    cpu=_compute_backward,
-    cuda=_compute_backward,
-    fake=_backward_fake,
+_declare_experts(
+    "quant_experts",
+    ExpertWeights,
+    "Tensor gate_up, Tensor gate_up_scale, Tensor? gate_up_bias, Tensor down, Tensor down_scale, Tensor? down_bias",
+    dispatch.run_experts,
+    checks.check_experts,
+)
+_declare_experts(
+    "weight_only_experts",
+    WeightOnlyExperts,
+    "Tensor gate_up, Tensor gate_up_scale, Tensor? gate_up_zero_point, Tensor? gate_up_global_scale, "
+    "Tensor? gate_up_bias, Tensor down, Tensor down_scale, Tensor? down_zero_point, Tensor? down_global_scale, "
+    "Tensor? down_bias",
+    dispatch.weight_only_experts,
+    checks.check_weight_only_experts,
+    ", str format, int group_size",
 )

@@ -21,6 +21,7 @@ from qgemm.checkpoint.tensors import find_ties, split_name, stored_tensors
 from qgemm.model.report import QuantReport, report
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.attention import opened_attention
+from qgemm.nn.experts import split_leaf
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear_layer import InputScale, is_conv1d
 from qgemm.quantize import quantize
@@ -104,8 +105,9 @@ def plan_checkpoint(
             float_module = loading.model.get_submodule(owner)
             own, weight_name = leaf, None
             if isinstance(quantized, QuantExperts):
-                own = leaf.removesuffix("_scale")
-                weight_name = own if own in quantized.weight_names else None
+                own = leaf
+                if not leaf.endswith("_bias"):
+                    own = weight_name = split_leaf(leaf)[0]
                 source_of = describe_experts(float_module)
                 theirs = float_module.get_parameter(source_of.parameters[own])
                 found = ordered_experts(floats[id(theirs)], own, source_of)

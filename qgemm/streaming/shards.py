@@ -16,7 +16,7 @@ from torch import Tensor
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_writer import SafetensorsWriter
 from qgemm.model.swap import WeightError
-from qgemm.nn import LinearLayer, QuantLinear
+from qgemm.nn import LinearLayer, QuantExperts
 from qgemm.nn.linear_layer import largest
 from qgemm.numerics.integers import cdiv
 from qgemm.streaming.journal import Begun
@@ -92,18 +92,18 @@ def _made(
             yield piece.nbytes, {unit: piece}
         return
     layer = plan.model.get_submodule(weight.layer)
-    whole: dict[str, Tensor] = {}
-    if isinstance(layer, LinearLayer):
-        names = {leaf: f"{weight.layer}.{leaf}" for leaf in layer.row_names}
-        if layer.whole_names:
-            layer = copy.deepcopy(layer)
-            layer.start_rows(device, _largest(weight, device) if layer.needs_amax else None)
-            whole = {f"{weight.layer}.{leaf}": layer.stored(leaf).detach() for leaf in layer.whole_names}
-    else:  # experts, whose rows are those of a linear layer
-        names = {"weight": weight.name, "weight_scale": f"{weight.name}_scale"}
-        layer = QuantLinear(1, 1, False, "meta")
-    in_step = layer.rows_in_step if isinstance(layer, LinearLayer) else 1
-    for part in _rows(weight, device, skip, in_step):
+    if isinstance(layer, QuantExperts):  # whose rows are those of a linear layer
+        layer, begins = layer.linear_of(weight.name.rpartition(".")[2]), weight.name
+        names = {leaf: f"{begins}{leaf.removeprefix('weight')}" for leaf in layer.row_names + layer.whole_names}
+    else:
+        assert isinstance(layer, LinearLayer)
+        names = {leaf: f"{weight.layer}.{leaf}" for leaf in layer.row_names + layer.whole_names}
+        layer = copy.deepcopy(layer) if layer.whole_names else layer
+    started = -1
+    for expert, index, part in _rows(weight, device, skip, layer.rows_in_step):
+        if layer.whole_names and expert != started:
+            layer.start_rows(device, _largest(weight, device, expert) if layer.needs_amax else None)
+            started = expert
         try:
             made = layer.convert_rows(part)
         except ValueError as problem:
@@ -114,29 +114,36 @@ def _made(
         error.add(part, layer.restore_rows(made, torch.float64))
         nbytes = part.nbytes
         del part  # of the next expert's weight and this one's only one need be in memory
-        # What the weight has as a whole goes with its first rows.
-        yield nbytes, {names[leaf]: rows for leaf, rows in made.items()} | ({} if skip else whole)
-        whole = {}
+        if index == 0:  # what the weight has as a whole goes with its first rows
+            made |= {leaf: layer.stored(leaf).detach() for leaf in layer.whole_names}
+        yield nbytes, {names[leaf]: rows for leaf, rows in made.items()}
 
 
-def _largest(weight: FloatWeight, device: torch.device) -> Tensor:
-    """The largest magnitude of a weight, which is read once more for it."""
-    return torch.stack([largest(rows) for rows in _rows(weight, device, 0, 1)]).amax()
+def _largest(weight: FloatWeight, device: torch.device, expert: int) -> Tensor:
+    """The largest magnitude of a weight, or of that of one expert, which is read once more for it."""
+    if len(weight.values.shape) == 3:
+        return largest(weight.values.rows(expert, expert + 1).to(device))
+    return torch.stack([largest(rows) for _, _, rows in _rows(weight, device, 0, 1)]).amax()
 
 
-def _rows(weight: FloatWeight, device: torch.device, skip: int, in_step: int) -> Iterator[Tensor]:
-    """The rows of a weight, as many at a time as ``WeightError`` wants, but the first ``skip`` of these pieces."""
+def _rows(weight: FloatWeight, device: torch.device, skip: int, in_step: int) -> Iterator[tuple[int, int, Tensor]]:
+    """The rows of a weight, as many at a time as ``WeightError`` wants, but the first ``skip`` of these pieces.
+
+    With the number of the expert that they belong to, 0 for a layer, and that of the piece of it.
+    """
     values = weight.values
     if weight.is_transposed:
         rows = values.rows(0, values.row_count).to(device).t()
-        yield from rows.split(WeightError.rows_at_a_time(rows.shape, in_step))[skip:]
+        pieces = rows.split(WeightError.rows_at_a_time(rows.shape, in_step))
+        yield from ((0, piece, pieces[piece]) for piece in range(skip, len(pieces)))
         return
     step = WeightError.rows_at_a_time(values.shape, in_step)
     if len(values.shape) == 3:
         first, skip = divmod(skip, cdiv(values.shape[1], step))
         for expert in range(first, values.row_count):
-            yield from values.rows(expert, expert + 1)[0].to(device).split(step)[skip:]
+            for piece, rows in list(enumerate(values.rows(expert, expert + 1)[0].to(device).split(step)))[skip:]:
+                yield expert, piece, rows
             skip = 0
     else:
-        for start, stop in list(values.spans(step))[skip:]:
-            yield values.rows(start, stop).to(device)
+        for piece, (start, stop) in list(enumerate(values.spans(step)))[skip:]:
+            yield 0, piece, values.rows(start, stop).to(device)

@@ -92,8 +92,31 @@ def test_experts_are_written_as_a_layer_each(family: str, tmp_path: Path) -> Non
     assert torch.equal(Example(loaded, example.inputs).output(), example.output())
 
 
+@pytest.mark.parametrize("scheme", ["int4-32", "int4-32-asymmetric", "int8-weight", "mxfp4", "fp8"])
+def test_experts_of_other_schemes(scheme: str, tmp_path: Path) -> None:
+    model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model, scheme)
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    assert "model.layers.1.mlp.experts.2.up_proj.weight_scale" in load_file(tmp_path / "model.safetensors")
+    assert_same(qgemm.load_quantized(tmp_path), model)
+
+
+def test_experts_whose_blocks_hold_gates_and_ups(tmp_path: Path) -> None:
+    model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model, "fp8-block")
+    with pytest.raises(ValueError, match="has blocks of 128 rows that hold both gates and ups, of 64 rows each"):
+        qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+
+
+def test_experts_with_a_global_scale_for_gates_and_ups(tmp_path: Path) -> None:
+    model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model, "nvfp4")
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    problem = "is an expert in nvfp4, whose gates and ups have a global scale each; qgemm's have one for both"
+    with pytest.raises(CheckpointError, match=problem):
+        qgemm.load_quantized(tmp_path)
+
+
 def test_experts_beside_layers_of_another_scheme(tmp_path: Path) -> None:
-    model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model, "fp8")
+    schemes = {"*.experts": "int8", "*": "fp8"}
+    model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model, schemes)
     qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision"
@@ -138,7 +161,7 @@ def with_float_expert(tensors: dict[str, Tensor]) -> None:
     ("edit", "problem"),
     [
         (without(f"{EXPERT}.weight"), rf"{EXPERT}\.weight is missing; it must be torch.int8"),
-        (with_float_expert, rf"lacks {EXPERT} in int8: all experts of a layer must be quantized, or none"),
+        (with_float_expert, rf"lacks {EXPERT} quantized: all experts of a layer must be, or none"),
         (replaced(f"{EXPERT}.weight", lambda t: t[:, :-1]), rf"{EXPERT}\.weight has shape \[64, 63\]; the model's is"),
         (replaced(f"{EXPERT}.weight_scale", lambda t: t * 0), rf"{EXPERT}\.weight_scale is not finite and above"),
         (

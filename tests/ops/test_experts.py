@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import qgemm
 from qgemm.kernels import GPT_OSS, GatedActivation
 from qgemm.kernels import activations as host
-from qgemm.kernels.expert_weights import ExpertWeights
+from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.nn import QuantExperts
-from qgemm.ops import quant_experts
+from qgemm.ops import quant_experts, weight_only_experts
 
 ACTIVATIONS = [
     *(GatedActivation(name) for name in host.ACTIVATIONS),
@@ -68,6 +68,77 @@ def test_opcheck(bias: bool, device: torch.device) -> None:
     torch.library.opcheck(torch.ops.qgemm.quant_experts.default, (x, index, weights, *rest, *fields(GPT_OSS), residual))
     arguments = (torch.randn_like(x), x.detach(), index, weights.detach(), *rest, *fields(GPT_OSS))
     torch.library.opcheck(torch.ops.qgemm.quant_experts_backward.default, arguments)
+
+
+def weight_only_operands(scheme: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """Arguments of ``weight_only_experts`` before the activation, for 9 tokens, and what comes after its fields."""
+    layer = QuantExperts.from_experts(ALL["gpt_oss"]().to(dtype), scheme).to(device)
+    x = torch.randn(9, layer.hidden_size, device=device).to(dtype)
+    index = torch.randint(0, E, (9, 2), device=device)
+    index[0] = E
+    ends = ("", "_scale", "_zero_point", "_global_scale", "_bias")
+    names = [f"{weight}{end}" for weight in ("gate_up_proj", "down_proj") for end in ends]
+    form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
+    return (x, index, torch.rand(9, 2, device=device), *map(layer.stored, names)), form, layer
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "int4-32-asymmetric"])
+def test_opcheck_of_weight_only_experts(scheme: str, device: torch.device) -> None:
+    (x, index, weights, *rest), form, _ = weight_only_operands(scheme, device)
+    x.requires_grad_()
+    arguments = (x, index, weights, *rest, *fields(GPT_OSS), *form)
+    torch.library.opcheck(torch.ops.qgemm.weight_only_experts.default, (*arguments, torch.randn_like(x)))
+    gradient = torch.ops.qgemm.weight_only_experts_backward.default
+    torch.library.opcheck(gradient, (torch.randn_like(x), x.detach(), *arguments[1:]))
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int4-channel"])
+def test_gradients_of_weight_only_experts(scheme: str, device: torch.device) -> None:
+    (x, index, weights, *_), _, layer = weight_only_operands(scheme, device)
+    x.requires_grad_()
+    weights.requires_grad_()
+    residual, grad = torch.randn_like(x).requires_grad_(), torch.randn_like(x)
+    whole = layer.dequantize(torch.float32)
+    ones = (torch.ones(value.shape[:2], device=device) for value in (whole["gate_up_proj"], whole["down_proj"]))
+    parts = [(whole[name], one, whole[f"{name}_bias"]) for name, one in zip(layer.weight_names, ones, strict=True)]
+    wanted = torch.autograd.grad(float_experts(GPT_OSS, x, index, weights, *parts[0], *parts[1]), (x, weights), grad)
+    found = torch.autograd.grad(layer(x, index, weights, residual), (x, weights, residual), grad)
+    assert torch.equal(found[2], grad)
+    for ours, theirs in zip(found, wanted, strict=False):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "fp8-block"])
+def test_gradients_of_fp8_experts(scheme: str, device: torch.device) -> None:
+    layer = QuantExperts.from_experts(ALL["gpt_oss"](), scheme).to(device)
+    x, index, weights = (each.to(device) for each in inputs(layer, 9))
+    whole = QuantExperts.from_experts(ALL["gpt_oss"](), "int8")
+    found = torch.autograd.grad(layer(x.requires_grad_(), index, weights).sum(), x)[0]
+    wanted = torch.autograd.grad(whole.to(device)(x, index, weights).sum(), x)[0]
+    assert (found - wanted).norm() / wanted.norm() < 0.1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate_up": lambda t: t.int()}, r"gate_up is torch.int32 \[4, 96, 128\]; it must be uint8"),
+        ({"down": lambda t: t[..., :64]}, r"down is torch.uint8 \[4, 64, 64\]; it must be uint8 \[4, 64, 128\]"),
+        ({"down_scale": lambda t: t[..., :1]}, r"down's scale is .*; it must be .* \[4, 64, 2\]"),
+        ({"gate_up_bias": lambda t: t[:, 1:]}, r"gate_up's bias is .*; it must be .* \[4, 96\]"),
+        ({"gate_up_scale": lambda t: t.mT.contiguous().mT}, "gate_up's scale has strides .*; it must be contiguous"),
+        ({"format": lambda _: "fp3"}, "format is 'fp3'; it must be one of"),
+        ({"group_size": lambda _: -1}, "group_size is -1; it must be at least 1, or 0"),
+        ({"x": lambda t: t[:, 1:]}, r"x is \[9, 63\]; it must be \[T, 64\]"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_wrong_arguments_of_weight_only_experts(changes: dict[str, Any], message: str) -> None:
+    (x, index, weights, *rest), form, _ = weight_only_operands("mxfp4", torch.device("cpu"))
+    values = {"x": x} | WeightOnlyExperts(*rest, GPT_OSS, *form)._asdict()
+    for name, change in changes.items():
+        values[name] = change(values[name])
+    with pytest.raises(ValueError, match=message):
+        weight_only_experts(values.pop("x"), index, weights, WeightOnlyExperts(**values))
 
 
 def test_a_residual_is_added_and_has_the_gradient_of_the_sum(device: torch.device) -> None:

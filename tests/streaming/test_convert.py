@@ -54,15 +54,16 @@ def test_the_files_are_those_of_the_whole_model(family: str, tmp_path: Path) -> 
     assert report.quantized
 
 
-def test_experts_that_files_hold_one_by_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["int8", "int4-32", "nvfp4", "fp8-block"])
+def test_experts_that_files_hold_one_by_one(scheme: str, tmp_path: Path) -> None:
     sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     config = MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
     MixtralForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "float")
     stored = (tmp_path / "float" / "model.safetensors").read_bytes()
     assert b"experts.3.w1.weight" in stored
     assert b"gate_up_proj" not in stored
-    quantize_whole(tmp_path / "float", tmp_path / "whole", max_shard_size="20KB")
-    quantize_checkpoint(tmp_path / "float", tmp_path / "streamed", max_shard_size="20KB")
+    quantize_whole(tmp_path / "float", tmp_path / "whole", max_shard_size="20KB", scheme=scheme)
+    quantize_checkpoint(tmp_path / "float", tmp_path / "streamed", scheme, max_shard_size="20KB")
     assert_same_files(tmp_path / "whole", tmp_path / "streamed")
 
 

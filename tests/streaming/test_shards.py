@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "intermediate_size
 def cut(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of which every weight is several pieces: rows as they lie in the file, columns, and experts."""
     # 7 divides none of the sizes. What is written is noted after every second piece or so.
-    monkeypatch.setattr(WeightError, "rows_at_a_time", staticmethod(lambda shape: 7))
+    monkeypatch.setattr(WeightError, "rows_at_a_time", staticmethod(lambda shape, in_step=1: 7))
     monkeypatch.setattr("qgemm.streaming.shards._BYTES_AT_A_TIME", 1500)
     monkeypatch.setattr("qgemm.streaming.shards._BYTES_BETWEEN_NOTES", 1000)
     torch.manual_seed(0)
