@@ -41,11 +41,11 @@ class Conversion:
 
     ``make`` takes the values of ``sources`` and returns one for each of ``targets``, in their order. It raises
     ``ValueError`` for values that can't be; the error then names the first of the sources. Without targets, it only
-    looks at the values.
+    looks at the values. One that the model doesn't have is None.
     """
 
     sources: tuple[str, ...]
-    targets: list[Target]
+    targets: list[Target | None]
     make: Callable[..., Sequence[Tensor]]
 
 
@@ -167,7 +167,9 @@ class Contents:
 
     def _redirect(self, name: str, /, **changes: Any) -> None:
         conversion, index = self._made[name]
-        conversion.targets[index] = replace(conversion.targets[index], **changes)
+        target = conversion.targets[index]
+        assert target is not None
+        conversion.targets[index] = replace(target, **changes)
 
     def conversion_of(self, name_in_file: str) -> Conversion:
         """What becomes of a tensor in the files."""
@@ -194,14 +196,16 @@ class Contents:
         self.look_at(name_in_file, partial(_must_be_zero, problem))
 
     def leave_out(self, name: str, problem: str = "") -> None:
-        """Notes that the model has no tensor ``name``, which the files hold as it is.
+        """Notes that the model has no tensor ``name``.
 
-        With a ``problem``, values other than 0 are that.
+        With a ``problem``, values other than 0 are that, in a tensor that the files hold as it is.
         """
-        conversion, _ = self._made.pop(name, (self.conversion_of(name), 0))
-        (name_in_file,) = conversion.sources
+        conversion, index = self._made.pop(name, (self.conversion_of(name), 0))
         del self.headers[name]
-        self.conversions[name_in_file] = Conversion((name_in_file,), [], partial(_must_be_zero, problem))
+        conversion.targets[index] = None
+        if not any(conversion.targets):
+            for source in conversion.sources:
+                self.conversions[source] = Conversion((source,), [], partial(_must_be_zero, problem))
 
     def in_order(self) -> dict[str, StoredTensor]:
         """``stored``, with the tensors of a conversion side by side, so that few of them wait for others.
@@ -236,7 +240,11 @@ def read_converted(
     order = contents.in_order()
     if only is not None:
         targets = {name: contents.conversion_of(name).targets for name in order}
-        order = {name: order[name] for name, made in targets.items() if any(target.name in only for target in made)}
+        order = {
+            name: order[name]
+            for name, made in targets.items()
+            if any(target and target.name in only for target in made)
+        }
     waiting: dict[str, dict[str, Tensor]] = {}  # by the first of a conversion's sources
     for name_in_file, value in read_values(order, device):
         on_read(value.nbytes)
@@ -254,5 +262,5 @@ def read_converted(
         except ValueError as error:
             raise CheckpointError(f"{contents.stored[first].path}: {first}: {error}") from error
         del values
-        yield from zip(conversion.targets, made, strict=True)
+        yield from ((target, each) for target, each in zip(conversion.targets, made, strict=True) if target)
         del made

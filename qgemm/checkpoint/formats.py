@@ -126,15 +126,20 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path) -> Non
 
 
 def _leave_out(contents: Contents, model: nn.Module) -> None:
-    """Leaves out what old versions of libraries stored, and models don't have: positions, and biases of zeros."""
+    """Leaves out what files hold and models don't: old libraries' positions and biases of zeros, unused layers.
+
+    transformers names the layers that it skips, such as those for the prediction of several tokens.
+    """
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq$"]
     known = named_tensors(model)
     for name in [name for name in contents.headers if name not in known]:
         layer, leaf = split_name(name)
         if leaf == "bias" and layer in contents.manifest.layers and find_module(model, layer) is not None:
             contents.leave_out(name, "the bias is not 0, but the model's layer has none")
-        elif any(re.search(pattern, name) for pattern in ignored):
-            contents.leave_out(name)
+        elif find_module(model, layer) is None or layer not in contents.manifest.layers:
+            if any(re.search(pattern, name) for pattern in ignored):
+                contents.leave_out(name)
+                contents.manifest.layers.pop(layer, None)
 
 
 def _ties(model: nn.Module, headers: dict[str, StoredTensor]) -> dict[str, str]:

@@ -193,3 +193,21 @@ def test_static_experts_are_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"0\.mlp\.experts has static activations, which qgemm doesn't compute for"
     ):
         qgemm.load_quantized(tmp_path / "foreign")
+
+
+def test_layers_that_transformers_skips_are_left_out(tmp_path: Path) -> None:
+    # Those of DeepSeek V3 that predict several tokens: of layer 61, one beyond the model's. Float, int8, and packed.
+    model: Any = qgemm.quantize_model(MIXTURES["deepseek_v3"]().model)
+    write(model, tmp_path / "foreign", "deepseek_v3")
+    more = {
+        "enorm.weight": torch.ones(8),
+        "eh_proj.weight": torch.ones(8, 16, dtype=torch.int8),
+        "eh_proj.weight_scale": torch.ones(8, 1),
+        "mlp.experts.0.up_proj.weight": torch.ones(8, 16, dtype=torch.int8),
+        "mlp.experts.0.up_proj.weight_scale": torch.ones(8, 1),
+    }
+    edit_tensors(tmp_path / "foreign", lambda t: t.update({f"model.layers.61.{name}": v for name, v in more.items()}))
+    assert_same(qgemm.load_quantized(tmp_path / "foreign"), model)
+    edit_tensors(tmp_path / "foreign", lambda t: t.update({"model.layers.60.enorm.weight": torch.ones(8)}))
+    with pytest.raises(CheckpointError, match=r"tensors that the model doesn't have: .*layers\.60\.enorm"):
+        qgemm.load_quantized(tmp_path / "foreign")
