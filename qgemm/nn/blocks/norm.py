@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.steps import NormStep
 from qgemm.ops.norms import add_norm
+
+_PLAIN = {Tensor, nn.Parameter, type(None)}  # and not a part of a norm that is cut among processes
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +35,9 @@ class FusedNorm:
         if type(x) is not Tensor or torch.is_autocast_enabled(x.device.type):
             return None
         vectors = self.step.vectors(x)
-        if vectors is None or (
-            torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, *vectors))
-        ):
+        if vectors is None or any(type(each) not in _PLAIN for each in vectors):
+            return None
+        if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in (x, *vectors)):
             return None
         if torch.compiler.is_compiling() and torch.compiler.is_exporting():
             return None

@@ -27,6 +27,10 @@ class _Called(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Cut(torch.Tensor):
+    """As a DTensor is."""
+
+
 def _operators(norm: nn.Module, x: torch.Tensor) -> list[str]:
     with _Called() as called:
         norm(x)
@@ -73,6 +77,10 @@ def test_what_is_left_to_the_norm(example: Example) -> None:
     assert _operators(norm, x) == ["qgemm.add_norm.default"]
     assert norm(x.requires_grad_()).requires_grad
     assert norm(x.detach().float()).dtype == torch.float32
+    norm.weight = nn.Parameter(norm.get_parameter("weight").detach().as_subclass(_Cut), requires_grad=False)
+    assert len(_operators(norm, x.detach())) > 1
+    norm.weight = nn.Parameter(torch.ones(64, dtype=torch.bfloat16), requires_grad=False)
+    assert _operators(norm, x.detach()) == ["qgemm.add_norm.default"]
     with torch.autocast("cpu"):
         assert len(_operators(norm, x.detach())) > 1
 
