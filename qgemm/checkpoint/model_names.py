@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import nn
 
-from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.pretrained import is_pretrained
 from qgemm.checkpoint.tensors import split_name
@@ -19,6 +20,7 @@ from qgemm.nn import LinearLayer, linear_class
 from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
 from qgemm.scheme import QuantScheme
 
+_CPU = torch.device("cpu")
 # What the linear layers of an expert are called: gate, up, down.
 _LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
@@ -95,6 +97,9 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
     gate, up, down = next((leaves for leaves in _LEAVES if f"{path}.0.{leaves[2]}" in layers), _LEAVES[0])
     wide, narrow = source.intermediate_size, source.hidden_size
     schemes = set()
+    scales = [[f"{path}.{expert}.{leaf}.weight_global_scale" for expert in range(E)] for leaf in (gate, up)]
+    if source.activation.gated and scales[0][0] in contents.headers:
+        _check_alike(contents, *scales)
     for name, leaves, shape in (
         ("gate_up_proj", [gate, up] if source.activation.gated else [up], (wide, narrow)),
         ("down_proj", [down], (narrow, wide)),
@@ -114,6 +119,13 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
                 one = linear_class(scheme)(shape[1], shape[0], source.has_bias, "meta", scheme=scheme)
                 if problem := _why_apart(scheme, one, len(leaves)):
                     raise CheckpointError(f"{config_path}: {layer} is an expert in {scheme.name}, {problem}")
+                for own in one.whole_names:
+                    if index == 0:
+                        shape_of_it = tuple(one._parameters[own].shape)  # type: ignore[union-attr]
+                        target = f"{path}.{name}{own.removeprefix('weight')}"
+                        contents.merge(target, f"{layer}.{own}", shape_of_it, (E, *shape_of_it), (expert,))
+                    else:
+                        contents.leave_out(f"{layer}.{own}")
                 for own in (*one.row_names, *(["bias"] if source.has_bias else [])):
                     rows, *columns = one._parameters[own].shape  # type: ignore[union-attr]
                     place = (expert, slice(index * rows, (index + 1) * rows))
@@ -126,12 +138,19 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
     layers[path] = scheme.for_experts()
 
 
+def _check_alike(contents: Contents, gates: list[str], ups: list[str]) -> None:
+    """Raises ``CheckpointError`` unless global scales of gates and ups, by their names, are the same."""
+    found = {target.name: value for target, value in read_converted(contents, _CPU, only={*gates, *ups})}
+    for gate, up in zip(gates, ups, strict=True):
+        if gate in found and up in found and not torch.equal(found[gate], found[up]):
+            path = contents.headers[up].path
+            raise CheckpointError(f"{path}: {up} differs from {gate}, and qgemm's experts have one scale for both")
+
+
 def _why_apart(scheme: QuantScheme, layer: LinearLayer, parts: int) -> str:
     """Why layers like ``layer``, of which ``parts`` make a weight of an expert, can't be put together."""
     if scheme.weight != scheme.for_experts().weight:
         return "which qgemm doesn't compute"
-    if parts > 1 and layer._parameters.get("weight_global_scale") is not None:
-        return "whose gates and ups have a global scale each; qgemm's have one for both"
     if parts > 1 and layer.out_features % layer.rows_in_step:
         return f"whose blocks of {layer.rows_in_step} rows would hold both gates and ups"
     return ""

@@ -15,9 +15,10 @@ from families.mixtures import MIXTURES
 from integrations.folders import assert_same
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import qgemm
-from checkpoint.foreign import edit_quantization, edit_tensors
+from checkpoint.foreign import edit_quantization, edit_tensors, needs_the_library, relative
 from qgemm import CheckpointError, QuantExperts
 from qgemm.checkpoint import compressed_tensors_writer
 
@@ -106,14 +107,6 @@ def test_experts_whose_blocks_hold_gates_and_ups(tmp_path: Path) -> None:
         qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
 
 
-def test_experts_with_a_global_scale_for_gates_and_ups(tmp_path: Path) -> None:
-    model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model, "nvfp4")
-    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
-    problem = "is an expert in nvfp4, whose gates and ups have a global scale each; qgemm's have one for both"
-    with pytest.raises(CheckpointError, match=problem):
-        qgemm.load_quantized(tmp_path)
-
-
 def test_experts_beside_layers_of_another_scheme(tmp_path: Path) -> None:
     schemes = {"*.experts": "int8", "*": "fp8"}
     model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model, schemes)
@@ -193,6 +186,38 @@ def test_static_experts_are_refused(tmp_path: Path) -> None:
         CheckpointError, match=r"0\.mlp\.experts has static activations, which qgemm doesn't compute for"
     ):
         qgemm.load_quantized(tmp_path / "foreign")
+
+
+def test_a_global_scale_of_gates_and_ups(tmp_path: Path) -> None:
+    example = MIXTURES["qwen3_moe"]()
+    model: Any = qgemm.quantize_model(example.model, "nvfp4")
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    loaded = qgemm.load_quantized(tmp_path)
+    assert_same(loaded, model)
+    assert torch.equal(Example(loaded, example.inputs).output(), example.output())
+    edit_tensors(tmp_path, replaced(f"{EXPERT}.weight_global_scale", lambda t: t * 2))
+    gate = EXPERT.replace("up_proj", "gate_proj")
+    with pytest.raises(
+        CheckpointError, match=rf"{EXPERT}\.weight_global_scale differs from {gate}\.weight_global_scale"
+    ):
+        qgemm.load_quantized(tmp_path)
+
+
+# transformers makes these experts of one layer each in bfloat16, and leaves their activations in float.
+TRANSFORMERS = {"int4-32": 0.01, "int4-channel": 0.01, "int8-weight": 0.01, "fp8-weight": 0.01, "fp8": 0.1}
+
+
+@needs_the_library
+@pytest.mark.slow(quick=["int4-32"])
+@pytest.mark.parametrize("scheme", TRANSFORMERS)
+def test_transformers_loads_experts(scheme: str, tmp_path: Path) -> None:
+    example = MIXTURES["mixtral"]()
+    model: Any = qgemm.quantize_model(example.model, scheme)
+    assert {layer.scheme.name for layer in model.modules() if isinstance(layer, QuantExperts)} == {scheme}
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert relative(Example(theirs.eval(), example.inputs).output(), example.output()) < TRANSFORMERS[scheme]
 
 
 def test_layers_that_transformers_skips_are_left_out(tmp_path: Path) -> None:
