@@ -117,6 +117,41 @@ class Contents:
             self.headers[name] = StoredTensor(self.stored[source].path, shape, dtype)
             self._made[name] = conversion, index
 
+    def convert_further(
+        self,
+        made: Mapping[str, tuple[str, tuple[int, ...], torch.dtype]],
+        of: Sequence[str],
+        convert: Callable[[dict[str, Tensor]], Sequence[Tensor]],
+    ) -> None:
+        """Notes that tensors of the model, called ``of``, become others as soon as all of them have been made.
+
+        ``convert`` takes them by name and returns those of ``made``, as ``convert_together`` has it; the source that an
+        error names is one of ``of``. They must be all that is made of their sources.
+        """
+        parts = [self._made[name][0] if name in self._made else self.conversion_of(name) for name in of]
+        parts = list(dict.fromkeys(parts))
+        names = [[None if target is None else target.name for target in part.targets] for part in parts]
+        sources = list(dict.fromkeys(source for part in parts for source in part.sources))
+        blamed = {target.name: target.source for part in parts for target in part.targets if target is not None}
+
+        def make(*values: Tensor) -> Sequence[Tensor]:
+            given = dict(zip(sources, values, strict=True))
+            found: dict[str, Tensor] = {}
+            for part, own in zip(parts, names, strict=True):
+                results = part.make(*(given[source] for source in part.sources))
+                found |= {name: value for name, value in zip(own, results, strict=True) if name is not None}
+            return convert(found)
+
+        for name in of:
+            del self.headers[name]
+            self._made.pop(name, None)
+        targets: list[Target | None] = [Target(name, blamed[old]) for name, (old, _, _) in made.items()]
+        conversion = Conversion(tuple(sources), targets, make)
+        self.conversions.update(dict.fromkeys(sources, conversion))
+        for index, (name, (old, shape, dtype)) in enumerate(made.items()):
+            self.headers[name] = StoredTensor(self.stored[blamed[old]].path, shape, dtype)
+            self._made[name] = conversion, index
+
     def rename(self, names: dict[str, str]) -> None:
         """Gives the tensors of the model other names; raises ``CheckpointError`` if two would have one.
 

@@ -25,12 +25,14 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import checkpoint_file, read_json
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
+from qgemm.checkpoint.requantize import requantize
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.stored_report import read_report
 from qgemm.checkpoint.tensors import find_module, named_tensors, split_name
 from qgemm.model.swap_rules import find_rule, modules_around
 from qgemm.nn.float_experts import are_known_experts
 from qgemm.nn.linear_layer import is_conv1d, linear_weight
+from qgemm.scheme import QuantScheme
 
 _READERS = {
     compressed_tensors.QUANT_METHOD: compressed_tensors.read,
@@ -69,7 +71,7 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
     if not isinstance(quantization, dict) or method == QUANT_METHOD:
         manifest = Manifest.from_config(config, config_path)
         stored = read_headers(folder, config)
-        contents = Contents(manifest, stored, stored)
+        contents = Contents(manifest, stored, dict(stored))
         try:
             contents.report = read_report(folder, manifest, (tensor.path for tensor in stored.values()))
         except FileNotFoundError:
@@ -94,13 +96,17 @@ def own_config(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def fit_to_model(contents: Contents, model: nn.Module, config_path: Path) -> None:
+def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme: QuantScheme | None = None) -> None:
     """Puts a foreign checkpoint under the names of ``model``, checks its layers, and notes which tensors are tied.
 
-    Raises ``CheckpointError`` for a layer that is neither linear in ``model`` nor, with others, its experts.
+    ``scheme``: what its layers become. Raises ``CheckpointError`` for a layer that is neither linear in ``model`` nor,
+    with others, its experts.
     """
     rename_as_model(contents, model)
     _leave_out(contents, model)
+    _check_shapes(contents, model, config_path)
+    if scheme is not None:
+        requantize(contents, model, scheme)
     fused = fuse_experts(contents, model, config_path)
     for layer in contents.manifest.layers:
         module = find_module(model, layer)
@@ -117,12 +123,19 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path) -> Non
             raise CheckpointError(
                 f"{config_path.parent} quantizes {layer}, which qgemm can't run quantized: {rule.reason}"
             )
-        if is_linear and (shape := contents.shapes.get(layer)) not in (None, tuple(linear_weight(module).shape)):
-            raise CheckpointError(
-                f"{config_path.parent}: layer {layer} has the shape {list(shape or ())}; the model's is "
-                f"{list(linear_weight(module).shape)}"
-            )
     contents.manifest.tied.update(_ties(model, contents.headers))
+
+
+def _check_shapes(contents: Contents, model: nn.Module, config_path: Path) -> None:
+    """Raises ``CheckpointError`` for a packed layer of another shape than the model's: its parameters don't show it."""
+    for layer, shape in contents.shapes.items():
+        module = find_module(model, layer)
+        if module is not None and (isinstance(module, nn.Linear) or is_conv1d(module)):
+            wanted = tuple(linear_weight(module).shape)
+            if shape != wanted:
+                raise CheckpointError(
+                    f"{config_path.parent}: layer {layer} has the shape {list(shape)}; the model's is {list(wanted)}"
+                )
 
 
 def _leave_out(contents: Contents, model: nn.Module) -> None:

@@ -67,11 +67,7 @@ def load_quantized(
     """
     device, folder = find_device(device), as_path("folder", folder)
     wanted = None if scheme is None else resolve_target(scheme)
-    found, values = retry_while_saved(folder, lambda: _read(folder, model, device))
-    if wanted is not None:
-        with opened_attention(found.model, found.layers):
-            requantize(found.model, found.layers, values, found.contents.manifest.tied, wanted)
-        found.extras.pop("_qgemm_report", None)  # it is of the schemes before
+    found, values = retry_while_saved(folder, lambda: _read(folder, model, device, wanted))
     _put_in_place(found, values, device)
     if is_pretrained(found.model):
         announce_quantized(found.model, found.contents.manifest.save)
@@ -84,13 +80,16 @@ def load_quantized(
 
 
 def _read(
-    folder: Path, model: nn.Module | Callable[[], nn.Module] | None, device: torch.device
+    folder: Path,
+    model: nn.Module | Callable[[], nn.Module] | None,
+    device: torch.device,
+    scheme: QuantScheme | None = None,
 ) -> tuple[Matching, dict[str, Tensor]]:
-    found = find_matching(folder, model)
+    found = find_matching(folder, model, scheme)
     stored, tied = found.contents.stored, found.contents.manifest.tied
     owners = {}
     for layer_name, layer in found.layers.items():
-        for leaf in layer.scale_names + layer.index_names:
+        for leaf in layer.fixed_names:
             full_name = f"{layer_name}.{leaf}"
             owners[tied.get(full_name, full_name)] = layer, leaf
     values: dict[str, Tensor] = {}
@@ -120,8 +119,13 @@ class Matching:
     extras: dict[str, Any]
 
 
-def find_matching(folder: Path, model: nn.Module | Callable[[], nn.Module] | None = None) -> Matching:
-    """Everything about the checkpoint but its tensors' values: what ``load_quantized`` checks before it reads those."""
+def find_matching(
+    folder: Path, model: nn.Module | Callable[[], nn.Module] | None = None, scheme: QuantScheme | None = None
+) -> Matching:
+    """Everything about the checkpoint but its tensors' values: what ``load_quantized`` checks before it reads those.
+
+    ``scheme``: what its layers become.
+    """
     config_path = checkpoint_file(folder, CONFIG_FILE)
     text = read_text(config_path)
     config = parse_json(text, config_path)
@@ -131,8 +135,10 @@ def find_matching(folder: Path, model: nn.Module | Callable[[], nn.Module] | Non
         config = {"dtype": config.get("torch_dtype"), **config}  # its name before transformers 5
     target = build_pretrained(config, config_path, contents.headers) if model is None else _given(model)
     if contents.is_foreign:
-        fit_to_model(contents, target, config_path)
+        fit_to_model(contents, target, config_path, scheme)
     with opened_attention(target, manifest.layers):
+        if scheme is not None and not contents.is_foreign:
+            requantize(contents, target, scheme)
         layers = match(target, manifest, contents.headers, config_path)
     extras = _extra_attributes(folder, target, contents, config)
     if read_text(config_path) != text:

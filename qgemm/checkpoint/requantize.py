@@ -1,20 +1,25 @@
-"""``requantize``: layers of one scheme made anew in another, from the float weights that their values stand for.
+"""``requantize``: layers of a checkpoint in another scheme, made of the float weights that their values stand for.
 
-A few rows at a time, so that no weight is ever in float as a whole. Values are rounded to nearest; the error of the
-first quantization stays, and that of the second, in 8 bits a small part of it, comes on top.
+Each layer is made anew as soon as it has been read, a few rows at a time, so that no weight is ever in float as a
+whole. Values are rounded to nearest; the error of the first quantization stays, and that of the second, in 8 bits a
+small part of it, comes on top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.nn import LinearLayer, QuantLayer, linear_class
-from qgemm.nn.carry_over import carry_over
-from qgemm.nn.linear_layer import largest
+from qgemm.checkpoint.safetensors_file import unfit
+from qgemm.checkpoint.tensors import find_module
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
+from qgemm.nn.float_experts import describe_experts
+from qgemm.nn.linear_layer import is_conv1d, largest, linear_weight
 from qgemm.nn.quant_layer import frozen
 from qgemm.scheme import QuantScheme, resolve_scheme
 
@@ -33,55 +38,101 @@ def resolve_target(scheme: str | QuantScheme) -> QuantScheme:
     return found
 
 
-def requantize(
-    model: nn.Module,
-    layers: dict[str, QuantLayer],
-    values: dict[str, Tensor],
-    tied: dict[str, str],
-    scheme: QuantScheme,
-) -> None:
-    """Makes ``scheme``'s layers of ``layers``, by name, and puts their parameters into ``values`` for those of before.
+def requantize(contents: Contents, model: nn.Module, scheme: QuantScheme) -> None:
+    """Has the layers of ``contents`` made in ``scheme``, experts in the one that they have in a model with it.
 
-    ``model``: the float one. ``values``: what the checkpoint holds, by name, from which those of each layer are taken
-    as it is made. ``tied``: names that stand for another's value; changed likewise. Raises ``CheckpointError``, naming
-    the layer, for values that can't be quantized, and for experts, which have no other scheme yet.
+    ``model``: the float one, under whose names the layers are. Raises ``CheckpointError`` for a layer whose parameters
+    the checkpoint doesn't have.
     """
-    names: dict[QuantLayer, list[str]] = {}
-    for name, layer in layers.items():
-        names.setdefault(layer, []).append(name)
-    for layer, own in names.items():
-        wanted = scheme if isinstance(layer, LinearLayer) else scheme.for_experts()
-        if layer.scheme == wanted:
+    layers, tied = contents.manifest.layers, contents.manifest.tied
+    for name, own in list(layers.items()):
+        module = find_module(model, name)
+        # Without a module it is an expert's, which others will be put together with.
+        wanted = scheme if module is not None and _is_linear(module) else scheme.for_experts()
+        if own == wanted:
             continue
-        if not isinstance(layer, LinearLayer):
-            raise CheckpointError(
-                f"{own[0]} holds experts with the scheme {layer.scheme.name!r}, which can't be made {wanted.name!r}: "
-                "load them as they are"
-            )
-        _take(layer, own, values, tied)
-        try:
-            made = in_scheme(layer, wanted)
-        except ValueError as error:
-            raise CheckpointError(f"{own[0]} can't be quantized with scheme {wanted.name!r}: {error}") from error
-        carry_over(model.get_submodule(own[0]), made)
-        made.layer_name = own[0]
-        for name in own:
-            layers[name] = made
+        old, made = (_layer_like(contents, name, module, each) for each in (own, wanted))
+        layers[name] = wanted
+        before, after = ([leaf for leaf, _ in each.named_parameters(recurse=False)] for each in (old, made))
+        for leaf in before + after:
+            # The alias of a layer that has two names has nothing of its own.
+            if (source := tied.pop(f"{name}.{leaf}", None)) is not None and leaf in before:
+                first = source.rpartition(".")[0]
+                tied.update({f"{name}.{each}": f"{first}.{each}" for each in after})
+        if any(f"{name}.{leaf}" in contents.headers for leaf in before):
+            _check(contents, name, old, before)
+            _note(contents, name, old, made, before, after)
+    contents.report = contents.lacks = None  # it was of the schemes before
+
+
+def _layer_like(contents: Contents, name: str, module: nn.Module | None, scheme: QuantScheme) -> QuantLayer:
+    """A layer with ``scheme`` on meta, in place of ``module``; with a bias only if that depends on the weight."""
+    if module is None:
+        N, K = contents.shapes.get(name) or contents.headers[f"{name}.weight"].shape
+    elif isinstance(module, LinearLayer):
+        N, K = module.out_features, module.in_features
+    elif _is_linear(module):
+        N, K = linear_weight(module).shape
+    else:
+        return QuantExperts.like(module, describe_experts(module), scheme)
+    # Of a bias that depends on the weight, what the float layer's is.
+    known = linear_class(contents.manifest.layers[name])
+    has_bias = known.folds_bias and getattr(module, "bias", None) is not None
+    return linear_class(scheme)(K, N, has_bias, "meta", torch.float32, scheme)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | LinearLayer) or is_conv1d(module) or type(module).__name__ == "FalconLinear"
+
+
+def _check(contents: Contents, name: str, layer: QuantLayer, leaves: list[str]) -> None:
+    """Raises ``CheckpointError`` unless the checkpoint has the parameters of ``layer``, which is called ``name``."""
+    for leaf in leaves:
+        tensor, wanted = contents.headers.get(f"{name}.{leaf}"), layer.stored(leaf)
+        if tensor is None:
+            raise CheckpointError(f"no file holds {name}.{leaf} of a layer with the scheme {layer.scheme.name!r}")
+        if tensor.shape != tuple(wanted.shape) or tensor.dtype is None or not layer.accepts_dtype(leaf, tensor.dtype):
+            raise unfit(tensor.path, f"{name}.{leaf}", tensor, f"{wanted.dtype} {list(wanted.shape)}, as the model's")
+
+
+def _note(
+    contents: Contents, name: str, old: QuantLayer, made: QuantLayer, before: list[str], after: list[str]
+) -> None:
+    def convert(values: dict[str, Tensor]) -> Sequence[Tensor]:
+        for leaf in before:
+            value = values[f"{name}.{leaf}"]
+            if leaf in old.fixed_names and (problem := old.problem_with(leaf, value)):
+                raise ValueError(f"{leaf} {problem}")
+            setattr(old, leaf, frozen(value))
+        converted = _converted(old, made.scheme)
+        old.to("meta")
+        return [converted[leaf] for leaf in after]
+
+    of = [f"{name}.{leaf}" for leaf in before]
+    new = {}
+    for leaf in after:
+        parameter = made.stored(leaf)
+        source = f"{name}.{leaf if leaf in before else made.weight_names[0]}"
+        new[f"{name}.{leaf}"] = (source, tuple(parameter.shape), parameter.dtype)
+    contents.convert_further(new, of, convert)
+
+
+def _converted(layer: QuantLayer, scheme: QuantScheme) -> dict[str, Tensor]:
+    """The parameters of a layer with ``scheme`` that stands for the weights of ``layer``, by name."""
+    if isinstance(layer, LinearLayer):
+        made = in_scheme(layer, scheme)
+        return {leaf: parameter.detach() for leaf, parameter in made.named_parameters(recurse=False)}
+    assert isinstance(layer, QuantExperts)
+    found = {leaf: parameter.detach() for leaf, parameter in layer.named_parameters(recurse=False)}
+    for weight in layer.weight_names:
+        stacked: dict[str, list[Tensor]] = {}
+        for expert in range(layer.num_experts):
+            made = in_scheme(layer.linear_of(weight, expert), scheme)
             for leaf, parameter in made.named_parameters(recurse=False):
-                if name == own[0]:
-                    values[f"{name}.{leaf}"] = parameter
-                else:
-                    tied[f"{name}.{leaf}"] = f"{own[0]}.{leaf}"
-
-
-def _take(layer: LinearLayer, names: list[str], values: dict[str, Tensor], tied: dict[str, str]) -> None:
-    """Gives a layer on meta its values, which go out of ``values`` and ``tied``."""
-    for leaf in [leaf for leaf, _ in layer.named_parameters(recurse=False)]:
-        full_names = [f"{name}.{leaf}" for name in names]
-        found = [values.pop(name) for name in full_names if name in values]
-        sources = [tied.pop(name) for name in full_names if name in tied]
-        value = found[0] if found else values[sources[0]]
-        setattr(layer, leaf, frozen(value.detach()))
+                stacked.setdefault(leaf, []).append(parameter.detach())
+        for leaf, values in stacked.items():
+            found[f"{weight}_bias" if leaf == "bias" else weight + leaf.removeprefix("weight")] = torch.stack(values)
+    return found
 
 
 def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
@@ -92,28 +143,25 @@ def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
     bias = layer.float_bias()
     dtype = torch.float32 if bias is None else bias.dtype
     made = linear_class(scheme)(layer.in_features, layer.out_features, bias is not None, "meta", dtype, scheme)
+    step = _rows_at_a_time(layer, made)
     amax = None
     if made.needs_amax:
-        amax = torch.stack([largest(rows) for rows in _rows(layer)]).amax()
+        amax = torch.stack([largest(rows) for rows in _rows(layer, step)]).amax()
     made.start_rows(next(layer.parameters()).device, amax)
-    parts: dict[str, Tensor] = {}
-    start = 0
-    for rows in _rows(layer):
-        for leaf, part in made.convert_rows(rows).items():
-            if leaf not in parts:
-                parts[leaf] = torch.empty((layer.out_features, *part.shape[1:]), dtype=part.dtype, device=part.device)
-            parts[leaf][start : start + len(part)] = part
-        start += len(rows)
-    for leaf, value in parts.items():
-        setattr(made, leaf, frozen(value))
+    pieces = [made.convert_rows(rows) for rows in _rows(layer, step)]
+    for leaf in list(pieces[0]):
+        setattr(made, leaf, frozen(torch.cat([piece.pop(leaf) for piece in pieces])))
     made.take_bias(None if bias is None else bias.detach())
     return made.train(layer.training)
 
 
-def _rows(layer: LinearLayer) -> Iterator[Tensor]:
-    """The float rows, a few at a time; once an empty piece of a layer without rows."""
-    parameters: Mapping[str, Tensor] = {name: layer.stored(name).detach() for name in layer.row_names}
-    step = max(1, _PIECE // max(layer.in_features, 1))
-    for start in range(0, max(layer.out_features, 1), step):
-        piece = {name: value[start : start + step] for name, value in parameters.items()}
-        yield layer.restore_rows(piece, torch.float32)
+def _rows_at_a_time(*layers: LinearLayer) -> int:
+    unit = math.lcm(*(layer.rows_in_step for layer in layers))
+    return max(1, _PIECE // (max(layers[0].in_features, 1) * unit)) * unit
+
+
+def _rows(layer: LinearLayer, step: int) -> Iterator[Tensor]:
+    """The float rows, ``step`` at a time; once an empty piece of a layer without rows."""
+    N = layer.out_features
+    for start in range(0, max(N, 1), step):
+        yield layer.restore_rows(layer.rows_from(start, min(start + step, N)), torch.float32)

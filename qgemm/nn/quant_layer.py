@@ -16,6 +16,7 @@ from torch.fx import Proxy
 
 from qgemm.kernels.checks import FLOAT_DTYPES
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
+from qgemm.numerics.formats import FP8
 from qgemm.scheme import QuantScheme
 
 Layer = TypeVar("Layer", bound="QuantLayer")
@@ -93,6 +94,8 @@ class QuantLayer(nn.Module):
 
     def problem_with(self, name: str, value: Tensor) -> str:
         """What is wrong with ``value`` for the parameter ``name``, of its shape and dtype; empty if nothing is."""
+        if name in self.weight_names and value.dtype == FP8.storage:
+            return "holds NaN" if bool((value.view(torch.uint8) & 127 == 127).any()) else ""
         if name in self.scale_names and not bool((value.isfinite() & (value > 0)).all()):
             return "is not finite and above 0 everywhere"
         return ""

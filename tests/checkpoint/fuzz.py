@@ -47,6 +47,7 @@ if __name__ == "__main__":
 from checkpoint.fuzz_breaks import Case, Change, content_of, make_case
 from checkpoint.fuzz_foreign import make_foreign
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, Good, Link, Special, make_good, output_of
+from checkpoint.fuzz_packed import OWN_CONFIG
 from qgemm.checkpoint import CheckpointError, load_quantized
 from qgemm.checkpoint.safetensors_reader import SafetensorsReader
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, named_tensors
@@ -199,6 +200,9 @@ def run_case(case: Case, work: Path, watch: Watch) -> str:
     for name, tensor in named_tensors(model).items():
         stored = meant.get(tied.get(name, name))
         assert stored is None or is_held(name, stored, tensor.detach()), f"{name} is not what its file holds"
+    if start.check is not None:
+        own = json.loads(content_of(files, OWN_CONFIG)) if OWN_CONFIG in files else {}
+        start.check(model, on_disk, config.get("quantization_config") or own)
     for name, layer in model.named_modules():
         for leaf, parameter in layer.named_parameters(recurse=False) if isinstance(layer, QuantLayer) else ():
             problem = layer.problem_with(leaf, parameter.detach())
@@ -218,6 +222,7 @@ def run_case(case: Case, work: Path, watch: Watch) -> str:
     untouched = read_files(start.files, start.files)
     assert (
         config != json.loads(content_of(start.files, CONFIG))
+        or files.get(OWN_CONFIG) != start.files.get(OWN_CONFIG)
         or on_disk.keys() != untouched.keys()
         or not all(same_bytes(tensor, on_disk[name]) for name, tensor in untouched.items())
     ), "another output from the same values"

@@ -1,4 +1,7 @@
-"""Good checkpoints of compressed-tensors and bitsandbytes for the fuzzer, and what can be wrong with theirs alone."""
+"""Good checkpoints of other libraries for the fuzzer, and what can be wrong with theirs alone.
+
+Here are those of compressed-tensors, fp8, ModelOpt and bitsandbytes' int8; ``fuzz_packed.py`` has the others.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as parse_safetensors
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from checkpoint.fuzz_breaks import BREAKS, Break, add_to_layers, retie, rewrite_values
-from checkpoint.fuzz_json import NUMBERS, OTHERS, Unfit, break_manifest, content_of, dump, pick
+from checkpoint.fuzz_json import NUMBERS, OTHERS, Unfit, break_manifest, content_of, dump
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, FuzzNet, Good, load_saved, quantized_fuzz_net, quantized_llama
+from checkpoint.fuzz_packed import load_shard, make_packed, put_shard
 from checkpoint.rewriting import set_save
 from qgemm import QuantExperts, QuantLinear
 from qgemm.checkpoint import compressed_tensors_writer, save_quantized
@@ -64,7 +67,7 @@ def make_foreign(folder: Path) -> list[Good]:
         quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
         path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
         made.append(_good(folder / name, build, from_bitsandbytes))
-    return made
+    return made + make_packed(folder, FOREIGN_BREAKS)
 
 
 def _good(folder: Path, build: Callable[[], nn.Module] | None, meaning: Callable[[Tensors], Tensors]) -> Good:
@@ -279,17 +282,6 @@ def from_bitsandbytes(files: Tensors) -> Tensors:
 # Breaks.
 
 
-def _shard(rng: random.Random, files: Files) -> tuple[str, Tensors]:
-    name = pick(rng, files, ".safetensors")
-    try:
-        tensors = {key: value.clone() for key, value in parse_safetensors(content_of(files, name)).items()}
-    except Unfit:
-        raise
-    except Exception as error:
-        raise Unfit from error
-    return name, tensors
-
-
 def _layer_in(rng: random.Random, tensors: Tensors, *leaves: str) -> tuple[str, str]:
     """A layer's name and a tensor's, one of ``leaves`` of a layer."""
     names = sorted(name for name in tensors if name.rpartition(".")[2] in leaves)
@@ -305,7 +297,7 @@ _SCALES += ("weight_zero_point",)
 
 def break_scale(rng: random.Random, files: Files) -> None:
     """A scale's values, dtype or shape."""
-    shard, tensors = _shard(rng, files)
+    shard, tensors = load_shard(rng, files)
     _, name = _layer_in(rng, tensors, *_SCALES)
     scale = tensors[name]
     what = rng.randrange(5)
@@ -325,12 +317,12 @@ def break_scale(rng: random.Random, files: Files) -> None:
     else:
         scale = torch.zeros_like(scale)
     tensors[name] = scale.contiguous()
-    files[shard] = save(tensors)
+    put_shard(files, shard, tensors)
 
 
 def break_weight(rng: random.Random, files: Files) -> None:
     """A quantized weight: gone, of another dtype or shape, or packed."""
-    shard, tensors = _shard(rng, files)
+    shard, tensors = load_shard(rng, files)
     layer, name = _layer_in(rng, {f"{n.rpartition('.')[0]}.weight": t for n, t in tensors.items()}, "weight")
     if name not in tensors:
         raise Unfit
@@ -351,12 +343,12 @@ def break_weight(rng: random.Random, files: Files) -> None:
         tensors[name + ".quant_state.bitsandbytes__nf4"] = torch.zeros(9, dtype=torch.uint8)
         tensors[name] = weight
     tensors = {key: value.contiguous() for key, value in tensors.items()}
-    files[shard] = save(tensors)
+    put_shard(files, shard, tensors)
 
 
 def break_packed(rng: random.Random, files: Files) -> None:
     """Packed values, or the shape that they say they have."""
-    shard, tensors = _shard(rng, files)
+    shard, tensors = load_shard(rng, files)
     layer, name = _layer_in(rng, tensors, "weight_packed", "weight_shape", "weight_zero_point")
     value = tensors.pop(name)
     what = rng.randrange(5)
@@ -369,12 +361,12 @@ def break_packed(rng: random.Random, files: Files) -> None:
     elif what == 3:
         tensors[f"{layer}.weight"] = torch.ones(256, 256, dtype=rng.choice([torch.int8, torch.float32]))
         tensors[name] = value
-    files[shard] = save({key: tensor.contiguous() for key, tensor in tensors.items()})
+    put_shard(files, shard, tensors)
 
 
 def add_tensor(rng: random.Random, files: Files) -> None:
     """A tensor of one of the formats beside a layer, or an embedding or norm, that has none, or has one."""
-    shard, tensors = _shard(rng, files)
+    shard, tensors = load_shard(rng, files)
     layer = rng.choice(sorted(tensors)).rpartition(".")[0]
     n = rng.choice([1, 8, 16])
     makes: dict[str, list[Tensor]] = {
@@ -399,7 +391,7 @@ def add_tensor(rng: random.Random, files: Files) -> None:
     tensors[f"{layer}.{leaf}"] = rng.choice(makes[leaf])
     if rng.random() < 0.3:
         tensors[f"{layer}.weight"] = torch.ones(rng.choice([1, 8]), 8, dtype=torch.int8)
-    files[shard] = save(tensors)
+    put_shard(files, shard, tensors)
     if INDEX in files and rng.random() < 0.9:
         try:
             index = json.loads(content_of(files, INDEX))
@@ -411,12 +403,12 @@ def add_tensor(rng: random.Random, files: Files) -> None:
 
 def drop_tensor(rng: random.Random, files: Files) -> None:
     """A tensor that is nowhere, from the index to the values."""
-    shard, tensors = _shard(rng, files)
+    shard, tensors = load_shard(rng, files)
     if not tensors:
         raise Unfit
     name = rng.choice(sorted(tensors))
     del tensors[name]
-    files[shard] = save(tensors)
+    put_shard(files, shard, tensors)
     if INDEX in files:
         try:
             index = json.loads(content_of(files, INDEX))

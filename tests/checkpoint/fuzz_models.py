@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from families.schemes import EVERY_SCHEME, input_scale_for
@@ -148,7 +149,8 @@ class Saved:
 class Good(Saved):
     """A whole checkpoint, and how to load it.
 
-    For another library's: ``meaning`` makes the model's tensors of the files', and ``breaks`` are the ways to break it.
+    For another library's: ``meaning`` makes the model's tensors of the files', ``breaks`` are the ways to break it, and
+    ``check`` holds the layers of a loaded model, made of other tensors and this config, against the files.
 
     For one of qgemm's own: ``other`` is a save of the same model with other values, and ``overwriting`` what the folder
     holds at each moment of another such save that replaces this one; its last is that save.
@@ -157,6 +159,7 @@ class Good(Saved):
     build: Callable[[], nn.Module] | None
     meaning: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     breaks: list[Callable[[random.Random, Files], None]] | None = None
+    check: Callable[[nn.Module, dict[str, Tensor], dict[str, Any]], None] | None = None
     other: Saved | None = None
     overwriting: tuple[Files, ...] = ()
 

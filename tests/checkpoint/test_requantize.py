@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families.schemes import input_scale_for
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import qgemm
@@ -17,8 +20,17 @@ from checkpoint.samples import IDS, SAMPLES, load_sample
 from qgemm import CheckpointError, QuantLinear
 from qgemm.checkpoint import requantize
 from qgemm.nn import LinearLayer, linear_class
+from qgemm.scheme import resolve_scheme
 
-NAMES = ["gptq-4bit-g64-asym-desc-act", "awq-gemm-g32-skip", "bnb-nf4-double", "torchao-fp8wo"]
+NAMES = [
+    "ct-fp8-block",
+    "ct-fp8-static",
+    "ct-nvfp4a16",
+    "gptq-4bit-g64-asym-desc-act",
+    "awq-gemm-g32-skip",
+    "bnb-nf4-double",
+    "torchao-fp8wo",
+]
 
 
 def by_way_of_float(layer: LinearLayer, scheme: str) -> dict[str, Tensor]:
@@ -42,7 +54,7 @@ def test_int8_of_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert type(made) is QuantLinear
         assert same(made, by_way_of_float(layer, "int8")), key
     with torch.no_grad():
-        assert relative(model.float()(IDS).logits, plain(IDS).logits) < 0.06
+        assert relative(model.float()(IDS).logits, plain(IDS).logits) < 0.1
 
 
 @pytest.mark.parametrize("scheme", ["int8-hadamard", "int4-32", "int8-weight", "mxfp4", "nvfp4", "nf4"])
@@ -73,6 +85,92 @@ def test_layers_that_have_the_scheme_stay(tmp_path: Path) -> None:
     assert same(qgemm.load_quantized(tmp_path / "b", model=Net), loaded.state_dict())
 
 
+@pytest.mark.parametrize("scheme", ["int8-static", "int8-static-asymmetric", "int8-hadamard", "fp8-block"])
+def test_of_every_kind_of_layer(scheme: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(64, 16, bias=name == "a") for name in "ab"})
+    for name in "ab":
+        model[name] = linear_class(scheme).from_linear(model[name], scheme, input_scale_for(resolve_scheme(scheme)))
+    qgemm.save_quantized(model, tmp_path)
+
+    def build() -> nn.Module:
+        return nn.ModuleDict({name: nn.Linear(64, 16, bias=name == "a") for name in "ab"})
+
+    loaded: Any = qgemm.load_quantized(tmp_path, model=build, scheme="int8")
+    for name in "ab":
+        assert same(loaded[name], by_way_of_float(model[name], "int8"))
+
+
+def expert_layers(seed: int, **sizes: Any) -> dict[str, Layer]:
+    names = [f"model.layers.0.mlp.experts.{e}.{leaf}_proj" for e in range(3) for leaf in ("gate", "up", "down")]
+    return {name: Layer(32, 32, seed=seed + i, **sizes) for i, name in enumerate(names)}
+
+
+def write_mixture(folder: Path, layers: dict[str, Layer]) -> None:
+    """GPTQ's files of a mixture, which have a layer for each expert."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 8}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=3, num_experts_per_tok=2))
+    tensors = {name: value for name, value in model.state_dict().items() if ".mlp.experts." not in name}
+    for name, layer in layers.items():
+        tensors |= {f"{name}.{leaf}": value.contiguous() for leaf, value in layer.gptq().items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": False}
+    about = {**model.config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"], "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps({**about, "quantization_config": config}))
+
+
+def assert_experts(experts: Any, layers: dict[str, Layer]) -> None:
+    for e in range(3):
+        weights = [layers[f"model.layers.0.mlp.experts.{e}.{leaf}_proj"].weight for leaf in ("gate", "up", "down")]
+        for name, weight in (("gate_up_proj", torch.cat(weights[:2])), ("down_proj", weights[2])):
+            linear = nn.Linear(*weight.t().shape, bias=False)
+            linear.weight.data = weight
+            wanted = QuantLinear.from_linear(linear)
+            assert torch.equal(experts.stored(name)[e], wanted.stored("weight"))
+            assert torch.equal(experts.stored(f"{name}_scale")[e], wanted.weight_scale)
+
+
+def test_experts_in_an_order_of_their_own_become_int8(tmp_path: Path) -> None:
+    # For which there are no fused experts.
+    layers = expert_layers(0, group_size=16, g_idx=(torch.arange(32) // 16)[torch.randperm(32)])
+    write_mixture(tmp_path, layers)
+    with pytest.raises(CheckpointError, match=r"experts.0.gate_proj is an expert in int4-16-asymmetric-ordered"):
+        qgemm.load_quantized(tmp_path)
+    experts: Any = qgemm.load_quantized(tmp_path, scheme="int8").model.layers[0].mlp.experts
+    assert experts.scheme.name == "int8"
+    assert_experts(experts, layers)
+
+
+def test_fused_experts_become_int8(tmp_path: Path) -> None:
+    layers = expert_layers(10, group_size=16)
+    (tmp_path / "gptq").mkdir()
+    write_mixture(tmp_path / "gptq", layers)
+    model: Any = qgemm.load_quantized(tmp_path / "gptq")
+    assert model.model.layers[0].mlp.experts.scheme.name == "int4-16-asymmetric"
+    up = model.model.layers[0].mlp.experts.dequantize(torch.float32)["gate_up_proj"][1, 32:]
+    assert torch.equal(up, layers["model.layers.0.mlp.experts.1.up_proj"].weight)
+    qgemm.save_quantized(model, tmp_path / "own")
+    loaded: Any = qgemm.load_quantized(tmp_path / "own", scheme="int8")
+    assert_experts(loaded.model.layers[0].mlp.experts, layers)
+
+
+def test_experts_of_gpt_oss_become_int8() -> None:
+    model: Any = qgemm.load_quantized(SAMPLES / "mxfp4-gpt-oss", scheme="int8")
+    plain: Any = load_sample("mxfp4-gpt-oss")[0]
+    for ours, theirs in zip(model.model.layers, plain.model.layers, strict=True):
+        experts, wanted = ours.mlp.experts, theirs.mlp.experts
+        assert (experts.scheme.name, wanted.scheme.name) == ("int8", "mxfp4")
+        for name, weight in wanted.dequantize(torch.float32).items():
+            if not name.endswith("_bias"):
+                scale = experts.stored(f"{name}_scale")[..., None]
+                assert float((experts.stored(name) * scale - weight).abs().max()) < float(scale.max()) * 0.51
+        assert torch.equal(experts.down_proj_bias.float(), wanted.down_proj_bias.float())
+
+
 def test_schemes_that_need_data_are_refused() -> None:
     for scheme in ("int8-static", "int8-outliers-16"):
         with pytest.raises(ValueError, match=rf"scheme is '{scheme}', which needs data"):
@@ -87,6 +185,6 @@ def test_weights_that_overflow_name_the_layer(tmp_path: Path) -> None:
     folder = write(tmp_path, {"a": {**layer.gptq(), "scales": torch.full((2, 16), 3e38)}}, config)
     model = linears(a=(16, 64))()
     before = model["a"]
-    with pytest.raises(CheckpointError, match=r"a can't be quantized with scheme 'int8': weight holds NaN or Inf"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors: a.qweight: weight holds NaN or Inf"):
         qgemm.load_quantized(folder, model=model, scheme="int8")
     assert model["a"] is before

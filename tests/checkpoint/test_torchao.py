@@ -78,6 +78,19 @@ def test_one_scale_for_the_tensor(shape: tuple[int, ...], tmp_path: Path) -> Non
     assert torch.equal(layer.dequantize(torch.float32).weight, tensors["a._weight_qdata"] * 0.5)
 
 
+@pytest.mark.parametrize("by_row", [False, True])
+def test_fp8(by_row: bool, tmp_path: Path) -> None:
+    qdata = torch.randn(16, 64).to(torch.float8_e4m3fn)
+    tensors = {"a._weight_qdata": qdata, "a._weight_scale": torch.rand(16, 1)}
+    about = attributes("Float8Tensor", act_quant_kwargs=PER_ROW if by_row else None)
+    layer = read(write(tmp_path, tensors, about))
+    assert layer.scheme.name == ("fp8" if by_row else "fp8-weight")
+    assert torch.equal(layer.dequantize(torch.float32).weight, qdata.float() * tensors["a._weight_scale"])
+    tensors["a._weight_qdata"][3, 5] = torch.nan
+    with pytest.raises(CheckpointError, match=r"a._weight_qdata holds NaN"):
+        read(write(tmp_path, tensors, about))
+
+
 STATIC = {"_type": "QuantizeTensorToInt8Kwargs", "_data": {"granularity": {"_type": "PerTensor"}}}
 ASYMMETRIC = {**PER_ROW, "_data": {**PER_ROW["_data"], "mapping_type": {"_type": "MappingType", "_data": "ASYMMETRIC"}}}
 REFUSED: dict[str, tuple[dict[str, torch.Tensor], str, str]] = {

@@ -26,11 +26,11 @@ from qgemm.checkpoint.formats import fit_to_model, own_config, read_contents
 from qgemm.checkpoint.layout import CONFIG_FILE, checkpoint_file, read_json
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.matching import match
-from qgemm.checkpoint.requantize import in_scheme, resolve_target
+from qgemm.checkpoint.requantize import resolve_target
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.tensor_parallel import is_cut
-from qgemm.model.offloading import carry_hooks, is_offloaded
-from qgemm.nn import LinearLayer, QuantLayer
+from qgemm.model.offloading import is_offloaded
+from qgemm.nn import QuantLayer
 from qgemm.warn import warn_user
 
 _WAITING = "qgemm_waiting"
@@ -91,7 +91,7 @@ class ForeignLoad:
         folder = files[0].parent
         config_path = checkpoint_file(folder, CONFIG_FILE)
         values = read_json(config_path)
-        self._scheme = None if config.asked_scheme is None else resolve_target(_one_scheme(config))
+        scheme = None if config.asked_scheme is None else resolve_target(_one_scheme(config))
         config.check_for_quantized()
         if is_cut(model):
             raise ValueError(
@@ -105,7 +105,7 @@ class ForeignLoad:
             )
         with torch.device("cpu"):  # transformers builds the model with meta as the default
             self._contents = read_contents(folder, values, config_path)
-        fit_to_model(self._contents, model, config_path)
+        fit_to_model(self._contents, model, config_path, scheme)
         contents = self._contents
         # transformers makes the buffers anew.
         self._layers = match(model, contents.manifest, contents.headers, config_path, has_buffers=False)
@@ -141,10 +141,6 @@ class ForeignLoad:
                 whole = layer.stored(leaf).detach()
                 (whole if target.place is None else whole[target.place]).copy_(value)
         for name, layer in self._layers.items():
-            if self._scheme is not None and isinstance(layer, LinearLayer) and layer.scheme != self._scheme:
-                made = in_scheme(layer, self._scheme)
-                carry_hooks(layer, made)
-                layer = made
             model.set_submodule(name, layer)
         model._keys_to_ignore_on_load_unexpected = type(model)._keys_to_ignore_on_load_unexpected
         model._keys_to_ignore_on_load_missing = type(model)._keys_to_ignore_on_load_missing
