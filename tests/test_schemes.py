@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoint.rewriting import rewrite_file
 from families import FAMILIES, Example
-from families.schemes import EVERY_LAYER, quantized_model
+from families.schemes import EVERY_FAMILY, quantized_model
 from integrations.folders import assert_same
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
@@ -23,9 +23,9 @@ import qgemm
 from qgemm.nn import LinearLayer
 from qgemm.scheme import resolve_scheme
 
-SCHEME = pytest.mark.parametrize("scheme", EVERY_LAYER)
+SCHEME = pytest.mark.parametrize("scheme", EVERY_FAMILY)
 # Those that need nothing but the weights.
-NO_CALIBRATION = [name for name in EVERY_LAYER if not resolve_scheme(name).needs_data]
+NO_CALIBRATION = [name for name in EVERY_FAMILY if not resolve_scheme(name).needs_data]
 UNCALIBRATED = pytest.mark.parametrize("scheme", NO_CALIBRATION)
 # Plain; weights stored transposed, in a Conv1D, and a tied head; code that asks a layer for its weight.
 FAMILY = pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
@@ -263,7 +263,7 @@ def test_a_scheme_that_isn_t_one_of_qgemm_s_is_refused(scheme: str, tmp_path: Pa
 
 
 def test_schemes_go_through_json() -> None:
-    for name in EVERY_LAYER:
+    for name in EVERY_FAMILY:
         scheme = resolve_scheme(name)
         assert scheme.name == name
         again = qgemm.QuantScheme.from_dict(json.loads(json.dumps(scheme.to_dict())))

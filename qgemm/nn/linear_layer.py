@@ -327,7 +327,10 @@ def parse_input_scale(
 
 def largest(values: Tensor) -> Tensor:
     """The largest magnitude of ``values``; 1 if there are none."""
-    return values.abs().amax() if values.numel() else values.new_ones(())
+    if not values.numel():
+        return values.new_ones(())
+    low, high = values.aminmax()  # without a copy, as of magnitudes
+    return torch.maximum(high, -low)
 
 
 def linear_weight(linear: nn.Module) -> Tensor:

@@ -20,6 +20,8 @@ from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import packed_width
 from qgemm.scheme import QuantScheme
 
+# Values that are rounded at a time, in float32 and a copy or two.
+_PIECE = 1 << 24
 _FLOAT_SCALES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -148,11 +150,15 @@ class WeightOnlyLinear(LinearLayer):
 
         And zero points of the scales' shape, int8, for an asymmetric scheme.
         """
-        order, scheme = self.input_order, self.scheme.weight
+        step = max(_PIECE // max(self.in_features, 1), 1)
+        values, *others = map(torch.cat, zip(*map(self._round_piece, weight.split(step)), strict=True))
+        return values, *(each if self.scheme.weight.group_size else each.flatten() for each in others)
+
+    def _round_piece(self, weight: Tensor) -> list[Tensor]:
+        order, dtype = self.input_order, self.scheme.weight.scale_dtype
         weight = weight if order is None else weight[:, order]
-        made = groups.quantize_groups(weight, self.group_size, self.form, scheme.scale_dtype, self.weight_global_scale)
-        values, *others = (each for each in made if each is not None)
-        return values, *(each if scheme.group_size else each.flatten() for each in others)
+        made = groups.quantize_groups(weight, self.group_size, self.form, dtype, self.weight_global_scale)
+        return [each for each in made if each is not None]
 
     def store_rows(self, values: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> dict[str, Tensor]:
         """``weight``, ``weight_scale`` and, for an asymmetric scheme, ``weight_zero_point``."""

@@ -28,6 +28,9 @@ EVERY_SCHEME = [
 ]
 """One of each family."""
 
+EVERY_FAMILY = [*EVERY_SCHEME, "int4-32-asymmetric-ordered", "mxfp8", "nvfp4"]
+"""And of each kind of state: zero points and an order, exponents, a global scale. For tests of whole models."""
+
 EVERY_LAYER = [
     *EVERY_SCHEME,
     "int4-32-asymmetric-ordered",

@@ -31,6 +31,8 @@ def multiply(
 ) -> Tensor:
     """float32 ``[M, N]`` of ``x [M, K]``; the weight is as ``groups.dequantize`` takes it."""
     (M, K), N = x.shape, weight.shape[0]
+    if not K:
+        return torch.zeros(M, N)
     groups, read = cdiv(K, group_size), _Reader(form)
     scales = float_scale(scale, global_scale) / read.times
     zeros = None if zero_point is None else zero_point.float() * read.times

@@ -44,7 +44,7 @@ def weight_only_linear(
         x = x if input_order is None else x.index_select(-1, input_order)
         form = FORMATS[format]
         if x.is_cpu:
-            rows = x.reshape(-1, in_features)
+            rows = x.reshape(x.shape[:-1].numel(), in_features)
             made = cpu.multiply(rows, weight, scale, zero_point, global_scale, form, group_size)
             made = made if bias is None else made + bias.float()
             out = made.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0]).contiguous()
