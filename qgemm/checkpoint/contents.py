@@ -61,6 +61,7 @@ class Contents:
     - ``report``: what ``qgemm.report`` shows, not checked, or None. ``lacks``: the name of a file that isn't there, and
       without which the model still loads.
     - ``is_foreign``: another library's, whose config doesn't say which layers are quantized and which tensors are tied.
+    - ``interleaves_experts``: whether rows of fused experts were gate 0, up 0, gate 1, ... in the files.
     - ``notes``: what the checkpoint asks for and qgemm doesn't do, though it loads; the user is told.
     """
 
@@ -72,6 +73,7 @@ class Contents:
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)
     report: dict[str, Any] | None = None
     lacks: str | None = None
+    interleaves_experts: bool = False
     notes: list[str] = field(default_factory=list)
     # The tensors of the model that are not just read: by which conversion, and which of its targets.
     _made: dict[str, tuple[Conversion, int]] = field(default_factory=dict)

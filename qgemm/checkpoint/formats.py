@@ -30,7 +30,7 @@ from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.stored_report import read_report
 from qgemm.checkpoint.tensors import find_module, named_tensors, split_name
 from qgemm.model.swap_rules import find_rule, modules_around
-from qgemm.nn.float_experts import are_known_experts
+from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear_layer import is_conv1d, linear_weight
 from qgemm.scheme import QuantScheme
 
@@ -115,10 +115,15 @@ def fit_to_model(contents: Contents, model: nn.Module, config_path: Path, scheme
                 f"{config_path.parent} holds a quantized layer {layer!r}, which the model doesn't have"
             )
         is_linear = type(module) is nn.Linear or is_conv1d(module) or type(module).__name__ == "FalconLinear"
-        if not is_linear and layer not in fused and not are_known_experts(module):
-            raise CheckpointError(
-                f"{config_path.parent} quantizes {layer}, a {type(module).__name__}, which qgemm can't compute"
-            )
+        if not is_linear and layer not in fused:
+            try:
+                known = describe_experts(module).is_interleaved == contents.interleaves_experts
+            except UnknownExperts:
+                known = False
+            if not known:
+                raise CheckpointError(
+                    f"{config_path.parent} quantizes {layer}, a {type(module).__name__}, which qgemm can't compute"
+                )
         if (rule := find_rule((type(holder), path) for holder, path in modules_around(model, layer))) is not None:
             raise CheckpointError(
                 f"{config_path.parent} quantizes {layer}, which qgemm can't run quantized: {rule.reason}"

@@ -6,6 +6,9 @@
 | fp8, per tensor | ``weight_scale_inv`` or ``weight_scale``; static: ``activation_scale`` or ``input_scale`` |
 | fbgemm_fp8 | ``weight_scale`` ``[N, 1]`` |
 
+Fused experts have the same for each of theirs: in blocks ``gate_up_proj`` ``[E, N, K]`` and ``gate_up_proj_scale_inv``;
+of FBGEMM, which has Llama 4's, ``[E, K, N]`` and ``gate_up_proj_scale`` ``[E, 1, N]``; ``down_proj`` alike.
+
 ``W = weight * scale``, whatever the scale is called. The size of blocks is the config's: it doesn't follow from that of
 the weight and the number of its scales. Which layers are quantized, the files say.
 """
@@ -15,14 +18,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from qgemm.checkpoint.cache_scales import leave_to_cache
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.float_layers import note_fp8, note_input_scale
+from qgemm.checkpoint.float_layers import SCALE_DTYPES, check_scale, note_fp8, note_input_scale
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
-from qgemm.checkpoint.tensors import split_name
+from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
 from qgemm.numerics.formats import FP8
+from qgemm.numerics.integers import cdiv
 from qgemm.scheme import resolve_scheme
 
 QUANT_METHOD = "fp8"
@@ -45,24 +51,59 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     if scheme not in ("dynamic", "static"):
         raise CheckpointError(f"{config_path}: activation_scheme is {scheme!r}; it must be 'dynamic' or 'static'")
     contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
-    for layer, leaf in _find_layers(contents, config_path):
+    for layer, leaf in _find_layers(contents):
         _note_layer(contents, layer, leaf, block is not None, scheme == "static", config_path)
+    for experts, leaf in _find_experts(contents):
+        if block is None or scheme == "static":
+            raise CheckpointError(
+                f"{config_path}: {experts} holds fused experts in fp8 without blocks or with static "
+                "activations, which qgemm doesn't read"
+            )
+        _note_experts_in_blocks(contents, experts, leaf)
     leave_to_cache(contents)
     return contents
 
 
-def _find_layers(contents: Contents, config_path: Path) -> list[tuple[str, str]]:
-    """Each layer in fp8, with what its scale is called. Raises ``CheckpointError`` for fused experts."""
+def _find_layers(contents: Contents) -> list[tuple[str, str]]:
+    """Each layer in fp8, with what its scale is called."""
     found = []
     for name in contents.stored:
         layer, leaf = split_name(name)
         weight = contents.stored.get(f"{layer}.weight")
         if leaf in _SCALES and (leaf != "scale" or (weight is not None and weight.dtype == FP8.storage)):
             found.append((layer, leaf))
-        experts = contents.stored.get(name.removesuffix("_scale_inv").removesuffix("_scale"))
-        if experts is not None and name.endswith(("_scale_inv", "_scale")) and len(experts.shape) == 3:
-            raise CheckpointError(f"{config_path}: {layer} holds fused experts in fp8, which qgemm doesn't compute yet")
     return found
+
+
+def _find_experts(contents: Contents) -> list[tuple[str, str]]:
+    """The modules that hold fused experts, with each of their weights that has a scale."""
+    found = []
+    for name, tensor in contents.stored.items():
+        experts, leaf = split_name(name)
+        ends = (f"{name}_scale_inv", f"{name}_scale")
+        if tensor.dtype == FP8.storage and len(tensor.shape) == 3 and any(end in contents.stored for end in ends):
+            found.append((experts, leaf))
+    return found
+
+
+def _note_experts_in_blocks(contents: Contents, experts: str, leaf: str) -> None:
+    """``[E, N, K]`` with a scale for each block of a matrix: as qgemm holds them."""
+    E, N, K = contents.stored[f"{experts}.{leaf}"].shape
+    assert _BLOCK is not None
+    name, grid = f"{experts}.{leaf}_scale_inv", (E, cdiv(N, _BLOCK[0]), cdiv(K, _BLOCK[1]))
+    check_scale(contents, name, SCALE_DTYPES, {grid})
+    contents.convert(f"{experts}.{leaf}_scale", name, grid, Tensor.float)
+    contents.manifest.layers[experts] = resolve_scheme("fp8-block")
+
+
+def _note_experts_by_row(contents: Contents, experts: str, leaf: str) -> None:
+    """Llama 4's ``[E, K, N]`` with a scale for each output: ``[E, 1, N]`` or ``[E, N, 1]``."""
+    name = f"{experts}.{leaf}"
+    E, K, N = contents.stored[name].shape
+    check_scale(contents, f"{name}_scale", FLOAT_DTYPES, {(E, 1, N), (E, N, 1)})
+    contents.convert(name, name, (E, N, K), lambda weight: weight.transpose(1, 2).contiguous(), FP8.storage)
+    contents.convert(f"{name}_scale", f"{name}_scale", (E, N), lambda scale: scale.float().reshape(E, N))
+    contents.manifest.layers[experts] = resolve_scheme("fp8")
 
 
 def _note_layer(contents: Contents, layer: str, leaf: str, in_blocks: bool, is_static: bool, config_path: Path) -> None:
@@ -82,8 +123,10 @@ def _note_layer(contents: Contents, layer: str, leaf: str, in_blocks: bool, is_s
 def read_fbgemm(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
     """The contents of a checkpoint of FBGEMM's fp8; raises as ``read`` does."""
     contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
-    for layer, leaf in _find_layers(contents, config_path):
+    for layer, leaf in _find_layers(contents):
         _note_layer(contents, layer, leaf, False, False, config_path)
+    for experts, leaf in _find_experts(contents):
+        _note_experts_by_row(contents, experts, leaf)
     if (bound := quantization.get("activation_scale_ub")) is not None:
         contents.note(f"activations are not cut off at activation_scale_ub ({bound!r}): a larger one keeps its value")
     return contents

@@ -32,7 +32,7 @@ _GROUP = 32
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
     """Every pair of ``..._blocks`` and ``..._scales``; raises ``CheckpointError`` unless they fit each other."""
-    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
+    contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True, interleaves_experts=True)
     for name, blocks in stored.items():
         weight = name.removesuffix(_BLOCKS)
         if weight == name:

@@ -114,15 +114,6 @@ def describe_experts(module: nn.Module) -> FloatExperts:
     )
 
 
-def are_known_experts(module: nn.Module) -> bool:
-    """Whether ``describe_experts`` understands ``module``."""
-    try:
-        describe_experts(module)
-    except UnknownExperts:
-        return False
-    return True
-
-
 def _is_dispatched(module: nn.Module) -> bool:
     # The decorator's own forward, which goes by the attributes. A subclass with another one may compute anything.
     code = getattr(type(module).forward, "__code__", None)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families.example import Example
+from families.mixtures import MIXTURES
+from integrations.folders import assert_same
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import qgemm
 from checkpoint.samples import load_sample, logit_error, wrong_weights
-from qgemm import CheckpointError
+from qgemm import CheckpointError, QuantExperts
 
+Tensors = dict[str, Tensor]
 SAMPLES = {
     "fp8-block128": "fp8-block",
     "fp8-block128-ue8m0": "fp8-block",
@@ -87,6 +92,10 @@ def test_one_scale_for_a_tensor_or_a_channel(
         assert layer.input_scale.item() == 0.25
 
 
+EXPERTS = {
+    "gate_up_proj": torch.ones(2, 4, 4).to(torch.float8_e4m3fn),
+    "gate_up_proj_scale_inv": torch.ones(2, 1, 1),
+}
 GRID = {"weight_scale_inv": torch.ones(5, 2)}
 
 
@@ -115,13 +124,62 @@ GRID = {"weight_scale_inv": torch.ones(5, 2)}
             "0.weight is torch.float32 .* it must be torch.float8_e4m3fn",
         ),
         ({}, BLOCKS, "no file holds a quantized layer"),
-        (
-            {**GRID, "gate_up_proj": torch.ones(2, 4, 4), "gate_up_proj_scale_inv": torch.ones(2, 1, 1)},
-            BLOCKS,
-            "0 holds fused experts in fp8",
-        ),
+        (EXPERTS, {**BLOCKS, "weight_block_size": None}, "0 holds fused experts in fp8 without blocks"),
+        ({**GRID, **EXPERTS, "gate_up_proj_scale_inv": torch.ones(2, 2)}, BLOCKS, r"it must be .* \[2, 1, 1\]"),
     ],
 )
 def test_what_is_refused(scales: dict[str, Tensor], quantization: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, {**layer_with(), **scales}, quantization)
+
+
+def write_experts(
+    model: Any, folder: Path, quantization: dict[str, Any], edit: Callable[[str, Tensor], Tensors]
+) -> None:
+    """A float checkpoint's config, and the tensors of a quantized ``model`` as ``edit`` makes them of one."""
+    tensors: Tensors = {}
+    for name, tensor in model.state_dict().items():
+        tensors.update(edit(name, tensor.detach()))
+    folder.mkdir()
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    config |= {"architectures": [type(model).__name__], "dtype": "float32", "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def in_blocks(name: str, tensor: Tensor) -> Tensors:
+    return {f"{name}_inv" if name.endswith("_scale") else name: tensor}
+
+
+def transposed(name: str, tensor: Tensor) -> Tensors:
+    """As FBGEMM has the experts of Llama 4."""
+    if ".experts." not in name:
+        return {name: tensor[:, None] if name.endswith("weight_scale") else tensor}
+    if name.endswith("_scale"):
+        return {name: tensor[:, None] if "gate_up" in name else tensor[:, :, None]}
+    return {name: tensor.transpose(1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "quantization", "edit"),
+    [("qwen3_moe", "fp8-block", BLOCKS, in_blocks), ("llama4", "fp8", FBGEMM, transposed)],
+)
+def test_fused_experts(family: str, scheme: str, quantization: Any, edit: Any, tmp_path: Path) -> None:
+    example = MIXTURES[family]()
+    model: Any = qgemm.quantize_model(example.model, scheme)
+    write_experts(model, tmp_path / "foreign", quantization, edit)
+    loaded = qgemm.load_quantized(tmp_path / "foreign")
+    assert isinstance(
+        loaded.model.layers[1].get_submodule("mlp.experts" if family != "llama4" else "feed_forward.experts"),
+        QuantExperts,
+    )
+    assert_same(loaded, model)
+    assert torch.equal(Example(loaded, example.inputs).output(), example.output())
+
+
+def test_experts_whose_gates_and_ups_alternate_are_refused(tmp_path: Path) -> None:
+    # GPT-OSS's, of which nobody says in which order they would be.
+    model: Any = qgemm.quantize_model(MIXTURES["gpt_oss"]().model, "fp8-block")
+    write_experts(model, tmp_path / "foreign", BLOCKS, in_blocks)
+    with pytest.raises(CheckpointError, match=r"quantizes .*experts, a GptOssExperts, which qgemm can't compute"):
+        qgemm.load_quantized(tmp_path / "foreign")
