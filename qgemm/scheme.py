@@ -222,7 +222,8 @@ INT8_ROWS = TensorScheme("int8", "channel")
 """Weights of 8 bits with a scale a row, which all int8 schemes have."""
 FP8_ROWS = TensorScheme("fp8", "channel")
 """The same in e4m3."""
-_INT8_TOKENS = TensorScheme("int8", "token", dynamic=True)
+INT8_TOKENS = TensorScheme("int8", "token", dynamic=True)
+"""Activations of 8 bits with a scale a token, found at run time."""
 
 
 def _weight(dtype: str, size: int | None, symmetric: bool = True, is_ordered: bool = False) -> TensorScheme:
@@ -240,7 +241,7 @@ def _weight(dtype: str, size: int | None, symmetric: bool = True, is_ordered: bo
 SCHEMES: dict[str, QuantScheme] = {
     scheme.name: scheme
     for scheme in (
-        _scheme(INT8_ROWS, _INT8_TOKENS),
+        _scheme(INT8_ROWS, INT8_TOKENS),
         _scheme(INT8_ROWS, TensorScheme("int8", "tensor")),
         _scheme(INT8_ROWS, TensorScheme("int8", "tensor", symmetric=False)),
         _scheme(INT8_ROWS, TensorScheme("int8", "token", dynamic=True, rotation="hadamard")),
@@ -323,6 +324,6 @@ def _find(name: str) -> QuantScheme | None:
     dtype = base_name.removesuffix("-weight")
     size = _GROUP_SIZES.get(dtype) if finely is None else None if finely == "channel" else int(finely)
     weight = _weight(dtype, size, not asymmetric, bool(ordered))
-    found = _scheme(weight, _INT8_TOKENS if by_int8 else None)
+    found = _scheme(weight, INT8_TOKENS if by_int8 else None)
     is_one = (size or 16) % 16 == 0 and not (dtype == "nf4" and (asymmetric or ordered or size is None))
     return found if is_one and found.name == name and (dtype == "int4" or not by_int8) else None

@@ -60,7 +60,15 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.reference",
         "qgemm.numerics",
     },
-    "qgemm.kernels.weight_only": {"qgemm.kernels.checks", "qgemm.numerics"},
+    "qgemm.kernels.weight_only": {
+        "qgemm.kernels.stages",
+        "qgemm.kernels.launch",
+        "qgemm.kernels.checks",
+        "qgemm.kernels.quantize",
+        "qgemm.kernels.gemm",
+        "qgemm.kernels.linear",
+        "qgemm.numerics",
+    },
     "qgemm.kernels.quantize": {"qgemm.kernels.stages", "qgemm.kernels.launch", "qgemm.numerics"},
     "qgemm.kernels.norm": {
         "qgemm.kernels.stages",

@@ -266,6 +266,8 @@ def check_weight_only_linear(
         raise ValueError(f"scale is {scale.dtype}, with {has}: one goes with float8_e4m3fn, and only with that")
     if int8_activations and format != "int4":
         raise ValueError(f"format is {format!r}; int8_activations are for int4")
+    if int8_activations and scale.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"scale is {scale.dtype}; with int8_activations it must be {names_of(FLOAT_DTYPES)}")
     _check_bias(bias, N)
     _check_residual(residual, (*x.shape[:-1], N), x.dtype)
     check_same_device(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qgemm.nn.asymmetric import AsymmetricLinear
 from qgemm.nn.block_scaled import BlockScaledLinear
+from qgemm.nn.int4_int8 import Int4Int8Linear
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.outliers import OutlierLinear
@@ -12,7 +13,7 @@ from qgemm.nn.weight_only import WeightOnlyLinear
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 KINDS: tuple[type[LinearLayer], ...] = (
-    QuantLinear, WeightOnlyLinear, RotatedLinear, AsymmetricLinear, OutlierLinear, BlockScaledLinear,
+    QuantLinear, WeightOnlyLinear, Int4Int8Linear, RotatedLinear, AsymmetricLinear, OutlierLinear, BlockScaledLinear,
 )  # fmt: skip
 
 

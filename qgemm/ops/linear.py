@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.kernels import asymmetric, checks, dispatch
+from qgemm.kernels import asymmetric, checks, dispatch, int4_int8
+from qgemm.kernels.int4_int8 import weight_only_linear
 from qgemm.kernels.launch.plans import recall
 from qgemm.kernels.rows import QuantizedRows
-from qgemm.kernels.weight_only.launcher import weight_only_linear
 from qgemm.numerics.blocks import dequantize_blocks
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import dequantize, in_input_order
@@ -56,6 +56,34 @@ def quant_linear(
         out = torch.ops.qgemm.quant_linear(x, weight, weight_scale, bias, input_scale, residual)
         return out
     return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale, residual, recallable=True)
+
+
+def int4_int8_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    input_order: Tensor | None,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+) -> Tensor:
+    """``torch.ops.qgemm.weight_only_linear`` of int4 with int8 activations, for less host time as ``quant_linear``."""
+    out: Tensor
+    others = in_features, "int4", group_size, True
+    if torch.compiler.is_compiling() or input_order is not None:
+        out = torch.ops.qgemm.weight_only_linear(x, weight, scale, zero_point, None, input_order, bias, *others)
+        return out
+    run = recall(x, weight, scale, bias, zero_point, what=others)
+    if run is not None:
+        recalled = run(x, weight, scale, bias, zero_point)
+        if recalled is not None:
+            return recalled
+    if seen_by_others(x, weight, scale, bias, zero_point):
+        out = torch.ops.qgemm.weight_only_linear(x, weight, scale, zero_point, None, None, bias, *others)
+        return out
+    checks.check_weight_only_linear(x, weight, scale, zero_point, None, None, bias, *others)
+    return int4_int8.int4_int8_linear(x, weight, scale, zero_point, bias, in_features, group_size, recallable=True)
 
 
 def multiply(

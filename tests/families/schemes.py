@@ -25,6 +25,7 @@ EVERY_SCHEME = [
     "fp8-block",
     "int4",
     "int4-channel",
+    "int4-int8",
 ]
 """One of each family."""
 
@@ -34,6 +35,7 @@ EVERY_FAMILY = [*EVERY_SCHEME, "int4-32-asymmetric-ordered", "mxfp8", "nvfp4"]
 EVERY_LAYER = [
     *EVERY_SCHEME,
     "int4-32-asymmetric-ordered",
+    "int4-64-asymmetric-ordered-int8",
     "int8-weight",
     "int8-weight-64-asymmetric",
     "fp8-weight",

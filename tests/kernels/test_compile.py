@@ -78,6 +78,13 @@ def test_hopper_gets_its_own_instructions_for_tiles_of_64_rows(results: list[Res
             assert not r["mma_sync"], r["case"]
 
 
+def test_int4_goes_to_tensor_cores_through_registers(results: list[Result]) -> None:
+    for r in of(results, "sm_90", "w4a8 hopper"):
+        assert r["tma_load"], r["case"]
+        assert bool(r["wgmma"]) == (r["kernel"] == "_int4_int8_many_kernel"), r["case"]
+        assert bool(r["wgmma"]) != bool(r["mma_sync"]), r["case"]
+
+
 def test_hoppers_kernel_copies_by_descriptor_and_multiplies_from_shared_memory(results: list[Result]) -> None:
     for r in of(results, "sm_90", "hopper", "linear hopper", "grouped hopper"):
         assert all(r[name] for name in ("wgmma", "tma_load", "tma_store")), r["case"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
 
-from qgemm.nn import LinearLayer, QuantLinear, linear_class
+from qgemm.nn import LinearLayer, QuantLinear, WeightOnlyLinear, linear_class
 from qgemm.scheme import SCHEMES, resolve_scheme
 
 SCHEME = pytest.mark.parametrize("scheme", EVERY_LAYER)
@@ -226,7 +226,7 @@ def test_scales_are_checked_as_they_are_loaded(scheme: str) -> None:
     layer = make(scheme)
     before = copy.deepcopy(layer.state_dict())
     # Those of weights alone may be negative in other libraries' files, and 0.
-    of_weights = layer.scheme.is_weight_only
+    of_weights = isinstance(layer, WeightOnlyLinear)
     values, problem = [torch.nan, torch.inf], "holds NaN or Inf"
     if not of_weights:
         values, problem = [*values, 0.0, -1.0], "is not finite and above 0 everywhere"

@@ -46,11 +46,15 @@ def recall(
     bias: Tensor | None,
     input_scale: Tensor | None,
     residual: Tensor | None = None,
+    what: object = None,
 ) -> Run | None:
-    """What ``remember`` was given for such a call of a linear layer, if it concerns nobody but the operator itself."""
+    """What ``remember`` was given for such a call of a linear layer, if it concerns nobody but the operator itself.
+
+    ``what``: what else the layers' kernels depend on.
+    """
     if type(x) not in _PLAIN:  # whose sizes may be symbols
         return None
-    found = _guarded.get((x.shape, weight.shape, bias is None, input_scale is None, residual is None))
+    found = _guarded.get((x.shape, weight.shape, bias is None, input_scale is None, residual is None, what))
     if (
         found is None
         or forward_ad._current_level >= 0
@@ -75,6 +79,7 @@ def remember(
     bias: Tensor | None,
     input_scale: Tensor | None,
     residual: Tensor | None = None,
+    what: object = None,
 ) -> None:
     """Keeps ``run`` for calls like this one, which concerns nobody but the operator itself."""
     tensors = _given(x, weight, weight_scale, bias, input_scale)
@@ -91,7 +96,8 @@ def remember(
         return
     if len(_guarded) >= MAX_SIZES:
         _guarded.clear()
-    found = _guarded.setdefault((x.shape, weight.shape, bias is None, input_scale is None, residual is None), [])
+    key = x.shape, weight.shape, bias is None, input_scale is None, residual is None, what
+    found = _guarded.setdefault(key, [])
     if len(found) >= MAX_GUARDS:
         found.clear()
     found.append((guard, run))

@@ -14,10 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from qgemm.kernels.stages.aggregate import aggregate
+from qgemm.kernels.stages.ring import thread_barrier
 from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row
-
-# Renamed in Triton 3.7.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @aggregate
@@ -59,7 +57,7 @@ class SharedRows:
         if program < self.M:
             _fence_async()
             # All threads' values come before the count.
-            _barrier()
+            thread_barrier()
             gl.atomic_add(self.counts, count, sem="release", scope="gpu")
         mbarrier.arrive(ready, count=1)
 

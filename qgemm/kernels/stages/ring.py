@@ -23,6 +23,8 @@ from qgemm.kernels.stages.aggregate import aggregate
 # Renamed in Triton 3.8.
 load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Renamed in Triton 3.7.
+thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 # Up to Triton 3.7 a view of shared memory may be larger than what it is a view of.
 LARGER_VIEWS = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.nn.blocks.operands import Operands, operands_of
+from qgemm.nn.int4_int8 import Int4Int8Linear
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.quant_layer import frozen
@@ -181,7 +182,7 @@ def why_apart(layers: Sequence[nn.Module]) -> str:
     return ""
 
 
-_MERGED: tuple[type[LinearLayer], ...] = (QuantLinear, WeightOnlyLinear)
+_MERGED: tuple[type[LinearLayer], ...] = (QuantLinear, WeightOnlyLinear, Int4Int8Linear)
 
 
 def _differing(layers: Sequence[LinearLayer]) -> str:

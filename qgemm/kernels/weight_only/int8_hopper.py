@@ -1,0 +1,134 @@
+"""Launches of Hopper's kernels of int4 weights by int8 rows.
+
+To be imported where Triton has what those are written in.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from qgemm.kernels.launch.device import DeviceLimits
+from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.tensor_map import TensorMap
+from qgemm.kernels.weight_only.int8_config import BLOCK, Int8Config
+from qgemm.kernels.weight_only.int8_hopper_kernels import (
+    _int4_int8_few_kernel,
+    _int4_int8_layer_kernel,
+    _int4_int8_many_kernel,
+)
+from qgemm.numerics.integers import cdiv, next_power_of_2
+from qgemm.numerics.packing import HALF
+
+MAX_ROWS_TO_START_EARLY = 512  # a product before its rows are quantized
+MAX_ROWS_TO_START_NEXT = 128
+PATIENCE = 128  # see SharedRows
+GROUP_M = 16  # rows of tiles that are computed column by column
+# Of a thread: few where another kernel is to have room beside, and what is then left to those that multiply.
+REGISTERS_BESIDE = {4: 128, 8: 144}
+MULTIPLYING_REGISTERS, MULTIPLYING_REGISTERS_BESIDE = 232, 192
+MAX_VALUES_BESIDE = 64 * 64  # of a tile of one of the two groups of warps
+
+
+class Sizes(NamedTuple):
+    """Of a product ``[M, K]`` by ``[N, K]``, with ``G`` groups of ``group`` values; ``group`` is 0 for a single one."""
+
+    M: int
+    N: int
+    K: int
+    G: int
+    group: int
+
+    @property
+    def blocks(self) -> int:
+        """Of K."""
+        return cdiv(self.K, BLOCK)
+
+    @property
+    def step(self) -> int:
+        """How many bytes of a row are a column of blocks."""
+        return self.group or HALF
+
+
+def starts_early(M: int) -> bool:
+    """Whether a product may start before its rows are quantized, to load weights meanwhile."""
+    return M <= MAX_ROWS_TO_START_EARLY
+
+
+def few_launch(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -> Launch:
+    """The product of q, weight, out, the rows' scale, and the weight's scale, zero points and bias."""
+    numbers = (sizes.M, sizes.N, sizes.K, sizes.G, sizes.N)
+    return Launch(
+        _int4_int8_few_kernel, _programs(config, sizes, limits), numbers, _few_constants(config, sizes), config.warps,
+        pdl=True, maps={0: _rows_map(config, sizes), 1: _weight_map(config, sizes)},
+        max_registers=REGISTERS_BESIDE[config.warps],
+    )  # fmt: skip
+
+
+def layer_launch(config: Int8Config, sizes: Sizes, x_strides: tuple[int, ...], limits: DeviceLimits) -> Launch:
+    """The layer of x, q, its scale, weight, out, the weight's scale, zero points, bias, q again and counts."""
+    block = 8 * 32 * config.warps
+    blocks = next_power_of_2(cdiv(sizes.K, block))
+    row = (block, blocks if blocks <= 128 // config.warps else 0, PATIENCE)
+    numbers = (sizes.M, sizes.N, sizes.K, sizes.G, *x_strides, sizes.N)
+    return Launch(
+        _int4_int8_layer_kernel, _programs(config, sizes, limits), numbers, (row, *_few_constants(config, sizes)),
+        config.warps, pdl=True, maps={8: _rows_map(config, sizes), 3: _weight_map(config, sizes)},
+    )  # fmt: skip
+
+
+def many_launch(
+    config: Int8Config, sizes: Sizes, dtype: torch.dtype, offsets: tuple[int, int], limits: DeviceLimits
+) -> Launch:
+    """As ``few_launch``. ``offsets``: of partial sums and counts, behind the rows' scale."""
+    M, N, K, G, group = sizes
+    rows, cols, own = config.rows, config.cols // config.pieces, config.rows // 2
+    # Products of small groups need more registers.
+    beside = config.cols * own <= MAX_VALUES_BESIDE and (group == 0 or group >= 64)
+    maps = {
+        0: _map((M, K), (config.cols, sizes.step), torch.int8),
+        1: _map((N, sizes.blocks * HALF), (rows, sizes.step), torch.uint8),
+        2: _map((M, N), (cols, own), dtype),
+    }
+    constants = (
+        group, config.stages, config.parts, config.pieces, GROUP_M,
+        MULTIPLYING_REGISTERS_BESIDE if beside else MULTIPLYING_REGISTERS, M <= MAX_ROWS_TO_START_NEXT,
+    )  # fmt: skip
+    return Launch(
+        _int4_int8_many_kernel, min(config.tiles(M, N) * config.parts, limits.num_sms), (M, N, K, G, *offsets),
+        constants, 4, pdl=True, maps=maps, max_registers=REGISTERS_BESIDE[8] if beside else None,
+    )  # fmt: skip
+
+
+def _programs(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -> int:
+    return min(cdiv(sizes.N, config.rows), limits.num_sms)
+
+
+def _few_constants(config: Int8Config, sizes: Sizes) -> tuple[Any, ...]:
+    resident_steps = cdiv(sizes.blocks, config.warps) if config.resident else 0
+    return sizes.group, config.stages, resident_steps, True
+
+
+def _rows_map(config: Int8Config, sizes: Sizes) -> TensorMap:
+    block = (config.warps, config.cols, sizes.step)
+    shape, strides = (sizes.blocks, sizes.M, BLOCK), (BLOCK, sizes.K, 1)
+    return TensorMap(shape, strides, block, _layout(block, torch.int8))
+
+
+def _weight_map(config: Int8Config, sizes: Sizes) -> TensorMap:
+    block = (config.warps, config.rows, sizes.step)
+    shape, strides = (sizes.blocks, sizes.N, HALF), (HALF, sizes.blocks * HALF, 1)
+    return TensorMap(shape, strides, block, _layout(block, torch.uint8))
+
+
+def _map(shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype) -> TensorMap:
+    return TensorMap(shape, (shape[1], 1), block, _layout(block, dtype))
+
+
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
+    element = {
+        torch.int8: gl.int8, torch.uint8: gl.uint8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16,
+    }[dtype]  # fmt: skip
+    return gl.NVMMASharedLayout.get_default_for(list(block), element)

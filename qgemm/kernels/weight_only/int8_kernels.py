@@ -1,0 +1,84 @@
+"""int4 weights by int8 rows on every GPU: ``C[m, n] = x_scale[m] * sum over g of sums[m, n, g] * w_scale[n, g]``.
+
+``sums`` are exact int32 over the values of group ``g``, of any size that is a multiple of 16, or of the whole row. With
+``bias[n]`` added the result is rounded once. Weights are packed as ``qgemm.numerics.packing`` says.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from qgemm.kernels.stages.epilogue import rounded
+from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row
+
+
+@triton.jit(do_not_specialize=["M"])
+def _int4_int8_kernel(
+    x, weight, C, x_scale, scale, zero_point, bias,
+    M, N, K, G, width, stride_cm,
+    group,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile a program. ``x``: int8 ``[M, K]``, contiguous. ``width``: the bytes of a row of the weight.
+
+    ``STEP``: values along K at a time, of one group and one half of a block: a power of 2. int8 products take 32 at
+    least; of fewer values they are float16, and their sums exact as well.
+    """
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    m = tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    j = tl.arange(0, STEP)
+    if PDL:
+        gdc_wait()
+    x_rows = x + m.to(tl.int64)[:, None] * K
+    w_rows = weight + n.to(tl.int64)[None, :] * width
+    scales = scale + n.to(tl.int64) * G
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for g in range(G):
+        if zero_point is not None:
+            zeros = tl.load(zero_point + n.to(tl.int64) * G + g, mask=n < N, other=0)[None, :]
+        SUMS: tl.constexpr = tl.float32 if STEP < 32 else tl.int32
+        sums = tl.zeros((BLOCK_M, BLOCK_N), SUMS)
+        for start in range(g * group, min((g + 1) * group, K), STEP):
+            k = start + j
+            a = tl.load(x_rows + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0)
+            at = start // (2 * HALF) * HALF + start % HALF + j
+            packed = tl.load(w_rows + at[:, None], mask=(n < N)[None, :] & (k < K)[:, None], other=0)
+            if start // HALF % 2 == 0:
+                packed = packed << 4
+            q = packed.to(tl.int8, bitcast=True) >> 4
+            if zero_point is not None:
+                q = q - zeros
+            if STEP < 32:
+                sums = tl.dot(a.to(tl.float16), q.to(tl.float16), sums)
+            else:
+                sums = tl.dot(a, q, sums, out_dtype=tl.int32)
+        total += sums.to(tl.float32) * tl.load(scales + g, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    out = total * tl.load(x_scale + m, mask=m < M, other=0.0)[:, None]
+    if bias is not None:
+        out += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if PDL:
+        gdc_launch_dependents()
+    to = C + m.to(tl.int64)[:, None] * stride_cm + n[None, :]
+    tl.store(to, rounded(out, C.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def _quantize_and_clear_kernel(
+    x_ptr, q_ptr, row_scale_ptr,
+    M, K, stride_xm, stride_xk, counts_at, COUNTS,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CLEAR: tl.constexpr, NEXT_EARLY: tl.constexpr,
+):  # fmt: skip
+    """``_quantize_rows_kernel``, which also zeroes ``COUNTS`` int32 at ``counts_at`` behind ``row_scale_ptr``."""
+    if NEXT_EARLY:
+        gdc_launch_dependents()
+    gdc_wait()
+    program = tl.program_id(0)
+    if program == 0:
+        for start in range(0, COUNTS, CLEAR):
+            at = start + tl.arange(0, CLEAR)
+            tl.store(row_scale_ptr + counts_at + at, 0.0, mask=at < COUNTS)
+    row = program.to(tl.int64)
+    if row < M:
+        source = StridedRow(x_ptr + row * stride_xm, K, stride_xk)
+        quantize_row(source, RowQuantization(None), q_ptr + row * K, row_scale_ptr + row, tl.arange(0, BLOCK), BLOCKS)

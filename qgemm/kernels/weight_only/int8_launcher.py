@@ -1,0 +1,218 @@
+"""Launcher of int4 layers with int8 activations on GPU tensors: rows quantized, and multiplied with packed weights.
+
+As ``kernels/linear/launcher.py`` has it, the first call of a kind leaves a plan behind. On Hopper a layer of
+up to ``MAX_FEW_ROWS`` rows is one launch outside of CUDA graphs; else there are two, which overlap. Partial sums and
+counts of a product that is cut along K lie behind the rows' scales, and the first launch clears the counts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels.launch.device import DeviceLimits, device_limits
+from qgemm.kernels.launch.launch import ALIGNMENT, Launch
+from qgemm.kernels.launch.memory import CACHE_LINE_BYTES, COUNTS_BYTES
+from qgemm.kernels.launch.plans import plans, remember
+from qgemm.kernels.launch.steps import LaunchPlan, Names, Part, Step
+from qgemm.kernels.linear.launcher import LinearPlan
+from qgemm.kernels.quantize import launcher as quantize
+from qgemm.kernels.weight_only.int8_config import BLOCK, Int8Config, select_config
+from qgemm.kernels.weight_only.int8_kernels import _int4_int8_kernel, _quantize_and_clear_kernel
+from qgemm.numerics.integers import cdiv, next_power_of_2, round_up
+from qgemm.numerics.packing import HALF
+
+MAX_K = 1 << 17  # of Hopper's kernels: 16 * 8 * 127 * K must be an int32
+GROUPS = (32, 64, HALF)  # of theirs, or all of a row
+CLEARED_AT_A_TIME = 256
+
+# In the order of LinearPlan's: the zero points are where other layers have a static scale of their input.
+ARGUMENTS = ("x", "weight", "weight_scale", "bias", "zero_point", "residual", "out")
+PARTS = ("counts", "q", "q_scale")
+# What the launches take.
+PRODUCT = ("q", "weight", "out", "q_scale", "weight_scale", "zero_point", "bias")
+LAYER = ("x", "q", "q_scale", "weight", "out", "weight_scale", "zero_point", "bias", "q", "counts")
+
+
+def int4_int8_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    config: Int8Config | None = None,
+    recallable: bool = False,
+) -> Tensor:
+    """``weight_only_linear`` with ``int8_activations`` on a GPU.
+
+    ``config``: of Hopper's kernels, instead of the one that is chosen. ``recallable``: remember what is found out about
+    the call.
+    """
+    weight, scale = weight.contiguous(), scale.contiguous()
+    zero_point = None if zero_point is None else zero_point.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    kind: tuple[object, ...] = (
+        int4_int8_linear,
+        x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device(),
+        weight.shape, weight.data_ptr() % ALIGNMENT == 0, scale.dtype, zero_point is None,
+        None if bias is None else bias.dtype, in_features, group_size, config,
+    )  # fmt: skip
+    plan: LinearPlan | None = plans.get(kind)
+    if plan is None:
+        plan = plans.keep(kind, _make_plan(x, weight, scale, zero_point, bias, in_features, group_size, config))
+    if recallable and plan.aligned:
+        what = in_features, "int4", group_size, True
+        remember(plan.run, x, weight, scale, bias, zero_point, what=what)
+    out = plan.run(x, weight, scale, bias, zero_point)
+    assert out is not None  # for such a weight it is made
+    return out
+
+
+class Workspace(NamedTuple):
+    """What a call's buffer holds behind ``COUNTS_BYTES`` of zeros: quantized rows, then floats."""
+
+    q_bytes: int
+    partial_at: int
+    """Behind the rows' scales, in floats."""
+    counts_at: int
+    """Behind those."""
+    floats: int
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return COUNTS_BYTES + self.q_bytes + 4 * self.floats
+
+
+def _workspace(M: int, N: int, K: int, config: Int8Config | None) -> Workspace:
+    partial, counts = config.workspace(M, N) if config is not None else (0, 0)
+    at = round_up(M, CACHE_LINE_BYTES // 4)
+    # A block of K may go on behind the last row, where its weights are 0.
+    return Workspace(round_up(M * K + BLOCK, CACHE_LINE_BYTES), at, at + partial, at + partial + counts)
+
+
+def _make_plan(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    bias: Tensor | None,
+    K: int,
+    group_size: int,
+    config: Int8Config | None,
+) -> LinearPlan:
+    N, M = weight.shape[0], math.prod(x.shape[:-1])
+    rows, out, device = x.reshape(M, K), x.new_empty((*x.shape[:-1], N)), x.device.index
+    limits, group = device_limits(x.device), 0 if group_size >= K else group_size
+    if config is None and limits.hopper and _takes_hopper(N, K, group, weight, zero_point is None, x.dtype):
+        config = select_config(M, N, K, group, limits)
+    space = _workspace(M, N, K, config)
+    parts = (
+        Part(0, (COUNTS_BYTES // 4,), torch.int32),
+        Part(COUNTS_BYTES, (M, K), torch.int8),
+        Part(COUNTS_BYTES + space.q_bytes, (space.floats,), torch.float32),
+    )
+    two = one = LaunchPlan(device, space.size, parts, ())
+    is_one = False
+    if out.numel() and K:
+        absent = {"residual", "none", *(() if zero_point is not None else ("zero_point",))}
+        names = Names((*ARGUMENTS, *PARTS, "none"), absent | (set() if bias is not None else {"bias"}))
+        G = scale.shape[1]
+        if config is None:
+            first = quantize.plan_quantization(rows, None, next_early=M <= quantize.MAX_ROWS_TO_OVERLAP)
+            steps = (
+                names.step(first, "x", "q", "q_scale", "none", "none"),
+                names.step(_launch(M, N, K, G, group or K, limits), *PRODUCT),
+            )
+        else:
+            steps = _two_launches(names, rows, N, G, group, x.dtype, config, space, limits)
+            if is_one := config.warps > 0:
+                one = replace(one, steps=(_one_launch(names, rows, N, G, group, config, limits),))
+        two = replace(two, steps=steps)
+    return LinearPlan(
+        device, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), weight.data_ptr() % ALIGNMENT == 0,
+        None if rows.data_ptr() == x.data_ptr() else (M, K), None, space.q_bytes,
+        usual=one if is_one else two, captured=two, shares_buffer=is_one, counts=False,
+    )  # fmt: skip
+
+
+def _takes_hopper(N: int, K: int, group: int, weight: Tensor, symmetric: bool, dtype: torch.dtype) -> bool:
+    """Whether Hopper's kernels are for such a layer."""
+    from qgemm.kernels.gemm.launcher import has_hopper_kernel
+
+    return (
+        0 < K <= MAX_K
+        and K % HALF == 0
+        and (group in GROUPS or group == 0)
+        # Beyond K, zeros less a zero point are no zeros; groups that aren't there have a scale of 0.
+        and (symmetric or group > 0 or K % BLOCK == 0)
+        and dtype.itemsize == 2
+        and N % 8 == 0
+        and weight.data_ptr() % ALIGNMENT == 0
+        and has_hopper_kernel()
+    )
+
+
+def _two_launches(
+    names: Names,
+    rows: Tensor,
+    N: int,
+    G: int,
+    group: int,
+    dtype: torch.dtype,
+    config: Int8Config,
+    space: Workspace,
+    limits: DeviceLimits,
+) -> tuple[Step, Step]:
+    from qgemm.kernels.weight_only import int8_hopper as hopper
+
+    M, K = rows.shape
+    sizes = hopper.Sizes(M, N, K, G, group)
+    if config.parts > 1:
+        first = names.step(_clearing_launch(rows, space, limits), "x", "q", "q_scale")
+    else:
+        plain = quantize.plan_quantization(rows, None, next_early=hopper.starts_early(M))
+        first = names.step(plain, "x", "q", "q_scale", "none", "none")
+    if config.warps:
+        product = hopper.few_launch(config, sizes, limits)
+    else:
+        product = hopper.many_launch(config, sizes, dtype, (space.partial_at, space.counts_at), limits)
+    return first, names.step(product, *PRODUCT)
+
+
+def _one_launch(
+    names: Names, rows: Tensor, N: int, G: int, group: int, config: Int8Config, limits: DeviceLimits
+) -> Step:
+    from qgemm.kernels.weight_only import int8_hopper as hopper
+
+    M, K = rows.shape
+    sizes = hopper.Sizes(M, N, K, G, group)
+    return names.step(hopper.layer_launch(config, sizes, rows.stride(), limits), *LAYER)
+
+
+def _clearing_launch(rows: Tensor, space: Workspace, limits: DeviceLimits) -> Launch:
+    """The quantization of ``rows``, which also clears counts."""
+    (M, K), longest = rows.shape, quantize.max_row_bytes(limits)
+    block, blocks, threads = quantize.row_blocks(K, rows.itemsize, longest, quantize.LONG_ROW_BLOCK)
+    grid, next_early = quantize.programs(M, limits)
+    numbers = (M, K, *rows.stride(), space.counts_at, space.floats - space.counts_at)
+    constants = (block, blocks, CLEARED_AT_A_TIME, next_early)
+    warps = max(1, threads // limits.warp_size)
+    return Launch(_quantize_and_clear_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
+
+
+def _launch(M: int, N: int, K: int, G: int, group: int, limits: DeviceLimits) -> Launch:
+    """The product, by the kernel for every GPU."""
+    block_m, block_n = min(max(next_power_of_2(M), 16), 64), 64
+    step = 64 if G == 1 else math.gcd(group, 64)
+    numbers = (M, N, K, G, cdiv(K, BLOCK) * HALF, N, group)
+    return Launch(
+        _int4_int8_kernel, cdiv(M, block_m) * cdiv(N, block_n), numbers,
+        (block_m, block_n, step, HALF, limits.pdl), num_warps=8, num_stages=2, pdl=limits.pdl,
+    )  # fmt: skip

@@ -1,0 +1,51 @@
+"""What ``compile_kernels.py`` compiles of int4 weights by int8 rows."""
+
+from collections.abc import Iterator
+
+import torch
+from assumed_devices import META, Case
+
+from qgemm.kernels.launch.device import DeviceLimits
+from qgemm.kernels.weight_only import int8_launcher
+from qgemm.kernels.weight_only.int8_config import select_config
+
+PRODUCTS = ("_int4_int8_kernel", "_int4_int8_few_kernel", "_int4_int8_many_kernel")
+LAYER = ("_int4_int8_layer_kernel",)
+
+
+def int8_cases(limits: DeviceLimits) -> Iterator[Case]:
+    """The kernel for every GPU; each kind of Hopper's, with and without zero points."""
+    for M, K, size, asymmetric in ((1, 1024, 128, False), (64, 1008, 48, True), (64, 4096, 4096, True)):
+        kind = f"w4a8 tiles {M} {size}"
+        yield Case(kind, lambda m=M, k=K, s=size, z=asymmetric: layer(m, 1020, k, s, z), only=PRODUCTS)
+    if not limits.hopper:
+        return
+    # Few rows; partial sums; small groups, which take the most registers; whole rows.
+    for M, N, size, asymmetric in (
+        (16, 4096, 128, False),
+        (8, 28_672, 64, True),
+        (32, 4096, 32, True),
+        (64, 4096, 128, True),
+        (4096, 4096, 128, False),
+        (4096, 4096, 4096, False),
+    ):
+        config = select_config(M, N, 4096, size % 4096, limits)
+        kind = f"w4a8 hopper {config.rows}x{config.cols} {M} {size}"
+        yield Case(kind, lambda m=M, n=N, s=size, z=asymmetric: layer(m, n, 4096, s, z), only=PRODUCTS)
+    yield Case("w4a8 hopper layer", lambda: layer(16, 4096, 28_672, 128, False), only=LAYER)
+
+
+def layer(M: int, N: int, K: int, size: int, asymmetric: bool) -> None:
+    def meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    groups = -(-K // size)
+    weight = meta((N, -(-K // 256) * 128), torch.uint8)
+    zero_point = meta((N, groups), torch.int8) if asymmetric else None
+    bias = meta((N,), torch.bfloat16) if asymmetric else None
+    x, scale = meta((M, K), torch.bfloat16), meta((N, groups), torch.bfloat16)
+    plan = int8_launcher._make_plan(x, weight, scale, zero_point, bias, K, size, None)
+    tensors = (x, weight, scale, bias, zero_point, None, meta((M, N), torch.bfloat16))
+    for steps in (plan.usual, plan.captured)[: 1 + (plan.usual is not plan.captured)]:
+        for step in steps.steps:
+            step.run((*tensors, *steps.parts_of(meta((steps.buffer,), torch.int8))))

@@ -1,0 +1,225 @@
+"""int4 weights by int8 rows: exact sums of groups, on the CPU, by the kernel for every GPU, and by Hopper's.
+
+Without a GPU the kernel for every GPU runs in Triton's interpreter, on CPU tensors. Hopper's are compiled everywhere
+(``test_compile.py``) and run on such a GPU only.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from qgemm.kernels.int4_int8 import int4_int8_linear as on_the_cpu
+from qgemm.kernels.launch import memory
+from qgemm.kernels.launch.plans import PlanCache
+from qgemm.kernels.reference import int4_int8_linear_reference, quantize_rows_reference
+from qgemm.kernels.weight_only import int8_launcher
+from qgemm.kernels.weight_only.int8_config import MAX_FEW_ROWS, MAX_STAGES, Int8Config, select_config
+from qgemm.kernels.weight_only.int8_launcher import int4_int8_linear
+from qgemm.numerics.formats import INT4
+from qgemm.numerics.groups import spread
+from qgemm.numerics.integers import cdiv
+from qgemm.numerics.packing import pack_codes, unpack_codes
+from tests.kernels.devices import H200
+from tests.kernels.test_gemm_hopper import on_hopper
+
+Compute = Callable[..., Tensor]
+COMPUTE = pytest.mark.parametrize("compute", [on_the_cpu, int4_int8_linear], ids=["cpu", "gpu"])
+
+
+@pytest.fixture
+def device(device: torch.device, request: pytest.FixtureRequest) -> torch.device:
+    """Where the tensors of a test are."""
+    cpu = request.node.callspec.params.get("compute") is on_the_cpu
+    return torch.device("cpu") if cpu else device
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_launcher, "plans", PlanCache())
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+        monkeypatch.setattr(memory, "_on_stream", lambda device, stream: contextlib.nullcontext())
+        monkeypatch.setattr(memory, "empty", lambda shape, strides, dtype: torch.empty(shape, dtype=dtype))
+
+
+class Layer(NamedTuple):
+    """An int4 weight, as ``int4_int8_linear`` takes it."""
+
+    weight: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    bias: Tensor | None
+    in_features: int
+    group_size: int
+
+
+def make(N: int, K: int, size: int, device: torch.device, asymmetric: bool = False, exact: bool = False) -> Layer:
+    """Of random values. ``exact``: with scales that round nothing, and no bias."""
+    q = torch.randint(-8, 8, (N, K), dtype=torch.int8, device=device)
+    shape = N, cdiv(K, size)
+    scale = torch.randn(shape, device=device) / 50 if not exact else 2.0 ** torch.randint(-2, 2, shape, device=device)
+    zero_point = torch.randint(-8, 9, shape, dtype=torch.int8, device=device) if asymmetric else None
+    bias = None if exact else torch.randn(N, device=device).bfloat16()
+    return Layer(pack_codes(INT4.to_codes(q)), scale.bfloat16(), zero_point, bias, K, size)
+
+
+def ternary(M: int, K: int, device: torch.device) -> Tensor:
+    """Rows whose quantized values they are themselves: -1, 0 and 1, and 127 once."""
+    x = torch.randint(-1, 2, (M, K), device=device).float()
+    rows = torch.arange(M, device=device)
+    x[rows, rows * 37 % K] = 127
+    return x
+
+
+# Groups of powers of 2 within a half of a block, of none, of several halves; a tail; a whole row, of no whole block.
+SIZES = [(256, 128), (320, 32), (192, 64), (160, 16), (336, 48), (512, 256), (300, 128), (40, 40), (301, 301)]
+
+
+@pytest.mark.slow(quick=["256-128"])
+@COMPUTE
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize(("K", "size"), SIZES)
+def test_sums_are_exact(compute: Compute, K: int, size: int, asymmetric: bool, device: torch.device) -> None:
+    layer = make(20, K, size, device, asymmetric, exact=True)
+    for M in (1, 5, 17):
+        x = ternary(M, K, device)
+        assert torch.equal(compute(x, *layer), int4_int8_linear_reference(x, *layer))
+
+
+@pytest.mark.slow(quick=["dtype1"])
+@COMPUTE
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_as_accurate_as_the_reference(
+    compute: Compute, dtype: torch.dtype, device: torch.device, assert_as_accurate: Any
+) -> None:
+    for asymmetric in (False, True):
+        layer = make(70, 384, 128, device, asymmetric)
+        x = torch.randn(3, 384, device=device).to(dtype)
+        reference = int4_int8_linear_reference(x, *layer)
+        assert_as_accurate(compute(x, *layer), reference, exact_product(x, layer))
+
+
+def exact_product(x: Tensor, layer: Layer) -> Tensor:
+    """In float64, of the quantized rows."""
+    q, row_scale = quantize_rows_reference(x)
+    values = INT4.decode(unpack_codes(layer.weight, layer.in_features)).double()
+    if layer.zero_point is not None:
+        values -= spread(layer.zero_point, layer.group_size, layer.in_features)
+    values *= spread(layer.scale.double(), layer.group_size, layer.in_features)
+    out = q.double() @ values.t() * row_scale.double()[..., None]
+    return out if layer.bias is None else out + layer.bias.double()
+
+
+@COMPUTE
+def test_shapes_and_strides(compute: Compute, device: torch.device) -> None:
+    layer = make(24, 256, 128, device)
+    for x in (
+        torch.randn(256, device=device),
+        torch.randn(2, 3, 256, device=device),
+        torch.randn(256, 4, device=device).t(),
+        torch.randn(4, 512, device=device)[:, ::2],
+        torch.randn(0, 256, device=device),
+        torch.randn(2, 0, 256, device=device),
+    ):
+        out = compute(x, *layer)
+        assert out.shape == (*x.shape[:-1], 24)
+        assert torch.allclose(out, int4_int8_linear_reference(x, *layer), rtol=1e-5, atol=1e-5)
+
+
+@COMPUTE
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_with_nan_or_inf_is_one_of_nan(compute: Compute, value: float, device: torch.device) -> None:
+    layer = make(24, 256, 128, device)
+    x = torch.randn(3, 256, device=device)
+    x[1, 7] = value
+    out = compute(x, *layer)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+# Of one row; few rows, whose x fits in shared memory or not; partial sums; whole rows and groups; short sums.
+LLAMA = [(4096, 4096), (28_672, 4096), (4096, 14_336), (57_344, 8192), (8192, 28_672), (512, 128)]
+
+
+@pytest.mark.parametrize("group", [0, 32, 64, 128])
+@pytest.mark.parametrize("M", [1, 8, 16, 17, 64, 65, 1024, 8192])
+def test_a_config_fits(M: int, group: int) -> None:
+    for N, K in LLAMA:
+        config = select_config(M, N, K, group, H200)
+        assert config.shared_memory(K) <= H200.shared_memory
+        assert (config.warps > 0) == (M <= MAX_FEW_ROWS)
+        assert config.cols >= min(M, MAX_FEW_ROWS)
+        assert config.parts <= max(K // 512, 1), "a part has two blocks of K"
+        assert config.parts == 1 or config.tiles(M, N) <= 2 * H200.num_sms
+        assert 3 <= config.stages <= MAX_STAGES
+
+
+def test_few_tiles_are_cut_along_k() -> None:
+    assert select_config(64, 4096, 14_336, 128, H200).parts > 1
+    assert select_config(4096, 4096, 14_336, 128, H200).parts == 1
+
+
+HOPPER_SIZES = [(264, 1024), (1000, 1152), (2048, 4096)]
+CONFIGS = [
+    (1, Int8Config(32, 8, 4, warps=8)),
+    (1, Int8Config(16, 8, 3, warps=8)),
+    (5, Int8Config(32, 8, 4, warps=4)),
+    (8, Int8Config(32, 8, 3, warps=4, resident=True)),
+    (16, Int8Config(32, 16, 3, warps=8)),
+    (16, Int8Config(64, 16, 3, warps=4)),
+    (13, Int8Config(32, 16, 4, warps=4, resident=True)),
+    (32, Int8Config(128, 32, 5)),
+    (32, Int8Config(256, 32, 4, parts=2)),
+    (64, Int8Config(128, 64, 4, parts=2)),
+    (100, Int8Config(128, 64, 6)),
+    (128, Int8Config(128, 128, 4, pieces=2, parts=2)),
+    (600, Int8Config(128, 128, 4, pieces=2)),
+]
+WHOLE_ROWS = [
+    (64, Int8Config(256, 64, 4, pieces=2)),
+    (256, Int8Config(128, 128, 4)),
+    (300, Int8Config(256, 128, 3, pieces=2)),
+    (128, Int8Config(256, 128, 3, pieces=2, parts=2)),
+]
+
+
+@on_hopper
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("size", [32, 64, 128, 0])
+def test_sums_of_hopper_s_kernels_are_exact(size: int, asymmetric: bool) -> None:
+    """What an assembler makes of registers that ``wgmma`` still reads would show here."""
+    device = torch.device("cuda")
+    for N, K in HOPPER_SIZES:
+        layer = make(N, K, size or K, device, asymmetric and (size > 0 or K % 256 == 0), exact=True)
+        for M, config in CONFIGS + ([] if size else WHOLE_ROWS):
+            if 0 < size < 128 and (config.rows > 128 or config.cols > 64 or config.rows * config.cols > 128 * 64):
+                continue
+            fits = replace(config, parts=min(config.parts, max(K // 512, 1)))
+            for x in (ternary(M, K, device), torch.randn(M, K, device=device)):
+                x = x.bfloat16()
+                out = int4_int8_linear(x, *layer, fits)
+                assert torch.equal(out, int4_int8_linear_reference(x, *layer)), (N, K, M, config)
+                assert torch.equal(out, int4_int8_linear(x, *layer, fits)), "the same every time"
+
+
+@on_hopper
+@pytest.mark.parametrize("M", [1, 7, 16, 48, 200])
+def test_chosen_configs_in_graphs_and_out(M: int, assert_as_accurate: Any) -> None:
+    device = torch.device("cuda")
+    for N, K, size in ((4096, 2048, 128), (1024, 4096, 4096)):
+        layer = make(N, K, size, device, asymmetric=M == 7)
+        x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
+        out = int4_int8_linear(x, *layer)
+        assert_as_accurate(out, int4_int8_linear_reference(x, *layer), exact_product(x, layer))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = int4_int8_linear(x, *layer)
+        for _ in range(2):
+            captured.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(captured, out)
