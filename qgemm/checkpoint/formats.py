@@ -22,7 +22,7 @@ from qgemm.checkpoint import (
 )
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import checkpoint_file, read_json
+from qgemm.checkpoint.layout import INDEX_FILE, WEIGHTS_FILE, WEIGHTS_KEY, checkpoint_file, read_json
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
 from qgemm.checkpoint.requantize import requantize
@@ -82,10 +82,18 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise CheckpointError(f"{config_path}: quant_method is {method!r}; the formats supported are {SUPPORTED}")
-    contents = reader(quantization, read_headers(folder, config), config_path)
+    contents = reader(quantization, read_headers(folder, _with_old_name(config, folder)), config_path)
     if not contents.manifest.layers:
         raise CheckpointError(f"{folder} says that it is {method}, but no file holds a quantized layer of that format")
     return contents
+
+
+def _with_old_name(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """``config`` with the name of the only file of tensors, where an older library gave it one of its own."""
+    if WEIGHTS_KEY in config or any(os.path.lexists(folder / name) for name in (WEIGHTS_FILE, INDEX_FILE)):
+        return config
+    names = [path.name for path in folder.glob("*.safetensors")]
+    return {**config, WEIGHTS_KEY: names[0]} if len(names) == 1 else config
 
 
 def own_config(folder: Path) -> dict[str, Any] | None:

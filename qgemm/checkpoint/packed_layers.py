@@ -28,8 +28,8 @@ from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
 from qgemm.checkpoint.words import unpack_words
 from qgemm.nn import linear_class
-from qgemm.numerics.groups import store_values
 from qgemm.numerics.integers import cdiv
+from qgemm.numerics.packing import pack_codes
 from qgemm.scheme import QuantScheme, resolve_scheme
 
 WORD_BITS = 32
@@ -38,6 +38,8 @@ READ_BITS = (4, 8)
 
 _AWQ_FIELDS = (0, 4, 1, 5, 2, 6, 3, 7)
 _CPU = torch.device("cpu")
+# Values that are unpacked at a time.
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -232,11 +234,8 @@ def _note(contents: Contents, layer: PackedLayer) -> None:
 
 def _decode(layer: PackedLayer, qweight: Tensor, scales: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
     """The parameters, in the order of ``_note``."""
-    if layer.layout == "gptq":
-        fields = unpack_words(qweight.t(), layer.bits, layer.K)
-    else:
-        fields = _in_awq_order(unpack_words(qweight, layer.bits, layer.N)).t()
     made, rest = [scales.t().contiguous()], list(others)
+    order = None
     if not layer.symmetric:
         words = rest.pop(0)
         if layer.adds_one:
@@ -245,9 +244,25 @@ def _decode(layer: PackedLayer, qweight: Tensor, scales: Tensor, *others: Tensor
         made.append(_signed(_zero_fields(words, layer), layer.bits).t().contiguous())
     if layer.ordered:
         order = rest.pop(0).argsort(stable=True)
-        fields = fields[:, order]
         made.append(order.int())
-    return store_values(_signed(fields, layer.bits), layer.scheme.weight.format), *made
+    # A few rows at a time, which stay in a CPU's cache from one step to the next.
+    step = cdiv(_PIECE, max(layer.K, 1) * 8) * 8
+    pieces = []
+    for start in range(0, max(layer.N, 1), step):
+        codes = _codes(layer, qweight, start, min(start + step, layer.N))
+        codes = codes if order is None else codes[:, order]
+        pieces.append(pack_codes(codes) if layer.bits == 4 else codes.view(torch.int8).contiguous())
+    return torch.cat(pieces), *made
+
+
+def _codes(layer: PackedLayer, qweight: Tensor, start: int, stop: int) -> Tensor:
+    """Rows of the weight as uint8: two's complement of 4 bits, or of 8. ``start``: a multiple of 8."""
+    # q + 8 and q + 128 differ from these in the highest bit.
+    highest = -0x77777778 if layer.bits == 4 else -0x7F7F7F80
+    if layer.layout == "gptq":
+        return unpack_words(qweight[:, start:stop].t() ^ highest, layer.bits, layer.K)
+    words = qweight[:, start // 8 : cdiv(stop, 8)] ^ highest
+    return _in_awq_order(unpack_words(words, 4, stop - start)).t().contiguous()
 
 
 def _signed(fields: Tensor, bits: int) -> Tensor:

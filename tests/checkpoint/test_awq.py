@@ -13,6 +13,7 @@ import qgemm
 from checkpoint.packers import Layer, linears, write
 from checkpoint.samples import load_sample, logit_error, wrong_weights
 from qgemm import CheckpointError
+from qgemm.checkpoint import packed_layers
 from qgemm.nn import WeightOnlyLinear
 
 SCHEMES = {"awq-gemm-g128": "int4-asymmetric", "awq-gemm-g32-skip": "int4-32-asymmetric"}
@@ -37,7 +38,10 @@ def test_samples(name: str) -> None:
 
 @pytest.mark.parametrize("own_file", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_by_the_documented_layout(symmetric: bool, own_file: bool, tmp_path: Path) -> None:
+def test_by_the_documented_layout(
+    symmetric: bool, own_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_layers, "_PIECE", 500)  # eight rows at a time
     layer = Layer(symmetric=symmetric)
     write(tmp_path, {"a": layer.awq()}, None if own_file else {**CONFIG, "zero_point": not symmetric})
     if own_file:

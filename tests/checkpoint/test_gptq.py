@@ -17,6 +17,7 @@ from checkpoint.foreign import edit_quantization, edit_tensors
 from checkpoint.packers import Layer, linears, write
 from checkpoint.samples import IDS, SAMPLES, load_sample, logit_error, wrong_weights
 from qgemm import CheckpointError
+from qgemm.checkpoint import packed_layers
 from qgemm.nn import LinearLayer, WeightOnlyLinear
 
 SCHEMES = {
@@ -66,7 +67,10 @@ def test_logits_with_the_float_parts_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("K", [64, 80])  # 80: a last group of 16
-def test_by_the_documented_layout(bits: int, version: int, K: int, tmp_path: Path) -> None:
+def test_by_the_documented_layout(
+    bits: int, version: int, K: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_layers, "_PIECE", 500)  # eight rows at a time
     layer = Layer(K=K, bits=bits)
     # A zero point of 0 borrows from its neighbor in version 1, and 15 is the largest.
     layer.z[:4] = torch.tensor([0, 0, 2**bits - 1, 0])[:, None]
@@ -107,7 +111,8 @@ def test_asymmetric_layers_are_of_the_version_that_the_config_says(tmp_path: Pat
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_groups_in_an_order_of_their_own(ordered: bool, tmp_path: Path) -> None:
+def test_groups_in_an_order_of_their_own(ordered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_layers, "_PIECE", 500)
     g_idx = torch.arange(64) // 32
     layer = Layer(g_idx=g_idx[torch.randperm(64)] if ordered else g_idx)
     # What desc_act says doesn't matter.
@@ -141,6 +146,13 @@ def test_a_config_in_a_file_of_its_own(tmp_path: Path) -> None:
     }
     (folder / "quantize_config.json").write_text(json.dumps(own))
     assert torch.equal(weight_of(read(folder)["a"]), layer.weight)
+    # So old a version may have named the file after what is in it.
+    (folder / "model.safetensors").rename(folder / "gptq_model-4bit-32g.safetensors")
+    assert torch.equal(weight_of(read(folder)["a"]), layer.weight)
+    shutil.copy(folder / "gptq_model-4bit-32g.safetensors", folder / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        read(folder)
+    (folder / "other.safetensors").unlink()
     (folder / "quantize_config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"quantize_config.json"):
         read(folder)
