@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +31,7 @@ from qgemm.checkpoint.float_layers import (
 )
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
-from qgemm.checkpoint.words import unpack_words
+from qgemm.checkpoint.words import by_rows, unpack_words
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import pack_codes, packed_width
@@ -203,16 +202,20 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
         return unpack_words(words, bits, K) ^ (1 << (bits - 1))
 
     def store(codes: Tensor) -> Tensor:
-        return pack_codes(codes) if bits == 4 else codes.view(INT8.storage)
+        return pack_codes(codes) if bits == 4 else codes.contiguous().view(INT8.storage)
+
+    def in_order(words: Tensor, g_idx: Tensor) -> tuple[Tensor, Tensor]:
+        order = torch.argsort(g_idx, stable=True)
+        return by_rows(lambda some: store(codes_of(some)[:, order]), words, K), order.to(torch.int32)
 
     sources = [f"{name}.weight_packed"]
     made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {f"{name}.weight": (sources[0], shape, dtype)}
     if layer.order is None:
-        contents.convert_together(sources, made, lambda words: (store(codes_of(words)),))
+        contents.convert_together(sources, made, lambda words: (by_rows(lambda some: store(codes_of(some)), words, K),))
     else:
         sources.append(f"{name}.weight_g_idx")
         made[f"{name}.input_order"] = (sources[1], (K,), torch.int32)
-        contents.convert_together(sources, made, lambda words, g_idx: _in_order(codes_of(words), g_idx, store))
+        contents.convert_together(sources, made, in_order)
     note_group_scale(contents, layer, N)
     if not group.weights.symmetric:
         groups = layer.tensors["weight_scale"].shape[-1] if layer.tensors["weight_scale"].shape else 1
@@ -223,11 +226,6 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
 
         zero_point = f"{name}.weight_zero_point"
         contents.convert(zero_point, zero_point, (N, groups), to_zero_point, INT8.storage)
-
-
-def _in_order(codes: Tensor, g_idx: Tensor, store: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    order = torch.argsort(g_idx, stable=True)
-    return store(codes[:, order].contiguous()), order.to(torch.int32)
 
 
 def _note_integers(contents: Contents, layer: Layer, group: Group) -> None:

@@ -13,7 +13,7 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
-from qgemm.checkpoint.words import unpack_nibbles
+from qgemm.checkpoint.words import by_rows, unpack_nibbles
 from qgemm.numerics.formats import FP8
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import pack_codes, packed_width
@@ -102,9 +102,11 @@ def _note_fp4(contents: Contents, layer: str, leaf: str) -> tuple[int, int]:
     """Notes the weight of a layer whose codes are bytes, two in each, low bits first; its ``[N, K]``."""
     N, half = matrix(contents, layer, leaf, torch.uint8).shape
     shape = (N, packed_width(2 * half))
-    contents.convert(
-        f"{layer}.weight", f"{layer}.{leaf}", shape, lambda octets: pack_codes(unpack_nibbles(octets)), torch.uint8
-    )
+
+    def repack(octets: Tensor) -> Tensor:
+        return by_rows(lambda some: pack_codes(unpack_nibbles(some)), octets, 2 * half)
+
+    contents.convert(f"{layer}.weight", f"{layer}.{leaf}", shape, repack, torch.uint8)
     contents.shapes[layer] = (N, 2 * half)
     return N, 2 * half
 

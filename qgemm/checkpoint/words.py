@@ -6,16 +6,21 @@ are the fields as they are, from 0 up: what they stand for is the format's busin
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from qgemm.numerics.integers import cdiv
 
+# Temporaries are of so many values at a time.
+_PIECE = 1 << 24
+
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     """uint8 ``[n, count]`` from int32 ``[n, ceil(count * bits / 32)]``. ``bits``: 4 or 8."""
-    octets = _by_rows(words).view(torch.uint8)
+    octets = _contiguous(words).view(torch.uint8)
     return (unpack_nibbles(octets) if bits == 4 else octets)[:, :count].contiguous()
 
 
@@ -23,7 +28,7 @@ def pack_words(fields: Tensor, bits: int) -> Tensor:
     """int32 ``[n, ceil(count * bits / 32)]`` from uint8 ``[n, count]``; what is left over in the last word is 0."""
     count = fields.shape[1]
     padded = F.pad(fields, (0, cdiv(count * bits, 32) * (32 // bits) - count))
-    return _by_rows(pack_nibbles(padded) if bits == 4 else padded).view(torch.int32)
+    return _contiguous(pack_nibbles(padded) if bits == 4 else padded).view(torch.int32)
 
 
 def unpack_nibbles(octets: Tensor) -> Tensor:
@@ -36,6 +41,19 @@ def pack_nibbles(fields: Tensor) -> Tensor:
     return fields[..., ::2] | fields[..., 1::2] << 4
 
 
-def _by_rows(tensor: Tensor) -> Tensor:
+def by_rows(make: Callable[[Tensor], Tensor], rows: Tensor, columns: int) -> Tensor:
+    """``make(rows)``, which makes a row of each, computed for some at a time. ``columns``: the values of a row."""
+    step = max(1, _PIECE // max(columns, 1))
+    if rows.shape[0] <= step:
+        return make(rows)
+    first = make(rows[:step])
+    out = first.new_empty((rows.shape[0], *first.shape[1:]))
+    out[:step] = first
+    for start in range(step, rows.shape[0], step):
+        out[start : start + step] = make(rows[start : start + step])
+    return out
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
     # A matrix of one column counts as contiguous whatever its stride there, and then can't be seen as bytes.
     return tensor if tensor.stride() == (tensor.shape[1], 1) else tensor.clone(memory_format=torch.contiguous_format)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from checkpoint.foreign import needs_the_library
-from qgemm.checkpoint.words import pack_nibbles, pack_words, unpack_nibbles, unpack_words
+from qgemm.checkpoint import words
+from qgemm.checkpoint.words import by_rows, pack_nibbles, pack_words, unpack_nibbles, unpack_words
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -14,25 +15,38 @@ from qgemm.checkpoint.words import pack_nibbles, pack_words, unpack_nibbles, unp
 def test_a_value_is_where_its_shift_says(bits: int, count: int) -> None:
     torch.manual_seed(count)
     fields = torch.randint(2**bits, (3, count), dtype=torch.uint8)
-    words = pack_words(fields, bits)
-    assert words.dtype == torch.int32
-    assert list(words.shape) == [3, -(-count * bits // 32)]
+    packed = pack_words(fields, bits)
+    assert packed.dtype == torch.int32
+    assert list(packed.shape) == [3, -(-count * bits // 32)]
     per_word = 32 // bits
-    for row, found in zip(fields.tolist(), words.tolist(), strict=True):
+    for row, found in zip(fields.tolist(), packed.tolist(), strict=True):
         wanted = [0] * len(found)
         for i, value in enumerate(row):
             wanted[i // per_word] |= value << bits * (i % per_word)
         assert [word % 2**32 for word in found] == wanted
-    assert torch.equal(unpack_words(words, bits, count), fields)
+    assert torch.equal(unpack_words(packed, bits, count), fields)
     # Rows that don't lie one behind the other, as of a matrix packed along its columns.
-    assert torch.equal(unpack_words(words.t().contiguous().t(), bits, count), fields)
-    assert torch.equal(pack_words(fields.t().contiguous().t(), bits), words)
+    assert torch.equal(unpack_words(packed.t().contiguous().t(), bits, count), fields)
+    assert torch.equal(pack_words(fields.t().contiguous().t(), bits), packed)
 
 
 def test_two_values_share_a_byte() -> None:
     fields = torch.tensor([[[1, 2], [15, 0]]], dtype=torch.uint8)
     assert pack_nibbles(fields).tolist() == [[[0x21], [0x0F]]]
     assert torch.equal(unpack_nibbles(pack_nibbles(fields)), fields)
+
+
+def test_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words, "_PIECE", 20)
+    rows, taken = torch.arange(21).view(7, 3), []
+
+    def make(some: torch.Tensor) -> torch.Tensor:
+        taken.append(len(some))
+        return some[:, :2] * 2
+
+    assert torch.equal(by_rows(make, rows, 10), rows[:, :2] * 2)
+    assert taken == [2, 2, 2, 1]
+    assert torch.equal(by_rows(make, rows[:0], 10), rows[:0, :2])
 
 
 @needs_the_library
