@@ -8,6 +8,7 @@ dtype, so that none is rounded. transformers reads them in the model's dtype, as
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -87,18 +88,33 @@ def _tensors_of_experts(
     name: str, experts: QuantExperts, own: dict[str, Tensor], leaves: tuple[str, str, str]
 ) -> dict[str, Tensor]:
     """What the files hold of the parameters ``own`` of ``experts``: a layer for each, called by ``leaves``."""
-    gate, up, down = leaves
-    wide, narrow, block = experts.intermediate_size, experts.hidden_size, experts.scheme.weight.block
+    block, wide = experts.scheme.weight.block, experts.intermediate_size
+    if block is not None and experts.activation.gated and wide % block[0]:
+        raise ValueError(
+            f"{name} has blocks of {block[0]} rows that hold both gates and ups, of {wide} rows each, which "
+            'compressed-tensors can\'t store: save it with format="qgemm"'
+        )
     made = {}
+    for part, shape, layer in parts_of_experts(experts, own, leaves):
+        bias = {"bias": layer.pop("bias")} if "bias" in layer else {}
+        stored = _tensors_of(f"{name}.{part}", experts.scheme, shape, layer) | bias
+        made.update({f"{part}.{leaf}": tensor for leaf, tensor in stored.items()})
+    return made
+
+
+def parts_of_experts(
+    experts: QuantExperts, own: dict[str, Tensor], leaves: tuple[str, str, str]
+) -> Iterator[tuple[str, tuple[int, int], dict[str, Tensor]]]:
+    """The linear layers that ``experts`` are, as files have them: name, ``[N, K]``, and parameters.
+
+    ``own``: the parameters of ``experts``. ``leaves``: what files call gates, ups and the projection down.
+    """
+    gate, up, down = leaves
+    wide, narrow = experts.intermediate_size, experts.hidden_size
     for ours, shape, parts in (
         ("gate_up_proj", (wide, narrow), (gate, up) if experts.activation.gated else (up,)),
         ("down_proj", (narrow, wide), (down,)),
     ):
-        if block is not None and len(parts) > 1 and shape[0] % block[0]:
-            raise ValueError(
-                f"{name} has blocks of {block[0]} rows that hold both gates and ups, of {shape[0]} rows each, which "
-                'compressed-tensors can\'t store: save it with format="qgemm"'
-            )
         held, shared = {}, experts.linear_of(ours).whole_names
         for leaf, tensor in own.items():
             weight, theirs = split_leaf(leaf)
@@ -110,10 +126,7 @@ def _tensors_of_experts(
                     theirs: tensor[expert] if theirs in shared else tensor[expert].chunk(len(parts))[index]
                     for theirs, tensor in held.items()
                 }
-                bias = {"bias": layer.pop("bias")} if "bias" in layer else {}
-                stored = _tensors_of(f"{name}.{expert}.{leaf}", experts.scheme, shape, layer) | bias
-                made.update({f"{expert}.{leaf}.{each}": tensor for each, tensor in stored.items()})
-    return made
+                yield f"{expert}.{leaf}", shape, layer
 
 
 def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -192,12 +205,12 @@ def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict
         "format": formats.pop() if len(formats) == 1 else _MIXED,
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [name for name, module in modules if name and _is_target(module)],
+        "ignore": [name for name, module in modules if name and is_target(module)],
         "kv_cache_scheme": None,
     }
 
 
-def _is_target(module: nn.Module) -> bool:
+def is_target(module: nn.Module) -> bool:
     """Whether the library or vLLM would take a float module for a target ``Linear``, which vLLM does with routers."""
     if isinstance(module, LinearLayer):
         return False

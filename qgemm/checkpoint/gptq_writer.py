@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qgemm.checkpoint.compressed_tensors_writer import is_target, parts_of_experts
 from qgemm.checkpoint.gptq import QUANT_METHOD, VERSIONS
+from qgemm.checkpoint.model_names import expert_leaves
 from qgemm.checkpoint.packed_layers import WORD_BITS
 from qgemm.checkpoint.tensors import transient_names
 from qgemm.checkpoint.words import pack_words
-from qgemm.nn import LinearLayer, QuantLayer, QuantMultiheadAttention
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, QuantMultiheadAttention
 from qgemm.nn.linear_layer import is_conv1d
 from qgemm.numerics.packing import unpack_codes
 from qgemm.scheme import QuantScheme
@@ -35,8 +37,9 @@ def tensors_to_write(
     """The tensors of ``model`` as GPTQ's files hold them.
 
     Of two that are ``ties`` only those that transformers ties by itself are left out, and buffers that ``state_dict``
-    leaves out. Raises ``ValueError``, naming the layer, for schemes that aren't ``int4`` or ``int8-weight``, for
-    experts and projections of an ``nn.MultiheadAttention``, and for sizes that don't fill words or groups.
+    leaves out. Fused experts become a layer each. Raises ``ValueError``, naming the layer, for schemes that aren't
+    ``int4`` or ``int8-weight``, for projections of an ``nn.MultiheadAttention``, and for sizes that don't fill words or
+    groups.
     """
     if packed := [name for name, module in model.named_modules() if isinstance(module, QuantMultiheadAttention)]:
         raise ValueError(
@@ -48,21 +51,27 @@ def tensors_to_write(
     left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name}
     written = {name: tensor for name, tensor in tensors.items() if name not in left_out}
     for name, layer in layers.items():
-        if not isinstance(layer, LinearLayer) or not can_store(layer.scheme):
-            what = f"the scheme {layer.scheme.name!r}" if isinstance(layer, LinearLayer) else "fused experts"
+        if not can_store(layer.scheme):
             raise ValueError(
-                f"{name} has {what}, and GPTQ stores linear layers with int4 or int8-weight schemes: save it with "
-                'format="qgemm"'
+                f"{name} has the scheme {layer.scheme.name!r}, and GPTQ stores int4 and int8-weight schemes: save it "
+                'with format="qgemm"'
             )
-        own = {leaf: written.pop(f"{name}.{leaf}") for leaf in layer.fixed_names if f"{name}.{leaf}" in written}
-        if own:  # else a second name of a layer
-            written.update({f"{name}.{leaf}": tensor for leaf, tensor in _tensors_of(name, layer, own).items()})
+        if isinstance(layer, QuantExperts):
+            own = {leaf: written.pop(f"{name}.{leaf}") for leaf, _ in layer.named_parameters(recurse=False)}
+            for part, shape, parameters in parts_of_experts(layer, own, expert_leaves(model)):
+                made = _tensors_of(f"{name}.{part}", layer.scheme, shape, parameters)
+                written.update({f"{name}.{part}.{leaf}": tensor for leaf, tensor in made.items()})
+        elif isinstance(layer, LinearLayer):
+            own = {leaf: written.pop(f"{name}.{leaf}") for leaf in layer.fixed_names if f"{name}.{leaf}" in written}
+            if own:  # else a second name of a layer
+                made = _tensors_of(name, layer.scheme, (layer.out_features, layer.in_features), own)
+                written.update({f"{name}.{leaf}": tensor for leaf, tensor in made.items()})
     return written
 
 
-def _tensors_of(name: str, layer: LinearLayer, own: dict[str, Tensor]) -> dict[str, Tensor]:
-    weight, bits = layer.scheme.weight, layer.scheme.weight.format.bits
-    N, K, per_word = layer.out_features, layer.in_features, WORD_BITS // bits
+def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dict[str, Tensor]) -> dict[str, Tensor]:
+    weight, bits = scheme.weight, scheme.weight.format.bits
+    (N, K), per_word = shape, WORD_BITS // bits
     size = weight.group_size or K
     for what, count, unit in (("input", K, per_word), ("output", N, per_word), ("input", K, size)):
         if count % unit:
@@ -89,6 +98,7 @@ def _tensors_of(name: str, layer: LinearLayer, own: dict[str, Tensor]) -> dict[s
         "qzeros": pack_words(zeros.t().to(torch.uint8), bits),
         "scales": scale.t().contiguous(),
         "g_idx": groups.int(),
+        **({"bias": own["bias"]} if "bias" in own else {}),
     }
 
 
@@ -99,8 +109,9 @@ def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict
     dynamic: dict[str, dict[str, Any]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if name in about and about[name] != common:
-            dynamic[f"+:^{re.escape(name)}$"] = about[name]
-        elif type(module) is nn.Linear or is_conv1d(module):
+            end = r"\.\d+\." if isinstance(module, QuantExperts) else "$"
+            dynamic[f"+:^{re.escape(name)}{end}"] = about[name]
+        elif name and (is_target(module) or is_conv1d(module)):
             dynamic[f"-:^{re.escape(name)}$"] = {}
     return {
         "quant_method": QUANT_METHOD,

@@ -49,6 +49,7 @@ from checkpoint.fuzz_foreign import make_foreign
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, Good, Link, Special, make_good, output_of
 from checkpoint.fuzz_packed import OWN_CONFIG
 from qgemm.checkpoint import CheckpointError, load_quantized
+from qgemm.checkpoint.safetensors_file import DTYPE_CODES
 from qgemm.checkpoint.safetensors_reader import SafetensorsReader
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, named_tensors
 from qgemm.nn import QuantLayer
@@ -249,7 +250,27 @@ def read_files(files: Files, held: Mapping[str, bytes | Link | Special]) -> dict
     for name in set(places.values()) or {"model.safetensors"}:
         content = held[name]
         assert isinstance(content, bytes)
-        tensors.update(parse_safetensors(content))
+        try:
+            tensors.update(parse_safetensors(content))
+        except KeyError:  # a dtype that this version of the library doesn't know
+            tensors.update(parse_by_hand(content))
+    return tensors
+
+
+def parse_by_hand(content: bytes) -> dict[str, Tensor]:
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    header.pop("__metadata__", None)
+    dtypes = {code: dtype for dtype, code in DTYPE_CODES.items()}
+    tensors = {}
+    for name, entry in header.items():
+        start, stop = (begin + offset for offset in entry["data_offsets"])
+        octets = (
+            torch.frombuffer(bytearray(content[start:stop]), dtype=torch.uint8)
+            if stop > start
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        tensors[name] = octets.view(dtypes[entry["dtype"]]).reshape(entry["shape"])
     return tensors
 
 

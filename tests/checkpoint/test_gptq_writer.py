@@ -116,8 +116,30 @@ def test_a_transformers_model(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(model))
 
 
+@pytest.mark.parametrize("scheme", ["int4-16", "int4-16-asymmetric", "int8-weight"])
+def test_experts_are_a_layer_each(scheme: str, tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 97}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, num_experts=3, num_experts_per_tok=2)).eval()
+    model = qgemm.quantize_model(model, {"*.experts*": scheme, "*": "int4-32"}, progress=False)
+    qgemm.save_quantized(model, tmp_path, format="gptq")
+    config, tensors = config_of(tmp_path), load_file(tmp_path / "model.safetensors")
+    experts = model.model.layers[0].mlp.experts
+    weight = experts.dequantize(torch.float32)["gate_up_proj"][2, 32:]
+    name = "model.layers.0.mlp.experts.2.up_proj"
+    assert torch.equal(decode(tensors, name, 8 if scheme == "int8-weight" else 4), weight)
+    assert [key for key in config["dynamic"] if key.startswith("+")] == [r"+:^model\.layers\.0\.mlp\.experts\.\d+\."]
+    assert r"-:^model\.layers\.0\.mlp\.gate$" in config["dynamic"]
+    loaded = qgemm.load_quantized(tmp_path)
+    assert same_tensors(loaded, model)
+    assert torch.equal(logits(loaded), logits(model))
+
+
 REFUSED = {
-    "int8": (net("int8"), r"layer0 has the scheme 'int8', and GPTQ stores linear layers with int4"),
+    "int8": (net("int8"), r"layer0 has the scheme 'int8', and GPTQ stores int4"),
     "nf4": (net("nf4"), r"layer0 has the scheme 'nf4'"),
     "few columns": (net("int4-channel", K=60), r"layer0 has 60 input columns, not a multiple of 8"),
     "a short group": (net("int4-32", K=80), r"layer0 has 80 input columns, not a multiple of 32"),

@@ -130,12 +130,3 @@ def test_a_model_of_ones_own(give: str, tmp_path: Path) -> None:
     assert loaded.again is loaded.experts
     arguments = inputs(model.experts, 5)
     assert torch.equal(loaded(*arguments), model(*arguments))
-
-
-def test_experts_are_not_written_as_compressed_tensors(tmp_path: Path) -> None:
-    model = qgemm.quantize_model(MIXTURES["mixtral"]().model)
-    with pytest.raises(
-        ValueError, match=r"0\.mlp\.experts holds fused experts, which can't be written for compressed-"
-    ):
-        qgemm.save_quantized(model, tmp_path / "new", format="compressed-tensors")
-    assert not (tmp_path / "new").exists()
