@@ -53,6 +53,7 @@ from qgemm.checkpoint.safetensors_file import DTYPE_CODES
 from qgemm.checkpoint.safetensors_reader import SafetensorsReader
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, named_tensors
 from qgemm.nn import QuantLayer
+from qgemm.numerics.packing import pack_codes
 
 SECONDS, MEMORY = 10, 512 << 20
 
@@ -275,7 +276,12 @@ def parse_by_hand(content: bytes) -> dict[str, Tensor]:
 
 
 def is_held(name: str, stored: Tensor, tensor: Tensor) -> bool:
-    """Whether the model's ``tensor`` is what a file means; layers differ in the shapes and dtypes of their scales."""
+    """Whether the model's ``tensor`` is what a file means.
+
+    Layers differ in the shapes and dtypes of their scales, and may pack values of 4 bits that have a byte each there.
+    """
+    if stored.dtype == torch.int8 and tensor.dtype == torch.uint8 and stored.ndim == 2:
+        return same_bytes(pack_codes((stored & 15).view(torch.uint8)), tensor)
     if name.endswith("_scale") and stored.numel() == tensor.numel():
         return same_bytes(stored.float().flatten(), tensor.float().flatten())
     return same_bytes(stored, tensor)

@@ -80,6 +80,7 @@ MIXED = ("int4", "int4-channel", "int8", "int4-32-asymmetric", "int8-weight-64-a
     "mxfp4",
     "mxfp8",
     "nvfp4",
+    "int4-int8",
 )
 
 

@@ -10,22 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qgemm.nn import linear_class
-
 Tensors = dict[str, Tensor]
 
 INT8_TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 FP8_TOKENS = {**INT8_TOKENS, "type": "float"}
 FP8_GROUPS = {**FP8_TOKENS, "strategy": "group", "group_size": 128}
 FP8_STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-
-
-def is_computed(*schemes: str) -> bool:
-    """Whether there are layers for all of ``schemes``."""
-    try:
-        return all(linear_class(scheme) for scheme in schemes)
-    except ValueError:
-        return False
 
 
 def weights(bits: int, strategy: str, size: int | None = None, kind: str = "int", **others: Any) -> dict[str, Any]:

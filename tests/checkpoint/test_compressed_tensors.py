@@ -192,7 +192,7 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "4 bits": (
         group("weights", num_bits=4),
-        r"values go from -\d+ to \d+; those of 4 bits|computed by no layer",
+        r"values go from -\d+ to \d+; those of 4 bits",
     ),
     "3 bits": (group("weights", num_bits=3), r"group_0, such as layer model.layers.0\S+, has weights of 3 bits"),
     "fp8": (group("weights", type="float"), r"is stored as 'int-quantized'"),

@@ -14,7 +14,7 @@ from torch import nn
 
 import qgemm
 from checkpoint.foreign import logits, needs_the_library, relative, same_tensors
-from checkpoint.library import decompressed, is_computed, linears
+from checkpoint.library import decompressed, linears
 from qgemm.checkpoint.compressed_tensors_writer import format_of
 from qgemm.nn import linear_class
 from qgemm.scheme import resolve_scheme
@@ -57,7 +57,7 @@ def quantized(scheme: str) -> nn.Module:
 
 
 @needs_the_library
-@pytest.mark.parametrize("scheme", [scheme for scheme in WRITTEN if is_computed(scheme)])
+@pytest.mark.parametrize("scheme", WRITTEN)
 def test_one_layer_read_by_the_library(scheme: str, tmp_path: Path) -> None:
     from compressed_tensors.quantization import QuantizationConfig
 
@@ -106,7 +106,7 @@ LIMITS = {
     "fp8-weight": 1e-5,
     "fp8": 1e-4,
     "fp8-block": 1e-4,
-    "int4-int8": 0.01,
+    "int4-int8": 0.06,
     "mxfp4": 0.03,
     "mxfp8": 0.03,
     "nvfp4": 0.03,
@@ -115,7 +115,7 @@ LIMITS = {
 
 @pytest.mark.slow(quick=["int4"])
 @needs_the_library
-@pytest.mark.parametrize("scheme", [scheme for scheme in LIMITS if is_computed(scheme)])
+@pytest.mark.parametrize("scheme", LIMITS)
 def test_transformers_loads_it(scheme: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if scheme in ("mxfp4", "mxfp8", "nvfp4") else torch.float32
     model = qgemm.quantize_model(llama(dtype), scheme, skip=["model.layers.1.mlp.up_proj"])
