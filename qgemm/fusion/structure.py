@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_norm, find_rotation, find_router
-from qgemm.fusion.verify import Call, computes_attention, computes_mixture
+from qgemm.fusion.verify import MAX_ERROR, Call, computes_mixture, error_of_attention
 from qgemm.nn.blocks.attention import FusedAttention, HeadNorms, Rotation
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.layer import Branch, CalledBranch, Form, FusedLayer
@@ -76,7 +76,7 @@ _QUERY_KEY_VALUE = (
 )
 _BY_HEAD = ("query_key_value",)
 _OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin")
-_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"))
+_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 # The layers of an MLP before its activation, the one after, and whether it is gated.
 _MLP_LAYERS = (
     (("gate_proj", "up_proj"), "down_proj", True),
@@ -340,12 +340,27 @@ def _attention(
     )
     if not parts.out.startswith(f"{parts.attention}."):
         return fused  # it is more than its module, and the layer shows whether it is right
-    for candidate in (fused, replace(fused, rotate=None, rotation=None)):
-        if computes_attention(candidate, call, defaults):
-            return candidate
-    for products in fused.products:
-        products.separate()
-    raise NotFused(f"{type(attention).__name__} computes something else than its names say")
+    candidates = [fused, replace(fused, rotate=None, rotation=None)]
+    if fused.norms is not None:
+        candidates.append(replace(fused, norms=replace(fused.norms, layout="rotated")))
+    found: FusedAttention = _nearest(candidates, call, defaults)
+    return found
+
+
+def _nearest(candidates: Sequence[Any], call: Call, defaults: dict[str, Any]) -> Any:
+    """The one of ``candidates`` that is nearest to its module, which several may compute but for roundings."""
+    best, least = candidates[0], float("inf")
+    for candidate in candidates:
+        error = error_of_attention(candidate, call, defaults)
+        if error < least:
+            best, least = candidate, error
+        if error == 0:
+            break
+    if least > MAX_ERROR:
+        for products in best.products:
+            products.separate()
+        raise NotFused(f"{type(best.module).__name__} computes something else than its names say")
+    return best
 
 
 def _latent_attention(attention: Any, out: nn.Module, defaults: dict[str, Any], call: Call) -> FusedLatentAttention:
@@ -365,13 +380,9 @@ def _latent_attention(attention: Any, out: nn.Module, defaults: dict[str, Any], 
         functions,
         eager,
     )
-    for name in sorted(rotations):
-        candidate = replace(fused, rotate=getattr(module, name))
-        if computes_attention(candidate, call, defaults):
-            return candidate
-    for products in fused.products:
-        products.separate()
-    raise NotFused(f"{type(attention).__name__} computes something else than its names say")
+    candidates = [replace(fused, rotate=getattr(module, name)) for name in sorted(rotations)]
+    found: FusedLatentAttention = _nearest(candidates or [fused], call, defaults)
+    return found
 
 
 def _rotation(rotate: Any, columns: int | None, call: Call) -> Rotation | None:

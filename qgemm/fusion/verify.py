@@ -86,14 +86,14 @@ def error_of(fused: FusedLayer, call: Call) -> float:
 
 
 @torch.no_grad()
-def computes_attention(fused: FusedAttention | FusedLatentAttention, call: Call, defaults: Mapping[str, Any]) -> bool:
-    """Whether ``fused`` computes what its module does, for random inputs with scores that differ.
+def error_of_attention(fused: FusedAttention | FusedLatentAttention, call: Call, defaults: Mapping[str, Any]) -> float:
+    """How far ``fused`` is from its module, relative to that, for random inputs with scores that differ.
 
     Those of a layer with small weights don't, and then it hardly matters how queries are rotated.
     """
     operands = [product.operands() for product in fused.products]
     if None in operands:
-        return False
+        return float("inf")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(call.x.shape, generator=generator).to(call.x)
     context = {**defaults, **call.others}
@@ -102,9 +102,10 @@ def computes_attention(fused: FusedAttention | FusedLatentAttention, call: Call,
             x = x * (_SPREAD / operands[0].product(x, x.dtype).float().std()).to(x.dtype)  # type: ignore[union-attr]
         expected = CalledBranch(fused.module, True)(x, (), None, x.dtype, context)
         out = fused(x, tuple(operands), None, x.dtype, context)  # type: ignore[arg-type]
+        error = ((out.float() - expected.float()).norm() / expected.float().norm()).item()
     except Exception:  # of a candidate that is wrong, anything may be raised
-        return False
-    return bool((out.float() - expected.float()).norm() <= MAX_ERROR * expected.float().norm())
+        return float("inf")
+    return error if error == error else float("inf")
 
 
 @torch.no_grad()

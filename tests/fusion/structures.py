@@ -44,5 +44,7 @@ STRUCTURES: dict[str, Callable[[], Example]] = {
     "cohere_heads": _text("CohereForCausalLM", use_qk_norm=True),
     "phi_heads": _text("PhiForCausalLM", qk_layernorm=True),
     "stablelm_heads": _text("StableLmForCausalLM", qk_layernorm=True, use_parallel_residual=True),
+    # Behind the rotation.
+    "hunyuan": _text("HunYuanDenseV1ForCausalLM", head_dim=16),
     "gpt_neox_in_a_row": _text("GPTNeoXForCausalLM", use_parallel_residual=False),
 }

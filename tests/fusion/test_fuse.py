@@ -45,6 +45,7 @@ OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("granitemoe", "minimax_m2"), (MIXTURE, MIXTURE)),
     "lfm2_moe": (MIXTURE,),  # and a layer without attention
     "jamba": (("attention",),),
+    "hunyuan_v1_moe": (MIXTURE, ("mlp",)) * 2,
     # With shared experts.
     "qwen2_moe": (MIXTURE, ("mlp",)) * 2,
     "deepseek_v3": (BOTH, MIXTURE, ("mlp",)),
@@ -53,7 +54,7 @@ OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
 # A norm by PyTorch's operator, in place of the model's own formula: in float32 the last bit of a value may differ.
 OTHER_SUMS = {"cohere", "cohere2", "cohere_heads"}
 # Their attention isn't fused, or norms its heads in a way of its own.
-WITHOUT_ROTATION = {"gpt_neox", "gpt_neox_in_a_row", "cohere_heads", "phi_heads", "stablelm_heads"}
+WITHOUT_ROTATION = {"gpt_neox", "gpt_neox_in_a_row", "cohere_heads", "phi_heads", "stablelm_heads", "hunyuan"}
 # Their attention takes no other; or it is as llama's.
 NO_CACHE = {"deepseek_v3", "falcon", "gpt_neo", "gpt2", "mistral", "qwen2", "nemotron", "ministral3", "starcoder2"}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

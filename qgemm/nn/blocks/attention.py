@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from qgemm.kernels.norms import Norm
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.operands import Input, Operands
+from qgemm.nn.blocks.steps import NormStep, read
 
 
 @dataclass(frozen=True, eq=False)
 class HeadNorms:
-    """Norms of queries and keys ahead of the rotation.
+    """Norms of queries and keys, ahead of the rotation or behind it.
 
     - ``query``, ``key``: the modules.
     - ``norm``: what both compute, None if that is unknown.
-    - ``layout``: what they take: ``"columns"`` ``[B, S, H * D]``, ``"heads"`` ``[B, S, H, D]``, or ``"transposed"``
-      ``[B, H, S, D]``.
+    - ``layout``: what they take: ``"columns"`` ``[B, S, H * D]``, ``"heads"`` ``[B, S, H, D]``, ``"transposed"``
+      ``[B, H, S, D]``, or ``"rotated"``, the same after the rotation.
     """
 
     query: nn.Module
@@ -40,6 +41,13 @@ class HeadNorms:
         biases = [module._parameters.get("bias") for module in (self.query, self.key)]
         known = self.norm is not None and all(weight is not None and weight.dtype == x.dtype for weight in weights)
         return (weights[0], weights[1]) if known and biases == [None, None] else None  # type: ignore[return-value]
+
+    def of_rotated(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, normalized if that comes behind the rotation."""
+        if self.layout != "rotated":
+            return q, k
+        q, k = (read(x, NormStep(module, self.norm), ()) for x, module in ((q, self.query), (k, self.key)))  # type: ignore[assignment]
+        return q, k
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,9 @@ class FusedAttention:
         arguments = self._rotation_arguments(qkv, positions)
         if arguments is None or (cache is None and positions is None):
             q, k, v = self._split(qkv, positions)
+        elif self.norms is not None and self.norms.layout == "rotated":
+            q, k, v = torch.ops.qgemm.rotate(qkv, *arguments)
+            q, k = self.norms.of_rotated(q.transpose(1, 2), k)
         elif hasattr(cache, "rotate_and_store"):
             q, k, v = cache.rotate_and_store(self.module.layer_idx, qkv, *arguments)
             return q.transpose(1, 2), k, v
@@ -163,7 +174,7 @@ class FusedAttention:
             if self.rotation is None or positions is None or positions[0].dim() != 3:
                 return None
             cos, sin = (self.rotation.of_pairs(values) for values in positions)
-        if self.norms is not None:
+        if self.norms is not None and self.norms.layout != "rotated":
             weights = self.norms.weights(qkv)
             if weights is None or self.norms.norm is None:
                 return None
@@ -195,6 +206,8 @@ class FusedAttention:
             else:
                 turned = self.rotate(q[..., :R], k[..., :R], *positions)
                 q, k = (torch.cat((own, x[..., R:]), dim=-1) for own, x in zip(turned, (q, k), strict=True))
+        if norms is not None:
+            q, k = norms.of_rotated(q, k)
         return q, k, v
 
 
