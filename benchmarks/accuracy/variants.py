@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import qgemm
 from benchmarks.accuracy.results import OUTLIERS, PLAIN, SUBJECTS
-from qgemm.calibration import AWQ, GPTQ, HadamardRotation, Method, OutlierColumns, SmoothQuant
+from qgemm.calibration import AWQ, GPTQ, HadamardRotation, Method, MSEWeights, OutlierColumns, SmoothQuant
 from qgemm.kernels.attention.checks import MAX_QUERIES
 
 Build = Callable[[Any, list[Any]], Any]
@@ -56,10 +56,18 @@ def variants() -> list[Variant]:
         _qgemm("int8-static + SmoothQuant + GPTQ", "int8-static", searched, GPTQ()),
         _qgemm("int8-static, asymmetric + SmoothQuant + GPTQ", "int8-static-asymmetric", searched, GPTQ()),
         _qgemm("int8-static + Hadamard + GPTQ", "int8-static", rotated, GPTQ()),
+        _qgemm("fp8", "fp8"),
+        _qgemm("fp8-static", "fp8-static"),
+        _qgemm("fp8-block", "fp8-block"),
+        _qgemm("int8-weight", "int8-weight", note=IN_16_BITS),
+        _qgemm("fp8-weight", "fp8-weight", note=IN_16_BITS),
+        _qgemm("mxfp8", "mxfp8", note=IN_16_BITS),
         _qgemm("int4 RTN", "int4", note=IN_16_BITS),
+        _qgemm("int4 MSE", "int4", MSEWeights(), note=IN_16_BITS),
         _qgemm("int4 GPTQ", "int4", GPTQ(), note=IN_16_BITS),
         _qgemm("int4 AWQ", "int4", AWQ(), note=IN_16_BITS),
         _qgemm("int4 AWQ + GPTQ", "int4", AWQ(), GPTQ(), note=IN_16_BITS),
+        *_of_weights("int4-channel", "int4-asymmetric", "int4-32", "int4-32-asymmetric", "mxfp4", "nvfp4", "nf4"),
         _cached("bf16, cache in bf16", None),
         _cached("bf16, cache in int8", torch.int8),
         _cached("int8, cache in int8", torch.int8, "int8"),
@@ -72,6 +80,15 @@ def named(table: Sequence[Variant], names: Sequence[str] | None) -> list[Variant
     if missing := [name for name in names or () if name not in known]:
         raise ValueError(f"there is no variant {missing[0]!r}; there are {', '.join(known)}")
     return [one for one in table if names is None or one.name in names]
+
+
+def _of_weights(*schemes: str) -> list[Variant]:
+    """Two rows for each: rounded to nearest, and by the best recipe for 4 bits."""
+    rows = []
+    for scheme in schemes:
+        rows += [_qgemm(f"{scheme} RTN", scheme, note=IN_16_BITS)]
+        rows += [_qgemm(f"{scheme} AWQ + GPTQ", scheme, AWQ(), GPTQ(), note=IN_16_BITS)]
+    return rows
 
 
 def _qgemm(name: str, scheme: str, *recipe: Method, note: str = "") -> Variant:

@@ -102,7 +102,8 @@ def test_a_run_goes_on_at_the_last_finished_block(family: str, block: str, tmp_p
 
 @pytest.mark.slow(quick=["int4"])
 @pytest.mark.parametrize(
-    "scheme", ["int4", "int8-static-asymmetric", "int8-static-hadamard", "int8-outliers-16", "int8-static-outliers-16"]
+    "scheme",
+    ["int4", "nvfp4", "int8-static-asymmetric", "int8-static-hadamard", "int8-outliers-16", "int8-static-outliers-16"],
 )
 def test_layers_of_every_kind_come_back(scheme: str, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from families.schemes import EVERY_SCHEME
+from families.schemes import EVERY_LAYER
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor
 
@@ -223,7 +223,7 @@ def add_to_layers(rng: random.Random, files: Files) -> None:
         name, other = rng.choice(names), rng.choice(names)
         what = rng.randrange(4)
         if what == 0:
-            manifest["layers"][name.rpartition(".")[0]] = rng.choice([*EVERY_SCHEME, "int8-outliers-16"])
+            manifest["layers"][name.rpartition(".")[0]] = rng.choice([*EVERY_LAYER, "int8-outliers-16"])
         elif what == 1:
             manifest["tied"][name] = other
         elif what == 2:

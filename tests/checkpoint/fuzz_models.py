@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families.schemes import EVERY_SCHEME, input_scale_for
+from families.schemes import EVERY_LAYER, input_scale_for
 from torch import Tensor, nn
 
 from checkpoint.faults import Disk
@@ -57,13 +57,13 @@ class FuzzNetOfKinds(FuzzNet):
     """A layer for each kind there is, all of them larger than the columns that one keeps in float."""
 
     def __init__(self) -> None:
-        super().__init__(24, len(EVERY_SCHEME))
+        super().__init__(24, len(EVERY_LAYER))
 
 
 def quantized_net_of_kinds(seed: int = 0) -> FuzzNet:
     torch.manual_seed(seed)
     model = FuzzNetOfKinds()
-    for i, scheme in enumerate(EVERY_SCHEME):
+    for i, scheme in enumerate(EVERY_LAYER):
         scheme = scheme.replace("outliers-32", "outliers-16")
         K, resolved = model.layers[i].in_features, resolve_scheme(scheme)
         keeps = resolved.activation is not None and resolved.activation.outlier_columns

@@ -296,3 +296,23 @@ CHECKSUMS_1 = {
     "1.weight_scale": "7802040878020408",
     "1.bias": "7fc0000040000000",
 }
+
+
+def test_packed_rows_of_another_length_are_refused(tmp_path: Path) -> None:
+    # Rows of 130 values take as many bytes as rows of 250.
+    nets = {K: nn.ModuleDict({"a": nn.Linear(K, 8), "b": nn.Linear(K, 4)}) for K in (130, 250)}
+    qgemm.save_quantized(qgemm.quantize_model(nets[130], "int4-channel"), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"]["in_features"] == {"130": ["a", "b"]}
+    with pytest.raises(CheckpointError, match="a has rows of 130 values; the model's have 250"):
+        qgemm.load_quantized(tmp_path, model=nets[250])
+    for value, message in (
+        ({"130": ["c"]}, "in_features has c, which is no quantized layer"),
+        ({"many": ["a"]}, "in_features has 'many', which is no number of columns"),
+        ({"130": ["a", "a"]}, "in_features has a twice"),
+        ([], "in_features must map numbers to lists of names"),
+    ):
+        config["quantization_config"]["in_features"] = value
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(CheckpointError, match=message):
+            qgemm.load_quantized(tmp_path, model=nets[130])
