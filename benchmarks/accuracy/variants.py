@@ -68,6 +68,7 @@ def variants() -> list[Variant]:
         _qgemm("int4 AWQ", "int4", AWQ(), note=IN_16_BITS),
         _qgemm("int4 AWQ + GPTQ", "int4", AWQ(), GPTQ(), note=IN_16_BITS),
         *_of_weights("int4-channel", "int4-asymmetric", "int4-32", "int4-32-asymmetric", "mxfp4", "nvfp4", "nf4"),
+        *_of_weights("int4-int8", note=""),
         _cached("bf16, cache in bf16", None),
         _cached("bf16, cache in int8", torch.int8),
         _cached("int8, cache in int8", torch.int8, "int8"),
@@ -82,12 +83,12 @@ def named(table: Sequence[Variant], names: Sequence[str] | None) -> list[Variant
     return [one for one in table if names is None or one.name in names]
 
 
-def _of_weights(*schemes: str) -> list[Variant]:
+def _of_weights(*schemes: str, note: str = IN_16_BITS) -> list[Variant]:
     """Two rows for each: rounded to nearest, and by the best recipe for 4 bits."""
     rows = []
     for scheme in schemes:
-        rows += [_qgemm(f"{scheme} RTN", scheme, note=IN_16_BITS)]
-        rows += [_qgemm(f"{scheme} AWQ + GPTQ", scheme, AWQ(), GPTQ(), note=IN_16_BITS)]
+        rows += [_qgemm(f"{scheme} RTN", scheme, note=note)]
+        rows += [_qgemm(f"{scheme} AWQ + GPTQ", scheme, AWQ(), GPTQ(), note=note)]
     return rows
 
 
