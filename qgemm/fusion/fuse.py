@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from qgemm.fusion.structure import Candidates, NotFused, find_candidates, find_m
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of, record_calls
 from qgemm.nn import QuantLayer
 from qgemm.nn.blocks.angles import FusedAngles
-from qgemm.nn.blocks.binding import bind, unbind
+from qgemm.nn.blocks.binding import bind, fused_of, unbind
 from qgemm.nn.blocks.layer import FusedLayer
 from qgemm.nn.blocks.norm import FusedNorm
 
@@ -52,7 +52,7 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
             if record.parts or name.rpartition(".")[0] not in layers:  # whose record has the reason
                 records[name] = record
     ordered = tuple(records[name] for name in modules if name in records)
-    others = tuple(_fuse_others(modules, [record.name for record in ordered if record.parts]))
+    others = tuple(_fuse_others(modules))
     model._qgemm_fusions = FusionReport(ordered, others)  # type: ignore[assignment]
     return model
 
@@ -100,10 +100,12 @@ def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) ->
     return FusionRecord(name, kind, parts, "; ".join(filter(None, (found.reason, reason))), error)
 
 
-def _fuse_others(modules: Mapping[str, nn.Module], fused: Sequence[str]) -> Iterator[FusionRecord]:
-    """Fuses the norms and rotary embeddings that lie outside of the ``fused`` layers."""
+def _fuse_others(modules: Mapping[str, nn.Module]) -> Iterator[FusionRecord]:
+    """Fuses the norms and rotary embeddings that are called: outside of fused layers, and some in them."""
+    layers = [fused for fused in map(fused_of, modules.values()) if isinstance(fused, FusedLayer)]
+    passed_over = {module for fused in layers for _, _, module in fused.passed_over}
     for name, module in modules.items():
-        if any(name.startswith(f"{layer}.") for layer in fused) or "forward" in vars(module):
+        if module in passed_over or "forward" in vars(module):
             continue
         if step := find_norm_step(module):
             bind(module, FusedNorm(step))

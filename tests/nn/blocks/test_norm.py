@@ -101,7 +101,14 @@ def test_norms_that_stay_as_they_are() -> None:
     fuse(example.model)
     assert not norms_of(example.model)
     assert fused_of(norm) is None
-    # In layers that are fused, others compute them; in those that aren't, each by itself.
+    # In layers that are fused, others compute them, or call them; in those that aren't, each is by itself.
+    example = FAMILIES["deepseek_v3"]()
+    quantize_model(example.model)
+    expected = example.output()
+    fuse(example.model)
+    latent = {f"model.layers.{i}.self_attn.kv_a_layernorm" for i in range(2)}
+    assert norms_of(example.model) == {"model.norm", *latent}
+    assert torch.equal(example.output(), expected)
     example = FAMILIES["t5"]()
     quantize_model(example.model, fuse=True)
     assert {"encoder.final_layer_norm", "encoder.block.0.layer.0.layer_norm"} <= norms_of(example.model)
