@@ -61,18 +61,14 @@ class Int8Config:
 
 def select_config(M: int, N: int, K: int, group: int, limits: DeviceLimits) -> Int8Config:
     """The config for ``[M, K]`` by ``[N, K]``; ``group``: how many values share a scale, 0 for all of a row."""
-    configs = _few(M, group) if M <= MAX_FEW_ROWS else _many(M, N, K, group, limits)
+    configs = _few(M) if M <= MAX_FEW_ROWS else _many(M, N, K, group, limits)
     found = (_deepest(config, K, limits) for config in configs)
     valid = [config for config in found if config is not None]
     return min(valid, key=lambda config: _microseconds(config, M, N, K, group, limits))
 
 
-def _few(M: int, group: int) -> list[Int8Config]:
-    cols = 8 if M <= 8 else 16
-    heights = (32, 64) if group == 0 or group >= 64 else (32,)  # small groups need more registers
-    return [
-        Int8Config(rows, cols, MAX_STAGES, warps=4, resident=resident) for rows in heights for resident in (False, True)
-    ]
+def _few(M: int) -> list[Int8Config]:
+    return [Int8Config(32, 8 if M <= 8 else 16, MAX_STAGES, warps=4)]
 
 
 def _many(M: int, N: int, K: int, group: int, limits: DeviceLimits) -> list[Int8Config]:
@@ -84,7 +80,7 @@ def _many(M: int, N: int, K: int, group: int, limits: DeviceLimits) -> list[Int8
     elif group:
         shapes = [(128, 64, 1)] if group < 128 else [(128, 128, 2), (128, 64, 1)]
     else:
-        shapes = [(128, 128, 1), (128, 64, 1), (256, 128, 2)]
+        shapes = [(128, 128, 1), (128, 64, 1)]
     most = max(cdiv(K, BLOCK) // 2, 1)
     configs = []
     for rows, cols, pieces in shapes:
