@@ -137,7 +137,7 @@ def _group_of(layer: Layer, groups: list[Group], config_path: Path) -> Group:
 def _parse_groups(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> list[Group]:
     """The groups; raises ``CheckpointError`` if qgemm can't compute one."""
     status = quantization.get("quantization_status")
-    if status != "compressed":
+    if status not in ("compressed", "frozen"):  # older files are compressed and say that they are frozen
         raise CheckpointError(
             f"{config_path}: quantization_status is {status!r}; only 'compressed' files hold quantized values"
         )

@@ -142,7 +142,7 @@ def _weights_name(weights: Arguments, stored_as: object) -> str:
     known: dict[str, tuple[str, ...]] = {
         "int4": (PACKED, INT, NAIVE),
         "int8": (PACKED, INT, NAIVE),
-        "fp8": (FLOAT, NAIVE, MXFP8),
+        "fp8": (FLOAT, NAIVE, MXFP8, INT),  # the last of the library's first versions
         "fp4": (NVFP4, MXFP4),
     }
     if weights.format not in known:
@@ -192,15 +192,20 @@ def _with_inputs(base: str, weights: Arguments, inputs: Arguments) -> tuple[str,
         raise Unsupported("has asymmetric input_activations", "input_zero_point")
     per_row = weights.strategy in ("channel", "tensor")
     how = inputs.format, inputs.strategy, inputs.dynamic
+    a_row_each = ""
+    if how[1:] == ("tensor", True):
+        # A scale for each row is at least as fine as one for all.
+        how = inputs.format, "token", True
+        a_row_each = "activations get a scale for each token, where the checkpoint asks for one for all of them"
     match how:
         case ("int8", "token", True) if base == "int8-weight":
-            return "int8", ""
+            return "int8", a_row_each
         case ("int8", "tensor", False) if base == "int8-weight":
             return "int8-static", ""
         case ("int8", "token", True) if weights.format == "int4":
-            return f"{base}-int8", ""
+            return f"{base}-int8", a_row_each
         case ("fp8", "token", True) if base == "fp8-weight":
-            return "fp8", ""
+            return "fp8", a_row_each
         case ("fp8", "tensor", False) if base == "fp8-weight":
             return "fp8-static", ""
         case ("fp8", "group", True) if base == "fp8-block" and inputs.group_size == BLOCK[1]:

@@ -195,13 +195,12 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
         r"values go from -\d+ to \d+; those of 4 bits",
     ),
     "3 bits": (group("weights", num_bits=3), r"group_0, such as layer model.layers.0\S+, has weights of 3 bits"),
-    "fp8": (group("weights", type="float"), r"is stored as 'int-quantized'"),
+    "fp8": (group("weights", type="float"), r"has int8 input_activations, dynamic per token, with fp8 weights"),
     "groups": (group("weights", strategy="group", group_size=16), r"with int8 weights per group of 16"),
     "groups by size": (group("weights", strategy=None, group_size=16), r"with int8 weights per group of 16"),
     "dynamic weights": (group("weights", dynamic=True), r"dynamic weights"),
     "16 bits": (group("input_activations", num_bits=16), r"has int16 input_activations"),
     "asymmetric input": (group("input_activations", symmetric=False), r"has asymmetric input_activations"),
-    "dynamic per tensor": (group("input_activations", strategy="tensor"), r"dynamic per tensor"),
     "static says the config": (
         group("input_activations", strategy="tensor", dynamic=False),
         r"activations are static, but layer \S+ has no input_scale",
@@ -214,7 +213,7 @@ CONFIGS: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     ),
     "no object": (group(weights=[1]), r"weights that are no object"),
     "odd values": (group("weights", num_bits=[8], strategy={}), r"has weights of \[8\] bits"),
-    "frozen": (whole(quantization_status="frozen"), r"quantization_status is 'frozen'"),
+    "initialized": (whole(quantization_status="initialized"), r"quantization_status is 'initialized'"),
     "transform": (whole(transform_config={"config_groups": {"u": {}}}), r"transform_config"),
     "sparse": (whole(sparsity_config={"format": "sparse-bitmask"}), r"sparsity_config"),
     "no groups": (whole(config_groups={}), r"config_groups must be"),
@@ -331,3 +330,12 @@ def test_an_untouched_module_after_an_error(folder: Path) -> None:
     with pytest.raises(CheckpointError):
         qgemm.load_quantized(folder, model=model)
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+
+
+def test_a_frozen_checkpoint_holds_what_its_tensors_say(folder: Path) -> None:
+    # Versions of 2024 said so of files with quantized values, too.
+    edit_quantization(folder, whole(quantization_status="frozen"))
+    assert isinstance(qgemm.load_quantized(folder).get_submodule(LAYER), QuantLinear)
+    edit_tensors(folder, put("weight", Tensor.float))
+    with pytest.raises(CheckpointError, match=rf"{LAYER}.weight is torch.float32 .*; it must be torch.int8"):
+        qgemm.load_quantized(folder)

@@ -13,6 +13,7 @@ FP4_LOCAL = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_
 FP8_MX = {**FP8_GROUPS, "group_size": 32}
 NVFP4 = weights(4, "tensor_group", 16, "float")
 MXFP8 = weights(8, "group", 32, "float", scale_dtype="torch.uint8")
+FP8_ROWS = weights(8, "channel", kind="float")
 FP8_BLOCK = weights(8, "block", kind="float", block_structure=[128, 128])
 
 
@@ -45,6 +46,20 @@ def test_what_a_group_becomes(group: dict[str, Any], scheme: str, left_out: str)
 
 
 @pytest.mark.parametrize(
+    ("group", "scheme"),
+    [
+        (group_of("float-quantized", FP8_ROWS, {**FP8_STATIC, "dynamic": True}), "fp8"),
+        (group_of("int-quantized", FP8_ROWS, {**FP8_TOKENS, "strategy": "tensor"}), "fp8"),
+        (group_of("int-quantized", weights(8, "channel"), {**INT8_TOKENS, "strategy": "tensor"}), "int8"),
+    ],
+)
+def test_one_scale_for_all_activations_becomes_one_for_each_token(group: dict[str, Any], scheme: str) -> None:
+    parsed = parse_group("group_0", group, None)
+    assert parsed.scheme == scheme
+    assert parsed.note == "activations get a scale for each token, where the checkpoint asks for one for all of them"
+
+
+@pytest.mark.parametrize(
     ("group", "message"),
     [
         (group_of("pack-quantized", weights(3, "channel")), "weights of 3 bits"),
@@ -57,10 +72,6 @@ def test_what_a_group_becomes(group: dict[str, Any], scheme: str, left_out: str)
         (group_of("int-quantized", weights(8, "channel", symmetric=False), INT8_TOKENS), "asymmetric int8 weights"),
         (group_of("int-quantized", weights(8, "channel"), FP8_TOKENS), "fp8 input_activations, .* with int8 weights"),
         (group_of("float-quantized", weights(8, "channel", kind="float"), INT8_TOKENS), "int8 input_.* fp8 weights"),
-        (
-            group_of("float-quantized", weights(8, "tensor", kind="float"), {**FP8_STATIC, "dynamic": True}),
-            "dynamic per t",
-        ),
         (group_of("float-quantized", FP8_BLOCK), "leaves the input_activations in float, with fp8 weights in blocks"),
         (group_of("float-quantized", FP8_BLOCK, FP8_MX), "group of 32, with fp8 weights per block"),
         (
