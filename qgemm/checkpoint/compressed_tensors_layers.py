@@ -88,13 +88,16 @@ def problem_with(layer: Layer, group: Group) -> str:
     if problem := _problem_with_scale(layer, group, N, K):
         return problem
     if not group.weights.symmetric:
-        groups = layer.tensors["weight_scale"].shape[-1] if layer.tensors["weight_scale"].shape else 1
-        packed = (cdiv(N * group.weights.bits, 32), groups)
-        shapes = {packed} if group.stored_as == PACKED else {(N, groups), (N,), (1,)}
-        kind = torch.int32 if group.stored_as == PACKED else INT8.storage
+        groups = _groups_of(layer)
+        packed, plain = (cdiv(N * group.weights.bits, 32), groups), (N, groups)
+        one_each: set[tuple[int, ...]] = {(N,), (1,), ()} if groups == 1 else set()
+        shapes: dict[torch.dtype | None, set[tuple[int, ...]]] = {
+            torch.int32: {packed},
+            INT8.storage: {plain, *one_each},
+        }
         zero_point = layer.tensors.get("weight_zero_point")
-        if zero_point is None or zero_point.dtype != kind or zero_point.shape not in shapes:
-            return _unfit(layer, "weight_zero_point", f"{kind}, {list(packed if kind == torch.int32 else (N, groups))}")
+        if zero_point is None or zero_point.shape not in shapes.get(zero_point.dtype, set()):
+            return _unfit(layer, "weight_zero_point", f"int32 {list(packed)} or int8 {list(plain)}")
     if group.is_static and "input_scale" not in layer.tensors:
         return f"activations are static, but layer {layer.name} has no input_scale"
     if not group.is_static and "input_scale" in layer.tensors:
@@ -218,14 +221,7 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
         contents.convert_together(sources, made, in_order)
     note_group_scale(contents, layer, N)
     if not group.weights.symmetric:
-        groups = layer.tensors["weight_scale"].shape[-1] if layer.tensors["weight_scale"].shape else 1
-
-        def to_zero_point(words: Tensor) -> Tensor:
-            fields = unpack_words(words.t(), bits, N).t()
-            return (fields.to(torch.int16) - (1 << (bits - 1))).to(INT8.storage).contiguous()
-
-        zero_point = f"{name}.weight_zero_point"
-        contents.convert(zero_point, zero_point, (N, groups), to_zero_point, INT8.storage)
+        _note_zero_point(contents, layer, bits, N)
 
 
 def _note_integers(contents: Contents, layer: Layer, group: Group) -> None:
@@ -247,12 +243,31 @@ def _note_integers(contents: Contents, layer: Layer, group: Group) -> None:
         contents.convert(f"{name}.weight", f"{name}.weight", (N, packed_width(K)), to_codes, torch.uint8)
         contents.shapes[name] = (N, K)
     if not group.weights.symmetric:
-        zero_point = f"{name}.weight_zero_point"
-        groups = contents.headers[scale].shape[1]
-        if layer.tensors["weight_zero_point"].shape != (N, groups):
-            contents.convert(
-                zero_point, zero_point, (N, groups), lambda value: for_each(value, N)[:, None], INT8.storage
+        _note_zero_point(contents, layer, group.weights.bits, N)
+
+
+def _note_zero_point(contents: Contents, layer: Layer, bits: int, N: int) -> None:
+    """Zero points of groups, packed along N or with a byte each."""
+    name, groups, middle = f"{layer.name}.weight_zero_point", _groups_of(layer), 1 << (bits - 1)
+
+    def convert(value: Tensor) -> Tensor:
+        if value.dtype == torch.int32:
+            fields = unpack_words(value.t(), bits, N).t()
+            return (fields.to(torch.int16) - middle).to(INT8.storage).contiguous()
+        low, high = (int(each) for each in value.aminmax()) if value.numel() else (0, 0)
+        if low < -middle or high > middle:
+            raise ValueError(
+                f"zero points go from {low} to {high}; those of {bits} bits are from {-middle} to {middle}"
             )
+        return value if value.ndim == 2 else for_each(value, N)[:, None]
+
+    contents.convert(name, name, (N, groups), convert, INT8.storage)
+
+
+def _groups_of(layer: Layer) -> int:
+    """How many scales a row has."""
+    scale = layer.tensors["weight_scale"]
+    return scale.shape[1] if len(scale.shape) == 2 else 1
 
 
 def note_group_scale(contents: Contents, layer: Layer, N: int) -> None:

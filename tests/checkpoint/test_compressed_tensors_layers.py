@@ -294,6 +294,31 @@ def test_zero_points_of_older_versions_are_zero(tmp_path: Path) -> None:
         assert layer.scheme.name == "int4-32"
 
 
+@pytest.mark.parametrize("stored_as", ["pack-quantized", "naive-quantized"])
+def test_zero_points_with_a_byte_each(stored_as: str, tmp_path: Path) -> None:
+    tensors: dict[str, torch.Tensor] = packed_layer(size=128)
+    if stored_as == "naive-quantized":
+        tensors = {"weight": torch.zeros(8, 128, dtype=torch.int8), "weight_scale": tensors["weight_scale"]}
+    group = {"group_0": group_of(stored_as, weights(4, "channel", symmetric=False))}
+    for scale in (torch.full((8, 1), 0.5), torch.full((8,), 0.5), torch.tensor([0.5])):
+        for zero_point in (torch.full((8, 1), -3), torch.full((8,), -3), torch.tensor([-3])):
+            own = {**tensors, "weight_scale": scale, "weight_zero_point": zero_point.to(torch.int8)}
+            if len(scale) == 1:
+                group["group_0"]["weights"] = weights(4, "tensor", symmetric=False)
+            write(tmp_path, {"0": own}, group)
+            (layer,) = qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
+            assert torch.equal(layer.dequantize(torch.float32).weight, torch.full((8, 128), 1.5))
+    write(tmp_path, {"0": {**own, "weight_zero_point": torch.tensor([9], dtype=torch.int8)}}, group)
+    with pytest.raises(CheckpointError, match="zero points go from 9 to 9; those of 4 bits are from -8 to 8"):
+        qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
+    for wrong in (torch.zeros(8, 2, dtype=torch.int8), torch.zeros(2, 1, dtype=torch.int32), torch.zeros(8, 1)):
+        write(tmp_path, {"0": {**own, "weight_zero_point": wrong}}, group)
+        with pytest.raises(
+            CheckpointError, match=r"weight_zero_point is .*; it must be int32 \[1, 1\] or int8 \[8, 1\]"
+        ):
+            qgemm.load_quantized(tmp_path, model=lambda: linears((8, 128)))
+
+
 def test_values_beyond_four_bits_are_refused(tmp_path: Path) -> None:
     tensors = {"weight": torch.full((8, 128), 8, dtype=torch.int8), "weight_scale": torch.ones(8, 1)}
     write(tmp_path, {"0": tensors}, {"group_0": group_of("naive-quantized", weights(4, "channel"))})
