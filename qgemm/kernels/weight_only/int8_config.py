@@ -15,7 +15,7 @@ RESERVED_BYTES = 2048  # of shared memory, for barriers
 # Of an H200, in microseconds and bytes; only their ratios matter.
 _BYTES = 65_000.0  # that a multiprocessor loads in a microsecond
 _MACS = 5_300_000.0  # that it multiplies: three quarters of what its tensor cores do
-_SCALED = 25_000.0  # sums of groups that it scales
+_SCALED = 45_000.0  # sums of groups that it scales
 _BLOCK_LATENCY = 0.3  # of a block of K
 _PARTS = 1.5  # to wait for the partial sums of others
 _PARTIAL_BYTES = 35_000.0  # of partial sums, that it writes or reads in a microsecond

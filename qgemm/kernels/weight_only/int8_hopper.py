@@ -86,7 +86,7 @@ def many_launch(
     M, N, K, G, group = sizes
     rows, cols, own = config.rows, config.cols // config.pieces, config.rows // 2
     # Products of small groups need more registers.
-    beside = config.cols * own <= MAX_VALUES_BESIDE and (group == 0 or group >= 64)
+    beside = config.cols * own <= MAX_VALUES_BESIDE and (group == 0 or group >= HALF)
     maps = {
         0: _map((M, K), (config.cols, sizes.step), torch.int8),
         1: _map((N, sizes.blocks * HALF), (rows, sizes.step), torch.uint8),
