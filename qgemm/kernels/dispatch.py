@@ -345,9 +345,10 @@ def run_experts(
     if x.is_neg():
         x = x.resolve_neg()
     # There is no kernel for fp8: what the CPU does, PyTorch does on a GPU.
-    has_kernel = checks.on_gpu(x) and weights.gate_up.dtype != FP8.storage
+    has_kernel = x.is_cuda and weights.gate_up.dtype != FP8.storage
     if not has_kernel:  # which checks once for every kind of call
         checks.check_experts(x, top_k_index, top_k_weights, weights, residual)
+        checks.on_gpu(x)
     out: Tensor = (_gpu() if has_kernel else cpu).experts(x, top_k_index, top_k_weights, weights, residual)
     return out
 
@@ -371,9 +372,13 @@ def weight_only_experts(
     - ``format``: the weights' format, a name. ``group_size``: how many values along K share a scale; 0 for all.
     """
     x = x.resolve_neg()
-    checks.check_weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
-    checks.on_gpu(x)
-    return cpu.weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
+    # Kernels multiply 16-bit values: what the CPU does with float32, PyTorch does on a GPU.
+    has_kernel = x.is_cuda and x.itemsize == 2
+    if not has_kernel:  # which checks once for every kind of call
+        checks.check_weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
+        checks.on_gpu(x)
+    out: Tensor = (_gpu() if has_kernel else cpu).weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
+    return out
 
 
 def decode_attention(

@@ -7,6 +7,7 @@ from qgemm.kernels.gemm.launcher import int_mm, matmul, scaled_mm
 from qgemm.kernels.grouped.launcher import grouped_mm
 from qgemm.kernels.linear.launcher import quant_linear
 from qgemm.kernels.moe.launcher import experts
+from qgemm.kernels.moe.weight_launcher import weight_only_experts
 from qgemm.kernels.norm.launcher import add_norm, add_norm_quantize, norm_quantize
 from qgemm.kernels.quantize.launcher import quantize_rows
 from qgemm.kernels.rotary.launcher import rotary_angles, rotate, rotate_and_store, store_key_value

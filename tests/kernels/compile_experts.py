@@ -7,15 +7,17 @@ from assumed_devices import META, Case
 
 from qgemm.kernels import GPT_OSS, GatedActivation
 from qgemm.kernels.activation import launcher as activate
-from qgemm.kernels.expert_weights import ExpertWeights
+from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.gemm.config import GemmConfig, is_valid
 from qgemm.kernels.grouped import launcher as grouped
 from qgemm.kernels.grouped.config import BY_ROWS, HOPPER, NARROW, WIDE
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.moe import launcher as moe
+from qgemm.kernels.moe import weight_launcher as moe_weights
 from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.router import launcher as router
 from qgemm.kernels.routing import Routing
+from qgemm.nn import QuantExperts
 
 GROUPS = 256
 COUNTED = ("_count_pairs_kernel", "_place_pairs_kernel", "_quantize_tokens_kernel")
@@ -49,6 +51,9 @@ def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
     )
 
     yield Case("experts residual", lambda: experts(64, 8, 2048, 768, bf16, relu2, adds=True), only=("_combine_kernel",))
+    both = ("_grouped_weight_kernel",)
+    yield Case("experts weights few", lambda: weight_only(1, "mxfp4", bf16), only=both)
+    yield Case("experts weights many", lambda: weight_only(2048, "int4-32-asymmetric", fp16), only=both)
     yield Case("experts routed", lambda: route(128, Routing(8)), only=ROUTED)
     yield Case("experts routed most", lambda: route(router.MAX_EXPERTS, Routing(32, "softmax_of_top_k")), only=ROUTED)
     groups = Routing(8, "sigmoid", in_float=True, scale=2.5, floor=1e-20, groups=8, kept_groups=4)
@@ -82,6 +87,17 @@ def experts(
     x = torch.empty(T, hidden, dtype=dtype, device=META)
     index = torch.empty(T, top_k, dtype=torch.int64, device=META)
     moe.experts(x, index, torch.empty(T, top_k, device=META), weights, torch.empty_like(x) if adds else None)
+
+
+def weight_only(T: int, scheme: str, dtype: torch.dtype) -> None:
+    """The sizes of GPT-OSS."""
+    layer = QuantExperts(32, 2880, 2880, GPT_OSS, True, META, dtype, scheme)
+    ends = ("", "_scale", "_zero_point", "_global_scale", "_bias")
+    tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in ends]
+    form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
+    x = torch.empty(T, 2880, dtype=dtype, device=META)
+    index, weights = torch.empty(T, 4, dtype=torch.int64, device=META), torch.empty(T, 4, device=META)
+    moe_weights.weight_only_experts(x, index, weights, WeightOnlyExperts(*tensors, GPT_OSS, *form))
 
 
 def products(limits: DeviceLimits) -> Iterator[Case]:

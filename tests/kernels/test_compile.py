@@ -111,6 +111,15 @@ def test_kernels_start_ahead_of_time_where_they_can(target: str, starts_early: b
 
 
 @EVERY_TARGET
+def test_weights_of_experts_run_on_tensor_cores(target: str, results: list[Result]) -> None:
+    for r in of(results, target, "experts weights"):
+        assert any(r[unit] for unit in ("mfma", "wgmma", "mma_sync", "tcgen05")), r["case"]
+        if target == "sm_90":
+            assert bool(r["wgmma"]) == ("many" in r["case"])
+            assert r["cp_async_16"]
+
+
+@EVERY_TARGET
 def test_half_precision_products_run_on_tensor_cores(target: str, results: list[Result]) -> None:
     attention = [r for r in of(results, target, "attention") if r["kernel"] == "_attend_kernel"]
     for r in [*of(results, target, "matmul float16", "matmul bfloat16"), *attention]:

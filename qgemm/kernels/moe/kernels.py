@@ -9,6 +9,9 @@ is quantized once for all of its rows (``_quantize_tokens_kernel``).
 ``_activate_kernel`` reads a row of the first product once, and writes int8. ``_combine_kernel`` adds a token's rows
 slot by slot in float32, so the bits are the same every time.
 
+Where weights alone are quantized, ``q_scale`` is None: tokens are copied to their places, and rows activated, in
+floats.
+
 ``PDL``: see ``Launch``. ``NEXT_EARLY``: let the next kernel start at once, instead of when this one ends.
 """
 
@@ -22,6 +25,7 @@ from qgemm.kernels.stages.rows import (
     GatedRow,
     RowQuantization,
     StridedRow,
+    copy_row,
     load_blocks,
     quantize_blocks,
     quantize_row,
@@ -69,7 +73,10 @@ def _quantize_pairs_kernel(
         row = place.to(tl.int64)
         token = (pair // TOP_K).to(tl.int64)
         source = StridedRow(x + token * stride_xm, K, stride_xk)
-        quantize_row(source, RowQuantization(None), q + row * K, q_scale + row, tl.arange(0, BLOCK), BLOCKS)
+        if q_scale is None:
+            copy_row(source, q + row * K, tl.arange(0, BLOCK))
+        else:
+            quantize_row(source, RowQuantization(None), q + row * K, q_scale + row, tl.arange(0, BLOCK), BLOCKS)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -143,12 +150,19 @@ def _quantize_tokens_kernel(
     source, offsets = StridedRow(x + token * stride_xm, K, stride_xk), tl.arange(0, BLOCK)
     quantization = RowQuantization(None)
     blocks = load_blocks(source, offsets, BLOCKS)
-    if BLOCKS:
+    if BLOCKS and q_scale is not None:
         scale, values = quantize_blocks(blocks, quantization, BLOCKS)
     for j in tl.static_range(TOP_K):
         row = tl.load(position + token * TOP_K + j).to(tl.int64)
         if row >= 0:
-            if BLOCKS:
+            if q_scale is None:
+                if BLOCKS:
+                    for i in tl.static_range(BLOCKS):
+                        k = i * BLOCK + offsets
+                        tl.store(q + row * K + k, blocks[i], mask=k < K)
+                else:
+                    copy_row(source, q + row * K, offsets)
+            elif BLOCKS:
                 tl.store(q_scale + row, scale)
                 for i in tl.static_range(BLOCKS):
                     k = i * BLOCK + offsets
@@ -176,7 +190,10 @@ def _activate_kernel(
     row = tl.program_id(0).to(tl.int64)
     if row < GroupTiles(tiles).num_rows():
         source = GatedRow(g + row * K * (2 if ACTIVATION.gated else 1), K, FUNCTION, ACTIVATION)
-        quantize_row(source, RowQuantization(None), q + row * K, q_scale + row, tl.arange(0, BLOCK), BLOCKS)
+        if q_scale is None:
+            copy_row(source, q + row * K, tl.arange(0, BLOCK))
+        else:
+            quantize_row(source, RowQuantization(None), q + row * K, q_scale + row, tl.arange(0, BLOCK), BLOCKS)
 
 
 @triton.jit

@@ -93,18 +93,18 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, adds: boo
         return names.step(launch, a, weight, *outs, f"{a}_scale", f"{weight}_scale", f"{weight}_bias", "tiles")
 
     steps = (
-        *_route(x, P, top_k, E, groups, first.block_m, early, limits, names),
+        *route_steps(x, P, top_k, E, groups, first.block_m, early, limits, names),
         product(N, H, first, "q", "gate_up", "g"),
         names.step(
-            _activate(P, intermediate, x.dtype, weights.activation, early, limits), "g", "h", "h_scale", "tiles"
+            activate_launch(P, intermediate, x.dtype, weights.activation, early, limits), "g", "h", "h_scale", "tiles"
         ),
         product(H, intermediate, second, "h", "down", "y"),
-        names.step(_combine(T, top_k, H, early, limits), "y", "position", "top_k_weights", "residual", "out"),
+        names.step(combine_launch(T, top_k, H, early, limits), "y", "position", "top_k_weights", "residual", "out"),
     )
     return LaunchPlan(x.device.index, size, tuple(parts.values()), steps)
 
 
-def _route(
+def route_steps(
     x: Tensor, P: int, top_k: int, E: int, groups: int, block_m: int, early: bool, limits: DeviceLimits, names: Names
 ) -> list[Step]:
     """What sorts the pairs by expert and quantizes their tokens."""
@@ -133,16 +133,18 @@ def _route(
     ]
 
 
-def _activate(
+def activate_launch(
     P: int, K: int, dtype: torch.dtype, activation: GatedActivation, early: bool, limits: DeviceLimits
 ) -> Launch:
+    """The activation of ``P`` rows at most, each of ``K`` values, quantized where there is a scale for it."""
     block, blocks, threads = activated_row_blocks(K, dtype.itemsize)
     constants = (DEVICE_ACTIVATIONS[activation.name], activation, block, blocks, limits.pdl, early)
     warps = max(1, threads // limits.warp_size)
     return Launch(_activate_kernel, P, (K,), constants, num_warps=warps, pdl=limits.pdl)
 
 
-def _combine(T: int, top_k: int, H: int, early: bool, limits: DeviceLimits) -> Launch:
+def combine_launch(T: int, top_k: int, H: int, early: bool, limits: DeviceLimits) -> Launch:
+    """The weighted sum of each token's rows."""
     # 8 values a thread; few tokens want more programs.
     block = min(256 if T * H < 2**18 else 1024, max(32, next_power_of_2(H)))
     constants = (top_k, block, limits.pdl, early)

@@ -191,6 +191,14 @@ def quantize_row(source, quantization, q_row, scale_ptr, offsets, BLOCKS: tl.con
 
 
 @triton.jit
+def copy_row(source, row, offsets):
+    """Writes a row's values to ``row``, contiguous, in its dtype. ``offsets``: within a block."""
+    for start in tl.range(0, source.length, offsets.shape[0], loop_unroll_factor=source.unroll):
+        k = start + offsets
+        tl.store(row + k, source.load(k), mask=k < source.length)
+
+
+@triton.jit
 def load_blocks(source, offsets, BLOCKS: tl.constexpr):
     """The row's ``BLOCKS`` blocks."""
     BLOCK: tl.constexpr = offsets.shape[0]

@@ -158,7 +158,13 @@ def widen(values, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     elif FORMAT == "int8":
         return values.to(tl.float32).to(DTYPE)
     else:
-        return _signed(_small_float(values & 127, 3, 1.0 / 512), values >> 7).to(DTYPE)
+        return fp8_value(values).to(DTYPE)
+
+
+@triton.jit
+def fp8_value(bits):
+    """float32 of e4m3 values, uint8 ``bits``."""
+    return _signed(_small_float(bits & 127, 3, 1.0 / 512), bits >> 7)
 
 
 @triton.jit

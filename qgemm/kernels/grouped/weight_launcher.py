@@ -1,0 +1,84 @@
+"""Launches of grouped products with weights of 4 and 8 bits, and which tile they run with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qgemm.kernels.grouped.launcher import max_tiles
+from qgemm.kernels.grouped.weight_kernels import _grouped_weight_kernel
+from qgemm.kernels.launch.device import DeviceLimits, device_limits
+from qgemm.kernels.launch.launch import Launch
+from qgemm.numerics.formats import FORMATS
+from qgemm.numerics.integers import cdiv
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """How a weight is stored.
+
+    The name of its format, the bits of a value, how many of K share a scale (0: all), and whether a scale of 8 bits is
+    the exponent of a power of 2, not an e4m3.
+    """
+
+    name: str
+    bits: int
+    group: int
+    has_exponents: bool
+
+
+@dataclass(frozen=True)
+class WeightConfig:
+    """A tile of ``block_m`` rows of A by ``block_n`` rows of the weight, of which ``piece`` bytes are a step."""
+
+    block_m: int
+    block_n: int
+    piece: int
+    num_warps: int
+    num_stages: int
+    group_size_m: int = 8
+
+    def shared_memory(self, bits: int) -> int:
+        """Bytes that the steps on their way take."""
+        return self.num_stages * self.piece * (self.block_n + self.block_m * 2 * (8 // bits))
+
+
+# By the rows of a group, up to so many; what fits in shared memory comes first.
+BY_ROWS: tuple[tuple[float, tuple[WeightConfig, ...]], ...] = (
+    (12, (WeightConfig(16, 64, 128, 4, 4), WeightConfig(16, 64, 64, 4, 2))),
+    (40, (WeightConfig(32, 64, 128, 4, 3), WeightConfig(32, 64, 64, 4, 2))),
+    (96, (WeightConfig(64, 128, 64, 4, 3), WeightConfig(64, 64, 64, 4, 2))),
+    (float("inf"), (WeightConfig(128, 128, 64, 8, 3), WeightConfig(128, 64, 64, 4, 2), WeightConfig(64, 64, 64, 4, 2))),
+)
+
+
+def stored_form(name: str, group_size: int, scale: torch.Tensor) -> StoredForm:
+    """The form of weights in the format ``name`` with scales like ``scale``."""
+    return StoredForm(name, FORMATS[name].bits, group_size, scale.dtype == torch.uint8)
+
+
+def select_weight_config(T: int, G: int, form: StoredForm, device: torch.device) -> WeightConfig:
+    """The config for ``T`` rows that go to ``G`` groups at random."""
+    limits = device_limits(device)
+    rows = T / (G * (1 - (1 - 1 / G) ** T))
+    configs = next(configs for most, configs in BY_ROWS if rows <= most)
+    return next(config for config in configs if fits(config, form, limits))
+
+
+def fits(config: WeightConfig, form: StoredForm, limits: DeviceLimits) -> bool:
+    """Whether the device has the shared memory."""
+    return config.shared_memory(form.bits) <= limits.shared_memory
+
+
+def weight_product_launch(
+    T: int, G: int, N: int, K: int, form: StoredForm, config: WeightConfig, device: torch.device
+) -> Launch:
+    """The product of ``[T, K]`` and ``[G, N, K]``, for one dtype of each tensor.
+
+    To be called with a, the weight, the output, scales, zero points, global scales, the bias, and the tiles.
+    """
+    pdl = device_limits(device).pdl
+    grid = max_tiles(T, G, config.block_m) * cdiv(N, config.block_n)
+    constants = (form, config, pdl)
+    return Launch(_grouped_weight_kernel, grid, (N, K), constants, config.num_warps, config.num_stages, pdl)
