@@ -133,6 +133,20 @@ def test_what_needs_the_whole_model_is_refused_elsewhere(scheme: str, message: s
     assert not linear_layers(example.model)
 
 
+def test_scales_of_another_dtype_stay_what_they_are(tmp_path: Path) -> None:
+    # As another library's file may have them, which own files then keep.
+    model = quantized("llama", "int4-32-asymmetric").model
+    for layer in linear_layers(model).values():
+        layer.weight_scale = nn.Parameter(-layer.weight_scale.half() * 1.001, requires_grad=False)
+    cls: Any = type(model)
+    qgemm.save_quantized(model, tmp_path / "ours")
+    for loaded in (qgemm.load_quantized(tmp_path / "ours"), cls.from_pretrained(tmp_path / "ours")):
+        assert {layer.weight_scale.dtype for layer in linear_layers(loaded).values()} == {torch.float16}
+        assert_same(loaded, model)
+    loaded.save_pretrained(tmp_path / "theirs")
+    assert_same(qgemm.load_quantized(tmp_path / "theirs"), model)
+
+
 @UNCALIBRATED
 def test_a_model_on_meta_gets_the_structure(scheme: str) -> None:
     example = FAMILIES["llama"]()
