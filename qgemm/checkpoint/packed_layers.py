@@ -81,18 +81,26 @@ class PackedLayer:
     @property
     def scheme(self) -> QuantScheme:
         """What computes it. Raises ``ValueError`` for groups that no scheme has."""
-        parts = ["int4"] if self.bits == 4 else ["int8-weight"]
-        if self.group_size is None:
-            parts += ["channel"] if self.bits == 4 else []
-        elif (self.bits, self.group_size) != (4, 128):
-            parts.append(str(self.group_size))
-        parts += [] if self.symmetric else ["asymmetric"]
-        parts += ["ordered"] if self.ordered else []
-        return resolve_scheme("-".join(parts))
+        return integers_scheme(self.bits, self.group_size, self.symmetric, self.ordered)
 
     def name_of(self, leaf: str) -> str:
         """The full name of one of its tensors."""
         return f"{self.name}.{leaf}"
+
+
+def integers_scheme(bits: int, group_size: int | None, symmetric: bool, ordered: bool = False) -> QuantScheme:
+    """The scheme of weights in whole numbers of 4 or 8 bits, with activations in float; ``group_size`` None: of a row.
+
+    Raises ``ValueError`` for groups that no scheme has.
+    """
+    parts = ["int4"] if bits == 4 else ["int8-weight"]
+    if group_size is None:
+        parts += ["channel"] if bits == 4 else []
+    elif (bits, group_size) != (4, 128):
+        parts.append(str(group_size))
+    parts += [] if symmetric else ["asymmetric"]
+    parts += ["ordered"] if ordered else []
+    return resolve_scheme("-".join(parts))
 
 
 def read_packed(said: Said, stored: dict[str, StoredTensor], config_path: object) -> Contents:

@@ -3,11 +3,11 @@
 A weight is a tensor of a class of torchao's. The file's metadata has its class and attributes, in JSON under its name
 ``<module>.weight``, and the files hold its parts:
 
-- ``<module>._weight_qdata``: int8 or float8_e4m3fn ``[N, K]``;
-- ``<module>._weight_scale``: ``[N, 1]``, or ``[1, 1]`` for the whole tensor;
-- ``<module>._weight_zero_point``: int8, with ``Int8Tensor``.
+- ``<module>._weight_qdata``: int8 or float8_e4m3fn ``[N, K]``, also of ``IntxUnpackedToInt8Tensor`` with 4 bits;
+- ``<module>._weight_scale``: ``[N, 1]``, or ``[1, 1]`` for the whole tensor; of int8 ``[N, groups]``, too;
+- ``<module>._weight_zero_point``: int8 of the same shape, with int8.
 
-Its 4-bit weights aren't read: ``Int4Tensor`` has float zero points, and others are laid out for one kernel.
+``Int4Tensor`` isn't read, which has zero points in float, and what is laid out for one kernel isn't, either.
 """
 
 from __future__ import annotations
@@ -22,29 +22,35 @@ from torch import Tensor
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.manifest import Manifest
-from qgemm.checkpoint.safetensors_file import StoredTensor, read_metadata, unfit
+from qgemm.checkpoint.packed_layers import integers_scheme
+from qgemm.checkpoint.safetensors_file import StoredTensor, read_metadata, read_values, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
-from qgemm.numerics.formats import FP8, INT8
+from qgemm.numerics.formats import FP8, INT4, INT8
+from qgemm.numerics.packing import pack_codes, packed_width
 from qgemm.scheme import resolve_scheme
 
 QUANT_METHOD = "torchao"
-_FORMATS = {"Int8Tensor": INT8, "Float8Tensor": FP8}
-_QDATA = "_weight_qdata"
-_ASYMMETRIC = "the zero point is not 0: torchao has quantized the layer asymmetrically, which qgemm doesn't read"
+_INTX = "IntxUnpackedToInt8Tensor"
+_FORMATS = {"Int8Tensor": INT8, "Float8Tensor": FP8, _INTX: INT8}
+_QDATA, _ZERO_POINT = "_weight_qdata", "_weight_zero_point"
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
     """The contents of a checkpoint whose files' metadata say what their tensors are.
 
-    Raises ``CheckpointError``, naming the layer, for classes other than ``Int8Tensor`` and ``Float8Tensor``, and for
-    scales finer than a row.
+    Raises ``CheckpointError``, naming the layer, for other classes than ``_FORMATS`` has, and for activations that are
+    quantized in another way than row by row.
     """
     contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
     metadata = {path: read_metadata(path) for path in {tensor.path for tensor in stored.values()}}
+    zero_points = {name: tensor for name, tensor in stored.items() if split_name(name)[1] == _ZERO_POINT}
+    values = read_values(zero_points, torch.device("cpu"))
+    symmetric = {name: not bool((value.float() != 0).any()) for name, value in values}
     for name, tensor in stored.items():
         layer, leaf = split_name(name)
         if leaf == _QDATA:
-            _note(contents, layer, _parse(metadata[tensor.path], layer, tensor.path))
+            about = _parse(metadata[tensor.path], layer, tensor.path)
+            _note(contents, layer, about, symmetric.get(f"{layer}.{_ZERO_POINT}", True))
         elif leaf.startswith("_") and leaf.endswith("_qdata"):
             raise CheckpointError(f"{tensor.path}: {name} is of a parameter that qgemm doesn't run quantized")
     return contents
@@ -62,41 +68,90 @@ def _parse(metadata: dict[str, str], layer: str, path: Path) -> dict[str, Any]:
     return {**data, "_type": kind}
 
 
-def _note(contents: Contents, layer: str, about: dict[str, Any]) -> None:
+def _note(contents: Contents, layer: str, about: dict[str, Any], symmetric: bool) -> None:
     stored = contents.stored
     names = {leaf: f"{layer}._weight_{leaf}" for leaf in ("qdata", "scale", "zero_point", "act_pre_scale")}
     weight, scale = stored[names["qdata"]], stored.get(names["scale"])
-    form = _FORMATS[about["_type"]]
+    form, path = _FORMATS[about["_type"]], weight.path
     if weight.dtype != form.storage or len(weight.shape) != 2:
-        raise unfit(weight.path, names["qdata"], weight, f"{form.storage}, [N, K]")
-    N = weight.shape[0]
-    if scale is None or scale.dtype not in BIAS_DTYPES or scale.shape not in ((N, 1), (1, 1), (N,), (1,), ()):
-        raise unfit(weight.path, names["scale"], scale, f"of a float dtype, [{N}, 1] or [1, 1]")
+        raise unfit(path, names["qdata"], weight, f"{form.storage}, [N, K]")
     if names["act_pre_scale"] in stored:
-        raise CheckpointError(
-            f"{weight.path}: {names['act_pre_scale']} is of AWQ or SmoothQuant, which qgemm doesn't read"
-        )
-    dtype, by_row = scale.dtype, _rounds_rows(about, layer, weight.path)
-    if by_row:
-        contents.manifest.layers[layer] = resolve_scheme(form.name)
-        made: tuple[int, ...] = (N,)
-        dtype = torch.float32
+        raise CheckpointError(f"{path}: {names['act_pre_scale']} is of AWQ or SmoothQuant, which qgemm doesn't read")
+    N, K = weight.shape
+    bits, by_row = _bits(about, layer, path), _rounds_rows(contents, about, layer, path)
+    shapes = [(N, 1), (1, 1), (N,), (1,), ()]
+    size = None
+    if form is INT8 and not by_row and (size := _group_size(about, K)) is not None:
+        shapes = [(N, K // size)]
+    if scale is None or scale.dtype not in BIAS_DTYPES or scale.shape not in shapes:
+        raise unfit(path, names["scale"], scale, f"of a float dtype, {list(shapes[0])}")
+    if form is FP8:
+        scheme = resolve_scheme("fp8" if by_row else "fp8-weight")
     else:
-        contents.manifest.layers[layer] = resolve_scheme(f"{form.name}-weight")
-        made = (N, 1)
-    assert dtype is not None
-    contents.convert(f"{layer}.weight", names["qdata"], weight.shape, lambda value: value, weight.dtype)
+        try:
+            scheme = resolve_scheme("int8") if by_row else integers_scheme(bits, size, symmetric)
+        except ValueError:
+            raise CheckpointError(
+                f"{path}: {layer} has groups of {size} columns; qgemm computes groups of any multiple of 16"
+            ) from None
+    contents.manifest.layers[layer] = scheme
+    contents.shapes[layer] = N, K
+    shape, dtype = ((N,), torch.float32) if by_row else ((N, 1 if size is None else K // size), scale.dtype)
+    contents.convert(
+        f"{layer}.weight_scale",
+        names["scale"],
+        shape,
+        lambda value: value.to(dtype).reshape(-1, shape[-1] if size else 1).expand(N, -1).reshape(shape).clone(),
+        dtype,
+    )
+    if bits == 4:
+        contents.convert(f"{layer}.weight", names["qdata"], (N, packed_width(K)), _pack, torch.uint8)
+    else:
+        contents.convert(f"{layer}.weight", names["qdata"], weight.shape, lambda value: value, weight.dtype)
+    zero_point = stored.get(names["zero_point"])
+    if zero_point is None:
+        return
+    if symmetric:
+        contents.look_at(names["zero_point"], lambda value: None)  # known already
+    elif by_row or zero_point.dtype != torch.int8 or zero_point.shape != scale.shape or scale.shape != shape:
+        raise CheckpointError(
+            f"{path}: {names['zero_point']} is {zero_point}; qgemm reads zero points of whole numbers, with "
+            "activations in float"
+        )
+    else:
+        contents.convert(f"{layer}.weight_zero_point", names["zero_point"], shape, lambda value: value, torch.int8)
 
-    def for_each_row(value: Tensor) -> Tensor:
-        return value.to(dtype).reshape(-1).expand(N).reshape(made).clone()
 
-    contents.convert(f"{layer}.weight_scale", names["scale"], made, for_each_row, dtype)
-    if names["zero_point"] in stored:
-        contents.must_be_zero(names["zero_point"], _ASYMMETRIC)
+def _bits(about: dict[str, Any], layer: str, path: Path) -> int:
+    if about["_type"] != _INTX:
+        return 8
+    target = about.get("target_dtype")
+    name = target.get("_data") if isinstance(target, dict) else None
+    if name not in ("int4", "int8"):
+        raise CheckpointError(f"{path}: {layer} has values of {name!r}; qgemm reads int4 and int8")
+    return 4 if name == "int4" else 8
 
 
-def _rounds_rows(about: dict[str, Any], layer: str, path: Path) -> bool:
+def _group_size(about: dict[str, Any], K: int) -> int | None:
+    """How many columns share a scale, if the metadata say that it is a part of a row."""
+    block = about.get("block_size")
+    size = block[1] if isinstance(block, list) and len(block) == 2 and block[0] == 1 else K
+    return size if type(size) is int and 0 < size < K and K % size == 0 else None
+
+
+def _pack(values: Tensor) -> Tensor:
+    if values.numel() and not -8 <= int(values.min()) <= int(values.max()) <= 7:
+        raise ValueError(f"its values go from {int(values.min())} to {int(values.max())}; int4's are from -8 to 7")
+    return pack_codes(INT4.to_codes(values))
+
+
+def _rounds_rows(contents: Contents, about: dict[str, Any], layer: str, path: Path) -> bool:
     """Whether activations are quantized, each row as it comes. Raises ``CheckpointError`` for another way."""
+    rounding = about.get("activation_quantization") or about.get("apply_int8_act_asym_per_token_quant") or None
+    if rounding in ("int8_asym_per_token", True):
+        contents.note("activations stay in float, which the checkpoint has rounded to int8 with zero points")
+    elif rounding is not None:
+        raise CheckpointError(f"{path}: {layer} has the activation_quantization {rounding!r}, which qgemm doesn't know")
     kwargs = about.get("act_quant_kwargs")
     if kwargs is None:
         return False

@@ -62,7 +62,7 @@ def make_packed(folder: Path, breaks: list[Break]) -> list[Good]:
         ("gptq2", [each.gptq(2) for each in plain], {**gptq, "sym": True, "checkpoint_format": "gptq"}, check_gptq),
         ("awq", [each.awq() for each in asymmetric], awq, check_awq),
         ("auto-round", [each.gptq(1) for each in plain], auto_round, check_gptq),
-        ("torchao", [_int8(0), _int8(1), _fp8(2)], {"quant_method": "torchao"}, check_torchao),
+        ("torchao", [_int8(0), _intx(1), _fp8(2)], {"quant_method": "torchao"}, check_torchao),
     ]
     made = []
     for name, layers, config, check in written:
@@ -110,6 +110,10 @@ def _write(
         if (qdata := own.get("_weight_qdata")) is not None:
             kind = "Int8Tensor" if qdata.dtype == torch.int8 else "Float8Tensor"
             about = {"_type": kind, "_data": {"block_size": [1, WIDTH], "act_quant_kwargs": None}}
+            if (count := own["_weight_scale"].shape[1]) > 1:
+                target = {"_type": "torch.dtype", "_data": "int4"}
+                data = {"block_size": [1, WIDTH // count], "target_dtype": target, "activation_quantization": None}
+                about = {"_type": "IntxUnpackedToInt8Tensor", "_data": data}
             metadata[f"layers.{index}.weight"] = json.dumps(about)
     folder.mkdir(parents=True)
     if in_two:  # a layer's tensors in both files
@@ -131,6 +135,12 @@ def _int8(seed: int) -> Tensors:
     qdata = torch.randint(-128, 128, (WIDTH, WIDTH), dtype=torch.int8)
     zeros = torch.zeros(WIDTH, 1, dtype=torch.int8)
     return {"_weight_qdata": qdata, "_weight_scale": torch.rand(WIDTH, 1), "_weight_zero_point": zeros}
+
+
+def _intx(seed: int) -> Tensors:
+    torch.manual_seed(seed)
+    qdata, zeros = (torch.randint(-8, 8, (WIDTH, count), dtype=torch.int8) for count in (WIDTH, 2))
+    return {"_weight_qdata": qdata, "_weight_scale": torch.rand(WIDTH, 2), "_weight_zero_point": zeros}
 
 
 def _fp8(seed: int) -> Tensors:
@@ -229,8 +239,12 @@ def check_awq(model: nn.Module, files: Tensors, config: dict[str, Any]) -> None:
 
 def check_torchao(model: nn.Module, files: Tensors, config: dict[str, Any]) -> None:
     for layer, own in _layers(model, files):
-        scale = own["_weight_scale"].float().reshape(-1, 1)
-        _assert_weight(layer, own["_weight_qdata"].float() * scale)
+        qdata, scale = own["_weight_qdata"].float(), own["_weight_scale"].float()
+        scale = scale if scale.ndim == 2 else scale.reshape(-1, 1)
+        zeros = own.get("_weight_zero_point", torch.zeros(1)).float()
+        zeros = zeros if bool(zeros.any()) else torch.zeros_like(scale)
+        zeros, scale = (each.repeat_interleave(layer.in_features // each.shape[1], dim=1) for each in (zeros, scale))
+        _assert_weight(layer, (qdata - zeros) * scale)
 
 
 def check_nf4(model: nn.Module, files: Tensors, config: dict[str, Any]) -> None:

@@ -91,6 +91,33 @@ def test_fp8(by_row: bool, tmp_path: Path) -> None:
         read(write(tmp_path, tensors, about))
 
 
+def intx(dtype: str, **data: Any) -> str:
+    return attributes("IntxUnpackedToInt8Tensor", target_dtype={"_type": "torch.dtype", "_data": dtype}, **data)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("size", [32, 64])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_whole_numbers_in_groups(symmetric: bool, size: int, bits: int, tmp_path: Path) -> None:
+    # As its library writes them: zero points of symmetric layers too, and one group for whole rows.
+    torch.manual_seed(0)
+    qdata = torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (16, 64), dtype=torch.int8)
+    scale = torch.rand(16, 64 // size).bfloat16()
+    zeros = torch.zeros(16, 64 // size, dtype=torch.int8) if symmetric else qdata[:, : 64 // size].contiguous()
+    tensors = {"a._weight_qdata": qdata, "a._weight_scale": scale, "a._weight_zero_point": zeros}
+    layer = read(write(tmp_path, tensors, intx(f"int{bits}", block_size=[1, size])))
+    base = {(4, 32): "int4-32", (4, 64): "int4-channel", (8, 32): "int8-weight-32", (8, 64): "int8-weight"}[bits, size]
+    assert layer.scheme.name == base + ("" if symmetric else "-asymmetric")
+    weight = (qdata.float() - zeros.repeat_interleave(size, 1)) * scale.float().repeat_interleave(size, 1)
+    assert torch.equal(layer.dequantize(torch.float32).weight, weight)
+
+
+def test_activations_that_are_left_in_float(tmp_path: Path) -> None:
+    folder = write(tmp_path, int8(), intx("int8", activation_quantization="int8_asym_per_token"))
+    with pytest.warns(UserWarning, match="activations stay in float, which the checkpoint has rounded to int8"):
+        assert read(folder).scheme.name == "int8-weight"
+
+
 STATIC = {"_type": "QuantizeTensorToInt8Kwargs", "_data": {"granularity": {"_type": "PerTensor"}}}
 ASYMMETRIC = {**PER_ROW, "_data": {**PER_ROW["_data"], "mapping_type": {"_type": "MappingType", "_data": "ASYMMETRIC"}}}
 REFUSED: dict[str, tuple[dict[str, torch.Tensor], str, str]] = {
@@ -103,11 +130,25 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], str, str]] = {
     "asymmetric": ({}, attributes("Int8Tensor", act_quant_kwargs=ASYMMETRIC), r"a quantizes activations otherwise"),
     "odd kwargs": ({}, attributes("Int8Tensor", act_quant_kwargs=[1]), r"act_quant_kwargs of a.weight are \[1\]"),
     "fp8": ({}, attributes("Float8Tensor"), r"_weight_qdata is torch.int8 \[16, 64\]; it must be torch.float8_e4m3fn"),
-    "zero points": (
+    "zero points of rounded rows": (
         {"a._weight_zero_point": torch.ones(16, 1, dtype=torch.int8)},
-        attributes("Int8Tensor"),
-        r"_weight_zero_point: the zero point is not 0",
+        attributes("Int8Tensor", act_quant_kwargs=PER_ROW),
+        r"_weight_zero_point is torch.int8 \[16, 1\]; qgemm reads zero points of whole numbers, with activations in",
     ),
+    "float zero points": (
+        {"a._weight_zero_point": torch.ones(16, 1)},
+        attributes("Int8Tensor"),
+        r"_weight_zero_point is torch.float32 \[16, 1\]",
+    ),
+    "2 bits": ({}, intx("int2"), r"a has values of 'int2'; qgemm reads int4 and int8"),
+    "no bits": ({}, attributes("IntxUnpackedToInt8Tensor"), r"a has values of None"),
+    "too large": ({}, intx("int4"), r"_weight_qdata: its values go from -12\d to 12\d; int4's are from -8 to 7"),
+    "groups of 8": (
+        {"a._weight_scale": torch.ones(16, 8)},
+        intx("int8", block_size=[1, 8]),
+        r"a has groups of 8 columns; qgemm computes groups of any multiple of 16",
+    ),
+    "other rounding": ({}, intx("int8", activation_quantization="int4"), r"activation_quantization 'int4'"),
     "groups": (
         {"a._weight_scale": torch.ones(16, 2)},
         attributes("Int8Tensor"),
