@@ -25,13 +25,14 @@ import torch
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
+from qgemm.numerics.packing import packed_width
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MATRICES = ("linear", "experts")
 """The kinds of layers that take part in matrix products, and so can be quantized."""
 
 _FOUR_BIT_STATE = re.compile(r"(.*)\.(weight\.(?:(?:nested_)?absmax|(?:nested_)?quant_map|quant_state\..*))")
-_COMPANIONS = re.compile(r"(.*?)_(scale|scales|scale_inv|bias|blocks|zero_point)")
+_COMPANIONS = re.compile(r"(.*?)_(scale|scales|scale_inv|bias|blocks|zero_point|global_scale)")
 # "embed_out" is an output head.
 _EMBEDDING = re.compile(r"embed(?!_out)|^wte$|^wpe$|^shared$|relative_attention_bias")
 
@@ -111,10 +112,11 @@ def _layers_of(
 ) -> Iterable[StoredLayer]:
     tensors = dict(tensors)
     if "expert" in module:
+        shapes = {leaf: tensor.shape for leaf, tensor in tensors.items()}
         for leaf in [leaf for leaf, tensor in tensors.items() if _is_experts(leaf, tensor)]:
             base = leaf.removesuffix("_blocks")
             own = [one for one in tensors if one == leaf or ((m := _COMPANIONS.fullmatch(one)) and m[1] == base)]
-            storage, shape = _experts_storage(leaf, tensors[leaf])
+            storage, shape = _own_experts(module, leaf, shapes, contents) or _experts_storage(leaf, tensors[leaf])
             name = f"{module}.{base}" if module else base
             yield StoredLayer(name, "experts", storage, shape, {one[len(base) :]: tensors.pop(one) for one in own})
     if not tensors:
@@ -131,6 +133,21 @@ def _is_experts(leaf: str, tensor: StoredTensor) -> bool:
     if leaf.endswith("_blocks"):
         return tensor.dtype == torch.uint8 and len(tensor.shape) == 4
     return len(tensor.shape) == 3 and not is_scale(leaf) and not leaf.endswith(("_bias", "_zero_point"))
+
+
+def _own_experts(
+    module: str, leaf: str, shapes: dict[str, tuple[int, ...]], contents: Contents | None
+) -> tuple[str, tuple[int, ...]] | None:
+    """Of packed experts in qgemm's own format: how long rows are, the other weight's rows say."""
+    first, second = (shapes.get(name) for name in ("gate_up_proj", "down_proj"))
+    scheme = None if contents is None else contents.manifest.layers.get(module)
+    if scheme is None or scheme.weight.format.bits != 4 or first is None or second is None:
+        return None
+    if leaf == "gate_up_proj":
+        return scheme.weight.dtype, (*first[:2], second[1])
+    # Half of them where there are gates and ups.
+    fitting = [K for K in (first[1] // 2, first[1]) if packed_width(K) == second[2]]
+    return None if not fitting else (scheme.weight.dtype, (*second[:2], fitting[0]))
 
 
 def _experts_storage(leaf: str, tensor: StoredTensor) -> tuple[str, tuple[int, ...]]:

@@ -104,6 +104,37 @@ class Restored(FloatTensor):
         return self._layer.restore_rows(rows, torch.float32)
 
 
+class RestoredExperts(FloatTensor):
+    """A weight of all experts, ``[E, N, K]``, in a scheme whose linear layers have more to them than a scale."""
+
+    def __init__(self, source: Source, stored: StoredLayer, scheme: QuantScheme) -> None:
+        """``source``: holds the tensors of ``stored``."""
+        E, N, K = stored.shape
+        super().__init__((E, N, K), torch.float32, self._read)
+        self._source, self._stored = source, stored
+        self._layer = linear_class(scheme)(K, N, False, "meta", scheme=scheme)
+        self._names: dict[str, str] = {}
+        for leaf, wanted in self._layer.named_parameters(recurse=False):
+            end = leaf.removeprefix("weight")
+            tensor = stored.tensors.get(end)
+            if tensor is None or tensor.shape != (E, *wanted.shape):
+                raise CheckpointError(
+                    f"{stored.full_name(end)} has shape {None if tensor is None else list(tensor.shape)}; experts of "
+                    f"{list(self.shape)} in {scheme.name} have {[E, *wanted.shape]}"
+                )
+            self._names[leaf] = stored.full_name(end)
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        """Reads one expert after the other."""
+        made = torch.empty(stop - start, *self.shape[1:])
+        for expert in range(start, stop):
+            own = {leaf: self._source.read_rows(name, expert, expert + 1)[0] for leaf, name in self._names.items()}
+            for leaf in self._layer.whole_names:
+                setattr(self._layer, leaf, nn.Parameter(own[leaf], requires_grad=False))
+            made[expert - start] = self._layer.restore_rows(own, torch.float32)
+        return made
+
+
 class Converted(FloatTensor):
     """The weight of a layer that another library wrote in a form of its own, as qgemm loads it."""
 
@@ -188,7 +219,8 @@ def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, Floa
         if contents is not None and contents.is_foreign and layer.name in schemes:
             in_files.update(_of_foreign(layer, source, contents))
         else:
-            in_files.update(_of_layer(layer, source, schemes.get(layer.name)))
+            is_own = contents is not None and not contents.is_foreign
+            in_files.update(_of_layer(layer, source, schemes.get(layer.module if is_own else layer.name)))
     if checkpoint.format == FLOAT and checkpoint.config:
         try:
             loading = plan_loading(source, drop=["*"])
@@ -221,7 +253,10 @@ def _of_layer(layer: StoredLayer, source: Source, scheme: QuantScheme | None) ->
     weight = layer.tensors.get(main)
     kind = QuantLinear if scheme is None or layer.kind != "linear" else linear_class(scheme)
     others: tuple[str, ...] = ()
-    if scheme is not None and kind not in (QuantLinear, BlockScaledLinear):
+    if scheme is not None and layer.kind == "experts" and scheme.is_weight_only:
+        yield layer.full_name(main), RestoredExperts(source, layer, scheme)
+        others = tuple(leaf for leaf in layer.tensors if leaf != "_bias")
+    elif scheme is not None and kind not in (QuantLinear, BlockScaledLinear):
         yield layer.full_name(main), Restored(source, layer, scheme)
         # What is part of the weight, and a bias that isn't the float layer's.
         others = kind.row_names + kind.index_names

@@ -85,16 +85,28 @@ def tiny_mixture(name: str) -> torch.nn.Module:
     return transformers.GptOssForCausalLM(config)  # transposed, gates and ups in turn, with biases
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
-def test_experts_in_whatever_layout(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "scheme", "stored_as", "most"),
+    [
+        ("qwen3_moe", "int8", "int8", 0.02),
+        ("gpt_oss", "int8", "int8", 0.02),
+        ("gpt_oss", "mxfp4", "fp4", 0.15),
+        ("qwen3_moe", "nvfp4", "fp4", 0.15),
+    ],
+)
+def test_experts_in_whatever_layout(name: str, scheme: str, stored_as: str, most: float, tmp_path: Path) -> None:
     tiny_mixture(name).save_pretrained(tmp_path / "float")
-    run("quantize", tmp_path / "float", tmp_path / "int8")
-    assert run_json("inspect", tmp_path / "int8")["problems"] == []
-    found = run_json("compare", tmp_path / "float", tmp_path / "int8", "--tolerance", 0.02)
+    run("quantize", tmp_path / "float", tmp_path / "quantized", "--scheme", scheme)
+    inspected = run_json("inspect", tmp_path / "quantized")
+    assert inspected["problems"] == []
+    shapes = {layer["name"].rpartition(".")[2]: layer["shape"] for layer in inspected["layers"]}
+    K = 16 if name == "qwen3_moe" else 48
+    assert (shapes["gate_up_proj"], shapes["down_proj"]) == ([4, 2 * K, 32], [4, 32, K])
+    found = run_json("compare", tmp_path / "float", tmp_path / "quantized", "--tolerance", most)
     experts = {layer["name"].rpartition(".")[2]: layer for layer in found["layers"] if "experts" in layer["name"]}
     for leaf in ("gate_up_proj", "down_proj"):
-        assert (experts[leaf]["kind"], experts[leaf]["stored_as_b"]) == ("experts", "int8")
-        assert 0.001 < experts[leaf]["relative_error"] < 0.02
+        assert (experts[leaf]["kind"], experts[leaf]["stored_as_b"]) == ("experts", stored_as)
+        assert 0.001 < experts[leaf]["relative_error"] < most
     for leaf in experts.keys() - {"gate_up_proj", "down_proj"}:
         assert experts[leaf]["relative_error"] == 0  # biases
     assert len(experts) == (2 if name == "qwen3_moe" else 4)
