@@ -102,8 +102,6 @@ def problem_with(layer: Layer, group: Group) -> str:
         return f"activations are static, but layer {layer.name} has no input_scale"
     if not group.is_static and "input_scale" in layer.tensors:
         return f"activations are dynamic, but layer {layer.name} has an input_scale"
-    if layer.order is not None and group.weights.strategy != "group":
-        return f"{layer.name} has a weight_g_idx, but no groups"
     return ""
 
 

@@ -222,6 +222,17 @@ def packed_layer(K: int = 128, size: int = 32, bits: int = 4) -> dict[str, torch
     return tensors
 
 
+def test_columns_that_the_model_has_and_the_files_lack(tmp_path: Path) -> None:
+    # 252 columns take as many bytes and scales as 256.
+    tensors = {"weight_packed": torch.zeros(8, 126, dtype=torch.uint8)}
+    tensors["weight_scale"] = torch.full((8, 8), 127, dtype=torch.uint8)
+    write(tmp_path, {"0": tensors}, {"group_0": GROUPS["mxfp4"]})
+    (layer,) = qgemm.load_quantized(tmp_path, model=lambda: linears((8, 252)))
+    assert layer.scheme.name == "mxfp4"
+    with pytest.raises(CheckpointError, match=r"layer 0 has the shape \[8, 252\]; the model's is \[8, 256\]"):
+        qgemm.load_quantized(tmp_path, model=lambda: linears((8, 256)))
+
+
 def test_a_layer_is_of_the_group_that_it_fits(tmp_path: Path) -> None:
     groups = {
         "group_0": group_of("pack-quantized", weights(4, "group", 32)),

@@ -82,6 +82,16 @@ def test_several_become_several(tmp_path: Path) -> None:
     same(read(contents), {"a.weight": weight, "a.weight_scale": torch.tensor([1.0, 2.0]), "norm": torch.ones(3)})
 
 
+def test_one_of_several_is_left_out_and_then_the_other(tmp_path: Path) -> None:
+    contents = contents_of(write(tmp_path, layer_tensors("a")))
+    convert_layer(contents, "a")
+    contents.leave_out("a.weight")
+    same(read(contents), {"a.weight_scale": torch.tensor([1.0, 2.0])})
+    contents.leave_out("a.weight_scale")
+    assert not contents.headers
+    same(read(contents), {})
+
+
 def test_a_layer_may_lie_in_two_files(tmp_path: Path) -> None:
     tensors = layer_tensors("a")
     stored = {
