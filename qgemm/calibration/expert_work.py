@@ -129,7 +129,7 @@ def decide_experts(block: Block, work: ExpertsWork, method: str, decide: Decide,
         for name, weight, quantized in zip(parts, weights, found, strict=True):
             parts[name].append(quantized or _nearest(weight, work.scheme))
     work.weights = {
-        name: QuantizedWeight(torch.stack([e.values for e in each]), torch.stack([e.scale for e in each]))
+        name: QuantizedWeight(*map(torch.stack, zip(*(expert.parts for expert in each), strict=True)))
         for name, each in parts.items()
     }
     work.notes.append(_said(method, source.num_experts, counts, undecided))
@@ -139,8 +139,7 @@ def _nearest(weight: Tensor, scheme: QuantScheme) -> QuantizedWeight:
     N, K = weight.shape
     linear = linear_class(scheme)(K, N, False, "meta", scheme=scheme)
     linear.start_rows(weight.device, largest(weight) if linear.needs_amax else None)
-    values, scale, *_ = linear.round_rows(narrowed(weight))
-    return QuantizedWeight(values, scale)
+    return QuantizedWeight(*linear.round_rows(narrowed(weight)))
 
 
 def _said(method: str, experts: int, counts: list[int], undecided: list[int]) -> str:

@@ -105,7 +105,7 @@ class ExpertsWork:
 
     - ``name``: its dotted name in the model; ``module``: the float one, as ``qgemm.nn.float_experts`` describes it.
     - ``scheme``: how they are to be quantized.
-    - ``weights``: what a method has decided: values ``[E, N, K]`` and scales ``[E, N]`` of ``"gate_up_proj"``,
+    - ``weights``: what a method has decided, each with a first dimension more, of E experts: ``"gate_up_proj"``,
       gates before ups, and ``"down_proj"``; None rounds to nearest.
     - ``notes``: its notes in the report.
     """
@@ -124,7 +124,7 @@ class ExpertsWork:
     @property
     def decisions(self) -> dict[str, Any]:
         """As ``LayerWork.decisions``."""
-        return {"weights": {name: (each.values, each.scale) for name, each in (self.weights or {}).items()}}
+        return {"weights": {name: each.parts for name, each in (self.weights or {}).items()}}
 
     def undecide(self, why: str = _UNDECIDED) -> None:
         """As ``LayerWork.undecide``."""

@@ -203,3 +203,15 @@ def test_models_with_decided_experts_are_saved_loaded_and_resumed(
         assert all(torch.equal(left[name], right[name]) for name in left)
         assert qgemm.report(other) == qgemm.report(model)
         assert any(isinstance(module, QuantExperts) for module in other.modules())
+
+
+@pytest.mark.parametrize("scheme", ["int4-32-asymmetric", "nvfp4"])
+def test_experts_in_other_formats(scheme: str) -> None:
+    outputs = []
+    for recipe in (None, [GPTQ()]):
+        example = MIXTURES["mixtral"]()
+        wanted = example.output()
+        options = {} if recipe is None else {"recipe": recipe, "calibration": [example.inputs]}
+        qgemm.quantize_model(example.model, scheme, progress=False, **options)
+        outputs.append(float((example.output() - wanted).norm()))
+    assert outputs[1] < 0.8 * outputs[0]
