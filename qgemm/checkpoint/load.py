@@ -56,9 +56,10 @@ def load_quantized(
 
     The format is recognized: that of ``save_quantized``, or one of other libraries, of which ``docs/checkpoints.md``
     has a list. The weights are those in the files, bit for bit, and products are computed as those libraries mean it:
-    in int8, or in float with weights of 4 or 8 bits. A transformers model is built from its config. For any other, pass
-    the float model as ``model``: a module (possibly on meta), which is changed in place, or a function that builds it,
-    whose parameters then never take memory. ``scheme``: makes linear layers of this scheme of them while loading, such
+    in int8 or fp8, or in float with weights of 4 or 8 bits; what is only left more precise is told by a warning. A
+    transformers model is built from its config. For any other, pass the float model as ``model``: a module (possibly on
+    meta), which is changed in place, or a function that builds it, whose parameters then never take memory.
+    ``scheme``: makes linear layers of this scheme of them while loading, such
     as ``"int8"``, a few rows at a time; not one that needs data. ``fuse``: whether to fuse the layers, as
     ``qgemm.fuse`` does.
 
