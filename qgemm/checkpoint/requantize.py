@@ -2,7 +2,7 @@
 
 Each layer is made anew as soon as it has been read, a few rows at a time, so that no weight is ever in float as a
 whole. Values are rounded to nearest; the error of the first quantization stays, and that of the second, in 8 bits a
-small part of it, comes on top.
+small part of it, comes on top. Where the weight's scheme is the same, int4 for int8 activations, they stay as they are.
 """
 
 from __future__ import annotations
@@ -113,7 +113,11 @@ def _note(
     for leaf in after:
         parameter = made.stored(leaf)
         source = f"{name}.{leaf if leaf in before else made.weight_names[0]}"
-        new[f"{name}.{leaf}"] = (source, tuple(parameter.shape), parameter.dtype)
+        dtype = parameter.dtype
+        if leaf in before and old.scheme.weight == made.scheme.weight:
+            found = contents.headers[source].dtype  # which stays, if it may
+            dtype = found if found is not None and made.accepts_dtype(leaf, found) else dtype
+        new[f"{name}.{leaf}"] = (source, tuple(parameter.shape), dtype)
     contents.convert_further(new, of, convert)
 
 
@@ -138,11 +142,16 @@ def _converted(layer: QuantLayer, scheme: QuantScheme) -> dict[str, Tensor]:
 def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
     """A layer with ``scheme`` that stands for the weight and bias of ``layer``, on its device.
 
-    Raises ``ValueError`` for a weight that isn't finite.
+    Values stay as they are where only activations differ. Raises ``ValueError`` for a weight that isn't finite.
     """
     bias = layer.float_bias()
     dtype = torch.float32 if bias is None else bias.dtype
     made = linear_class(scheme)(layer.in_features, layer.out_features, bias is not None, "meta", dtype, scheme)
+    if (kept := _kept(layer, made)) is not None:
+        for leaf, value in kept.items():
+            setattr(made, leaf, frozen(value))
+        made.take_bias(None if bias is None else bias.detach())
+        return made.train(layer.training)
     step = _rows_at_a_time(layer, made)
     amax = None
     if made.needs_amax:
@@ -153,6 +162,23 @@ def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
         setattr(made, leaf, frozen(torch.cat([piece.pop(leaf) for piece in pieces])))
     made.take_bias(None if bias is None else bias.detach())
     return made.train(layer.training)
+
+
+def _kept(layer: LinearLayer, made: LinearLayer) -> dict[str, Tensor] | None:
+    """The parameters of ``made`` that say of the weight what those of ``layer`` do; None if they can't."""
+    schemes = layer.scheme, made.scheme
+    if schemes[0].weight != schemes[1].weight or any(each.rotates or each.outlier_columns for each in schemes):
+        return None
+    kept = {}
+    for leaf, parameter in made.named_parameters(recurse=False):
+        if leaf == "bias":
+            continue
+        value = layer.stored(leaf).detach()
+        value = value if made.accepts_dtype(leaf, value.dtype) else value.to(parameter.dtype)
+        if value.numel() != parameter.numel() or made.problem_with(leaf, value := value.reshape(parameter.shape)):
+            return None  # a scale below 0, which int8 products don't take
+        kept[leaf] = value
+    return kept
 
 
 def _rows_at_a_time(*layers: LinearLayer) -> int:

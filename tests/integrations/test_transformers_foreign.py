@@ -53,6 +53,14 @@ def test_samples(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert same_tensors(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), model)
 
 
+def test_int8_activations_for_the_same_weights() -> None:
+    scheme = "int4-64-asymmetric-ordered-int8"
+    model = load(SAMPLES / NAMES[0], QGemmConfig(scheme), dtype=torch.float32)
+    assert same_tensors(model, qgemm.load_quantized(SAMPLES / NAMES[0], scheme=scheme).float())
+    weights = load_sample(NAMES[0])[0].state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
 @torch.no_grad()
 def test_another_scheme_and_dtype() -> None:
     model = load(SAMPLES / NAMES[0], QGemmConfig("int8"), dtype=torch.bfloat16, device_map="auto")
