@@ -22,6 +22,7 @@ from compile_attention import attention_cases
 from compile_experts import expert_cases
 from compile_rotary import rotary_cases
 from compile_rows import row_cases
+from compile_weight_only import weight_only_cases
 from compile_weight_only_int8 import int8_cases
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -66,6 +67,7 @@ def cases(target: str, limits: DeviceLimits) -> Iterator[Case]:
         attention_cases(),
         row_cases(),
         rotary_cases(),
+        weight_only_cases(),
     )
     yield from found if target in COMPLETE else one_of_a_kind(found)
 

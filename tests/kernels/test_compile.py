@@ -85,6 +85,17 @@ def test_int4_goes_to_tensor_cores_through_registers(results: list[Result]) -> N
         assert bool(r["wgmma"]) != bool(r["mma_sync"]), r["case"]
 
 
+def test_stored_weights_are_multiplied_on_tensor_cores(results: list[Result]) -> None:
+    for target in TARGETS:
+        for r in of(results, target, "weight_only few"):
+            assert r["mfma"] or r["mma_sync"] or r["wgmma"] or r["tcgen05"], r["case"]
+    hopper = of(results, "sm_90", "weight_only few", "weight_only tiles")
+    assert {r["kernel"] for r in hopper} == {"_few_rows_kernel", "_tiles_kernel", "_sum_splits_kernel"}
+    for r in hopper:
+        assert r["wgmma"] or r["kernel"] != "_tiles_kernel", r["case"]
+        assert r["mma_sync"] or r["kernel"] != "_few_rows_kernel", r["case"]
+
+
 def test_hoppers_kernel_copies_by_descriptor_and_multiplies_from_shared_memory(results: list[Result]) -> None:
     for r in of(results, "sm_90", "hopper", "linear hopper", "grouped hopper"):
         assert all(r[name] for name in ("wgmma", "tma_load", "tma_store")), r["case"]

@@ -8,6 +8,7 @@ from numerics.test_groups import DTYPES, stored
 from torch import Tensor
 
 from qgemm.kernels.reference import weight_only_linear_reference
+from qgemm.kernels.weight_only import gpu
 from qgemm.kernels.weight_only.launcher import weight_only_linear
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import round_scale, spread, store_scale
@@ -71,6 +72,27 @@ def test_products(compute: Any, kind: str, dtype: torch.dtype, device: torch.dev
         # TF32 rounds operands to 10 bits.
         eps = 2.0**-10 if x.is_cuda and dtype == torch.float32 else torch.finfo(dtype).eps
         assert ((out.double() - exact).abs() <= 2 * eps * size).all()
+
+
+@KIND
+@DTYPES
+@pytest.mark.parametrize("rows", [3, 70])
+def test_kernels_for_every_gpu(rows: int, kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Few rows are multiplied by the stored weight, more by the float weight, which a kernel makes."""
+    arguments, weight = operands(kind, device)
+    order = arguments["input_order"]
+    weight = weight if order is None else weight[:, order.long()]
+    names = ("weight", "scale", "zero_point", "global_scale")
+    # Columns of a wider tensor, whose rows aren't aligned.
+    x = torch.randn(rows, K + 1, device=device).to(dtype)[:, 1:]
+    residual = torch.randn(rows, N, device=device).to(dtype)
+    bias = arguments["bias"].to(dtype)
+    stored_weight = [arguments[name] for name in names]
+    out = gpu.weight_only_linear(x, *stored_weight, bias, residual, arguments["format"], arguments["group_size"])
+    assert out.dtype == dtype
+    exact = x.double() @ weight.t() + bias.double()
+    size = x.double().abs() @ weight.abs().t() + bias.double().abs() + residual.double().abs()
+    assert ((out.double() - exact - residual.double()).abs() <= 2 * torch.finfo(dtype).eps * size).all()
 
 
 @KIND

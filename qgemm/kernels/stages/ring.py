@@ -37,7 +37,9 @@ PRODUCER_REGISTERS = gl.constexpr(40)  # a thread
 @functools.cache
 def block_layout(rows: int, cols: int, dtype: torch.dtype) -> Any:
     """The shared-memory layout of a tensor map's blocks."""
-    element = {torch.int8: gl.int8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[dtype]
+    element = {torch.int8: gl.int8, torch.uint16: gl.uint16, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[
+        dtype
+    ]
     return gl.NVMMASharedLayout.get_default_for([rows, cols], element)
 
 

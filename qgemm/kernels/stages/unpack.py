@@ -23,105 +23,98 @@ from triton.runtime.jit import constexpr_function
 
 from qgemm.kernels.stages.aggregate import INTERPRETING
 from qgemm.kernels.stages.epilogue import rounded
+from qgemm.numerics.formats import FORMATS
 
-# Two bytes of p to the low, or the high, bytes of two 16-bit lanes.
-_LOW_LANES = "prmt.b32 t0, {p}, 0, 0x4140; prmt.b32 t1, {p}, 0, 0x4342;"
-_HIGH_LANES = "prmt.b32 t0, {p}, 0, 0x1404; prmt.b32 t1, {p}, 0, 0x3424;"
 _AND_XOR, _AND_OR, _CHOOSE = "0x6A", "0xEA", "0xCA"  # lop3's (a & b) ^ c, (a & b) | c and a ? b : c
 
-NF4 = tl.constexpr(
-    (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334)
-    + (-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224)
-    + (0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
-)
-_UNPACK_INT8 = "{ .reg .b32 t; shl.b32 t, $2, 4; and.b32 $0, t, 0xF0F0F0F0; and.b32 $1, $2, 0xF0F0F0F0; }"
+NF4 = tl.constexpr(FORMATS["nf4"].table)
 
 
-def _unpack(format, kind):
-    """Four registers out, of the low and the high half, one in."""
+def _unpacked(format, kind, word, pair, low, high):
+    """Registers ``low`` and ``high`` of the codes in bytes 0 and 1 of ``word``; in 2 and 3 if ``pair`` is 1."""
     if format == "nf4":
-        return _nf4(kind)
-    lines = [".reg .b32 t0, t1, s0, s1, m;"]
+        return _looked_up(kind, word, pair, low, high)
     if format == "int4":
         bits = {"bf16": "0x43084308", "f16": "0x64086408"}[kind]  # 136 and 1032, in which bit 3 is set
-        lines += [_LOW_LANES.format(p="$4"), "shr.b32 s0, t0, 4; shr.b32 s1, t1, 4;", f"mov.b32 m, {bits};"]
-        for out, lanes in enumerate(("t0", "t1", "s0", "s1")):
-            lines.append(f"lop3.b32 {lanes}, {lanes}, 0x000F000F, m, {_AND_XOR}; sub.{kind}x2 ${out}, {lanes}, m;")
-    else:
-        lines += [_HIGH_LANES.format(p="$4"), "shl.b32 s0, t0, 4; shl.b32 s1, t1, 4;"]
-        lines += [_floats(f"${out}", lanes, 1, 2, kind) for out, lanes in enumerate(("s0", "s1", "t0", "t1"))]
-    return "{" + " ".join(lines) + "}"
+        lines = [f"prmt.b32 t, {word}, 0, {('0x4140', '0x4342')[pair]}; shr.b32 s, t, 4; mov.b32 m, {bits};"]
+        for out, lanes in ((low, "t"), (high, "s")):
+            lines.append(f"lop3.b32 {lanes}, {lanes}, 0x000F000F, m, {_AND_XOR}; sub.{kind}x2 {out}, {lanes}, m;")
+        return " ".join(lines)
+    lanes = f"prmt.b32 t, {word}, 0, {('0x1404', '0x3424')[pair]}; shl.b32 s, t, 4;"
+    return " ".join([lanes, _float(kind, "s", 1, 2, low), _float(kind, "t", 1, 2, high)])
 
 
-def _widen(format, kind):
-    """Two registers out, one in."""
-    lines = [".reg .b32 t0, t1, s0, s1, m;"]
+def _widened(format, kind, word, pair, out):
+    """Register ``out`` of two bytes of ``word``."""
     if format == "fp8":
-        lines.append(_HIGH_LANES.format(p="$2"))
-        lines += [_floats(f"${out}", lanes, 3, 4, kind) for out, lanes in enumerate(("t0", "t1"))]
-        return "{" + " ".join(lines).replace("s0, s1, ", "") + "}"
-    lines.append(_LOW_LANES.format(p="$2"))
-    for out, (lanes, sign) in enumerate((("t0", "s0"), ("t1", "s1"))):
-        if kind == "f16":  # 1024 + 128 + q
-            lines.append(f"lop3.b32 {lanes}, {lanes}, 0x00FF00FF, 0x64806480, {_AND_XOR};")
-            lines.append(f"sub.f16x2 ${out}, {lanes}, m;")
-        else:
-            lines.append(f"lop3.b32 {sign}, {lanes}, 0x00800080, m, {_AND_OR};")
-            lines.append(f"lop3.b32 {lanes}, {lanes}, 0x007F007F, m, {_AND_OR};")
-            lines.append(f"sub.bf16x2 ${out}, {lanes}, {sign};")
-    lines.insert(1, f"mov.b32 m, {'0x64806480' if kind == 'f16' else '0x43004300'};")
-    return "{" + " ".join(lines) + "}"
-
-
-def _floats(out, lanes, mantissa, exponent, kind):
-    """Two small floats from the high bytes of two lanes; ``mantissa``, ``exponent``: how many bits they have."""
-    to_mantissa, bias = (7, 127) if kind == "bf16" else (10, 15)
-    shift = 15 - mantissa - exponent - (to_mantissa - mantissa)
-    mask = (1 << mantissa + exponent) - 1 << to_mantissa - mantissa
-    power = bias - ((1 << exponent - 1) - 1)  # which the exponents' biases differ by
-    factor = bias + power << to_mantissa
+        return f"prmt.b32 t, {word}, 0, {('0x1404', '0x3424')[pair]}; " + _float(kind, "t", 3, 4, out)
+    lanes = f"prmt.b32 t, {word}, 0, {('0x4140', '0x4342')[pair]};"
+    if kind == "f16":  # 1024 + 128 + q
+        return f"{lanes} mov.b32 m, 0x64806480; lop3.b32 t, t, 0x00FF00FF, m, {_AND_XOR}; sub.f16x2 {out}, t, m;"
     return (
-        f"and.b32 m, {lanes}, 0x80008000; shr.b32 {lanes}, {lanes}, {shift}; "
-        f"lop3.b32 {lanes}, {lanes}, {mask * 0x10001:#010x}, m, {_AND_OR}; "
-        f"mov.b32 m, {factor * 0x10001:#010x}; mul.{kind}x2 {out}, {lanes}, m;"
+        f"{lanes} mov.b32 m, 0x43004300; lop3.b32 s, t, 0x00800080, m, {_AND_OR}; "
+        f"lop3.b32 t, t, 0x007F007F, m, {_AND_OR}; sub.bf16x2 {out}, t, s;"
     )
 
 
-def _nf4(kind):
+def _float(kind, lanes, mantissa, exponent, out):
+    """Small floats in the upper bytes of two lanes; ``mantissa``, ``exponent``: how many bits they have."""
+    to_mantissa, bias = (7, 127) if kind == "bf16" else (10, 15)
+    shift = 15 - exponent - to_mantissa
+    mask = (1 << mantissa + exponent) - 1 << to_mantissa - mantissa
+    power = bias - ((1 << exponent - 1) - 1)  # which the exponents' biases differ by
+    return (
+        f"and.b32 m, {lanes}, 0x80008000; shr.b32 {lanes}, {lanes}, {shift}; "
+        f"lop3.b32 {lanes}, {lanes}, {mask * 0x10001:#x}, m, {_AND_OR}; "
+        f"mov.b32 m, {(bias + power << to_mantissa) * 0x10001:#x}; mul.{kind}x2 {out}, {lanes}, m;"
+    )
+
+
+def _looked_up(kind, word, pair, low, high):
     """A nibble chooses a byte of each table of eight: two tables for each byte of a value, by the nibble's last bit."""
-    torch_dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
-    values = [each & 0xFFFF for each in torch.tensor(NF4.value).to(torch_dtype).view(torch.int16).tolist()]
-    lines = [".reg .b32 p, q, m, a, b, c;"]
-    for pair in range(2):
-        # m: the masks of the bytes whose nibbles' last bits are set.
-        lines.append(f"shr.b32 p, $4, {16 * pair}; shl.b32 q, p, 4; prmt.b32 m, q, p, 0xD9C8; and.b32 p, p, 0x7777;")
-        for out, shift in (("a", 0), ("c", 8)):
-            words = [sum((values[start + i] >> shift & 0xFF) << 8 * i for i in range(4)) for start in (0, 4, 8, 12)]
-            lines.append(
-                f"prmt.b32 {out}, {words[0]:#x}, {words[1]:#x}, p; prmt.b32 b, {words[2]:#x}, {words[3]:#x}, p;"
-            )
-            lines.append(f"lop3.b32 {out}, m, b, {out}, {_CHOOSE};")
-        lines.append(f"prmt.b32 ${pair}, a, c, 0x6240; prmt.b32 ${2 + pair}, a, c, 0x7351;")
-    return "{" + " ".join(lines) + "}"
+    dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
+    values = [each & 0xFFFF for each in torch.tensor(NF4.value).to(dtype).view(torch.int16).tolist()]
+    # m: the masks of the bytes whose nibbles' last bits are set.
+    lines = [f"shr.b32 t, {word}, {16 * pair}; shl.b32 s, t, 4; prmt.b32 m, s, t, 0xD9C8; and.b32 t, t, 0x7777;"]
+    for out, shift in (("a", 0), ("c", 8)):
+        words = [sum((values[start + i] >> shift & 0xFF) << 8 * i for i in range(4)) for start in (0, 4, 8, 12)]
+        lines.append(f"prmt.b32 {out}, {words[0]:#x}, {words[1]:#x}, t; prmt.b32 b, {words[2]:#x}, {words[3]:#x}, t;")
+        lines.append(f"lop3.b32 {out}, m, b, {out}, {_CHOOSE};")
+    lines.append(f"prmt.b32 {low}, a, c, 0x6240; prmt.b32 {high}, a, c, 0x7351;")
+    return " ".join(lines)
 
 
-_KINDS = (("bf16", "bf16"), ("fp16", "f16"))  # as Triton and PTX call them
-PTX = tl.constexpr(
-    {
-        "int4 int8": _UNPACK_INT8,
-        **{f"{format} {name}": _unpack(format, kind) for format in ("int4", "fp4", "nf4") for name, kind in _KINDS},
-        **{f"{format} {name}": _widen(format, kind) for format in ("int8", "fp8") for name, kind in _KINDS},
-    }
-)
-"""By formats, from and to. Kernels can't call what makes it."""
+def _programs():
+    """PTX by what it makes of what. Of ``$`` numbers the first are out, the last is in."""
+    found = {"int4 int8": "shl.b32 t, $2, 4; and.b32 $0, t, 0xF0F0F0F0; and.b32 $1, $2, 0xF0F0F0F0;"}
+    biased = [
+        f"prmt.b32 t, $4, 0, {selector}; shr.b32 s, t, 4; lop3.b32 ${pair}, t, 0x000F000F, 0x43084308, {_AND_XOR}; "
+        f"lop3.b32 ${2 + pair}, s, 0x000F000F, 0x43084308, {_AND_XOR};"
+        for pair, selector in ((0, "0x4140"), (1, "0x4342"))
+    ]
+    found["biased int4 bf16"] = " ".join(biased)
+    for name, kind in (("bf16", "bf16"), ("fp16", "f16")):
+        for format in ("int4", "fp4", "nf4"):
+            both = [_unpacked(format, kind, "$4", pair, f"${pair}", f"${2 + pair}") for pair in (0, 1)]
+            found[f"{format} {name}"] = " ".join(both)
+            pair = _unpacked(format, kind, "$4", 0, "u", "v") + " mov.b32 {$0, $1}, u; mov.b32 {$2, $3}, v;"
+            found[f"{format} {name} pair"] = pair
+        for format in ("int8", "fp8"):
+            found[f"{format} {name}"] = " ".join(_widened(format, kind, "$2", pair, f"${pair}") for pair in (0, 1))
+            found[f"{format} {name} pair"] = _widened(format, kind, "$2", 0, "u") + " mov.b32 {$0, $1}, u;"
+    return {name: "{ .reg .b32 t, s, m, a, b, c, u, v; " + text + " }" for name, text in found.items()}
+
+
+PTX = tl.constexpr(_programs())
+"""Made beforehand: kernels can't call what makes it."""
 
 
 @constexpr_function
-def assembly(format, dtype):
+def assembly(format, dtype, pair=""):
     """The PTX that makes values of ``format`` ones of ``dtype``; None where there is none, or not for the target."""
     if INTERPRETING or dtype == tl.float32 or not tl.target_info.cuda_capability_geq(9, 0):
         return None
-    return PTX.value[f"{format} {dtype}"]
+    return PTX.value[f"{format} {dtype}{pair}"]
 
 
 @triton.jit
@@ -149,6 +142,22 @@ def unpack(packed, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         return _decoded(packed & 15, FORMAT, DTYPE), _decoded(packed >> 4, FORMAT, DTYPE)
 
 
+INT4_BIAS = tl.constexpr(136)
+
+
+@triton.jit
+def unpack_biased(packed):
+    """``INT4_BIAS + q`` of int4 as bfloat16, for a third less instructions: the tiles of the low and the high half."""
+    ASSEMBLY: tl.constexpr = assembly("biased int4", tl.bfloat16)
+    if ASSEMBLY is not None:
+        return tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        low, high = unpack(packed, "int4", tl.float32)
+        return (low + INT4_BIAS).to(tl.bfloat16), (high + INT4_BIAS).to(tl.bfloat16)
+
+
 @triton.jit
 def widen(values, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     """The values of "int8", int8, or of "fp8", uint8, as ``DTYPE``, exactly."""
@@ -165,6 +174,43 @@ def widen(values, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 def fp8_value(bits):
     """float32 of e4m3 values, uint8 ``bits``."""
     return _signed(_small_float(bits & 127, 3, 1.0 / 512), bits >> 7)
+
+
+@triton.jit
+def unpack_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """As ``unpack``, of two neighbouring bytes in each uint16, ``[n, k]``: two tiles ``[n, 2 k]``.
+
+    The layout of ``pairs`` may be one of which tensor cores want twice as many values along K.
+    """
+    ASSEMBLY: tl.constexpr = assembly(FORMAT, DTYPE, " pair")
+    SHAPE: tl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
+    if ASSEMBLY is not None:
+        a, b, c, d = tl.inline_asm_elementwise(
+            ASSEMBLY, "=h,=h,=h,=h,r", [pairs.to(tl.uint32)], (DTYPE.value, DTYPE.value, DTYPE.value, DTYPE.value),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        return tl.join(a, b).reshape(SHAPE), tl.join(c, d).reshape(SHAPE)
+    else:
+        packed = tl.join((pairs & 255).to(tl.uint8), (pairs >> 8).to(tl.uint8)).reshape(SHAPE)
+        return unpack(packed, FORMAT, DTYPE)
+
+
+@triton.jit
+def widen_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """As ``widen``, of two neighbouring bytes in each uint16, ``[n, k]``: a tile ``[n, 2 k]``."""
+    ASSEMBLY: tl.constexpr = assembly(FORMAT, DTYPE, " pair")
+    SHAPE: tl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
+    if ASSEMBLY is not None:
+        a, b = tl.inline_asm_elementwise(
+            ASSEMBLY, "=h,=h,r", [pairs.to(tl.uint32)], (DTYPE.value, DTYPE.value), is_pure=True, pack=1
+        )
+        return tl.join(a, b).reshape(SHAPE)
+    else:
+        values = tl.join((pairs & 255).to(tl.uint8), (pairs >> 8).to(tl.uint8)).reshape(SHAPE)
+        if FORMAT == "int8":
+            return widen(values.to(tl.int8, bitcast=True), FORMAT, DTYPE)
+        else:
+            return widen(values, FORMAT, DTYPE)
 
 
 @triton.jit

@@ -1,19 +1,16 @@
 """``weight_only_linear``: products of float inputs with quantized weights, which ``qgemm.numerics.groups`` describes.
 
-A CPU makes the float weight some rows at a time. There is no kernel that multiplies by such a weight on a GPU yet: the
-float weight is made for every call.
+A CPU makes the float weight some rows at a time (``cpu.py``); a GPU multiplies by the stored weight (``gpu.py``).
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from qgemm.kernels.checks import check_weight_only_linear
 from qgemm.kernels.weight_only import cpu
 from qgemm.numerics.formats import FORMATS
-from qgemm.numerics.groups import dequantize
 
 
 @torch.no_grad()
@@ -36,7 +33,7 @@ def weight_only_linear(
     ``x``: float ``[..., K]``, ``K`` being ``in_features``. ``weight``: values of ``format``, as they are stored.
     ``scale``: ``[N, ceil(K / group_size)]``, in float or as uint8 exponents. ``zero_point``: int8 of that shape, or
     None. ``global_scale``: float32 ``[2]``, for float8 scales. ``input_order``: int32 ``[K]`` or None. ``bias``: float
-    ``[N]``. ``residual``: ``[..., N]`` in the dtype of ``x``, added to the rounded product. The product is PyTorch's.
+    ``[N]``. ``residual``: ``[..., N]`` in the dtype of ``x``, added to the rounded product.
     """
     others = scale, zero_point, global_scale, input_order, bias, in_features, format, group_size, int8_activations
     check_weight_only_linear(x, weight, *others, residual)
@@ -49,6 +46,6 @@ def weight_only_linear(
             made = made if bias is None else made + bias.float()
             out = made.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0]).contiguous()
             return out if residual is None else out.add_(residual)
-        float_weight = dequantize(weight, scale, zero_point, global_scale, form, group_size, in_features, x.dtype)
-        out = F.linear(x, float_weight, None if bias is None else bias.to(x.dtype))
-    return out if residual is None else out.add_(residual)
+        from qgemm.kernels.weight_only import gpu
+
+        return gpu.weight_only_linear(x, weight, scale, zero_point, global_scale, bias, residual, format, group_size)

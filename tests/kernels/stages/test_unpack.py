@@ -52,13 +52,30 @@ def widen_kernel(values, out, FORMAT: tl.constexpr):
     tl.store(out + offsets, unpack.widen(tl.load(values + offsets), FORMAT, out.dtype.element_ty))
 
 
+@triton.jit
+def unpack_pairs_kernel(pairs, low, high, FORMAT: tl.constexpr):
+    offsets = tl.arange(0, 2)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    first, second = unpack.unpack_pairs(tl.load(pairs + offsets), FORMAT, low.dtype.element_ty)
+    offsets = tl.arange(0, 2)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(low + offsets, first)
+    tl.store(high + offsets, second)
+
+
+@triton.jit
+def widen_pairs_kernel(pairs, out, FORMAT: tl.constexpr):
+    offsets = tl.arange(0, 2)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    values = unpack.widen_pairs(tl.load(pairs + offsets), FORMAT, out.dtype.element_ty)
+    tl.store(out + tl.arange(0, 2)[:, None] * 128 + tl.arange(0, 128)[None, :], values)
+
+
 @pytest.mark.parametrize("format", TABLES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_halves_of_every_byte(format: str, dtype: torch.dtype, device: torch.device) -> None:
-    low, high = (torch.empty(256, dtype=dtype, device=device) for _ in range(2))
-    unpack_kernel[(1,)](BYTES.to(device), low, high, format)
-    for found, expected in zip((low, high), halves(dtype, format), strict=True):
-        assert torch.equal(found.cpu(), expected)
+    for kernel, packed in ((unpack_kernel, BYTES), (unpack_pairs_kernel, BYTES.view(torch.uint16))):
+        low, high = (torch.empty(256, dtype=dtype, device=device) for _ in range(2))
+        kernel[(1,)](packed.to(device), low, high, format)
+        for found, expected in zip((low, high), halves(dtype, format), strict=True):
+            assert torch.equal(found.cpu(), expected)
 
 
 def test_halves_as_int8(device: torch.device) -> None:
@@ -72,9 +89,10 @@ def test_halves_as_int8(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_byte_widened(format: str, dtype: torch.dtype, device: torch.device) -> None:
     values = BYTES.view(torch.int8) if format == "int8" else BYTES
-    out = torch.empty(256, dtype=dtype, device=device)
-    widen_kernel[(1,)](values.to(device), out, format)
-    assert same(out.cpu(), widened(dtype, format))
+    for kernel, given in ((widen_kernel, values), (widen_pairs_kernel, BYTES.view(torch.uint16))):
+        out = torch.empty(256, dtype=dtype, device=device)
+        kernel[(1,)](given.to(device), out, format)
+        assert same(out.cpu(), widened(dtype, format))
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
@@ -83,11 +101,29 @@ def same(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", [*TABLES, "int8", "fp8"])
+def test_the_assembly_of_pairs(format: str, dtype: str) -> None:
+    program = unpack.PTX.value[f"{format} {dtype} pair"]
+    outputs = 4 if format in TABLES else 2
+    found = [execute(program, outputs, word & 0xFFFF) for word in BYTES.view(torch.int16).tolist()]
+    bits = [torch.tensor([each[i : i + 2] for each in found]).reshape(-1) for i in range(0, outputs, 2)]
+    expected = halves(DTYPES[dtype], format) if format in TABLES else (widened(DTYPES[dtype], format),)
+    for each, values in zip(bits, expected, strict=True):
+        assert same(each.to(torch.int32).to(torch.int16).view(DTYPES[dtype]), values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", TABLES)
 def test_the_assembly_of_halves(format: str, dtype: str) -> None:
     out = run(unpack.PTX.value[f"{format} {dtype}"], 4)
     for found, expected in zip((out[:2], out[2:]), halves(DTYPES[dtype], format), strict=True):
         assert torch.equal(lanes(found).view(DTYPES[dtype]), expected)
+
+
+def test_the_assembly_of_biased_halves() -> None:
+    out = run(unpack.PTX.value["biased int4 bf16"], 4)
+    for found, expected in zip((out[:2], out[2:]), halves(torch.bfloat16, "int4"), strict=True):
+        assert torch.equal(lanes(found).view(torch.bfloat16), expected + unpack.INT4_BIAS.value)
 
 
 def test_the_assembly_of_int8_halves() -> None:
@@ -120,9 +156,12 @@ def execute(assembly: str, outputs: int, word: int) -> list[int]:
     def value(operand: str) -> int:
         return registers[operand] if operand in registers else int(operand, 0)
 
-    for line in re.findall(r"[^;{}]+", assembly):
+    for line in assembly.strip("{} ").split(";"):
         name, operands = line.split(maxsplit=1) if line.strip() else (".reg", "")
-        if name != ".reg":
+        if lanes := re.fullmatch(r"{(.*), (.*)}, (.*)", operands):
+            low, high, given = lanes.groups()
+            registers |= {low: value(given) & 0xFFFF, high: value(given) >> 16}
+        elif name != ".reg":
             to, *rest = (operand.strip() for operand in operands.split(","))
             registers[to] = OPERATIONS[name.split(".")[0]](*map(value, rest), *name.split(".")[1:]) & 0xFFFFFFFF
     return [registers[f"${index}"] for index in range(outputs)]

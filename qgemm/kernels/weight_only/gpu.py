@@ -1,0 +1,259 @@
+"""``weight_only_linear`` on GPU tensors: which kernels compute a call, decided once for calls of a kind.
+
+- Hopper, up to 16 rows: one launch that reads the weight once (``_few_rows_kernel``); more rows: tiles that unpack the
+  weight between shared memory and the tensor cores (``_tiles_kernel``), and where programs share K a launch that adds.
+- Any other GPU, and what Hopper's kernels don't accept (float32, groups that are no multiple of 128 and none of 16, 32
+  and 64, K or strides that are no multiples of 16 bytes): plain Triton up to 64 rows; more rows are multiplied by
+  PyTorch, with the float weight made for the call.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qgemm.kernels.launch import memory
+from qgemm.kernels.launch.device import DeviceLimits, device_limits
+from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
+from qgemm.kernels.launch.plans import plans
+from qgemm.kernels.launch.tensor_map import TensorMap
+from qgemm.kernels.weight_only import kernels
+from qgemm.kernels.weight_only.config import (
+    BLOCK_BYTES,
+    MAX_FEW_ROWS,
+    FewRows,
+    Stored,
+    Tiles,
+    select_few_rows,
+    select_tiles,
+)
+from qgemm.numerics.formats import FORMATS
+from qgemm.numerics.integers import cdiv, next_power_of_2
+
+MAX_PLAIN_ROWS = 64  # from more rows on PyTorch's product with a float weight is faster
+PLAIN_COLUMNS = 32
+DEQUANTIZED_ROWS = 16
+SUMMED = (64, 32)  # of the weight and of x, that a program adds the parts of
+PANEL = 64  # columns of x that are copied at a time
+SMALL_GROUPS = (16, 32, 64)
+
+
+def weight_only_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    global_scale: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    group_size: int,
+) -> Tensor:
+    """``launcher.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order."""
+    K, N = x.shape[-1], weight.shape[0]
+    out_shape = (*x.shape[:-1], N)
+    rows = _with_contiguous_columns(x.reshape(math.prod(x.shape[:-1]), K))
+    if residual is not None:
+        residual = _with_contiguous_columns(residual.reshape(rows.shape[0], N))
+    weight, scale = _with_contiguous_columns(weight), _with_contiguous_columns(scale)
+    if weight.dtype == torch.float8_e4m3fn:
+        weight = weight.view(torch.uint8)
+    if scale.dtype == torch.float8_e4m3fn:
+        scale = scale.view(torch.int8)
+    if zero_point is not None and zero_point.stride() != scale.stride():
+        zero_point, scale = zero_point.contiguous(), scale.contiguous()
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
+    aligned = (rows.data_ptr() | weight.data_ptr()) % ALIGNMENT == 0
+    kind = (
+        weight_only_linear, format, group_size, aligned, x.get_device(),
+        rows.shape, rows.stride(0), rows.dtype,
+        weight.shape, weight.stride(0), weight.dtype,
+        scale.shape, scale.stride(0), scale.dtype,
+        zero_point is not None, global_scale is not None,
+        None if bias is None else bias.dtype, None if residual is None else residual.stride(0),
+    )  # fmt: skip
+    plan: Plan | None = plans.get(kind)
+    if plan is None:
+        plan = plans.keep(kind, _make_plan(rows, weight, scale, zero_point, residual, format, group_size, aligned))
+    return plan.run(rows, weight, scale, zero_point, global_scale, bias, residual).view(out_shape)
+
+
+def _with_contiguous_columns(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The launches of calls of a kind. Each takes its own of the call's tensors."""
+
+    shape: tuple[int, int]
+    product: Launch | None
+    """None where there is nothing to compute."""
+    partial: int = 0
+    """float32 sums that programs which share K leave to ``adds``."""
+    adds: Launch | None = None
+    words: bool = False
+    """Whether the weight is read as words of 16 bits."""
+    made: tuple[int, int] | None = None
+    """The shape of the float weight, where ``product`` makes that and no more."""
+
+    def run(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        zero_point: Tensor | None,
+        global_scale: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """``[M, N]`` of ``x [M, K]``."""
+        if self.product is None:
+            return x.new_empty(self.shape)
+        if self.made is not None:
+            float_weight = x.new_empty(self.made)
+            self.product(weight, scale, zero_point, global_scale, float_weight)
+            out = F.linear(x, float_weight, None if bias is None else bias.to(x.dtype))
+            return out if residual is None else out.add_(residual)
+        device = x.device.index
+        if x.is_cuda and device != torch._C._cuda_getDevice():
+            with torch.cuda.device(device):
+                return self.run(x, weight, scale, zero_point, global_scale, bias, residual)
+        out = _empty(x, self.shape, x.dtype)
+        if not self.words:
+            _launch(self.product, (x, weight, scale, zero_point, global_scale, bias, residual, out))
+            return out
+        partial = None if self.adds is None else _empty(x, (self.partial,), torch.float32)
+        now = (bias, residual) if self.adds is None else (None, None)
+        _launch(self.product, (x, weight.view(torch.uint16), out, partial, scale, zero_point, global_scale, *now))
+        if self.adds is not None:
+            _launch(self.adds, (partial, bias, residual, out))
+        return out
+
+
+def _empty(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    if not x.is_cuda:
+        return x.new_empty(shape, dtype=dtype)
+    return memory.empty(shape, (shape[-1], 1)[-len(shape) :], dtype)
+
+
+def _launch(launch: Launch, tensors: tuple[Tensor | None, ...]) -> None:
+    by_driver = launch.aligned
+    if by_driver is not None and not hooked():
+        addresses = tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
+        if not any(address % ALIGNMENT for address in addresses):
+            by_driver(torch._C._cuda_getCurrentRawStream(tensors[0].get_device()), addresses)  # type: ignore[union-attr]
+            return
+    launch(*tensors)
+
+
+def _make_plan(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    residual: Tensor | None,
+    format: str,
+    group_size: int,
+    aligned: bool,
+) -> Plan:
+    (M, K), N = x.shape, weight.shape[0]
+    limits = device_limits(x.device)
+    if M * N == 0:
+        return Plan((M, N), None)
+    group = 0 if scale.shape[1] == 1 else group_size
+    form = Stored(format, FORMATS[format].bits, group, has_zeros=zero_point is not None)
+    strides = (x.stride(0), weight.stride(0), scale.stride(0), 0 if residual is None else residual.stride(0))
+    if limits.hopper and aligned and _fits_hopper(form, x, weight):
+        if M <= MAX_FEW_ROWS:
+            return Plan((M, N), few_rows_launch(select_few_rows(M, N, form, limits), form, M, N, K, strides, limits))
+        if group % BLOCK_BYTES == 0 and N % 8 == 0:
+            config = select_tiles(M, N, K, form, limits)
+            return tiles_plan(config, form, M, N, K, strides, x.dtype, limits)
+    if M <= MAX_PLAIN_ROWS:
+        return Plan((M, N), _plain_launch(form, M, N, K, strides))
+    blocks = cdiv(K, form.block)
+    made = Launch(
+        kernels._dequantize_kernel, cdiv(N, DEQUANTIZED_ROWS) * blocks, (N, K, *strides[1:3]),
+        (form, DEQUANTIZED_ROWS, blocks), 4,
+    )  # fmt: skip
+    return Plan((M, N), made, made=(N, K))
+
+
+def _fits_hopper(form: Stored, x: Tensor, weight: Tensor) -> bool:
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if form.group % BLOCK_BYTES and form.group not in SMALL_GROUPS:
+        return False
+    strides = x.stride(0) * x.itemsize, weight.stride(0), x.shape[1] * x.itemsize
+    return all(stride % ALIGNMENT == 0 for stride in strides)
+
+
+def _plain_launch(form: Stored, M: int, N: int, K: int, strides: tuple[int, ...]) -> Launch:
+    rows = max(16, min(64, next_power_of_2(M)))
+    tiles = cdiv(M, rows)
+    return Launch(
+        kernels._weight_only_kernel, tiles * cdiv(N, PLAIN_COLUMNS), (M, N, K, *strides, N),
+        (form, rows, PLAIN_COLUMNS, tiles), 4,
+    )  # fmt: skip
+
+
+def few_rows_launch(
+    tile: FewRows, form: Stored, M: int, N: int, K: int, strides: tuple[int, ...], limits: DeviceLimits
+) -> Launch:
+    """A product of up to ``tile.columns`` rows. ``strides``: of rows of x, the weight, its scales and the residual."""
+    from qgemm.kernels.weight_only.hopper_kernels import _few_rows_kernel
+
+    piece = form.group if form.group in SMALL_GROUPS else BLOCK_BYTES
+    form = replace(form, piece=piece, even=K % (form.block * tile.splits) == 0)
+    return Launch(
+        _few_rows_kernel, cdiv(N, tile.rows), (M, N, K, *strides, N), (form, tile, limits.pdl), tile.warps,
+        pdl=limits.pdl,
+    )  # fmt: skip
+
+
+def tiles_plan(
+    tile: Tiles,
+    form: Stored,
+    M: int,
+    N: int,
+    K: int,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    limits: DeviceLimits,
+) -> Plan:
+    """A product of any number of rows of ``dtype``. ``strides``: as in ``few_rows_launch``."""
+    from qgemm.kernels.stages.ring import block_layout
+    from qgemm.kernels.weight_only.hopper_kernels import _tiles_kernel
+
+    stride_xm, stride_wn, stride_sn, stride_residual = strides
+    width = cdiv(K, form.block) * BLOCK_BYTES // 2 if form.bits == 4 else K // 2
+    stored = min(tile.columns, PANEL)
+    maps = {
+        0: TensorMap((M, K), (stride_xm, 1), (tile.columns, PANEL), block_layout(tile.columns, PANEL, dtype)),
+        1: TensorMap(
+            (N, width), (stride_wn // 2, 1), (64, BLOCK_BYTES // 2), block_layout(64, BLOCK_BYTES // 2, torch.uint16)
+        ),
+        2: TensorMap((M, N), (N, 1), (stored, 64), block_layout(stored, 64, dtype)),
+    }
+    tiles = cdiv(M, tile.columns)
+    programs = min(limits.num_sms, tiles * cdiv(N, 64 * tile.groups) * tile.splits)
+    product = Launch(
+        _tiles_kernel, programs, (M, N, K, stride_sn, stride_residual), (form, tile, limits.num_sms), 4, pdl=limits.pdl,
+        maps=maps,
+    )  # fmt: skip
+    if tile.splits == 1:
+        return Plan((M, N), product, words=True)
+    width = tiles * tile.columns
+    rows, columns = SUMMED
+    tiles_m = cdiv(M, columns)
+    adds = Launch(
+        kernels._sum_splits_kernel, cdiv(N, rows) * tiles_m, (M, N, width, stride_residual, N),
+        (tile.splits, rows, columns, tiles_m), 4, pdl=limits.pdl,
+    )  # fmt: skip
+    return Plan((M, N), product, tile.splits * N * width, adds, words=True)

@@ -1,0 +1,47 @@
+"""What ``compile_kernels.py`` compiles of products with stored weights."""
+
+from collections.abc import Iterator
+
+import torch
+from assumed_devices import META, Case
+
+from qgemm.kernels.weight_only import gpu
+from qgemm.numerics.formats import FORMATS
+from qgemm.numerics.integers import cdiv
+from qgemm.numerics.packing import packed_width
+
+BF16, HALF = torch.bfloat16, torch.float16
+
+
+def weight_only_cases() -> Iterator[Case]:
+    """On Hopper few rows, and tiles with and without a second launch; elsewhere few rows and a float weight."""
+    for label, M, format, group, scale, dtype, zeros in (
+        ("few int4", 8, "int4", 128, BF16, BF16, True),
+        ("few nf4", 1, "nf4", 64, torch.float32, HALF, False),
+        ("tiles int4", 64, "int4", 128, BF16, BF16, True),
+        ("tiles large", 2048, "int4", 128, BF16, BF16, False),
+        ("made mxfp4", 512, "fp4", 32, torch.uint8, BF16, False),
+    ):
+        yield Case(
+            f"weight_only {label}",
+            lambda m=M, f=format, g=group, s=scale, d=dtype, z=zeros: multiply(m, f, g, s, d, z),
+        )
+
+
+def multiply(M: int, format: str, group: int, scale: torch.dtype, dtype: torch.dtype, zeros: bool) -> None:
+    N = K = 4096
+    form = FORMATS[format]
+    empty = lambda *shape, dtype: torch.empty(*shape, dtype=dtype, device=META)  # noqa: E731
+    width, storage = (packed_width(K), torch.uint8) if form.bits == 4 else (K, form.storage)
+    groups = cdiv(K, group)
+    gpu.weight_only_linear(
+        empty(M, K, dtype=dtype),
+        empty(N, width, dtype=storage),
+        empty(N, groups, dtype=scale),
+        empty(N, groups, dtype=torch.int8) if zeros else None,
+        empty(2, dtype=torch.float32) if scale == torch.float8_e4m3fn else None,
+        empty(N, dtype=dtype),
+        empty(M, N, dtype=dtype) if zeros else None,
+        format,
+        group,
+    )
