@@ -9,6 +9,7 @@ Before anything is timed, rows of both outputs are compared with a float32 compu
 """
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +24,17 @@ from benchmarks.results import environment
 from benchmarks.roofline import Roofline, known_peaks
 from benchmarks.tables import render
 from qgemm.kernels import GatedActivation, experts, quantize_rows
+from qgemm.nn import QuantExperts
+from qgemm.nn.float_experts import FloatExperts
+from qgemm.numerics.groups import SCALE_DTYPES
+from qgemm.scheme import resolve_scheme
 from qgemm_cli.timing import QUICK, ROTATED_BYTES, Effort, Pass, copy_bandwidth, median_seconds
 
 TOKENS = (1, 16, 2048)
 LARGEST_ERRORS = {"qgemm": 0.08, "grouped_mm": 0.015}
 """Relative errors of a row that count as right: about twice what rounding makes. A row of products of gates and ups has
 outliers, so int8 is coarser there than for one layer."""
+LARGEST_ERROR_OF_4_BITS = 0.5
 CHECKED_ROWS = 16
 MOST_ROUTINGS = 64
 
@@ -58,6 +64,10 @@ MODELS = (
         "qwen3-30b-a3b", 128, 8, 2048, 768, torch.bfloat16, "qwen3_moe", "Qwen3MoeExperts", "Qwen3MoeConfig",
         {"num_experts": 128, "hidden_size": 2048, "moe_intermediate_size": 768},
     ),
+    Model(  # of its sizes, with Mixtral's activation and no biases
+        "gpt-oss-20b", 32, 4, 2880, 2880, torch.bfloat16, "mixtral", "MixtralExperts", "MixtralConfig",
+        {"num_local_experts": 32, "hidden_size": 2880, "intermediate_size": 2880},
+    ),
 )  # fmt: skip
 
 Routing = tuple[Tensor, Tensor, Tensor]
@@ -86,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=[model.name for model in MODELS], action="append", help="(default: all)")
     parser.add_argument("--tokens", type=int, action="append", help="(default: 1, 16 and 2,048)")
+    parser.add_argument("--scheme", default="int8", help="of qgemm's experts (default: int8)")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--breakdown", action="store_true", help="also what each kernel of a call takes")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -103,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
             if args.model and model.name not in args.model:
                 continue
             for found, parts in measure(
-                model, args.tokens or TOKENS, QUICK if args.quick else Effort(), roofline, args.breakdown
+                model, args.tokens or TOKENS, QUICK if args.quick else Effort(), roofline, args.breakdown, args.scheme
             ):
                 results += found
                 kernels |= parts
@@ -124,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
 
 
 def measure(
-    model: Model, tokens: Sequence[int], effort: Effort, roofline: Roofline, breakdown: bool
+    model: Model, tokens: Sequence[int], effort: Effort, roofline: Roofline, breakdown: bool, scheme: str = "int8"
 ) -> Iterator[tuple[list[Result], dict[str, dict[str, float]]]]:
     """The results of one model, for one number of tokens after another."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -133,7 +144,7 @@ def measure(
     values_of_expert = gate_up[0].numel() + down[0].numel()
     count = max(2, min(4, int(12e9 / (3 * gate_up.nbytes))))
     layers: dict[str, list[Layer]] = {
-        "qgemm": list(quantized_layers(gate_up, down, count)),
+        "qgemm": list(quantized_layers(gate_up, down, count, scheme)),
         "grouped_mm": [transformers_layer(model, gate_up.clone(), down.clone()) for _ in range(count)],
     }
     for T in tokens:
@@ -150,14 +161,17 @@ def measure(
             passes[name] = Pass(lambda call: call[0](*call[1]), calls_of_pass, device)
             last = calls_of_pass[(passes[name].calls - 1) % len(calls_of_pass)][1]
             errors[name] = largest_error(passes[name].checked_output(), last, gate_up, down)
-            if not errors[name] <= LARGEST_ERRORS[name]:
+            is_fine = name != "qgemm" or resolve_scheme(scheme).weight.format.bits == 8
+            if not errors[name] <= (LARGEST_ERRORS[name] if is_fine else LARGEST_ERROR_OF_4_BITS):
                 raise ValueError(f"{name} is wrong on {model.name}, {T} tokens: relative error {errors[name]:.3g}")
             if breakdown:
                 parts[f"{model.name} {T} {name}"] = kernel_times(calls_of_pass[:8])
         seconds = median_seconds(passes, effort, device)
         yield (
             [
-                result(model, T, name, seconds[name], eager[name], errors[name], active, roofline, values_of_expert)
+                result(
+                    model, T, name, seconds[name], eager[name], errors[name], active, roofline, values_of_expert, scheme
+                )
                 for name in layers
             ],
             parts,
@@ -174,9 +188,10 @@ def result(
     active: float,
     roofline: Roofline,
     values_of_expert: int,
+    scheme: str = "int8",
 ) -> Result:
     """What was measured, with rates: of the active experts' weights and the tokens, once each."""
-    itemsize, kind = (1, "int8") if provider == "qgemm" else (2, "bf16")
+    itemsize, kind = (2.0, "bf16") if provider != "qgemm" else _stored(scheme)
     moved = active * values_of_expert * itemsize + 2 * T * model.hidden * 2
     operations = 2.0 * T * model.top_k * values_of_expert
     share = roofline.limit(operations, moved, kind) / seconds
@@ -184,6 +199,14 @@ def result(
         model.name, T, provider, seconds * 1e6, eager * 1e6, error, active,
         moved / seconds / 1e12, operations / seconds / 1e12, share,
     )  # fmt: skip
+
+
+def _stored(scheme: str) -> tuple[float, str]:
+    """Bytes of a weight in ``scheme``, and in what it is multiplied."""
+    found = resolve_scheme(scheme)
+    form, size = found.weight.format, found.weight.group_size
+    of_scale = SCALE_DTYPES[found.weight.scale_dtype].itemsize / size if size else 0.0
+    return form.bits / 8 + of_scale, "int8" if found.activation is not None else "bf16"
 
 
 def weights(model: Model, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -208,8 +231,16 @@ def route(model: Model, T: int, device: torch.device) -> Routing:
     return x, index, top.to(model.weights_dtype)
 
 
-def quantized_layers(gate_up: Tensor, down: Tensor, count: int) -> Iterator[Layer]:
+def quantized_layers(gate_up: Tensor, down: Tensor, count: int, scheme: str = "int8") -> Iterator[Layer]:
     """qgemm's experts with ``count`` copies of the weights."""
+    if scheme != "int8":
+        (E, H, intermediate), parameters = down.shape, {name: name for name in QuantExperts.weight_names}
+        source = FloatExperts(E, H, intermediate, parameters, GatedActivation(), False, False, False)
+        experts_of_scheme = QuantExperts(E, H, intermediate, device="meta", scheme=scheme)
+        for name, weight in zip(QuantExperts.weight_names, (gate_up, down), strict=True):
+            experts_of_scheme.fill(name, weight, source)
+        yield from (copy.deepcopy(experts_of_scheme) for _ in range(count))
+        return
     quantized = [
         tuple(torch.stack(part) for part in zip(*map(quantize_rows, weight), strict=True)) for weight in (gate_up, down)
     ]

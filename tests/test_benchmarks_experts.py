@@ -29,6 +29,20 @@ def test_both_sides_are_right_and_what_is_wrong_is_seen() -> None:
     assert experts.largest_error(broken, routing, gate_up, down) == torch.inf
 
 
+@pytest.mark.parametrize(("scheme", "most"), [("mxfp4", experts.LARGEST_ERROR_OF_4_BITS), ("fp8", 0.16)])
+def test_other_schemes(scheme: str, most: float) -> None:
+    gate_up, down = experts.weights(TINY, CPU)
+    routing = experts.route(TINY, 40, CPU)
+    *_, last = experts.quantized_layers(gate_up, down, 2, scheme)
+    assert 0.01 < experts.largest_error(last(*routing), routing, gate_up, down) < most
+
+
+def test_bytes_of_a_weight() -> None:
+    assert experts._stored("mxfp4") == (0.5 + 1 / 32, "bf16")
+    assert experts._stored("int4") == (0.5 + 2 / 128, "bf16")
+    assert experts._stored("int8") == (1.0, "int8")
+
+
 @pytest.mark.parametrize("model", experts.MODELS, ids=lambda model: model.name)
 def test_the_modules_of_transformers_have_the_sizes(model: Model) -> None:
     shapes = (

@@ -49,8 +49,10 @@ BY_ROWS: tuple[tuple[float, tuple[WeightConfig, ...]], ...] = (
     (12, (WeightConfig(16, 64, 128, 4, 4), WeightConfig(16, 64, 64, 4, 2))),
     (40, (WeightConfig(32, 64, 128, 4, 3), WeightConfig(32, 64, 64, 4, 2))),
     (96, (WeightConfig(64, 128, 64, 4, 3), WeightConfig(64, 64, 64, 4, 2))),
-    (float("inf"), (WeightConfig(128, 128, 64, 8, 3), WeightConfig(128, 64, 64, 4, 2), WeightConfig(64, 64, 64, 4, 2))),
+    (float("inf"), (WeightConfig(128, 128, 32, 8, 4), WeightConfig(128, 64, 64, 4, 3), WeightConfig(64, 64, 64, 4, 2))),
 )
+# Two programs on a multiprocessor: one unpacks while the other multiplies.
+HOPPER = WeightConfig(128, 128, 32, 4, 4)
 
 
 def stored_form(name: str, group_size: int, scale: torch.Tensor) -> StoredForm:
@@ -62,6 +64,8 @@ def select_weight_config(T: int, G: int, form: StoredForm, device: torch.device)
     """The config for ``T`` rows that go to ``G`` groups at random."""
     limits = device_limits(device)
     rows = T / (G * (1 - (1 - 1 / G) ** T))
+    if limits.hopper and rows > BY_ROWS[-2][0]:
+        return HOPPER
     configs = next(configs for most, configs in BY_ROWS if rows <= most)
     return next(config for config in configs if fits(config, form, limits))
 
