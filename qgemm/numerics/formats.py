@@ -12,6 +12,7 @@ A new format is a row in ``FORMATS``.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -34,6 +35,7 @@ class Format:
       the values are.
     - ``table``: the value of each code, where ``storage`` holds codes. None where it holds the values.
     - ``has_zero_point``: whether 0 is stored as a zero point.
+    - ``nearest``: the values nearest to float32, where a formula has them, which are multiples of 1/2.
     - ``excess``: how far the largest magnitude may be beyond ``high`` under a scale that is a power of two, in whose
       place the next larger one would round all values more coarsely.
     """
@@ -48,6 +50,7 @@ class Format:
     max_k: int = sys.maxsize
     table: tuple[float, ...] | None = None
     has_zero_point: bool = False
+    nearest: Callable[[Tensor], Tensor] | None = None
     excess: float = 1.0
 
     @cached_property
@@ -65,6 +68,8 @@ class Format:
 
     def nearest_(self, quotients: Tensor) -> Tensor:
         """Turns float ``x / scale`` into the nearest values, in place and still in float. Saturates; NaN stays."""
+        if self.nearest is not None:
+            return quotients.copy_(self.nearest(quotients.float()))
         if self.table is not None:
             return quotients.copy_(self.decode(self.encode(quotients)).where(~quotients.isnan(), torch.nan))
         if self.storage.is_floating_point:
@@ -93,15 +98,21 @@ class Format:
         if self.table is None:
             return self.to_codes(self.store(quotients.clone()))
         codes, bounds = self._encoding
-        finite = quotients.float().nan_to_num(0.0, torch.inf, -torch.inf).contiguous()
-        places = torch.bucketize(finite, bounds.to(quotients.device), out_int32=True)
-        return codes.to(quotients.device)[places]
+        values = quotients.float().nan_to_num(0.0, torch.inf, -torch.inf)
+        if self.nearest is not None:
+            places = (self.nearest(values).sub_(self.low) * 2).int()
+        else:  # torch.bucketize takes twice as long on a CPU
+            places = torch.zeros(values.shape, dtype=torch.int32, device=values.device)
+            for bound in bounds:
+                places += values > bound
+        return codes.to(values.device).index_select(0, places.flatten()).view(values.shape)
 
     def decode(self, codes: Tensor) -> Tensor:
         """float32 of codes, uint8."""
         if self.table is None:
             return ((codes ^ 8).to(torch.int8) - 8).float()
-        return torch.tensor(self.table, dtype=torch.float32, device=codes.device)[codes.int()]
+        table = torch.tensor(self.table, dtype=torch.float32, device=codes.device)
+        return table.index_select(0, codes.flatten().int()).view(codes.shape)
 
     def to_codes(self, values: Tensor) -> Tensor:
         """The codes, uint8, of 4-bit ``values`` as ``storage`` has them."""
@@ -117,18 +128,31 @@ class Format:
         return 0 if self.table is None else self.table.index(0.0)
 
     @cached_property
-    def _encoding(self) -> tuple[Tensor, Tensor]:
-        """The codes by ascending values, and the last float32 that rounds to each of these but the last."""
+    def _encoding(self) -> tuple[Tensor, list[float]]:
+        """The codes by ascending values, and the last float32 that rounds to each of these but the last.
+
+        With ``nearest``, the codes of all multiples of 1/2, 0 for those that are no values; no bounds.
+        """
         assert self.table is not None
         # Of 0 and -0 the first.
         first = {value: code for code, value in reversed(list(enumerate(self.table)))}
+        if self.nearest is not None:
+            halves = [self.low + place / 2 for place in range(int(2 * (self.high - self.low)) + 1)]
+            return torch.tensor([first.get(value, 0) for value in halves], dtype=torch.uint8), []
         codes = [first[value] for value in sorted(first)]
         values = torch.tensor(sorted(first), dtype=torch.float64)
         bounds = ((values[1:] + values[:-1]) / 2).float()
         # A half goes to the even code: up, then, if the lower one's is odd.
         odd = torch.tensor(codes)[:-1] % 2 == 1
         bounds = bounds.where(~odd, torch.nextafter(bounds, torch.full_like(bounds, -torch.inf)))
-        return torch.tensor(codes, dtype=torch.uint8), bounds
+        return torch.tensor(codes, dtype=torch.uint8), bounds.tolist()
+
+
+def _nearest_e2m1(values: Tensor) -> Tensor:
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 of either sign; NaN stays. A half goes to the even code."""
+    size = values.abs().clamp_(max=6.0)
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return (size / step).round_().mul_(step).copysign_(values)
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -146,7 +170,16 @@ INT4 = Format("int4", torch.int8, 4, -8, 7, 7.5, torch.float32)
 FP8 = Format("fp8", torch.float8_e4m3fn, 8, -448.0, 448.0, 448.0, torch.float32)
 # An excess of 1.2 has the least squared error of normal values in groups of 32: 11.2 % of them; 1.0 and 1.33 11.5 %.
 FP4 = Format(
-    "fp4", torch.uint8, 4, -6.0, 6.0, 6.0, torch.float32, table=(*_E2M1, *(-value for value in _E2M1)), excess=1.2
+    "fp4",
+    torch.uint8,
+    4,
+    -6.0,
+    6.0,
+    6.0,
+    torch.float32,
+    table=(*_E2M1, *(-value for value in _E2M1)),
+    nearest=_nearest_e2m1,
+    excess=1.2,
 )
 NF4 = Format("nf4", torch.uint8, 4, -1.0, 1.0, 1.0, torch.float32, table=_NF4)
 

@@ -82,6 +82,7 @@ def test_codes_of_the_nearest_values(form: Format) -> None:
     table = torch.tensor(form.table)
     error = (form.decode(form.encode(quotients)) - quotients).abs()
     assert torch.equal(error, (table - quotients[:, None]).abs().amin(1))
+    assert torch.equal(form.nearest_(quotients.clone()), form.decode(form.encode(quotients)))
     assert form.encode(torch.tensor([torch.nan, -0.0])).tolist() == [form.zero_code] * 2
     assert form.range_of(torch.tensor([3, 16], dtype=torch.uint8))[0] != 0  # no code: NaN
     assert str(form.range_of(torch.tensor([3, 16], dtype=torch.uint8))) == "(nan, nan)"
