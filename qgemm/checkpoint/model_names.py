@@ -136,6 +136,8 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
     if len(schemes) > 1 or scheme.is_static:
         raise CheckpointError(f"{config_path}: {path} has static activations, which qgemm doesn't compute for experts")
     layers[path] = scheme.for_experts()
+    if scheme.activation is not None and layers[path].is_weight_only:
+        contents.note(f"activations of experts stay in float, where the checkpoint asks for {scheme.activation.dtype}")
 
 
 def _check_alike(contents: Contents, gates: list[str], ups: list[str]) -> None:

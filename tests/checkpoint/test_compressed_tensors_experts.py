@@ -203,6 +203,19 @@ def test_a_global_scale_of_gates_and_ups(tmp_path: Path) -> None:
         qgemm.load_quantized(tmp_path)
 
 
+def test_experts_whose_activations_stay_in_float(tmp_path: Path) -> None:
+    model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model, "int4-32")
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    tokens = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    edit_quantization(tmp_path, lambda q: q["config_groups"]["group_0"].update(input_activations=tokens))
+    with pytest.warns(UserWarning, match="activations of experts stay in float, where the checkpoint asks for int8"):
+        loaded = qgemm.load_quantized(tmp_path)
+    assert loaded.model.layers[0].mlp.experts.scheme.name == "int4-32"
+    assert loaded.model.layers[0].self_attn.q_proj.scheme.name == "int4-32-int8"
+    experts, wanted = loaded.model.layers[0].mlp.experts.state_dict(), model.model.layers[0].mlp.experts.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in experts.items())
+
+
 # transformers makes these experts of one layer each in bfloat16, and leaves their activations in float.
 TRANSFORMERS = {"int4-32": 0.01, "int4-channel": 0.01, "int8-weight": 0.01, "fp8-weight": 0.01, "fp8": 0.1}
 
