@@ -18,6 +18,7 @@ from qgemm.numerics import groups
 from qgemm.numerics.formats import Format
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import packed_width
+from qgemm.ops.linear import float_linear
 from qgemm.scheme import QuantScheme
 
 # Values that are rounded at a time, in float32 and a copy or two.
@@ -181,5 +182,6 @@ class WeightOnlyLinear(LinearLayer):
     def compute(self, x: Tensor) -> Tensor:
         """One operator."""
         tensors, name = map(self.stored, self.operands), self.scheme.weight.dtype
-        out: Tensor = torch.ops.qgemm.weight_only_linear(x, *tensors, self.in_features, name, self.group_size)
-        return out
+        weight, scale, zero_point, global_scale, input_order, bias = tensors
+        others = self.in_features, name, self.group_size
+        return float_linear(x, weight, scale, zero_point, global_scale, input_order, bias, *others)

@@ -7,6 +7,7 @@ import torch
 from numerics.test_groups import DTYPES, stored
 from torch import Tensor
 
+from qgemm.kernels.launch.plans import recall
 from qgemm.kernels.reference import weight_only_linear_reference
 from qgemm.kernels.weight_only import gpu
 from qgemm.kernels.weight_only.launcher import weight_only_linear
@@ -93,6 +94,24 @@ def test_kernels_for_every_gpu(rows: int, kind: str, dtype: torch.dtype, device:
     exact = x.double() @ weight.t() + bias.double()
     size = x.double().abs() @ weight.abs().t() + bias.double().abs() + residual.double().abs()
     assert ((out.double() - exact - residual.double()).abs() <= 2 * torch.finfo(dtype).eps * size).all()
+
+
+@pytest.mark.parametrize("shape", [(3, K), (2, 2, K)])
+def test_a_call_like_another_is_recalled(shape: tuple[int, ...], device: torch.device) -> None:
+    arguments, _ = operands("int4", device)
+    weight, scale, bias = arguments["weight"], arguments["scale"], arguments["bias"].bfloat16()
+    sizes = K, "int4", arguments["group_size"]
+    x, other = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
+    for recallable in (False, True):
+        assert recall(x, weight, scale, bias, None, what=sizes) is None
+        out = gpu.weight_only_linear(x, weight, scale, None, None, bias, None, *sizes[1:], recallable=recallable)
+    run = recall(other, weight, scale, bias, None, what=sizes)
+    assert run is not None
+    assert torch.equal(run(x, weight, scale, bias, None), out)
+    assert recall(other.half(), weight, scale, bias, None, what=sizes) is None
+    # What isn't aligned must be looked at.
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[1:].view(shape).copy_(x)
+    assert run(shifted, weight, scale, bias, None) is None
 
 
 @KIND

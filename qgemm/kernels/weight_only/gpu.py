@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
-from qgemm.kernels.launch.plans import plans
+from qgemm.kernels.launch.plans import Run, plans, remember
 from qgemm.kernels.launch.tensor_map import TensorMap
 from qgemm.kernels.weight_only import kernels
 from qgemm.kernels.weight_only.config import (
@@ -52,9 +52,14 @@ def weight_only_linear(
     residual: Tensor | None,
     format: str,
     group_size: int,
+    recallable: bool = False,
 ) -> Tensor:
-    """``launcher.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order."""
+    """``launcher.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order.
+
+    ``recallable``: remember what is found out about the call, for others. Not where a tensor isn't read as it is.
+    """
     K, N = x.shape[-1], weight.shape[0]
+    given = x, weight, scale, bias, zero_point
     out_shape = (*x.shape[:-1], N)
     rows = _with_contiguous_columns(x.reshape(math.prod(x.shape[:-1]), K))
     if residual is not None:
@@ -80,6 +85,9 @@ def weight_only_linear(
     plan: Plan | None = plans.get(kind)
     if plan is None:
         plan = plans.keep(kind, _make_plan(rows, weight, scale, zero_point, residual, format, group_size, aligned))
+    as_given = all(old is new for old, new in zip(given[1:], (weight, scale, bias, zero_point), strict=True))
+    if recallable and as_given and rows.data_ptr() == x.data_ptr() and plan.reads_any_input():
+        remember(plan.recalled(rows.shape, out_shape), *given, what=(K, format, group_size))
     return plan.run(rows, weight, scale, zero_point, global_scale, bias, residual).view(out_shape)
 
 
@@ -125,15 +133,40 @@ class Plan:
             with torch.cuda.device(device):
                 return self.run(x, weight, scale, zero_point, global_scale, bias, residual)
         out = _empty(x, self.shape, x.dtype)
+        now: tuple[Tensor | None, ...] = bias, residual
         if not self.words:
-            _launch(self.product, (x, weight, scale, zero_point, global_scale, bias, residual, out))
+            tensors = x, weight, scale, zero_point, global_scale, *now, out
+            if not _by_driver(self.product, tensors):
+                self.product(*tensors)
             return out
-        partial = None if self.adds is None else _empty(x, (self.partial,), torch.float32)
-        now = (bias, residual) if self.adds is None else (None, None)
-        _launch(self.product, (x, weight.view(torch.uint16), out, partial, scale, zero_point, global_scale, *now))
+        partial = None
         if self.adds is not None:
-            _launch(self.adds, (partial, bias, residual, out))
+            partial, now = _empty(x, (self.partial,), torch.float32), (None, None)
+        tensors = x, weight, out, partial, scale, zero_point, global_scale, *now
+        if not _by_driver(self.product, tensors):
+            self.product(x, weight.view(torch.uint16), *tensors[2:])
+        if self.adds is not None:
+            parts = partial, bias, residual, out
+            if not _by_driver(self.adds, parts):
+                self.adds(*parts)
         return out
+
+    def reads_any_input(self) -> bool:
+        """Whether calls of the kind may be recalled: those of a kernel that reads the stored weight."""
+        return self.product is not None and self.made is None
+
+    def recalled(self, rows: tuple[int, ...], out_shape: tuple[int, ...]) -> Run:
+        """What computes calls of the kind, whose input has ``rows`` in its memory; None where one isn't aligned."""
+
+        def run(
+            x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, zero_point: Tensor | None
+        ) -> Tensor | None:
+            if (x.data_ptr() | weight.data_ptr()) % ALIGNMENT:
+                return None
+            out = self.run(x if x.ndim == 2 else x.view(rows), weight, scale, zero_point, None, bias, None)
+            return out if out.shape == out_shape else out.view(out_shape)
+
+        return run
 
 
 def _empty(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -142,14 +175,16 @@ def _empty(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return memory.empty(shape, (shape[-1], 1)[-len(shape) :], dtype)
 
 
-def _launch(launch: Launch, tensors: tuple[Tensor | None, ...]) -> None:
+def _by_driver(launch: Launch, tensors: tuple[Tensor | None, ...]) -> bool:
+    """Launches with addresses alone, if that can be."""
     by_driver = launch.aligned
-    if by_driver is not None and not hooked():
-        addresses = tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
-        if not any(address % ALIGNMENT for address in addresses):
-            by_driver(torch._C._cuda_getCurrentRawStream(tensors[0].get_device()), addresses)  # type: ignore[union-attr]
-            return
-    launch(*tensors)
+    if by_driver is None or hooked():
+        return False
+    addresses = tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
+    if any(address % ALIGNMENT for address in addresses):
+        return False
+    by_driver(torch._C._cuda_getCurrentRawStream(tensors[0].get_device()), addresses)  # type: ignore[union-attr]
+    return True
 
 
 def _make_plan(

@@ -27,13 +27,15 @@ def weight_only_linear(
     group_size: int,
     int8_activations: bool = False,
     residual: Tensor | None = None,
+    recallable: bool = False,
 ) -> Tensor:
     """``x[..., input_order] @ W.T + bias`` in the dtype of ``x``; ``W`` is what ``dequantize`` gives in that dtype.
 
     ``x``: float ``[..., K]``, ``K`` being ``in_features``. ``weight``: values of ``format``, as they are stored.
     ``scale``: ``[N, ceil(K / group_size)]``, in float or as uint8 exponents. ``zero_point``: int8 of that shape, or
     None. ``global_scale``: float32 ``[2]``, for float8 scales. ``input_order``: int32 ``[K]`` or None. ``bias``: float
-    ``[N]``. ``residual``: ``[..., N]`` in the dtype of ``x``, added to the rounded product.
+    ``[N]``. ``residual``: ``[..., N]`` in the dtype of ``x``, added to the rounded product. ``recallable``:
+    remember what is found out about the call on a GPU, for others.
     """
     others = scale, zero_point, global_scale, input_order, bias, in_features, format, group_size, int8_activations
     check_weight_only_linear(x, weight, *others, residual)
@@ -48,4 +50,5 @@ def weight_only_linear(
             return out if residual is None else out.add_(residual)
         from qgemm.kernels.weight_only import gpu
 
-        return gpu.weight_only_linear(x, weight, scale, zero_point, global_scale, bias, residual, format, group_size)
+        operands = scale, zero_point, global_scale, bias, residual
+        return gpu.weight_only_linear(x, weight, *operands, format, group_size, recallable)
