@@ -74,7 +74,8 @@ def relative_error(out: Tensor, wanted: Tensor) -> float:
     ],
 )
 def test_kernels_compute_the_specification(scheme: str, dtype: torch.dtype, device: torch.device) -> None:
-    held = weights(scheme, dtype, device)
+    activation = GPT_OSS if scheme == "mxfp4" else GatedActivation("relu2", gated=False)
+    held = weights(scheme, dtype, device, activation)
     arguments = routed(3, dtype, device)
     out = moe.weight_only_experts(*arguments, held)
     assert out.dtype == dtype
@@ -100,7 +101,7 @@ def test_the_longer_way_for_many_pairs(device: torch.device, monkeypatch: pytest
 
 @pytest.mark.parametrize("config", [BY_ROWS[1][1][0], WeightConfig(64, 32, 64, 4, 2)], ids=str)
 def test_other_configs(config: WeightConfig, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = weights("int4-32", torch.bfloat16, device)
+    held = weights("int4-32", torch.bfloat16, device, GatedActivation())
     arguments = routed(4, torch.bfloat16, device)
     monkeypatch.setattr(moe, "plans", PlanCache())
     monkeypatch.setattr(moe, "select_weight_config", lambda *_: config)
