@@ -14,7 +14,7 @@ from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.weight_only import WeightOnlyLinear
 from qgemm.numerics.formats import INT8
 from qgemm.ops import quant_linear
-from qgemm.ops.linear import multiply
+from qgemm.ops.linear import float_linear, int4_int8_linear, multiply
 
 Input: TypeAlias = Tensor | QuantizedRows
 """What a branch of a layer reads: floats, or rows that are quantized already."""
@@ -68,8 +68,13 @@ class FloatOperands(NamedTuple):
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         """As above, of ``x`` in ``dtype``."""
         assert isinstance(x, Tensor)
-        out: Tensor = torch.ops.qgemm.weight_only_linear(x, *self, residual)
-        return out
+        if residual is not None:
+            out: Tensor = torch.ops.qgemm.weight_only_linear(x, *self, residual)
+            return out
+        weight, scale, zero_point, global_scale, order, bias, K, form, size, int8_activations = self
+        if int8_activations:
+            return int4_int8_linear(x, weight, scale, zero_point, order, bias, K, size)
+        return float_linear(x, weight, scale, zero_point, global_scale, order, bias, K, form, size)
 
 
 Operands: TypeAlias = QuantizedOperands | FloatOperands
