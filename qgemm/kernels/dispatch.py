@@ -27,7 +27,7 @@ from qgemm.kernels.norms import Norm
 from qgemm.kernels.rotary import checks as rotary
 from qgemm.kernels.routing import Routing
 from qgemm.kernels.rows import QuantizedRows
-from qgemm.numerics.formats import FP8, INT8
+from qgemm.numerics.formats import FP8
 
 
 def quantize_rows(
@@ -45,7 +45,7 @@ def quantize_rows(
     ``dtype``: of ``q``: int8, or float8_e4m3fn, in [-448, 448] with scales ``amax / 448``.
     """
     checks.check_quantize_rows(x, scale, zero_point, dtype)
-    out: tuple[Tensor, Tensor] = _backend(x, dtype=dtype).quantize_rows(x, scale, zero_point, *_of_operands(dtype))
+    out: tuple[Tensor, Tensor] = _backend(x).quantize_rows(x, scale, zero_point, dtype)
     return out
 
 
@@ -56,7 +56,7 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     float32 ``[..., ceil(K / 128)]``: what ``quantize_rows`` gives for each 128 values, the last ones of a row fewer.
     """
     checks.check_quantize_groups(x)
-    out: tuple[Tensor, Tensor] = _backend(x, dtype=FP8.storage).quantize_groups(x)
+    out: tuple[Tensor, Tensor] = _backend(x).quantize_groups(x)
     return out
 
 
@@ -171,7 +171,7 @@ def scaled_mm(
     """
     checks.check_scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, residual)
     options: dict[str, Any] = {"constant_b": constant_b, "residual": residual, **_options(config)}
-    out: Tensor = _backend(a, config, a.dtype).scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, **options)
+    out: Tensor = _backend(a, config).scaled_mm(a, b, a_scale, b_scale, bias, out_dtype, **options)
     return out
 
 
@@ -217,7 +217,7 @@ def quant_linear(
         x = x.resolve_neg()
     if residual is not None:
         residual = residual.resolve_neg()
-    if x.is_cuda and weight.dtype != FP8.storage:
+    if x.is_cuda:
         linear: Tensor = _gpu().quant_linear(x, weight, weight_scale, bias, input_scale, residual, recallable)
         return linear
     checks.check_quant_linear(x, weight, weight_scale, bias, input_scale, residual)
@@ -227,17 +227,23 @@ def quant_linear(
     return cpu.quant_linear(x, weight, weight_scale, bias, input_scale, residual)
 
 
-def block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+def block_scaled_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, recallable: bool = False
+) -> Tensor:
     """``x @ (weight * its blocks' scales).T + bias`` in fp8; ``[..., N]`` in the dtype of ``x``.
 
     ``x``: float ``[..., K]``, of which each 128 values of a row get a scale. ``weight``: float8_e4m3fn ``[N, K]``.
     ``weight_scale``: float32 ``[ceil(N / 128), ceil(K / 128)]``, one for each 128 x 128 of it. ``bias``: float ``[N]``.
-    Sums of 128 products are scaled in float32, and added in float32.
+    Sums of 128 products are scaled in float32, and added in float32. ``recallable``: as of ``quant_linear``.
     """
-    x = x.resolve_neg()
+    if x.is_neg():
+        x = x.resolve_neg()
+    if x.is_cuda:
+        linear: Tensor = _gpu().quant_linear(x, weight, weight_scale, bias, None, None, recallable, blocks=True)
+        return linear
     checks.check_block_scaled_linear(x, weight, weight_scale, bias)
-    out: Tensor = _backend(x, dtype=FP8.storage).block_scaled_linear(x, weight, weight_scale, bias)
-    return out
+    checks.on_gpu(x)
+    return cpu.block_scaled_linear(x, weight, weight_scale, bias)
 
 
 def quantize(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> QuantizedRows:
@@ -258,7 +264,7 @@ def multiply(
 
     ``residual``: ``out_dtype [..., N]``, added to the rounded product, and the sum is rounded too.
     """
-    if not checks.on_gpu(x.values) or x.values.dtype == FP8.storage:
+    if not checks.on_gpu(x.values):
         return cpu.multiply(x.values, x.scale, weight, weight_scale, bias, out_dtype, residual)
     *leading, K = x.values.shape
     rows, N = math.prod(leading), weight.shape[0]
@@ -510,12 +516,9 @@ def store_key_value(
     _backend(key).store_key_value(key, value, k, v, k_scale, v_scale, length)
 
 
-def _backend(tensor: Tensor, config: GemmConfig | None = None, dtype: torch.dtype = INT8.storage) -> Any:
-    """The module that computes where ``tensor`` is: ``cpu``, or ``gpu``, which is not imported before it's needed.
-
-    ``dtype``: of the operands. There is no kernel for fp8 yet: what the CPU does, PyTorch does on a GPU.
-    """
-    if checks.on_gpu(tensor) and dtype != FP8.storage:
+def _backend(tensor: Tensor, config: GemmConfig | None = None) -> Any:
+    """The module that computes where ``tensor`` is: ``cpu``, or ``gpu``, which is not imported before it's needed."""
+    if checks.on_gpu(tensor):
         return _gpu()
     if config is None:
         return cpu
@@ -526,10 +529,6 @@ def _backend(tensor: Tensor, config: GemmConfig | None = None, dtype: torch.dtyp
             "a config is for the Triton kernel, which accepts CPU tensors only with TRITON_INTERPRET=1: omit it"
         )
     return _gpu()
-
-
-def _of_operands(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    return () if dtype == INT8.storage else (dtype,)
 
 
 @functools.cache

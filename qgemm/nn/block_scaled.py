@@ -16,6 +16,7 @@ from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics.blocks import BLOCK, block_scales, dequantize_blocks, round_blocks
 from qgemm.numerics.integers import cdiv
+from qgemm.ops import block_scaled_linear
 from qgemm.scheme import QuantScheme
 
 
@@ -78,5 +79,4 @@ class BlockScaledLinear(LinearLayer):
 
     def compute(self, x: Tensor) -> Tensor:
         """One operator, which quantizes ``x``."""
-        out: Tensor = torch.ops.qgemm.block_scaled_linear(x, *map(self.stored, ("weight", "weight_scale", "bias")))
-        return out
+        return block_scaled_linear(x, *map(self.stored, ("weight", "weight_scale", "bias")))

@@ -18,10 +18,11 @@ implementation that makes the same checks, and has a gradient. ``dispatch.py`` d
 
 from qgemm.ops import attention, norms, products, rotary, router, rows
 from qgemm.ops.experts import quant_experts, weight_only_experts
-from qgemm.ops.linear import quant_linear
+from qgemm.ops.linear import block_scaled_linear, quant_linear
 
 __all__ = [
     "attention",
+    "block_scaled_linear",
     "norms",
     "products",
     "quant_experts",

@@ -28,7 +28,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from qgemm.kernels.gemm import launcher as gemm
-from qgemm.kernels.gemm.config import CANDIDATES, GemmConfig, is_valid
+from qgemm.kernels.gemm.config import CANDIDATES, GemmConfig, for_operands, is_valid
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.quantize import launcher as quantize
@@ -36,6 +36,7 @@ from qgemm.kernels.quantize import launcher as quantize
 PROCESSES = 2  # that compile for a target each
 COMPLETE = ("sm_90", "gfx942")  # a target of each vendor, for which every case is compiled
 INT8, HALF, BF16, FLOAT = torch.int8, torch.float16, torch.bfloat16, torch.float32
+FP8 = torch.float8_e4m3fn
 INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
     "mma_sync": r"mma\.sync",
@@ -60,6 +61,7 @@ def cases(target: str, limits: DeviceLimits) -> Iterator[Case]:
     found = itertools.chain(
         scaled_products(limits),
         other_products(target),
+        fp8_products(limits),
         quantizations(limits),
         layers(limits),
         expert_cases(limits),
@@ -152,6 +154,37 @@ def other_products(target: str) -> Iterator[Case]:
             block = 32 if dtype == FLOAT else 64
             each = GemmConfig(block, block, 64 // dtype.itemsize, num_warps=4, num_stages=2)
             yield Case(f"matmul {name_of(dtype)}", lambda d=dtype, f=activation, c=each: matmul(d, f, c), each)
+
+
+def fp8_products(limits: DeviceLimits) -> Iterator[Case]:
+    """With scales, of rows and of blocks; of 16 bits on Hopper, where most are as those of int8."""
+
+    def product(M: int, blocks: bool, config: GemmConfig | None = None) -> None:
+        a, weight, bias = matrix(M, 1024, FP8), matrix(1024, 1024, FP8), vector(1024, BF16)
+        scales = (matrix(M, 8, FLOAT), matrix(8, 8, FLOAT)) if blocks else (vector(M), vector(1024))
+        gemm.scaled_mm(a, weight.t(), *scales, bias, BF16, config, True)
+
+    def layer(M: int, blocks: bool) -> None:
+        scale = matrix(8, 32, FLOAT) if blocks else vector(1024)
+        linear.quant_linear(matrix(M, 4096, BF16), matrix(1024, 4096, FP8), scale, blocks=blocks)
+
+    def half(config: GemmConfig) -> None:
+        a, b = matrix(4096, 1024, HALF), matrix(1024, 1024, HALF)
+        gemm.matmul(a, b.t(), None, "gelu", HALF, config)
+
+    for blocks in (False, True):
+        label = "fp8 blocks" if blocks else "fp8"
+        for M in (16, 1024):
+            yield Case(f"{label} layer {M}", lambda m=M, b=blocks: layer(m, b))
+    if limits.hopper:
+        for config in CANDIDATES:
+            size = config.block_m, config.block_n
+            if config.schedule == "specialized" and config.groups == 1 and size in ((256, 128), (128, 192)):
+                promoted = for_operands(config, 1, promotes=True)
+                label = "fp8 {}x{}".format(*size)
+                yield Case(label, lambda c=promoted: product(1024, False, c), promoted)
+                if config.block_m < 256:  # which no product with an activation takes
+                    yield Case("matmul hopper {}x{}".format(*size), lambda c=config: half(c), config)
 
 
 def quantizations(limits: DeviceLimits) -> Iterator[Case]:
@@ -253,7 +286,7 @@ def barriers_in_staging(ptx: str, config: GemmConfig) -> int:
     stores = re.findall(r"cp\.async\.bulk\.tensor\.\w+\.global\.shared::cta\.bulk_group \[.*\], \[(%r\d+)\]", ptx)
     assert barriers
     assert stores
-    size = max(config.block_m, 64) * config.stored_columns * 2
+    size = max(config.stored_rows, 64) * config.stored_columns * 2
     return sum(
         int(offsets[store]) <= int(offsets[barrier]) < int(offsets[store]) + size
         for barrier in set(barriers)

@@ -109,14 +109,18 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "activation is 'swish'; it must be one of ['gelu',",
     ),
     # multiply
-    (lambda: multiply(q=ones(3, 4, dtype=F32)), TypeError, "q is torch.float32; it must be torch.int8"),
+    (lambda: multiply(q=ones(3, 4, dtype=F32)), TypeError, "q is torch.float32 and weight torch.int8"),
     (lambda: multiply(q=ones(3, 6)), ValueError, "q is [3, 6] but the weight's in_features is 4"),
     (
         lambda: multiply(row_scale=ones(1, dtype=F32)),
         ValueError,
         "row_scale is torch.float32 [1]; it must be torch.float32 [3]",
     ),
-    (lambda: multiply(weight=ones(5, 4, dtype=F32)), TypeError, "weight is torch.float32; it must be torch.int8"),
+    (
+        lambda: multiply(weight=ones(5, 4, dtype=F32)),
+        TypeError,
+        "weight is torch.float32; it must be one of int8, float8_e4m3fn",
+    ),
     (lambda: multiply(bias=ones(4, dtype=F32)), ValueError, "bias is [4]; it must be [5]"),
     (lambda: multiply(residual=ones(3, 5, dtype=F32)), ValueError, "residual is torch.float32 [3, 5]; it must be"),
     (lambda: multiply(residual=ones(5, dtype=BF16)), ValueError, "residual is torch.bfloat16 [5]; it must be"),
@@ -237,7 +241,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     ),
     (lambda: quant_linear(x=torch.tensor(1.0)), ValueError, "x has no columns but the layer's in_features is 4"),
     (lambda: quant_linear(x=ones(3, 4)), TypeError, "x is torch.int8; a quantized layer accepts"),
-    (lambda: quant_linear(weight=ones(5, 4, dtype=F32)), TypeError, "weight is torch.float32; it must be torch.int8"),
+    (
+        lambda: quant_linear(weight=ones(5, 4, dtype=F32)),
+        TypeError,
+        "weight is torch.float32; it must be one of int8, float8_e4m3fn",
+    ),
     (lambda: quant_linear(weight=ones(4)), ValueError, "weight is [4]; it must be [out_features, in_features]"),
     (lambda: quant_linear(weight_scale=ones(4, dtype=F32)), ValueError, "weight_scale is [4]; it must be [5]"),
     (lambda: quant_linear(weight_scale=ones(5, dtype=BF16)), TypeError, "weight_scale is torch.bfloat16; scales are"),

@@ -16,7 +16,12 @@ from qgemm.kernels import GemmConfig, cpu, int_mm, matmul, scaled_mm
 from qgemm.kernels.gemm import launcher as gemm
 from qgemm.kernels.gemm.config import CANDIDATES, Schedule, is_valid
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
-from qgemm.kernels.reference import int_mm_reference, matmul_reference, scaled_mm_reference
+from qgemm.kernels.reference import (
+    block_scaled_mm_reference,
+    int_mm_reference,
+    matmul_reference,
+    scaled_mm_reference,
+)
 from qgemm.numerics.formats import INT8
 from tests.kernels.devices import A100, B200, MI300X
 
@@ -408,3 +413,28 @@ def test_blackwells_assembler_may_take_all_registers(
     config = GemmConfig(64, 64, 64, num_warps=4, num_stages=2)
     limits = replace(B200, pdl=pdl, hopper=hopper)
     assert plan_for(limits, config, monkeypatch)._options.get("maxnreg") == registers
+
+
+# One block, blocks with a short last one in all dimensions, and few rows.
+@pytest.mark.parametrize(("M", "N", "K"), [(16, 64, 128), (17, 133, 300), (1, 40, 70)])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_fp8_with_scales(M: int, N: int, K: int, blocks: bool, device: torch.device) -> None:
+    a, b = ((torch.randn(rows, K, device=device) * 50).to(torch.float8_e4m3fn) for rows in (M, N))
+    bias = torch.randn(N, device=device)
+    shapes = ((M, -(-K // 128)), (-(-N // 128), -(-K // 128))) if blocks else ((M,), (N,))
+    scales = [torch.rand(shape, device=device) / 100 for shape in shapes]
+    out = gemm.scaled_mm(a, b.t(), *scales, bias, torch.float32)
+    if blocks:
+        wanted = block_scaled_mm_reference(a, b, *scales, bias, torch.float32)
+    else:
+        wanted = scaled_mm_reference(a, b.t(), *scales, bias, torch.float32)
+    assert (out - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+def test_every_e4m3_is_decoded() -> None:
+    """As devices without fp8 multiply it: by a matrix that has a 1 in each row, the values themselves come out."""
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    values = values[~values.float().isnan()].view(1, -1)
+    K, one = values.shape[1], torch.ones(())
+    out = gemm.scaled_mm(values, torch.eye(K).to(torch.float8_e4m3fn), one, one, None, torch.float32)
+    assert torch.equal(out, values.float())

@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import GemmConfig, scaled_mm
+from qgemm.kernels import GemmConfig, matmul, scaled_mm
 from qgemm.kernels.gemm import hopper
 from qgemm.kernels.gemm import launcher as gemm
-from qgemm.kernels.gemm.config import CANDIDATES
+from qgemm.kernels.gemm.config import CANDIDATES, for_operands, is_valid
 from qgemm.kernels.gemm.hopper import rows_at_a_time
 from qgemm.kernels.launch.device import DeviceLimits
+from qgemm.kernels.reference import block_scaled_mm_reference, quantize_groups_reference
+from qgemm.nn import BlockScaledLinear
 from tests.kernels.devices import H200
 from tests.kernels.test_linear import Parameters
 
@@ -224,6 +226,9 @@ def plan(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch, **changes: Any) 
 def test_a_product_that_the_copy_engine_can_load_gets_hoppers_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan(H200, monkeypatch) == "_gemm_hopper_kernel"
     assert plan(replace(H200, hopper=False), monkeypatch) == "_gemm_kernel"
+    for dtype in (torch.float8_e4m3fn, torch.float16, torch.bfloat16):
+        assert plan(H200, monkeypatch, dtype=dtype) == "_gemm_hopper_kernel"
+        assert plan(H200, monkeypatch, dtype=dtype, raw=True) == "_gemm_hopper_kernel"
 
 
 def test_a_triton_without_the_language_of_hoppers_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +251,9 @@ STRIDES = (1024, 1, 1, 1024, 512, 1, 1, 1, 0, 1)
     [
         {"out_dtype": torch.float32},
         {"raw": True, "out_dtype": torch.int32},
-        {"dtype": torch.bfloat16},
+        {"dtype": torch.float32},
+        {"dtype": torch.float8_e5m2},
+        {"dtype": torch.bfloat16, "strides": (1028, *STRIDES[1:])},
         {"aligned": False},
         {"N": 508},  # rows of the output that 16 bytes don't divide
         {"strides": (1032, *STRIDES[1:])},
@@ -264,3 +271,59 @@ def test_any_other_product_gets_another_kernel(changes: dict[str, Any], monkeypa
     if changes.get("dtype") is None:
         with pytest.raises(ValueError, match=r"K contiguous.*omit it"):
             plan(H200, monkeypatch, **changes, config=SPECIALIZED[0])
+
+
+FP8_CONFIGS = [config for each in SPECIALIZED if is_valid(config := for_operands(each, 1, promotes=True), 1, H200)]
+FLOAT_CONFIGS = [each for each in SPECIALIZED if is_valid(each, 2, H200)]
+
+
+def fp8(*shape: int) -> Tensor:
+    return (torch.randn(shape, device="cuda") * 60).to(torch.float8_e4m3fn)
+
+
+@on_hopper
+@pytest.mark.parametrize("config", FP8_CONFIGS, ids=str)
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES)
+def test_fp8(M: int, N: int, K: int, config: GemmConfig) -> None:
+    a, b, bias = fp8(M, K), fp8(N, K), torch.randn(N, device="cuda")
+    a_scale, b_scale = torch.rand(M, device="cuda") / 100, torch.rand(N, device="cuda") / 100
+    leave_nan_in_free_memory(M, N)
+    out = scaled_mm(a, b.t(), a_scale, b_scale, bias, torch.float16, config=config)
+    exact = (a.double() @ b.double().t()) * a_scale[:, None] * b_scale + bias
+    # Sums of 128 products keep 14 bits, of which rounding to float16 takes 3.
+    assert (out.double() - exact).norm() <= 5e-4 * exact.norm()
+
+
+@on_hopper
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES)
+def test_fp8_with_scales_of_blocks(M: int, N: int, K: int) -> None:
+    layer = BlockScaledLinear.from_linear(torch.nn.Linear(K, N, device="cuda", dtype=torch.float16), "fp8-block")
+    x = torch.randn(M, K, device="cuda", dtype=torch.float16)
+    q, scale = quantize_groups_reference(x)
+    operands = layer.stored("weight"), scale, layer.stored("weight_scale"), layer.bias
+    exact = block_scaled_mm_reference(q, *operands[:1], *operands[1:], torch.float32)
+    leave_nan_in_free_memory(M, N)
+    for _ in range(2):  # planned, and recalled
+        out = layer(x)
+        assert (out.double() - exact.double()).norm() <= 5e-4 * exact.double().norm()
+
+
+@on_hopper
+def test_long_sums_of_fp8_lose_no_bits() -> None:
+    """Beside float16's rounding, at a K where sums of the tensor cores alone are off by several per cent."""
+    a, b, one = fp8(64, 53_248), fp8(256, 53_248), torch.ones((), device="cuda")
+    out = scaled_mm(a.abs(), b.abs().t(), one / 1e5, one / 1e3, None, torch.float16)
+    exact = a.double().abs() @ b.double().abs().t() / 1e8
+    assert ((out.double() - exact).abs() / exact).max() <= 1e-3
+
+
+@on_hopper
+@pytest.mark.parametrize("config", FLOAT_CONFIGS, ids=str)
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES)
+def test_16_bit_floats(M: int, N: int, K: int, config: GemmConfig) -> None:
+    a, b = (torch.randn(rows, K, device="cuda", dtype=torch.bfloat16) for rows in (M, N))
+    bias = torch.randn(N, device="cuda")
+    leave_nan_in_free_memory(M, N)
+    out = matmul(a, b.t(), bias, "silu", config=config)
+    exact = torch.nn.functional.silu(a.double() @ b.double().t() + bias)
+    assert (out.double() - exact).norm() <= 2 * (exact.bfloat16().double() - exact).norm()

@@ -20,14 +20,24 @@ def test_device_limits(device: torch.device) -> None:
         assert limits is INTERPRETER
 
 
+FP8 = {"rounds_fp8": True, "multiplies_fp8": True}
 # What PyTorch says of devices: multiprocessors, shared memory, threads of a multiprocessor, threads of a warp.
 REPORTED = {
-    "H100": ((9, 0), (132, 232_448, 2048, 32), DeviceLimits(132, 232_448, hopper=True, pdl=True)),
-    "B200": ((10, 0), (148, 232_448, 2048, 32), DeviceLimits(148, 232_448, pdl=True)),
-    "RTX 5090": ((12, 0), (170, 101_376, 1536, 32), DeviceLimits(170, 101_376, 1536, pdl=True)),
-    "RTX 4090": ((8, 9), (128, 101_376, 1536, 32), DeviceLimits(128, 101_376, 1536)),
-    "gfx942": ((9, 4), (304, 65_536, 2048, 64), DeviceLimits(304, 65_536, warp_size=64, num_xcds=8)),
-    "gfx950": ((9, 5), (256, 163_840, 2048, 64), DeviceLimits(256, 163_840, warp_size=64, num_xcds=8)),
+    "H100": ((9, 0), (132, 232_448, 2048, 32), DeviceLimits(132, 232_448, hopper=True, pdl=True, **FP8)),
+    "B200": ((10, 0), (148, 232_448, 2048, 32), DeviceLimits(148, 232_448, pdl=True, **FP8)),
+    "RTX 5090": ((12, 0), (170, 101_376, 1536, 32), DeviceLimits(170, 101_376, 1536, pdl=True, **FP8)),
+    "RTX 4090": ((8, 9), (128, 101_376, 1536, 32), DeviceLimits(128, 101_376, 1536, **FP8)),
+    "RTX 3090": ((8, 6), (82, 101_376, 1536, 32), DeviceLimits(82, 101_376, 1536)),
+    "gfx942": (
+        (9, 4),
+        (304, 65_536, 2048, 64),
+        DeviceLimits(304, 65_536, warp_size=64, num_xcds=8, multiplies_fp8=True),
+    ),
+    "gfx950": (
+        (9, 5),
+        (256, 163_840, 2048, 64),
+        DeviceLimits(256, 163_840, warp_size=64, num_xcds=8, multiplies_fp8=True),
+    ),
     "gfx90a": ((9, 0), (104, 65_536, 2048, 64), DeviceLimits(104, 65_536, warp_size=64)),
 }
 

@@ -265,7 +265,7 @@ def test_memory_of_another_dtype_in_the_same_place_is_noticed(device: torch.devi
     x = torch.randn(5, K, device=device)
     layer(x)
     for name, wrong, message in (
-        ("weight", layer.weight.view(torch.uint8), "weight is torch.uint8; it must be torch.int8"),
+        ("weight", layer.weight.view(torch.uint8), "weight is torch.uint8; it must be one of int8, float8_e4m3fn"),
         ("weight_scale", layer.weight_scale.view(torch.int32), "weight_scale is torch.int32; scales are torch.float32"),
         ("bias", layer.bias.view(torch.int32), "bias is torch.int32; it must be one of float16"),
         ("bias", layer.bias[:-1], r"bias is \[39\]; it must be \[40\]"),

@@ -1,6 +1,7 @@
 """``quantize_rows``: the Triton kernel and the CPU function against ``reference.py``, bit for bit."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -245,7 +246,7 @@ def test_programs_beyond_the_rows_write_nothing(device: torch.device) -> None:
     q = torch.full((7, 100), 99, dtype=torch.int8, device=device)
     scale = torch.full((7,), torch.nan, device=device)
     block, blocks, threads = quantize.row_blocks(100, 4, quantize.MAX_ROW_BYTES_IN_REGISTERS, quantize.LONG_ROW_BLOCK)
-    numbers, constants = (5, 100, 100, 1), (block, blocks, False, False)
+    numbers, constants = (5, 100, 100, 1, 1, 1), (block, blocks, False, False, None, False)
     Launch(_quantize_rows_kernel, 7, numbers, constants, num_warps=max(1, threads // 32))(x, q, scale, None, None)
     expected, expected_scale = quantize_rows_reference(x)
     assert torch.equal(q[:5], expected)
@@ -349,20 +350,25 @@ def test_zero_points_that_are_refused(device: torch.device) -> None:
             dispatch.quantize_rows(*arguments)
 
 
+FP8_FUNCTIONS = pytest.mark.parametrize("kernels", [quantize, dispatch], ids=["kernel", "user"])
+
+
+@FP8_FUNCTIONS
 @DTYPES
-@pytest.mark.parametrize("shape", [(0, 64), (5, 0), (17, 53), (2, 3, 130), (70,)])
-def test_fp8(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("shape", [(0, 64), (5, 0), (17, 53), (2, 3, 130), (70,), (2, 1200)])
+def test_fp8(shape: tuple[int, ...], dtype: torch.dtype, kernels: Any, device: torch.device) -> None:
     x = (torch.randn(shape, device=device) * 3).to(dtype)
     if x.numel():
         x.view(-1, shape[-1])[0, 0] = torch.nan
+        x.view(-1, shape[-1])[-1, -1] = 1e-40  # the product of which with the scale is beyond float32
     for scale in (None, torch.tensor(0.004, device=device)):
-        q, row_scale = dispatch.quantize_rows(x, scale, dtype=torch.float8_e4m3fn)
+        q, row_scale = kernels.quantize_rows(x, scale, dtype=torch.float8_e4m3fn)
         wanted_q, wanted_scale = quantize_rows_reference(x, scale, dtype=torch.float8_e4m3fn)
         assert q.dtype == torch.float8_e4m3fn
         assert q.is_contiguous()
         assert torch.equal(row_scale.nan_to_num(-1.0), wanted_scale.nan_to_num(-1.0))
         assert torch.equal(q.view(torch.int8), wanted_q.view(torch.int8))
-    q, scales = dispatch.quantize_groups(x)
+    q, scales = kernels.quantize_groups(x)
     wanted_q, wanted_scale = quantize_groups_reference(x)
     assert q.shape == x.shape
     assert scales.shape == (*shape[:-1], -(-shape[-1] // 128))
@@ -370,17 +376,19 @@ def test_fp8(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     assert torch.equal(q.view(torch.int8), wanted_q.view(torch.int8))
 
 
-def test_fp8_of_every_value(device: torch.device) -> None:
-    """Every bfloat16 beside its row's largest, and halves between neighbours."""
+@FP8_FUNCTIONS
+def test_fp8_of_every_value(kernels: Any, device: torch.device) -> None:
+    """Every bfloat16 that is rounded to a value of e4m3, beside its row's largest, with halves between neighbours."""
     x = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).to(device)
     x = x[(x >= 1e-3) & (x <= 448)].float()
     for amax in (448.0, 440.0, 300.5):
-        rows = torch.stack([x.clamp(max=amax), -x.clamp(max=amax)])
-        rows[:, -1] = amax
+        rows = torch.stack([x.clamp(max=amax), -x.clamp(max=amax), x * 2.0**-120])
+        rows[:2, -1] = amax
         wanted = quantize_rows_reference(rows, dtype=torch.float8_e4m3fn)[0]
-        assert torch.equal(
-            dispatch.quantize_rows(rows, dtype=torch.float8_e4m3fn)[0].view(torch.int8), wanted.view(torch.int8)
-        )
+        found = kernels.quantize_rows(rows, dtype=torch.float8_e4m3fn)[0]
+        assert torch.equal(found.view(torch.int8), wanted.view(torch.int8))
+        wanted = quantize_groups_reference(rows)[0]
+        assert torch.equal(kernels.quantize_groups(rows)[0].view(torch.int8), wanted.view(torch.int8))
 
 
 def test_what_is_no_format_of_operands(device: torch.device) -> None:

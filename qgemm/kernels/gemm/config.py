@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
+from qgemm.numerics.formats import FP8
 from qgemm.numerics.integers import cdiv
 
 _OVERLAP_LOSS = 0.608  # of the shorter of computing and reading memory
@@ -37,6 +38,8 @@ _HOPPER_SHARED_BYTES = 202.0
 _HOPPER_LEAST = 0.326  # of an instruction, for one value of K: pieces of few columns take no less
 _HOPPER_PIECES = 1.14  # how much longer tiles in two pieces take, where a multiprocessor has several tiles
 _HOPPER_TALL = 0.96  # and those of 256 rows: their fewer loads leave power to multiply
+_PROMOTED_ALONE = 1.15  # of fp8, where no other group multiplies while one adds large sums
+_PROMOTED_TALL = 1.04  # of fp8, which adds to as many sums of half as many products
 _HOPPER_IDLE = 0.2  # of a last round's idle multiprocessors, how much of memory's rate is lost with many rows
 _HOPPER_CACHE_BYTES_OF_ALL = 15_800.0
 _HOPPER_PAIR_BYTES = 48.0  # from memory, to two multiprocessors that share their way there
@@ -57,8 +60,8 @@ Schedule = Literal["tiles", "persistent", "streamk", "specialized"]
 
 - ``"tiles"``: one each. ``"persistent"``: as many programs as the device holds, each with tiles in turn.
 - ``"streamk"``: those cut the sums over K between them as well. int8 only.
-- ``"specialized"``: persistent, with warps that load beside warps that multiply (``hopper_kernels.py``). int8 on Hopper
-  only.
+- ``"specialized"``: persistent, with warps that load beside warps that multiply (``hopper_kernels.py``). On Hopper
+  only, for operands of 1 and 2 bytes.
 """
 
 
@@ -66,9 +69,11 @@ Schedule = Literal["tiles", "persistent", "streamk", "specialized"]
 class GemmConfig:
     """Tile shape, pipeline and schedule of one GEMM kernel variant.
 
-    ``block_k`` counts elements. ``num_warps`` warps multiply; ``"specialized"`` has more, which load. Blocks are powers
-    of 2; with ``"specialized"``, ``block_n`` may be a sum of two. ``groups``: how many groups of ``num_warps`` take a
-    program's tiles in turn: while one scales and stores its sums, the other multiplies. 2 with ``"specialized"`` only.
+    ``block_k`` counts elements; with ``"specialized"``, bytes. ``num_warps`` warps multiply; ``"specialized"`` has
+    more, which load. Blocks are powers of 2; with ``"specialized"``, ``block_n`` may be a sum of two. ``groups``: how
+    many groups of ``num_warps`` take a program's tiles in turn: while one scales and stores its sums, the other
+    multiplies. 2 with ``"specialized"`` only. ``promotes``: that ``"specialized"`` is for fp8, whose sums of few values
+    are added in float32.
     """
 
     block_m: int
@@ -79,6 +84,31 @@ class GemmConfig:
     group_size_m: int = 8
     schedule: Schedule = "persistent"
     groups: int = 1
+    promotes: bool = False
+
+    @property
+    def sharing_groups(self) -> int:
+        """How many groups of four warps share a tile: of eight for fp8 two, of which one adds while one multiplies."""
+        return self.num_warps // 4 if self.promotes else 1
+
+    @property
+    def group_warps(self) -> int:
+        """The warps of a group."""
+        return self.num_warps // self.sharing_groups
+
+    @property
+    def stored_rows(self) -> int:
+        """How many rows of a tile Hopper's kernel stores at a time."""
+        return min(self.block_m, 64) if self.promotes else self.block_m
+
+    @property
+    def sums(self) -> int:
+        """How many float32 or int32 numbers a program of Hopper's kernel adds in at a time.
+
+        Beside those of a tile, fp8's of 64 rows a group.
+        """
+        own = max(self.block_m, 64) * self.block_n if self.promotes else self.block_m * self.block_n
+        return own + self.sharing_groups * 64 * self.block_n if self.promotes else own
 
     def shared_memory(self, itemsize: int) -> int:
         """Bytes of shared memory that the kernel holds for operands of ``itemsize`` bytes."""
@@ -88,7 +118,8 @@ class GemmConfig:
         # Instructions read 64 rows of A, so behind fewer there are some more. Of each group a tile of 2-byte outputs
         # waits to be stored, and there are barriers.
         loaded = self.num_stages * (rows + cols) * self.block_k + max(64 - rows, 0) * 128
-        return loaded + self.groups * max(rows, 64) * self.stored_columns * 2 + 1024
+        groups = self.groups * self.sharing_groups
+        return loaded + groups * max(self.stored_rows, 64) * self.stored_columns * 2 + 1024
 
     def tiles(self, M: int, N: int) -> int:
         """How many an output of ``[M, N]`` has."""
@@ -162,6 +193,16 @@ CANDIDATES: tuple[GemmConfig, ...] = (
 )
 
 
+# For fp8 alone, beside them.
+PROMOTED = (GemmConfig(128, 64, 128, num_warps=8, num_stages=8, schedule="specialized", promotes=True),)
+# Of scales of blocks the kernel for all devices, by rows.
+BLOCK_SCALED = (
+    GemmConfig(16, 64, 128, num_warps=4, num_stages=4),
+    GemmConfig(64, 64, 128, num_warps=4, num_stages=3),
+    GemmConfig(64, 128, 128, num_warps=8, num_stages=3),
+)
+
+
 def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
     """Whether ``config`` can run on operands of ``itemsize`` bytes.
 
@@ -169,11 +210,11 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
     program may have, in one group (of Hopper's kernel: two), its pipeline fits in shared memory, its accumulator in
     registers, Stream-K has integers to add, and Hopper's kernel has its instructions.
     """
-    rows = config.block_m
     if config.schedule == "specialized" and not (
         limits.hopper
-        and itemsize == 1
-        and config.num_warps == (8 if config.groups == 1 and (rows == 256 or rows * config.block_n > 128 * 128) else 4)
+        and itemsize <= 2
+        and config.num_warps == _warps_of(config)
+        and (not config.promotes or (itemsize == 1 and config.groups == 1))
         and limits.hopper_rows <= config.block_m <= 256
         and config.widths[0] <= 128 <= config.block_k
         and config.num_stages >= 2
@@ -183,7 +224,8 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
     blocks = (config.block_m, *cols, config.block_k)
     # Of a thread, for sums: 128 are too many where operands take registers, too, which those of ``wgmma`` don't. Groups
     # that take turns load scales afterwards, a few at a time.
-    registers = (192 if config.groups == 2 else 128) if limits.hopper else 64
+    registers = (192 if config.groups == 2 or config.promotes else 128) if limits.hopper else 64
+    sums = config.sums if config.schedule == "specialized" else config.block_m * config.block_n
     shared_memory = config.shared_memory(itemsize)
     if limits.warp_size == 64:
         shared_memory += shared_memory // 32  # for AMD Triton pads blocks, from 3.9 on, by up to so much
@@ -193,18 +235,26 @@ def is_valid(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> bool:
         and config.num_stages >= 1
         and config.group_size_m >= 1
         and config.groups in ((1, 2) if config.schedule == "specialized" and config.block_m >= 64 else (1,))
-        and config.block_k * itemsize >= 32
+        and (config.block_k if config.schedule == "specialized" else config.block_k * itemsize) >= 32
+        and not (config.promotes and config.schedule != "specialized")
         and shared_memory <= limits.shared_memory
-        and config.block_m * config.block_n <= registers * config.num_warps * limits.warp_size
+        and sums <= registers * config.num_warps * limits.warp_size
         and (itemsize == 1 or config.schedule != "streamk")
     )
+
+
+def _warps_of(config: GemmConfig) -> int:
+    """How many warps multiply in Hopper's kernel; of fp8's, each group has 64 or 128 rows of a tile."""
+    if config.promotes:
+        return 8 if config.block_m >= 128 else 4
+    return 8 if config.groups == 1 and (config.block_m == 256 or config.block_m * config.block_n > 128 * 128) else 4
 
 
 def programs_per_sm(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> int:
     """How many programs are resident on a multiprocessor at a time; at most 8."""
     if config.schedule == "specialized":
         # Larger sums take the registers of a whole multiprocessor.
-        most = 3 if config.block_m * config.block_n <= 64 * 128 and config.groups == 1 else 1
+        most = 3 if config.sums <= 64 * 128 and config.groups == 1 else 1
         return min(most, (limits.shared_memory + 1024) // (config.shared_memory(itemsize) + 1024))
     threads = config.num_warps * limits.warp_size
     by_memory = limits.shared_memory // (config.shared_memory(itemsize) + 1024)
@@ -214,26 +264,54 @@ def programs_per_sm(config: GemmConfig, itemsize: int, limits: DeviceLimits) -> 
 
 
 def select_config(
-    M: int, N: int, K: int, dtype: torch.dtype, device: torch.device, hopper: bool = True, residual: bool = False
+    M: int,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    hopper: bool = True,
+    residual: bool = False,
+    blocks: bool = False,
+    activation: bool = False,
 ) -> GemmConfig:
     """The config for ``[M, K] @ [K, N]`` of ``dtype`` operands on ``device``.
 
     ``hopper``: whether layout and output allow Hopper's kernel (``gemm.py`` says when) where the device has it.
-    ``residual``: whether one is added, which needs registers that two groups don't have.
+    ``residual``: whether one is added, which needs registers that two groups don't have. ``activation``: whether there
+    is one, which needs more than tiles of 256 rows leave, too. ``blocks``: whether scales are of blocks, in one of
+    which all columns of a tile must be.
     """
     limits = device_limits(device)
-    configs = _valid_candidates(dtype.itemsize, limits)
+    if blocks and not (hopper and limits.hopper):
+        found = [config for config in BLOCK_SCALED if is_valid(config, 1 if limits.multiplies_fp8 else 2, limits)]
+        return next(config for config in found if config.block_m >= M or config is found[-1])
+    if dtype == FP8.storage and not limits.multiplies_fp8:
+        dtype = torch.float16  # which its bytes become
+    itemsize = dtype.itemsize
+    configs = _valid_candidates(itemsize, limits, dtype == FP8.storage)
     if not hopper:
         configs = [config for config in configs if config.schedule != "specialized"]
+    if blocks:
+        configs = [
+            config
+            for config in configs
+            # Those of 256 rows have no registers for scales. One group doesn't load them while another one multiplies,
+            # and narrow tiles have as many for fewer products.
+            if config.schedule == "specialized"
+            and 128 % config.block_n == 0
+            and (config.block_m == 128 if M > 64 else config.block_m <= 64 and (config.block_n > 32 or M <= 32))
+        ]
     if dtype != torch.int8:
         configs = [config for config in configs if config.schedule != "streamk"]
+    if activation:
+        configs = [config for config in configs if config.block_m < 256 and config.groups == 1]
     in_turn: list[GemmConfig] = []
     if any(config.schedule == "specialized" for config in configs):
         in_turn = [config for config in configs if config.groups > 1]
         configs = [config for config in configs if _suits(config, M, N, limits)]
-    chosen = min(configs, key=lambda config: _cycles(config, M, N, K, dtype.itemsize, limits))
+    chosen = min(configs, key=lambda config: _cycles(config, M, N, K, itemsize, limits))
     if chosen.schedule == "specialized" and chosen.block_m == 256 and not residual:
-        return next((config for config in in_turn if _takes_turns(config, chosen, M, N, K, limits)), chosen)
+        return next((config for config in in_turn if _takes_turns(config, chosen, M, N, K * itemsize, limits)), chosen)
     return chosen
 
 
@@ -267,14 +345,24 @@ def _suits(config: GemmConfig, M: int, N: int, limits: DeviceLimits) -> bool:
 
 
 @functools.cache
-def _valid_candidates(itemsize: int, limits: DeviceLimits) -> list[GemmConfig]:
-    configs = [replace(config, block_k=max(config.block_k // itemsize, 16)) for config in CANDIDATES]
+def _valid_candidates(itemsize: int, limits: DeviceLimits, promotes: bool = False) -> list[GemmConfig]:
+    configs = [for_operands(config, itemsize, promotes) for config in CANDIDATES + PROMOTED * promotes]
     return [config for config in configs if is_valid(config, itemsize, limits)]
+
+
+def for_operands(config: GemmConfig, itemsize: int, promotes: bool) -> GemmConfig:
+    """A candidate as it is for operands of ``itemsize`` bytes; ``promotes``: of fp8, in Hopper's kernel."""
+    if config.schedule != "specialized":
+        return replace(config, block_k=max(config.block_k // itemsize, 16))
+    if promotes:
+        config = replace(config, promotes=True)
+        return replace(config, num_warps=_warps_of(config))
+    return config
 
 
 def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: DeviceLimits) -> float:
     tiles = config.tiles(M, N)
-    blocks = max(1, cdiv(K, config.block_k))
+    blocks = max(1, cdiv(K * itemsize if config.schedule == "specialized" else K, config.block_k))
     memory = ((M + N) * K * itemsize + 2 * M * N) / (_MEMORY_BYTES * limits.num_sms)
     if config.schedule == "specialized":
         compute = _hopper_cycles(config, M, tiles, blocks, limits)
@@ -315,10 +403,13 @@ def _hopper_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, limits: 
     )
     loads = (min(config.block_m, M) + config.block_n) * depth
     shared = max(macs, loads * min(tiles, limits.num_sms) / _HOPPER_CACHE_BYTES_OF_ALL)
+    if config.promotes and config.sharing_groups == 1 and config.sums > 64 * 128:
+        macs *= _PROMOTED_ALONE
     alone = _HOPPER_MEMORY_LATENCY / config.num_stages
     cycles = blocks * _rounds(alone, shared, tiles, programs_per_sm(config, 1, limits), limits)
     if tiles > limits.num_sms:
-        cycles *= _HOPPER_PIECES if len(config.widths) > 1 else _HOPPER_TALL if config.block_m == 256 else 1.0
+        tall = _PROMOTED_TALL if config.promotes else _HOPPER_TALL
+        cycles *= _HOPPER_PIECES if len(config.widths) > 1 else tall if config.block_m == 256 else 1.0
     return cycles
 
 

@@ -17,6 +17,7 @@ from qgemm.numerics.integers import cdiv, next_power_of_2
 
 REGISTERS = 65_536  # of a multiprocessor
 REGISTERS_BESIDE = {4: 128, 8: 144}  # of a thread, by warps that multiply: no config but the largest needs more
+MAX_PROMOTED_COLUMNS_BESIDE = 80  # which fp8's groups have two sums of in so many
 THREADS = 256  # of a program: four warps that multiply, and four for the one that loads
 MAX_VALUES_TO_OVERLAP = 5 << 20  # to quantize while a product starts
 MAX_ROWS_TO_START_NEXT = 128
@@ -48,17 +49,25 @@ def gemm_launch(
     out_dtype: torch.dtype,
     constant_b: bool,
     limits: DeviceLimits,
+    dtype: torch.dtype = torch.int8,
+    activation: Any = None,
+    block_strides: tuple[int, int] | None = None,
 ) -> Launch:
-    """A product of A, B, C, their scales, the bias and the residual, which have these ``strides``."""
+    """A product of A, B, C, their scales, the bias and the residual, which have these ``strides``.
+
+    ``dtype``: of A and B. ``activation``: a device function. ``block_strides``: where scales are of blocks, the strides
+    from one block of K to the next.
+    """
     stride_am, _, _, stride_bn, stride_cm, _, *epilogue_strides = strides
-    columns = columns_at_a_time(config, M, N, K, limits)
+    columns = columns_at_a_time(config, M, N, K * dtype.itemsize, limits)
     if columns > 1:
         limits = replace(limits, num_sms=multiprocessors_of_long_product(config, M, N, limits))
     next_early = starts_next_early(config, M, limits)
     return _launch(
         _gemm_hopper_kernel, (0, 1, 2), config, M, N, K, (stride_am, stride_bn, stride_cm), config.widths[-1],
-        out_dtype, limits,
-        (M, N, K, *epilogue_strides), (*_constants(config, M, limits, columns), constant_b, next_early),
+        (dtype, out_dtype), limits,
+        (M, N, K, *epilogue_strides, *(block_strides or (1, 1))),
+        (*_constants(config, M, limits, columns), constant_b, next_early, block_strides is not None, activation),
         max_registers(config, limits, beside=True), cluster(config, M, N, limits), pdl=columns == 1,
     )  # fmt: skip
 
@@ -152,14 +161,20 @@ def quant_linear_launch(
     epilogue_strides: tuple[int, int, int],
     dtype: torch.dtype,
     limits: DeviceLimits,
+    weight_dtype: torch.dtype = torch.int8,
+    block_strides: tuple[int, int] | None = None,
 ) -> Launch:
-    """A layer of rows ``[M, K]`` of ``dtype``. ``epilogue_strides``: of the weight's scale, bias and residual."""
+    """A layer of rows ``[M, K]`` of ``dtype``. ``epilogue_strides``: of the weight's scale, bias and residual.
+
+    ``block_strides``: as of ``gemm_launch``.
+    """
     row = (*shared_row_blocks(config, K, limits), PATIENCE)
     return _launch(
         _quant_linear_hopper_kernel, (9, 4, 5), config, M, N, K, (K, stride_bn, N), weight_rows_at_a_time(config, M),
-        dtype, limits,
-        (M, N, K, *x_strides, *epilogue_strides),
-        (row, *_constants(config, M, limits), starts_next_early(config, M, limits)), max_registers(config, limits),
+        (weight_dtype, dtype), limits,
+        (M, N, K, *x_strides, *epilogue_strides, block_strides[1] if block_strides else 1),
+        (row, *_constants(config, M, limits), starts_next_early(config, M, limits), block_strides is not None),
+        max_registers(config, limits),
     )  # fmt: skip
 
 
@@ -172,7 +187,7 @@ def _launch(
     K: int,
     strides: tuple[int, int, int],
     b_part: int,
-    out_dtype: torch.dtype,
+    dtypes: tuple[torch.dtype, torch.dtype],
     limits: DeviceLimits,
     numbers: tuple[int, ...],
     constants: tuple[Any, ...],
@@ -182,19 +197,20 @@ def _launch(
 ) -> Launch:
     """``positions``, ``strides``: of A, B and C, among the kernel's tensors, and of their rows.
 
-    ``b_part``: how many rows of B the copy engine loads at a time.
+    ``b_part``: how many rows of B the copy engine loads at a time. ``dtypes``: of A and B, and of C.
     """
-    rows, panel = config.block_m, PANEL.value
-    part, _ = rows_at_a_time(M, rows)
+    dtype, out_dtype = dtypes
+    rows, panel = config.stored_rows, PANEL.value // dtype.itemsize
+    part, _ = rows_at_a_time(M, config.block_m)
     maps = (
-        TensorMap((M, K), (strides[0], 1), (part, panel), block_layout(part, panel, torch.int8)),
-        TensorMap((N, K), (strides[1], 1), (b_part, panel), block_layout(b_part, panel, torch.int8)),
+        TensorMap((M, K), (strides[0], 1), (part, panel), block_layout(part, panel, dtype)),
+        TensorMap((N, K), (strides[1], 1), (b_part, panel), block_layout(b_part, panel, dtype)),
         TensorMap(
             (M, N), (strides[2], 1), (rows, config.stored_columns), block_layout(rows, config.stored_columns, out_dtype)
         ),
     )
     return Launch(
-        kernel, programs(config, M, N, limits), numbers, constants, config.num_warps, pdl=pdl,
+        kernel, programs(config, M, N, limits), numbers, constants, config.group_warps, pdl=pdl,
         maps=dict(zip(positions, maps, strict=True)), max_registers=registers, cluster=cluster,
     )  # fmt: skip
 
@@ -219,7 +235,10 @@ def max_registers(config: GemmConfig, limits: DeviceLimits, beside: bool = False
     resident = programs_per_sm(config, 1, limits)
     if resident > 1:
         return REGISTERS // (resident * THREADS) // 8 * 8
-    return REGISTERS_BESIDE[config.num_warps] if beside and config.block_m < 256 and config.groups == 1 else None
+    few = config.block_m < 256 and config.groups == config.sharing_groups == 1
+    if config.promotes:
+        few &= config.block_n <= MAX_PROMOTED_COLUMNS_BESIDE
+    return REGISTERS_BESIDE[config.num_warps] if beside and few else None
 
 
 def shared_row_blocks(config: GemmConfig, K: int, limits: DeviceLimits) -> tuple[int, int]:
@@ -228,9 +247,9 @@ def shared_row_blocks(config: GemmConfig, K: int, limits: DeviceLimits) -> tuple
     ``BLOCKS`` is a power of 2, so that there are few variants. It is 0, to read the row twice, where registers hold no
     more: 4 for each block.
     """
-    block = 8 * 32 * config.num_warps
+    block = 8 * 32 * config.group_warps
     blocks = next_power_of_2(cdiv(K, block))
-    most = 8 if programs_per_sm(config, 1, limits) > 1 else 32 if config.num_warps == 4 else 16
+    most = 8 if programs_per_sm(config, 1, limits) > 1 else 32 if config.group_warps == 4 else 16
     return block, blocks if blocks <= most else 0
 
 

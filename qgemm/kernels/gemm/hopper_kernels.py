@@ -1,14 +1,18 @@
-"""The int8 GEMM for Hopper (sm_90): ``C = A @ B.T``, scaled, with the rounding of the other kernels.
+"""The GEMM for Hopper (sm_90): ``C = A @ B.T``, scaled, with the rounding of the other kernels.
 
 ``C[m, n] = sum over k of A[m, k] * B[n, k]``, times ``A_scale[m]`` and ``B_scale[n]``, plus ``bias[n]``, and to what
-that is rounded to ``residual[m, n]`` is added. Operands are ``[M, K]`` and ``[N, K]`` with K contiguous, addresses and
-row strides multiples of 16 bytes. TMA fills what lies beyond the edges with zeros and stores nothing there, so there is
-no mask.
+that is rounded to ``residual[m, n]`` is added. Operands are ``[M, K]`` and ``[N, K]``, int8, e4m3, float16 or bfloat16,
+with K contiguous, addresses and row strides multiples of 16 bytes. TMA fills what lies beyond the edges with zeros and
+stores nothing there, so there is no mask.
 
 Programs are persistent. One producer warp has TMA load blocks of A and B into a ring of shared memory; four or eight
 consumer warps wait for a block, multiply it with ``wgmma`` and release its slot. Then they scale the sums and have TMA
 store them, while the producer loads for the next tile, and, where there are two groups of them that take turns, the
 other one multiplies it. docs/performance.md: what it reaches, why, and what was tried.
+
+Sums of fp8 that the tensor cores add keep 14 bits. So theirs are of 256 values of K, and the multiplying warps add them
+in float32; with a scale for each 128 values, of as many, after they have multiplied them by it. From 128 rows on two
+groups of warps share a tile: while one adds, the other one's products are computed.
 """
 
 from triton.experimental import gluon
@@ -19,12 +23,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qgemm.kernels.quantize.hopper_kernels import SharedRows
 from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.epilogue import Epilogue, added
-from qgemm.kernels.stages.ring import MMA_ROWS, PRODUCER_REGISTERS, barriers, initialize, make_ring, store_block
-from qgemm.kernels.stages.rows import RowQuantization
+from qgemm.kernels.stages.ring import (
+    MMA_ROWS,
+    PANEL,
+    PRODUCER_REGISTERS,
+    AllBlockScales,
+    barriers,
+    initialize,
+    make_ring,
+    store_block,
+)
+from qgemm.kernels.stages.rows import RowQuantization, e4m3_quantization
 
 TURNING_ROWS = gl.constexpr(256)  # of tiles that go through K forwards and backwards in turn
 QUANTIZING_REGISTERS = gl.constexpr(64)  # of a producer's thread that may have to quantize
 MORE_QUANTIZING_REGISTERS = gl.constexpr(80)  # beside eight warps, where the assembler keeps more for it
+BESIDE_QUANTIZING_REGISTERS = gl.constexpr(224)  # the same, where the producer may have to quantize
 IN_TURN_REGISTERS = gl.constexpr(232)  # of a thread that multiplies, where two groups do: all but the producer's
 MAX_EARLY_VALUES = gl.constexpr(40)  # of a residual, that a thread loads before the sums are there
 RESIDUAL_VALUES = gl.constexpr(32)  # that it loads at a time of a larger one
@@ -50,11 +64,9 @@ def _fill_a(ring, step, A, row, k, LAST_PARTS: gl.constexpr):
 @gluon.jit
 def _produce(
     A, B, rows, ring, sched, num_k, ready,
-    LAST_PARTS: gl.constexpr, CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
+    LAST_PARTS: gl.constexpr, CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     QUANTIZES: gl.constexpr = rows is not None
-    # Not in layers of one launch: they are small, and the producer has no register left for it.
-    TURNS: gl.constexpr = (sched.ctx.block_m == TURNING_ROWS or sched.ctx.group_size_n > 1) and not QUANTIZES
     BLOCK_K: gl.constexpr = sched.ctx.block_k
     start, total, stride = sched.persistent_tile_range()
     tile = sched.get_tile_from_idx(start)
@@ -152,8 +164,10 @@ def _consume(C, epilogue, rows, ring, staging, sched, num_k, ready):
     ROWS: gl.constexpr = staging.shape[0]
     MAIN: gl.constexpr = ring.widths[0]
     REST: gl.constexpr = ring.widths[-1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, MAIN, 32])
-    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, REST, 32])
+    DEPTH: gl.constexpr = ring.columns // 4  # of K, that an instruction takes
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, MAIN, DEPTH])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, REST, DEPTH])
+    SUM: gl.constexpr = gl.int32 if sched.ctx.quantized else gl.float32
     FEW: gl.constexpr = ROWS * BLOCK_N // (32 * gl.num_warps()) <= MAX_EARLY_VALUES
     EARLY: gl.constexpr = FEW and epilogue.residual is not None
     late = None if FEW or epilogue.residual is None else epilogue
@@ -168,14 +182,14 @@ def _consume(C, epilogue, rows, ring, staging, sched, num_k, ready):
         scales = epilogue.load_scales(own_rows, cols, sched.M, sched.N)
         if EARLY:
             residual = epilogue.load_residual(own_rows, cols, sched.M, sched.N)
-        accs = (warpgroup_mma_init(gl.zeros((ROWS, MAIN), gl.int32, layout)),)
+        accs = (warpgroup_mma_init(gl.zeros((ROWS, MAIN), SUM, layout)),)
         if MAIN < BLOCK_N:
             rest_cols = col + MAIN + gl.arange(0, REST, gl.SliceLayout(0, rest_layout))
             rest_rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, rest_layout))
             rest_scales = epilogue.load_scales(rest_rows, rest_cols, sched.M, sched.N)
             if EARLY:
                 rest_residual = epilogue.load_residual(rest_rows, rest_cols, sched.M, sched.N)
-            accs = accs + (warpgroup_mma_init(gl.zeros((ROWS, REST), gl.int32, rest_layout)),)
+            accs = accs + (warpgroup_mma_init(gl.zeros((ROWS, REST), SUM, rest_layout)),)
 
         sums, step = ring.reduce(step, num_k, accs, ROWS)
         out = epilogue.apply(sums[0], scales, cols, sched.N)
@@ -199,7 +213,7 @@ def _store_sums(C, epilogue, staging, acc, row, col, sched):
         cols = col + gl.arange(0, COLS, gl.SliceLayout(0, acc.type.layout))
         out = epilogue.apply(acc, epilogue.load_scales(rows, cols, sched.M, sched.N), cols, sched.N)
         residual = None if epilogue.residual is None else epilogue
-        _store(C, staging, row, col, out.to(C.dtype), residual, staging.shape[0])
+        _store(C, staging, row, col, out.to(C.dtype), residual, C.block_shape[0])
     else:
         HALF: gl.constexpr = acc.shape[1] // 2
         halves = acc.reshape([acc.shape[0], 2, HALF]).permute(0, 2, 1).split()
@@ -220,16 +234,18 @@ def _consume_in_turn(C, epilogue, ring, staging, sched, num_k, ready, turns, WHO
     REST: gl.constexpr = ring.widths[-1]
     BLOCK_M: gl.constexpr = sched.ctx.block_m
     BLOCK_N: gl.constexpr = sched.ctx.block_n
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, MAIN, 32])
-    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, REST, 32])
+    DEPTH: gl.constexpr = ring.columns // 4  # of K, that an instruction takes
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, MAIN, DEPTH])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, REST, DEPTH])
+    SUM: gl.constexpr = gl.int32 if sched.ctx.quantized else gl.float32
 
     start, total, stride = sched.persistent_tile_range()
     step = WHO * num_k
     phase = 1 - WHO  # the first group's first turn needs no arrival
     for tile_id in range(start + WHO * stride, total, 2 * stride):
-        accs = (warpgroup_mma_init(gl.zeros((BLOCK_M, MAIN), gl.int32, layout)),)
+        accs = (warpgroup_mma_init(gl.zeros((BLOCK_M, MAIN), SUM, layout)),)
         if MAIN < BLOCK_N:
-            accs = accs + (warpgroup_mma_init(gl.zeros((BLOCK_M, REST), gl.int32, rest_layout)),)
+            accs = accs + (warpgroup_mma_init(gl.zeros((BLOCK_M, REST), SUM, rest_layout)),)
         mbarrier.wait(turns.index(WHO), phase)
         sums, step = ring.reduce(step, num_k, accs, BLOCK_M, turns.index(1 - WHO))
         step += num_k
@@ -243,35 +259,102 @@ def _consume_in_turn(C, epilogue, ring, staging, sched, num_k, ready, turns, WHO
 
 
 @gluon.jit
+def _consume_promoted(
+    C, epilogue, rows, ring, staging, sched, num_k, ready, scales, WHO: gl.constexpr
+):  # fmt: skip
+    """As ``_consume``, of fp8: the part ``WHO`` of each tile's rows. ``scales``: the ``AllBlockScales``, or None."""
+    gdc_wait()
+    if rows is not None and WHO == 0:
+        rows.quantize_own(ready)
+    mbarrier.wait(ready, 0)
+    BLOCK_M: gl.constexpr = sched.ctx.block_m
+    PARTS: gl.constexpr = max(BLOCK_M, MMA_ROWS) // (ring.consumers * MMA_ROWS)
+    FIRST: gl.constexpr = WHO * PARTS * MMA_ROWS
+    MAIN: gl.constexpr = ring.widths[0]
+    REST: gl.constexpr = ring.widths[-1]
+    PIECES: gl.constexpr = len(ring.widths)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, MAIN, 32])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, REST, 32])
+
+    start, total, stride = sched.persistent_tile_range()
+    step = 0
+    for tile_id in range(start, total, stride):
+        tile = sched.get_tile_from_idx(tile_id)
+        row, col = tile.pid_m * BLOCK_M + FIRST, tile.pid_n * sched.ctx.block_n
+        sums = ()
+        for _ in gl.static_range(PARTS):
+            sums = sums + (gl.zeros((MMA_ROWS, MAIN), gl.float32, layout),)
+            if PIECES > 1:
+                sums = sums + (gl.zeros((MMA_ROWS, REST), gl.float32, rest_layout),)
+        own = None
+        if scales is not None:
+            own = scales.of_tile(row, col, sched.M, PARTS, layout)
+        sums, step = ring.reduce_promoted(step, num_k, sums, FIRST, own)
+        for i in gl.static_range(PARTS):
+            _store_sums(C, epilogue, staging, sums[i * PIECES], row + i * MMA_ROWS, col, sched)
+            if PIECES > 1:
+                _store_sums(C, epilogue, staging, sums[i * PIECES + 1], row + i * MMA_ROWS, col + MAIN, sched)
+    tma.store_wait(0)
+
+
+@gluon.jit
 def _run(
-    A, B, C, epilogue, rows, M, N, K,
+    A, B, C, epilogue, rows, scales, M, N, K,
     CONFIG: gl.constexpr, GROUP_SIZE_N: gl.constexpr, NUM_SMS: gl.constexpr, LAST_PARTS: gl.constexpr,
     CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
-    """``rows``: the ``SharedRows`` that A is to hold; None if it holds the quantized rows already."""
+    """``rows``: the ``SharedRows`` that A is to hold; None if it holds the quantized rows already.
+
+    ``scales``: the ``AllBlockScales``, or None.
+    """
     ctx = GemmContext(
-        CONFIG.block_m, CONFIG.block_n, CONFIG.block_k, NUM_SMS, 1, CONFIG.group_size_m,
-        quantized=True, group_size_n=GROUP_SIZE_N,
+        CONFIG.block_m, CONFIG.block_n, CONFIG.block_k // A.dtype.itemsize, NUM_SMS, 1, CONFIG.group_size_m,
+        quantized=A.dtype.is_int(), group_size_n=GROUP_SIZE_N,
     )  # fmt: skip
     sched = ScheduleContext(M, N, K, ctx)
     num_k = gl.cdiv(K, ctx.block_k)
+    # Not in layers of one launch: they are small, and the producer has no register left for it.
+    TURNS: gl.constexpr = (CONFIG.block_m == TURNING_ROWS or GROUP_SIZE_N > 1) and rows is None
+    gl.static_assert(scales is None or not TURNS, "scales of blocks are those of a tile that goes forwards")
 
-    ring = make_ring(A, B, CONFIG)
+    ring = make_ring(A, B, CONFIG, CONFIG.sharing_groups)
     # Completes when the ring's are initialized and all rows of A quantized.
     ready = barriers(1)
     initialize(ready, 1, 2 if rows is not None else 1)
-    ROWS: gl.constexpr = max(CONFIG.block_m, MMA_ROWS)
+    ROWS: gl.constexpr = max(C.block_shape[0], MMA_ROWS)
     staging = gl.allocate_shared_memory(C.dtype, [ROWS, C.block_shape[1]], C.layout)
     if rows is None:
         REGISTERS: gl.constexpr = PRODUCER_REGISTERS
     else:
         REGISTERS: gl.constexpr = QUANTIZING_REGISTERS if gl.num_warps() == 4 else MORE_QUANTIZING_REGISTERS
+    own = ready.index(0)
     # Constants stay constants only in a tuple that is written here.
-    if CONFIG.groups == 1:
+    if CONFIG.promotes and CONFIG.sharing_groups == 1:
         gl.warp_specialize(
             [
-                (_consume, (C, epilogue, rows, ring, staging, sched, num_k, ready.index(0))),
-                (_produce, (A, B, rows, ring, sched, num_k, ready.index(0), LAST_PARTS, CONSTANT_B, NEXT_EARLY)),
+                (_consume_promoted, (C, epilogue, rows, ring, staging, sched, num_k, own, scales, 0)),
+                (_produce, (A, B, rows, ring, sched, num_k, own, LAST_PARTS, CONSTANT_B, NEXT_EARLY, TURNS)),
+            ],
+            [1],
+            [REGISTERS],
+        )
+    elif CONFIG.promotes:
+        other_staging = gl.allocate_shared_memory(C.dtype, [ROWS, C.block_shape[1]], C.layout)
+        GROUP_REGISTERS: gl.constexpr = IN_TURN_REGISTERS if rows is None else BESIDE_QUANTIZING_REGISTERS
+        gl.warp_specialize(
+            [
+                (_consume_promoted, (C, epilogue, rows, ring, staging, sched, num_k, own, scales, 0)),
+                (_consume_promoted, (C, epilogue, None, ring, other_staging, sched, num_k, own, scales, 1)),
+                (_produce, (A, B, rows, ring, sched, num_k, own, LAST_PARTS, CONSTANT_B, NEXT_EARLY, TURNS)),
+            ],
+            [gl.num_warps(), 1],
+            [GROUP_REGISTERS, REGISTERS],
+        )
+    elif CONFIG.groups == 1:
+        gl.warp_specialize(
+            [
+                (_consume, (C, epilogue, rows, ring, staging, sched, num_k, own)),
+                (_produce, (A, B, rows, ring, sched, num_k, own, LAST_PARTS, CONSTANT_B, NEXT_EARLY, TURNS)),
             ],
             [1],
             [REGISTERS],
@@ -283,9 +366,9 @@ def _run(
         initialize(turns, 2)
         gl.warp_specialize(
             [
-                (_consume_in_turn, (C, epilogue, ring, staging, sched, num_k, ready.index(0), turns, 0)),
-                (_consume_in_turn, (C, epilogue, ring, other_staging, sched, num_k, ready.index(0), turns, 1)),
-                (_produce, (A, B, rows, ring, sched, num_k, ready.index(0), LAST_PARTS, CONSTANT_B, NEXT_EARLY)),
+                (_consume_in_turn, (C, epilogue, ring, staging, sched, num_k, own, turns, 0)),
+                (_consume_in_turn, (C, epilogue, ring, other_staging, sched, num_k, own, turns, 1)),
+                (_produce, (A, B, rows, ring, sched, num_k, own, LAST_PARTS, CONSTANT_B, NEXT_EARLY, TURNS)),
             ],
             [gl.num_warps(), 1],
             [IN_TURN_REGISTERS, REGISTERS],
@@ -296,39 +379,59 @@ def _run(
 def _gemm_hopper_kernel(
     A, B, C, A_scale, B_scale, bias, residual,
     M, N, K,
-    stride_a_scale, stride_b_scale, stride_bias, stride_residual,
+    stride_a_scale, stride_b_scale, stride_bias, stride_residual, stride_a_block, stride_b_block,
     CONFIG: gl.constexpr, GROUP_SIZE_N: gl.constexpr, NUM_SMS: gl.constexpr, LAST_PARTS: gl.constexpr,
-    CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr,
+    CONSTANT_B: gl.constexpr, NEXT_EARLY: gl.constexpr, BLOCK_SCALED: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """``A``, ``B``, ``C``: tensor maps of ``[M, K]``, ``[N, K]`` and ``[M, N]``. ``CONFIG``: a ``GemmConfig``.
 
-    Their blocks: ``PANEL`` columns and a part of ``block_m`` rows; ``PANEL`` columns and as many rows as the last of
-    ``widths``, which make ``block_n``; a tile, or some of its columns.
+    Their blocks: ``PANEL`` bytes of columns and a part of ``block_m`` rows; ``PANEL`` bytes of columns and as many rows
+    as the last of ``widths``, which make ``block_n``; a tile, or some of its rows and columns.
     ``LAST_PARTS``: parts with rows of A in the last row of tiles. ``CONSTANT_B``: no kernel that may still run writes
     B, so loading it needn't wait. ``NEXT_EARLY``: let the next kernel start once all of this one's programs have, not
     only when they have loaded all.
+    ``BLOCK_SCALED``: ``A_scale [M, K / 128]`` and ``B_scale [N / 128, K / 128]`` are of blocks; ``stride_a_block``,
+    ``stride_b_block``: the strides of their columns.
     """
-    epilogue = Epilogue(
-        A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias, None, residual, stride_residual
-    )
-    _run(A, B, C, epilogue, None, M, N, K, CONFIG, GROUP_SIZE_N, NUM_SMS, LAST_PARTS, CONSTANT_B, NEXT_EARLY)
+    if BLOCK_SCALED:
+        epilogue = Epilogue(None, None, bias, 1, 1, stride_bias, None, residual, stride_residual)
+        scales = AllBlockScales(
+            A_scale, B_scale, stride_a_scale, stride_a_block, stride_b_scale, stride_b_block, gl.cdiv(K, PANEL)
+        )  # fmt: skip
+    else:
+        epilogue = Epilogue(
+            A_scale, B_scale, bias, stride_a_scale, stride_b_scale, stride_bias, ACTIVATION, residual, stride_residual
+        )
+        scales = None
+    _run(A, B, C, epilogue, None, scales, M, N, K, CONFIG, GROUP_SIZE_N, NUM_SMS, LAST_PARTS, CONSTANT_B, NEXT_EARLY)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def _quant_linear_hopper_kernel(
     x, q, q_scale, x_scale, B, C, b_scale, bias, residual, A, counts,
     M, N, K,
-    stride_xm, stride_xk, stride_b_scale, stride_bias, stride_residual,
+    stride_xm, stride_xk, stride_b_scale, stride_bias, stride_residual, stride_b_block,
     ROW: gl.constexpr,
     CONFIG: gl.constexpr, GROUP_SIZE_N: gl.constexpr, NUM_SMS: gl.constexpr, LAST_PARTS: gl.constexpr,
-    NEXT_EARLY: gl.constexpr,
+    NEXT_EARLY: gl.constexpr, BLOCK_SCALED: gl.constexpr,
 ):  # fmt: skip
     """A quantized linear layer in one launch: the programs quantize the rows of ``x`` together, then compute tiles.
 
-    ``x``: ``[M, K]``. ``q``, ``q_scale``: where its quantized rows go, ``[M, K]`` and ``[M]``, contiguous. ``A``: the
-    tensor map of ``q``. ``x_scale``, ``counts``, ``ROW``: see ``SharedRows``. B is constant; the rest is as in
-    ``_gemm_hopper_kernel``.
+    ``x``: ``[M, K]``. ``q``, ``q_scale``: where its quantized rows go, ``[M, K]`` and ``[M]``, contiguous; with
+    ``BLOCK_SCALED`` scales ``[M, K / 128]``. ``A``: the tensor map of ``q``. ``x_scale``, ``counts``, ``ROW``: see
+    ``SharedRows``. B is constant; the rest is as in ``_gemm_hopper_kernel``.
     """
-    rows = SharedRows(x, q, q_scale, RowQuantization(x_scale), counts, M, K, stride_xm, stride_xk, ROW)
-    epilogue = Epilogue(q_scale, b_scale, bias, 1, stride_b_scale, stride_bias, None, residual, stride_residual)
-    _run(A, B, C, epilogue, rows, M, N, K, CONFIG, GROUP_SIZE_N, NUM_SMS, LAST_PARTS, True, NEXT_EARLY)
+    if A.dtype.is_fp8():
+        quantization = e4m3_quantization(x_scale, True)
+        q = q.to(gl.pointer_type(gl.int8), bitcast=True)
+    else:
+        quantization = RowQuantization(x_scale)
+    rows = SharedRows(x, q, q_scale, quantization, counts, M, K, stride_xm, stride_xk, ROW, BLOCK_SCALED)
+    if BLOCK_SCALED:
+        epilogue = Epilogue(None, None, bias, 1, 1, stride_bias, None, residual, stride_residual)
+        blocks = gl.cdiv(K, PANEL)
+        scales = AllBlockScales(q_scale, b_scale, blocks, 1, stride_b_scale, stride_b_block, blocks)
+    else:
+        epilogue = Epilogue(q_scale, b_scale, bias, 1, stride_b_scale, stride_bias, None, residual, stride_residual)
+        scales = None
+    _run(A, B, C, epilogue, rows, scales, M, N, K, CONFIG, GROUP_SIZE_N, NUM_SMS, LAST_PARTS, True, NEXT_EARLY)

@@ -5,8 +5,10 @@
 - ``_gemm_streamk_kernel``: for int8 problems with too few tiles for the device. Programs add int32 partial sums into a
   zeroed workspace with atomics; the last one to arrive at a tile applies the epilogue. Integer sums don't depend on
   their order, so the result is exact and the same bits every time.
+- ``_block_scaled_kernel``: fp8 with a scale for each 128 values of K of a row, and each 128 x 128 of the weight. Each
+  block of K is multiplied by itself, and its sums are scaled and added in float32.
 
-Most int8 products on Hopper run ``hopper_kernels.py`` instead. Few rows of A are a read of the weights, where one tile
+Most products on Hopper run ``hopper_kernels.py`` instead. Few rows of A are a read of the weights, where one tile
 per program is faster than persistent tiles (docs/performance.md).
 """
 
@@ -15,7 +17,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages import GemmContext, ScheduleContext, make_output_view, make_tensor_view
+from qgemm.kernels.stages.context import DECODED
 from qgemm.kernels.stages.epilogue import Epilogue
+from qgemm.kernels.stages.rows import GROUP
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -26,11 +30,11 @@ def _gemm_kernel(
     stride_a_scale, stride_b_scale, stride_bias, stride_residual,
     CONFIG: tl.constexpr, NUM_SMS: tl.constexpr, NUM_XCDS: tl.constexpr, EVEN_K: tl.constexpr,
     QUANTIZED: tl.constexpr, ALLOW_TF32: tl.constexpr, ACTIVATION: tl.constexpr,
-    PERSISTENT: tl.constexpr, PDL: tl.constexpr,
+    PERSISTENT: tl.constexpr, PDL: tl.constexpr, DECODES: tl.constexpr,
 ):  # fmt: skip
     """``CONFIG``: a ``GemmConfig``. ``PERSISTENT``: launched with ``NUM_SMS`` programs; else with one for each tile.
 
-    ``PDL``: see ``Launch``.
+    ``PDL``: see ``Launch``. ``DECODES``: as in ``GemmContext``.
     """
     tensorA = make_tensor_view(A, M, K, stride_am, stride_ak)
     tensorB = make_tensor_view(B, K, N, stride_bk, stride_bn)
@@ -40,7 +44,7 @@ def _gemm_kernel(
     )
     ctx = GemmContext(
         CONFIG.block_m, CONFIG.block_n, CONFIG.block_k, NUM_SMS, NUM_XCDS, CONFIG.group_size_m,
-        even_k=EVEN_K, quantized=QUANTIZED, allow_tf32=ALLOW_TF32,
+        even_k=EVEN_K, quantized=QUANTIZED, allow_tf32=ALLOW_TF32, decodes=DECODES,
     )  # fmt: skip
     sched = ScheduleContext(M, N, K, ctx)
 
@@ -112,3 +116,53 @@ def _gemm_streamk_kernel(
                 acc = partial.load(out_tile)
                 epilogue.store(acc, tensorC, out_tile)
         iter_id += k_end - k_start
+
+
+@triton.jit(do_not_specialize=["M"])
+def _block_scaled_kernel(
+    A, B, C, A_scale, B_scale, bias, residual,
+    M, N, K,
+    stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+    stride_a_scale, stride_b_scale, stride_bias, stride_residual, stride_a_block, stride_b_block,
+    CONFIG: tl.constexpr, NUM_XCDS: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr, DECODES: tl.constexpr,
+):  # fmt: skip
+    """``sum over g of (A_g @ B_g)[m, n] * A_scale[m, g] * B_scale[n // 128, g]``, plus ``bias[n]``; ``g``: 128 of K.
+
+    A tile a program. ``CONFIG``: a ``GemmConfig`` with ``block_k`` 128. ``DECODES``: as in ``GemmContext``.
+    """
+    tensorA = make_tensor_view(A, M, K, stride_am, stride_ak)
+    tensorB = make_tensor_view(B, K, N, stride_bk, stride_bn)
+    tensorC = make_output_view(C, M, N, stride_cm, stride_cn)
+    epilogue = Epilogue(None, None, bias, 1, 1, stride_bias, None, residual, stride_residual)
+    ctx = GemmContext(
+        CONFIG.block_m, CONFIG.block_n, GROUP, 1, NUM_XCDS, CONFIG.group_size_m, even_k=EVEN_K, decodes=DECODES
+    )  # fmt: skip
+    out_tile = ScheduleContext(M, N, K, ctx).get_tile_from_idx(tl.program_id(0))
+    rm, rn = out_tile.indices()
+    a_scale = A_scale + rm.to(tl.int64) * stride_a_scale
+    b_scale = B_scale + (rn // GROUP).to(tl.int64) * stride_b_scale
+
+    if PDL:
+        gdc_wait()
+    acc = ctx.init_accumulator()
+    num_whole = K // GROUP
+    for g in range(num_whole):
+        sums = ctx.reduce_tile(tensorA, tensorB, out_tile, g, ctx.init_accumulator())
+        acc += sums * _factors(a_scale + g * stride_a_block, b_scale + g * stride_b_block, rm < M, rn < N)
+    if not EVEN_K:
+        sums = ctx.reduce_tile(tensorA, tensorB, out_tile, num_whole, ctx.init_accumulator(), boundary=True)
+        a_scale += num_whole * stride_a_block
+        b_scale += num_whole * stride_b_block
+        acc += sums * _factors(a_scale, b_scale, rm < M, rn < N)
+    if DECODES:
+        acc *= DECODED
+    if PDL:
+        gdc_launch_dependents()
+    epilogue.store(acc, tensorC, out_tile)
+
+
+@triton.jit
+def _factors(a_scale, b_scale, rows, cols):
+    a = tl.load(a_scale, mask=rows, other=0.0)
+    b = tl.load(b_scale, mask=cols, other=0.0)
+    return a[:, None] * b[None, :]

@@ -21,6 +21,10 @@ class DeviceLimits:
     """The fewest that a block of A has in Hopper's kernel, where instructions read 64."""
     pdl: bool = False
     """Whether it has programmatic dependent launch: compute capability 9.0 and later."""
+    rounds_fp8: bool = False
+    """Whether an instruction rounds to e4m3: compute capability 8.9 and later."""
+    multiplies_fp8: bool = False
+    """Whether Triton has products of e4m3 there: the same, and CDNA 3 and 4."""
 
 
 INTERPRETER = DeviceLimits(num_sms=4, shared_memory=232_448)
@@ -46,6 +50,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
         hopper=torch.version.hip is None and (properties.major, properties.minor) == (9, 0),
         hopper_rows=hopper_rows(),
         pdl=torch.version.hip is None and properties.major >= 9,
+        rounds_fp8=torch.version.hip is None and (properties.major, properties.minor) >= (8, 9),
+        multiplies_fp8=chip in _CUS_PER_XCD if torch.version.hip else (properties.major, properties.minor) >= (8, 9),
     )
 
 

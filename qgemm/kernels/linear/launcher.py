@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qgemm.kernels.checks import check_quant_linear
+from qgemm.kernels.checks import check_block_scaled_linear, check_quant_linear
 from qgemm.kernels.gemm.config import GemmConfig, is_valid
 from qgemm.kernels.gemm.launcher import plan_product, row_stride, vector_stride, with_contiguous_columns
 from qgemm.kernels.launch import memory
@@ -29,6 +29,8 @@ from qgemm.kernels.launch.plans import plans, remember
 from qgemm.kernels.launch.steps import LaunchPlan, Names, Part
 from qgemm.kernels.linear.kernels import _quant_linear_kernel
 from qgemm.kernels.quantize import launcher as quantize
+from qgemm.numerics.blocks import BLOCK
+from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv, next_power_of_2, round_up
 
 # Where there is no kernel of Hopper's, one row takes one launch if it and the weight are short: each program quantizes
@@ -52,12 +54,16 @@ def quant_linear(
     input_scale: Tensor | None = None,
     residual: Tensor | None = None,
     recallable: bool = False,
+    blocks: bool = False,
 ) -> Tensor:
-    """``dispatch.quant_linear`` on a GPU, which checks its arguments itself. ``x`` is no negative view."""
+    """``dispatch.quant_linear`` on a GPU, which checks its arguments itself. ``x`` is no negative view.
+
+    ``blocks``: that the scales are of blocks, as in ``dispatch.block_scaled_linear``.
+    """
     if x.layout is not torch.strided:
-        check_quant_linear(x, weight, weight_scale, bias, input_scale, residual)
+        _check(x, weight, weight_scale, bias, input_scale, residual, blocks)
     kind: tuple[object, ...] = (
-        quant_linear,
+        quant_linear, blocks,
         x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device(),
         weight.shape, weight.is_contiguous() or weight.stride(), weight.dtype, weight.get_device(),
         weight.data_ptr() % ALIGNMENT == 0,
@@ -71,13 +77,29 @@ def quant_linear(
         kind = (*kind, residual.shape, strides, residual.dtype, residual.get_device(), residual.layout)
     plan: LinearPlan | None = plans.get(kind)
     if plan is None:
-        check_quant_linear(x, weight, weight_scale, bias, input_scale, residual)
+        _check(x, weight, weight_scale, bias, input_scale, residual, blocks)
         plan = plans.keep(kind, _make_plan(x, weight, weight_scale, bias, input_scale, residual))
     if recallable and plan.aligned:
-        remember(plan.run, x, weight, weight_scale, bias, input_scale, residual)
+        what = "blocks" if blocks else None
+        remember(plan.run, x, weight, weight_scale, bias, input_scale, residual, what)
     out = plan.run(x, weight, weight_scale, bias, input_scale, residual)
     assert out is not None  # for such a weight it is made
     return out
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    input_scale: Tensor | None,
+    residual: Tensor | None,
+    blocks: bool,
+) -> None:
+    if blocks:
+        check_block_scaled_linear(x, weight, weight_scale, bias)
+    else:
+        check_quant_linear(x, weight, weight_scale, bias, input_scale, residual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +129,8 @@ class LinearPlan:
     """Whether calls on a stream share its buffer: those of one launch. Between two another thread may make its own."""
     counts: bool
     """Whether there may be counts for graphs, which programs that wait for one another need."""
+    takes_bytes: bool = False
+    """Whether kernels take the bytes of an fp8 weight."""
 
     def run(
         self,
@@ -156,6 +180,7 @@ class LinearPlan:
             by_driver = step.launch.aligned
             if by_driver is None or unusual:
                 own_counts, q, q_scale = plan.parts_of(buffer)
+                weight = weight.view(torch.int8) if self.takes_bytes else weight
                 tensors = (rows, weight, weight_scale, bias, input_scale, residual, out)
                 step.run((*tensors, own_counts if counts is None else counts, q, q_scale))
             else:
@@ -186,11 +211,13 @@ def _make_plan(
     (N, K), M = weight.shape, math.prod(x.shape[:-1])
     rows, out, device = x.reshape(M, K), x.new_empty((*x.shape[:-1], N)), x.device.index
     q_bytes = round_up(M * K, ALIGNMENT)
-    size = COUNTS_BYTES + q_bytes + 4 * M
+    blocks = cdiv(K, BLOCK) if weight_scale.ndim == 2 else 1
+    takes_bytes = weight.dtype == FP8.storage and not device_limits(x.device).multiplies_fp8
+    size = COUNTS_BYTES + q_bytes + 4 * M * blocks
     parts = (
         Part(0, (COUNTS_BYTES // 4,), torch.int32),
-        Part(COUNTS_BYTES, (M, K), torch.int8),
-        Part(COUNTS_BYTES + q_bytes, (M,), torch.float32),
+        Part(COUNTS_BYTES, (M, K), torch.int8 if takes_bytes else weight.dtype),
+        Part(COUNTS_BYTES + q_bytes, (M * blocks,), torch.float32),
     )
     given = residual
     if residual is not None:
@@ -202,12 +229,19 @@ def _make_plan(
         absent = {"zero_point", *(name for name, value in optional.items() if value is None)}
         names = Names((*ARGUMENTS, *PARTS, "zero_point"), absent)
         _, q, q_scale = two.parts_of(x.new_empty(size, dtype=torch.int8))
+        a_scale, group_strides, block_strides = q_scale, None, None
+        if weight_scale.ndim == 2:
+            a_scale, group_strides, block_strides = q_scale.view(M, blocks), (blocks, 1), (1, weight_scale.stride(1))
         product = plan_product(
-            q, weight.t(), q_scale, weight_scale, bias, None, x.dtype, constant_b=True, residual=residual
+            q.view(weight.dtype), weight.t(), a_scale, weight_scale, bias, None, x.dtype, constant_b=True,
+            residual=residual,
+        )  # fmt: skip
+        scale_stride = vector_stride(weight_scale, N) if block_strides is None else weight_scale.stride(0)
+        epilogue_strides = scale_stride, vector_stride(bias, N), row_stride(residual)
+        way = choose_way(product.config, rows, weight, epilogue_strides, block_strides)
+        quantization = quantize.plan_quantization(
+            rows, input_scale, next_early=way.overlaps, dtype=weight.dtype, group_strides=group_strides
         )
-        epilogue_strides = vector_stride(weight_scale, N), vector_stride(bias, N), row_stride(residual)
-        way = choose_way(product.config, rows, weight, epilogue_strides)
-        quantization = quantize.plan_quantization(rows, input_scale, next_early=way.overlaps)
         two = replace(
             two, steps=(names.step(quantization, *QUANTIZATION, "zero_point"), names.step(product.launch, *PRODUCT))
         )
@@ -224,13 +258,21 @@ def _make_plan(
         None if given is None or residual is None or residual.data_ptr() == given.data_ptr() else (M, N),
         q_bytes, one if way.one else two,
         captured=one if way.private else two, shares_buffer=way.one is not None, counts=way.in_graphs,
+        takes_bytes=takes_bytes,
     )  # fmt: skip
 
 
-def choose_way(config: GemmConfig, rows: Tensor, weight: Tensor, epilogue_strides: tuple[int, int, int]) -> Way:
+def choose_way(
+    config: GemmConfig,
+    rows: Tensor,
+    weight: Tensor,
+    epilogue_strides: tuple[int, int, int],
+    block_strides: tuple[int, int] | None = None,
+) -> Way:
     """How to compute a layer whose product has ``config``.
 
-    ``epilogue_strides``: of the weight's scale, the bias and the residual.
+    ``epilogue_strides``: of the weight's scale, the bias and the residual. ``block_strides``: of scales of blocks, from
+    one of K to the next; None where there are none.
     """
     (M, K), N = rows.shape, weight.shape[0]
     limits = device_limits(rows.device)
@@ -241,10 +283,11 @@ def choose_way(config: GemmConfig, rows: Tensor, weight: Tensor, epilogue_stride
         if not hopper.in_one_launch(config, M, N, K, limits):
             return Way(overlaps)
         both = hopper.quant_linear_launch(
-            config, M, N, K, rows.stride(), weight.stride(0), epilogue_strides, rows.dtype, limits
-        )
+            config, M, N, K, rows.stride(), weight.stride(0), epilogue_strides, rows.dtype, limits, weight.dtype,
+            block_strides,
+        )  # fmt: skip
         return Way(overlaps, both, in_graphs=hopper.in_one_launch(config, M, N, K, limits, in_graphs=True))
-    if M == 1 and fits_fused_kernel(N, K, rows.itemsize, limits):
+    if M == 1 and weight.dtype == INT8.storage and fits_fused_kernel(N, K, rows.itemsize, limits):
         programs = cdiv(N, FUSED_CONFIG.block_n)
         own = round_up(round_up(K, ALIGNMENT) + 4, CACHE_LINE_BYTES)
         vectors = epilogue_strides[:2]

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import thread_barrier
-from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row
+from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row, quantize_row_groups
 
 
 @aggregate
@@ -23,7 +23,8 @@ class SharedRows:
     """Rows ``x [M, K]`` that a product's programs quantize together, to contiguous ``q [M, K]`` and ``scale [M]``.
 
     ``counts``: two int32 zeros, for the rows that are done and the programs that know of all of them. ``row``: the
-    length of a block and ``BLOCKS`` of ``quantize_row``, and ``PATIENCE``.
+    length of a block and ``BLOCKS`` of ``quantize_row``, and ``PATIENCE``. ``grouped``: with a scale for each 128
+    values, fp8; ``scale`` is then ``[M, ceil(K / 128)]``.
     """
 
     x: gl.tensor
@@ -36,6 +37,7 @@ class SharedRows:
     stride_xm: gl.tensor
     stride_xk: gl.tensor
     row: gl.constexpr
+    grouped: gl.constexpr = False
 
     @gluon.jit
     def quantize_every(self, step, first, BLOCK: gl.constexpr, BLOCKS: gl.constexpr):
@@ -45,7 +47,11 @@ class SharedRows:
         for row in range(first, self.M, step):
             source = StridedRow(self.x + row.to(gl.int64) * self.stride_xm, self.K, self.stride_xk)
             q_row = self.q + row.to(gl.int64) * self.K
-            quantize_row(source, self.quantization, q_row, self.scale + row, offsets, BLOCKS)
+            if self.grouped:
+                scale_row = self.scale + row * gl.cdiv(self.K, 128)
+                quantize_row_groups(source, self.quantization, q_row, scale_row, 1, offsets, BLOCKS)
+            else:
+                quantize_row(source, self.quantization, q_row, self.scale + row, offsets, BLOCKS)
             count += 1
         return count
 

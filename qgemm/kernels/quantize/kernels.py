@@ -8,19 +8,28 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row
+from qgemm.kernels.stages.rows import (
+    RowQuantization,
+    StridedRow,
+    e4m3_quantization,
+    quantize_row,
+    quantize_row_groups,
+)
 
 
 @triton.jit(do_not_specialize=["M"])
 def _quantize_rows_kernel(
     x_ptr, q_ptr, row_scale_ptr, scale_ptr, zero_ptr,
-    M, K, stride_xm, stride_xk,
+    M, K, stride_xm, stride_xk, stride_scale, stride_group,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
-    NEXT_EARLY: tl.constexpr,
+    NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """A row a program. ``q`` is contiguous ``[M, K]``. ``scale_ptr``, ``zero_ptr``: as in ``RowQuantization``.
 
     ``PDL``: see ``Launch``. ``BLOCKS``: see ``quantize_row``.
+
+    ``E4M3``: None for int8; for fp8, whose bytes ``q`` takes, see ``e4m3_quantization``. ``GROUPED``: with a scale for
+    each 128 values, ``stride_group`` apart; those of rows are ``stride_scale`` apart.
 
     ``NEXT_EARLY``: let the next kernel start at once, before the one ahead has ended, instead of when this one ends.
     """
@@ -29,7 +38,17 @@ def _quantize_rows_kernel(
     if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
+    if q_ptr.dtype.element_ty != tl.int8:
+        q_ptr = q_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
     if row < M:
         source = StridedRow(x_ptr + row * stride_xm, K, stride_xk)
-        quantization = RowQuantization(scale_ptr, zero_ptr)
-        quantize_row(source, quantization, q_ptr + row * K, row_scale_ptr + row, tl.arange(0, BLOCK), BLOCKS)
+        if E4M3 is None:  # noqa: SIM108  # which Triton takes for a choice at run time
+            quantization = RowQuantization(scale_ptr, zero_ptr)
+        else:
+            quantization = e4m3_quantization(scale_ptr, E4M3)
+        if GROUPED:
+            row_scale_ptr += row * stride_scale
+            offsets = tl.arange(0, BLOCK)
+            quantize_row_groups(source, quantization, q_ptr + row * K, row_scale_ptr, stride_group, offsets, BLOCKS)
+        else:
+            quantize_row(source, quantization, q_ptr + row * K, row_scale_ptr + row, tl.arange(0, BLOCK), BLOCKS)

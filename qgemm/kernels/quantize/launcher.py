@@ -7,6 +7,8 @@ from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.quantize.kernels import _quantize_rows_kernel
+from qgemm.numerics.blocks import BLOCK
+from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_ROW_BYTES_IN_REGISTERS = 131_072  # of a program; a longer row is read twice
@@ -16,41 +18,67 @@ LONG_ROW_BLOCK = 8192  # values at a time of such a row
 MAX_ROWS_TO_OVERLAP = 64
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, dtype: torch.dtype = INT8.storage
+) -> tuple[Tensor, Tensor]:
     """``dispatch.quantize_rows`` on a GPU."""
     K = x.shape[-1]
     rows = x.reshape(-1, K) if K else x.reshape(x.shape[:-1].numel(), 0)
-    q = x.new_empty(x.shape, dtype=torch.int8)
+    q = x.new_empty(x.shape, dtype=dtype)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if row_scale.numel():
-        plan_quantization(rows, scale, zero_point)(rows, q, row_scale, scale, zero_point)
+        launch = plan_quantization(rows, scale, zero_point, dtype=dtype)
+        launch(rows, q.view(torch.int8), row_scale, scale, zero_point)
     return q, row_scale
 
 
-def plan_quantization(
-    rows: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, next_early: bool = False
-) -> Launch:
-    """The quantization of ``rows`` like these, ``[M, K]``.
+def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``dispatch.quantize_groups`` on a GPU."""
+    K, count = x.shape[-1], cdiv(x.shape[-1], BLOCK)
+    q = x.new_empty(x.shape, dtype=FP8.storage)
+    scale = x.new_empty((*x.shape[:-1], count), dtype=torch.float32)
+    if q.numel():
+        rows = x.reshape(-1, K)
+        launch = plan_quantization(rows, None, dtype=FP8.storage, group_strides=(count, 1))
+        launch(rows, q.view(torch.int8), scale, None, None)
+    return q, scale
 
+
+def plan_quantization(
+    rows: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None = None,
+    next_early: bool = False,
+    dtype: torch.dtype = INT8.storage,
+    group_strides: tuple[int, int] | None = None,
+) -> Launch:
+    """The quantization of ``rows`` like these, ``[M, K]``, to ``dtype``; the kernel takes fp8 as bytes, int8.
+
+    ``group_strides``: from a row's scale to the next row's, and from that of 128 values to that of the next; None for
+    one scale a row.
     ``next_early``: what follows on the stream is one of qgemm's products, which may start early if it likes. Not for
     weights: a product may load those before it waits for this kernel.
     """
     kind = (
         plan_quantization, rows.shape, rows.stride(), rows.dtype, rows.device,
-        scale is None, zero_point is None, next_early,
+        scale is None, zero_point is None, next_early, dtype, group_strides,
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
-        launch = plans.keep(kind, _make_launch(rows, next_early))
+        launch = plans.keep(kind, _make_launch(rows, next_early, dtype, group_strides))
     return launch
 
 
-def _make_launch(rows: Tensor, next_early: bool) -> Launch:
+def _make_launch(rows: Tensor, next_early: bool, dtype: torch.dtype, group_strides: tuple[int, int] | None) -> Launch:
     (M, K), limits = rows.shape, device_limits(rows.device)
     block, blocks, threads = row_blocks(K, rows.itemsize, max_row_bytes(limits), LONG_ROW_BLOCK)
     warps = max(1, threads // limits.warp_size)
     grid, next_early = programs(M, limits, next_early)
-    numbers, constants = (M, K, *rows.stride()), (block, blocks, limits.pdl, next_early)
+    if group_strides is not None:
+        block = max(block, BLOCK)
+    e4m3 = None if dtype == INT8.storage else limits.rounds_fp8
+    numbers = (M, K, *rows.stride(), *(group_strides or (1, 1)))
+    constants = (block, blocks, limits.pdl, next_early, e4m3, group_strides is not None)
     return Launch(_quantize_rows_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
 
 

@@ -19,6 +19,15 @@ from qgemm.kernels.stages.aggregate import INTERPRETING, aggregate
 from qgemm.kernels.stages.tile import Tile
 from qgemm.kernels.stages.views import InputView
 
+DECODED = tl.constexpr(2.0**16)  # by which products of two values that ``decode_e4m3`` gives are too small
+
+
+@triton.jit
+def decode_e4m3(x):
+    """float16 of the bytes of e4m3, int8, divided by 2^8, as exponents' biases differ by 8. Exact; not for NaN."""
+    bits = x.to(tl.int16)
+    return (((bits & 0x7F) << 7) | (bits & -0x8000)).to(tl.float16, bitcast=True)
+
 
 @aggregate
 class GemmContext:
@@ -32,6 +41,7 @@ class GemmContext:
     - ``acc_dtype``: accumulator type of a float product. ``allow_tf32``: of float32 operands.
     - ``even_k``: whether ``block_k`` divides K. True skips the tail.
     - ``quantized``: int8 operands, int32 accumulator, whatever ``acc_dtype`` says.
+    - ``decodes``: operands are the bytes of e4m3, int8, and become float16: for devices without products of fp8.
     - ``group_size_n``: columns of tiles that are processed with those rows, row by row.
     """
 
@@ -49,6 +59,7 @@ class GemmContext:
     even_k: tl.constexpr = True
     quantized: tl.constexpr = False
     group_size_n: tl.constexpr = 1
+    decodes: tl.constexpr = False
 
     @triton.jit
     def init_accumulator(self):
@@ -68,6 +79,9 @@ class GemmContext:
         b_tile = Tile(k_idx, out_tile.pid_n, self.block_k, self.block_n)
         a = A.load(a_tile, boundary, self.cache_modifier_a, rows="mask", cols="inside")
         b = B.load(b_tile, boundary, self.cache_modifier_b, rows="inside", cols="wrap")
+        if self.decodes:
+            a = decode_e4m3(a)
+            b = decode_e4m3(b)
         tl.static_assert(
             self.quantized == a.dtype.is_int(), "int8 operands need GemmContext(quantized=True), floats False"
         )
@@ -87,4 +101,6 @@ class GemmContext:
         if not self.even_k:
             if num_whole * self.block_k < A.cols:
                 acc = self.reduce_tile(A, B, out_tile, num_whole, acc, boundary=True)
+        if self.decodes:
+            acc *= DECODED
         return acc

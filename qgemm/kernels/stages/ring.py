@@ -29,7 +29,7 @@ thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 # Up to Triton 3.7 a view of shared memory may be larger than what it is a view of.
 LARGER_VIEWS = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
-PANEL = gl.constexpr(128)  # bytes: as wide as TMA swizzles
+PANEL = gl.constexpr(128)  # bytes: as wide as TMA swizzles; of fp8, as many values as share a scale
 MMA_ROWS = gl.constexpr(64)  # the fewest that wgmma multiplies
 PRODUCER_REGISTERS = gl.constexpr(40)  # a thread
 
@@ -37,10 +37,16 @@ PRODUCER_REGISTERS = gl.constexpr(40)  # a thread
 @functools.cache
 def block_layout(rows: int, cols: int, dtype: torch.dtype) -> Any:
     """The shared-memory layout of a tensor map's blocks."""
-    element = {torch.int8: gl.int8, torch.uint16: gl.uint16, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[
-        dtype
-    ]
-    return gl.NVMMASharedLayout.get_default_for([rows, cols], element)
+    return gl.NVMMASharedLayout.get_default_for([rows, cols], _ELEMENTS[dtype])
+
+
+_ELEMENTS = {
+    torch.int8: gl.int8,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.uint16: gl.uint16,
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+}
 
 
 @aggregate
@@ -48,7 +54,8 @@ class Ring:
     """Slots of shared memory, each for a block of A and a block of B, used in turn.
 
     Step ``i`` uses slot ``i % depth``. Barrier ``full`` completes when a slot's bytes have arrived, ``empty`` when a
-    consumer has read them. A slot has its blocks in ``panels`` of ``PANEL`` columns, as the tensor cores read them.
+    consumer has read them; ``consumers``, if there are several. A slot has its blocks in ``panels`` of ``columns``
+    columns, which are ``PANEL`` bytes, as the tensor cores read them.
 
     Instructions read at least ``MMA_ROWS`` rows of A. If a block has fewer, they read beyond it; those products aren't
     stored.
@@ -66,12 +73,14 @@ class Ring:
     panels: gl.constexpr
     block_m: gl.constexpr
     widths: gl.constexpr
+    columns: gl.constexpr
+    consumers: gl.constexpr
 
     @gluon.jit
     def initialize(self):
         """Must be called first."""
         initialize(self.full, self.depth)
-        initialize(self.empty, self.depth)
+        initialize(self.empty, self.depth, self.consumers)
 
     @gluon.jit
     def claim(self, step):
@@ -99,7 +108,7 @@ class Ring:
             panel = self.a_panels.index(slot * self.panels + i)
             for part in gl.static_range(self.block_m // PART):
                 to = panel.slice(part * PART, PART)
-                load_block(A, [row + part * PART, k + i * PANEL], full, to, pred=part < parts)
+                load_block(A, [row + part * PART, k + i * self.columns], full, to, pred=part < parts)
 
     @gluon.jit
     def load_b(self, step, B, col, k):
@@ -110,10 +119,10 @@ class Ring:
         for i in gl.static_range(self.panels):
             panel = self.b_panels.index(slot * self.panels + i)
             for part in gl.static_range(self.widths[0] // PART):
-                load_block(B, [col + part * PART, k + i * PANEL], full, panel.slice(part * PART, PART))
+                load_block(B, [col + part * PART, k + i * self.columns], full, panel.slice(part * PART, PART))
             if len(self.widths) > 1:
                 to = self.rest_panels.index(slot * self.panels + i)
-                load_block(B, [col + self.widths[0], k + i * PANEL], full, to)
+                load_block(B, [col + self.widths[0], k + i * self.columns], full, to)
 
     @gluon.jit
     def reduce(self, step, num_k, accs, ROWS: gl.constexpr, finishes=None):
@@ -135,6 +144,114 @@ class Ring:
         return sums, step + 1
 
     @gluon.jit
+    def reduce_promoted(self, step, num_k, sums, FIRST: gl.constexpr, scales):
+        """As ``reduce``, of fp8, whose sums the tensor cores keep to 14 bits: sums of two panels are added in float32.
+
+        ``sums``: for each ``MMA_ROWS`` rows of A from ``FIRST`` on, for each piece of B. ``scales``: what sums of one
+        panel are multiplied by first, of ``BlockScales``; or None.
+        """
+        # Two slots at a time, if two panels' sums are one, and a slot has one.
+        SLOTS: gl.constexpr = 2 if self.panels == 1 and scales is None else 1
+        COUNT: gl.constexpr = SLOTS * self.panels
+        turns = num_k // SLOTS
+        if scales is None:
+            for _ in range(turns):
+                sums = self._add_slots(step, SLOTS, sums, FIRST, ())
+                step += SLOTS
+            factors = ()
+        else:
+            # They take long: those of a turn are loaded a turn ahead, into registers that the one between doesn't use.
+            factors = scales.load(0, COUNT)
+            for i in range(turns // 2):
+                others = scales.load((2 * i + 1) * COUNT, COUNT)
+                sums = self._add_slots(step, SLOTS, sums, FIRST, factors)
+                factors = scales.load((2 * i + 2) * COUNT, COUNT)
+                sums = self._add_slots(step + SLOTS, SLOTS, sums, FIRST, others)
+                step += 2 * SLOTS
+            for _ in range(turns % 2):
+                sums = self._add_slots(step, SLOTS, sums, FIRST, factors)
+                factors = scales.load(turns * COUNT, COUNT)
+                step += SLOTS
+        if SLOTS > 1:
+            for _ in range(num_k % SLOTS):
+                sums = self._add_slots(step, 1, sums, FIRST, factors)
+                step += 1
+        return sums, step
+
+    @gluon.jit
+    def _add_slots(self, step, SLOTS: gl.constexpr, sums, FIRST: gl.constexpr, factors):
+        """``sums``, each plus the sums over the panels of so many slots: by twos if they aren't scaled, else by ones.
+
+        ``factors``: of each panel, as ``BlockScales`` loads them; none where they aren't scaled.
+        """
+        PIECES: gl.constexpr = len(self.widths)
+        COUNT: gl.constexpr = len(sums) // PIECES
+        PANELS: gl.constexpr = SLOTS * self.panels
+        SCALED: gl.constexpr = len(factors) > 0
+        CHAIN: gl.constexpr = 1 if SCALED or PANELS == 1 else 2
+        CHAINS: gl.constexpr = PANELS // CHAIN
+        out = ()
+        for i in gl.static_range(COUNT):
+            parts = ()
+            for chain in gl.static_range(CHAINS):
+                own = self._zeros(sums)
+                for link in gl.static_range(CHAIN):
+                    panel = chain * CHAIN + link
+                    number = step + panel // self.panels
+                    slot = number % self.depth
+                    if i == 0 and panel % self.panels == 0:
+                        mbarrier.wait(self.full.index(slot), number // self.depth & 1)
+                    own = self._multiply_panel(slot, panel % self.panels, own, FIRST + i * MMA_ROWS, link > 0)
+                parts = parts + own
+            total = ()
+            for piece in gl.static_range(PIECES):
+                total = total + (sums[i * PIECES + piece],)
+            for chain in gl.static_range(CHAINS):
+                parts = _settle((CHAINS - 1 - chain) * CHAIN * PIECES, parts)
+                if i == COUNT - 1:
+                    for link in gl.static_range(CHAIN):
+                        panel = chain * CHAIN + link
+                        if panel % self.panels == self.panels - 1:
+                            self.release(step + panel // self.panels)
+                added = ()
+                for piece in gl.static_range(PIECES):
+                    part = parts[chain * PIECES + piece]
+                    if SCALED:
+                        rows, columns = factors[chain * (COUNT + 1) + i + 1], factors[chain * (COUNT + 1)]
+                        factor = gl.expand_dims(rows * columns, 1)
+                        added = added + (gl.fma(part, factor.broadcast_to(part.shape), total[piece]),)
+                    else:
+                        added = added + (total[piece] + part,)
+                total = added
+                if chain < CHAINS - 1:
+                    parts = _resume(parts)
+            out = out + total
+        return out
+
+    @gluon.jit
+    def _zeros(self, sums):
+        """For sums of ``MMA_ROWS`` rows, a tensor for each piece of B, whose values don't matter."""
+        LAYOUT: gl.constexpr = sums[0].type.layout
+        MAIN: gl.constexpr = self.widths[0]
+        out = (warpgroup_mma_init(gl.zeros((MMA_ROWS, MAIN), gl.float32, LAYOUT)),)
+        if len(self.widths) > 1:
+            REST_LAYOUT: gl.constexpr = sums[1].type.layout
+            REST: gl.constexpr = self.widths[1]
+            out = out + (warpgroup_mma_init(gl.zeros((MMA_ROWS, REST), gl.float32, REST_LAYOUT)),)
+        return out
+
+    @gluon.jit
+    def _multiply_panel(self, slot, PART: gl.constexpr, parts, ROW: gl.constexpr, ADDS: gl.constexpr):
+        """Starts ``a @ b.T`` of a panel, for ``MMA_ROWS`` rows from ``ROW`` on; added to ``parts`` if it ``ADDS``."""
+        a = self.rows_to_multiply(slot, PART, MMA_ROWS, ROW)
+        b = self.b_panels.index(slot * self.panels + PART).permute((1, 0))
+        out = (warpgroup_mma(a, b, parts[0], use_acc=ADDS, is_async=True),)
+        if len(self.widths) > 1:
+            rest = self.rest_panels.index(slot * self.panels + PART).permute((1, 0))
+            out = out + (warpgroup_mma(a, rest, parts[1], use_acc=ADDS, is_async=True),)
+        return out
+
+    @gluon.jit
     def multiply(self, step, accs, ROWS: gl.constexpr):
         """Waits for the slot's blocks and starts ``acc += a @ b.T`` for each piece of B."""
         slot = step % self.depth
@@ -152,15 +269,15 @@ class Ring:
         return accs
 
     @gluon.jit
-    def rows_to_multiply(self, slot, PART: gl.constexpr, ROWS: gl.constexpr):
-        """The first ``ROWS`` rows of panel ``PART`` of a slot's A, and memory beyond the panel if it has fewer."""
+    def rows_to_multiply(self, slot, PART: gl.constexpr, ROWS: gl.constexpr, FIRST: gl.constexpr = 0):
+        """``ROWS`` rows of panel ``PART`` of a slot's A from ``FIRST`` on, or memory beyond if it has fewer."""
         if self.block_m == ROWS:
             return self.a_panels.index(slot * self.panels + PART)
         elif self.block_m > ROWS:
-            return self.a_panels.index(slot * self.panels + PART).slice(0, ROWS)
+            return self.a_panels.index(slot * self.panels + PART).slice(FIRST, ROWS)
         elif LARGER_VIEWS:
             a = self.a_panels.index(slot * self.panels + PART)
-            return a._reinterpret(a.dtype, [MMA_ROWS, PANEL], a.layout)
+            return a._reinterpret(a.dtype, [MMA_ROWS, self.columns], a.layout)
         else:
             # A view of so many panels begins at any of them: as the ring is cut into such views, beginning with its
             # first panel, its second, and so on. Slots of fewer panels begin in turn with each of several.
@@ -179,7 +296,7 @@ class Ring:
         MANY: gl.constexpr = MMA_ROWS // self.block_m
         VIEWS: gl.constexpr = (self.depth * self.panels - FIRST + MANY - 1) // MANY
         part = self.a_panels.slice(FIRST, VIEWS * MANY)
-        return part.reinterpret(part.dtype, [VIEWS, MMA_ROWS, PANEL], part.layout)
+        return part.reinterpret(part.dtype, [VIEWS, MMA_ROWS, self.columns], part.layout)
 
     @gluon.jit
     def settle(self, accs, SLOTS: gl.constexpr):
@@ -204,21 +321,114 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(A, B, CONFIG: gl.constexpr):
-    """A ring for blocks of the tensor maps ``A`` and ``B`` and a ``GemmConfig``. Call ``initialize`` before use."""
+def _settle(COUNT: gl.constexpr, accs):
+    """``accs`` once at most ``COUNT`` products are in flight, those of the last of them."""
+    if len(accs) == 1:
+        return (warpgroup_mma_wait(COUNT, deps=accs),)
+    else:
+        return warpgroup_mma_wait(COUNT, deps=accs)
+
+
+@gluon.jit
+def _resume(accs):
+    """``accs`` that have been waited for, some of which products are still added to."""
+    out = ()
+    for i in gl.static_range(len(accs)):
+        out = out + (warpgroup_mma_init(accs[i]),)
+    return out
+
+
+@gluon.jit
+def make_ring(A, B, CONFIG: gl.constexpr, CONSUMERS: gl.constexpr = 1):
+    """A ring for blocks of the tensor maps ``A`` and ``B`` and a ``GemmConfig``. Call ``initialize`` before use.
+
+    ``CONSUMERS``: groups of warps that each read every block.
+    """
     BLOCK_M: gl.constexpr = CONFIG.block_m
     WIDTHS: gl.constexpr = CONFIG.widths
     DEPTH: gl.constexpr = CONFIG.num_stages
     panels: gl.constexpr = CONFIG.block_k // PANEL
     # Some more of A's, to read on in.
     more: gl.constexpr = max(MMA_ROWS // BLOCK_M, 1) - 1
-    a_panels = gl.allocate_shared_memory(A.dtype, [DEPTH * panels + more, BLOCK_M, PANEL], A.layout)
-    b_panels = gl.allocate_shared_memory(B.dtype, [DEPTH * panels, WIDTHS[0], PANEL], B.layout)
+    COLUMNS: gl.constexpr = A.block_shape[1]
+    a_panels = gl.allocate_shared_memory(A.dtype, [DEPTH * panels + more, BLOCK_M, COLUMNS], A.layout)
+    b_panels = gl.allocate_shared_memory(B.dtype, [DEPTH * panels, WIDTHS[0], COLUMNS], B.layout)
     if len(WIDTHS) > 1:
-        rest_panels = gl.allocate_shared_memory(B.dtype, [DEPTH * panels, WIDTHS[1], PANEL], B.layout)
+        rest_panels = gl.allocate_shared_memory(B.dtype, [DEPTH * panels, WIDTHS[1], COLUMNS], B.layout)
     else:
         rest_panels = b_panels
-    return Ring(a_panels, b_panels, rest_panels, barriers(DEPTH), barriers(DEPTH), DEPTH, panels, BLOCK_M, WIDTHS)
+    return Ring(
+        a_panels, b_panels, rest_panels, barriers(DEPTH), barriers(DEPTH), DEPTH, panels, BLOCK_M, WIDTHS, COLUMNS,
+        CONSUMERS,
+    )  # fmt: skip
+
+
+@aggregate
+class BlockScales:
+    """The scales of fp8 blocks of 128 values along K, for the columns of a tile, which are in one block, and its rows.
+
+    ``a``: the first row's first; the next row's and block's are ``stride_row`` and ``stride_a`` further. ``b``: the
+    columns' first; the next is ``stride_b`` further. ``row``: the tile's first, of ``M``. ``blocks``: of K.
+    ``parts``: of ``MMA_ROWS`` rows each, with sums of this ``layout``.
+    """
+
+    a: gl.tensor
+    b: gl.tensor
+    stride_row: gl.tensor
+    stride_a: gl.tensor
+    stride_b: gl.tensor
+    row: gl.tensor
+    M: gl.tensor
+    blocks: gl.tensor
+    parts: gl.constexpr
+    layout: gl.constexpr
+
+    @gluon.jit
+    def load(self, k, COUNT: gl.constexpr):
+        """Of ``COUNT`` blocks of K, from ``k`` on: of the columns, then of each part's rows; 0 beyond the last."""
+        out = ()
+        for block in gl.static_range(COUNT):
+            at = k + block
+            inside = at < self.blocks
+            row = self.row + gl.arange(0, MMA_ROWS, gl.SliceLayout(1, self.layout))
+            out = out + (gl.load(self.b + at * self.stride_b + _zero(row), mask=inside, other=0.0),)
+            for i in gl.static_range(self.parts):
+                rows = row + i * MMA_ROWS
+                a = self.a + at * self.stride_a + rows * self.stride_row
+                out = out + (gl.load(a, mask=(rows < self.M) & inside, other=0.0),)
+        return out
+
+
+@gluon.jit
+def _zero(rows):
+    """0 for rows that aren't negative, which the compiler doesn't know.
+
+    What it knows to be the same in all threads it would wait for as soon as it is loaded, to have it in a register that
+    they share.
+    """
+    return gl.inline_asm_elementwise("shr.s32 $0, $1, 31;", "=r,r", [rows], gl.int32, True, 1)
+
+
+@aggregate
+class AllBlockScales:
+    """The scales of fp8 blocks: ``a``, of rows and 128 values along K, and ``b``, of 128 columns and as many values.
+
+    A stride of each: to the next row, or block of columns, and to the next of ``blocks`` blocks of values.
+    """
+
+    a: gl.tensor
+    b: gl.tensor
+    stride_row: gl.tensor
+    stride_a: gl.tensor
+    stride_columns: gl.tensor
+    stride_b: gl.tensor
+    blocks: gl.tensor
+
+    @gluon.jit
+    def of_tile(self, row, col, M, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
+        """Those of a tile at ``(row, col)``."""
+        b = self.b + col // PANEL * self.stride_columns
+        return BlockScales(self.a, b, self.stride_row, self.stride_a, self.stride_b, row, M, self.blocks, PARTS, LAYOUT)
 
 
 @gluon.jit

@@ -15,6 +15,9 @@ A division per value would take longer than the memory access. So there are thre
   differed in 1.3 * 10^8 of float16 and 2.7 * 10^8 around halves of float32. The remainder must be exact, so the scale
   is from 2^-100 to 2^100.
 - Any other scale, and rows with NaN or Inf, divide.
+
+Values of fp8 (e4m3) are kept as their bytes, in int8. They take the corrected product too: it is the quotient in
+float32, which an instruction rounds, or integer arithmetic where there is none.
 """
 
 import triton
@@ -23,9 +26,11 @@ import triton.language as tl
 from qgemm.kernels.stages.aggregate import INTERPRETING, OPTIONAL, aggregate
 from qgemm.kernels.stages.epilogue import product, rounded
 from qgemm.numerics import formats
+from qgemm.numerics.blocks import BLOCK
 
 # Adding 1.5 * 2^23 rounds |x| < 2^22 half to even: no bits are left for a fraction, and the low byte is the int8 value.
 ROUND = tl.constexpr(1.5 * 2.0**23)
+GROUP = tl.constexpr(BLOCK)
 
 
 @aggregate
@@ -83,7 +88,7 @@ class RowQuantization:
     """How rows are quantized: each by its own scale, or all by a static one, with or without a zero point.
 
     ``scale``: a pointer to one float, or None. ``zero_point``: a pointer to one int8 for it, or None. The rest is the
-    number format; ``lowest`` applies with a zero point.
+    number format; ``lowest`` applies with a zero point. ``e4m3``: None for int8; see ``e4m3_quantization``.
     """
 
     scale: OPTIONAL
@@ -93,6 +98,7 @@ class RowQuantization:
     high: tl.constexpr = float(formats.INT8.high)
     steps: tl.constexpr = float(formats.INT8.steps)
     min_scale: tl.constexpr = formats.MIN_SCALE
+    e4m3: tl.constexpr = None
 
     @triton.jit
     def row_scale(self, amax):
@@ -106,7 +112,7 @@ class RowQuantization:
     @triton.jit
     def inverse(self, amax, scale, DTYPE: tl.constexpr):
         """The factor that ``quantize`` multiplies values of ``DTYPE`` by."""
-        if tl.bfloat16 == DTYPE and self.scale is None:
+        if tl.bfloat16 == DTYPE and self.scale is None and self.e4m3 is None:
             return _multiplier(amax, scale)
         else:
             return tl.math.div_rn(1.0, scale)
@@ -115,13 +121,13 @@ class RowQuantization:
     def multiplies(self, scale, DTYPE: tl.constexpr):
         """Whether ``quantize`` is exact for values of ``DTYPE``; if not, use ``divide``."""
         # The interpreter rounds a fused multiply-add twice: a corrected quotient would be wrong there.
-        EXACT: tl.constexpr = (tl.bfloat16 == DTYPE and self.scale is None) or not INTERPRETING
+        EXACT: tl.constexpr = (tl.bfloat16 == DTYPE and self.scale is None and self.e4m3 is None) or not INTERPRETING
         return (scale > 2.0**-100) & (scale < 2.0**100) & EXACT
 
     @triton.jit
     def quantize(self, x, scale, inverse, zero):
         """Finite ``x`` as int8: 2 instructions per value with one product, 5 otherwise."""
-        ONE_PRODUCT: tl.constexpr = x.dtype == tl.bfloat16 and self.scale is None
+        ONE_PRODUCT: tl.constexpr = x.dtype == tl.bfloat16 and self.scale is None and self.e4m3 is None
         x = x.to(tl.float32)
         if ONE_PRODUCT:
             integer = tl.math.fma(x, inverse, ROUND)
@@ -131,10 +137,32 @@ class RowQuantization:
             elif self.scale is not None:
                 x = tl.minimum(tl.maximum(x, self.low * scale), self.high * scale)
             quotient = x * inverse
-            integer = tl.math.fma(tl.math.fma(-quotient, scale, x), inverse, quotient) + ROUND
+            quotient = tl.math.fma(tl.math.fma(-quotient, scale, x), inverse, quotient)
+            integer = quotient if self.e4m3 is not None else quotient + ROUND
             if zero is not None:
                 integer += zero
-        return integer.to(tl.int32, bitcast=True).to(tl.int8)
+        if self.e4m3 is not None:
+            return to_e4m3(integer, self.e4m3)
+        else:
+            return integer.to(tl.int32, bitcast=True).to(tl.int8)
+
+    @triton.jit
+    def quantize_finely(self, x, scale):
+        """``x`` as e4m3 with any scales of its shape, that may be NaN. For groups, of which some may have extreme ones.
+
+        Quotients are of numbers moved by a power of 2, so that the corrected product is exact.
+        """
+        if INTERPRETING:
+            return self.divide(x, scale, None)
+        else:
+            # 2 to the power that brings the scale to from 1 to 2: it is from 2^-126 to 2^120.
+            move = ((254 << 23) - (scale.to(tl.int32, bitcast=True) & 0x7F800000)).to(tl.float32, bitcast=True)
+            scale = scale * move
+            inverse = tl.math.div_rn(1.0, scale)
+            x = x.to(tl.float32) * move
+            quotient = x * inverse
+            quotient = tl.math.fma(tl.math.fma(-quotient, scale, x), inverse, quotient)
+            return tl.where(scale == scale, to_e4m3(quotient, self.e4m3), 0)
 
     @triton.jit
     def divide(self, x, scale, zero):
@@ -146,7 +174,35 @@ class RowQuantization:
         else:
             quotient = tl.minimum(tl.maximum(quotient, self.low), self.high)
             integer = (quotient + ROUND) - ROUND
-        return tl.where(scale == scale, integer, 0.0).to(tl.int8)
+        if self.e4m3 is not None:
+            return tl.where(scale == scale, to_e4m3(quotient, self.e4m3), 0).to(tl.int8)
+        else:
+            return tl.where(scale == scale, integer, 0.0).to(tl.int8)
+
+
+@triton.jit
+def e4m3_quantization(scale, INSTRUCTION: tl.constexpr):
+    """``RowQuantization`` to fp8. ``INSTRUCTION``: whether the device has one that rounds to it."""
+    return RowQuantization(
+        scale, None, 0.0, float(formats.FP8.low), float(formats.FP8.high), float(formats.FP8.steps), formats.MIN_SCALE,
+        INSTRUCTION,
+    )  # fmt: skip
+
+
+@triton.jit
+def to_e4m3(x, INSTRUCTION: tl.constexpr):
+    """The bytes, int8, of float32 ``x`` rounded to e4m3, halves to even; values beyond 448 saturate."""
+    if INSTRUCTION:
+        return x.to(tl.float8e4nv).to(tl.int8, bitcast=True)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
+        # The exponent's bias is 120 less, and 20 bits of the significand are dropped. Below 2^-6 there are steps of
+        # 2^-9, which adding 2^14 rounds to.
+        normal = (size + 0x7FFFF + ((size >> 20) & 1) - (120 << 23)) >> 20
+        few = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
+        code = tl.where(size < (121 << 23), few, normal) & 0x7F
+        return (code | ((bits >> 24) & 0x80)).to(tl.int8)
 
 
 @triton.jit
@@ -196,6 +252,37 @@ def copy_row(source, row, offsets):
     for start in tl.range(0, source.length, offsets.shape[0], loop_unroll_factor=source.unroll):
         k = start + offsets
         tl.store(row + k, source.load(k), mask=k < source.length)
+
+
+@triton.jit
+def quantize_row_groups(source, quantization, q_row, scale_ptr, stride_scale, offsets, BLOCKS: tl.constexpr):
+    """Writes a row's e4m3 values to ``q_row``, contiguous, and a scale for each 128 to ``scale_ptr``.
+
+    ``offsets``: within a block, of whole groups. ``BLOCKS``: how many blocks are loaded at once; 0 for one.
+    """
+    BLOCK: tl.constexpr = offsets.shape[0]
+    if BLOCKS:
+        blocks = load_blocks(source, offsets, BLOCKS)
+        for i in tl.static_range(BLOCKS):
+            k = i * BLOCK + offsets
+            _quantize_groups(blocks[i], k, source.length, quantization, q_row, scale_ptr, stride_scale)
+    else:
+        for start in tl.range(0, source.length, BLOCK, loop_unroll_factor=source.unroll):
+            k = start + offsets
+            _quantize_groups(source.load(k), k, source.length, quantization, q_row, scale_ptr, stride_scale)
+
+
+@triton.jit
+def _quantize_groups(x, k, K, quantization, q_row, scale_ptr, stride_scale):
+    BLOCK: tl.constexpr = x.shape[0]
+    COUNT: tl.constexpr = BLOCK // GROUP
+    x = tl.reshape(x, (COUNT, GROUP))
+    scale = quantization.row_scale(_float_of(tl.max(_magnitude(x), axis=1), x.dtype))
+    values = quantization.quantize_finely(x, scale[:, None])
+    tl.store(q_row + k, tl.reshape(values, (BLOCK,)), mask=k < K)
+    # By the thread with the first value of each: to find out where others lie takes longer.
+    scales = tl.reshape(tl.broadcast_to(scale[:, None], (COUNT, GROUP)), (BLOCK,))
+    tl.store(scale_ptr + k // GROUP * stride_scale, scales, mask=(k < K) & (k % GROUP == 0))
 
 
 @triton.jit
