@@ -221,3 +221,23 @@ def test_a_config_prints_itself_and_compares() -> None:
     assert config != VALID
     with pytest.raises(AttributeError):
         config.block_m = 128  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("least", [16, 64])  # Triton 3.8's
+@pytest.mark.parametrize("blocks", [False, True])
+def test_configs_of_fp8(blocks: bool, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = replace(devices.H200, hopper_rows=least)
+    monkeypatch.setattr(module, "device_limits", lambda device: limits)
+    for M, N, K in itertools.product((1, 16, 33, 64, 65, 128, 1024, 8192), (8, 4096, 28672), (16, 4096, 28672)):
+        config = select_config(M, N, K, torch.float8_e4m3fn, torch.device("cuda"), blocks=blocks)
+        assert config.promotes
+        assert is_valid(config, 1, limits)
+        # Four warps, or two groups of them, which have 64 or 128 rows each.
+        assert config.num_warps == (8 if config.block_m >= 128 else 4)
+        if blocks:
+            assert 128 % config.block_n == 0  # all columns of a tile share a scale
+    for other in (devices.A100, devices.B200, devices.MI300X):
+        monkeypatch.setattr(module, "device_limits", lambda device, other=other: other)
+        config = select_config(100, 4096, 4096, torch.float8_e4m3fn, torch.device("cuda"), blocks=blocks)
+        assert not config.promotes
+        assert is_valid(config, 1 if other.multiplies_fp8 else 2, other)
