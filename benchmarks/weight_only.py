@@ -1,0 +1,132 @@
+"""Times layers whose weight alone is quantized, beside float ones: ``python -m benchmarks.weight_only --help``.
+
+A measured pass is a run of calls over copies of the weight, so that each call reads its weight from memory. On a GPU
+passes are CUDA graphs; the layers take turns. Outputs are compared with the product in float64 before they are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measure import BUSY_ROWS, random_operand
+from benchmarks.results import environment
+from benchmarks.roofline import geometric_mean
+from benchmarks.shapes import CPU_SHAPES, SHAPES, SUMMARY_FAMILIES, WeightShape, parse_shape
+from benchmarks.tables import Table, render
+from qgemm.nn.weight_only import WeightOnlyLinear
+from qgemm_cli.timing import QUICK, SUSTAINED, Effort, Pass, copy_count, median_seconds
+
+ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+MAX_ERROR = 0.01
+"""Relative, of a layer's output beside float64 products with the weight that it stores."""
+FLOAT = "float"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One scheme on ``M`` rows. ``times``: a float layer's time over its own; ``tb_per_s``: of the stored weight."""
+
+    scheme: str
+    N: int
+    K: int
+    M: int
+    us: float
+    times: float
+    tb_per_s: float
+    error: float
+
+
+def measure(
+    shape: WeightShape, rows: Sequence[int], schemes: Sequence[str], effort: Effort, device: torch.device
+) -> list[Result]:
+    """The results of one weight: for each M, the schemes in order."""
+    weight = random_operand(shape.N, shape.K, device)
+    linear = nn.Linear(shape.K, shape.N, bias=False, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    copies: dict[str, list[Any]] = {FLOAT: [weight.clone() for _ in range(copy_count(weight.nbytes, device))]}
+    exact = {}
+    for scheme in schemes:
+        layer = WeightOnlyLinear.from_linear(linear, scheme)
+        count = copy_count(layer.weight.nbytes, device)
+        copies[scheme] = [layer, *(WeightOnlyLinear.from_linear(linear, scheme) for _ in range(count - 1))]
+        exact[scheme] = layer
+    found = []
+    for M in rows:
+        x = random_operand(M, shape.K, device)
+        passes = {FLOAT: Pass(partial(nn.functional.linear, x), copies[FLOAT], device)}
+        errors = {}
+        for scheme in schemes:
+            one = passes[scheme] = Pass(partial(_run, x), copies[scheme], device)
+            errors[scheme] = _error(one.checked_output(), x, exact[scheme])
+            if not errors[scheme] <= MAX_ERROR:
+                raise ValueError(
+                    f"{scheme} is wrong: relative error {errors[scheme]:.3g} at {shape.N} x {shape.K}, {M}"
+                )
+        busy = M >= BUSY_ROWS and device.type == "cuda" and effort == Effort()
+        seconds = median_seconds(passes, SUSTAINED if busy else effort, device)
+        for scheme in schemes:
+            time, stored = seconds[scheme], exact[scheme].weight.nbytes + exact[scheme].weight_scale.nbytes
+            rate = stored / time / 1e12
+            found.append(Result(scheme, *shape[1:], M, time * 1e6, seconds[FLOAT] / time, rate, errors[scheme]))
+    return found
+
+
+def _run(x: Tensor, layer: WeightOnlyLinear) -> Tensor:
+    out: Tensor = layer(x)
+    return out
+
+
+def _error(out: Tensor, x: Tensor, layer: WeightOnlyLinear) -> float:
+    """The relative error of the first rows and columns."""
+    weight = layer.dequantize().weight.detach()[:512].double()
+    wanted = x[:64].double() @ weight.t()
+    return float((out[:64, :512].double() - wanted).norm() / wanted.norm())
+
+
+def table(results: Sequence[Result]) -> Table:
+    """A row for each scheme and M: geometric means over the weights, and the least."""
+    header = ["scheme", "M", "times float", "least", "TB/s of the weight, most"]
+    rows = []
+    for scheme, M in dict.fromkeys((one.scheme, one.M) for one in results):
+        own = [one for one in results if (one.scheme, one.M) == (scheme, M)]
+        times = [one.times for one in own]
+        most = max(one.tb_per_s for one in own)
+        rows.append([scheme, str(M), f"{geometric_mean(times):.2f}", f"{min(times):.2f}", f"{most:.2f}"])
+    return header, rows
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scheme", nargs="+", default=["int4", "int8-weight"], help="default: int4 int8-weight")
+    parser.add_argument("--shape", nargs="+", type=parse_shape, help="NxK; default: those of Llama 3 8B and 70B")
+    parser.add_argument("--rows", nargs="+", type=int, help="M")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--commit", help="of a copy of the tree that git doesn't know")
+    parser.add_argument("--out", type=Path, help="write a JSON file")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    llama = [shape for shape in SHAPES if shape.family in SUMMARY_FAMILIES]
+    shapes = options.shape or (llama if device.type == "cuda" else CPU_SHAPES)
+    rows = options.rows or (ROWS if device.type == "cuda" else ROWS[:3])
+    results: list[Result] = []
+    with torch.no_grad():
+        for shape in shapes:
+            results += measure(shape, rows, options.scheme, QUICK if options.quick else Effort(), device)
+    print(render(table(results), markdown=False))
+    if options.out:
+        contents = {"environment": environment(device, options.commit), "results": [asdict(one) for one in results]}
+        options.out.write_text(json.dumps(contents, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
