@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.activations import ACTIVATIONS, MATMUL_ACTIVATIONS
-from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.norms import Norm
-from qgemm.kernels.routing import Routing
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FORMATS, FP8, INT8, OPERANDS
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import packed_width
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_GROUP_SCALE_DTYPES = (*FLOAT_DTYPES, torch.uint8, torch.float8_e4m3fn)
+GROUP_SCALE_DTYPES = (*FLOAT_DTYPES, torch.uint8, torch.float8_e4m3fn)
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -67,7 +65,7 @@ def check_add_norm_quantize(
 ) -> None:
     """Raises if ``add_norm_quantize`` can't take these."""
     _check_rows("add_norm_quantize", x)
-    _check_residual(residual, x.shape, x.dtype)
+    check_residual(residual, x.shape, x.dtype)
     check_same_device(x=x, residual=residual)
     _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
     _check_static_scale("input_scale", input_scale, x)
@@ -83,7 +81,7 @@ def check_add_norm(
 ) -> None:
     """Raises if ``add_norm`` can't take these."""
     _check_rows("add_norm", x)
-    _check_residual(residual, x.shape, x.dtype)
+    check_residual(residual, x.shape, x.dtype)
     check_same_device(x=x, residual=residual)
     _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
 
@@ -122,12 +120,12 @@ def check_multiply(
     if row_scale.dtype != torch.float32 or row_scale.shape != q.shape[:-1]:
         wanted = list(q.shape[:-1])
         raise ValueError(f"row_scale is {row_scale.dtype} {list(row_scale.shape)}; it must be torch.float32 {wanted}")
-    _check_length(K, weight.dtype)
+    check_length(K, weight.dtype)
     _check_scale("weight_scale", weight_scale, N)
     _check_bias(bias, N)
     if out_dtype not in FLOAT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; multiply returns {names_of(FLOAT_DTYPES)}")
-    _check_residual(residual, (*q.shape[:-1], N), out_dtype)
+    check_residual(residual, (*q.shape[:-1], N), out_dtype)
     check_same_device(q=q, row_scale=row_scale, weight=weight, weight_scale=weight_scale, bias=bias, residual=residual)
 
 
@@ -137,7 +135,7 @@ def check_int_mm(a: Tensor, b: Tensor) -> None:
         if operand.dtype != INT8.storage:
             raise TypeError(f"{name} is {operand.dtype}; it must be {INT8.storage} (quantize_rows makes it)")
     _check_product(a, b)
-    _check_length(a.shape[1])
+    check_length(a.shape[1])
 
 
 def check_scaled_mm(
@@ -155,14 +153,14 @@ def check_scaled_mm(
             wanted = a.dtype if a.dtype in OPERANDS else f"one of {names_of(tuple(OPERANDS))}"
             raise TypeError(f"{name} is {operand.dtype}; it must be {wanted} (quantize_rows makes it)")
     _check_product(a, b)
-    _check_length(a.shape[1], a.dtype)
+    check_length(a.shape[1], a.dtype)
     _check_scale("a_scale", a_scale, a.shape[0])
     _check_scale("b_scale", b_scale, b.shape[1])
     _check_bias(bias, b.shape[1])
     check_same_device(a=a, a_scale=a_scale, b_scale=b_scale, bias=bias)
     if out_dtype not in FLOAT_DTYPES:
         raise TypeError(f"out_dtype is {out_dtype}; scaled_mm returns {names_of(FLOAT_DTYPES)}")
-    _check_residual(residual, (a.shape[0], b.shape[1]), out_dtype)
+    check_residual(residual, (a.shape[0], b.shape[1]), out_dtype)
     check_same_device(a=a, residual=residual)
 
 
@@ -195,12 +193,12 @@ def check_quant_linear(
     _check_weight(weight)
     N, K = weight.shape
     _check_input(x, K)
-    _check_length(K, weight.dtype)
+    check_length(K, weight.dtype)
     check_quantize_rows(x, input_scale)
     _check_scale("weight_scale", weight_scale, N)
     _check_bias(bias, N)
     check_same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
-    _check_residual(residual, (*x.shape[:-1], N), x.dtype)
+    check_residual(residual, (*x.shape[:-1], N), x.dtype)
     check_same_device(x=x, residual=residual)
 
 
@@ -253,7 +251,7 @@ def check_weight_only_linear(
             (torch.uint8 if is_packed else form.storage,),
             (N, packed_width(in_features) if is_packed else in_features),
         ),
-        ("scale", scale, _GROUP_SCALE_DTYPES, (N, scales)),
+        ("scale", scale, GROUP_SCALE_DTYPES, (N, scales)),
         ("zero_point", zero_point, (torch.int8,), (N, scales)),
         ("global_scale", global_scale, (torch.float32,), (2,)),
         ("input_order", input_order, (torch.int32,), (in_features,)),
@@ -269,7 +267,7 @@ def check_weight_only_linear(
     if int8_activations and scale.dtype not in FLOAT_DTYPES:
         raise ValueError(f"scale is {scale.dtype}; with int8_activations it must be {names_of(FLOAT_DTYPES)}")
     _check_bias(bias, N)
-    _check_residual(residual, (*x.shape[:-1], N), x.dtype)
+    check_residual(residual, (*x.shape[:-1], N), x.dtype)
     check_same_device(
         x=x,
         weight=weight,
@@ -279,164 +277,6 @@ def check_weight_only_linear(
         input_order=input_order,
         bias=bias,
         residual=residual,
-    )
-
-
-def check_grouped_mm(
-    a: Tensor,
-    b: Tensor,
-    offsets: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    """Raises if ``grouped_mm`` can't take these."""
-    if a.dtype != INT8.storage:
-        raise TypeError(f"a is {a.dtype}; it must be {INT8.storage} (quantize_rows makes it)")
-    check_strided("a", a)
-    if a.ndim != 2:
-        raise ValueError(f"a has shape {list(a.shape)}; it must be [T, K]: reshape it")
-    _check_grouped_weight("b", b, b_scale, bias, "[G, N, K]")
-    if a.shape[1] != b.shape[2]:
-        raise ValueError(f"a is {list(a.shape)} and b is {list(b.shape)}: a's columns must equal b's last dimension")
-    _check_length(a.shape[1])
-    if offsets.dtype != torch.int32 or offsets.shape != b.shape[:1]:
-        raise ValueError(
-            f"offsets is {offsets.dtype} {list(offsets.shape)}; it must be torch.int32 [{b.shape[0]}], where each "
-            "group ends"
-        )
-    if a_scale.dtype != torch.float32 or a_scale.shape != a.shape[:1]:
-        raise ValueError(f"a_scale is {a_scale.dtype} {list(a_scale.shape)}; it must be torch.float32 [{a.shape[0]}]")
-    check_same_device(a=a, b=b, offsets=offsets, a_scale=a_scale, b_scale=b_scale, bias=bias)
-    if out_dtype not in FLOAT_DTYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; grouped_mm returns {names_of(FLOAT_DTYPES)}")
-
-
-def check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> None:
-    """Raises if ``route`` can't take these."""
-    if logits.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"logits is {logits.dtype}; route accepts {names_of(FLOAT_DTYPES)}: {conversion(logits)}")
-    if logits.ndim != 2 or logits.shape[1] < routing.top_k:
-        raise ValueError(
-            f"logits is {list(logits.shape)}; it must be [T, E] with at least top_k = {routing.top_k} experts"
-        )
-    E = logits.shape[1]
-    if E % routing.groups or (routing.kept_groups < routing.groups and 2 * routing.groups > E):
-        raise ValueError(f"logits has {E} experts; they must be {routing.groups} groups of as many, of two at least")
-    if E // routing.groups * routing.kept_groups < routing.top_k:
-        raise ValueError(
-            f"top_k is {routing.top_k}, more than {routing.kept_groups} of {routing.groups} groups have of {E}"
-        )
-    if bias is not None:
-        if bias.dtype not in FLOAT_DTYPES or bias.shape != (E,):
-            raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; it must be floats, [{E}]")
-        if routing.kind == "softmax_of_top_k":
-            raise ValueError("bias is given; softmax_of_top_k chooses by the logits alone")
-    check_strided("logits", logits)
-
-
-def check_experts(
-    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
-) -> None:
-    """Raises if ``experts`` can't take these."""
-    gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias, activation = weights
-    shape = "[E, 2I, H]" if activation.gated else "[E, I, H]"
-    _check_grouped_weight("gate_up", gate_up, gate_up_scale, gate_up_bias, shape, (*OPERANDS,))
-    _check_grouped_weight("down", down, down_scale, down_bias, "[E, H, I]", (gate_up.dtype,))
-    if weights.has_blocks != (down_scale.ndim == 3):
-        raise ValueError(
-            f"gate_up's scale is {list(gate_up_scale.shape)} and down's {list(down_scale.shape)}; both must be of "
-            "rows, or both of blocks"
-        )
-    E, H, intermediate = down.shape
-    if gate_up.shape != (E, activation.columns(intermediate), H):
-        wanted = [E, activation.columns(intermediate), H]
-        raise ValueError(
-            f"gate_up is {list(gate_up.shape)}; with down {list(down.shape)} and gated={activation.gated} it must be "
-            f"{wanted}"
-        )
-    if not intermediate:
-        raise ValueError(f"down is {list(down.shape)}; its last dimension must be at least 1")
-    _check_length(max(H, intermediate), gate_up.dtype)
-    _check_routed(x, H, top_k_index, top_k_weights, residual, gate_up, down)
-
-
-def check_weight_only_experts(
-    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
-) -> None:
-    """Raises if ``weight_only_experts`` can't take these."""
-    gate_up, down, activation, format, size = weights.gate_up, weights.down, *weights[10:]
-    if format not in FORMATS:
-        raise ValueError(f"format is {format!r}; it must be one of {sorted(FORMATS)}")
-    if size < 0:
-        raise ValueError(f"group_size is {size}; it must be at least 1, or 0 for a scale for each row")
-    if gate_up.ndim != 3 or down.ndim != 3 or len(gate_up) != len(down):
-        found = f"{list(gate_up.shape)} and {list(down.shape)}"
-        raise ValueError(f"gate_up and down are {found}; they must be [E, N, ...] and [E, H, ...], for as many experts")
-    E, (H, intermediate) = len(down), weights.sizes
-    if not intermediate or (activation.gated and gate_up.shape[1] % 2):
-        wanted = "an even number, of gates and ups" if activation.gated else "at least 1"
-        raise ValueError(f"gate_up is {list(gate_up.shape)}; its rows must be {wanted}")
-    is_packed = weights.form.bits == 4
-    dtypes = (torch.uint8 if is_packed else weights.form.storage,)
-    for name, K, (weight, scale, zero_point, global_scale, bias) in (
-        ("gate_up", H, weights[:5]),
-        ("down", intermediate, weights[5:10]),
-    ):
-        rows = tuple(weight.shape[:2])
-        scales = (*rows, cdiv(K, size or K))
-        for part, tensor, allowed, shape in (
-            ("", weight, dtypes, (*rows, packed_width(K) if is_packed else K)),
-            ("'s scale", scale, _GROUP_SCALE_DTYPES, scales),
-            ("'s zero point", zero_point, (torch.int8,), scales),
-            ("'s global scale", global_scale, (torch.float32,), (E, 2)),
-            ("'s bias", bias, FLOAT_DTYPES, rows),
-        ):
-            if tensor is not None and (tensor.dtype not in allowed or tensor.shape != shape):
-                found = f"{tensor.dtype} {list(tensor.shape)}"
-                raise ValueError(f"{name}{part} is {found}; it must be {names_of(allowed)} {list(shape)}")
-            if tensor is not None and not tensor.is_contiguous():
-                raise ValueError(f"{name}{part} has strides {tensor.stride()}; it must be contiguous")
-        if (global_scale is None) == (scale.dtype == torch.float8_e4m3fn):
-            has = "no global scale" if global_scale is None else "a global scale"
-            raise ValueError(f"{name}'s scale is {scale.dtype}, with {has}: one goes with float8_e4m3fn alone")
-        check_same_device(
-            **{name: weight, f"{name}'s scale": scale, f"{name}'s zero point": zero_point},
-            **{f"{name}'s global scale": global_scale, f"{name}'s bias": bias},
-        )
-    _check_routed(x, H, top_k_index, top_k_weights, residual, gate_up, down)
-
-
-def _check_routed(
-    x: Tensor,
-    H: int,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    residual: Tensor | None,
-    gate_up: Tensor,
-    down: Tensor,
-) -> None:
-    """Raises unless ``x`` and its routing are for experts with rows of ``H``."""
-    if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"x is {x.dtype}; experts accept {names_of(FLOAT_DTYPES)}: {conversion(x)}")
-    check_strided("x", x)
-    if x.ndim != 2 or x.shape[1] != H:
-        raise ValueError(f"x is {list(x.shape)}; it must be [T, {H}]: reshape it")
-    if top_k_index.dtype != torch.int64 or top_k_index.ndim != 2 or top_k_index.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"top_k_index is {top_k_index.dtype} {list(top_k_index.shape)}; it must be torch.int64 [{x.shape[0]}, k]"
-        )
-    if top_k_weights.dtype not in FLOAT_DTYPES or top_k_weights.shape != top_k_index.shape:
-        raise ValueError(
-            f"top_k_weights is {top_k_weights.dtype} {list(top_k_weights.shape)}; it must be one of "
-            f"{names_of(FLOAT_DTYPES)} {list(top_k_index.shape)}, as top_k_index"
-        )
-    check_strided("top_k_index", top_k_index)
-    check_strided("top_k_weights", top_k_weights)
-    _check_residual(residual, x.shape, x.dtype)
-    check_same_device(
-        x=x, top_k_index=top_k_index, top_k_weights=top_k_weights, gate_up=gate_up, down=down, residual=residual
     )
 
 
@@ -477,7 +317,7 @@ def _check_rows(function: str, x: Tensor) -> None:
 def _check_static_scale(name: str, scale: Tensor | None, x: Tensor) -> None:
     if scale is None:
         return
-    _check_tensor(name, scale)
+    check_tensor(name, scale)
     if scale.numel() != 1 or scale.dtype != torch.float32:
         raise ValueError(f"{name} is {scale.dtype} {list(scale.shape)}; a static scale is one float32 number")
     check_same_device(x=x, **{name: scale})
@@ -495,7 +335,8 @@ def _check_norm(x: Tensor, norm: Norm, bias: Tensor | None, **weights: Tensor | 
     check_same_device(x=x, **vectors)
 
 
-def _check_residual(residual: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:
+def check_residual(residual: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raises unless ``residual`` is None, or dense and of this shape and dtype."""
     if residual is None:
         return
     if residual.dtype != dtype or residual.shape != torch.Size(shape):
@@ -521,34 +362,8 @@ def _check_input(x: Tensor, in_features: int) -> None:
         raise ValueError(f"x has {columns} columns but the layer's in_features is {in_features}")
 
 
-def _check_grouped_weight(
-    name: str,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    shape: str,
-    dtypes: tuple[torch.dtype, ...] = (INT8.storage,),
-) -> None:
-    if weight.dtype not in dtypes:
-        raise TypeError(f"{name} is {weight.dtype}; it must be {names_of(dtypes)} (quantize_rows makes it)")
-    if weight.ndim != 3 or not weight.is_contiguous():
-        raise ValueError(
-            f"{name} is {list(weight.shape)} with strides {weight.stride()}; it must be {shape}, contiguous"
-        )
-    _check_tensor(f"{name}'s scale", scale)
-    scales = [tuple(weight.shape[:2])]
-    if weight.dtype == FP8.storage:
-        scales.append((weight.shape[0], *(cdiv(size, BLOCK) for size in weight.shape[1:])))
-    if scale.dtype != torch.float32 or tuple(scale.shape) not in scales:
-        wanted = " or ".join(str(list(each)) for each in scales)
-        raise ValueError(f"{name}'s scale is {scale.dtype} {list(scale.shape)}; it must be torch.float32 {wanted}")
-    if bias is not None and (bias.dtype not in FLOAT_DTYPES or bias.shape != weight.shape[:2]):
-        wanted = str(list(weight.shape[:2]))
-        raise ValueError(f"{name}'s bias is {bias.dtype} {list(bias.shape)}; it must be a float {wanted}")
-    check_same_device(**{name: weight, f"{name}'s scale": scale, f"{name}'s bias": bias})
-
-
-def _check_length(K: int, dtype: torch.dtype = INT8.storage) -> None:
+def check_length(K: int, dtype: torch.dtype = INT8.storage) -> None:
+    """Raises if a sum of ``K`` products of ``dtype`` may be more than the accumulator holds."""
     if OPERANDS[dtype].max_k < K:
         raise ValueError(f"K is {K}; int32 holds sums of int8 products up to K = {INT8.max_k}: split K and add")
 
@@ -564,7 +379,7 @@ def _check_product(a: Tensor, b: Tensor) -> None:
 
 
 def _check_scale(name: str, scale: Tensor, length: int) -> None:
-    _check_tensor(name, scale)
+    check_tensor(name, scale)
     if scale.dtype != torch.float32:
         raise TypeError(f"{name} is {scale.dtype}; scales are torch.float32: convert it with .float()")
     # The length first: under torch.export it may be symbolic, and comparing it with 1 would rule that batch size out.
@@ -581,7 +396,8 @@ def _check_bias(bias: Tensor | None, length: int) -> None:
         raise ValueError(f"bias is {list(bias.shape)}; it must be [{length}], one value per output column")
 
 
-def _check_tensor(name: str, value: Any) -> None:
+def check_tensor(name: str, value: Any) -> None:
+    """Raises unless ``value`` is a tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a float32 tensor: torch.tensor({value!r})")
 

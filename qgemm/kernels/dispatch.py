@@ -23,6 +23,7 @@ from qgemm.kernels.attention.checks import AttentionCall, check_decode_attention
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.launch.plans import remember
+from qgemm.kernels.moe.checks import check_experts, check_grouped_mm, check_route, check_weight_only_experts
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.rotary import checks as rotary
 from qgemm.kernels.routing import Routing
@@ -295,7 +296,7 @@ def grouped_mm(
     where each group ends, ascending; it stays on the device. ``a_scale``: float32 ``[T]``; ``b_scale``: float32
     ``[G, N]``; ``bias``: float ``[G, N]``. Rows beyond the last group are zeros.
     """
-    checks.check_grouped_mm(a, b, offsets, a_scale, b_scale, bias, out_dtype)
+    check_grouped_mm(a, b, offsets, a_scale, b_scale, bias, out_dtype)
     backend = _backend(a, config)
     out: Tensor = backend.grouped_mm(a, b, offsets, a_scale, b_scale, bias, out_dtype, **_options(config))
     return out
@@ -309,7 +310,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     ``topk``. On a GPU, of experts that are equal the first is chosen, where PyTorch
     leaves that open, and a weight may differ in float32's last bits.
     """
-    checks.check_route(logits, routing, bias)
+    check_route(logits, routing, bias)
     out: tuple[Tensor, Tensor] = _backend(logits).route(logits, routing, bias)
     return out
 
@@ -353,7 +354,7 @@ def run_experts(
     # There is no kernel for fp8: what the CPU does, PyTorch does on a GPU.
     has_kernel = x.is_cuda and weights.gate_up.dtype != FP8.storage
     if not has_kernel:  # which checks once for every kind of call
-        checks.check_experts(x, top_k_index, top_k_weights, weights, residual)
+        check_experts(x, top_k_index, top_k_weights, weights, residual)
         checks.on_gpu(x)
     out: Tensor = (_gpu() if has_kernel else cpu).experts(x, top_k_index, top_k_weights, weights, residual)
     return out
@@ -381,7 +382,7 @@ def weight_only_experts(
     # Kernels multiply 16-bit values: what the CPU does with float32, PyTorch does on a GPU.
     has_kernel = x.is_cuda and x.itemsize == 2
     if not has_kernel:  # which checks once for every kind of call
-        checks.check_weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
+        check_weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
         checks.on_gpu(x)
     out: Tensor = (_gpu() if has_kernel else cpu).weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
     return out

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qgemm.kernels import checks, dispatch
+from qgemm.kernels import dispatch
 from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
+from qgemm.kernels.moe.checks import check_experts, check_weight_only_experts
 from qgemm.ops.declare import operator
 from qgemm.ops.direct import rows_seen_by_others
 
@@ -205,7 +206,7 @@ _declare_experts(
     ExpertWeights,
     "Tensor gate_up, Tensor gate_up_scale, Tensor? gate_up_bias, Tensor down, Tensor down_scale, Tensor? down_bias",
     dispatch.run_experts,
-    checks.check_experts,
+    check_experts,
 )
 _declare_experts(
     "weight_only_experts",
@@ -214,6 +215,6 @@ _declare_experts(
     "Tensor? gate_up_bias, Tensor down, Tensor down_scale, Tensor? down_zero_point, Tensor? down_global_scale, "
     "Tensor? down_bias",
     dispatch.weight_only_experts,
-    checks.check_weight_only_experts,
+    check_weight_only_experts,
     ", str format, int group_size",
 )

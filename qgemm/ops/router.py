@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.kernels import checks, dispatch
+from qgemm.kernels import dispatch
+from qgemm.kernels.moe.checks import check_route
 from qgemm.kernels.routing import Routing
 from qgemm.ops.declare import operator
 from qgemm.ops.direct import rows_seen_by_others
@@ -33,7 +34,7 @@ def _route(logits: Tensor, bias: Tensor | None, *fields: Any) -> tuple[Tensor, T
 
 def _fake(logits: Tensor, bias: Tensor | None, *fields: Any) -> tuple[Tensor, Tensor]:
     routing = Routing(*fields)
-    checks.check_route(logits, routing, bias)
+    check_route(logits, routing, bias)
     shape = (logits.shape[0], routing.top_k)
     return logits.new_empty(shape, dtype=routing.dtype(logits)), logits.new_empty(shape, dtype=torch.int64)
 

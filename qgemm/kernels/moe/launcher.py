@@ -13,7 +13,6 @@ from torch import Tensor
 
 from qgemm.kernels.activation.launcher import activated_row_blocks
 from qgemm.kernels.activations import GatedActivation
-from qgemm.kernels.checks import check_experts
 from qgemm.kernels.expert_weights import ExpertWeights
 from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.grouped import launcher as grouped
@@ -22,6 +21,7 @@ from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.launch.steps import LaunchPlan, Layout, Names, Step, Tensors
+from qgemm.kernels.moe.checks import check_experts
 from qgemm.kernels.moe.kernels import (
     _activate_kernel,
     _combine_kernel,

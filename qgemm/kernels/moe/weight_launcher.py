@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qgemm.kernels.checks import check_weight_only_experts
 from qgemm.kernels.expert_weights import WeightOnlyExperts
 from qgemm.kernels.grouped.launcher import table_size
 from qgemm.kernels.grouped.weight_launcher import select_weight_config, stored_form, weight_product_launch
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.launch.steps import LaunchPlan, Layout, Names, Step, Tensors
+from qgemm.kernels.moe.checks import check_weight_only_experts
 from qgemm.kernels.moe.launcher import CHUNK, MAX_TOKENS_TO_OVERLAP, activate_launch, combine_launch, route_steps
 from qgemm.numerics.formats import FP8
 from qgemm.numerics.integers import cdiv, next_power_of_2
