@@ -24,7 +24,7 @@ from qgemm.checkpoint.checksum import checksum
 from qgemm.checkpoint.name_ranges import expand
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES
 
-CASES = {"own": 500, "foreign": 200}
+CASES = {"own": 300, "foreign": 200}
 """A seed's first ones, which take some 5 s; ``python tests/checkpoint/fuzz.py --cases 10000`` runs more."""
 
 

@@ -76,5 +76,6 @@ def test_arguments_of_other_names() -> None:
 
 
 def test_a_command_has_its_own_options_alone() -> None:
-    assert in_options("scheme is 'int3'", convert) == "scheme is 'int3'"
+    assert in_options("scheme is 'int3'", convert) == "--scheme is 'int3'"
+    assert in_options("skip is 'a'", convert) == "skip is 'a'"
     assert in_options("pass overwrite=True to replace them", convert) == "pass --overwrite to replace them"

@@ -32,7 +32,7 @@ def row_cases() -> Iterator[Case]:
     yield Case("one value activation", lambda: activation(1, bf16, "silu", True))
     yield Case("rows activation bfloat16", lambda: activation(14_336, bf16, "silu", True))
     yield Case("rows activation longest float16", lambda: activation(16_384, fp16, "gelu", True))
-    yield Case("rows activation alone bfloat16", lambda: activate.activate(rows(28_672, bf16), "silu", True))
+    yield Case("activation bfloat16", lambda: activate.activate(rows(28_672, bf16), "silu", True))
     yield Case("rows activation read twice float32", lambda: activation(16_400, fp32, "gelu_tanh", False))
 
 

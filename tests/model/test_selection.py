@@ -234,11 +234,11 @@ def test_schemes_with_columns_or_rotations_by_pattern_go_block_by_block() -> Non
     assert _actions(model)["layers.1.down"] == "int8-static-hadamard"
 
 
-def test_experts_compute_int8_under_any_scheme_but_none() -> None:
-    schemes = {"model.layers.0.mlp.experts": None, "*": "int4"}
+def test_experts_have_a_scheme_of_their_own_or_none() -> None:
+    schemes = {"model.layers.0.mlp.experts": None, "*.experts": "int4-int8", "*": "int4"}
     actions = _actions(quantize_model(MIXTURES["mixtral"]().model, schemes))
     assert actions["model.layers.0.mlp.experts"] == "float"
-    assert actions["model.layers.1.mlp.experts"] == "int8"
+    assert actions["model.layers.1.mlp.experts"] == "int4"
     assert actions["model.layers.1.self_attn.q_proj"] == "int4"
 
 

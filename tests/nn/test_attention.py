@@ -187,7 +187,8 @@ def test_a_transformer_stays_close_under_every_scheme(scheme: str, device: torch
     }
     with torch.no_grad():
         got = model(**call)
-    assert (got - expected).norm() <= (0.2 if "int4" in scheme else 0.03) * expected.norm()
+    limit = 0.2 if "int4" in scheme else 0.08 if scheme.startswith("fp8") else 0.03
+    assert (got - expected).norm() <= limit * expected.norm()
 
 
 @pytest.mark.usefixtures("no_fused_path")

@@ -35,7 +35,7 @@ from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_PLAIN_ROWS = 64  # from more rows on PyTorch's product with a float weight is faster
-PLAIN_COLUMNS = 32
+PLAIN_COLUMNS = 16
 DEQUANTIZED_ROWS = 16
 SUMMED = (64, 32)  # of the weight and of x, that a program adds the parts of
 PANEL = 64  # columns of x that are copied at a time
