@@ -42,8 +42,11 @@ def linear_layers(model: nn.Module) -> dict[str, LinearLayer]:
 
 @pytest.mark.slow(quick=["torch.float32-llama"])
 @SCHEME
-@FAMILY
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    [(torch.float32, "llama"), (torch.bfloat16, "llama"), (torch.bfloat16, "gpt2"), (torch.float32, "t5")],
+    ids=str,
+)
 def test_saved_and_loaded(family: str, scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
     example = quantized(family, scheme, dtype)
     model, output = example.model, example.output()
