@@ -62,10 +62,15 @@ def recipe_for(name: str) -> list[Method]:
     }[name]
 
 
-@pytest.mark.slow(quick=["bert-int8-static-everything", "llama-int4-weights"])
-@pytest.mark.parametrize("recipe", ["weights", "everything"])
+@pytest.mark.slow(quick=["bert-int8-static-everything", "t5-int4-weights"])
 @pytest.mark.parametrize(
-    ("family", "scheme"), [("llama", s) for s in SCHEMES] + [("bert", "int8-static"), ("t5", "int4")]
+    ("family", "scheme", "recipe"),
+    [
+        *(("llama", scheme, "everything") for scheme in SCHEMES),
+        ("llama", "int8", "weights"),
+        ("bert", "int8-static", "everything"),
+        ("t5", "int4", "weights"),
+    ],
 )
 def test_every_combination_is_saved_and_loaded_bit_for_bit(
     family: str, scheme: str, recipe: str, tmp_path: Path
