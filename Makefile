@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel demo docs bench bench-models accuracy test quick test-newest lint clean
+.PHONY: help setup wheel demo docs bench bench-models accuracy test test-complete quick test-newest lint clean
 
 help: ## Show these targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -52,6 +52,9 @@ $(MODEL)/sentences.json: | setup
 # One thread a process: test processes that share cores wait for each other's threads and get many times slower.
 test: lint ## Check style and types, then run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+test-complete: lint ## Run every test with all of its parameters, and compile every case for every GPU
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --complete
 
 quick: setup ## Run tests of every part, without those that take longest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not compile"

@@ -47,13 +47,23 @@ if not torch.cuda.is_available():
 PARAMETERS = 2  # of a test that `make quick` runs, about
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--complete", action="store_true", help="run what takes too long for every change, too")
+
+
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks as slow what `make quick` leaves out, and lets what compiles every kernel come first.
+
+    What is marked ``complete`` is left out without ``--complete``.
 
     That is of a test marked ``slow(quick=...)`` what has other parameters than these; of others, with many parameters,
     all but every so many. What comes first goes to one of several workers, and none waits for it last.
     """
+    if not config.getoption("--complete"):
+        left_out = [item for item in items if item.get_closest_marker("complete")]
+        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=left_out)
     tests: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function):

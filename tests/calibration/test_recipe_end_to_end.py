@@ -70,6 +70,13 @@ def recipe_for(name: str) -> list[Method]:
         ("llama", "int8", "weights"),
         ("bert", "int8-static", "everything"),
         ("t5", "int4", "weights"),
+        *(
+            pytest.param("llama", scheme, "weights", marks=pytest.mark.complete)
+            for scheme in SCHEMES
+            if scheme != "int8"
+        ),
+        pytest.param("bert", "int8-static", "weights", marks=pytest.mark.complete),
+        pytest.param("t5", "int4", "everything", marks=pytest.mark.complete),
     ],
 )
 def test_every_combination_is_saved_and_loaded_bit_for_bit(

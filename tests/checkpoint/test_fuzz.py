@@ -26,17 +26,20 @@ from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES
 
 CASES = {"own": 150, "foreign": 100}
 """A seed's first ones, which take some 3 s; ``python tests/checkpoint/fuzz.py --cases 10000`` runs more."""
+COMPLETE_CASES = {"own": 1000, "foreign": 300}
+"""With ``--complete``."""
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits address space, and reads /proc to know how much is used")
 @pytest.mark.parametrize("formats", CASES)
-def test_broken_checkpoints(formats: str) -> None:
+def test_broken_checkpoints(formats: str, pytestconfig: pytest.Config) -> None:
+    cases = (COMPLETE_CASES if pytestconfig.getoption("--complete") else CASES)[formats]
     # A process of its own: the address space is limited, and a crash is a failure like others.
     script = Path(fuzz.__file__)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, script, "--cases", str(CASES[formats]), *(["--foreign"] if formats == "foreign" else [])],
+        [sys.executable, script, "--cases", str(cases), *(["--foreign"] if formats == "foreign" else [])],
         capture_output=True,
         text=True,
         env=environment,
@@ -45,10 +48,10 @@ def test_broken_checkpoints(formats: str) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     grown = counts.pop("peak_memory_grown")
-    assert sum(counts.values()) == CASES[formats]
+    assert sum(counts.values()) == cases
     assert grown < fuzz.MEMORY
     # Were all refused, or all harmless, the cases would be poor ones.
-    assert min(counts["refused"], 10 * counts["equal"], 50 * counts["other values"]) > CASES[formats] / 2
+    assert min(counts["refused"], 10 * counts["equal"], 50 * counts["other values"]) > cases / 2
 
 
 @pytest.mark.slow

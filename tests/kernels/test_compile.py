@@ -26,11 +26,13 @@ EVERY_TARGET = pytest.mark.parametrize("target", TARGETS)
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
+def results(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> list[Result]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    run = subprocess.run([sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=600)
+    options = ["--complete"] if pytestconfig.getoption("--complete") else []
+    command = [sys.executable, str(SCRIPT), *options]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
 

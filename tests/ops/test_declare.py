@@ -123,7 +123,14 @@ def function_of(variant: str) -> Any:
 
 @pytest.mark.slow(quick=["dtype0-quant_linear", "dtype0-scaled_mm", "dtype0-quantize_rows"])
 @VARIANTS
-@pytest.mark.parametrize("dtype", [torch.float32], ids=["dtype0"])  # what it checks depends on no dtype
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, id="dtype0"),
+        pytest.param(torch.float16, marks=pytest.mark.complete),
+        pytest.param(torch.bfloat16, marks=pytest.mark.complete),
+    ],
+)
 def test_opcheck(variant: str, dtype: torch.dtype, device: torch.device) -> None:
     operator = getattr(ops, variant.split()[0]).default
     arguments = operands(dtype, device)[variant]
