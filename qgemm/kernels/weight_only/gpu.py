@@ -242,7 +242,7 @@ def few_rows_launch(
     tile: FewRows, form: Stored, M: int, N: int, K: int, strides: tuple[int, ...], limits: DeviceLimits
 ) -> Launch:
     """A product of up to ``tile.columns`` rows. ``strides``: of rows of x, the weight, its scales and the residual."""
-    from qgemm.kernels.weight_only.hopper_kernels import _few_rows_kernel
+    from qgemm.kernels.weight_only.few_rows_hopper_kernels import _few_rows_kernel
 
     piece = form.group if form.group in SMALL_GROUPS else BLOCK_BYTES
     form = replace(form, piece=piece, even=K % (form.block * tile.splits) == 0)
@@ -264,7 +264,7 @@ def tiles_plan(
 ) -> Plan:
     """A product of any number of rows of ``dtype``. ``strides``: as in ``few_rows_launch``."""
     from qgemm.kernels.stages.ring import block_layout
-    from qgemm.kernels.weight_only.hopper_kernels import _tiles_kernel
+    from qgemm.kernels.weight_only.tiles_hopper_kernels import _tiles_kernel
 
     stride_xm, stride_wn, stride_sn, stride_residual = strides
     width = cdiv(K, form.block) * BLOCK_BYTES // 2 if form.bits == 4 else K // 2

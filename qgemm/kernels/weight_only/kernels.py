@@ -12,7 +12,7 @@ from qgemm.kernels.stages.aggregate import INTERPRETING
 from qgemm.kernels.stages.epilogue import added, rounded
 from qgemm.kernels.stages.unpack import unpack, widen
 
-BLOCK = tl.constexpr(128)
+BLOCK = tl.constexpr(128)  # bytes of a row; of a packed one those of 256 values, whose halves are neighbours in K
 
 
 @triton.jit
