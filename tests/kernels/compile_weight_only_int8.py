@@ -10,7 +10,7 @@ from qgemm.kernels.weight_only import int8_launcher
 from qgemm.kernels.weight_only.int8_config import select_config
 
 PRODUCTS = ("_int4_int8_kernel", "_int4_int8_few_kernel", "_int4_int8_many_kernel")
-LAYER = ("_int4_int8_layer_kernel",)
+LAYERS = ("_int4_int8_layer_kernel", "_int4_int8_row_kernel")
 
 
 def int8_cases(limits: DeviceLimits) -> Iterator[Case]:
@@ -32,7 +32,8 @@ def int8_cases(limits: DeviceLimits) -> Iterator[Case]:
         config = select_config(M, N, 4096, size % 4096, limits)
         kind = f"w4a8 hopper {config.rows}x{config.cols} {M} {size}"
         yield Case(kind, lambda m=M, n=N, s=size, z=asymmetric: layer(m, n, 4096, s, z), only=PRODUCTS)
-    yield Case("w4a8 hopper layer", lambda: layer(16, 4096, 28_672, 128, False), only=LAYER)
+    yield Case("w4a8 hopper layer", lambda: layer(16, 4096, 28_672, 128, False), only=LAYERS)
+    yield Case("w4a8 hopper row", lambda: layer(1, 4096, 14_336, 128, True), only=LAYERS)
 
 
 def layer(M: int, N: int, K: int, size: int, asymmetric: bool) -> None:

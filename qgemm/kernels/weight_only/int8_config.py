@@ -16,7 +16,7 @@ RESERVED_BYTES = 2048  # of shared memory, for barriers
 _BYTES = 65_000.0  # that a multiprocessor loads in a microsecond
 _MACS = 5_300_000.0  # that it multiplies: three quarters of what its tensor cores do
 _SCALED = 45_000.0  # sums of groups that it scales
-_BLOCK_LATENCY = 0.3  # of a block of K
+_BLOCK_LATENCY = 0.35  # of a block of K
 _PARTS = 1.5  # to wait for the partial sums of others
 _PARTIAL_BYTES = 35_000.0  # of partial sums, that it writes or reads in a microsecond
 
@@ -27,6 +27,7 @@ class Int8Config:
 
     ``warps``: of a program of the kernel for few rows, each with a block of K of its own; 0 for the other kernel.
     ``parts``: in how many a tile is cut along K. ``pieces``: in how many its columns are multiplied, scaled and stored.
+    ``split``: whether its two groups of warps have every second block of K each, and not half of the rows.
     ``resident``: whether all of x stays in shared memory.
     """
 
@@ -36,6 +37,7 @@ class Int8Config:
     warps: int = 0
     parts: int = 1
     pieces: int = 1
+    split: bool = False
     resident: bool = False
 
     def shared_memory(self, K: int) -> int:
@@ -45,7 +47,8 @@ class Int8Config:
             loaded = self.warps * BLOCK * (self.stages * self.rows // 2 + x_slots * self.cols)
             return loaded + self.warps * self.rows * self.cols * 4 + RESERVED_BYTES
         loaded = self.stages * BLOCK * (self.rows // 2 + self.cols)
-        return loaded + self.rows * self.cols // self.pieces * 2 + RESERVED_BYTES
+        handed = 4 * self.rows * self.cols if self.split else 0
+        return loaded + handed + self.rows * self.cols // self.pieces * 2 + RESERVED_BYTES
 
     def tiles(self, M: int, N: int) -> int:
         """How many an output of ``[M, N]`` has."""
@@ -61,31 +64,40 @@ class Int8Config:
 
 def select_config(M: int, N: int, K: int, group: int, limits: DeviceLimits) -> Int8Config:
     """The config for ``[M, K]`` by ``[N, K]``; ``group``: how many values share a scale, 0 for all of a row."""
-    configs = _few(M) if M <= MAX_FEW_ROWS else _many(M, N, K, group, limits)
+    configs = _few(M, group) if M <= MAX_FEW_ROWS else _many(M, N, K, group, limits)
     found = (_deepest(config, K, limits) for config in configs)
     valid = [config for config in found if config is not None]
     return min(valid, key=lambda config: _microseconds(config, M, N, K, group, limits))
 
 
-def _few(M: int) -> list[Int8Config]:
-    return [Int8Config(32, 8 if M <= 8 else 16, MAX_STAGES, warps=4)]
+def _few(M: int, group: int) -> list[Int8Config]:
+    if M == 1:
+        return [Int8Config(32, 8, MAX_STAGES, warps=8)]
+    cols = 8 if M <= 8 else 16
+    heights = (32, 64) if group == 0 or group >= 64 else (32,)  # small groups need more registers
+    return [
+        Int8Config(rows, cols, MAX_STAGES, warps=4, resident=resident) for rows in heights for resident in (False, True)
+    ]
 
 
 def _many(M: int, N: int, K: int, group: int, limits: DeviceLimits) -> list[Int8Config]:
-    # Rows, columns and pieces. Sums of groups need twice the registers, and small groups some more.
-    if M <= 32:
-        shapes = [(128, 32, 1)] if group else [(128, 32, 1), (256, 32, 1)]
-    elif M <= 64:
-        shapes = [(128, 64, 1)] if group else [(128, 64, 1), (256, 64, 2)]
-    elif group:
-        shapes = [(128, 64, 1)] if group < 128 else [(128, 128, 2), (128, 64, 1)]
-    else:
-        shapes = [(128, 128, 1), (128, 64, 1)]
-    most = max(cdiv(K, BLOCK) // 2, 1)
+    # Rows, columns, pieces, and whether K is split. Sums of groups need twice the registers, small groups some more.
+    cols = 32 if M <= 32 else 64
+    shapes = [(64, cols, 1, True), (128, cols, 1, False)]
+    if M > 64:
+        if group == 0:
+            shapes += [(128, 128, 1, False)]
+        elif group == 128:
+            shapes += [(128, 128, 2, False)]
+    elif group == 0:
+        shapes += [(256, cols, cols // 32, False)]
+    blocks = cdiv(K, BLOCK)
     configs = []
-    for rows, cols, pieces in shapes:
-        one = Int8Config(rows, cols, MAX_STAGES, pieces=pieces)
-        parts = range(1, min(most, 8) + 1) if one.tiles(M, N) <= 2 * limits.num_sms else (1,)
+    for rows, columns, pieces, split in shapes:
+        one = Int8Config(rows, columns, MAX_STAGES, pieces=pieces, split=split)
+        # Each group of warps that has blocks of its own has one at least.
+        most = blocks // 2 if split else max(blocks // 2, 1)
+        parts = range(1, min(most, 8) + 1) if one.tiles(M, N) <= 2 * limits.num_sms else range(1, min(most, 1) + 1)
         configs += [replace(one, parts=count) for count in parts]
     return configs
 
@@ -113,9 +125,9 @@ def _microseconds(config: Int8Config, M: int, N: int, K: int, group: int, limits
         (config.rows * BLOCK / 2 + config.cols * BLOCK) / _BYTES,
         values * BLOCK / _MACS,
         values * (BLOCK / group) / _SCALED if group else 0.0,
-        _BLOCK_LATENCY,
+        _BLOCK_LATENCY / (CONSUMERS if config.split else 1),
     )
-    time = rounds * (blocks * block + _BLOCK_LATENCY)
+    time = rounds * (blocks * block + _BLOCK_LATENCY * (2 if config.split else 1))
     if config.parts > 1:
         time += _PARTS + (rounds + config.parts) * values * 4 / _PARTIAL_BYTES
     return time

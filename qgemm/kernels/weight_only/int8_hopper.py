@@ -18,6 +18,7 @@ from qgemm.kernels.weight_only.int8_hopper_kernels import (
     _int4_int8_few_kernel,
     _int4_int8_layer_kernel,
     _int4_int8_many_kernel,
+    _int4_int8_row_kernel,
 )
 from qgemm.numerics.integers import cdiv, next_power_of_2
 from qgemm.numerics.packing import HALF
@@ -25,7 +26,7 @@ from qgemm.numerics.packing import HALF
 MAX_ROWS_TO_START_EARLY = 512  # a product before its rows are quantized
 MAX_ROWS_TO_START_NEXT = 128
 PATIENCE = 128  # see SharedRows
-GROUP_M = 16  # rows of tiles that are computed column by column
+GROUP_M = 4  # rows of tiles that are computed column by column
 # Of a thread: few where another kernel is to have room beside, and what is then left to those that multiply.
 REGISTERS_BESIDE = {4: 128, 8: 144}
 MULTIPLYING_REGISTERS, MULTIPLYING_REGISTERS_BESIDE = 232, 192
@@ -79,12 +80,22 @@ def layer_launch(config: Int8Config, sizes: Sizes, x_strides: tuple[int, ...], l
     )  # fmt: skip
 
 
+def row_launch(config: Int8Config, sizes: Sizes, stride_xk: int, limits: DeviceLimits) -> Launch:
+    """The layer of a single row: x, weight, out, the weight's scale, zero points and bias."""
+    steps = cdiv(sizes.blocks, config.warps)
+    return Launch(
+        _int4_int8_row_kernel, _programs(config, sizes, limits), (sizes.N, sizes.K, sizes.G, stride_xk),
+        (steps, sizes.group, config.stages, True), config.warps, pdl=True, maps={1: _weight_map(config, sizes)},
+    )  # fmt: skip
+
+
 def many_launch(
     config: Int8Config, sizes: Sizes, dtype: torch.dtype, offsets: tuple[int, int], limits: DeviceLimits
 ) -> Launch:
     """As ``few_launch``. ``offsets``: of partial sums and counts, behind the rows' scale."""
     M, N, K, G, group = sizes
-    rows, cols, own = config.rows, config.cols // config.pieces, config.rows // 2
+    rows, cols = config.rows, config.cols // config.pieces
+    own = rows if config.split else rows // 2
     # Products of small groups need more registers.
     beside = config.cols * own <= MAX_VALUES_BESIDE and (group == 0 or group >= HALF)
     maps = {
@@ -93,7 +104,7 @@ def many_launch(
         2: _map((M, N), (cols, own), dtype),
     }
     constants = (
-        group, config.stages, config.parts, config.pieces, GROUP_M,
+        group, config.stages, config.parts, config.pieces, config.split, GROUP_M,
         MULTIPLYING_REGISTERS_BESIDE if beside else MULTIPLYING_REGISTERS, M <= MAX_ROWS_TO_START_NEXT,
     )  # fmt: skip
     return Launch(

@@ -38,9 +38,10 @@ from qgemm.kernels.stages.ring import (
     store_block,
     thread_barrier,
 )
-from qgemm.kernels.stages.rows import RowQuantization
+from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_blocks
 
 BLOCK = gl.constexpr(256)  # values along K of a row that ``PANEL`` bytes hold
+MIN_COLS = gl.constexpr(8)  # that tensor cores multiply
 IN_FLIGHT = gl.constexpr(2)  # products that a group of warps has in flight
 QUANTIZING_REGISTERS = gl.constexpr(80)  # of a producer's thread that may have to quantize
 
@@ -93,14 +94,23 @@ class Weights:
             return _low_less(packed, zeros) if HALF == 0 else _high_less(packed, zeros)
 
     @gluon.jit
-    def finish(self, sums, x_scale, rows):
+    def of_rows(self, rows):
+        """What ``finish`` needs of ``rows``: their scale, if each has a single one, and their bias, if there is one."""
+        found = ()
+        if self.group == 0:
+            found = found + (gl.load(self.scale + rows, mask=rows < self.N, other=0.0).to(gl.float32),)
+        if self.bias is not None:
+            found = found + (gl.load(self.bias + rows, mask=rows < self.N, other=0.0).to(gl.float32),)
+        return found
+
+    @gluon.jit
+    def finish(self, sums, x_scale, of_rows):
         """The float32 outputs of ``sums [rows, M]``, with M scales; of whole rows they are integers."""
         if self.group == 0:
-            row_scale = gl.load(self.scale + rows, mask=rows < self.N, other=0.0).to(gl.float32)
-            sums = sums.to(gl.float32) * row_scale[:, None]
+            sums = sums.to(gl.float32) * of_rows[0][:, None]
         out = sums * (x_scale * self.excess)[None, :]
         if self.bias is not None:
-            out += gl.load(self.bias + rows, mask=rows < self.N, other=0.0).to(gl.float32)[:, None]
+            out += of_rows[-1][:, None]
         return out
 
 
@@ -153,6 +163,39 @@ def _floats(sums):
 # Few rows.
 
 
+@aggregate
+class OwnRow:
+    """A single row of x, which each program quantizes for itself: of ``steps`` times what all warps multiply."""
+
+    x: gl.tensor
+    K: gl.tensor
+    stride: gl.tensor
+    steps: gl.constexpr
+
+    @gluon.jit
+    def quantize(self, q):
+        """Quantizes the row to ``q`` in shared memory, with zeros behind it, and returns its scale.
+
+        ``q``: of every step the parts of each warp's block of K.
+        """
+        WARPS: gl.constexpr = q.shape[1]
+        STEP: gl.constexpr = q.shape[2]
+        PARTS: gl.constexpr = BLOCK // STEP
+        LENGTH: gl.constexpr = WARPS * STEP
+        layout: gl.constexpr = gl.BlockedLayout([STEP // 32], [32], [WARPS], [0])
+        source = StridedRow(self.x, self.K, self.stride)
+        index = gl.arange(0, LENGTH, layout)
+        index = index // STEP * BLOCK + index % STEP
+        parts = ()
+        for i in gl.static_range(self.steps * PARTS):
+            parts = parts + (source.load(i // PARTS * (WARPS * BLOCK) + i % PARTS * STEP + index),)
+        scale, values = quantize_blocks(parts, RowQuantization(None), self.steps * PARTS)
+        for i in gl.static_range(self.steps * PARTS):
+            q.index(i).store(values[i].reshape([WARPS, STEP]))
+        thread_barrier()
+        return scale
+
+
 @gluon.jit
 def _load_x(A, barrier, lows, highs, slot, k):
     """Starts loading the halves of the blocks of K from ``k`` on."""
@@ -165,13 +208,15 @@ def _load_x(A, barrier, lows, highs, slot, k):
 
 @gluon.jit
 def _produce_few(A, B, rows, ring, N, steps, ready, x_ready, RESIDENT: gl.constexpr, NEXT_EARLY: gl.constexpr):
+    """``A``: None where nothing is to be loaded of x."""
     w, lows, highs, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     WARPS: gl.constexpr = w.shape[1]
     ROWS: gl.constexpr = w.shape[2]
     STEP: gl.constexpr = w.shape[3]
     SUBS: gl.constexpr = PANEL // STEP
-    SIZE: gl.constexpr = SUBS * (B.block_type.nbytes + (0 if RESIDENT else 2 * A.block_type.nbytes))
+    STREAMS: gl.constexpr = A is not None and not RESIDENT
+    SIZE: gl.constexpr = SUBS * (B.block_type.nbytes + (2 * A.block_type.nbytes if STREAMS else 0))
     if NEXT_EARLY:
         gdc_launch_dependents()
     initialize(full, STAGES)
@@ -196,17 +241,18 @@ def _produce_few(A, B, rows, ring, N, steps, ready, x_ready, RESIDENT: gl.conste
         mbarrier.expect(x_ready.index(0), lows.shape[0] * 2 * A.block_type.nbytes)
         for k in range(lows.shape[0] // SUBS):
             _load_x(A, x_ready.index(0), lows, highs, k, k * WARPS)
-    for step in range(total):
-        slot = step % STAGES
-        k = step % steps * WARPS
-        if step >= ahead:
-            mbarrier.wait(empty.index(slot), (step // STAGES + 1) & 1)
-            mbarrier.expect(full.index(slot), SIZE)
-            tile = start + step // steps * stride
-            for i in gl.static_range(SUBS):
-                load_block(B, [k, tile * ROWS, i * STEP], full.index(slot), w.index(slot * SUBS + i))
-        if not RESIDENT:
-            _load_x(A, full.index(slot), lows, highs, slot, k)
+    step = 0
+    for tile in range(start, gl.cdiv(N, ROWS), stride):
+        for k in range(steps):
+            slot = step % STAGES
+            if step >= ahead:
+                mbarrier.wait(empty.index(slot), (step // STAGES + 1) & 1)
+                mbarrier.expect(full.index(slot), SIZE)
+                for i in gl.static_range(SUBS):
+                    load_block(B, [k * WARPS, tile * ROWS, i * STEP], full.index(slot), w.index(slot * SUBS + i))
+            if STREAMS:
+                _load_x(A, full.index(slot), lows, highs, slot, k * WARPS)
+            step += 1
     if not NEXT_EARLY:
         gdc_launch_dependents()
     if rows is not None:
@@ -214,98 +260,118 @@ def _produce_few(A, B, rows, ring, N, steps, ready, x_ready, RESIDENT: gl.conste
 
 
 @gluon.jit
-def _consume_few(C, x_scale, weights, rows, ring, M, stride_cm, steps, ready, x_ready, RESIDENT: gl.constexpr):
+def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, ready, x_ready, RESIDENT: gl.constexpr):
+    """``rows``: the ``SharedRows`` that x is to hold; ``row``: its ``OwnRow``; None where it is quantized already."""
     w, lows, highs, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     WARPS: gl.constexpr = w.shape[1]
     ROWS: gl.constexpr = w.shape[2]
-    COLS: gl.constexpr = lows.shape[2]
-    SUBS: gl.constexpr = PANEL // w.shape[3]
+    STEP: gl.constexpr = w.shape[3]
+    SUBS: gl.constexpr = PANEL // STEP
+    COLS: gl.constexpr = MIN_COLS if row is not None else lows.shape[2]
     GROUPS: gl.constexpr = weights.group > 0
     SUMS: gl.constexpr = gl.float32 if GROUPS else gl.int32
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     b_layout: gl.constexpr = gl.DotOperandLayout(1, layout, 4)
-    out_layout: gl.constexpr = gl.SliceLayout(0, layout)
+    # A thread has the sums of all warps of its outputs; threads side by side have rows side by side.
+    LANES: gl.constexpr = min(ROWS, 32)
+    gathered: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, LANES, 32 // LANES], [1, 1, WARPS], [1, 2, 0])
+    out_layout: gl.constexpr = gl.SliceLayout(0, gathered)
 
     own_rows = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :]
     block = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None]
     a_rows = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, a_layout)))[None, :, None]
     a_block = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, a_layout)))[:, None, None]
+    out_rows = gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
+    m = gl.arange(0, COLS, gl.SliceLayout(0, out_layout))
     start, stride = gl.program_id(0), gl.num_programs(0)
-    total = gl.cdiv(gl.cdiv(weights.N, ROWS) - start, stride) * steps
     scales = ()
     if GROUPS:
         scales = weights.scales_of_block(start * ROWS + own_rows, block, 2 * SUBS)
+    of_rows = weights.of_rows(start * ROWS + out_rows)
     gdc_wait()
     if rows is not None:
         rows.quantize_own(ready)
     mbarrier.wait(ready, 0)
     if RESIDENT:
         mbarrier.wait(x_ready.index(0), 0)
-    m = gl.arange(0, COLS, gl.SliceLayout(0, out_layout))
-    own_x_scale = gl.load(x_scale + m, mask=m < M, other=0.0)
-    sums = gl.zeros([WARPS, ROWS, COLS], SUMS, layout)
-    for step in range(total):
-        k = step % steps
-        first = (start + step // steps * stride) * ROWS
-        slot = step % STAGES
-        if GROUPS:
-            # Those of the next step: from memory they take as long as a step.
-            following = (start + (step + 1) // steps * stride) * ROWS + own_rows
-            next_scales = weights.scales_of_block(following, (step + 1) % steps * WARPS + block, 2 * SUBS)
-        mbarrier.wait(full.index(slot), step // STAGES & 1)
-        for part in gl.static_range(2 * SUBS):
-            packed = w.index(slot * SUBS + part % SUBS).load(a_layout)
-            halves = lows if part < SUBS else highs
-            x = halves.index((k if RESIDENT else slot) * SUBS + part % SUBS)
-            b = x.permute((0, 2, 1)).load(b_layout)
-            a = weights.unpacked(packed, first + a_rows, (k * WARPS + a_block) * 2 * SUBS + part, part // SUBS)
+    if row is not None:
+        own_x_scale = row.quantize(lows) + gl.zeros([COLS], gl.float32, gl.SliceLayout(0, out_layout))
+    else:
+        own_x_scale = gl.load(x_scale + m, mask=m < M, other=0.0)
+    step = 0
+    for tile in range(start, gl.cdiv(weights.N, ROWS), stride):
+        sums = gl.zeros([WARPS, ROWS, COLS], SUMS, layout)
+        for k in range(steps):
+            slot = step % STAGES
             if GROUPS:
-                made = mma_v2(a, b, gl.zeros([WARPS, ROWS, COLS], gl.int32, layout))
-                scale = scales[part][:, :, None] + gl.zeros([WARPS, ROWS, COLS], gl.float32, layout)
-                sums = gl.fma(_floats(made), scale, sums)
-            else:
-                sums = mma_v2(a, b, sums)
-        mbarrier.arrive(empty.index(slot), count=1)
-        if GROUPS:
-            scales = next_scales
-        if k == steps - 1:
-            n = first + gl.arange(0, ROWS, gl.SliceLayout(1, out_layout))
-            out = weights.finish(gl.sum(sums, 0), own_x_scale, n)
-            at = C + m[None, :] * stride_cm + n[:, None]
-            gl.store(at, out.to(C.dtype.element_ty), mask=(n < weights.N)[:, None] & (m < M)[None, :])
-            sums = gl.zeros([WARPS, ROWS, COLS], SUMS, layout)
+                # Those of the next step: from memory they take as long as a step.
+                ends = k + 1 == steps
+                following = gl.where(ends, tile + stride, tile) * ROWS + own_rows
+                next_scales = weights.scales_of_block(following, gl.where(ends, 0, k + 1) * WARPS + block, 2 * SUBS)
+            mbarrier.wait(full.index(slot), step // STAGES & 1)
+            for part in gl.static_range(2 * SUBS):
+                packed = w.index(slot * SUBS + part % SUBS).load(a_layout)
+                if row is not None:
+                    values = lows.index(k * 2 * SUBS + part).load(gl.SliceLayout(2, b_layout))[:, :, None]
+                    b = gl.broadcast(values, gl.zeros([WARPS, STEP, COLS], gl.int8, b_layout))[0]
+                else:
+                    halves = lows if part < SUBS else highs
+                    x = halves.index((k if RESIDENT else slot) * SUBS + part % SUBS)
+                    b = x.permute((0, 2, 1)).load(b_layout)
+                group = (k * WARPS + a_block) * 2 * SUBS + part
+                a = weights.unpacked(packed, tile * ROWS + a_rows, group, part // SUBS)
+                if GROUPS:
+                    made = mma_v2(a, b, gl.zeros([WARPS, ROWS, COLS], gl.int32, layout))
+                    sums = gl.fma(_floats(made), gl.broadcast(scales[part][:, :, None], sums)[0], sums)
+                else:
+                    sums = mma_v2(a, b, sums)
+            mbarrier.arrive(empty.index(slot), count=1)
+            if GROUPS:
+                scales = next_scales
+            step += 1
+        total = gl.sum(gl.convert_layout(sums, gathered), 0)
+        n = tile * ROWS + out_rows
+        out = weights.finish(total, own_x_scale, of_rows)
+        of_rows = weights.of_rows(n + stride * ROWS)
+        at = C + m[None, :] * stride_cm + n[:, None]
+        gl.store(at, out.to(C.dtype.element_ty), mask=(n < weights.N)[:, None] & (m < M)[None, :])
 
 
 @gluon.jit
 def _few(
-    A, B, C, x_scale, weights, rows, M, K, stride_cm,
+    A, B, C, x_scale, weights, rows, row, M, K, stride_cm,
     STAGES: gl.constexpr, RESIDENT_STEPS: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = B.block_shape[0]
-    COLS: gl.constexpr = A.block_shape[1]
     RESIDENT: gl.constexpr = RESIDENT_STEPS > 0
     STEP: gl.constexpr = B.block_shape[2]
     SUBS: gl.constexpr = PANEL // STEP
-    X_SLOTS: gl.constexpr = (RESIDENT_STEPS if RESIDENT else STAGES) * SUBS
     w = gl.allocate_shared_memory(B.dtype, [STAGES * SUBS, WARPS, B.block_shape[1], STEP], B.layout)
-    lows = gl.allocate_shared_memory(A.dtype, [X_SLOTS, WARPS, COLS, STEP], A.layout)
-    highs = gl.allocate_shared_memory(A.dtype, [X_SLOTS, WARPS, COLS, STEP], A.layout)
+    if row is not None:
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        lows = gl.allocate_shared_memory(gl.int8, [row.steps * 2 * SUBS, WARPS, STEP], plain)
+        highs = lows
+    else:
+        X_SLOTS: gl.constexpr = (RESIDENT_STEPS if RESIDENT else STAGES) * SUBS
+        lows = gl.allocate_shared_memory(A.dtype, [X_SLOTS, WARPS, A.block_shape[1], STEP], A.layout)
+        highs = gl.allocate_shared_memory(A.dtype, [X_SLOTS, WARPS, A.block_shape[1], STEP], A.layout)
     ring = (w, lows, highs, barriers(STAGES), barriers(STAGES))
     # Completes when the ring's are initialized and all rows quantized.
     ready = barriers(1)
     initialize(ready, 1, 2 if rows is not None else 1)
     x_ready = barriers(1) if RESIDENT else ready
     steps = gl.cdiv(K, WARPS * BLOCK)
+    first = ready.index(0)
     if rows is None:
         REGISTERS: gl.constexpr = PRODUCER_REGISTERS
     else:
         REGISTERS: gl.constexpr = QUANTIZING_REGISTERS
     gl.warp_specialize(
         [
-            (_consume_few, (C, x_scale, weights, rows, ring, M, stride_cm, steps, ready.index(0), x_ready, RESIDENT)),
-            (_produce_few, (A, B, rows, ring, weights.N, steps, ready.index(0), x_ready, RESIDENT, NEXT_EARLY)),
+            (_consume_few, (C, x_scale, weights, rows, row, ring, M, stride_cm, steps, first, x_ready, RESIDENT)),
+            (_produce_few, (A, B, rows, ring, weights.N, steps, first, x_ready, RESIDENT, NEXT_EARLY)),
         ],
         [1],
         [REGISTERS],
@@ -320,11 +386,12 @@ def _int4_int8_few_kernel(
 ):  # fmt: skip
     """``A``, ``B``: tensor maps of x as ``[K / 256, M, 256]`` and of the weight as ``[K / 256, N, 128]``.
 
-    Their blocks: a block of K for each warp, by 8 or 16 rows of x, or the rows of a tile. ``C [M, N]``: with contiguous
-    columns. ``RESIDENT_STEPS``: as many steps as K takes, if all of x is to stay in shared memory; else 0.
+    Their blocks: a block of K for each warp, by 8 or 16 rows of x, or the rows of a tile, and as many bytes as a group
+    has values, at most ``PANEL``. ``C [M, N]``: with contiguous columns. ``RESIDENT_STEPS``: as many steps as K takes,
+    if all of x is to stay in shared memory; else 0.
     """
     weights = Weights(scale, zero_point, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0)
-    _few(A, B, C, x_scale, weights, None, M, K, stride_cm, STAGES, RESIDENT_STEPS, NEXT_EARLY)
+    _few(A, B, C, x_scale, weights, None, None, M, K, stride_cm, STAGES, RESIDENT_STEPS, NEXT_EARLY)
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -337,7 +404,22 @@ def _int4_int8_layer_kernel(
     """The layer in one launch: the programs quantize the rows of ``x`` together, as ``SharedRows`` says."""
     weights = Weights(scale, zero_point, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0)
     rows = SharedRows(x, q, q_scale, RowQuantization(None), counts, M, K, stride_xm, stride_xk, ROW)
-    _few(A, B, C, q_scale, weights, rows, M, K, stride_cm, STAGES, RESIDENT_STEPS, NEXT_EARLY)
+    _few(A, B, C, q_scale, weights, rows, None, M, K, stride_cm, STAGES, RESIDENT_STEPS, NEXT_EARLY)
+
+
+@gluon.jit
+def _int4_int8_row_kernel(
+    x, B, C, scale, zero_point, bias,
+    N, K, G, stride_xk,
+    STEPS: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, NEXT_EARLY: gl.constexpr,
+):  # fmt: skip
+    """The layer of a single row in one launch: every program quantizes it for itself.
+
+    ``STEPS``: how often a warp multiplies 256 values of it.
+    """
+    weights = Weights(scale, zero_point, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0)
+    row = OwnRow(x, K, stride_xk, STEPS)
+    _few(None, B, C, None, weights, None, row, 1, K, N, STAGES, 0, NEXT_EARLY)
 
 
 # More rows.
@@ -345,7 +427,11 @@ def _int4_int8_layer_kernel(
 
 @aggregate
 class Items:
-    """What programs compute, in turn: tiles, each cut along K in ``parts``."""
+    """What programs compute, in turn: tiles, each cut along K in ``parts``.
+
+    Neighbouring programs have the same part, and neighbouring tiles in blocks of ``group_m`` rows: they load the same
+    blocks at the same time, and the cache answers them together.
+    """
 
     tiles_m: gl.tensor
     tiles: gl.tensor
@@ -353,14 +439,12 @@ class Items:
     """Of K, of a tile."""
     parts: gl.constexpr
     group_m: gl.constexpr
-    """Rows of tiles that are computed column by column."""
 
     @gluon.jit
     def tile(self, item):
         """``(m, n)`` of the tile, in tiles."""
-        index = item // self.parts
-        tiles_n = self.tiles // self.tiles_m
-        per_group = self.group_m * tiles_n
+        index = item % self.tiles
+        per_group = self.group_m * (self.tiles // self.tiles_m)
         first = index // per_group * self.group_m
         size = gl.minimum(self.tiles_m - first, self.group_m)
         rest = index % per_group
@@ -369,7 +453,7 @@ class Items:
     @gluon.jit
     def range_of(self, item):
         """The first block of K, and that after the last."""
-        part = item % self.parts
+        part = item // self.tiles
         return part * self.blocks // self.parts, (part + 1) * self.blocks // self.parts
 
 
@@ -383,7 +467,8 @@ def _load_many(A, barrier, to, slot, row, at, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _produce_many(A, B, ring, items, ready, CONSUMERS: gl.constexpr, NEXT_EARLY: gl.constexpr):
+def _produce_many(A, B, ring, items, ready, handed, READERS: gl.constexpr, NEXT_EARLY: gl.constexpr):
+    """``READERS``: how many consumers read each block."""
     w, x, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     ROWS: gl.constexpr = w.shape[1]
@@ -392,7 +477,10 @@ def _produce_many(A, B, ring, items, ready, CONSUMERS: gl.constexpr, NEXT_EARLY:
     if NEXT_EARLY:
         gdc_launch_dependents()
     initialize(full, STAGES)
-    initialize(empty, STAGES, CONSUMERS)
+    initialize(empty, STAGES, READERS)
+    if READERS == 1:
+        initialize(handed[1], 1)
+        initialize(handed[2], 1)
     mbarrier.arrive(ready, count=1)
     start, stride = gl.program_id(0), gl.num_programs(0)
     m, n = items.tile(start)
@@ -424,13 +512,23 @@ def _produce_many(A, B, ring, items, ready, CONSUMERS: gl.constexpr, NEXT_EARLY:
 
 @gluon.jit
 def _consume_many(
-    C, x_scale, weights, ring, staging, partial, counts, items, M, ready,
-    WHO: gl.constexpr, CONSUMERS: gl.constexpr, PIECES: gl.constexpr,
+    out, x_scale, weights, ring, items, M, ready,
+    WHO: gl.constexpr, CONSUMERS: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """``PIECES``: in how many pieces the columns are multiplied and scaled."""
+    """``PIECES``: in how many pieces the columns are multiplied and scaled.
+
+    ``SPLIT``: whether consumers have every second block of K, and not each half of the rows. The second one hands its
+    sums over, in ``handed``, to the first.
+    """
+    C, staging, handed, partial, counts = out
     w, x, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
-    ROWS: gl.constexpr = w.shape[1] // CONSUMERS
+    ROWS: gl.constexpr = w.shape[1] if SPLIT else w.shape[1] // CONSUMERS
+    FIRST_ROW: gl.constexpr = 0 if SPLIT else WHO * ROWS
+    FIRST_BLOCK: gl.constexpr = WHO if SPLIT else 0
+    STORES: gl.constexpr = WHO == 0 or not SPLIT
+    OWNERS: gl.constexpr = 1 if SPLIT else CONSUMERS  # of a tile's sums
+    BLOCKS: gl.constexpr = CONSUMERS if SPLIT else 1  # from one to the next
     COLS: gl.constexpr = x.shape[1]
     PIECE: gl.constexpr = COLS // PIECES
     SUBS: gl.constexpr = PANEL // w.shape[2]
@@ -441,38 +539,42 @@ def _consume_many(
     a_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
 
     total, stride = items.tiles * items.parts, gl.num_programs(0)
-    own_rows = WHO * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    own_rows = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     _, tile_n = items.tile(gl.program_id(0))
     start, _ = items.range_of(gl.program_id(0))
     scales = ()
     if GROUPS:
-        scales = weights.scales_of_block(tile_n * w.shape[1] + own_rows, start, 2 * SUBS)
+        scales = weights.scales_of_block(tile_n * w.shape[1] + own_rows, start + FIRST_BLOCK, 2 * SUBS)
     gdc_wait()
     mbarrier.wait(ready, 0)
-    step = 0
+    first_step = 0
+    turn = 0
     for item in range(gl.program_id(0), total, stride):
         tile_m, tile_n = items.tile(item)
         start, end = items.range_of(item)
         next_item = gl.minimum(item + stride, total - 1)
         _, next_n = items.tile(next_item)
         next_start, _ = items.range_of(next_item)
-        first = tile_n * w.shape[1] + WHO * ROWS
+        first = tile_n * w.shape[1] + FIRST_ROW
         rows = tile_n * w.shape[1] + own_rows
         a_rows = (first + gl.arange(0, ROWS, gl.SliceLayout(1, a_layout)))[:, None]
+        of_rows = weights.of_rows(rows)
         sums = ()
         for _piece in gl.static_range(PIECES):
             sums = sums + (gl.zeros([ROWS, PIECE], SUMS, layout),)
-        for k in range(start, end):
+        for k in range(start + FIRST_BLOCK, end, BLOCKS):
             if GROUPS:
                 # Those of the next step: from memory they take as long as a step.
-                ends = k + 1 == end
+                ends = k + BLOCKS >= end
                 following = gl.where(ends, next_n, tile_n) * w.shape[1] + own_rows
-                next_scales = weights.scales_of_block(following, gl.where(ends, next_start, k + 1), 2 * SUBS)
+                next_block = gl.where(ends, next_start + FIRST_BLOCK, k + BLOCKS)
+                next_scales = weights.scales_of_block(following, next_block, 2 * SUBS)
+            step = first_step + k - start
             slot = step % STAGES
             mbarrier.wait(full.index(slot), step // STAGES & 1)
             values = ()
             for part in gl.static_range(2 * SUBS):
-                packed = w.index(slot * SUBS + part % SUBS).slice(WHO * ROWS, ROWS).load(a_layout)
+                packed = w.index(slot * SUBS + part % SUBS).slice(FIRST_ROW, ROWS).load(a_layout)
                 values = values + (weights.unpacked(packed, a_rows, k * 2 * SUBS + part, part // SUBS),)
             if GROUPS:
                 # Registers of A aren't written again before all products have read them: nothing is in flight where
@@ -491,8 +593,7 @@ def _consume_many(
                         product = warpgroup_mma(values[unit // PIECES], b, zero, use_acc=False, is_async=True)
                         products = products + (product,)
                     if unit >= IN_FLIGHT:
-                        scale = scales[(unit - IN_FLIGHT) // PIECES][:, None]
-                        scale = scale + gl.zeros([ROWS, PIECE], gl.float32, layout)
+                        scale = gl.broadcast(scales[(unit - IN_FLIGHT) // PIECES][:, None], sums[0])[0]
                         # The piece that is next comes first.
                         sums = sums[1:] + (gl.fma(_floats(made), scale, sums[0]),)
             else:
@@ -507,38 +608,51 @@ def _consume_many(
                 mbarrier.arrive(empty.index(slot), count=1)
             if GROUPS:
                 scales = next_scales
-            step += 1
+        first_step += end - start
 
         is_last = True
-        if items.parts > 1:
+        if SPLIT:
+            others, given, taken = handed
+            if WHO == 1:
+                mbarrier.wait(taken.index(0), (turn & 1) ^ 1)
+                for i in gl.static_range(PIECES):
+                    others.index(i).store(sums[i].to(gl.float32, bitcast=True))
+                mbarrier.arrive(given.index(0), count=1)
+            else:
+                mbarrier.wait(given.index(0), turn & 1)
+                both = ()
+                for i in gl.static_range(PIECES):
+                    both = both + (sums[i] + others.index(i).load(layout).to(SUMS, bitcast=True),)
+                sums = both
+                mbarrier.arrive(taken.index(0), count=1)
+            turn += 1
+        if items.parts > 1 and STORES:
             # Blocks of 8 x 8 values, which a warp writes at a time.
             N_AT = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
             M_AT = gl.arange(0, PIECE, gl.SliceLayout(0, layout))
             at = (N_AT // 8 * (PIECE // 8 * 64) + N_AT % 8 * 8)[:, None] + (M_AT // 8 * 64 + M_AT % 8)[None, :]
-            own = partial + ((item * CONSUMERS + WHO) * PIECES * (ROWS * PIECE)).to(gl.int64)
+            own = partial + ((item * OWNERS + WHO) * PIECES).to(gl.int64) * (ROWS * PIECE)
             for i in gl.static_range(PIECES):
                 gl.store(own + i * (ROWS * PIECE) + at, sums[i].to(gl.float32, bitcast=True))
             thread_barrier()
-            tile = item // items.parts
-            arrived = gl.atomic_add(counts + (tile * CONSUMERS + WHO), 1, sem="acq_rel", scope="gpu")
+            tile = item % items.tiles
+            arrived = gl.atomic_add(counts + (tile * OWNERS + WHO), 1, sem="acq_rel", scope="gpu")
             is_last = arrived == items.parts - 1
-        if is_last:
+        if is_last and STORES:
             for i in gl.static_range(PIECES):
                 sum_of_parts = sums[i]
                 if items.parts > 1:
-                    first_part = partial + (
-                        ((item // items.parts * items.parts) * CONSUMERS + WHO) * PIECES * (ROWS * PIECE)
-                    ).to(gl.int64)
                     sum_of_parts = gl.zeros([ROWS, PIECE], SUMS, layout)
                     for part in gl.static_range(items.parts):
-                        other = first_part + (part * CONSUMERS * PIECES + i) * (ROWS * PIECE)
+                        other = (tile + part * items.tiles) * OWNERS + WHO
+                        other = partial + (other * PIECES + i).to(gl.int64) * (ROWS * PIECE)
                         sum_of_parts += gl.load(other + at).to(SUMS, bitcast=True)
                 cols = tile_m * COLS + i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
                 own_x_scale = gl.load(x_scale + cols, mask=cols < M, other=0.0)
-                out = weights.finish(sum_of_parts, own_x_scale, rows)
+                scaled = weights.finish(sum_of_parts, own_x_scale, of_rows)
                 # The store before has read the staging memory.
                 tma.store_wait(0)
-                staging.permute((1, 0)).store(out.to(C.dtype))
+                staging.permute((1, 0)).store(scaled.to(C.dtype))
                 fence_async_shared()
                 store_block(C, [tile_m * COLS + i * PIECE, first], staging)
     tma.store_wait(0)
@@ -548,8 +662,8 @@ def _consume_many(
 def _int4_int8_many_kernel(
     A, B, C, x_scale, scale, zero_point, bias,
     M, N, K, G, partial_at, counts_at,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr, GROUP_M: gl.constexpr,
-    REGISTERS: gl.constexpr, NEXT_EARLY: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr,
+    GROUP_M: gl.constexpr, REGISTERS: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """``A``, ``B``, ``C``: tensor maps of x ``[M, K]``, the weight ``[N, K / 2]`` and the output ``[M, N]``.
 
@@ -567,7 +681,16 @@ def _int4_int8_many_kernel(
     x = gl.allocate_shared_memory(A.dtype, [STAGES * SUBS * 2, A.block_shape[0], STEP], A.layout)
     ring = (w, x, barriers(STAGES), barriers(STAGES))
     staging = gl.allocate_shared_memory(C.dtype, C.block_shape, C.layout)
-    other_staging = gl.allocate_shared_memory(C.dtype, C.block_shape, C.layout)
+    if SPLIT:
+        PIECE: gl.constexpr = C.block_shape[0]
+        plain: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
+        others = gl.allocate_shared_memory(gl.float32, [PIECES, B.block_shape[0], PIECE], plain)
+        handed = (others, barriers(1), barriers(1))
+        other_staging = staging
+    else:
+        handed = ()
+        other_staging = gl.allocate_shared_memory(C.dtype, C.block_shape, C.layout)
+    READERS: gl.constexpr = 1 if SPLIT else CONSUMERS
     ready = barriers(1)
     initialize(ready, 1)
     tiles_m = gl.cdiv(M, A.block_shape[0])
@@ -575,11 +698,14 @@ def _int4_int8_many_kernel(
     first = ready.index(0)
     partial = x_scale + partial_at
     counts = (x_scale + counts_at).cast(gl.pointer_type(gl.int32), bitcast=True)
+    out = (C, staging, handed, partial, counts)
+    other_out = (C, other_staging, handed, partial, counts)
+    # Constants stay constants only in a tuple that is written here.
     gl.warp_specialize(
         [
-            (_consume_many, (C, x_scale, weights, ring, staging, partial, counts, items, M, first, 0, 2, PIECES)),
-            (_consume_many, (C, x_scale, weights, ring, other_staging, partial, counts, items, M, first, 1, 2, PIECES)),
-            (_produce_many, (A, B, ring, items, first, CONSUMERS, NEXT_EARLY)),
+            (_consume_many, (out, x_scale, weights, ring, items, M, first, 0, 2, PIECES, SPLIT)),
+            (_consume_many, (other_out, x_scale, weights, ring, items, M, first, 1, 2, PIECES, SPLIT)),
+            (_produce_many, (A, B, ring, items, first, handed, READERS, NEXT_EARLY)),
         ],
         [4, 1],
         [REGISTERS, PRODUCER_REGISTERS],

@@ -1,7 +1,7 @@
 """Launcher of int4 layers with int8 activations on GPU tensors: rows quantized, and multiplied with packed weights.
 
-As ``kernels/linear/launcher.py`` has it, the first call of a kind leaves a plan behind. On Hopper a layer of
-up to ``MAX_FEW_ROWS`` rows is one launch outside of CUDA graphs; else there are two, which overlap. Partial sums and
+As ``kernels/linear/launcher.py`` has it, the first call of a kind leaves a plan behind. On Hopper one row is one
+launch, and outside of CUDA graphs up to ``MAX_FEW_ROWS`` are; else there are two, which overlap. Partial sums and
 counts of a product that is cut along K lie behind the rows' scales, and the first launch clears the counts.
 """
 
@@ -28,6 +28,7 @@ from qgemm.numerics.packing import HALF
 
 MAX_K = 1 << 17  # of Hopper's kernels: 16 * 8 * 127 * K must be an int32
 GROUPS = (32, 64, HALF)  # of theirs, or all of a row
+MAX_OWN_ROW = 32_768  # values of a row that every program quantizes for itself
 CLEARED_AT_A_TIME = 256
 
 # In the order of LinearPlan's: the zero points are where other layers have a static scale of their input.
@@ -35,6 +36,7 @@ ARGUMENTS = ("x", "weight", "weight_scale", "bias", "zero_point", "residual", "o
 PARTS = ("counts", "q", "q_scale")
 # What the launches take.
 PRODUCT = ("q", "weight", "out", "q_scale", "weight_scale", "zero_point", "bias")
+ROW = ("x", "weight", "out", "weight_scale", "zero_point", "bias")
 LAYER = ("x", "q", "q_scale", "weight", "out", "weight_scale", "zero_point", "bias", "q", "counts")
 
 
@@ -119,7 +121,7 @@ def _make_plan(
         Part(COUNTS_BYTES + space.q_bytes, (space.floats,), torch.float32),
     )
     two = one = LaunchPlan(device, space.size, parts, ())
-    is_one = False
+    is_one = is_row = False
     if out.numel() and K:
         absent = {"residual", "none", *(() if zero_point is not None else ("zero_point",))}
         names = Names((*ARGUMENTS, *PARTS, "none"), absent | (set() if bias is not None else {"bias"}))
@@ -132,13 +134,15 @@ def _make_plan(
             )
         else:
             steps = _two_launches(names, rows, N, G, group, x.dtype, config, space, limits)
-            if is_one := config.warps > 0:
-                one = replace(one, steps=(_one_launch(names, rows, N, G, group, config, limits),))
+            is_one = config.warps > 0
+            is_row = is_one and M == 1 and K <= MAX_OWN_ROW
+            if is_one:
+                one = replace(one, steps=(_one_launch(names, rows, N, G, group, is_row, config, limits),))
         two = replace(two, steps=steps)
     return LinearPlan(
         device, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), weight.data_ptr() % ALIGNMENT == 0,
         None if rows.data_ptr() == x.data_ptr() else (M, K), None, space.q_bytes,
-        usual=one if is_one else two, captured=two, shares_buffer=is_one, counts=False,
+        usual=one if is_one else two, captured=one if is_row else two, shares_buffer=is_one, counts=False,
     )  # fmt: skip
 
 
@@ -187,12 +191,14 @@ def _two_launches(
 
 
 def _one_launch(
-    names: Names, rows: Tensor, N: int, G: int, group: int, config: Int8Config, limits: DeviceLimits
+    names: Names, rows: Tensor, N: int, G: int, group: int, is_row: bool, config: Int8Config, limits: DeviceLimits
 ) -> Step:
     from qgemm.kernels.weight_only import int8_hopper as hopper
 
     M, K = rows.shape
     sizes = hopper.Sizes(M, N, K, G, group)
+    if is_row:
+        return names.step(hopper.row_launch(config, sizes, rows.stride(1), limits), *ROW)
     return names.step(hopper.layer_launch(config, sizes, rows.stride(), limits), *LAYER)
 
 
