@@ -229,3 +229,8 @@ def test_chosen_configs_in_graphs_and_out(M: int, assert_as_accurate: Any) -> No
             captured.fill_(torch.nan)
             graph.replay()
             assert torch.equal(captured, out)
+        x[M // 2, 7], others = torch.inf, torch.arange(M, device=device) != M // 2
+        graph.replay()
+        for wrong in (captured, int4_int8_linear(x, *layer)):
+            assert wrong[M // 2].isnan().all()
+            assert wrong[others].equal(out[others])

@@ -14,12 +14,12 @@ from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.tensor_map import TensorMap
 from qgemm.kernels.weight_only.int8_config import BLOCK, Int8Config
-from qgemm.kernels.weight_only.int8_hopper_kernels import (
+from qgemm.kernels.weight_only.int8_few_rows_hopper_kernels import (
     _int4_int8_few_kernel,
     _int4_int8_layer_kernel,
-    _int4_int8_many_kernel,
     _int4_int8_row_kernel,
 )
+from qgemm.kernels.weight_only.int8_tiles_hopper_kernels import _int4_int8_many_kernel
 from qgemm.numerics.integers import cdiv, next_power_of_2
 from qgemm.numerics.packing import HALF
 

@@ -1,0 +1,127 @@
+"""int4 weights on their way to Hopper's tensor cores (sm_90): ``Weights``, of packed bytes and group scales.
+
+Packed as ``qgemm.numerics.packing`` says: 128 bytes of a row have in their low nibbles one group of 128, in their high
+ones the next. They become int8 in registers, three instructions for eight values: 16 times the value, or with zero
+points the difference itself. The 16 is taken out of the row's scale, exactly.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from qgemm.kernels.stages.aggregate import OPTIONAL, aggregate
+
+BLOCK = gl.constexpr(256)  # values along K of a row that ``PANEL`` bytes hold
+
+
+@aggregate
+class Weights:
+    """What belongs to a weight but its values: scales ``[N, G]``, zero points of that shape or None, and the bias.
+
+    ``group``: how many values share a scale, 128 or a part of it; 0 for all of a row.
+    """
+
+    scale: gl.tensor
+    zero_point: OPTIONAL
+    bias: OPTIONAL
+    N: gl.tensor
+    G: gl.tensor
+    group: gl.constexpr
+    excess: gl.constexpr
+    """What products are multiplied by: 1, or 1 / 16."""
+
+    @gluon.jit
+    def scales(self, rows, g):
+        """The scales of group ``g`` of ``rows``, and zeros beyond the weight's."""
+        mask = (rows < self.N) & (g < self.G)
+        return gl.load(self.scale + (rows * self.G + g), mask=mask, other=0.0).to(gl.float32)
+
+    @gluon.jit
+    def scales_of_block(self, rows, block, GROUPS: gl.constexpr):
+        """The scales of the ``GROUPS`` groups of a block of K."""
+        scales = ()
+        for i in gl.static_range(GROUPS):
+            scales = scales + (self.scales(rows, block * GROUPS + i),)
+        return scales
+
+    @gluon.jit
+    def unpacked(self, packed, rows, g, HALF: gl.constexpr):
+        """int8 of the low or high nibbles of ``packed``, which are group ``g`` of ``rows``.
+
+        16 times the value; or the value less the zero point.
+        """
+        if self.zero_point is None:
+            return _low(packed) if HALF == 0 else _high(packed)
+        else:
+            group = g if self.group else g * 0
+            mask = (rows < self.N) & (group < self.G)
+            zeros = (gl.load(self.zero_point + (rows * self.G + group), mask=mask, other=0) + 8).to(gl.uint8)
+            LAYOUT: gl.constexpr = packed.type.layout
+            SHAPE: gl.constexpr = packed.type.shape
+            zeros = zeros + gl.zeros(SHAPE, gl.uint8, LAYOUT)
+            return _low_less(packed, zeros) if HALF == 0 else _high_less(packed, zeros)
+
+    @gluon.jit
+    def of_rows(self, rows):
+        """What ``finish`` needs of ``rows``: their scale, if each has a single one, and their bias, if there is one."""
+        found = ()
+        if self.group == 0:
+            found = found + (gl.load(self.scale + rows, mask=rows < self.N, other=0.0).to(gl.float32),)
+        if self.bias is not None:
+            found = found + (gl.load(self.bias + rows, mask=rows < self.N, other=0.0).to(gl.float32),)
+        return found
+
+    @gluon.jit
+    def finish(self, sums, x_scale, of_rows):
+        """The float32 outputs of ``sums [rows, M]``, with M scales; of whole rows they are integers."""
+        if self.group == 0:
+            sums = sums.to(gl.float32) * of_rows[0][:, None]
+        out = sums * (x_scale * self.excess)[None, :]
+        if self.bias is not None:
+            out += of_rows[-1][:, None]
+        return out
+
+
+@gluon.jit
+def _low(packed):
+    asm: gl.constexpr = "{.reg .b32 t; shl.b32 t, $1, 4; and.b32 $0, t, 0xF0F0F0F0;}"
+    return gl.inline_asm_elementwise(asm, "=r,r", [packed], gl.int8, True, 4)
+
+
+@gluon.jit
+def _high(packed):
+    return gl.inline_asm_elementwise("and.b32 $0, $1, 0xF0F0F0F0;", "=r,r", [packed], gl.int8, True, 4)
+
+
+@gluon.jit
+def _low_less(packed, zeros):
+    # ``zeros``: 8 more than they are. The eighth bit keeps a borrow from the next byte.
+    asm: gl.constexpr = (
+        "{.reg .b32 t; and.b32 t, $1, 0x0F0F0F0F; xor.b32 t, t, 0x88888888; sub.u32 t, t, $2; "
+        "xor.b32 $0, t, 0x80808080;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [packed, zeros], gl.int8, True, 4)
+
+
+@gluon.jit
+def _high_less(packed, zeros):
+    asm: gl.constexpr = (
+        "{.reg .b32 t; shr.u32 t, $1, 4; and.b32 t, t, 0x0F0F0F0F; xor.b32 t, t, 0x88888888; "
+        "sub.u32 t, t, $2; xor.b32 $0, t, 0x80808080;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [packed, zeros], gl.int8, True, 4)
+
+
+@gluon.jit
+def floats(sums):
+    """float32 of int32 below 2^22, exactly.
+
+    Conversions run at an eighth of the rate of additions, so three of four values become the last bits of 1.5 * 2^23,
+    which is then subtracted.
+    """
+    asm: gl.constexpr = (
+        "{.reg .b32 t; .reg .f32 f; cvt.rn.f32.s32 $0, $4; "
+        "add.s32 t, $5, 0x4B400000; mov.b32 f, t; add.rn.f32 $1, f, 0fCB400000; "
+        "add.s32 t, $6, 0x4B400000; mov.b32 f, t; add.rn.f32 $2, f, 0fCB400000; "
+        "add.s32 t, $7, 0x4B400000; mov.b32 f, t; add.rn.f32 $3, f, 0fCB400000;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=f,=f,=f,=f,r,r,r,r", [sums], gl.float32, True, 4)
