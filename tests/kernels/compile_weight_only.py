@@ -15,21 +15,25 @@ BF16, HALF = torch.bfloat16, torch.float16
 
 def weight_only_cases() -> Iterator[Case]:
     """On Hopper few rows, and tiles with and without a second launch; elsewhere few rows and a float weight."""
-    for label, M, format, group, scale, dtype, zeros in (
-        ("few int4", 8, "int4", 128, BF16, BF16, True),
-        ("few nf4", 1, "nf4", 64, torch.float32, HALF, False),
-        ("tiles int4", 64, "int4", 128, BF16, BF16, True),
-        ("tiles large", 2048, "int4", 128, BF16, BF16, False),
-        ("made mxfp4", 512, "fp4", 32, torch.uint8, BF16, False),
+    for label, M, K, format, group, scale, dtype, zeros in (
+        ("few int4", 8, 4096, "int4", 128, BF16, BF16, True),
+        ("few nf4", 1, 4096, "nf4", 64, torch.float32, HALF, False),
+        # Rows are of 16 bytes, but not of 16 values.
+        ("one odd", 1, 152, "int4", 32, BF16, BF16, False),
+        ("sixteen odd", 16, 4104, "int4", 128, BF16, HALF, True),
+        ("tiles int4", 64, 4096, "int4", 128, BF16, BF16, True),
+        ("tiles odd", 64, 4104, "int4", 128, BF16, BF16, False),
+        ("tiles large", 2048, 4096, "int4", 128, BF16, BF16, False),
+        ("made mxfp4", 512, 4096, "fp4", 32, torch.uint8, BF16, False),
     ):
         yield Case(
             f"weight_only {label}",
-            lambda m=M, f=format, g=group, s=scale, d=dtype, z=zeros: multiply(m, f, g, s, d, z),
+            lambda m=M, k=K, f=format, g=group, s=scale, d=dtype, z=zeros: multiply(m, k, f, g, s, d, z),
         )
 
 
-def multiply(M: int, format: str, group: int, scale: torch.dtype, dtype: torch.dtype, zeros: bool) -> None:
-    N = K = 4096
+def multiply(M: int, K: int, format: str, group: int, scale: torch.dtype, dtype: torch.dtype, zeros: bool) -> None:
+    N = 4096
     form = FORMATS[format]
     empty = lambda *shape, dtype: torch.empty(*shape, dtype=dtype, device=META)  # noqa: E731
     width, storage = (packed_width(K), torch.uint8) if form.bits == 4 else (K, form.storage)

@@ -32,6 +32,13 @@ KINDS = {
 KIND = pytest.mark.parametrize("kind", KINDS)
 
 
+def before_garbage(tensor: Tensor) -> Tensor:
+    """The tensor, in memory that goes on with the bits of NaN, which nothing may read."""
+    memory = torch.full((tensor.nbytes + 1024,), 255, dtype=torch.uint8, device=tensor.device)
+    memory[: tensor.nbytes] = tensor.contiguous().view(torch.uint8).flatten()
+    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
 def operands(kind: str, device: torch.device) -> tuple[dict[str, Any], Tensor]:
     """The arguments but x, and the float64 weight that they stand for. Scales of int4 and int8 are of either sign."""
     format, size, dtype = KINDS[kind]
@@ -46,8 +53,8 @@ def operands(kind: str, device: torch.device) -> tuple[dict[str, Any], Tensor]:
     order = torch.randperm(K, device=device).int() if "ordered" in kind else None
     arguments = {
         "weight": weight,
-        "scale": store_scale(scale, dtype, unit),
-        "zero_point": zero_point,
+        "scale": before_garbage(store_scale(scale, dtype, unit)),
+        "zero_point": None if zero_point is None else before_garbage(zero_point),
         "global_scale": unit,
         "input_order": order,
         "bias": torch.randn(N, device=device),
@@ -163,11 +170,13 @@ def test_what_is_refused(changes: dict[str, Any], message: str, device: torch.de
 
 @KIND
 def test_pieces_on_a_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, _ = operands(kind, torch.device("cpu"))
+    arguments, weight = operands(kind, torch.device("cpu"))
     x = torch.randn(3, K)
     whole = weight_only_linear(x, **arguments)
     monkeypatch.setattr("qgemm.kernels.weight_only.cpu._PIECE", 7 * K)  # the last one has five rows
-    torch.testing.assert_close(weight_only_linear(x, **arguments), whole, rtol=1e-5, atol=1e-5)
+    difference = (weight_only_linear(x, **arguments) - whole).double().abs()
+    # A product of fewer rows may be summed in another order.
+    assert (difference <= 2 * torch.finfo(torch.float32).eps * (x.double().abs() @ weight.abs().t() + 1)).all()
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from numerics.test_groups import stored
 
+from kernels.test_weight_only import before_garbage
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.weight_only import gpu
 from qgemm.kernels.weight_only.launcher import weight_only_linear
@@ -49,7 +50,9 @@ def test_products(dtype: torch.dtype, M: int, kind: str, device: torch.device) -
     exact *= spread(scale, size, K).double()
     x, residual = torch.randn(M, K, device=device).to(dtype), torch.randn(M, N, device=device).to(dtype)
     bias = torch.randn(N, device=device).to(dtype)
-    stored_weight: list[Any] = [weight, store_scale(scale, scale_dtype, unit), zero_point, unit, None, bias]
+    zero_point = None if zero_point is None else before_garbage(zero_point)
+    stored_scale = before_garbage(store_scale(scale, scale_dtype, unit))
+    stored_weight: list[Any] = [weight, stored_scale, zero_point, unit, None, bias]
     out = weight_only_linear(x, *stored_weight, K, format, size, False, residual)
     wanted = x.double() @ exact.t() + bias.double() + residual.double()
     floats = torch.nn.functional.linear(x, exact.to(dtype), bias) + residual

@@ -29,17 +29,17 @@ def _copy_x(slots, x, step, k, K, rows, M, FORM: gl.constexpr, TILE: gl.constexp
 
 
 @gluon.jit
-def _load_groups(values, step, split, num_blocks, FORM: gl.constexpr, TILE: gl.constexpr):
-    """Of the groups of each piece's halves, ``values``: scales or zero points, or None."""
+def _load_groups(values, step, split, K, FORM: gl.constexpr, TILE: gl.constexpr):
+    """Of the groups of each piece's halves, ``values``: scales or zero points, or None. Zeros beyond K."""
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     loaded = ()
     if values is not None and FORM.group > 0:
         block = step * TILE.splits + split
-        inside = (block < num_blocks)[:, None]
         for piece in gl.static_range(BLOCK // FORM.piece):
             for half in gl.static_range(HALVES):
-                group = ((block * HALVES + half) * BLOCK + piece * FORM.piece) // FORM.group
-                loaded = loaded + (gl.load(values + group[:, None], mask=inside, other=0),)
+                k = (block * HALVES + half) * BLOCK + piece * FORM.piece
+                group = k // FORM.group
+                loaded = loaded + (gl.load(values + group[:, None], mask=(k < K)[:, None], other=0),)
     return loaded
 
 
@@ -176,8 +176,8 @@ def _few_rows_kernel(
     scales_ahead = ()
     zeros_ahead = ()
     for i in gl.static_range(DEPTH - 1):
-        scales_ahead = scales_ahead + (_load_groups(scale, i, split, num_blocks, FORM, TILE),)
-        zeros_ahead = zeros_ahead + (_load_groups(zero_point, i, split, num_blocks, FORM, TILE),)
+        scales_ahead = scales_ahead + (_load_groups(scale, i, split, K, FORM, TILE),)
+        zeros_ahead = zeros_ahead + (_load_groups(zero_point, i, split, K, FORM, TILE),)
 
     if X_ROWS > 0:
         m = gl.arange(0, X_ROWS, gl.SliceLayout(0, gl.SliceLayout(2, xc)))[None, :, None]
@@ -187,7 +187,9 @@ def _few_rows_kernel(
         m = gl.arange(0, COLS, gl.SliceLayout(0, gl.SliceLayout(1, xl)))[None, None, :]
         k = gl.arange(0, PIECE, gl.SliceLayout(0, gl.SliceLayout(2, xl)))[None, :, None]
         k = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, xl)))[:, None, None] * WIDTH + k
-    x += m.to(gl.int64) * stride_xm + k
+    # Both are multiples of 8, which the compiler knows only of multiples of 16: copies are of 16 bytes.
+    K = K // 8 * 8
+    x += m.to(gl.int64) * (stride_xm // 8 * 8) + k
     if PDL:
         gdc_wait()
     for i in gl.static_range(DEPTH - 1):
@@ -216,8 +218,8 @@ def _few_rows_kernel(
         for i in gl.static_range(DEPTH - 2):
             next_scales = next_scales + (scales_ahead[i + 1],)
             next_zeros = next_zeros + (zeros_ahead[i + 1],)
-        scales_ahead = next_scales + (_load_groups(scale, step + DEPTH - 1, split, num_blocks, FORM, TILE),)
-        zeros_ahead = next_zeros + (_load_groups(zero_point, step + DEPTH - 1, split, num_blocks, FORM, TILE),)
+        scales_ahead = next_scales + (_load_groups(scale, step + DEPTH - 1, split, K, FORM, TILE),)
+        zeros_ahead = next_zeros + (_load_groups(zero_point, step + DEPTH - 1, split, K, FORM, TILE),)
         async_copy.wait_group(DEPTH - 2)
         _copy_weight(w_slots, weight, step + DEPTH - 1, offset, row_bytes, TILE)
         if X_ROWS > 0:

@@ -225,8 +225,9 @@ def _fits_hopper(form: Stored, x: Tensor, weight: Tensor) -> bool:
         return False
     if form.group % BLOCK_BYTES and form.group not in SMALL_GROUPS:
         return False
-    strides = x.stride(0) * x.itemsize, weight.stride(0), x.shape[1] * x.itemsize
-    return all(stride % ALIGNMENT == 0 for stride in strides)
+    K = x.shape[1]
+    sizes = x.stride(0) * x.itemsize, weight.stride(0), K * (x.itemsize if form.bits == 4 else 1)
+    return all(size % ALIGNMENT == 0 for size in sizes)
 
 
 def _plain_launch(form: Stored, M: int, N: int, K: int, strides: tuple[int, ...]) -> Launch:

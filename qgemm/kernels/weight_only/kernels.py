@@ -35,7 +35,7 @@ def _floats(q, scale, zero_point, global_scale, rows, k, K, GROUP: tl.constexpr)
     if GROUP == 0:
         at = rows[:, None]
     elif GROUP % SIZE == 0:
-        at = rows[:, None] + k // GROUP
+        at = rows[:, None] + tl.minimum(k, K - 1) // GROUP
     else:
         at = rows[:, None] + (tl.minimum(k + tl.arange(0, SIZE), K - 1) // GROUP)[None, :]
     values = q.to(tl.float32)

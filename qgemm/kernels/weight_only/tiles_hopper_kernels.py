@@ -64,14 +64,15 @@ def _produce(
 
 
 @gluon.jit
-def _load_factors(pointers, block, last, FORM: gl.constexpr):
-    """The scales, or zero points, of a block's halves; of a row's the same each time."""
+def _load_factors(pointers, block, last, K, FORM: gl.constexpr):
+    """The scales, or zero points, of a block's halves, zeros for one beyond K; of a row's the same each time."""
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     factors = ()
     if pointers is not None:
         for half in gl.static_range(HALVES):
-            group = (block * HALVES + half) * BLOCK // FORM.group if FORM.group > 0 else 0
-            factors = factors + (gl.load(pointers + group, mask=block < last, other=0),)
+            k = (block * HALVES + half) * BLOCK
+            group = k // FORM.group if FORM.group > 0 else 0
+            factors = factors + (gl.load(pointers + group, mask=(block < last) & (k < K), other=0),)
     return factors
 
 
@@ -103,16 +104,16 @@ def _consume(
             zero_pointers = zero_point + rows
         first, last = num_blocks * split // TILE.splits, num_blocks * (split + 1) // TILE.splits
         acc = gl.zeros([64, BLOCK_M], gl.float32, mma)
-        next_factors = _load_factors(pointers, first, last, FORM)
-        more_factors = _load_factors(pointers, first + 1, last, FORM)
-        next_zeros = _load_factors(zero_pointers, first, last, FORM)
+        next_factors = _load_factors(pointers, first, last, sched.K, FORM)
+        more_factors = _load_factors(pointers, first + 1, last, sched.K, FORM)
+        next_zeros = _load_factors(zero_pointers, first, last, sched.K, FORM)
         for block in range(first, last):
             w_slot = w_step % TILE.w_depth
             factors = next_factors
             next_factors = more_factors
-            more_factors = _load_factors(pointers, block + 2, last, FORM)
+            more_factors = _load_factors(pointers, block + 2, last, sched.K, FORM)
             zeros = next_zeros
-            next_zeros = _load_factors(zero_pointers, block + 1, last, FORM)
+            next_zeros = _load_factors(zero_pointers, block + 1, last, sched.K, FORM)
             mbarrier.wait(w_full.index(w_slot), w_step // TILE.w_depth & 1)
             packed = w_slots.index(w_slot * GROUPS + WHO)
             for half in gl.static_range(HALVES):
