@@ -2,10 +2,13 @@
 
 Each quantizes the linear layers of the blocks, as qgemm does, and leaves the head alone.
 
-- torchao: ``Int8DynamicActivationInt8WeightConfig`` (a scale per token and per channel, as scheme ``int8``) and
-  ``Float8DynamicActivationFloat8WeightConfig(PerRow())``.
+- torchao: ``Int8DynamicActivationInt8WeightConfig`` (a scale per token and per channel, as scheme ``int8``),
+  ``Float8DynamicActivationFloat8WeightConfig(PerRow())`` and ``Int8WeightOnlyConfig`` (as ``int8-weight``).
 - bitsandbytes: ``Linear8bitLt`` with its default threshold of 6: columns of the input with a larger value are computed
-  in 16 bits. It computes in float16.
+  in 16 bits. It computes in float16. ``Linear4bit`` in nf4, with doubly quantized scales as is its default, computes in
+  bfloat16.
+- AutoRound: ``W4A16`` (groups of 128, as scheme ``int4``), its default of 200 steps a block, on the batches. What is
+  measured is the model that ``quantize`` leaves, whose weights are rounded.
 - llm-compressor: ``SmoothQuantModifier`` then ``GPTQModifier(scheme="W8A8")`` (dynamic activations, as scheme
   ``int8``), and ``GPTQModifier(scheme="W4A16")`` (groups of 128, as scheme ``int4``). What is measured is the model
   that ``oneshot`` leaves: it rounds activations as the scheme says, and computes in bfloat16. Its size is that of the
@@ -18,12 +21,15 @@ import importlib
 import importlib.util
 import logging
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.accuracy.measure import weight_bytes
 from benchmarks.accuracy.results import OUTLIERS, PLAIN
 from benchmarks.accuracy.variants import IN_16_BITS, Variant
 
@@ -43,34 +49,75 @@ def installed_peers() -> tuple[list[Variant], list[str]]:
 
 
 def _torchao_int8(model: nn.Module, batches: list[Any]) -> nn.Module:
-    quantization = importlib.import_module("torchao.quantization")
-    quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig(), filter_fn=_is_chosen)
-    return model
+    return _with_config(model, lambda torchao: torchao.Int8DynamicActivationInt8WeightConfig())
 
 
 def _torchao_fp8(model: nn.Module, batches: list[Any]) -> nn.Module:
-    quantization = importlib.import_module("torchao.quantization")
-    config = quantization.Float8DynamicActivationFloat8WeightConfig(granularity=quantization.PerRow())
-    quantization.quantize_(model, config, filter_fn=_is_chosen)
+    return _with_config(
+        model, lambda torchao: torchao.Float8DynamicActivationFloat8WeightConfig(granularity=torchao.PerRow())
+    )
+
+
+def _torchao_int8_weights(model: nn.Module, batches: list[Any]) -> nn.Module:
+    return _with_config(model, lambda torchao: torchao.Int8WeightOnlyConfig())
+
+
+def _with_config(model: nn.Module, config: Callable[[Any], Any]) -> nn.Module:
+    torchao = importlib.import_module("torchao.quantization")
+    torchao.quantize_(model, config(torchao), filter_fn=_is_chosen)
     return model
 
 
-def _bitsandbytes(model: nn.Module, batches: list[Any]) -> nn.Module:
+def _bitsandbytes_int8(model: nn.Module, batches: list[Any]) -> nn.Module:
     modules = importlib.import_module("bitsandbytes.nn")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says at every call that it casts to float16
+
+    def layer(N: int, K: int, bias: bool, weight: Tensor) -> Any:
+        made = modules.Linear8bitLt(K, N, bias=bias, has_fp16_weights=False, threshold=6.0, device="meta")
+        made.weight = modules.Int8Params(weight, has_fp16_weights=False, requires_grad=False)
+        return made
+
+    return _with_layers(model, layer)
+
+
+def _bitsandbytes_nf4(model: nn.Module, batches: list[Any]) -> nn.Module:
+    modules = importlib.import_module("bitsandbytes.nn")
+
+    def layer(N: int, K: int, bias: bool, weight: Tensor) -> Any:
+        made = modules.Linear4bit(K, N, bias=bias, compute_dtype=torch.bfloat16, quant_type="nf4", device="meta")
+        made.weight = modules.Params4bit(weight, requires_grad=False, quant_type="nf4", module=made)
+        return made
+
+    return _with_layers(model, layer)
+
+
+def _with_layers(model: nn.Module, make: Callable[[int, int, bool, Tensor], Any]) -> nn.Module:
+    """The model with bitsandbytes' layers, which quantize a weight that moves to a device."""
     for name, linear in list(model.named_modules()):
         if not _is_chosen(linear, name):
             continue
         N, K = linear.weight.shape
-        layer = modules.Linear8bitLt(
-            K, N, bias=linear.bias is not None, has_fp16_weights=False, threshold=6.0, device="meta"
-        )
-        # It quantizes a weight that moves to a device.
-        layer.weight = modules.Int8Params(linear.weight.data.cpu(), has_fp16_weights=False, requires_grad=False)
+        layer = make(N, K, linear.bias is not None, linear.weight.data.cpu())
         if linear.bias is not None:
             layer.bias = nn.Parameter(linear.bias.data, requires_grad=False)
         model.set_submodule(name, layer.to(linear.weight.device).eval())
     return model
+
+
+def _auto_round(model: nn.Module, batches: list[Any]) -> nn.Module:
+    auto_round = importlib.import_module("auto_round")
+    rows = [row for batch in batches for row in batch["input_ids"].cpu()]
+    method = auto_round.AutoRound(
+        model,
+        scheme="W4A16",
+        tokenizer=object(),  # wanted, and of no use for data that are tokens
+        dataset=DataLoader([{"input_ids": row} for row in rows], batch_size=1),  # type: ignore[arg-type]
+        nsamples=len(rows),
+        seqlen=len(rows[0]),
+        device_map=str(next(model.parameters()).device),
+    )
+    rounded: nn.Module = method.quantize()[0]
+    return rounded
 
 
 def _smoothquant_gptq(model: nn.Module, batches: list[Any]) -> nn.Module:
@@ -96,6 +143,12 @@ def _oneshot(model: nn.Module, batches: list[Any], recipe: list[Any]) -> nn.Modu
     return compressed
 
 
+def _in_4_bits(model: Any) -> int:
+    """Bytes of a bfloat16 model as AutoRound stores it: int4, and for each group a float16 scale and an int4 zero."""
+    rounded: int = sum(linear.weight.numel() for name, linear in model.named_modules() if _is_chosen(linear, name))
+    return weight_bytes(model) - rounded * 2 + rounded * (128 * 4 + 16 + 4) // (128 * 8)
+
+
 def _saved_bytes(model: Any) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, save_compressed=True)
@@ -110,8 +163,15 @@ _PACKAGES: dict[str, list[Variant]] = {
     "torchao": [
         Variant("torchao int8", _torchao_int8, seeded=False),
         Variant("torchao fp8", _torchao_fp8, seeded=False),
+        Variant("torchao int8 weights", _torchao_int8_weights, seeded=False, note=IN_16_BITS),
     ],
-    "bitsandbytes": [Variant("bitsandbytes int8", _bitsandbytes, seeded=False)],
+    "bitsandbytes": [
+        Variant("bitsandbytes int8", _bitsandbytes_int8, seeded=False),
+        Variant("bitsandbytes nf4", _bitsandbytes_nf4, seeded=False, note=IN_16_BITS),
+    ],
+    "auto_round": [
+        Variant("AutoRound, W4A16", _auto_round, subjects=_LANGUAGE, note=IN_16_BITS, bytes_of=_in_4_bits),
+    ],
     "llmcompressor": [
         Variant(
             "llm-compressor SmoothQuant + GPTQ, W8A8", _smoothquant_gptq, subjects=_LANGUAGE, bytes_of=_saved_bytes
