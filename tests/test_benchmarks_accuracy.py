@@ -245,6 +245,7 @@ def test_peers_that_are_missing_are_a_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert [line.rsplit(": ")[-1] for line in missing] == [
         "torchao is not installed",
         "bitsandbytes is not installed",
+        "auto_round is not installed",
         "llmcompressor is not installed",
     ]
 
@@ -259,6 +260,16 @@ def test_bitsandbytes_keeps_outliers_in_16_bits(folder: Path) -> None:
     assert 0 < found.kl < ours.kl
     assert found.bytes is not None
     assert found.bytes < weight_bytes(subject.model)
+
+
+def test_bitsandbytes_in_4_bits_is_as_far_off_as_ours(folder: Path) -> None:
+    theirs, nf4 = named(peers.PEERS, ["bitsandbytes nf4"])[0], named(variants(), ["nf4 RTN"])[0]
+    subject = language(folder, PLAIN)
+    found, ours = measure.measure(subject, theirs, 0), measure.measure(subject, nf4, 0)
+    assert found.reason is None
+    assert found.kl is not None
+    assert ours.kl is not None
+    assert ours.kl / 1.5 < found.kl < ours.kl * 1.5
 
 
 def run_of(*results: Result) -> Run:
