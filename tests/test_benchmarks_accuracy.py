@@ -262,16 +262,6 @@ def test_bitsandbytes_keeps_outliers_in_16_bits(folder: Path) -> None:
     assert found.bytes < weight_bytes(subject.model)
 
 
-def test_bitsandbytes_in_4_bits_is_as_far_off_as_ours(folder: Path) -> None:
-    theirs, nf4 = named(peers.PEERS, ["bitsandbytes nf4"])[0], named(variants(), ["nf4 RTN"])[0]
-    subject = language(folder, PLAIN)
-    found, ours = measure.measure(subject, theirs, 0), measure.measure(subject, nf4, 0)
-    assert found.reason is None
-    assert found.kl is not None
-    assert ours.kl is not None
-    assert ours.kl / 1.5 < found.kl < ours.kl * 1.5
-
-
 def run_of(*results: Result) -> Run:
     about = {"device": "a CPU", "versions": {"torch": "2.11"}, "commit": "abc", "date": "2026-01-01"}
     settings = dataclasses.asdict(EFFORT) | {"parameters": 31_500_000, "tokens": 200_000}
