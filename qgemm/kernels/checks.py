@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qgemm.kernels.activations import ACTIVATIONS, MATMUL_ACTIVATIONS
 from qgemm.kernels.norms import Norm
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.numerics.blocks import BLOCK
 from qgemm.numerics.formats import FORMATS, FP8, INT8, OPERANDS
 from qgemm.numerics.integers import cdiv
@@ -221,21 +222,9 @@ def check_block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, b
     check_same_device(x=x, weight=weight, weight_scale=weight_scale, bias=bias)
 
 
-def check_weight_only_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    input_order: Tensor | None,
-    bias: Tensor | None,
-    in_features: int,
-    format: str,
-    group_size: int,
-    int8_activations: bool = False,
-    residual: Tensor | None = None,
-) -> None:
+def check_weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tensor | None = None) -> None:
     """Raises if ``weight_only_linear`` can't take these."""
+    values, scale, zero_point, global_scale, input_order, bias, in_features, format, group_size, has_int8 = weight
     _check_input(x, in_features)
     form = FORMATS.get(format)
     if form is None:
@@ -243,14 +232,10 @@ def check_weight_only_linear(
     if group_size < 1:
         raise ValueError(f"group_size is {group_size}; it must be at least 1")
     is_packed = form.bits == 4
-    N, scales = weight.shape[0] if weight.ndim else 0, cdiv(in_features, group_size)
+    N, scales = values.shape[0] if values.ndim else 0, cdiv(in_features, group_size)
+    columns, stored = (packed_width(in_features), torch.uint8) if is_packed else (in_features, form.storage)
     for name, tensor, dtypes, shape in (
-        (
-            "weight",
-            weight,
-            (torch.uint8 if is_packed else form.storage,),
-            (N, packed_width(in_features) if is_packed else in_features),
-        ),
+        ("weight", values, (stored,), (N, columns)),
         ("scale", scale, GROUP_SCALE_DTYPES, (N, scales)),
         ("zero_point", zero_point, (torch.int8,), (N, scales)),
         ("global_scale", global_scale, (torch.float32,), (2,)),
@@ -262,15 +247,15 @@ def check_weight_only_linear(
     if (global_scale is None) == (scale.dtype == torch.float8_e4m3fn):
         has = "no global_scale" if global_scale is None else "a global_scale"
         raise ValueError(f"scale is {scale.dtype}, with {has}: one goes with float8_e4m3fn, and only with that")
-    if int8_activations and format != "int4":
+    if has_int8 and format != "int4":
         raise ValueError(f"format is {format!r}; int8_activations are for int4")
-    if int8_activations and scale.dtype not in FLOAT_DTYPES:
+    if has_int8 and scale.dtype not in FLOAT_DTYPES:
         raise ValueError(f"scale is {scale.dtype}; with int8_activations it must be {names_of(FLOAT_DTYPES)}")
     _check_bias(bias, N)
     check_residual(residual, (*x.shape[:-1], N), x.dtype)
     check_same_device(
         x=x,
-        weight=weight,
+        weight=values,
         scale=scale,
         zero_point=zero_point,
         global_scale=global_scale,

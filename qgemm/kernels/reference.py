@@ -32,9 +32,10 @@ from torch import Tensor
 from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.norms import Norm
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.numerics.blocks import BLOCK, grouped
-from qgemm.numerics.formats import FORMATS, FP8, INT4, INT8, OPERANDS
-from qgemm.numerics.groups import dequantize, spread
+from qgemm.numerics.formats import FP8, INT4, INT8, OPERANDS
+from qgemm.numerics.groups import spread
 from qgemm.numerics.packing import unpack_codes
 
 Experts = TypeVar("Experts", ExpertWeights, WeightOnlyExperts)
@@ -68,58 +69,35 @@ def quantize_groups_reference(x: Tensor) -> tuple[Tensor, Tensor]:
     return q.flatten(1)[:, : x.shape[-1]].reshape(x.shape), scale.view(*x.shape[:-1], groups.shape[1])
 
 
-def weight_only_linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    input_order: Tensor | None,
-    bias: Tensor | None,
-    in_features: int,
-    format: str,
-    group_size: int,
-    int8_activations: bool = False,
-) -> Tensor:
-    """``x[..., input_order] @ W.T + bias`` in the dtype of ``x``; ``W`` is ``groups.dequantize`` in float32.
+def weight_only_linear_reference(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """``x @ W.T + bias`` in the dtype of ``x``; ``W`` is ``weight.dequantize`` in float32.
 
-    ``int8_activations``: rows are quantized, and sums of groups exact; see ``int4_int8_linear_reference``.
+    With ``weight.int8_activations``, rows are quantized, and sums of groups exact: ``int4_int8_linear_reference``.
     """
-    if int8_activations:
-        columns = x if input_order is None else x[..., input_order]
-        return int4_int8_linear_reference(columns, weight, scale, zero_point, bias, in_features, group_size)
-    form = FORMATS[format]
-    rows = dequantize(weight, scale, zero_point, global_scale, form, group_size, in_features, torch.float32)
-    columns = x.float() if input_order is None else x.float()[..., input_order]
-    product = columns @ rows.t()
-    return (product if bias is None else product + bias.float()).to(x.dtype)
+    if weight.int8_activations:
+        return int4_int8_linear_reference(x, weight)
+    product = x.float() @ weight.dequantize(torch.float32).t()
+    return (product if weight.bias is None else product + weight.bias.float()).to(x.dtype)
 
 
-def int4_int8_linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    in_features: int,
-    group_size: int,
-) -> Tensor:
+def int4_int8_linear_reference(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """``row_scale * (sums[0] * scale[0] + sums[1] * scale[1] + ...) + bias`` in float32, rounded once.
 
     ``sums[g]``: exact int32 products of the quantized rows' group ``g`` and the weight's, less its zero points.
     """
-    q, row_scale = quantize_rows_reference(x)
-    values = INT4.decode(unpack_codes(weight, in_features))
-    if zero_point is not None:
-        values -= spread(zero_point, group_size, in_features)
-    q, values = q.reshape(-1, in_features), values.to(torch.int8)
-    total = torch.zeros(q.shape[0], weight.shape[0], device=x.device)
-    for g in range(scale.shape[1]):
-        part = slice(g * group_size, (g + 1) * group_size)
-        total += int_mm_reference(q[:, part], values[:, part].t()).float() * scale[:, g].float()
+    K, size, order = weight.in_features, weight.group_size, weight.input_order
+    q, row_scale = quantize_rows_reference(x if order is None else x[..., order])
+    values = INT4.decode(unpack_codes(weight.values, K))
+    if weight.zero_point is not None:
+        values -= spread(weight.zero_point, size, K)
+    q, values = q.reshape(-1, K), values.to(torch.int8)
+    total = torch.zeros(len(q), len(values), device=x.device)
+    for g, scale in enumerate(weight.scale.float().t()):
+        part = slice(g * size, (g + 1) * size)
+        total += int_mm_reference(q[:, part], values[:, part].t()).float() * scale
     out = total * row_scale.reshape(-1, 1)
-    out = out if bias is None else out + bias.float()
-    return out.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    out = out if weight.bias is None else out + weight.bias.float()
+    return out.to(x.dtype).view(*x.shape[:-1], len(values))
 
 
 def norm_quantize_reference(

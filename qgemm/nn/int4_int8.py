@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from qgemm.nn.weight_only import WeightOnlyLinear
-from qgemm.ops.linear import int4_int8_linear
 from qgemm.scheme import INT8_TOKENS, QuantScheme
 
 
@@ -23,8 +20,3 @@ class Int4Int8Linear(WeightOnlyLinear):
     def computes(cls, scheme: QuantScheme) -> bool:
         """Whether ``scheme`` is int4 with int8 activations per token."""
         return scheme.weight.dtype == "int4" and scheme.activation == INT8_TOKENS
-
-    def compute(self, x: Tensor) -> Tensor:
-        """One operator."""
-        weight, scale, zero_point, _, input_order, bias = map(self.stored, self.operands)
-        return int4_int8_linear(x, weight, scale, zero_point, input_order, bias, self.in_features, self.group_size)

@@ -12,13 +12,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.nn.linear_layer import LinearLayer, largest
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics import groups
 from qgemm.numerics.formats import Format
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import packed_width
-from qgemm.ops.linear import float_linear
+from qgemm.ops.linear import weight_only_linear
 from qgemm.scheme import QuantScheme
 
 # Values that are rounded at a time, in float32 and a copy or two.
@@ -55,6 +56,8 @@ class WeightOnlyLinear(LinearLayer):
         "weight", "weight_scale", "weight_zero_point", "weight_global_scale", "input_order", "bias",
     )  # fmt: skip
     whole_names: tuple[str, ...] = shared_names
+    numbers: tuple[int, str, int, bool]
+    """What a ``QuantizedWeight`` has beside these."""
     weight: nn.Parameter
     weight_scale: nn.Parameter
     weight_zero_point: nn.Parameter | None
@@ -64,6 +67,7 @@ class WeightOnlyLinear(LinearLayer):
     def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """``bias`` in ``dtype``."""
         N, K, form, scheme = self.out_features, self.in_features, self.form, self.scheme.weight
+        self.numbers = K, scheme.dtype, self.group_size, self.scheme.activation is not None
         if form.bits == 4:
             zeros = form.zero_code | form.zero_code << 4
             weight = torch.full((N, packed_width(K)), zeros, dtype=torch.uint8, device=device)
@@ -181,7 +185,4 @@ class WeightOnlyLinear(LinearLayer):
 
     def compute(self, x: Tensor) -> Tensor:
         """One operator."""
-        tensors, name = map(self.stored, self.operands), self.scheme.weight.dtype
-        weight, scale, zero_point, global_scale, input_order, bias = tensors
-        others = self.in_features, name, self.group_size
-        return float_linear(x, weight, scale, zero_point, global_scale, input_order, bias, *others)
+        return weight_only_linear(x, QuantizedWeight._make((*map(self.stored, self.operands), *self.numbers)))

@@ -20,14 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.kernels import asymmetric, checks, dispatch, int4_int8
-from qgemm.kernels.int4_int8 import weight_only_linear
+from qgemm.kernels import asymmetric, checks, dispatch
 from qgemm.kernels.launch.plans import recall
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.kernels.weight_only import launcher
 from qgemm.numerics.blocks import dequantize_blocks
-from qgemm.numerics.formats import FORMATS
-from qgemm.numerics.groups import dequantize, in_input_order
 from qgemm.ops.declare import operator
 from qgemm.ops.direct import rows_seen_by_others, seen_by_others
 
@@ -59,61 +57,22 @@ def quant_linear(
     return dispatch.quant_linear(x, weight, weight_scale, bias, input_scale, residual, recallable=True)
 
 
-def int4_int8_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    input_order: Tensor | None,
-    bias: Tensor | None,
-    in_features: int,
-    group_size: int,
-) -> Tensor:
-    """``torch.ops.qgemm.weight_only_linear`` of int4 with int8 activations, for less host time as ``quant_linear``."""
+def weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tensor | None = None) -> Tensor:
+    """``torch.ops.qgemm.weight_only_linear``, for less host time where it can be, as ``quant_linear``."""
     out: Tensor
-    others = in_features, "int4", group_size, True
-    if torch.compiler.is_compiling() or input_order is not None:
-        out = torch.ops.qgemm.weight_only_linear(x, weight, scale, zero_point, None, input_order, bias, *others)
-        return out
-    run = recall(x, weight, scale, bias, zero_point, what=others)
-    if run is not None:
-        recalled = run(x, weight, scale, bias, zero_point)
-        if recalled is not None:
-            return recalled
-    if seen_by_others(x, weight, scale, bias, zero_point):
-        out = torch.ops.qgemm.weight_only_linear(x, weight, scale, zero_point, None, None, bias, *others)
-        return out
-    checks.check_weight_only_linear(x, weight, scale, zero_point, None, None, bias, *others)
-    return int4_int8.int4_int8_linear(x, weight, scale, zero_point, bias, in_features, group_size, recallable=True)
-
-
-def float_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    input_order: Tensor | None,
-    bias: Tensor | None,
-    in_features: int,
-    format: str,
-    group_size: int,
-) -> Tensor:
-    """``torch.ops.qgemm.weight_only_linear`` with activations in float, for less host time as ``quant_linear``."""
-    out: Tensor
-    operands, others = (weight, scale, zero_point, global_scale, input_order, bias), (in_features, format, group_size)
+    values, scale, zero_point, global_scale, input_order, bias = weight[:6]
     if torch.compiler.is_compiling() or input_order is not None or global_scale is not None:
-        out = torch.ops.qgemm.weight_only_linear(x, *operands, *others)
+        out = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
         return out
-    run = recall(x, weight, scale, bias, zero_point, what=others)
+    run = recall(x, values, scale, bias, zero_point, residual, weight[6:])
     if run is not None:
-        recalled = run(x, weight, scale, bias, zero_point)
+        recalled = run(x, values, scale, bias, zero_point, residual)
         if recalled is not None:
             return recalled
-    if seen_by_others(x, weight, scale, bias, zero_point):
-        out = torch.ops.qgemm.weight_only_linear(x, *operands, *others)
+    if seen_by_others(x, values, scale, bias, zero_point, residual):
+        out = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
         return out
-    return launcher.weight_only_linear(x, *operands, *others, recallable=True)
+    return launcher.weight_only_linear(x, weight, residual, recallable=True)
 
 
 def block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -247,20 +206,14 @@ def _dequantize_rows(dtype: torch.dtype, weight: Tensor, scale: Tensor) -> Tenso
     return (weight.float() * scale.reshape(-1, 1)).to(dtype)
 
 
-def _dequantize_groups(
-    dtype: torch.dtype,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    input_order: Tensor | None,
-    in_features: int,
-    format: str,
-    group_size: int,
-) -> Tensor:
-    form = FORMATS[format]
-    rows = dequantize(weight, scale, zero_point, global_scale, form, group_size, in_features, dtype)
-    return rows if input_order is None else in_input_order(rows, input_order)
+def _of_value(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function(x, weight, residual)`` for the operator's arguments: the fields of ``weight`` one by one."""
+
+    def run(x: Tensor, *arguments: Any) -> Any:
+        fields = len(QuantizedWeight._fields)
+        return function(x, QuantizedWeight(*arguments[:fields]), *arguments[fields:])
+
+    return run
 
 
 _declare_layer(
@@ -291,9 +244,9 @@ _declare_layer(
     "weight_only_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? global_scale, "
     "Tensor? input_order, Tensor? bias, int in_features, str format, int group_size, bool int8_activations=False, "
     "Tensor? residual=None) -> Tensor",
-    weight_only_linear,
-    checks.check_weight_only_linear,
-    _dequantize_groups,
+    _of_value(launcher.weight_only_linear),
+    _of_value(checks.check_weight_only_linear),
+    lambda dtype, *fields: QuantizedWeight._make((*fields[:5], None, *fields[5:], False)).dequantize(dtype),
     bias_at=6,
     residual_at=11,
     weight_at=slice(1, 6),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import torch
 from assumed_devices import META, Case
 
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.weight_only import gpu
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.integers import cdiv
@@ -38,14 +39,15 @@ def multiply(M: int, K: int, format: str, group: int, scale: torch.dtype, dtype:
     empty = lambda *shape, dtype: torch.empty(*shape, dtype=dtype, device=META)  # noqa: E731
     width, storage = (packed_width(K), torch.uint8) if form.bits == 4 else (K, form.storage)
     groups = cdiv(K, group)
-    gpu.weight_only_linear(
-        empty(M, K, dtype=dtype),
+    weight = QuantizedWeight(
         empty(N, width, dtype=storage),
         empty(N, groups, dtype=scale),
         empty(N, groups, dtype=torch.int8) if zeros else None,
         empty(2, dtype=torch.float32) if scale == torch.float8_e4m3fn else None,
+        None,
         empty(N, dtype=dtype),
-        empty(M, N, dtype=dtype) if zeros else None,
+        K,
         format,
         group,
     )
+    gpu.weight_only_linear(empty(M, K, dtype=dtype), weight, empty(M, N, dtype=dtype) if zeros else None)

@@ -6,6 +6,7 @@ import torch
 from assumed_devices import META, Case
 
 from qgemm.kernels.launch.device import DeviceLimits
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.weight_only import int8_launcher
 from qgemm.kernels.weight_only.int8_config import select_config
 
@@ -45,7 +46,8 @@ def layer(M: int, N: int, K: int, size: int, asymmetric: bool) -> None:
     zero_point = meta((N, groups), torch.int8) if asymmetric else None
     bias = meta((N,), torch.bfloat16) if asymmetric else None
     x, scale = meta((M, K), torch.bfloat16), meta((N, groups), torch.bfloat16)
-    plan = int8_launcher._make_plan(x, weight, scale, zero_point, bias, K, size, None)
+    stored = QuantizedWeight(weight, scale, zero_point, None, None, bias, K, "int4", size, int8_activations=True)
+    plan = int8_launcher._make_plan(x, stored, None)
     tensors = (x, weight, scale, bias, zero_point, None, meta((M, N), torch.bfloat16))
     for steps in (plan.usual, plan.captured)[: 1 + (plan.usual is not plan.captured)]:
         for step in steps.steps:

@@ -8,6 +8,7 @@ from numerics.test_groups import DTYPES, stored
 from torch import Tensor
 
 from qgemm.kernels.launch.plans import recall
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.reference import weight_only_linear_reference
 from qgemm.kernels.weight_only import gpu
 from qgemm.kernels.weight_only.launcher import weight_only_linear
@@ -40,7 +41,10 @@ def before_garbage(tensor: Tensor) -> Tensor:
 
 
 def operands(kind: str, device: torch.device) -> tuple[dict[str, Any], Tensor]:
-    """The arguments but x, and the float64 weight that they stand for. Scales of int4 and int8 are of either sign."""
+    """The fields of a ``QuantizedWeight``, and the float64 weight that they stand for.
+
+    Scales of int4 and int8 are of either sign.
+    """
     format, size, dtype = KINDS[kind]
     values, weight, scale, zero = stored(N, K, size, device, FORMATS[format])
     if format.startswith("int"):
@@ -52,7 +56,7 @@ def operands(kind: str, device: torch.device) -> tuple[dict[str, Any], Tensor]:
     exact *= spread(scale, size, K).double()
     order = torch.randperm(K, device=device).int() if "ordered" in kind else None
     arguments = {
-        "weight": weight,
+        "values": weight,
         "scale": before_garbage(store_scale(scale, dtype, unit)),
         "zero_point": None if zero_point is None else before_garbage(zero_point),
         "global_scale": unit,
@@ -72,7 +76,7 @@ def test_products(compute: Any, kind: str, dtype: torch.dtype, device: torch.dev
     arguments, weight = operands(kind, device)
     for shape in [(3, K), (K,), (2, 3, K), (0, K)]:
         x = torch.randn(shape, device=device).to(dtype)
-        out = compute(x, **arguments)
+        out = compute(x, QuantizedWeight(**arguments))
         assert out.dtype == dtype
         assert out.shape == (*shape[:-1], N)
         exact = x.double() @ weight.t() + arguments["bias"].double()
@@ -90,35 +94,35 @@ def test_kernels_for_every_gpu(rows: int, kind: str, dtype: torch.dtype, device:
     arguments, weight = operands(kind, device)
     order = arguments["input_order"]
     weight = weight if order is None else weight[:, order.long()]
-    names = ("weight", "scale", "zero_point", "global_scale")
     # Columns of a wider tensor, whose rows aren't aligned.
     x = torch.randn(rows, K + 1, device=device).to(dtype)[:, 1:]
     residual = torch.randn(rows, N, device=device).to(dtype)
     bias = arguments["bias"].to(dtype)
-    stored_weight = [arguments[name] for name in names]
-    out = gpu.weight_only_linear(x, *stored_weight, bias, residual, arguments["format"], arguments["group_size"])
+    out = gpu.weight_only_linear(x, QuantizedWeight(**{**arguments, "bias": bias}), residual)
     assert out.dtype == dtype
     exact = x.double() @ weight.t() + bias.double()
     size = x.double().abs() @ weight.abs().t() + bias.double().abs() + residual.double().abs()
     assert ((out.double() - exact - residual.double()).abs() <= 2 * torch.finfo(dtype).eps * size).all()
 
 
+@pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("shape", [(3, K), (2, 2, K)])
-def test_a_call_like_another_is_recalled(shape: tuple[int, ...], device: torch.device) -> None:
-    arguments, _ = operands("int4", device)
-    weight, scale, bias = arguments["weight"], arguments["scale"], arguments["bias"].bfloat16()
-    sizes = K, "int4", arguments["group_size"]
+def test_a_call_like_another_is_recalled(shape: tuple[int, ...], adds: bool, device: torch.device) -> None:
+    weight = QuantizedWeight(**operands("int4", device)[0])
+    weight = weight._replace(bias=weight.bias.bfloat16())
+    tensors, what = (weight.values, weight.scale, weight.bias, weight.zero_point), weight[6:]
     x, other = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
+    residual = torch.randn((*shape[:-1], N), device=device).bfloat16() if adds else None
     for recallable in (False, True):
-        assert recall(x, weight, scale, bias, None, what=sizes) is None
-        out = gpu.weight_only_linear(x, weight, scale, None, None, bias, None, *sizes[1:], recallable=recallable)
-    run = recall(other, weight, scale, bias, None, what=sizes)
+        assert recall(x, *tensors, residual, what) is None
+        out = gpu.weight_only_linear(x, weight, residual, recallable)
+    run = recall(other, *tensors, residual, what)
     assert run is not None
-    assert torch.equal(run(x, weight, scale, bias, None), out)
-    assert recall(other.half(), weight, scale, bias, None, what=sizes) is None
+    assert torch.equal(run(x, *tensors, residual), out)
+    assert recall(other.half(), *tensors, residual, what) is None
     # What isn't aligned must be looked at.
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[1:].view(shape).copy_(x)
-    assert run(shifted, weight, scale, bias, None) is None
+    assert run(shifted, *tensors, residual) is None
 
 
 @KIND
@@ -127,17 +131,18 @@ def test_a_row_with_nan_is_one_of_nan(kind: str, device: torch.device) -> None:
     for value in (torch.nan, torch.inf):
         x = torch.randn(4, K, device=device, dtype=torch.bfloat16)
         x[1, 5] = value
-        out = weight_only_linear(x, **arguments)
+        out = weight_only_linear(x, QuantizedWeight(**arguments))
         assert not out[1].isfinite().any() or "int" in kind or "fp4" in kind  # inf times a weight of 0 is NaN, of 1 Inf
         assert out[[0, 2, 3]].isfinite().all()
 
 
 def test_autocast_keeps_the_dtype_of_x(device: torch.device) -> None:
-    arguments, _ = operands("int4", device)
+    weight = QuantizedWeight(**operands("int4", device)[0])
     x = torch.randn(3, K, device=device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        out = weight_only_linear(x, **arguments)
-    assert torch.equal(out, weight_only_linear(x, **arguments))
+    for rows in (x, x.repeat(30, 1)):  # more than a GPU multiplies by the stored weight
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            out = weight_only_linear(rows, weight)
+        assert torch.equal(out, weight_only_linear(rows, weight))
 
 
 @pytest.mark.parametrize(
@@ -146,8 +151,8 @@ def test_autocast_keeps_the_dtype_of_x(device: torch.device) -> None:
         ({"x": lambda x: x.double()}, "x is torch.float64; a quantized layer accepts"),
         ({"x": lambda x: x[:, :-1]}, "x has 299 columns but the layer's in_features is 300"),
         ({"x": lambda x: x[0, 0]}, "x has no columns"),
-        ({"weight": lambda w: w.long()}, r"weight is torch.int64 \[40, 256\]; it must be uint8 \[40, 256\]"),
-        ({"weight": lambda w: w[:, 1:]}, r"weight is torch.uint8 \[40, 255\]"),
+        ({"values": lambda w: w.long()}, r"weight is torch.int64 \[40, 256\]; it must be uint8 \[40, 256\]"),
+        ({"values": lambda w: w[:, 1:]}, r"weight is torch.uint8 \[40, 255\]"),
         ({"scale": lambda s: s[:, 1:]}, r"scale is torch.float16 \[40, 2\]; it must be .* \[40, 3\]"),
         ({"scale": lambda s: s.double()}, "scale is torch.float64"),
         ({"scale": lambda s: s.to(torch.float8_e4m3fn)}, "scale is torch.float8_e4m3fn, with no global_scale"),
@@ -160,23 +165,26 @@ def test_autocast_keeps_the_dtype_of_x(device: torch.device) -> None:
         ({"format": lambda _: "int8"}, "weight is torch.uint8"),
         ({"bias": lambda b: b[1:]}, r"bias is \[39\]"),
         ({"scale": lambda s: s.to("meta")}, "scale is on meta"),
+        ({"format": lambda _: "nf4", "int8_activations": lambda _: True}, "format is 'nf4'; int8_activations are for"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], message: str, device: torch.device) -> None:
-    good = {"x": torch.randn(3, K, device=device), **operands("int4 zero points", device)[0]}
+    good = {"x": torch.randn(3, K, device=device), **operands("int4 zero points", device)[0], "int8_activations": False}
+    changed = {**good, **{name: change(good[name]) for name, change in changes.items()}}
     with pytest.raises((TypeError, ValueError), match=message):
-        weight_only_linear(**{**good, **{name: change(good[name]) for name, change in changes.items()}})
+        weight_only_linear(changed.pop("x"), QuantizedWeight(**changed))
 
 
 @KIND
 def test_pieces_on_a_cpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, weight = operands(kind, torch.device("cpu"))
+    arguments, exact = operands(kind, torch.device("cpu"))
+    weight = QuantizedWeight(**arguments)
     x = torch.randn(3, K)
-    whole = weight_only_linear(x, **arguments)
+    whole = weight_only_linear(x, weight)
     monkeypatch.setattr("qgemm.kernels.weight_only.cpu._PIECE", 7 * K)  # the last one has five rows
-    difference = (weight_only_linear(x, **arguments) - whole).double().abs()
+    difference = (weight_only_linear(x, weight) - whole).double().abs()
     # A product of fewer rows may be summed in another order.
-    assert (difference <= 2 * torch.finfo(torch.float32).eps * (x.double().abs() @ weight.abs().t() + 1)).all()
+    assert (difference <= 2 * torch.finfo(torch.float32).eps * (x.double().abs() @ exact.abs().t() + 1)).all()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -184,12 +192,13 @@ def test_every_stored_value_on_a_cpu(format: str) -> None:
     form = FORMATS[format]
     stored = torch.arange(256, dtype=torch.uint8).repeat(2)[None, : 256 if form.bits == 4 else None]
     stored = stored.view(form.storage) if form.bits == 8 else stored
-    columns, scale = 512, torch.ones(1, 1)
-    out = weight_only_linear(torch.eye(columns), stored, scale, None, None, None, None, columns, format, columns)
+    columns = 512
+    weight = QuantizedWeight(stored, torch.ones(1, 1), None, None, None, None, columns, format, columns)
+    out = weight_only_linear(torch.eye(columns), weight)
     exact = form.decode(unpack_codes(stored, columns)) if form.bits == 4 else stored.float()
     for column in range(columns):
         if exact[0, column].isnan():  # 0 times NaN is NaN as well
             assert out.isnan().all()
             stored[0, column] = 0
-    out = weight_only_linear(torch.eye(columns), stored, scale, None, None, None, None, columns, format, columns)
+    out = weight_only_linear(torch.eye(columns), weight)
     assert torch.equal(out[:, 0], exact[0].nan_to_num(0.0))

@@ -1,13 +1,12 @@
 """Hopper's products with stored weights, compiled, against float64; they run on Hopper only."""
 
-from typing import Any
-
 import pytest
 import torch
 from numerics.test_groups import stored
 
 from kernels.test_weight_only import before_garbage
 from qgemm.kernels.launch.device import device_limits
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.weight_only import gpu
 from qgemm.kernels.weight_only.launcher import weight_only_linear
 from qgemm.numerics.formats import FORMATS
@@ -52,13 +51,13 @@ def test_products(dtype: torch.dtype, M: int, kind: str, device: torch.device) -
     bias = torch.randn(N, device=device).to(dtype)
     zero_point = None if zero_point is None else before_garbage(zero_point)
     stored_scale = before_garbage(store_scale(scale, scale_dtype, unit))
-    stored_weight: list[Any] = [weight, stored_scale, zero_point, unit, None, bias]
-    out = weight_only_linear(x, *stored_weight, K, format, size, False, residual)
+    layer = QuantizedWeight(weight, stored_scale, zero_point, unit, None, bias, K, format, size)
+    out = weight_only_linear(x, layer, residual)
     wanted = x.double() @ exact.t() + bias.double() + residual.double()
     floats = torch.nn.functional.linear(x, exact.to(dtype), bias) + residual
     assert (out.double() - wanted).abs().max() <= 2 * (floats.double() - wanted).abs().max()
     # The same bits again: programs that share K are added in order.
-    assert torch.equal(out, weight_only_linear(x, *stored_weight, K, format, size, False, residual))
+    assert torch.equal(out, weight_only_linear(x, layer, residual))
 
 
 def test_up_to_16_rows_are_one_launch(device: torch.device) -> None:

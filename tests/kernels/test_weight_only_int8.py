@@ -6,19 +6,19 @@ Without a GPU the kernel for every GPU runs in Triton's interpreter, on CPU tens
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels.int4_int8 import int4_int8_linear as on_the_cpu
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.plans import PlanCache
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.reference import int4_int8_linear_reference, quantize_rows_reference
-from qgemm.kernels.weight_only import int8_launcher
+from qgemm.kernels.weight_only import int8_cpu, int8_launcher
 from qgemm.kernels.weight_only.int8_config import MAX_FEW_ROWS, MAX_STAGES, Int8Config, select_config
-from qgemm.kernels.weight_only.int8_launcher import int4_int8_linear
+from qgemm.kernels.weight_only.int8_launcher import weight_only_linear
 from qgemm.numerics.formats import INT4
 from qgemm.numerics.groups import spread
 from qgemm.numerics.integers import cdiv
@@ -27,13 +27,13 @@ from tests.kernels.devices import H200
 from tests.kernels.test_gemm_hopper import on_hopper
 
 Compute = Callable[..., Tensor]
-COMPUTE = pytest.mark.parametrize("compute", [on_the_cpu, int4_int8_linear], ids=["cpu", "gpu"])
+COMPUTE = pytest.mark.parametrize("compute", [int8_cpu.weight_only_linear, weight_only_linear], ids=["cpu", "gpu"])
 
 
 @pytest.fixture
 def device(device: torch.device, request: pytest.FixtureRequest) -> torch.device:
     """Where the tensors of a test are."""
-    cpu = request.node.callspec.params.get("compute") is on_the_cpu
+    cpu = request.node.callspec.params.get("compute") is int8_cpu.weight_only_linear
     return torch.device("cpu") if cpu else device
 
 
@@ -46,25 +46,18 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(memory, "empty", lambda shape, strides, dtype: torch.empty(shape, dtype=dtype))
 
 
-class Layer(NamedTuple):
-    """An int4 weight, as ``int4_int8_linear`` takes it."""
-
-    weight: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-    bias: Tensor | None
-    in_features: int
-    group_size: int
-
-
-def make(N: int, K: int, size: int, device: torch.device, asymmetric: bool = False, exact: bool = False) -> Layer:
+def make(
+    N: int, K: int, size: int, device: torch.device, asymmetric: bool = False, exact: bool = False
+) -> QuantizedWeight:
     """Of random values. ``exact``: with scales that round nothing, and no bias."""
     q = torch.randint(-8, 8, (N, K), dtype=torch.int8, device=device)
     shape = N, cdiv(K, size)
     scale = torch.randn(shape, device=device) / 50 if not exact else 2.0 ** torch.randint(-2, 2, shape, device=device)
     zero_point = torch.randint(-8, 9, shape, dtype=torch.int8, device=device) if asymmetric else None
     bias = None if exact else torch.randn(N, device=device).bfloat16()
-    return Layer(pack_codes(INT4.to_codes(q)), scale.bfloat16(), zero_point, bias, K, size)
+    return QuantizedWeight(
+        pack_codes(INT4.to_codes(q)), scale.bfloat16(), zero_point, None, None, bias, K, "int4", size, True
+    )
 
 
 def ternary(M: int, K: int, device: torch.device) -> Tensor:
@@ -87,7 +80,7 @@ def test_sums_are_exact(compute: Compute, K: int, size: int, asymmetric: bool, d
     layer = make(20, K, size, device, asymmetric, exact=True)
     for M in (1, 5, 17):
         x = ternary(M, K, device)
-        assert torch.equal(compute(x, *layer), int4_int8_linear_reference(x, *layer))
+        assert torch.equal(compute(x, layer), int4_int8_linear_reference(x, layer))
 
 
 @pytest.mark.slow(quick=["dtype1"])
@@ -99,14 +92,14 @@ def test_as_accurate_as_the_reference(
     for asymmetric in (False, True):
         layer = make(70, 384, 128, device, asymmetric)
         x = torch.randn(3, 384, device=device).to(dtype)
-        reference = int4_int8_linear_reference(x, *layer)
-        assert_as_accurate(compute(x, *layer), reference, exact_product(x, layer))
+        reference = int4_int8_linear_reference(x, layer)
+        assert_as_accurate(compute(x, layer), reference, exact_product(x, layer))
 
 
-def exact_product(x: Tensor, layer: Layer) -> Tensor:
+def exact_product(x: Tensor, layer: QuantizedWeight) -> Tensor:
     """In float64, of the quantized rows."""
     q, row_scale = quantize_rows_reference(x)
-    values = INT4.decode(unpack_codes(layer.weight, layer.in_features)).double()
+    values = INT4.decode(unpack_codes(layer.values, layer.in_features)).double()
     if layer.zero_point is not None:
         values -= spread(layer.zero_point, layer.group_size, layer.in_features)
     values *= spread(layer.scale.double(), layer.group_size, layer.in_features)
@@ -125,9 +118,9 @@ def test_shapes_and_strides(compute: Compute, device: torch.device) -> None:
         torch.randn(0, 256, device=device),
         torch.randn(2, 0, 256, device=device),
     ):
-        out = compute(x, *layer)
+        out = compute(x, layer)
         assert out.shape == (*x.shape[:-1], 24)
-        assert torch.allclose(out, int4_int8_linear_reference(x, *layer), rtol=1e-5, atol=1e-5)
+        assert torch.allclose(out, int4_int8_linear_reference(x, layer), rtol=1e-5, atol=1e-5)
 
 
 @COMPUTE
@@ -136,7 +129,7 @@ def test_a_row_with_nan_or_inf_is_one_of_nan(compute: Compute, value: float, dev
     layer = make(24, 256, 128, device)
     x = torch.randn(3, 256, device=device)
     x[1, 7] = value
-    out = compute(x, *layer)
+    out = compute(x, layer)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
 
@@ -208,9 +201,9 @@ def test_sums_of_hopper_s_kernels_are_exact(size: int, asymmetric: bool, configs
         for M, config in configs:
             for x in (ternary(M, K, device), torch.randn(M, K, device=device)):
                 x = x.bfloat16()
-                out = int4_int8_linear(x, *layer, config)
-                assert torch.equal(out, int4_int8_linear_reference(x, *layer)), (N, K, M, config)
-                assert torch.equal(out, int4_int8_linear(x, *layer, config)), "the same every time"
+                out = weight_only_linear(x, layer, config)
+                assert torch.equal(out, int4_int8_linear_reference(x, layer)), (N, K, M, config)
+                assert torch.equal(out, weight_only_linear(x, layer, config)), "the same every time"
 
 
 @on_hopper
@@ -220,17 +213,17 @@ def test_chosen_configs_in_graphs_and_out(M: int, assert_as_accurate: Any) -> No
     for N, K, size in ((4096, 2048, 128), (1024, 4096, 4096)):
         layer = make(N, K, size, device, asymmetric=M == 7)
         x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
-        out = int4_int8_linear(x, *layer)
-        assert_as_accurate(out, int4_int8_linear_reference(x, *layer), exact_product(x, layer))
+        out = weight_only_linear(x, layer)
+        assert_as_accurate(out, int4_int8_linear_reference(x, layer), exact_product(x, layer))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            captured = int4_int8_linear(x, *layer)
+            captured = weight_only_linear(x, layer)
         for _ in range(2):
             captured.fill_(torch.nan)
             graph.replay()
             assert torch.equal(captured, out)
         x[M // 2, 7], others = torch.inf, torch.arange(M, device=device) != M // 2
         graph.replay()
-        for wrong in (captured, int4_int8_linear(x, *layer)):
+        for wrong in (captured, weight_only_linear(x, layer)):
             assert wrong[M // 2].isnan().all()
             assert wrong[others].equal(out[others])

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qgemm.kernels import asymmetric, dispatch
 from qgemm.kernels.norms import Norm
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.weight_only import launcher as weight_only
 from qgemm.numerics.hadamard import hadamard
 from qgemm.ops import linear
@@ -110,7 +111,7 @@ def add_norm(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 def function_of(variant: str) -> Any:
     name = variant.split()[0]
     elsewhere = {
-        "weight_only_linear": weight_only.weight_only_linear,
+        "weight_only_linear": lambda x, *a: weight_only.weight_only_linear(x, QuantizedWeight(*a)),
         "hadamard": hadamard,
         "quant_linear_asymmetric": asymmetric.quant_linear_asymmetric,
         "norm_quantize": lambda *a: dispatch.norm_quantize(*a[:3], Norm(*a[3:5]), *a[5:]),

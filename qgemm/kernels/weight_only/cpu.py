@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.numerics.formats import FP4, FP8, INT4, NF4, Format
 from qgemm.numerics.groups import float_scale
 from qgemm.numerics.integers import cdiv
@@ -20,22 +21,22 @@ from qgemm.numerics.packing import HALF
 _PIECE = 1 << 19
 
 
-def multiply(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    form: Format,
-    group_size: int,
-) -> Tensor:
-    """float32 ``[M, N]`` of ``x [M, K]``; the weight is as ``groups.dequantize`` takes it."""
-    (M, K), N = x.shape, weight.shape[0]
+@torch.autocast("cpu", enabled=False)
+def weight_only_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """``launcher.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order."""
+    product = _multiply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight)
+    product = product if weight.bias is None else product + weight.bias.float()
+    return product.to(x.dtype).reshape(*x.shape[:-1], product.shape[1]).contiguous()
+
+
+def _multiply(x: Tensor, weight: QuantizedWeight) -> Tensor:
+    """float32 ``[M, N]`` of ``x [M, K]``, without the bias."""
+    (M, K), N, group_size = x.shape, weight.values.shape[0], weight.group_size
     if not K:
         return torch.zeros(M, N)
-    groups, read = cdiv(K, group_size), _Reader(form)
-    scales = float_scale(scale, global_scale) / read.times
-    zeros = None if zero_point is None else zero_point.float() * read.times
+    groups, read = cdiv(K, group_size), _Reader(weight.form)
+    scales = float_scale(weight.scale, weight.global_scale) / read.times
+    zeros = None if weight.zero_point is None else weight.zero_point.float() * read.times
     columns, product = x.float().t(), torch.empty(N, M)
     # One scale for a row is left to the product.
     by_row = groups == 1 and zeros is None
@@ -44,7 +45,7 @@ def multiply(
     for start in range(0, N, step):
         part = slice(start, min(start + step, N))
         rows = values[: part.stop - start]
-        read.into(rows, weight[part])
+        read.into(rows, weight.values[part])
         if not by_row:
             of_groups = rows[:, : groups * group_size].unflatten(1, (groups, group_size))
             if zeros is not None:

@@ -21,6 +21,7 @@ from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.launch.plans import Run, plans, remember
 from qgemm.kernels.launch.tensor_map import TensorMap
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.weight_only import kernels
 from qgemm.kernels.weight_only.config import (
     BLOCK_BYTES,
@@ -43,52 +44,45 @@ SMALL_GROUPS = (16, 32, 64)
 
 
 def weight_only_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    global_scale: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    format: str,
-    group_size: int,
-    recallable: bool = False,
+    x: Tensor, weight: QuantizedWeight, residual: Tensor | None = None, recallable: bool = False
 ) -> Tensor:
     """``launcher.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order.
 
     ``recallable``: remember what is found out about the call, for others. Not where a tensor isn't read as it is.
     """
-    K, N = x.shape[-1], weight.shape[0]
-    given = x, weight, scale, bias, zero_point
+    values, scale, zero_point, global_scale, _, bias, K, format, group_size, _ = weight
+    N = values.shape[0]
     out_shape = (*x.shape[:-1], N)
     rows = _with_contiguous_columns(x.reshape(math.prod(x.shape[:-1]), K))
-    if residual is not None:
-        residual = _with_contiguous_columns(residual.reshape(rows.shape[0], N))
-    weight, scale = _with_contiguous_columns(weight), _with_contiguous_columns(scale)
-    if weight.dtype == torch.float8_e4m3fn:
-        weight = weight.view(torch.uint8)
+    added = None if residual is None else _with_contiguous_columns(residual.reshape(rows.shape[0], N))
+    values, scale = _with_contiguous_columns(values), _with_contiguous_columns(scale)
+    if values.dtype == torch.float8_e4m3fn:
+        values = values.view(torch.uint8)
     if scale.dtype == torch.float8_e4m3fn:
         scale = scale.view(torch.int8)
     if zero_point is not None and zero_point.stride() != scale.stride():
         zero_point, scale = zero_point.contiguous(), scale.contiguous()
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
-    aligned = (rows.data_ptr() | weight.data_ptr()) % ALIGNMENT == 0
+    aligned = (rows.data_ptr() | values.data_ptr()) % ALIGNMENT == 0
     kind = (
         weight_only_linear, format, group_size, aligned, x.get_device(),
         rows.shape, rows.stride(0), rows.dtype,
-        weight.shape, weight.stride(0), weight.dtype,
+        values.shape, values.stride(0), values.dtype,
         scale.shape, scale.stride(0), scale.dtype,
         zero_point is not None, global_scale is not None,
-        None if bias is None else bias.dtype, None if residual is None else residual.stride(0),
+        None if bias is None else bias.dtype, None if added is None else added.stride(0),
     )  # fmt: skip
     plan: Plan | None = plans.get(kind)
     if plan is None:
-        plan = plans.keep(kind, _make_plan(rows, weight, scale, zero_point, residual, format, group_size, aligned))
-    as_given = all(old is new for old, new in zip(given[1:], (weight, scale, bias, zero_point), strict=True))
-    if recallable and as_given and rows.data_ptr() == x.data_ptr() and plan.reads_any_input():
-        remember(plan.recalled(rows.shape, out_shape), *given, what=(K, format, group_size))
-    return plan.run(rows, weight, scale, zero_point, global_scale, bias, residual).view(out_shape)
+        plan = plans.keep(kind, _make_plan(rows, values, scale, zero_point, added, format, group_size, aligned))
+    if recallable and plan.reads_any_input() and rows.data_ptr() == x.data_ptr():
+        as_given = values is weight.values and scale is weight.scale and bias is weight.bias
+        as_given = as_given and zero_point is weight.zero_point
+        if as_given and (residual is None or residual.is_contiguous()):
+            tensors = x, values, scale, bias, zero_point, residual
+            remember(plan.recalled(rows.shape, out_shape), *tensors, what=weight[6:])
+    return plan.run(rows, values, scale, zero_point, global_scale, bias, added).view(out_shape)
 
 
 def _with_contiguous_columns(matrix: Tensor) -> Tensor:
@@ -159,11 +153,18 @@ class Plan:
         """What computes calls of the kind, whose input has ``rows`` in its memory; None where one isn't aligned."""
 
         def run(
-            x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, zero_point: Tensor | None
+            x: Tensor,
+            weight: Tensor,
+            scale: Tensor,
+            bias: Tensor | None,
+            zero_point: Tensor | None,
+            residual: Tensor | None = None,
         ) -> Tensor | None:
             if (x.data_ptr() | weight.data_ptr()) % ALIGNMENT:
                 return None
-            out = self.run(x if x.ndim == 2 else x.view(rows), weight, scale, zero_point, None, bias, None)
+            if residual is not None and residual.ndim != 2:
+                residual = residual.view(self.shape)
+            out = self.run(x if x.ndim == 2 else x.view(rows), weight, scale, zero_point, None, bias, residual)
             return out if out.shape == out_shape else out.view(out_shape)
 
         return run

@@ -21,6 +21,7 @@ from qgemm.kernels.launch.plans import plans, remember
 from qgemm.kernels.launch.steps import LaunchPlan, Names, Part, Step
 from qgemm.kernels.linear.launcher import LinearPlan
 from qgemm.kernels.quantize import launcher as quantize
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.weight_only.int8_config import BLOCK, Int8Config, select_config
 from qgemm.kernels.weight_only.int8_kernels import _int4_int8_kernel, _quantize_and_clear_kernel
 from qgemm.numerics.integers import cdiv, next_power_of_2, round_up
@@ -40,38 +41,29 @@ ROW = ("x", "weight", "out", "weight_scale", "zero_point", "bias")
 LAYER = ("x", "q", "q_scale", "weight", "out", "weight_scale", "zero_point", "bias", "q", "counts")
 
 
-def int4_int8_linear(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    in_features: int,
-    group_size: int,
-    config: Int8Config | None = None,
-    recallable: bool = False,
+def weight_only_linear(
+    x: Tensor, weight: QuantizedWeight, config: Int8Config | None = None, recallable: bool = False
 ) -> Tensor:
-    """``weight_only_linear`` with ``int8_activations`` on a GPU.
+    """``launcher.weight_only_linear`` with int8 activations, columns of ``x`` in the weight's order.
 
     ``config``: of Hopper's kernels, instead of the one that is chosen. ``recallable``: remember what is found out about
     the call.
     """
-    weight, scale = weight.contiguous(), scale.contiguous()
-    zero_point = None if zero_point is None else zero_point.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    tensors = [None if tensor is None else tensor.contiguous() for tensor in weight[:6]]
+    weight = QuantizedWeight._make((*tensors, *weight[6:]))
+    values, scale, zero_point, _, _, bias, in_features, _, group_size, _ = weight
     kind: tuple[object, ...] = (
-        int4_int8_linear,
+        weight_only_linear,
         x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device(),
-        weight.shape, weight.data_ptr() % ALIGNMENT == 0, scale.dtype, zero_point is None,
+        values.shape, values.data_ptr() % ALIGNMENT == 0, scale.dtype, zero_point is None,
         None if bias is None else bias.dtype, in_features, group_size, config,
     )  # fmt: skip
     plan: LinearPlan | None = plans.get(kind)
     if plan is None:
-        plan = plans.keep(kind, _make_plan(x, weight, scale, zero_point, bias, in_features, group_size, config))
+        plan = plans.keep(kind, _make_plan(x, weight, config))
     if recallable and plan.aligned:
-        what = in_features, "int4", group_size, True
-        remember(plan.run, x, weight, scale, bias, zero_point, what=what)
-    out = plan.run(x, weight, scale, bias, zero_point)
+        remember(plan.run, x, values, scale, bias, zero_point, what=weight[6:])
+    out = plan.run(x, values, scale, bias, zero_point)
     assert out is not None  # for such a weight it is made
     return out
 
@@ -99,20 +91,12 @@ def _workspace(M: int, N: int, K: int, config: Int8Config | None) -> Workspace:
     return Workspace(round_up(M * K + BLOCK, CACHE_LINE_BYTES), at, at + partial, at + partial + counts)
 
 
-def _make_plan(
-    x: Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    zero_point: Tensor | None,
-    bias: Tensor | None,
-    K: int,
-    group_size: int,
-    config: Int8Config | None,
-) -> LinearPlan:
-    N, M = weight.shape[0], math.prod(x.shape[:-1])
+def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) -> LinearPlan:
+    values, scale, zero_point, _, _, bias, K, _, group_size, _ = weight
+    N, M = values.shape[0], math.prod(x.shape[:-1])
     rows, out, device = x.reshape(M, K), x.new_empty((*x.shape[:-1], N)), x.device.index
     limits, group = device_limits(x.device), 0 if group_size >= K else group_size
-    if config is None and limits.hopper and _takes_hopper(N, K, group, weight, zero_point is None, x.dtype):
+    if config is None and limits.hopper and _takes_hopper(N, K, group, values, zero_point is None, x.dtype):
         config = select_config(M, N, K, group, limits)
     space = _workspace(M, N, K, config)
     parts = (
@@ -140,7 +124,7 @@ def _make_plan(
                 one = replace(one, steps=(_one_launch(names, rows, N, G, group, is_row, config, limits),))
         two = replace(two, steps=steps)
     return LinearPlan(
-        device, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), weight.data_ptr() % ALIGNMENT == 0,
+        device, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), values.data_ptr() % ALIGNMENT == 0,
         None if rows.data_ptr() == x.data_ptr() else (M, K), None, space.q_bytes,
         usual=one if is_one else two, captured=one if is_row else two, shares_buffer=is_one, counts=False,
     )  # fmt: skip

@@ -8,13 +8,14 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.weight_only import WeightOnlyLinear
 from qgemm.numerics.formats import INT8
 from qgemm.ops import quant_linear
-from qgemm.ops.linear import float_linear, int4_int8_linear, multiply
+from qgemm.ops.linear import multiply, weight_only_linear
 
 Input: TypeAlias = Tensor | QuantizedRows
 """What a branch of a layer reads: floats, or rows that are quantized already."""
@@ -42,18 +43,9 @@ class QuantizedOperands(NamedTuple):
 
 
 class FloatOperands(NamedTuple):
-    """Those of a ``WeightOnlyLinear``, in the order of its operator's arguments."""
+    """Those of a ``WeightOnlyLinear``."""
 
-    weight: Tensor
-    weight_scale: Tensor
-    zero_point: Tensor | None
-    global_scale: Tensor | None
-    input_order: Tensor | None
-    bias: Tensor | None
-    in_features: int
-    format: str
-    group_size: int
-    int8_activations: bool
+    weight: QuantizedWeight
 
     @property
     def reads_rows(self) -> bool:
@@ -68,13 +60,7 @@ class FloatOperands(NamedTuple):
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         """As above, of ``x`` in ``dtype``."""
         assert isinstance(x, Tensor)
-        if residual is not None:
-            out: Tensor = torch.ops.qgemm.weight_only_linear(x, *self, residual)
-            return out
-        weight, scale, zero_point, global_scale, order, bias, K, form, size, int8_activations = self
-        if int8_activations:
-            return int4_int8_linear(x, weight, scale, zero_point, order, bias, K, size)
-        return float_linear(x, weight, scale, zero_point, global_scale, order, bias, K, form, size)
+        return weight_only_linear(x, self.weight, residual)
 
 
 Operands: TypeAlias = QuantizedOperands | FloatOperands
@@ -90,9 +76,4 @@ def operands_of(layer: LinearLayer, tensors: Mapping[str, Tensor | None]) -> Ope
     if isinstance(layer, QuantLinear):
         return QuantizedOperands(*(tensors[name] for name in layer.operands))  # type: ignore[arg-type]
     assert isinstance(layer, WeightOnlyLinear)
-    weight, scale, zero_point, global_scale, input_order, bias = (tensors.get(name) for name in layer.operands)
-    assert weight is not None
-    assert scale is not None
-    form, is_int8 = layer.scheme.weight.dtype, layer.scheme.activation is not None
-    sizes = layer.in_features, form, layer.group_size, is_int8
-    return FloatOperands(weight, scale, zero_point, global_scale, input_order, bias, *sizes)
+    return FloatOperands(QuantizedWeight._make((*map(tensors.get, layer.operands), *layer.numbers)))

@@ -188,11 +188,11 @@ def test_layers_with_quantized_weights_alone(scheme: str) -> None:
     merged = MergedWeights(parts)
     operands = merged.operands()
     assert operands is not None
-    assert operands.weight.shape[0] == sum(SIZES)
+    assert operands.weight.values.shape[0] == sum(SIZES)
     residual = torch.randn(5, sum(SIZES))
     torch.testing.assert_close(operands.product(x, x.dtype), expected)
     torch.testing.assert_close(operands.product(x, x.dtype, residual), expected + residual)
-    assert all(layer.stored("weight").untyped_storage().nbytes() == operands.weight.nbytes for layer in parts)
+    assert all(layer.stored("weight").untyped_storage().nbytes() == operands.weight.values.nbytes for layer in parts)
 
 
 def test_global_scales_must_be_equal() -> None:

@@ -1,0 +1,50 @@
+"""A quantized weight of a linear layer with what goes with it, as one value: what ``weight_only_linear`` multiplies by.
+
+It is made where a layer or an operator is called, and passed on whole. How kernels are compiled for it is another
+value, ``weight_only.config.Stored``: that has no tensors, so calls of a kind share it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qgemm.numerics.formats import FORMATS, Format
+from qgemm.numerics.groups import dequantize, in_input_order
+
+
+class QuantizedWeight(NamedTuple):
+    """``W [N, K]`` with ``W[:, input_order] = (q - zero_point) * scale``, ``K`` being ``in_features``, and a bias."""
+
+    values: Tensor
+    """Of ``format``, as ``numerics.groups`` stores them: ``[N, K]``, or ``[N, packed_width(K)]`` of 4 bits."""
+    scale: Tensor
+    """``[N, ceil(K / group_size)]``, in float, as uint8 exponents, or float8 with a global scale."""
+    zero_point: Tensor | None
+    """int8, as the scales."""
+    global_scale: Tensor | None
+    """float32 ``[2]``, a factor and a divisor."""
+    input_order: Tensor | None
+    """int32 ``[K]``: which column of the input each column of the values multiplies."""
+    bias: Tensor | None
+    """float ``[N]``."""
+    in_features: int
+    format: str
+    """The name of a number format."""
+    group_size: int
+    """How many values along K share a scale; ``in_features`` for one scale a row."""
+    int8_activations: bool = False
+    """Whether rows of the input are quantized too, and sums of groups exact: for int4 with scales in float."""
+
+    @property
+    def form(self) -> Format:
+        """The number format of the values."""
+        return FORMATS[self.format]
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """``W [N, K]`` in ``dtype``, columns in the input's order."""
+        parts = self.values, self.scale, self.zero_point, self.global_scale
+        rows = dequantize(*parts, self.form, self.group_size, self.in_features, dtype)
+        return rows if self.input_order is None else in_input_order(rows, self.input_order)
