@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,38 +9,9 @@ import torch
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is defined, so it is set before anything imports qgemm.
     os.environ["TRITON_INTERPRET"] = "1"
+    from tests import interpreter
 
-
-def _patch_once_a_launch() -> None:
-    """Makes the interpreter twice as fast.
-
-    At every call of a device function it looks through Triton's language for what to replace by functions of its own,
-    though all of that is replaced from the launch, or the first call, on.
-    """
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang
-    # One of each place that it patches. Its own functions don't have the mark of Triton's.
-    places = (
-        (tl, "load"),
-        (tl.core, "load"),
-        (tl.tensor, "to"),
-        (tl.math, "exp"),
-        (tl.core.tensor_descriptor_base, "load"),
-    )
-
-    def patch_if_needed(fn: Any) -> Any:
-        if any(tl.core.is_builtin(getattr(place, name)) for place, name in places):
-            return patch(fn)
-        return interpreter._LangPatchScope()  # nothing to restore
-
-    if all(tl.core.is_builtin(getattr(place, name)) for place, name in places):
-        interpreter._patch_lang = patch_if_needed
-
-
-if not torch.cuda.is_available():
-    _patch_once_a_launch()
+    interpreter.make_fast()
 
 
 PARAMETERS = 2  # of a test that `make quick` runs, about
