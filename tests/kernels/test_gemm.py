@@ -431,10 +431,10 @@ def test_fp8_with_scales(M: int, N: int, K: int, blocks: bool, device: torch.dev
     assert (out - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
-def test_every_e4m3_is_decoded() -> None:
-    """As devices without fp8 multiply it: by a matrix that has a 1 in each row, the values themselves come out."""
-    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    values = values[~values.float().isnan()].view(1, -1)
-    K, one = values.shape[1], torch.ones(())
-    out = gemm.scaled_mm(values, torch.eye(K).to(torch.float8_e4m3fn), one, one, None, torch.float32)
+def test_every_e4m3_is_decoded(device: torch.device) -> None:
+    """Or multiplied, where a device does that: by a matrix with a 1 in each row, the values themselves come out."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    values = codes[~codes.view(torch.float8_e4m3fn).float().isnan()].view(torch.float8_e4m3fn).view(1, -1)
+    K, one = values.shape[1], torch.ones((), device=device)
+    out = gemm.scaled_mm(values, torch.eye(K, device=device).to(values.dtype), one, one, None, torch.float32)
     assert torch.equal(out, values.float())

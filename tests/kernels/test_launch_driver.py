@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from qgemm.kernels.launch import driver
+from qgemm.kernels.launch import context, driver
 from qgemm.kernels.launch.driver import DriverLaunch, Program, driver_launch
 
 Seen = namedtuple("Seen", "config attributes function arguments scratch")
@@ -138,11 +138,11 @@ def test_threads_have_memory_of_their_own() -> None:
 
 def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     bound: list[bool] = []
-    monkeypatch.setattr(driver, "_bind_context", lambda: bound.append(True))
+    monkeypatch.setattr(context, "bind_context", lambda: bound.append(True))
     seen: list[Seen] = []
 
     def launch(*arguments: Any) -> int:
-        return recorder("Q", seen, error=0 if bound else driver._INVALID_CONTEXT)(*arguments)
+        return recorder("Q", seen, error=0 if bound else context.INVALID_CONTEXT)(*arguments)
 
     DriverLaunch(program(None), launch)(0, (5,))
     assert bound == [True]
@@ -181,7 +181,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Seen]:
         cuFuncGetParamInfo=parameter_sizes(8, 4, 8, 8, 8),
         cuOccupancyMaxActiveClusters=room_for(5),
     )
-    monkeypatch.setattr(driver, "_libcuda", lambda: libcuda)
+    monkeypatch.setattr(driver, "libcuda", lambda: libcuda)
     return seen
 
 
@@ -237,12 +237,25 @@ def test_what_triton_compiled_is_launched(launched: list[Seen]) -> None:
 def test_clusters_that_run_at_once(
     grid: int, cluster: int, room: Any, given: list[tuple[int, ...]], launched: list[Seen]
 ) -> None:
-    driver._libcuda().cuOccupancyMaxActiveClusters = room
+    driver.libcuda().cuOccupancyMaxActiveClusters = room
     launch = driver_launch(compiled(SIGNATURE), grid, ARGUMENTS, cluster)
     assert launch is not None
     launch(1, (4096,))
     assert launched[0].attributes == given
     assert launched[0].config.grid[0] == grid
+
+
+def test_clusters_are_asked_for_in_a_thread_without_a_context(
+    launched: list[Seen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another thread has loaded the kernel, this one's first call of the driver asks for room."""
+    answers = [room_for(5, error=context.INVALID_CONTEXT), room_for(5)]
+    monkeypatch.setattr(context, "bind_context", lambda: answers.pop(0))
+    driver.libcuda().cuOccupancyMaxActiveClusters = lambda *arguments: answers[0](*arguments)
+    launch = driver_launch(compiled(SIGNATURE), 10, ARGUMENTS, 2)
+    assert launch is not None
+    launch(1, (4096,))
+    assert launched[0].attributes == [(4, 2, 1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -274,5 +287,5 @@ def test_what_a_version_of_triton_leaves_out_or_adds(launched: list[Seen]) -> No
 @pytest.mark.parametrize("sizes", [(), (8, 4, 8), (8, 4, 8, 8), (8, 4, 8, 8, 8, 8), (8, 8, 8, 8, 8)])
 def test_parameters_that_the_driver_knows_otherwise(sizes: tuple[int, ...], launched: list[Seen]) -> None:
     """A version of Triton that adds parameters of its own, or leaves some out."""
-    driver._libcuda().cuFuncGetParamInfo = parameter_sizes(*sizes)
+    driver.libcuda().cuFuncGetParamInfo = parameter_sizes(*sizes)
     assert driver_launch(compiled(SIGNATURE), 3, ARGUMENTS) is None

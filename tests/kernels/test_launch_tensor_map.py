@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qgemm.kernels.launch import tensor_map
+from qgemm.kernels.launch import context, tensor_map
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.tensor_map import EncodedMaps, TensorMap
 
@@ -103,6 +103,13 @@ def test_an_error_of_the_driver_is_raised() -> None:
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled failed with 1 .* at 0x1001"):
             maps(0x1001)
+
+
+def test_a_thread_without_a_context_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(error=context.INVALID_CONTEXT)
+    monkeypatch.setattr(context, "bind_context", lambda: setattr(driver, "error", 0))
+    assert EncodedMaps(descriptor(1000, 512), METADATA, driver)(4096)[:8] == (4096).to_bytes(8, "little")
+    assert len(driver.asked) == 2
 
 
 @pytest.mark.parametrize("changed", [{"fp4_padded": True}, {"is_im2col": True}])

@@ -424,6 +424,30 @@ def test_threads_on_one_stream() -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("rows", [1, 100, 1024])  # one launch, two in a cluster, and two
+def test_a_thread_whose_first_call_on_a_gpu_is_a_layer(rows: int) -> None:
+    """It takes memory from PyTorch's cache alone, which gives it no context, and has maps encoded for new addresses."""
+    x, layers = torch.randn(rows, 1024, device="cuda", dtype=torch.bfloat16), [Parameters(CUDA, 1024, 1024)]
+    wanted = [layers[0].expected(x)]
+    assert torch.equal(layers[0](x), wanted[0])  # compiled and loaded
+    layers.append(Parameters(CUDA, 1024, 1024))
+    wanted.append(layers[1].expected(x))
+    outs: list[object] = []
+
+    def work() -> None:
+        try:
+            outs.extend(layer(x) for layer in layers)
+        except RuntimeError as error:
+            outs.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert [isinstance(out, Tensor) for out in outs] == [True, True], outs
+    assert all(torch.equal(out, one) for out, one in zip(outs, wanted, strict=True))  # type: ignore[arg-type]
+
+
+@on_hopper
 def test_weights_that_change_right_ahead_of_the_call() -> None:
     layer = Parameters(CUDA, 4096, 4096)
     x = torch.randn(16, 4096, device="cuda", dtype=torch.bfloat16)

@@ -19,14 +19,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
+from qgemm.kernels.launch.context import in_context, libcuda
 from qgemm.kernels.launch.tensor_map import EncodedMaps
 
 MAX_PACKED_ARGUMENTS = 512  # sets of arguments that a launch keeps
 MAX_SHARED_MEMORY_BYTES = 227 * 1024  # bytes; more than any device of today has takes an attribute that isn't set here
 _CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # of CUlaunchAttributeID
-_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _INTEGERS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
 
 
@@ -100,11 +98,7 @@ class DriverLaunch:
         config, changing, launch = self._block.parts
         config.stream = stream
         changing[:] = packed
-        error = launch()
-        if error == _INVALID_CONTEXT:
-            # A thread that has only used memory from PyTorch's cache has no context yet.
-            _bind_context()
-            error = launch()
+        error = in_context(launch)
         if error:
             raise RuntimeError(f"cuLaunchKernelEx failed: {_describe(error)}")
 
@@ -163,7 +157,7 @@ def _takes(function: int, arguments: Sequence[bytes | EncodedMaps | None]) -> bo
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     found = []
     for index in range(len(sizes) + 3):
-        error = _libcuda().cuFuncGetParamInfo(
+        error = libcuda().cuFuncGetParamInfo(
             ctypes.c_void_p(function), ctypes.c_size_t(index), ctypes.byref(offset), ctypes.byref(size)
         )
         if error:
@@ -176,9 +170,8 @@ def _run_at_once(program: Program) -> bool:
     """Whether the device has room for all clusters of ``program`` at a time."""
     clusters = ctypes.c_int()
     config, _attributes = program.config()
-    error = _libcuda().cuOccupancyMaxActiveClusters(
-        ctypes.byref(clusters), ctypes.c_void_p(program.function), ctypes.byref(config)
-    )
+    ask, function = libcuda().cuOccupancyMaxActiveClusters, ctypes.c_void_p(program.function)
+    error = in_context(lambda: ask(ctypes.byref(clusters), function, ctypes.byref(config)))
     return not error and program.grid <= clusters.value * program.cluster
 
 
@@ -211,7 +204,7 @@ def driver_launch(compiled: Any, grid: int, arguments: Sequence[Any], cluster: i
         takes = _takes(program.function, program.arguments)
     except (AttributeError, KeyError, ValueError, struct.error):
         return None
-    return DriverLaunch(program, _libcuda().cuLaunchKernelEx) if takes else None
+    return DriverLaunch(program, libcuda().cuLaunchKernelEx) if takes else None
 
 
 def _run_time_arguments(
@@ -226,7 +219,7 @@ def _run_time_arguments(
         elif kind.startswith("tensordesc<"):
             if not metadata_left:
                 raise ValueError("where there are no tensor maps Triton takes a descriptor apart")
-            out.append(EncodedMaps(value, metadata_left.pop(0), _libcuda()))
+            out.append(EncodedMaps(value, metadata_left.pop(0), libcuda()))
             out.extend(struct.pack("<i", size) for size in value.shape)
             out.extend(struct.pack("<q", stride) for stride in value.strides)
         elif kind != "constexpr":
@@ -234,23 +227,7 @@ def _run_time_arguments(
     return tuple(out)
 
 
-@functools.cache
-def _libcuda() -> ctypes.CDLL:
-    # Not PyDLL, which would hold the GIL: the driver waits while a stream's queue is full, and the device may be
-    # waiting for another thread.
-    library = ctypes.CDLL("libcuda.so.1")
-    library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-    return library
-
-
-def _bind_context() -> None:
-    """Makes the primary context of PyTorch's current device this thread's."""
-    context = ctypes.c_void_p()
-    _libcuda().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
-    _libcuda().cuCtxSetCurrent(context)
-
-
 def _describe(error: int) -> str:
     text = ctypes.c_char_p()
-    _libcuda().cuGetErrorString(error, ctypes.byref(text))
+    libcuda().cuGetErrorString(error, ctypes.byref(text))
     return (text.value or b"unknown error").decode()

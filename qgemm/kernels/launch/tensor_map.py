@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from qgemm.kernels.launch.context import in_context
+
 MAX_MAPS = 1024  # kept for each argument
 _BYTES, _ALIGNMENT = 128, 64  # of a CUtensorMap
 _NO_INTERLEAVE, _FILL_WITH_ZEROS = 0, 0
@@ -96,10 +98,12 @@ class EncodedMaps:
         element_type, rank, shape, strides, block, steps, swizzle = self._arguments
         memory = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
         offset = -ctypes.addressof(memory) % _ALIGNMENT
-        error = self._libcuda.cuTensorMapEncodeTiled(
+        encode = functools.partial(
+            self._libcuda.cuTensorMapEncodeTiled,
             ctypes.c_void_p(ctypes.addressof(memory) + offset), element_type, rank, ctypes.c_void_p(address),
             shape, strides, block, steps, _NO_INTERLEAVE, swizzle, _L2_PROMOTION_128B, _FILL_WITH_ZEROS,
         )  # fmt: skip
+        error = in_context(encode)
         if error:
             raise RuntimeError(f"cuTensorMapEncodeTiled failed with {error} for {self._arguments} at {address:#x}")
         if self._small and _driver_version(self._libcuda) <= _LAST_DRIVER_WITH_SMALL_FLAW:
