@@ -163,9 +163,9 @@ def fp8_products(limits: DeviceLimits) -> Iterator[Case]:
         scales = (matrix(M, 8, FLOAT), matrix(8, 8, FLOAT)) if blocks else (vector(M), vector(1024))
         gemm.scaled_mm(a, weight.t(), *scales, bias, BF16, config, True)
 
-    def layer(M: int, blocks: bool) -> None:
-        scale = matrix(8, 32, FLOAT) if blocks else vector(1024)
-        linear.quant_linear(matrix(M, 4096, BF16), matrix(1024, 4096, FP8), scale, blocks=blocks)
+    def layer(M: int, blocks: bool, N: int = 1024, K: int = 4096) -> None:
+        scale = matrix(N // 128, K // 128, FLOAT) if blocks else vector(N)
+        linear.quant_linear(matrix(M, K, BF16), matrix(N, K, FP8), scale, blocks=blocks)
 
     def half(config: GemmConfig) -> None:
         a, b = matrix(4096, 1024, HALF), matrix(1024, 1024, HALF)
@@ -176,6 +176,8 @@ def fp8_products(limits: DeviceLimits) -> Iterator[Case]:
         for M in (16, 1024):
             yield Case(f"{label} layer {M}", lambda m=M, b=blocks: layer(m, b))
     if limits.hopper:
+        # Where a group has fewest registers.
+        yield Case("fp8 blocks layer of one launch 1024", lambda: layer(1024, True, 1536, 2048))
         for config in CANDIDATES:
             size = config.block_m, config.block_n
             if config.schedule == "specialized" and config.groups == 1 and size in ((256, 128), (128, 192)):
@@ -304,14 +306,24 @@ def spilled(compiled: Any, target: GPUTarget) -> int:
     """Bytes of stack (NVIDIA) or spilled registers (AMD) that the machine code uses."""
     if target.backend == "hip":
         return sum(int(count) for count in re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"]))
+    usage = dumped(compiled, "-res-usage")
+    found = re.findall(r"STACK:(\d+)", usage)
+    assert found, usage
+    return sum(map(int, found))
+
+
+def waits_more(compiled: Any) -> bool:
+    """Whether the assembler has warps wait for products between those that are to be computed at once."""
+    return dumped(compiled, "-sass").count("WARPGROUP.ARRIVE") > compiled.asm["ptx"].count("wgmma.fence")
+
+
+def dumped(compiled: Any, what: str) -> str:
+    """What ``cuobjdump`` says of the machine code."""
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"STACK:(\d+)", usage)
-    assert found, usage
-    return sum(map(int, found))
+        return subprocess.run([cuobjdump, what, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def results(name: str) -> list[dict[str, Any]]:
@@ -330,11 +342,14 @@ def results(name: str) -> list[dict[str, Any]]:
             result["error"] = f"{type(error).__name__}: {error}"
         if not launched:
             found.append(result)
-        found += [{**result, "kernel": each.kernel, **measured(each, case.config, device.target)} for each in launched]
+        found += [
+            {**result, "kernel": each.kernel, **measured(each, case.label, case.config, device.target)}
+            for each in launched
+        ]
     return found
 
 
-def measured(launched: Launched, config: GemmConfig | None, target: GPUTarget) -> dict[str, Any]:
+def measured(launched: Launched, label: str, config: GemmConfig | None, target: GPUTarget) -> dict[str, Any]:
     """Of the machine code of a launch."""
     try:
         compiled = launched.compile()
@@ -342,6 +357,8 @@ def measured(launched: Launched, config: GemmConfig | None, target: GPUTarget) -
         result = {key: len(re.findall(pattern, assembly)) for key, pattern in INSTRUCTIONS.items()}
         result |= {"spilled": spilled(compiled, target), "shared": compiled.metadata.shared}
         result["sums"] = layouts_of_sums(compiled.asm["ttgir"])
+        if label.startswith("fp8") and "hopper" in launched.kernel:
+            result["waits_more"] = waits_more(compiled)
         if config is not None and "hopper" in launched.kernel:
             result["barriers_in_staging"] = barriers_in_staging(assembly, config)
         if config is not None:

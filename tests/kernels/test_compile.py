@@ -176,6 +176,13 @@ def test_no_kernel_spills(target: str, results: list[Result]) -> None:
     assert not {r["case"]: r["spilled"] for r in found if r["spilled"]}
 
 
+def test_products_of_fp8_are_computed_while_others_are_added(results: list[Result]) -> None:
+    """The assembler has a warp wait for each product if it finds registers of sums written between two of them."""
+    waits = {r["case"]: r["waits_more"] for r in of(results, "sm_90", "fp8") if "waits_more" in r}
+    assert "fp8 blocks layer 1024" in waits
+    assert not any(waits.values()), waits
+
+
 @EVERY_TARGET
 def test_functions_of_a_norm_add_up_a_row_in_one_order(target: str, results: list[Result]) -> None:
     sums: dict[tuple[str, ...], list[list[str]]] = {}

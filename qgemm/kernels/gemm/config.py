@@ -40,6 +40,7 @@ _HOPPER_PIECES = 1.14  # how much longer tiles in two pieces take, where a multi
 _HOPPER_TALL = 0.96  # and those of 256 rows: their fewer loads leave power to multiply
 _PROMOTED_ALONE = 1.15  # of fp8, where no other group multiplies while one adds large sums
 _PROMOTED_TALL = 1.04  # of fp8, which adds to as many sums of half as many products
+_PROMOTED_LONG_PIECES = 0.96  # and of fp8 tiles in two pieces, in products that power limits: they need fewer loads
 _HOPPER_IDLE = 0.2  # of a last round's idle multiprocessors, how much of memory's rate is lost with many rows
 _HOPPER_CACHE_BYTES_OF_ALL = 15_800.0
 _HOPPER_PAIR_BYTES = 48.0  # from memory, to two multiprocessors that share their way there
@@ -409,7 +410,11 @@ def _hopper_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, limits: 
     cycles = blocks * _rounds(alone, shared, tiles, programs_per_sm(config, 1, limits), limits)
     if tiles > limits.num_sms:
         tall = _PROMOTED_TALL if config.promotes else _HOPPER_TALL
-        cycles *= _HOPPER_PIECES if len(config.widths) > 1 else tall if config.block_m == 256 else 1.0
+        is_long = (
+            M >= MIN_ROWS_IN_TURN and tiles * config.block_m * config.block_n * blocks * depth > MIN_LONG_PRODUCT_MACS
+        )
+        pieces = _PROMOTED_LONG_PIECES if config.promotes and is_long else _HOPPER_PIECES
+        cycles *= pieces if len(config.widths) > 1 else tall if config.block_m == 256 else 1.0
     return cycles
 
 

@@ -150,6 +150,60 @@ class Ring:
         ``sums``: for each ``MMA_ROWS`` rows of A from ``FIRST`` on, for each piece of B. ``scales``: what sums of one
         panel are multiplied by first, of ``BlockScales``; or None.
         """
+        if scales is not None and self.panels == 1 and len(sums) == 1:
+            sums, step = self._reduce_ahead(step, num_k, sums[0], FIRST, scales)
+        else:
+            sums, step = self._reduce_in_turn(step, num_k, sums, FIRST, scales)
+        return sums, step
+
+    @gluon.jit
+    def _reduce_ahead(self, step, num_k, total, FIRST: gl.constexpr, scales):
+        """As ``reduce_promoted``, for slots of a panel: its sums are added while the next one's products are computed.
+
+        Both have registers of their own: two slots a turn. What is in them before doesn't matter, but were any written
+        while products are computed, the assembler would have each product wait for the one before.
+        """
+        free = self._zeros((total,))[0]
+        ahead = self._start(step, self._zeros((total,))[0], FIRST)
+        # They take long, so those of a slot are loaded as soon as its products have begun.
+        factors = scales.load(0, 1)
+        for i in range((num_k - 1) // 2):
+            other = self._start(step + 1, free, FIRST)
+            others = scales.load(2 * i + 1, 1)
+            done, other = warpgroup_mma_wait(1, deps=(ahead, other))
+            self.release(step)
+            total = _add_scaled(total, done, factors)
+            ahead = self._start(step + 2, warpgroup_mma_init(done), FIRST)
+            factors = scales.load(2 * i + 2, 1)
+            done, ahead = warpgroup_mma_wait(1, deps=(warpgroup_mma_init(other), ahead))
+            ahead = warpgroup_mma_init(ahead)
+            self.release(step + 1)
+            total = _add_scaled(total, done, others)
+            free = warpgroup_mma_init(done)
+            step += 2
+        if num_k % 2 == 0:
+            other = self._start(step + 1, free, FIRST)
+            others = scales.load(num_k - 1, 1)
+            done, other = warpgroup_mma_wait(1, deps=(ahead, other))
+            self.release(step)
+            total = _add_scaled(total, done, factors)
+            total = _add_scaled(total, warpgroup_mma_wait(0, deps=(warpgroup_mma_init(other),)), others)
+            step += 1
+        else:
+            total = _add_scaled(total, warpgroup_mma_wait(0, deps=(ahead,)), factors)
+        self.release(step)
+        return (total,), step + 1
+
+    @gluon.jit
+    def _start(self, step, sums, FIRST: gl.constexpr):
+        """Waits for a slot and starts its products, whose sums take the place of ``sums``."""
+        slot = step % self.depth
+        mbarrier.wait(self.full.index(slot), step // self.depth & 1)
+        return self._multiply_panel(slot, 0, (sums,), FIRST, False)[0]
+
+    @gluon.jit
+    def _reduce_in_turn(self, step, num_k, sums, FIRST: gl.constexpr, scales):
+        """As ``reduce_promoted``: nothing is multiplied while sums are added, but what another group does."""
         # Two slots at a time, if two panels' sums are one, and a slot has one.
         SLOTS: gl.constexpr = 2 if self.panels == 1 and scales is None else 1
         COUNT: gl.constexpr = SLOTS * self.panels
@@ -321,6 +375,18 @@ class Ring:
 
 
 @gluon.jit
+def _add_scaled(total, part, factors):
+    """``total + part * factors``, of columns and rows, rounded once.
+
+    In assembly, which keeps its place: if it came after the next product's start, all of ``part`` would be moved first.
+    """
+    factor = gl.expand_dims(factors[1] * factors[0], 1).broadcast_to(part.shape)
+    return gl.inline_asm_elementwise(
+        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, factor, total], gl.float32, False, 1
+    )
+
+
+@gluon.jit
 def _settle(COUNT: gl.constexpr, accs):
     """``accs`` once at most ``COUNT`` products are in flight, those of the last of them."""
     if len(accs) == 1:
@@ -391,7 +457,8 @@ class BlockScales:
             at = k + block
             inside = at < self.blocks
             row = self.row + gl.arange(0, MMA_ROWS, gl.SliceLayout(1, self.layout))
-            out = out + (gl.load(self.b + at * self.stride_b + _zero(row), mask=inside, other=0.0),)
+            first = self.row + gl.arange(0, 1, gl.SliceLayout(1, self.layout))
+            out = out + (gl.load(self.b + at * self.stride_b + _zero(first), mask=inside, other=0.0),)
             for i in gl.static_range(self.parts):
                 rows = row + i * MMA_ROWS
                 a = self.a + at * self.stride_a + rows * self.stride_row
@@ -401,12 +468,13 @@ class BlockScales:
 
 @gluon.jit
 def _zero(rows):
-    """0 for rows that aren't negative, which the compiler doesn't know.
+    """0 for rows that aren't negative, which the compiler doesn't know, by thread.
 
     What it knows to be the same in all threads it would wait for as soon as it is loaded, to have it in a register that
     they share.
     """
-    return gl.inline_asm_elementwise("shr.s32 $0, $1, 31;", "=r,r", [rows], gl.int32, True, 1)
+    code: gl.constexpr = "{ .reg .s32 own; mov.u32 own, %laneid; add.s32 own, own, $1; shr.s32 $0, own, 31; }"
+    return gl.inline_asm_elementwise(code, "=r,r", [rows], gl.int32, True, 1)
 
 
 @aggregate
