@@ -52,7 +52,6 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.attention",
         "qgemm.kernels.expert_weights",
         "qgemm.kernels.norms",
-        "qgemm.kernels.rotary",
         "qgemm.kernels.routing",
         "qgemm.numerics",
     },

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.attention.cpu import decode_attention  # noqa: F401
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.norms import Norm
-from qgemm.kernels.rotary.reference import rotary_angles_reference, rotate_reference, store_reference
 from qgemm.kernels.routing import Routing
 from qgemm.numerics.blocks import BLOCK, grouped, spread_groups
 from qgemm.numerics.formats import FP8, INT8, MIN_SCALE, OPERANDS
@@ -462,32 +461,6 @@ def _mixture(
         out.add_(y[slot::k].float().mul_(weight[:, None]))
     total = out.to(x.dtype)
     return total if residual is None else residual + total
-
-
-@_without_grad
-def rotary_angles(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """``dispatch.rotary_angles`` on the CPU."""
-    return rotary_angles_reference(*arguments)
-
-
-@_without_grad
-def rotate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """``dispatch.rotate`` on the CPU."""
-    return rotate_reference(*arguments)
-
-
-@_without_grad
-def rotate_and_store(qkv: Tensor, *arguments: Any) -> Tensor:
-    """``dispatch.rotate_and_store`` on the CPU."""
-    q, key, value = rotate_reference(qkv, *arguments[:9])
-    store_reference(key, value, *arguments[9:])
-    return q
-
-
-@_without_grad
-def store_key_value(*arguments: Any) -> None:
-    """``dispatch.store_key_value`` on the CPU."""
-    store_reference(*arguments)
 
 
 @functools.cache

@@ -25,7 +25,6 @@ from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.launch.plans import remember
 from qgemm.kernels.moe.checks import check_experts, check_grouped_mm, check_route, check_weight_only_experts
 from qgemm.kernels.norms import Norm
-from qgemm.kernels.rotary import checks as rotary
 from qgemm.kernels.routing import Routing
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.numerics.formats import FP8
@@ -434,87 +433,6 @@ def attend(call: AttentionCall) -> Tensor:
         check_decode_attention(call)
     out: Tensor = _backend(call.q).decode_attention(call)
     return out
-
-
-def rotary_angles(
-    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of a rotary embedding, ``[B, S, columns]`` each: ``round(cos(position * frequency) * scale)``.
-
-    All is float32, rounded once to ``dtype``. ``positions``: integers ``[B, S]``. ``frequencies``: floats ``[R / 2]``,
-    one for each pair. ``layout``: ``"once"``, a column for each pair; ``"twice"``, those again behind them (Llama's);
-    ``"each twice"``, two side by side (Cohere's). What ``rotate`` takes is one column for each pair.
-    """
-    rotary.check_rotary_angles(positions, frequencies, layout, dtype)
-    out: tuple[Tensor, Tensor] = _backend(positions).rotary_angles(positions, frequencies, scale, layout, dtype)
-    return out
-
-
-def rotate(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    norm: str,
-    eps: float,
-    q_heads: int,
-    kv_heads: int,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Norms of queries and keys, then rotary embedding: ``q [B, S, q_heads, D]``, ``k``, ``v [B, kv_heads, S, D]``.
-
-    ``qkv``: float ``[B, S, (q_heads + 2 * kv_heads) * D]``, queries first, then keys, then values. ``cos``, ``sin``:
-    ``[1 or B, S, R / 2]``, one value for each of a head's first ``R / 2`` pairs, or None; in the dtype of ``qkv``, with
-    its roundings, or float32, with one rounding. ``interleaved``: pairs lie side by side, not R / 2 apart.
-    ``q_weight``, ``k_weight``: of a norm of kind ``norm`` (``norms.Norm``), ``[D]``, ``[heads, D]``, ``[heads * D]`` or
-    None. ``rotary/reference.py`` has the formulas.
-    """
-    rotary.check_rotate(qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads)
-    out: tuple[Tensor, Tensor, Tensor] = _backend(qkv).rotate(
-        qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved
-    )
-    return out
-
-
-def rotate_and_store(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    norm: str,
-    eps: float,
-    q_heads: int,
-    kv_heads: int,
-    interleaved: bool,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-) -> Tensor:
-    """``rotate``, with keys and values written to a cache as by ``store_key_value``: ``q [B, S, q_heads, D]``."""
-    D = rotary.check_rotate(qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads)
-    rotary.check_cache(qkv.shape[0], kv_heads, D, qkv.dtype, k, v, k_scale, v_scale, length)
-    out: Tensor = _backend(qkv).rotate_and_store(
-        qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, k, v, k_scale, v_scale, length
-    )
-    return out
-
-
-def store_key_value(
-    key: Tensor, value: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, length: Tensor
-) -> None:
-    """Writes ``key`` and ``value``, ``[B, kv_heads, S, D]``, to the places from ``length - S`` on of a cache.
-
-    ``k``, ``v``: the cache, ``[B, kv_heads, L, D]``, in the dtype of ``key``; or int8, with a float32 scale for each
-    token and head in ``k_scale``, ``v_scale`` ``[B, kv_heads, L]``, as ``quantize_rows`` has it. ``length``: int32
-    ``[1]`` or ``[B]``, on the device; it counts the new ones already. What would lie outside of the cache isn't
-    written.
-    """
-    rotary.check_store_key_value(key, value, k, v, k_scale, v_scale, length)
-    _backend(key).store_key_value(key, value, k, v, k_scale, v_scale, length)
 
 
 def _backend(tensor: Tensor, config: GemmConfig | None = None) -> Any:

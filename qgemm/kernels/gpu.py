@@ -10,5 +10,4 @@ from qgemm.kernels.moe.launcher import experts
 from qgemm.kernels.moe.weight_launcher import weight_only_experts
 from qgemm.kernels.norm.launcher import add_norm, add_norm_quantize, norm_quantize
 from qgemm.kernels.quantize.launcher import quantize_groups, quantize_rows
-from qgemm.kernels.rotary.launcher import rotary_angles, rotate, rotate_and_store, store_key_value
 from qgemm.kernels.router.launcher import route

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.kernels import dispatch
-from qgemm.kernels.rotary import checks
+from qgemm.kernels.rotary import checks, dispatch
+from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.reference import rotate_reference
 from qgemm.ops.declare import operator
 
@@ -22,19 +22,39 @@ _ROTATE = (
     "Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight, str norm, float eps, int q_heads, "
     "int kv_heads, bool interleaved"
 )
+_FIELDS = len(RotaryCall._fields)
 _CACHE = "Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor length"
 
 
-def _rotate_fake(qkv: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    D, (B, S, _), (q_heads, kv_heads) = checks.check_rotate(qkv, *arguments[:8]), qkv.shape, arguments[6:8]
-    k, v = (qkv.new_empty((B, kv_heads, S, D)) for _ in range(2))
-    return qkv.new_empty((B, S, q_heads, D)), k, v
+def _rotate(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return dispatch.rotate(RotaryCall(*arguments))
 
 
-def _rotate_and_store_fake(qkv: Tensor, *arguments: Any) -> Tensor:
-    D, (B, S, _), (q_heads, kv_heads) = checks.check_rotate(qkv, *arguments[:8]), qkv.shape, arguments[6:8]
-    checks.check_cache(B, kv_heads, D, qkv.dtype, *arguments[9:])
-    return qkv.new_empty((B, S, q_heads, D))
+def _rotate_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call = RotaryCall(*arguments)
+    checks.check_rotate(call)
+    (B, S, _), heads, D = call.qkv.shape, call.kv_heads, call.head_size
+    q, *others = (call.qkv.new_empty(shape) for shape in ((B, S, call.q_heads, D), *2 * [(B, heads, S, D)]))
+    return q, others[0], others[1]
+
+
+def _rotate_and_store(*arguments: Any) -> Tensor:
+    return dispatch.rotate_and_store(RotaryCall(*arguments[:_FIELDS]), KeyValueStore(*arguments[_FIELDS:]))
+
+
+def _rotate_and_store_fake(*arguments: Any) -> Tensor:
+    q, key, _ = _rotate_fake(*arguments[:_FIELDS])
+    B, heads, _, D = key.shape
+    checks.check_cache(B, heads, D, q.dtype, KeyValueStore(*arguments[_FIELDS:]))
+    return q
+
+
+def _store_key_value(key: Tensor, value: Tensor, *store: Any) -> None:
+    dispatch.store_key_value(key, value, KeyValueStore(*store))
+
+
+def _store_key_value_fake(key: Tensor, value: Tensor, *store: Any) -> None:
+    checks.check_store_key_value(key, value, KeyValueStore(*store))
 
 
 def _rotate_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -46,7 +66,7 @@ def _rotate_backward(ctx: Any, wanted: tuple[bool, ...], *grads: Tensor) -> list
     given = zip(ctx.saved_tensors, wanted, strict=False)
     inputs: list[Any] = [None if x is None else x.detach().requires_grad_(want) for x, want in given]
     with torch.enable_grad():
-        outputs = rotate_reference(*inputs, *ctx.rest)
+        outputs = rotate_reference(RotaryCall(*inputs, *ctx.rest))
     sources = [x for x in inputs if x is not None and x.requires_grad]
     pairs = [(out, grad) for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
     outs, out_grads = zip(*pairs, strict=True)
@@ -72,8 +92,8 @@ operator(
 
 operator(
     f"rotate({_ROTATE}) -> (Tensor, Tensor, Tensor)",
-    cpu=dispatch.rotate,
-    cuda=dispatch.rotate,
+    cpu=_rotate,
+    cuda=_rotate,
     fake=_rotate_fake,
     setup_context=_rotate_setup,
     backward=_rotate_backward,
@@ -82,8 +102,8 @@ operator(
 
 operator(
     f"rotate_and_store({_ROTATE}, {_CACHE}) -> Tensor",
-    cpu=dispatch.rotate_and_store,
-    cuda=dispatch.rotate_and_store,
+    cpu=_rotate_and_store,
+    cuda=_rotate_and_store,
     fake=_rotate_and_store_fake,
     setup_context=lambda ctx, inputs, output: ctx.mark_non_differentiable(output),
     backward=lambda ctx, wanted, grad: [None] * len(wanted),
@@ -91,7 +111,7 @@ operator(
 
 operator(
     f"store_key_value(Tensor key, Tensor value, {_CACHE}) -> ()",
-    cpu=dispatch.store_key_value,
-    cuda=dispatch.store_key_value,
-    fake=checks.check_store_key_value,
+    cpu=_store_key_value,
+    cuda=_store_key_value,
+    fake=_store_key_value_fake,
 )

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 import qgemm
+from qgemm.kernels.rotary.call import RotaryCall
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -326,10 +327,10 @@ def test_rotate_and_store_is_an_update(dtype: torch.dtype | None) -> None:
     ours, wanted = new_cache(model, dtype), new_cache(model, dtype)
     for S in (5, 2):
         qkv, angles = torch.randn(2, S, 8 * 16), torch.rand(2, 1, S, 8).unbind()
-        rotation = (qkv, *angles, None, None, "rms", 1e-6, 4, 2, False)
-        q, key, value = torch.ops.qgemm.rotate(*rotation)
+        call = RotaryCall(qkv, *angles, None, None, "rms", 1e-6, 4, 2, False)
+        q, key, value = torch.ops.qgemm.rotate(*call)
         for layer in range(3):
-            found = ours.rotate_and_store(layer, *rotation)
+            found = ours.rotate_and_store(layer, call)
             stored = wanted.update(key, value, layer)
             assert torch.equal(found[0], q)
             assert all(torch.equal(x, y) for x, y in zip(found[1:], stored, strict=True))

@@ -6,6 +6,7 @@ import torch
 from assumed_devices import META, Case
 
 from qgemm.kernels.rotary import launcher
+from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
 
 INT8, BF16, FLOAT = torch.int8, torch.bfloat16, torch.float32
 
@@ -23,7 +24,8 @@ def rotary_cases() -> Iterator[Case]:
         scales = [torch.empty(B, heads[1], 4096, device=META) if stored == INT8 else None for _ in range(2)]
         qkv = torch.empty(B, S, (heads[0] + 2 * heads[1]) * D, dtype=BF16, device=META)
         length = torch.empty(1, dtype=torch.int32, device=META)
-        launcher.rotate_and_store(qkv, *turns, *weights, kind, 1e-6, *heads, kind == "layer", k, v, *scales, length)
+        call = RotaryCall(qkv, *turns, *weights, kind, 1e-6, *heads, kind == "layer")
+        launcher.rotate_and_store(call, KeyValueStore(k, v, *scales, length))
 
     for tokens, heads, D, norm, stored in (
         (1, (32, 8), 128, None, INT8),
@@ -40,7 +42,8 @@ def rotary_cases() -> Iterator[Case]:
         key = torch.empty(8, 1, 8, 128, dtype=BF16, device=META).transpose(1, 2)
         k, v = (torch.empty(8, 8, 4096, 128, dtype=INT8, device=META) for _ in range(2))
         scales = [torch.empty(8, 8, 4096, device=META) for _ in range(2)]
-        launcher.store_key_value(key, key, k, v, *scales, torch.empty(1, dtype=torch.int32, device=META))
+        length = torch.empty(1, dtype=torch.int32, device=META)
+        launcher.store_key_value(key, key, KeyValueStore(k, v, *scales, length))
 
     yield Case("rotary store_key_value", store_key_value)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import dispatch
 from qgemm.kernels.reference import quantize_rows_reference
-from qgemm.kernels.rotary import launcher
+from qgemm.kernels.rotary import dispatch, launcher
+from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.reference import ANGLES, rotate_reference
 from tests.kernels.devices import A100, H200
 
@@ -22,13 +22,13 @@ HEADS, KV_HEADS, D = 4, 2, 16
 
 def arguments(
     dtype: torch.dtype, device: torch.device, B: int = 2, S: int = 3, angle_dtype: torch.dtype | None = None
-) -> tuple[Any, ...]:
-    """Those of ``rotate``."""
+) -> RotaryCall:
+    """Of queries, keys and values at random."""
     qkv = torch.randn(B, S, (HEADS + 2 * KV_HEADS) * D, device=device).to(dtype)
     angle = torch.rand(1, S, D // 2, device=device) * 6
     cos, sin = (x.to(angle_dtype or dtype) for x in (angle.cos(), angle.sin()))
     weights = [torch.randn(D, device=device).to(dtype) for _ in range(2)]
-    return qkv, cos, sin, *weights, "rms", 1e-6, HEADS, KV_HEADS, False
+    return RotaryCall(qkv, cos, sin, *weights, "rms", 1e-6, HEADS, KV_HEADS, False)
 
 
 def cache(stored: torch.dtype, device: torch.device, B: int = 2, L: int = 10) -> list[Tensor | None]:
@@ -63,13 +63,13 @@ def test_where_rows_are_stored(
     length: tuple[int, ...], function: str, stored: torch.dtype, functions: Any, device: torch.device
 ) -> None:
     rotated = arguments(torch.bfloat16, device)
-    q, key, value = functions.rotate(*rotated)
+    q, key, value = functions.rotate(rotated)
     stores = cache(stored, device)
     lengths = int32(*length, device=device)
     if function == "rotate_and_store":
-        assert torch.equal(functions.rotate_and_store(*rotated, *stores, lengths), q)
+        assert torch.equal(functions.rotate_and_store(rotated, KeyValueStore(*stores, lengths)), q)
     else:
-        functions.store_key_value(key, value, *stores, lengths)
+        functions.store_key_value(key, value, KeyValueStore(*stores, lengths))
     wanted = cache(stored, device)
     for new, store, scale in zip((key, value), wanted[:2], wanted[2:], strict=True):
         rows, scales = quantize_rows_reference(new) if scale is not None else (new, None)
@@ -89,7 +89,7 @@ def test_values_that_are_not_finite_become_a_row_of_nan(functions: Any, device: 
     key, value = torch.randn(1, KV_HEADS, 3, D, device=device), torch.zeros(1, KV_HEADS, 3, D, device=device)
     key[0, 0, 1, 3], key[0, 1, 2, 0] = torch.nan, torch.inf
     stores = cache(torch.int8, device, B=1)
-    functions.store_key_value(key, value, *stores, int32(3, device=device))
+    functions.store_key_value(key, value, KeyValueStore(*stores, int32(3, device=device)))
     k, v, k_scale, v_scale = stores
     assert k_scale[0, :, :3].isnan().tolist() == [[False, True, False], [False, False, True]]
     assert not k[0, 0, 1].any()
@@ -126,8 +126,8 @@ def test_values(
     qkv = torch.randn(B, S, (heads[0] + 2 * heads[1]) * size, device=device).to(dtype)
     angle = torch.rand(B, S, rotary // 2, device=device) * 6
     turns = [x.float() if in_float32 else x.to(dtype) for x in (angle.cos(), angle.sin())]
-    given = (qkv, *turns, *weights, kind, 1e-6, *heads, interleaved)
-    for ours, theirs in zip(launcher.rotate(*given), rotate_reference(*given), strict=True):
+    given = RotaryCall(qkv, *turns, *weights, kind, 1e-6, *heads, interleaved)
+    for ours, theirs in zip(launcher.rotate(given), rotate_reference(given), strict=True):
         assert ours.dtype == dtype
         if norm is None:
             assert torch.equal(ours, theirs)
@@ -143,8 +143,8 @@ def test_neither_norm_nor_angles(rotated: bool, device: torch.device) -> None:
     turns = (cos, sin) if rotated else (None, None)
     # A norm of the queries alone.
     for weight in (None, q_weight):
-        wanted = rotate_reference(qkv, *turns, weight, None, *rest)
-        found = launcher.rotate(qkv, *turns, weight, None, *rest)
+        given = RotaryCall(qkv, *turns, weight, None, *rest)
+        wanted, found = rotate_reference(given), launcher.rotate(given)
         assert torch.equal(found[1], wanted[1])
         assert torch.equal(found[2], wanted[2])
         torch.testing.assert_close(found[0], wanted[0], rtol=0.02, atol=0.02)
@@ -167,8 +167,8 @@ def test_strides(dtype: torch.dtype, functions: Any, device: torch.device) -> No
     part = wide[:, ::2, 5 : 5 + qkv.shape[2]]
     part.copy_(qkv)
     whole = torch.cat((cos, cos), -1), torch.stack((sin, sin), -1).flatten(-2)
-    found = functions.rotate(part, whole[0][..., : D // 2], whole[1][..., ::2], *rest)
-    for ours, wanted in zip(found, functions.rotate(qkv, cos, sin, *rest), strict=True):
+    found = functions.rotate(RotaryCall(part, whole[0][..., : D // 2], whole[1][..., ::2], *rest))
+    for ours, wanted in zip(found, functions.rotate(RotaryCall(qkv, cos, sin, *rest)), strict=True):
         assert torch.equal(ours, wanted)
         assert ours.is_contiguous()
 
@@ -179,8 +179,8 @@ def test_a_cache_of_any_layout(functions: Any, device: torch.device) -> None:
     rotated = arguments(torch.float32, device)
     stores = torch.zeros(2, 10, 2, KV_HEADS, D, device=device)
     k, v = stores.permute(2, 0, 3, 1, 4).unbind()
-    functions.rotate_and_store(*rotated, k, v, None, None, int32(7, device=device))
-    _, key, value = functions.rotate(*rotated)
+    functions.rotate_and_store(rotated, KeyValueStore(k, v, None, None, int32(7, device=device)))
+    _, key, value = functions.rotate(rotated)
     assert torch.equal(k[:, :, 4:7], key)
     assert torch.equal(v[:, :, 4:7], value)
     assert not stores[:, :4].any()
@@ -191,10 +191,10 @@ def test_a_cache_of_any_layout(functions: Any, device: torch.device) -> None:
 @pytest.mark.parametrize("B", [0, 1])
 def test_nothing_to_do(B: int, S: int, functions: Any, device: torch.device) -> None:
     rotated = arguments(torch.bfloat16, device, B, S)
-    q, k, v = functions.rotate(*rotated)
+    q, k, v = functions.rotate(rotated)
     assert (q.shape, k.shape, v.shape) == ((B, S, HEADS, D), (B, KV_HEADS, S, D), (B, KV_HEADS, S, D))
-    stores = cache(torch.int8, device, B)
-    assert functions.rotate_and_store(*rotated, *stores, int32(4, device=device)).shape == q.shape
+    store = KeyValueStore(*cache(torch.int8, device, B), int32(4, device=device))
+    assert functions.rotate_and_store(rotated, store).shape == q.shape
 
 
 @pytest.mark.parametrize(

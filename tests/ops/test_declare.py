@@ -9,6 +9,8 @@ from torch import Tensor
 from qgemm.kernels import asymmetric, dispatch
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.rotary import dispatch as rotary
+from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
 from qgemm.kernels.weight_only import launcher as weight_only
 from qgemm.numerics.hadamard import hadamard
 from qgemm.ops import linear
@@ -113,6 +115,9 @@ def function_of(variant: str) -> Any:
     elsewhere = {
         "weight_only_linear": lambda x, *a: weight_only.weight_only_linear(x, QuantizedWeight(*a)),
         "hadamard": hadamard,
+        "rotary_angles": rotary.rotary_angles,
+        "rotate": lambda *a: rotary.rotate(RotaryCall(*a)),
+        "rotate_and_store": lambda *a: rotary.rotate_and_store(RotaryCall(*a[:10]), KeyValueStore(*a[10:])),
         "quant_linear_asymmetric": asymmetric.quant_linear_asymmetric,
         "norm_quantize": lambda *a: dispatch.norm_quantize(*a[:3], Norm(*a[3:5]), *a[5:]),
         "add_norm_quantize": lambda *a: dispatch.add_norm_quantize(*a[:5], Norm(*a[5:7]), *a[7:]),

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
+from qgemm.kernels.rotary.call import RotaryCall
 from qgemm.numerics.formats import INT8
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -379,33 +380,19 @@ class KeyValueCache(Cache):  # type: ignore[misc]
             )
         return self.layers[layer_idx]
 
-    def rotate_and_store(
-        self,
-        layer_idx: int,
-        qkv: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        q_weight: Tensor | None,
-        k_weight: Tensor | None,
-        norm: str,
-        eps: float,
-        q_heads: int,
-        kv_heads: int,
-        interleaved: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rotate_and_store(self, layer_idx: int, call: RotaryCall) -> tuple[Tensor, Tensor, Tensor]:
         """``torch.ops.qgemm.rotate_and_store`` to a layer: ``q [B, S, q_heads, D]``, and what ``update`` returns."""
-        rotation = (qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved)
         layer = self._layer(layer_idx)
-        B, S, width = qkv.shape
+        B, S, _ = call.qkv.shape
         # What keys and values will be like; nothing is read of it.
-        like = qkv.as_strided((B, kv_heads, S, width // (q_heads + 2 * kv_heads)), (0, 0, 0, 0))
+        like = call.qkv.as_strided((B, call.kv_heads, S, call.head_size), (0, 0, 0, 0))
         stores = layer.begin(like, like)
         if self.dtype == INT8.storage and self.tokens.used == S:
             # A prompt is computed with the values before rounding.
-            q, key, value = torch.ops.qgemm.rotate(*rotation)
+            q, key, value = torch.ops.qgemm.rotate(*call)
             torch.ops.qgemm.store_key_value(key, value, *stores, self.tokens.length)
             return (q, *layer.found(stores, (key, value)))
-        q = torch.ops.qgemm.rotate_and_store(*rotation, *stores, self.tokens.length)
+        q = torch.ops.qgemm.rotate_and_store(*call, *stores, self.tokens.length)
         return (q, *layer.found(stores, None))
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:

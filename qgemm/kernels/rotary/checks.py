@@ -5,6 +5,7 @@ from torch import Tensor
 
 from qgemm.kernels.checks import FLOAT_DTYPES, check_same_device, check_strided, conversion, names_of
 from qgemm.kernels.norms import Norm
+from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.numerics.formats import INT8
 
@@ -23,18 +24,9 @@ def check_rotary_angles(positions: Tensor, frequencies: Tensor, layout: str, dty
     return frequencies.shape[0] * (1 if layout == "once" else 2)
 
 
-def check_rotate(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    norm: str,
-    eps: float,
-    q_heads: int,
-    kv_heads: int,
-) -> int:
-    """Raises if ``rotate`` can't take these; returns the size of a head."""
+def check_rotate(call: RotaryCall) -> None:
+    """Raises if ``rotate`` can't take it."""
+    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, _ = call
     if qkv.dtype not in FLOAT_DTYPES:
         raise TypeError(f"qkv is {qkv.dtype}; rotate accepts {names_of(FLOAT_DTYPES)}: {conversion(qkv)}")
     check_strided("qkv", qkv)
@@ -76,35 +68,25 @@ def check_rotate(
         if weight.shape not in ((D,), (count, D), (count * D,)):
             raise ValueError(f"{name} is {list(weight.shape)}; it must be [{D}], [{count}, {D}] or [{count * D}]")
     check_same_device(qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
-    return D
 
 
-def check_cache(
-    batch: int,
-    kv_heads: int,
-    D: int,
-    dtype: torch.dtype,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-) -> None:
-    """Raises if keys and values ``[batch, kv_heads, S, D]`` of ``dtype`` can't be stored in these."""
+def check_cache(batch: int, kv_heads: int, D: int, dtype: torch.dtype, store: KeyValueStore) -> None:
+    """Raises if keys and values ``[batch, kv_heads, S, D]`` of ``dtype`` can't be stored there."""
+    k, v, k_scale, v_scale, length = store
     if (k_scale is None) != (v_scale is None):
         raise ValueError("k_scale and v_scale go together: give both or none")
     wanted = dtype if k_scale is None else INT8.storage
-    for name, store, scale in (("k", k, k_scale), ("v", v, v_scale)):
-        if store.dtype != wanted:
+    for name, rows, scale in (("k", k, k_scale), ("v", v, v_scale)):
+        if rows.dtype != wanted:
             with_scales = "without scales" if scale is None else "with scales"
-            raise TypeError(f"{name} is {store.dtype}; a cache of {dtype} {with_scales} is {wanted}")
-        if store.ndim != 4 or (store.shape[0], store.shape[1], store.shape[3]) != (batch, kv_heads, D):
-            raise ValueError(f"{name} is {list(store.shape)}; it must be [{batch}, {kv_heads}, L, {D}]")
-        if store.stride(3) != 1:
-            raise ValueError(f"{name} has strides {store.stride()}; its last dimension must be contiguous")
-        if scale is not None and (scale.dtype != torch.float32 or scale.shape != store.shape[:3]):
+            raise TypeError(f"{name} is {rows.dtype}; a cache of {dtype} {with_scales} is {wanted}")
+        if rows.ndim != 4 or (rows.shape[0], rows.shape[1], rows.shape[3]) != (batch, kv_heads, D):
+            raise ValueError(f"{name} is {list(rows.shape)}; it must be [{batch}, {kv_heads}, L, {D}]")
+        if rows.stride(3) != 1:
+            raise ValueError(f"{name} has strides {rows.stride()}; its last dimension must be contiguous")
+        if scale is not None and (scale.dtype != torch.float32 or scale.shape != rows.shape[:3]):
             raise ValueError(
-                f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be float32 {list(store.shape[:3])}"
+                f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be float32 {list(rows.shape[:3])}"
             )
     if k.shape != v.shape:
         raise ValueError(f"k is {list(k.shape)} and v is {list(v.shape)}: they must be alike")
@@ -113,15 +95,7 @@ def check_cache(
     check_same_device(k=k, v=v, k_scale=k_scale, v_scale=v_scale, length=length)
 
 
-def check_store_key_value(
-    key: Tensor,
-    value: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor,
-) -> None:
+def check_store_key_value(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
     """Raises if ``store_key_value`` can't take these."""
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype not in FLOAT_DTYPES:
@@ -134,5 +108,5 @@ def check_store_key_value(
             f"key is {key.dtype} {list(key.shape)} and value is {value.dtype} {list(value.shape)}: they must be alike"
         )
     B, kv_heads, _, D = key.shape
-    check_cache(B, kv_heads, D, key.dtype, k, v, k_scale, v_scale, length)
-    check_same_device(key=key, value=value, k=k)
+    check_cache(B, kv_heads, D, key.dtype, store)
+    check_same_device(key=key, value=value, k=store.k)

@@ -2,7 +2,9 @@
 ``rotary_angles``.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
+from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.kernels import _angles_kernel, _rotate_kernel
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
@@ -18,6 +21,9 @@ MAX_VALUES = 1024  # of a program, in as many heads, where there are many tokens
 FEW_TOKENS = 64
 VALUES_OF_THREAD, VALUES_OF_FEW = 16, 8
 PROGRAMS_PER_SM = 4
+
+Output: TypeAlias = tuple[Tensor, Tensor, None, None, None]
+"""Keys and values that are no cache's: they begin with the first place."""
 
 
 def rotary_angles(
@@ -42,71 +48,44 @@ def rotary_angles(
     return cos, sin
 
 
-def rotate(qkv: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def rotate(call: RotaryCall) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.rotate`` on a GPU."""
-    kv_heads, (B, S, _) = arguments[7], qkv.shape
-    D = qkv.shape[2] // (arguments[6] + 2 * kv_heads)
-    k, v = (qkv.new_empty((B, kv_heads, S, D)) for _ in range(2))
-    q = rotate_and_store(qkv, *arguments, k, v, None, None, None)
-    return q, k, v
+    B, S, _ = call.qkv.shape
+    k, v = (call.qkv.new_empty((B, call.kv_heads, S, call.head_size)) for _ in range(2))
+    return rotate_and_store(call, (k, v, None, None, None)), k, v
 
 
-def rotate_and_store(qkv: Tensor, *arguments: Any) -> Tensor:
-    """``dispatch.rotate_and_store`` on a GPU."""
-    return _of_merged(qkv, *arguments)
-
-
-def store_key_value(
-    key: Tensor, value: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, length: Tensor
-) -> None:
+def store_key_value(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
     """``dispatch.store_key_value`` on a GPU."""
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         key, value = key.contiguous(), value.contiguous()
     if not key.numel():
         return
-    kind = (store_key_value, *_kinds(key, value, k, v, k_scale, v_scale, length))
+    kind = (store_key_value, *_kinds(key, value, *store))
     launch: Launch | None = plans.get(kind)
     if launch is None:
         B, heads, S, D = key.shape
         strides = tuple(x.stride(dim) for x in (key, value) for dim in (0, 2, 1))
-        sizes, no_rotation = (S, 0, heads, D, 0, k.shape[2], 0, 0), ("rms", 0.0, None, None, False)
-        launch = _make_launch(
-            key.device, B * S, sizes, (*strides, 0, 0, 0), k, v, k_scale, v_scale, length, no_rotation
-        )
+        sizes, no_rotation = (S, 0, heads, D, 0, store.k.shape[2], 0, 0), ("rms", 0.0, None, None, False)
+        launch = _make_launch(B * S, sizes, (*strides, 0, 0, 0), store, no_rotation)
         plans.keep(kind, launch)
-    launch(key, key, value, None, None, None, None, key, k, v, k_scale, v_scale, length)
+    launch(key, key, value, None, None, None, None, key, *store)
 
 
-def _of_merged(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    norm: str,
-    eps: float,
-    q_heads: int,
-    kv_heads: int,
-    interleaved: bool,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor | None,
-) -> Tensor:
+def rotate_and_store(call: RotaryCall, store: KeyValueStore | Output) -> Tensor:
+    """``dispatch.rotate_and_store`` on a GPU."""
+    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved = call
     if qkv.stride(2) != 1:
         qkv = qkv.contiguous()
     if sin is not None and cos is not None and sin.stride() != cos.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
-    B, S, width = qkv.shape
-    D = width // (q_heads + 2 * kv_heads)
+    (B, S, _), D = qkv.shape, call.head_size
     q = qkv.new_empty((B, S, q_heads, D))
     if not q.numel():
         return q
     kind = (
-        _of_merged, norm, eps, q_heads, kv_heads, interleaved,
-        *_kinds(qkv, cos, q_weight, k_weight, k, v, k_scale, v_scale, length),
+        rotate_and_store, norm, eps, q_heads, kv_heads, interleaved, *_kinds(qkv, cos, q_weight, k_weight, *store),
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
@@ -114,27 +93,19 @@ def _of_merged(
         half, turns = (0, (0, 0, 0)) if cos is None else (cos.shape[2], cos.stride())
         if cos is not None and cos.shape[0] == 1:
             turns = (0, *turns[1:])
-        sizes = (S, q_heads, kv_heads, D, half, k.shape[2], q_heads * D, (q_heads + kv_heads) * D)
+        sizes = (S, q_heads, kv_heads, D, half, store[0].shape[2], q_heads * D, (q_heads + kv_heads) * D)
         weights = _weight_kind(q_weight, q_heads, D), _weight_kind(k_weight, kv_heads, D)
-        launch = _make_launch(
-            qkv.device, B * S, sizes, (*strides, *strides, *turns), k, v, k_scale, v_scale, length,
-            (norm, eps, *weights, interleaved),
-        )  # fmt: skip
+        launch = _make_launch(B * S, sizes, (*strides, *strides, *turns), store, (norm, eps, *weights, interleaved))
         plans.keep(kind, launch)
-    launch(qkv, qkv, qkv, cos, sin, q_weight, k_weight, q, k, v, k_scale, v_scale, length)
+    launch(qkv, qkv, qkv, cos, sin, q_weight, k_weight, q, *store)
     return q
 
 
 def _make_launch(
-    device: torch.device,
     tokens: int,
     sizes: tuple[int, ...],
     in_strides: tuple[int, ...],
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    length: Tensor | None,
+    store: KeyValueStore | Output,
     rotation: tuple[Any, ...],
 ) -> Launch:
     """For ``tokens`` in all.
@@ -142,7 +113,8 @@ def _make_launch(
     ``sizes``, ``in_strides``: the kernel's numbers up to ``v_offset`` and ``stride_cd``. ``rotation``: its constants
     from ``NORM`` to ``INTERLEAVED``.
     """
-    limits = device_limits(device)
+    k, v, k_scale, v_scale, length = store
+    limits = device_limits(k.device)
     q_heads, kv_heads, D = sizes[1:4]
     block_d = next_power_of_2(D)
     wide = [count for count, weight in ((q_heads, rotation[2]), (kv_heads, rotation[3])) if weight == "all"]

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.reference import quantize_rows_reference
+from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
 
 ANGLES: dict[str, Callable[[Tensor], Tensor]] = {
     "twice": lambda angles: torch.cat((angles, angles), dim=-1),
@@ -39,19 +40,9 @@ def rotary_angles_reference(
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-def rotate_reference(
-    qkv: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    norm: str,
-    eps: float,
-    q_heads: int,
-    kv_heads: int,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def rotate_reference(call: RotaryCall) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.rotate``."""
+    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved = call
     heads = qkv.unflatten(-1, (q_heads + 2 * kv_heads, -1))
     q, k, v = heads.split([q_heads, kv_heads, kv_heads], dim=2)
     method = Norm(norm, eps)
@@ -59,20 +50,19 @@ def rotate_reference(
     return q.clone(memory_format=torch.contiguous_format), _by_head(k), _by_head(v)
 
 
-def store_reference(
-    key: Tensor, value: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, length: Tensor
-) -> None:
+def store_reference(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
     """``dispatch.store_key_value``."""
+    k, v, k_scale, v_scale, length = store
     B, _, S, _ = key.shape
     first = (length - S).expand(B).tolist()
-    for new, store, scale in ((key, k, k_scale), (value, v, v_scale)):
+    for new, stored, scale in ((key, k, k_scale), (value, v, v_scale)):
         values = scales = new
         if scale is not None:
             values, scales = quantize_rows_reference(new)
         for row, start in enumerate(first):
             kept = slice(max(-start, 0), max(min(S, k.shape[2] - start), 0))
             to = slice(start + kept.start, start + max(kept.start, kept.stop))
-            store[row, :, to] = values[row, :, kept]
+            stored[row, :, to] = values[row, :, kept]
             if scale is not None:
                 scale[row, :, to] = scales[row, :, kept]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.kernels.norms import Norm
+from qgemm.kernels.rotary.call import RotaryCall
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.nn.blocks.steps import NormStep, read
@@ -146,17 +147,17 @@ class FusedAttention:
         self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None, cache: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of this forward ``[B, H, S, D]``, and all keys and values ``[B, Hkv, length, D]``."""
-        arguments = self._rotation_arguments(qkv, positions)
-        if arguments is None or (cache is None and positions is None):
+        call = self._find_call(qkv, positions)
+        if call is None or (cache is None and positions is None):
             q, k, v = self._split(qkv, positions)
         elif self.norms is not None and self.norms.layout == "rotated":
-            q, k, v = torch.ops.qgemm.rotate(qkv, *arguments)
+            q, k, v = torch.ops.qgemm.rotate(*call)
             q, k = self.norms.of_rotated(q.transpose(1, 2), k)
         elif hasattr(cache, "rotate_and_store"):
-            q, k, v = cache.rotate_and_store(self.module.layer_idx, qkv, *arguments)
+            q, k, v = cache.rotate_and_store(self.module.layer_idx, call)
             return q.transpose(1, 2), k, v
         else:
-            q, k, v = torch.ops.qgemm.rotate(qkv, *arguments)
+            q, k, v = torch.ops.qgemm.rotate(*call)
             q = q.transpose(1, 2)
             if _takes_as_they_are(cache, self.module.layer_idx, k, v):
                 return q, k, v
@@ -164,8 +165,8 @@ class FusedAttention:
             k, v = cache.update(k, v, self.module.layer_idx)
         return q, k, v
 
-    def _rotation_arguments(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Any, ...] | None:
-        """What ``ops.rotate`` takes after ``qkv``; None if it can't compute this."""
+    def _find_call(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> RotaryCall | None:
+        """What ``ops.rotate`` takes; None if it can't compute this."""
         if self.by_head:
             return None
         cos = sin = q_weight = k_weight = None
@@ -180,7 +181,7 @@ class FusedAttention:
                 return None
             (q_weight, k_weight), kind, eps = weights, self.norms.norm.kind, self.norms.norm.eps
         interleaved = self.rotation is not None and self.rotation.interleaved
-        return cos, sin, q_weight, k_weight, kind, eps, self.heads, self.kv_heads, interleaved
+        return RotaryCall(qkv, cos, sin, q_weight, k_weight, kind, eps, self.heads, self.kv_heads, interleaved)
 
     def _split(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[B, H, S, D]``, keys and values ``[B, Hkv, S, D]``, normalized and rotated."""

@@ -1,0 +1,47 @@
+"""What the operators between a merged q|k|v product and attention take, as values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class RotaryCall(NamedTuple):
+    """Queries, keys and values of a product, and their norms and angles, in the order of the operators' arguments."""
+
+    qkv: Tensor
+    """float ``[B, S, (q_heads + 2 * kv_heads) * D]``, queries first, then keys, then values."""
+    cos: Tensor | None
+    """``[1 or B, S, R / 2]``, one value for each of a head's first ``R / 2`` pairs.
+
+    In the dtype of ``qkv``, with its roundings, or float32, with one rounding."""
+    sin: Tensor | None
+    q_weight: Tensor | None
+    """Of a norm, ``[D]``, ``[heads, D]`` or ``[heads * D]``."""
+    k_weight: Tensor | None
+    norm: str
+    """Its kind, of ``norms.Norm``."""
+    eps: float
+    q_heads: int
+    kv_heads: int
+    interleaved: bool
+    """Whether pairs lie side by side, not R / 2 apart."""
+
+    @property
+    def head_size(self) -> int:
+        """How many values a head has."""
+        return self.qkv.shape[2] // (self.q_heads + 2 * self.kv_heads)
+
+
+class KeyValueStore(NamedTuple):
+    """A layer's part of a cache, and how many tokens it has, those to store among them."""
+
+    k: Tensor
+    """``[B, kv_heads, L, D]``, in the dtype of the keys, or int8."""
+    v: Tensor
+    k_scale: Tensor | None
+    """float32 ``[B, kv_heads, L]``, for int8: one for each token and head, as ``quantize_rows`` has it."""
+    v_scale: Tensor | None
+    length: Tensor
+    """int32 ``[1]`` or ``[B]``, on the device."""

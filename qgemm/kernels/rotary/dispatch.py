@@ -1,0 +1,79 @@
+"""Norms of queries and keys, rotary embedding and the writing to a cache, where the tensors are: as ``dispatch.py``.
+
+On a CPU, what ``reference.py`` specifies; on a GPU, ``launcher.py``.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.kernels.checks import on_gpu
+from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
+from qgemm.kernels.rotary.checks import (
+    check_cache,
+    check_rotary_angles,
+    check_rotate,
+    check_store_key_value,
+)
+from qgemm.kernels.rotary.reference import rotary_angles_reference, rotate_reference, store_reference
+
+
+def rotary_angles(
+    positions: Tensor, frequencies: Tensor, scale: float, layout: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of a rotary embedding, ``[B, S, columns]`` each: ``round(cos(position * frequency) * scale)``.
+
+    All is float32, rounded once to ``dtype``. ``positions``: integers ``[B, S]``. ``frequencies``: floats ``[R / 2]``,
+    one for each pair. ``layout``: ``"once"``, a column for each pair; ``"twice"``, those again behind them (Llama's);
+    ``"each twice"``, two side by side (Cohere's). What ``rotate`` takes is one column for each pair.
+    """
+    check_rotary_angles(positions, frequencies, layout, dtype)
+    if on_gpu(positions):
+        out: tuple[Tensor, Tensor] = _launcher().rotary_angles(positions, frequencies, scale, layout, dtype)
+        return out
+    with torch.no_grad():
+        return rotary_angles_reference(positions, frequencies, scale, layout, dtype)
+
+
+def rotate(call: RotaryCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms of queries and keys, then rotary embedding: ``q [B, S, q_heads, D]``, ``k``, ``v [B, kv_heads, S, D]``."""
+    check_rotate(call)
+    if on_gpu(call.qkv):
+        out: tuple[Tensor, Tensor, Tensor] = _launcher().rotate(call)
+        return out
+    with torch.no_grad():
+        return rotate_reference(call)
+
+
+def rotate_and_store(call: RotaryCall, store: KeyValueStore) -> Tensor:
+    """``rotate``, with keys and values written to a cache as by ``store_key_value``: ``q [B, S, q_heads, D]``."""
+    check_rotate(call)
+    check_cache(call.qkv.shape[0], call.kv_heads, call.head_size, call.qkv.dtype, store)
+    if on_gpu(call.qkv):
+        out: Tensor = _launcher().rotate_and_store(call, store)
+        return out
+    with torch.no_grad():
+        q, key, value = rotate_reference(call)
+        store_reference(key, value, store)
+    return q
+
+
+def store_key_value(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
+    """Writes ``key`` and ``value``, ``[B, kv_heads, S, D]``, to the places from ``length - S`` on of a cache.
+
+    What would lie outside of the cache isn't written.
+    """
+    check_store_key_value(key, value, store)
+    if on_gpu(key):
+        _launcher().store_key_value(key, value, store)
+        return
+    with torch.no_grad():
+        store_reference(key, value, store)
+
+
+def _launcher() -> Any:
+    """Not imported before it's needed: it imports Triton."""
+    from qgemm.kernels.rotary import launcher
+
+    return launcher
