@@ -15,6 +15,7 @@ from torch import Tensor
 from qgemm.kernels import GemmConfig, cpu, int_mm, matmul, scaled_mm
 from qgemm.kernels.gemm import launcher as gemm
 from qgemm.kernels.gemm.config import CANDIDATES, Schedule, is_valid
+from qgemm.kernels.gemm.problem import Problem
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.reference import (
     block_scaled_mm_reference,
@@ -387,10 +388,11 @@ def plan_for(limits: DeviceLimits, config: GemmConfig, monkeypatch: pytest.Monke
     """The launch of a product of ``[64, 256] @ [256, 4096]``."""
     monkeypatch.setattr(gemm, "device_limits", lambda device: limits)
     strides = (256, 1, 1, 256, 4096, 1, 1, 1, 0, 1)
-    return gemm.make_product(
-        64, 4096, 256, strides, torch.int8, torch.bfloat16, False, None, True, None, False, torch.device("cuda", 0),
-        True, config, False,
-    ).launch  # fmt: skip
+    problem = Problem(
+        64, 4096, 256, strides, torch.int8, torch.bfloat16, scaled=True, bias_dtype=None, has_residual=False,
+        activation=None, allow_tf32=False, device=torch.device("cuda", 0), aligned=True, constant_b=False,
+    )  # fmt: skip
+    return gemm.make_product(problem, config).launch
 
 
 def test_programs_are_renumbered_for_chiplets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from qgemm.kernels.gemm import hopper
 from qgemm.kernels.gemm import launcher as gemm
 from qgemm.kernels.gemm.config import CANDIDATES, for_operands, is_valid
 from qgemm.kernels.gemm.hopper import rows_at_a_time
+from qgemm.kernels.gemm.problem import Problem
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.reference import block_scaled_mm_reference, quantize_groups_reference
 from qgemm.nn import BlockScaledLinear
@@ -201,12 +202,14 @@ def test_rows_at_a_time(M: int, block_m: int) -> None:
     assert (last_parts - 1) * part < rows_in_last_tile <= last_parts * part
 
 
-def plan(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> str:
+def plan(
+    limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch, config: GemmConfig | None = None, **changes: Any
+) -> str:
     """The name of the kernel that a product of 256 x 512 x 1024 gets, or one with ``changes``."""
     arguments: dict[str, Any] = {
         "M": 256, "N": 512, "K": 1024, "strides": (1024, 1, 1, 1024, 512, 1, 1, 1, 0, 1), "dtype": torch.int8,
-        "out_dtype": torch.bfloat16, "raw": False, "bias_dtype": None, "no_residual": True, "activation": None,
-        "allow_tf32": False, "device": torch.device("cuda", 0), "aligned": True, "config": None, "constant_b": True,
+        "out_dtype": torch.bfloat16, "scaled": True, "bias_dtype": None, "has_residual": False, "activation": None,
+        "allow_tf32": False, "device": torch.device("cuda", 0), "aligned": True, "constant_b": True,
         **changes,
     }  # fmt: skip
 
@@ -219,7 +222,7 @@ def plan(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch, **changes: Any) 
     monkeypatch.setattr(gemm, "select_config", choose)
     monkeypatch.setattr(gemm, "Launch", record)
     monkeypatch.setattr(hopper, "Launch", record)
-    gemm.make_product(**arguments)
+    gemm.make_product(Problem(**arguments), config)
     return names[0]
 
 
@@ -228,7 +231,7 @@ def test_a_product_that_the_copy_engine_can_load_gets_hoppers_kernel(monkeypatch
     assert plan(replace(H200, hopper=False), monkeypatch) == "_gemm_kernel"
     for dtype in (torch.float8_e4m3fn, torch.float16, torch.bfloat16):
         assert plan(H200, monkeypatch, dtype=dtype) == "_gemm_hopper_kernel"
-        assert plan(H200, monkeypatch, dtype=dtype, raw=True) == "_gemm_hopper_kernel"
+        assert plan(H200, monkeypatch, dtype=dtype, scaled=False) == "_gemm_hopper_kernel"
 
 
 def test_a_triton_without_the_language_of_hoppers_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +253,7 @@ STRIDES = (1024, 1, 1, 1024, 512, 1, 1, 1, 0, 1)
     "changes",
     [
         {"out_dtype": torch.float32},
-        {"raw": True, "out_dtype": torch.int32},
+        {"scaled": False, "out_dtype": torch.int32},
         {"dtype": torch.float32},
         {"dtype": torch.float8_e5m2},
         {"dtype": torch.bfloat16, "strides": (1028, *STRIDES[1:])},

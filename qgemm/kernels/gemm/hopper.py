@@ -6,12 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qgemm.kernels.gemm.config import MIN_LONG_PRODUCT_MACS, GemmConfig, programs_per_sm
 from qgemm.kernels.gemm.hopper_kernels import _gemm_hopper_kernel, _quant_linear_hopper_kernel
+from qgemm.kernels.gemm.problem import Problem
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.tensor_map import TensorMap
+from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
 from qgemm.kernels.stages.ring import PANEL, block_layout
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
@@ -40,35 +43,25 @@ MAX_SHARE_IN_CLUSTERS = (
 )
 
 
-def gemm_launch(
-    config: GemmConfig,
-    M: int,
-    N: int,
-    K: int,
-    strides: tuple[int, ...],
-    out_dtype: torch.dtype,
-    constant_b: bool,
-    limits: DeviceLimits,
-    dtype: torch.dtype = torch.int8,
-    activation: Any = None,
-    block_strides: tuple[int, int] | None = None,
-) -> Launch:
-    """A product of A, B, C, their scales, the bias and the residual, which have these ``strides``.
-
-    ``dtype``: of A and B. ``activation``: a device function. ``block_strides``: where scales are of blocks, the strides
-    from one block of K to the next.
-    """
+def gemm_launch(config: GemmConfig, problem: Problem, limits: DeviceLimits) -> Launch:
+    """A product of A, B, C, their scales, the bias and the residual."""
+    M, N, K, strides, dtype, out_dtype, *_ = problem
     stride_am, _, _, stride_bn, stride_cm, _, *epilogue_strides = strides
     columns = columns_at_a_time(config, M, N, K * dtype.itemsize, limits)
     if columns > 1:
         limits = replace(limits, num_sms=multiprocessors_of_long_product(config, M, N, limits))
-    next_early = starts_next_early(config, M, limits)
-    return _launch(
-        _gemm_hopper_kernel, (0, 1, 2), config, M, N, K, (stride_am, stride_bn, stride_cm), config.widths[-1],
-        (dtype, out_dtype), limits,
+    a, b, c = _maps(config, (M, N, K), (stride_am, stride_bn, stride_cm), config.widths[-1], (dtype, out_dtype))
+    block_strides = problem.block_strides
+    activation = DEVICE_ACTIVATIONS[problem.activation] if problem.activation else None
+    return Launch(
+        _gemm_hopper_kernel, programs(config, M, N, limits),
         (M, N, K, *epilogue_strides, *(block_strides or (1, 1))),
-        (*_constants(config, M, limits, columns), constant_b, next_early, block_strides is not None, activation),
-        max_registers(config, limits, beside=True), cluster(config, M, N, limits), pdl=columns == 1,
+        (
+            *_constants(config, M, limits, columns), problem.constant_b, starts_next_early(config, M, limits),
+            block_strides is not None, activation,
+        ),
+        config.group_warps, pdl=columns == 1, maps={0: a, 1: b, 2: c},
+        max_registers=max_registers(config, limits, beside=True), cluster=cluster(config, M, N, limits),
     )  # fmt: skip
 
 
@@ -153,66 +146,49 @@ def in_one_launch(config: GemmConfig, M: int, N: int, K: int, limits: DeviceLimi
 
 def quant_linear_launch(
     config: GemmConfig,
-    M: int,
-    N: int,
-    K: int,
-    x_strides: tuple[int, ...],
-    stride_bn: int,
+    x: Tensor,
+    weight: Tensor,
     epilogue_strides: tuple[int, int, int],
-    dtype: torch.dtype,
     limits: DeviceLimits,
-    weight_dtype: torch.dtype = torch.int8,
     block_strides: tuple[int, int] | None = None,
 ) -> Launch:
-    """A layer of rows ``[M, K]`` of ``dtype``. ``epilogue_strides``: of the weight's scale, bias and residual.
+    """A layer of rows ``x [M, K]``. ``epilogue_strides``: of the weight's scale, bias and residual.
 
-    ``block_strides``: as of ``gemm_launch``.
+    ``block_strides``: as of a ``Problem``.
     """
+    (M, K), N = x.shape, weight.shape[0]
+    columns = weight_rows_at_a_time(config, M)
+    a, b, c = _maps(config, (M, N, K), (K, weight.stride(0), N), columns, (weight.dtype, x.dtype))
     row = (*shared_row_blocks(config, K, limits), PATIENCE)
-    return _launch(
-        _quant_linear_hopper_kernel, (9, 4, 5), config, M, N, K, (K, stride_bn, N), weight_rows_at_a_time(config, M),
-        (weight_dtype, dtype), limits,
-        (M, N, K, *x_strides, *epilogue_strides, block_strides[1] if block_strides else 1),
+    return Launch(
+        _quant_linear_hopper_kernel, programs(config, M, N, limits),
+        (M, N, K, *x.stride(), *epilogue_strides, block_strides[1] if block_strides else 1),
         (row, *_constants(config, M, limits), starts_next_early(config, M, limits), block_strides is not None),
-        max_registers(config, limits),
+        config.group_warps, pdl=True, maps={9: a, 4: b, 5: c}, max_registers=max_registers(config, limits),
     )  # fmt: skip
 
 
-def _launch(
-    kernel: Any,
-    positions: tuple[int, int, int],
+def _maps(
     config: GemmConfig,
-    M: int,
-    N: int,
-    K: int,
+    sizes: tuple[int, int, int],
     strides: tuple[int, int, int],
     b_part: int,
     dtypes: tuple[torch.dtype, torch.dtype],
-    limits: DeviceLimits,
-    numbers: tuple[int, ...],
-    constants: tuple[Any, ...],
-    registers: int | None,
-    cluster: int = 1,
-    pdl: bool = True,
-) -> Launch:
-    """``positions``, ``strides``: of A, B and C, among the kernel's tensors, and of their rows.
+) -> tuple[TensorMap, TensorMap, TensorMap]:
+    """Of A, B and C, whose rows have these ``strides``.
 
     ``b_part``: how many rows of B the copy engine loads at a time. ``dtypes``: of A and B, and of C.
     """
-    dtype, out_dtype = dtypes
+    (M, N, K), (dtype, out_dtype) = sizes, dtypes
     rows, panel = config.stored_rows, PANEL.value // dtype.itemsize
     part, _ = rows_at_a_time(M, config.block_m)
-    maps = (
+    return (
         TensorMap((M, K), (strides[0], 1), (part, panel), block_layout(part, panel, dtype)),
         TensorMap((N, K), (strides[1], 1), (b_part, panel), block_layout(b_part, panel, dtype)),
         TensorMap(
             (M, N), (strides[2], 1), (rows, config.stored_columns), block_layout(rows, config.stored_columns, out_dtype)
         ),
     )
-    return Launch(
-        kernel, programs(config, M, N, limits), numbers, constants, config.group_warps, pdl=pdl,
-        maps=dict(zip(positions, maps, strict=True)), max_registers=registers, cluster=cluster,
-    )  # fmt: skip
 
 
 def _constants(config: GemmConfig, M: int, limits: DeviceLimits, columns: int = 1) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qgemm.kernels.gemm.config import GemmConfig, is_valid, programs_per_sm, select_config
 from qgemm.kernels.gemm.kernels import _block_scaled_kernel, _gemm_kernel, _gemm_streamk_kernel
+from qgemm.kernels.gemm.problem import Problem
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch
 from qgemm.kernels.launch.plans import plans
@@ -131,106 +132,99 @@ def plan_product(
     else:
         scale_strides, block_strides = (vector_stride(a_scale, M), vector_stride(b_scale, N)), None
     epilogue_strides = (*scale_strides, vector_stride(bias, N), row_stride(residual))
-    kind = (
-        make_product,
-        M, N, K, (*a.stride(), *b.stride(), N, 1, *epilogue_strides),
-        a.dtype, out_dtype, a_scale is None, None if bias is None else bias.dtype, residual is None, activation,
+    problem = Problem(
+        M, N, K, (*a.stride(), *b.stride(), N, 1, *epilogue_strides), a.dtype, out_dtype,
+        a_scale is not None, None if bias is None else bias.dtype, residual is not None, activation,
         # allow_tf32, the older name, raises once a user has set this one.
         a.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32",
-        a.device, (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0, config, constant_b, block_strides,
+        a.device, (a.data_ptr() | b.data_ptr()) % ALIGNMENT == 0, constant_b, block_strides,
     )  # fmt: skip
+    kind = (make_product, problem, config)
     product: Product | None = plans.get(kind)
-    return plans.keep(kind, make_product(*kind[1:])) if product is None else product
+    return plans.keep(kind, make_product(problem, config)) if product is None else product
 
 
-def make_product(
-    M: int,
-    N: int,
-    K: int,
-    strides: tuple[int, ...],
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    raw: bool,
-    bias_dtype: torch.dtype | None,
-    no_residual: bool,
-    activation: str | None,
-    allow_tf32: bool,
-    device: torch.device,
-    aligned: bool,
-    config: GemmConfig | None,
-    constant_b: bool,
-    block_strides: tuple[int, int] | None = None,
-) -> Product:
-    """A product that has not been planned before. A ``Launch`` is for one dtype of the bias, and a residual or none.
+def make_product(problem: Problem, config: GemmConfig | None) -> Product:
+    """A product that has not been planned before, with ``config``, or with one that is chosen."""
+    limits = device_limits(problem.device)
+    config = _find_config(problem, config, limits)
+    if config.schedule == "specialized":
+        from qgemm.kernels.gemm.hopper import gemm_launch
 
-    ``block_strides``: of scales of blocks, from one block of K to the next; None where there are none.
-    """
-    limits = device_limits(device)
-    is_fp8 = dtype == FP8.storage
+        return Product(config, gemm_launch(config, problem, limits))
+    if problem.block_strides is not None:
+        return _block_scaled_product(config, problem, limits)
+    return _plain_product(config, problem, limits)
+
+
+def _find_config(problem: Problem, config: GemmConfig | None, limits: DeviceLimits) -> GemmConfig:
+    """``config``, if it can run the product; one that is chosen, if it is None."""
+    M, N, K, strides, dtype, *_ = problem
     # Sums of other formats can't be stored, or take registers that there aren't: of fp8's without scales.
-    multiplied = not raw if dtype == INT8.storage else dtype in (FP8.storage, torch.float16, torch.bfloat16)
+    multiplied = problem.scaled if dtype == INT8.storage else dtype in (FP8.storage, torch.float16, torch.bfloat16)
     hopper = (
-        limits.hopper and multiplied and out_dtype.itemsize == 2 and K > 0
-        and aligned and _copy_engine_takes(N, K, dtype.itemsize, *strides[:4]) and has_hopper_kernel()
+        limits.hopper and multiplied and problem.out_dtype.itemsize == 2 and K > 0
+        and problem.aligned and _copy_engine_takes(N, K, dtype.itemsize, *strides[:4]) and has_hopper_kernel()
     )  # fmt: skip
-    if config is not None and config.schedule == "specialized":
-        config = replace(config, promotes=is_fp8)
     if config is None:
-        config = select_config(
-            M, N, K, dtype, device, hopper, not no_residual, block_strides is not None, activation is not None
-        )
-    elif not is_valid(config, dtype.itemsize, limits) or (config.schedule == "streamk" and dtype.is_floating_point):
+        return select_config(
+            M, N, K, dtype, problem.device, hopper, problem.has_residual, problem.block_strides is not None,
+            problem.activation is not None,
+        )  # fmt: skip
+    if config.schedule == "specialized":
+        config = replace(config, promotes=dtype == FP8.storage)
+    if not is_valid(config, dtype.itemsize, limits) or (config.schedule == "streamk" and dtype.is_floating_point):
         raise ValueError(
-            f"config {config} can't run {dtype} operands on {device} ({limits}); omit it to have one chosen"
+            f"config {config} can't run {dtype} operands on {problem.device} ({limits}); omit it to have one chosen"
         )
-    elif config.schedule == "specialized" and not hopper:
+    if config.schedule == "specialized" and not hopper:
         raise ValueError(
             f"config {config} takes scaled int8 operands, fp8, float16 or bfloat16, with K contiguous and addresses "
             "and rows that are multiples of 16 bytes, N a multiple of 8, and returns float16 or bfloat16; omit it to "
             "have one chosen"
         )
+    return config
 
-    if config.schedule == "specialized":
-        from qgemm.kernels.gemm.hopper import gemm_launch
 
-        function = DEVICE_ACTIVATIONS[activation] if activation else None
-        launch = gemm_launch(
-            config, M, N, K, strides, out_dtype, constant_b, limits, dtype, function, block_strides
-        )  # fmt: skip
-        return Product(config, launch)
+def _decodes(problem: Problem, limits: DeviceLimits) -> bool:
+    """Whether the kernel takes bytes of fp8. Products without scales are those of ``matmul``: for devices with fp8."""
+    return problem.dtype == FP8.storage and problem.scaled and not limits.multiplies_fp8
 
+
+def _block_scaled_product(config: GemmConfig, problem: Problem, limits: DeviceLimits) -> Product:
+    M, N, K, strides, *_, block_strides = problem
+    decodes = _decodes(problem, limits)
+    launch = Launch(
+        _block_scaled_kernel, config.tiles(M, N), (M, N, K, *strides, *(block_strides or ())),
+        (config, limits.num_xcds, K % config.block_k == 0, limits.pdl, decodes), config.num_warps, config.num_stages,
+        limits.pdl, max_registers=max_registers(limits),
+    )  # fmt: skip
+    return Product(config, launch, decodes)
+
+
+def _plain_product(config: GemmConfig, problem: Problem, limits: DeviceLimits) -> Product:
+    """By the kernels for every GPU: Stream-K's, or that of persistent programs and of tiles."""
+    M, N, K, strides, dtype, *_ = problem
     tiles = config.tiles(M, N)
     slots = limits.num_sms * programs_per_sm(config, dtype.itemsize, limits)
     numbers = (M, N, K, *strides)
-    constants: tuple[Any, ...] = (
-        config, slots, limits.num_xcds, K % config.block_k == 0,
-    )  # fmt: skip
+    constants: tuple[Any, ...] = (config, slots, limits.num_xcds, K % config.block_k == 0)
     warps = config.num_warps
-    # Products without scales are those of ``matmul``, which is for devices with fp8.
-    decodes = is_fp8 and not raw and not limits.multiplies_fp8
-    if block_strides is not None:
-        constants = (config, limits.num_xcds, K % config.block_k == 0, limits.pdl, decodes)
-        launch = Launch(
-            _block_scaled_kernel, tiles, (*numbers, *block_strides), constants, warps, config.num_stages, limits.pdl,
-            max_registers=max_registers(limits),
-        )  # fmt: skip
-        return Product(config, launch, decodes)
-    if not no_residual:  # values of which have to be beside as many sums in a thread's registers: no more than 64
+    if problem.has_residual:  # its values are beside as many sums in a thread's registers: no more than 64
         warps = max(warps, config.block_m * config.block_n // (64 * limits.warp_size))
     if config.schedule == "streamk" and K > 0:
-        constants = (*constants, slots)
         launch = Launch(
-            _gemm_streamk_kernel, slots, numbers, constants, warps, config.num_stages,
+            _gemm_streamk_kernel, slots, numbers, (*constants, slots), warps, config.num_stages,
             max_registers=max_registers(limits),
         )  # fmt: skip
         return Product(config, StreamKLaunch(launch, tiles))
-
     # Only persistent programs are renumbered for chiplets.
     persistent = config.schedule != "tiles" or limits.num_xcds > 1
     # Programs beyond the tiles would find nothing to do, unless they are renumbered.
     grid = tiles if not persistent else slots if limits.num_xcds > 1 else min(tiles, slots)
-    epilogue = DEVICE_ACTIVATIONS[activation] if activation else None
-    constants = (*constants, not dtype.is_floating_point, allow_tf32, epilogue, persistent, limits.pdl, decodes)
+    epilogue = DEVICE_ACTIVATIONS[problem.activation] if problem.activation else None
+    decodes = _decodes(problem, limits)
+    constants = (*constants, not dtype.is_floating_point, problem.allow_tf32, epilogue, persistent, limits.pdl, decodes)
     launch = Launch(
         _gemm_kernel, grid, numbers, constants, warps, config.num_stages, limits.pdl,
         max_registers=max_registers(limits),

@@ -282,10 +282,7 @@ def choose_way(
         overlaps = hopper.starts_early(config, M, N, K, limits)
         if not hopper.in_one_launch(config, M, N, K, limits):
             return Way(overlaps)
-        both = hopper.quant_linear_launch(
-            config, M, N, K, rows.stride(), weight.stride(0), epilogue_strides, rows.dtype, limits, weight.dtype,
-            block_strides,
-        )  # fmt: skip
+        both = hopper.quant_linear_launch(config, rows, weight, epilogue_strides, limits, block_strides)
         return Way(overlaps, both, in_graphs=hopper.in_one_launch(config, M, N, K, limits, in_graphs=True))
     if M == 1 and weight.dtype == INT8.storage and fits_fused_kernel(N, K, rows.itemsize, limits):
         programs = cdiv(N, FUSED_CONFIG.block_n)
