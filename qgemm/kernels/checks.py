@@ -28,8 +28,7 @@ def check_quantize_rows(
 ) -> None:
     """Raises if ``quantize_rows`` can't take these."""
     _check_rows("quantize_rows", x)
-    if dtype not in OPERANDS:
-        raise TypeError(f"dtype is {dtype}; quantize_rows returns {names_of(tuple(OPERANDS))}")
+    _check_quantized("quantize_rows", dtype)
     _check_static_scale("scale", scale, x)
     if zero_point is not None:
         if scale is None:
@@ -47,10 +46,16 @@ def check_quantize_groups(x: Tensor) -> None:
 
 
 def check_norm_quantize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, input_scale: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
 ) -> None:
     """Raises if ``norm_quantize`` can't take these."""
     _check_rows("norm_quantize", x)
+    _check_quantized("norm_quantize", dtype)
     _check_norm(x, norm, bias, weight=weight)
     _check_static_scale("input_scale", input_scale, x)
 
@@ -63,9 +68,11 @@ def check_add_norm_quantize(
     bias: Tensor | None,
     norm: Norm,
     input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
 ) -> None:
     """Raises if ``add_norm_quantize`` can't take these."""
     _check_rows("add_norm_quantize", x)
+    _check_quantized("add_norm_quantize", dtype)
     check_residual(residual, x.shape, x.dtype)
     check_same_device(x=x, residual=residual)
     _check_norm(x, norm, bias, branch_weight=branch_weight, weight=weight)
@@ -96,10 +103,18 @@ def check_activate(x: Tensor, activation: str, gated: bool) -> None:
         raise ValueError(f"x has {x.shape[-1]} columns; gates and ups side by side are an even number of them")
 
 
-def check_activation_quantize(x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None) -> None:
+def check_activation_quantize(
+    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
+) -> None:
     """Raises if ``activation_quantize`` can't take these."""
+    _check_quantized("activation_quantize", dtype)
     check_activate(x, activation, gated)
     _check_static_scale("input_scale", input_scale, x)
+
+
+def _check_quantized(operation: str, dtype: torch.dtype) -> None:
+    if dtype not in OPERANDS:
+        raise TypeError(f"dtype is {dtype}; {operation} returns {names_of(tuple(OPERANDS))}")
 
 
 def check_multiply(

@@ -72,19 +72,24 @@ def _same(x: Tensor) -> Tensor:
 
 @_without_grad
 def norm_quantize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, input_scale: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.norm_quantize`` on the CPU."""
-    return _quantize(lambda x: norm(x, weight, bias), (x,), x.shape[-1], input_scale)
+    return _quantize(lambda x: norm(x, weight, bias), (x,), x.shape[-1], input_scale, dtype=dtype)
 
 
 @_without_grad
 def activation_quantize(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None
+    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.activation_quantize`` on the CPU."""
     K = x.shape[-1] // 2 if gated else x.shape[-1]
-    return _quantize(lambda x: activated(x, activation, gated), (x,), K, input_scale)
+    return _quantize(lambda x: activated(x, activation, gated), (x,), K, input_scale, dtype=dtype)
 
 
 @_without_grad
@@ -102,6 +107,7 @@ def add_norm_quantize(
     bias: Tensor | None,
     norm: Norm,
     input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.add_norm_quantize`` on the CPU."""
     total = x.new_empty(x.shape)
@@ -111,7 +117,7 @@ def add_norm_quantize(
         torch.add(residual, branch, out=total)
         return total if weight is None else norm(total, weight, bias)
 
-    q, row_scale = _quantize(values, (x, residual, total), x.shape[-1], input_scale)
+    q, row_scale = _quantize(values, (x, residual, total), x.shape[-1], input_scale, dtype=dtype)
     return total, q, row_scale
 
 

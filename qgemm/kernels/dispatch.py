@@ -61,16 +61,21 @@ def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norm_quantize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, input_scale: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
 ) -> tuple[Tensor, Tensor]:
-    """``quantize_rows(norm(x, weight, bias), input_scale)`` in one kernel: a norm ahead of quantized layers.
+    """``quantize_rows(norm(x, weight, bias), input_scale)`` to ``dtype`` in one kernel: a norm ahead of layers.
 
     ``x``: float16, bfloat16 or float32, ``[..., K]``, any strides. ``weight``, ``bias``: ``[K]``, of the dtype of
     ``x``. ``norm``: its kind and epsilon; the norm is rounded where the model's module rounds it. Returns ``q`` and
     ``row_scale`` as ``quantize_rows``.
     """
-    checks.check_norm_quantize(x, weight, bias, norm, input_scale)
-    out: tuple[Tensor, Tensor] = _backend(x).norm_quantize(x, weight, bias, norm, input_scale)
+    checks.check_norm_quantize(x, weight, bias, norm, input_scale, dtype)
+    out: tuple[Tensor, Tensor] = _backend(x).norm_quantize(x, weight, bias, norm, input_scale, dtype)
     return out
 
 
@@ -82,6 +87,7 @@ def add_norm_quantize(
     bias: Tensor | None,
     norm: Norm,
     input_scale: Tensor | None = None,
+    dtype: torch.dtype = torch.int8,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(total, q, row_scale)``: ``total = residual + x``, then ``norm(total, weight, bias)`` quantized, in one kernel.
 
@@ -89,8 +95,8 @@ def add_norm_quantize(
     where the model has a norm after the branch too, as Gemma 2: ``total = residual + norm(x, branch_weight)``.
     ``weight``: None where ``total`` itself goes into the layers, as in OLMo 2. The rest as in ``norm_quantize``.
     """
-    checks.check_add_norm_quantize(x, residual, branch_weight, weight, bias, norm, input_scale)
-    arguments = (x, residual, branch_weight, weight, bias, norm, input_scale)
+    checks.check_add_norm_quantize(x, residual, branch_weight, weight, bias, norm, input_scale, dtype)
+    arguments = (x, residual, branch_weight, weight, bias, norm, input_scale, dtype)
     out: tuple[Tensor, Tensor, Tensor] = _backend(x).add_norm_quantize(*arguments)
     return out
 
@@ -114,7 +120,7 @@ def add_norm(
 
 
 def activation_quantize(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None
+    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = torch.int8
 ) -> tuple[Tensor, Tensor]:
     """``quantize_rows`` of ``act(gate) * up`` in one kernel: what lies between the two products of an MLP.
 
@@ -123,8 +129,8 @@ def activation_quantize(
     rounded to the dtype of ``x``, and so is the product, as float modules round. Returns ``q [..., I]`` and
     ``row_scale`` as ``quantize_rows``.
     """
-    checks.check_activation_quantize(x, activation, gated, input_scale)
-    out: tuple[Tensor, Tensor] = _backend(x).activation_quantize(x, activation, gated, input_scale)
+    checks.check_activation_quantize(x, activation, gated, input_scale, dtype)
+    out: tuple[Tensor, Tensor] = _backend(x).activation_quantize(x, activation, gated, input_scale, dtype)
     return out
 
 

@@ -101,13 +101,18 @@ def int4_int8_linear_reference(x: Tensor, weight: QuantizedWeight) -> Tensor:
 
 
 def norm_quantize_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, input_scale: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor]:
     """``quantize_rows_reference(norm(x, weight, bias), input_scale)``; the norm is rounded to the dtype of ``x``.
 
     Of ``"rms"``, with ``h`` the float32 ``x``: ``y = round(h * rsqrt(mean(h^2) + eps))``, then ``round(weight * y)``.
     """
-    return quantize_rows_reference(norm(x, weight, bias), input_scale)
+    return quantize_rows_reference(norm(x, weight, bias), input_scale, dtype=dtype)
 
 
 def add_norm_quantize_reference(
@@ -118,13 +123,14 @@ def add_norm_quantize_reference(
     bias: Tensor | None,
     norm: Norm,
     input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``total = round(residual + x)``, and ``(q, row_scale)`` of ``norm(total, weight, bias)``, all three of them.
 
     With ``branch_weight``, ``norm(x, branch_weight)`` for ``x``; without ``weight``, ``total`` itself is quantized.
     """
     total, normed = add_norm_reference(x, residual, branch_weight, weight, bias, norm)
-    return total, *quantize_rows_reference(normed, input_scale)
+    return total, *quantize_rows_reference(normed, input_scale, dtype=dtype)
 
 
 def add_norm_reference(
@@ -145,13 +151,13 @@ def add_norm_reference(
 
 
 def activation_quantize_reference(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None
+    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> tuple[Tensor, Tensor]:
     """``quantize_rows_reference(round(round(act(gate)) * up), input_scale)`` of ``x [..., 2I]``, gates before ups.
 
     Without ``gated``, of ``round(act(x))``. What ``round`` gives has the dtype of ``x``.
     """
-    return quantize_rows_reference(activated(x, activation, gated), input_scale)
+    return quantize_rows_reference(activated(x, activation, gated), input_scale, dtype=dtype)
 
 
 def int_mm_reference(a: Tensor, b: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""``QuantizedRows``: an activation in int8, for all layers that multiply it: a layer is ``multiply(quantize(x))``."""
+"""``QuantizedRows``: an activation in int8 or fp8, for all that multiply it: a layer is ``multiply(quantize(x))``."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ class QuantizedRows(NamedTuple):
     """``x ~ (values - zero_point) * scale``, a scale for each row, which is the last dimension."""
 
     values: Tensor
-    """int8 ``[..., K]``, contiguous."""
+    """int8 or float8_e4m3fn ``[..., K]``, contiguous."""
     scale: Tensor
     """float32 ``[...]``."""
     zero_point: Tensor | None = None

@@ -1,8 +1,8 @@
 """Norms ahead of quantized layers, with the residual before them.
 
-- ``norm_quantize(x, weight, bias, norm, eps, input_scale)``: ``(q, row_scale)`` of ``norm(x)``.
-- ``add_norm_quantize(x, residual, branch_weight, weight, bias, norm, eps, input_scale)``: ``(total, q, row_scale)``,
-  with ``total = residual + x``.
+- ``norm_quantize(x, weight, bias, norm, eps, input_scale, dtype)``: ``(q, row_scale)`` of ``norm(x)``.
+- ``add_norm_quantize(x, residual, branch_weight, weight, bias, norm, eps, input_scale, dtype)``:
+  ``(total, q, row_scale)``, with ``total = residual + x``.
 - ``add_norm(x, residual, branch_weight, weight, bias, norm, eps)``: ``(total, norm(total))`` as floats. An operator
   can't return its input or one tensor twice, so that is an empty tensor, ``[0]``: ``total`` where it is ``x``, and the
   second without ``weight``.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qgemm.kernels import checks, dispatch
 from qgemm.kernels.norms import Norm
-from qgemm.numerics.formats import INT8
+from qgemm.numerics.formats import INT8, OPERANDS
 from qgemm.ops.declare import operator
 from qgemm.ops.direct import rows_seen_by_others
 
@@ -26,14 +26,19 @@ _SUM = "Tensor? branch_weight, Tensor? weight, Tensor? bias, str norm, float eps
 
 
 def norm_quantize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, input_scale: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.qgemm.norm_quantize``, past the dispatcher where nobody on that way would see the call."""
     out: tuple[Tensor, Tensor]
     if torch.compiler.is_compiling() or rows_seen_by_others(x, weight, bias, input_scale):
-        out = torch.ops.qgemm.norm_quantize(x, weight, bias, norm.kind, norm.eps, input_scale)
+        out = torch.ops.qgemm.norm_quantize(x, weight, bias, norm.kind, norm.eps, input_scale, dtype)
     else:
-        out = dispatch.norm_quantize(x, weight, bias, norm, input_scale)
+        out = dispatch.norm_quantize(x, weight, bias, norm, input_scale, dtype)
     return out
 
 
@@ -45,14 +50,15 @@ def add_norm_quantize(
     bias: Tensor | None,
     norm: Norm,
     input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``torch.ops.qgemm.add_norm_quantize``, past the dispatcher where nobody on that way would see the call."""
     out: tuple[Tensor, Tensor, Tensor]
     if torch.compiler.is_compiling() or rows_seen_by_others(x, residual, branch_weight, weight, bias, input_scale):
         vectors = (branch_weight, weight, bias)
-        out = torch.ops.qgemm.add_norm_quantize(x, residual, *vectors, norm.kind, norm.eps, input_scale)
+        out = torch.ops.qgemm.add_norm_quantize(x, residual, *vectors, norm.kind, norm.eps, input_scale, dtype)
     else:
-        out = dispatch.add_norm_quantize(x, residual, branch_weight, weight, bias, norm, input_scale)
+        out = dispatch.add_norm_quantize(x, residual, branch_weight, weight, bias, norm, input_scale, dtype)
     return out
 
 
@@ -74,9 +80,15 @@ def add_norm(
 
 
 def _norm_quantize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: str, eps: float, input_scale: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: str,
+    eps: float,
+    input_scale: Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return dispatch.norm_quantize(x, weight, bias, Norm(norm, eps), input_scale)
+    return dispatch.norm_quantize(x, weight, bias, Norm(norm, eps), input_scale, dtype or INT8.storage)
 
 
 def _add_norm_quantize(
@@ -88,8 +100,10 @@ def _add_norm_quantize(
     norm: str,
     eps: float,
     input_scale: Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return dispatch.add_norm_quantize(x, residual, branch_weight, weight, bias, Norm(norm, eps), input_scale)
+    vectors, dtype = (branch_weight, weight, bias), dtype or INT8.storage
+    return dispatch.add_norm_quantize(x, residual, *vectors, Norm(norm, eps), input_scale, dtype)
 
 
 def _add_norm(
@@ -107,21 +121,29 @@ def _add_norm(
     return x.new_empty(0) if total is x else total, normed
 
 
-def _rows_like(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=INT8.storage), x.new_empty(x.shape[:-1], dtype=torch.float32)
+def _rows_like(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _norm_quantize_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: str, eps: float, input_scale: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: str,
+    eps: float,
+    input_scale: Tensor | None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    checks.check_norm_quantize(x, weight, bias, Norm(norm, eps), input_scale)
-    return _rows_like(x)
+    dtype = dtype or INT8.storage
+    checks.check_norm_quantize(x, weight, bias, Norm(norm, eps), input_scale, dtype)
+    return _rows_like(x, dtype)
 
 
 def _add_norm_quantize_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    residual, branch_weight, weight, bias, kind, eps, input_scale = others
-    checks.check_add_norm_quantize(x, residual, branch_weight, weight, bias, Norm(kind, eps), input_scale)
-    return x.new_empty(x.shape), *_rows_like(x)
+    residual, branch_weight, weight, bias, kind, eps, input_scale, *given = others
+    dtype = (given[0] if given else None) or INT8.storage
+    checks.check_add_norm_quantize(x, residual, branch_weight, weight, bias, Norm(kind, eps), input_scale, dtype)
+    return x.new_empty(x.shape), *_rows_like(x, dtype)
 
 
 def _add_norm_fake(x: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -139,7 +161,7 @@ def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     """Of ``add_norm_quantize`` and ``add_norm``."""
     x, residual, branch_weight, weight, _, kind, eps, *_ = inputs
     total, *rest = output
-    if rest[0].dtype == INT8.storage:
+    if rest[0].dtype in OPERANDS:
         ctx.mark_non_differentiable(*rest)
         weight = None
     ctx.norm, ctx.adds = Norm(kind, eps), residual is not None or branch_weight is not None
@@ -178,8 +200,8 @@ def _norm_backward(norm: Norm, x: Tensor, weight: Tensor, grad: Tensor) -> tuple
 
 
 operator(
-    "norm_quantize(Tensor x, Tensor weight, Tensor? bias, str norm, float eps, Tensor? input_scale) -> "
-    "(Tensor, Tensor)",
+    "norm_quantize(Tensor x, Tensor weight, Tensor? bias, str norm, float eps, Tensor? input_scale, "
+    "ScalarType? dtype=None) -> (Tensor, Tensor)",
     cpu=_norm_quantize,
     cuda=_norm_quantize,
     fake=_norm_quantize_fake,
@@ -187,7 +209,8 @@ operator(
     backward=lambda ctx, wanted, *grads: (None,) * len(wanted),
 )
 operator(
-    f"add_norm_quantize(Tensor x, Tensor residual, {_SUM}, Tensor? input_scale) -> (Tensor, Tensor, Tensor)",
+    f"add_norm_quantize(Tensor x, Tensor residual, {_SUM}, Tensor? input_scale, ScalarType? dtype=None) -> "
+    "(Tensor, Tensor, Tensor)",
     cpu=_add_norm_quantize,
     cuda=_add_norm_quantize,
     fake=_add_norm_quantize_fake,

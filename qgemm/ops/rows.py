@@ -2,7 +2,7 @@
 
 - ``quantize_rows(x, scale, zero_point, dtype)``: ``(q, row_scale)``.
 - ``quantize_groups(x)``: ``(q, scale)``, with a scale for each 128 values of a row.
-- ``activation_quantize(x, activation, gated, input_scale)``: the same, after ``act(gate) * up``.
+- ``activation_quantize(x, activation, gated, input_scale, dtype)``: the same, after ``act(gate) * up``.
 - ``activate(x, activation, gated)``: ``act(gate) * up`` itself.
 - ``hadamard(x)``: ``x`` times a block-diagonal Walsh-Hadamard matrix.
 """
@@ -23,14 +23,14 @@ from qgemm.ops.direct import rows_seen_by_others
 
 
 def activation_quantize(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None
+    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> tuple[Tensor, Tensor]:
     """``torch.ops.qgemm.activation_quantize``, past the dispatcher where nobody on that way would see the call."""
     out: tuple[Tensor, Tensor]
     if torch.compiler.is_compiling() or rows_seen_by_others(x, input_scale):
-        out = torch.ops.qgemm.activation_quantize(x, activation, gated, input_scale)
+        out = torch.ops.qgemm.activation_quantize(x, activation, gated, input_scale, dtype)
     else:
-        out = dispatch.activation_quantize(x, activation, gated, input_scale)
+        out = dispatch.activation_quantize(x, activation, gated, input_scale, dtype)
     return out
 
 
@@ -89,22 +89,30 @@ operator(
 )
 
 
-def _activation_quantize_fake(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None
+def _activation_quantize(
+    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    checks.check_activation_quantize(x, activation, gated, input_scale)
+    return dispatch.activation_quantize(x, activation, gated, input_scale, dtype or INT8.storage)
+
+
+def _activation_quantize_fake(
+    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    dtype = dtype or INT8.storage
+    checks.check_activation_quantize(x, activation, gated, input_scale, dtype)
     columns = x.shape[-1] // 2 if gated else x.shape[-1]
-    q = x.new_empty((*x.shape[:-1], columns), dtype=INT8.storage)
+    q = x.new_empty((*x.shape[:-1], columns), dtype=dtype)
     return q, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 operator(
-    "activation_quantize(Tensor x, str activation, bool gated, Tensor? input_scale) -> (Tensor, Tensor)",
-    cpu=dispatch.activation_quantize,
-    cuda=dispatch.activation_quantize,
+    "activation_quantize(Tensor x, str activation, bool gated, Tensor? input_scale, ScalarType? dtype=None) -> "
+    "(Tensor, Tensor)",
+    cpu=_activation_quantize,
+    cuda=_activation_quantize,
     fake=_activation_quantize_fake,
     setup_context=_quantize_rows_setup,
-    backward=lambda ctx, wanted, *grads: (None, None, None, None),
+    backward=lambda ctx, wanted, *grads: (None,) * len(wanted),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,18 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_i
 
 
 class _Counted(TorchDispatchMode):
-    """Counts the products that run."""
+    """Counts the operators that run, by name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.products = 0
+        self.names: Counter[str] = Counter()
+
+    @property
+    def products(self) -> int:
+        return self.names["qgemm.quant_linear"] + self.names["qgemm.multiply"]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.products += str(func).startswith(("qgemm.quant_linear", "qgemm.multiply"))
+        self.names[str(func).removesuffix(".default")] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -136,6 +141,21 @@ def test_layers_with_quantized_weights_alone(family: str, scheme: str) -> None:
     fuse(example.model, example.inputs)
     assert fused_parts(example.model) == FUSED[family]
     torch.testing.assert_close(example.output(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere", "gemma2"])
+def test_layers_of_fp8_share_rows(family: str) -> None:
+    """As those of int8: the norms and activations ahead of products give quantized rows."""
+    example = FAMILIES[family]()
+    quantize_model(example.model, "fp8")
+    expected, layers = example.output(), example.model.config.num_hidden_layers
+    fuse(example.model)
+    with _Counted() as counted:
+        out = example.output()
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert counted.names["qgemm.activation_quantize"] == layers
+    assert counted.names["qgemm.norm_quantize"] + counted.names["qgemm.add_norm_quantize"] >= layers
+    assert counted.names["qgemm.quant_linear"] == layers  # that of attention's output
 
 
 @pytest.mark.slow(quick=["mixtral"])

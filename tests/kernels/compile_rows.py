@@ -8,6 +8,7 @@ from assumed_devices import META, Case
 from qgemm.kernels.activation import launcher as activate
 from qgemm.kernels.norm import launcher as norms
 from qgemm.kernels.norms import Norm
+from qgemm.numerics.formats import FP8, INT8
 
 
 def row_cases() -> Iterator[Case]:
@@ -16,6 +17,7 @@ def row_cases() -> Iterator[Case]:
     longest = norms.MAX_ROW_BYTES
     yield Case("rows norm bfloat16", lambda: norm(4096, bf16, Norm("rms")))
     yield Case("rows norm longest bfloat16", lambda: norm(longest // 2, bf16, Norm("rms")))
+    yield Case("rows norm fp8 longest bfloat16", lambda: norm(longest // 2, bf16, Norm("rms"), form=FP8.storage))
     yield Case("rows norm static float16", lambda: norm(384, fp16, Norm("rms_once"), static=True))
     yield Case("rows norm longest float32", lambda: norm(longest // 4, fp32, Norm("layer"), static=True))
     yield Case("rows add longest bfloat16", lambda: add_norm_quantize(longest // 2, bf16, Norm("layer")))
@@ -31,6 +33,7 @@ def row_cases() -> Iterator[Case]:
     yield Case("one value norm", lambda: norm(1, bf16, Norm("layer")))
     yield Case("one value activation", lambda: activation(1, bf16, "silu", True))
     yield Case("rows activation bfloat16", lambda: activation(14_336, bf16, "silu", True))
+    yield Case("rows activation fp8 bfloat16", lambda: activation(14_336, bf16, "silu", True, FP8.storage))
     yield Case("rows activation longest float16", lambda: activation(16_384, fp16, "gelu", True))
     yield Case("activation bfloat16", lambda: activate.activate(rows(28_672, bf16), "silu", True))
     yield Case("rows activation read twice float32", lambda: activation(16_400, fp32, "gelu_tanh", False))
@@ -44,9 +47,9 @@ def vector(K: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(K, dtype=dtype, device=META)
 
 
-def norm(K: int, dtype: torch.dtype, kind: Norm, static: bool = False) -> None:
-    scale = torch.empty((), device=META) if static else None
-    norms.norm_quantize(rows(K, dtype), vector(K, dtype), vector(K, dtype) if kind.is_layer else None, kind, scale)
+def norm(K: int, dtype: torch.dtype, kind: Norm, static: bool = False, form: torch.dtype = INT8.storage) -> None:
+    scale, bias = torch.empty((), device=META) if static else None, vector(K, dtype) if kind.is_layer else None
+    norms.norm_quantize(rows(K, dtype), vector(K, dtype), bias, kind, scale, form)
 
 
 def add_norm_quantize(K: int, dtype: torch.dtype, kind: Norm, sandwich: bool = False) -> None:
@@ -59,5 +62,5 @@ def add_norm(K: int, dtype: torch.dtype, kind: Norm) -> None:
     norms.add_norm(rows(K, dtype), rows(K, dtype), vector(K, dtype), vector(K, dtype), None, kind)
 
 
-def activation(K: int, dtype: torch.dtype, name: str, gated: bool) -> None:
-    activate.activation_quantize(rows(2 * K if gated else K, dtype), name, gated)
+def activation(K: int, dtype: torch.dtype, name: str, gated: bool, form: torch.dtype = INT8.storage) -> None:
+    activate.activation_quantize(rows(2 * K if gated else K, dtype), name, gated, None, form)

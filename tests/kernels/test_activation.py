@@ -8,6 +8,7 @@ from qgemm.kernels.activation import launcher as activation_launch
 from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.reference import activation_quantize_reference, quantize_rows_reference
+from qgemm.numerics.formats import FP8
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 GATED = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
@@ -42,6 +43,20 @@ def test_activations(name: str, dtype: torch.dtype, gated: bool, device: torch.d
     x = (3 * torch.randn(6, 600, device=device)).to(dtype)
     assert_as_the_reference(x, name, gated)
     assert_as_the_reference(x, name, gated, torch.tensor(0.05, device=device))
+
+
+@GATED
+@DTYPES
+@pytest.mark.parametrize("name", EXACT)
+def test_rows_of_fp8(name: str, dtype: torch.dtype, gated: bool, device: torch.device) -> None:
+    x = (3 * torch.randn(6, 600, device=device)).to(dtype)
+    x[4, 7], x[5] = torch.nan, 0
+    for scale in (None, torch.tensor(0.02, device=device)):
+        q, row_scale = activation_launch.activation_quantize(x, name, gated, scale, FP8.storage)
+        wanted, wanted_scale = activation_quantize_reference(x, name, gated, scale, FP8.storage)
+        assert q.dtype == wanted.dtype == FP8.storage
+        assert torch.equal(q.view(torch.int8), wanted.view(torch.int8))
+        assert torch.equal(row_scale.nan_to_num(nan=77), wanted_scale.nan_to_num(nan=77))
 
 
 def test_the_gate_is_rounded_before_the_product(device: torch.device) -> None:

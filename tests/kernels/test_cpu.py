@@ -15,7 +15,7 @@ from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.reference import int_mm_reference, matmul_reference, scaled_mm_reference
 from qgemm.kernels.rows import QuantizedRows
-from qgemm.numerics.formats import INT8
+from qgemm.numerics.formats import FP8, INT8
 
 # torch._int_mm, and the float32 sums that stand in for it on processors where it saturates.
 PATHS = pytest.mark.parametrize("exact", [True, False], ids=["onednn", "float"])
@@ -231,6 +231,9 @@ def made_rows(x: Tensor, residual: Tensor, weight: Tensor) -> list[tuple[Callabl
         (cpu.add_norm, (x, residual, weight, None, None, layer)),
         (cpu.activation_quantize, (x, "silu", True)),
         (cpu.activation_quantize, (x, "relu2", False, scale)),
+        (cpu.norm_quantize, (x, weight, None, rms, None, FP8.storage)),
+        (cpu.add_norm_quantize, (x, residual, weight, weight, None, rms, scale, FP8.storage)),
+        (cpu.activation_quantize, (x, "silu", True, None, FP8.storage)),
     ]
 
 
@@ -240,6 +243,7 @@ def assert_made_rows_equal_the_reference(x: Tensor, residual: Tensor, weight: Te
         for ours, theirs in zip(function(*arguments), wanted, strict=True):
             assert ours.dtype == theirs.dtype
             assert ours.shape == theirs.shape
+            ours, theirs = ours.float(), theirs.float()  # fp8 has no nan_to_num
             assert torch.equal(ours.nan_to_num(nan=77), theirs.nan_to_num(nan=77)), function.__name__
 
 

@@ -11,6 +11,7 @@ from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.norm import launcher as norm_launch
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.reference import add_norm_reference, quantize_rows_reference
+from qgemm.numerics.formats import FP8, INT8
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 KINDS = pytest.mark.parametrize("kind", NORMS)
@@ -34,6 +35,8 @@ def exact_norm(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm) -> Te
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
+    if ours.dtype == FP8.storage:
+        return torch.equal(ours.view(torch.int8), theirs.view(torch.int8))
     return torch.equal(ours.nan_to_num(nan=77), theirs.nan_to_num(nan=77))
 
 
@@ -48,16 +51,22 @@ def assert_parts_agree(x: Tensor, residual: Tensor, vectors: Vectors, norm: Norm
     else:
         eps = 3 * torch.finfo(x.dtype).eps
         torch.testing.assert_close(total[finite], wanted_total[finite], rtol=eps, atol=eps * 8)
-    q = quantize_rows_reference(normed, scale)
-    found_total, *found = norm_launch.add_norm_quantize(x, residual, branch, weight, bias, norm, scale)
-    assert same(found_total, total)
-    assert all(same(*pair) for pair in zip(found, q, strict=True))
-    assert found_total.shape == found[0].shape == x.shape
+    # Rows of fp8 without a norm behind the branch alone: one more kernel of each kind.
+    formats = (INT8, FP8) if branch is None else (INT8,)
+    rows = {form: quantize_rows_reference(normed, scale, dtype=form.storage) for form in formats}
+    for form, q in rows.items():
+        arguments = (x, residual, branch, weight, bias, norm, scale, form.storage)
+        found_total, *found = norm_launch.add_norm_quantize(*arguments)
+        assert same(found_total, total)
+        assert found[0].dtype == form.storage
+        assert all(same(*pair) for pair in zip(found, q, strict=True))
+        assert found_total.shape == found[0].shape == x.shape
     if weight is not None:
         # Its norm alone, of the rounded sum: the same device code, the same bits.
         assert same(norm_launch.add_norm(total, None, None, weight, bias, norm)[1], normed)
-        found = list(norm_launch.norm_quantize(total, weight, bias, norm, scale))
-        assert all(same(*pair) for pair in zip(found, q, strict=True))
+        for form, q in rows.items():
+            found = list(norm_launch.norm_quantize(total, weight, bias, norm, scale, form.storage))
+            assert all(same(*pair) for pair in zip(found, q, strict=True))
         exact = exact_norm(total, weight, bias, norm)[finite]
         # Of values with a rounding or two, and of a mean that is taken off.
         eps = 2 * torch.finfo(x.dtype).eps

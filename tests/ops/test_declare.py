@@ -56,7 +56,10 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "activate plain": (x.view(1, 5, 16), "gelu", False),
         "activation_quantize": (x, "silu", True, None),
         "activation_quantize static": (x.view(1, 5, 16), "gelu_tanh", False, one),
+        "activation_quantize fp8": (x, "silu", True, None, E4M3),
         "norm_quantize": (x, gamma, None, *norm, None),
+        "norm_quantize fp8": (x, gamma, None, *norm, one, E4M3),
+        "add_norm_quantize fp8": (x, x.flip(0), None, gamma, None, *norm, None, E4M3),
         "norm_quantize static": (x.view(1, 5, 16), gamma, gamma, "layer", 1e-5, one),
         "add_norm_quantize": (x, x.flip(0), None, gamma, None, *norm, None),
         "add_norm_quantize branch": (x, x.flip(0), gamma, None, None, *norm, None),
@@ -140,14 +143,16 @@ def function_of(variant: str) -> Any:
 def test_opcheck(variant: str, dtype: torch.dtype, device: torch.device) -> None:
     operator = getattr(ops, variant.split()[0]).default
     arguments = operands(dtype, device)[variant]
-    # PyTorch's check of schemas multiplies arguments by numbers, which float8 doesn't support.
+    # PyTorch's check of schemas multiplies arguments by numbers, and that of gradients adds outputs up, which float8
+    # doesn't support.
     has_float8 = any(isinstance(each, Tensor) and each.dtype == E4M3 for each in arguments)
-    others = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    others: Any = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(operator, arguments, test_utils=others if has_float8 else "ALL")
     layers = ("quant_linear", "block_scaled", "weight_only_linear")
     if variant.startswith(("matmul", *layers, "hadamard", "add_norm", "norm_quantize")):
         x, *rest = arguments
-        torch.library.opcheck(operator, (x.clone().requires_grad_(), *rest), test_utils=others if has_float8 else "ALL")
+        kinds = others[:2] if E4M3 in rest else others if has_float8 else "ALL"
+        torch.library.opcheck(operator, (x.clone().requires_grad_(), *rest), test_utils=kinds)
 
 
 @VARIANTS

@@ -10,6 +10,7 @@ from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
+from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv
 
 MAX_ROW_BYTES = 32_768  # of a row that a program keeps in registers, after the activation
@@ -18,29 +19,31 @@ BLOCK = 1024  # values of a program that doesn't quantize
 
 
 def activation_quantize(
-    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None
+    x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.activation_quantize`` on a GPU."""
     columns = x.shape[-1]
     K = columns // 2 if gated else columns
-    q = x.new_empty((*x.shape[:-1], K), dtype=torch.int8)
+    q = x.new_empty((*x.shape[:-1], K), dtype=dtype)
     row_scale = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if row_scale.numel():
         rows = x.reshape(row_scale.numel(), columns)
         if columns and rows.stride(1) != 1:
             rows = rows.contiguous()
-        _plan(rows, K, GatedActivation(activation, gated), input_scale)(rows, q, row_scale, input_scale)
+        launch = _plan(rows, K, GatedActivation(activation, gated), input_scale, dtype)
+        launch(rows, q.view(torch.int8), row_scale, input_scale)  # the kernel takes fp8 as bytes
     return q, row_scale
 
 
-def _plan(rows: Tensor, K: int, activation: GatedActivation, scale: Tensor | None) -> Launch:
-    kind = (activation_quantize, rows.shape, rows.stride(), rows.dtype, rows.device, activation, scale is None)
+def _plan(rows: Tensor, K: int, activation: GatedActivation, scale: Tensor | None, dtype: torch.dtype) -> Launch:
+    kind = (activation_quantize, rows.shape, rows.stride(), rows.dtype, rows.device, activation, scale is None, dtype)
     launch: Launch | None = plans.get(kind)
     if launch is None:
         limits = device_limits(rows.device)
         block, blocks, threads = activated_row_blocks(K, rows.itemsize)
         grid, next_early = quantize.programs(rows.shape[0], limits)
-        constants = (DEVICE_ACTIVATIONS[activation.name], activation, block, blocks, limits.pdl, next_early)
+        function, e4m3 = DEVICE_ACTIVATIONS[activation.name], quantize.rounding(dtype, limits)
+        constants = (function, activation, block, blocks, limits.pdl, next_early, e4m3)
         numbers, warps = (rows.shape[0], K, rows.stride(0)), max(1, threads // limits.warp_size)
         made = Launch(_activation_quantize_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
         launch = plans.keep(kind, made)

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages.norms import add_blocks, normalize_blocks, store_blocks
-from qgemm.kernels.stages.rows import RowQuantization, StridedRow, load_blocks, quantize_blocks
+from qgemm.kernels.stages.rows import StridedRow, load_blocks, quantize_blocks, row_quantization
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -17,10 +17,11 @@ def _norm_kernel(
     x, residual, branch_weight, weight, bias, total, normed, q, row_scale, scale,
     M, K, stride_xm, stride_xk, stride_rm, stride_rk,
     NORM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr,
 ):  # fmt: skip
     """A row a program, in ``BLOCKS`` blocks. All tensors but ``x`` may be None; ``total``, ``normed`` and ``q`` are
     contiguous ``[M, K]``, and ``scale`` is as in ``RowQuantization``. ``NORM``: a ``Norm``. ``PDL``: see ``Launch``.
+    ``E4M3``: see ``row_quantization``.
 
     ``NEXT_EARLY``: let the next kernel start at once, before the one ahead has ended, instead of when this one ends.
     """
@@ -52,6 +53,6 @@ def _norm_kernel(
         if normed is not None:
             store_blocks(normed + row * K, blocks, K, offsets, BLOCKS)
         if q is not None:
-            found, values = quantize_blocks(blocks, RowQuantization(scale), BLOCKS)
+            found, values = quantize_blocks(blocks, row_quantization(scale, None, E4M3), BLOCKS)
             tl.store(row_scale + row, found)
             store_blocks(q + row * K, values, K, offsets, BLOCKS)

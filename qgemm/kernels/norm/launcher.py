@@ -13,6 +13,7 @@ from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.norm.kernels import _norm_kernel
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.quantize import launcher as quantize
+from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_ROW_BYTES = 32_768  # of a row that a program holds in registers; PyTorch normalizes longer ones
@@ -21,12 +22,17 @@ Vectors = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def norm_quantize(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, input_scale: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm,
+    input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor]:
     """``dispatch.norm_quantize`` on a GPU."""
     if not _is_held(x):
-        return quantize.quantize_rows(norm(x, weight, bias), input_scale)
-    q, row_scale = _empty_rows(x)
+        return quantize.quantize_rows(norm(x, weight, bias), input_scale, dtype=dtype)
+    q, row_scale = _empty_rows(x, dtype)
     _run(x, None, (None, weight, bias), norm, (None, None, q, row_scale), input_scale)
     return q, row_scale
 
@@ -39,12 +45,13 @@ def add_norm_quantize(
     bias: Tensor | None,
     norm: Norm,
     input_scale: Tensor | None = None,
+    dtype: torch.dtype = INT8.storage,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.add_norm_quantize`` on a GPU."""
     if not _is_held(x):
         total, normed = _add_norm_by_torch(x, residual, (branch_weight, weight, bias), norm)
-        return total, *quantize.quantize_rows(normed, input_scale)
-    total, (q, row_scale) = _empty_like(x), _empty_rows(x)
+        return total, *quantize.quantize_rows(normed, input_scale, dtype=dtype)
+    total, (q, row_scale) = _empty_like(x), _empty_rows(x, dtype)
     _run(x, residual, (branch_weight, weight, bias), norm, (total, None, q, row_scale), input_scale)
     return total, q, row_scale
 
@@ -87,8 +94,8 @@ def _empty_like(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)
+def _empty_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _run(
@@ -106,22 +113,26 @@ def _run(
         return
     residuals = None if residual is None else residual.reshape(-1, K)
     vectors = tuple(each if each is None else each.contiguous() for each in vectors)  # type: ignore[assignment]
+    total, normed, q, row_scale = outputs
+    dtype = INT8.storage if q is None else q.dtype
     kind = (
         _run, rows.shape, rows.stride(), rows.dtype, rows.device, None if residuals is None else residuals.stride(),
-        *[each is None for each in (*vectors, *outputs, scale)], norm,
+        *[each is None for each in (*vectors, *outputs, scale)], norm, dtype,
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
-        launch = plans.keep(kind, _make_launch(rows, residuals, norm))
-    launch(rows, residuals, *vectors, *outputs, scale)
+        launch = plans.keep(kind, _make_launch(rows, residuals, norm, dtype))
+    # The kernel takes fp8 as bytes.
+    q = None if q is None else q.view(torch.int8)
+    launch(rows, residuals, *vectors, total, normed, q, row_scale, scale)
 
 
-def _make_launch(rows: Tensor, residuals: Tensor | None, norm: Norm) -> Launch:
+def _make_launch(rows: Tensor, residuals: Tensor | None, norm: Norm, dtype: torch.dtype) -> Launch:
     (M, K), limits = rows.shape, device_limits(rows.device)
     block, blocks, threads = row_blocks(K, rows.itemsize)
     grid, next_early = quantize.programs(M, limits)
     numbers = (M, K, *rows.stride(), *((0, 0) if residuals is None else residuals.stride()))
-    constants = (norm, block, blocks, limits.pdl, next_early)
+    constants = (norm, block, blocks, limits.pdl, next_early, quantize.rounding(dtype, limits))
     warps = max(1, threads // limits.warp_size)
     return Launch(_norm_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
 

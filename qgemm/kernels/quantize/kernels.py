@@ -8,13 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.stages.rows import (
-    RowQuantization,
-    StridedRow,
-    e4m3_quantization,
-    quantize_row,
-    quantize_row_groups,
-)
+from qgemm.kernels.stages.rows import StridedRow, quantize_row, quantize_row_groups, row_quantization
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -28,7 +22,7 @@ def _quantize_rows_kernel(
 
     ``PDL``: see ``Launch``. ``BLOCKS``: see ``quantize_row``.
 
-    ``E4M3``: None for int8; for fp8, whose bytes ``q`` takes, see ``e4m3_quantization``. ``GROUPED``: with a scale for
+    ``E4M3``: None for int8; for fp8, whose bytes ``q`` takes, see ``row_quantization``. ``GROUPED``: with a scale for
     each 128 values, ``stride_group`` apart; those of rows are ``stride_scale`` apart.
 
     ``NEXT_EARLY``: let the next kernel start at once, before the one ahead has ended, instead of when this one ends.
@@ -42,10 +36,7 @@ def _quantize_rows_kernel(
         q_ptr = q_ptr.to(tl.pointer_type(tl.int8), bitcast=True)
     if row < M:
         source = StridedRow(x_ptr + row * stride_xm, K, stride_xk)
-        if E4M3 is None:  # noqa: SIM108  # which Triton takes for a choice at run time
-            quantization = RowQuantization(scale_ptr, zero_ptr)
-        else:
-            quantization = e4m3_quantization(scale_ptr, E4M3)
+        quantization = row_quantization(scale_ptr, zero_ptr, E4M3)
         if GROUPED:
             row_scale_ptr += row * stride_scale
             offsets = tl.arange(0, BLOCK)

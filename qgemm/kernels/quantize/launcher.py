@@ -76,10 +76,14 @@ def _make_launch(rows: Tensor, next_early: bool, dtype: torch.dtype, group_strid
     grid, next_early = programs(M, limits, next_early)
     if group_strides is not None:
         block = max(block, BLOCK)
-    e4m3 = None if dtype == INT8.storage else limits.rounds_fp8
     numbers = (M, K, *rows.stride(), *(group_strides or (1, 1)))
-    constants = (block, blocks, limits.pdl, next_early, e4m3, group_strides is not None)
+    constants = (block, blocks, limits.pdl, next_early, rounding(dtype, limits), group_strides is not None)
     return Launch(_quantize_rows_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
+
+
+def rounding(dtype: torch.dtype, limits: DeviceLimits) -> bool | None:
+    """What kernels take for ``dtype``: None for int8; for fp8, whether an instruction rounds to it."""
+    return None if dtype == INT8.storage else limits.rounds_fp8
 
 
 def programs(M: int, limits: DeviceLimits, next_early: bool | None = None) -> tuple[int, bool]:

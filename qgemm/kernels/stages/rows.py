@@ -181,6 +181,15 @@ class RowQuantization:
 
 
 @triton.jit
+def row_quantization(scale, zero_point, E4M3: tl.constexpr):
+    """To int8; or, where ``E4M3`` isn't None, to fp8: whether the device has an instruction that rounds to it."""
+    if E4M3 is None:
+        return RowQuantization(scale, zero_point)
+    else:
+        return e4m3_quantization(scale, E4M3)
+
+
+@triton.jit
 def e4m3_quantization(scale, INSTRUCTION: tl.constexpr):
     """``RowQuantization`` to fp8. ``INSTRUCTION``: whether the device has one that rounds to it."""
     return RowQuantization(

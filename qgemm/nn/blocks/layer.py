@@ -177,11 +177,11 @@ class FusedLayer:
         assert self.attention is not None
         first, second = operands
         shares = self.mlp_norm is None
-        # Rows only where both branches read rows.
-        in_rows = read_rows(first) and (read_rows(second) or not shares)
+        # Rows only where both branches read them, of one dtype.
+        in_rows = read_rows(first) and (not shares or (read_rows(second) and first[0].dtype == second[0].dtype))
         into: Any = read(x, self.attention_norm, first if in_rows else ())
         if shares and in_rows and isinstance(into, Tensor):
-            into = quantize(into, first[0].input_scale)
+            into = quantize(into, first[0])
         other: Any = into if shares else read(x, self.mlp_norm, second)
         out = self.attention(into, first, x if self.residual_first else None, x.dtype, context)
         out = self.mlp(other, second, out, x.dtype, context)

@@ -13,7 +13,6 @@ from qgemm.kernels.rows import QuantizedRows
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.weight_only import WeightOnlyLinear
-from qgemm.numerics.formats import INT8
 from qgemm.ops import quant_linear
 from qgemm.ops.linear import multiply, weight_only_linear
 
@@ -31,8 +30,13 @@ class QuantizedOperands(NamedTuple):
 
     @property
     def reads_rows(self) -> bool:
-        """Whether it is best given quantized rows, which the kernels between products make in int8."""
-        return self.weight.dtype == INT8.storage
+        """Whether it is best given quantized rows."""
+        return True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the rows that it reads."""
+        return self.weight.dtype
 
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
         """``round(x @ weight.T + bias)`` in ``dtype``, plus ``residual``, rounded again."""
@@ -51,6 +55,11 @@ class FloatOperands(NamedTuple):
     def reads_rows(self) -> bool:
         """As above: it takes floats alone."""
         return False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As above: nobody asks."""
+        raise TypeError("a layer whose weight alone is quantized reads no quantized rows")
 
     @property
     def input_scale(self) -> None:

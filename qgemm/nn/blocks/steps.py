@@ -32,9 +32,9 @@ class NormStep:
         return weight, parameters.get("bias")
 
 
-def quantize(x: Tensor, input_scale: Tensor | None) -> QuantizedRows:
-    """``x [..., K]`` in int8."""
-    return QuantizedRows(*torch.ops.qgemm.quantize_rows(x, input_scale))
+def quantize(x: Tensor, operands: Operands) -> QuantizedRows:
+    """``x [..., K]`` as rows for a product of ``operands``."""
+    return QuantizedRows(*torch.ops.qgemm.quantize_rows(x, operands.input_scale, None, operands.dtype))
 
 
 def normalize(x: Tensor, step: NormStep | None) -> Tensor:
@@ -52,7 +52,7 @@ def read(x: Tensor, step: NormStep | None, operands: tuple[Operands, ...]) -> In
     assert step.norm is not None
     if not read_rows(operands):
         return add_norm(x, None, None, *vectors, step.norm)[1]
-    return QuantizedRows(*norm_quantize(x, *vectors, step.norm, operands[0].input_scale))
+    return QuantizedRows(*norm_quantize(x, *vectors, step.norm, operands[0].input_scale, operands[0].dtype))
 
 
 def add_and_read(
@@ -71,7 +71,8 @@ def add_and_read(
     branch_weight = None if before is None else before[0]
     weight, bias = (None, None) if after is None else after
     if in_rows:
-        total, *rows = add_norm_quantize(x, residual, branch_weight, weight, bias, norm, operands[0].input_scale)
+        scale, dtype = operands[0].input_scale, operands[0].dtype
+        total, *rows = add_norm_quantize(x, residual, branch_weight, weight, bias, norm, scale, dtype)
         return total, QuantizedRows(*rows)
     return add_norm(x, residual, branch_weight, weight, bias, norm)
 
@@ -90,7 +91,7 @@ def activate(h: Tensor, activation: Callable[[Tensor], Tensor], name: str, gated
     In one kernel if ``name`` says which activation it is.
     """
     if name and operands.reads_rows:
-        return QuantizedRows(*activation_quantize(h, name, gated, operands.input_scale))
+        return QuantizedRows(*activation_quantize(h, name, gated, operands.input_scale, operands.dtype))
     if name:
         return activate_floats(h, name, gated)
     if not gated:
