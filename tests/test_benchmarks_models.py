@@ -257,6 +257,19 @@ def test_one_step_is_cut_out_of_the_kernels() -> None:
         timeline.one_step([timeline.Kernel(str(place), place, 1) for place in range(40)], 7)
 
 
+def test_a_step_may_have_other_kernels_than_the_one_before() -> None:
+    kernels = [
+        replace(one, name=f"{one.name}_{place // 14}") if one.name == "decode_attention" else one
+        for place, one in enumerate(recorded(7))
+    ]
+    step = timeline.one_step(kernels, 7)
+    assert (step[0].name, step[-1].name, len(step)) == ("nvjet_lm_head", "argmax", 2), "nothing else is there once"
+    starts = range(15, 113, 14)
+    kernels = [replace(one, name="embedding") if place in starts else one for place, one in enumerate(kernels)]
+    step = timeline.one_step(kernels, 7)
+    assert (step[0].name, step[-1].name, len(step), step[0].start) == ("embedding", "argmax", 14, 0)
+
+
 def test_the_time_line_says_what_takes_how_long(tmp_path: Path) -> None:
     steps = {"bf16": timeline.one_step(recorded(7), 7)}
     header, (row,) = timeline.table(steps)

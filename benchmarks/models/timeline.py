@@ -106,7 +106,9 @@ def _record(args: argparse.Namespace, name: str, device: torch.device) -> list[K
 def one_step(kernels: Sequence[Kernel], steps: int) -> list[Kernel]:
     """The last step that is followed by nothing but what ends the call, from 0 on; ``steps``: how many there are.
 
-    Steps run the same kernels in the same order. Raises ``ValueError`` if no such run of kernels is there twice.
+    Steps run the same kernels in the same order. Where they don't, as eager attention has other ones for other lengths,
+    the last step is from the first to the last of the kernels that there are once in a step, such as the embedding and
+    the choice of a token. Raises ``ValueError`` if it finds neither.
     """
     names = [kernel.name for kernel in kernels]
     longest = len(names) // steps + 1  # the prompt's kernels are among them too
@@ -114,9 +116,19 @@ def one_step(kernels: Sequence[Kernel], steps: int) -> list[Kernel]:
         end = len(names) - rest
         for count in range(longest, longest // 2, -1):
             if end - 2 * count > 0 and names[end - count : end] == names[end - 2 * count : end - count]:
-                step = kernels[end - count : end]
-                return [Kernel(one.name, one.start - step[0].start, one.duration) for one in step]
+                return _from_0(kernels[end - count : end])
+    places: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        places.setdefault(name, []).append(place)
+    # The prompt may have one, too.
+    once = [at[-1] for at in places.values() if len(at) in (steps, steps + 1) and at[-1] - at[0] >= len(names) // 2]
+    if len(once) > 1:
+        return _from_0(kernels[min(once) : max(once) + 1])
     raise ValueError(f"no step repeats in {len(names)} kernels of {steps} steps")
+
+
+def _from_0(step: Sequence[Kernel]) -> list[Kernel]:
+    return [Kernel(one.name, one.start - step[0].start, one.duration) for one in step]
 
 
 def table(steps: dict[str, list[Kernel]]) -> Table:
