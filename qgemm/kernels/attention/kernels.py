@@ -10,7 +10,8 @@ whose values are their results.
 ``Keys`` says which keys are in use and how they are shared out. Both kernels ask it, so nothing has to be counted or
 cleared: parts beyond those with keys are neither written nor read.
 
-``PDL``: see ``Launch``.
+``PDL``: see ``Launch``. ``NEXT_EARLY``: let the next kernel start at once, before the one ahead has ended: the output
+projection then loads its weights beside the attention.
 """
 
 import triton
@@ -80,15 +81,16 @@ def _attend_kernel(
     stride_length, stride_start,
     S: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part of a head's keys a program, to ``part_out [B * Hkv, parts, S * GROUP, D]``; to ``out`` unless ``SPLIT``.
 
     ``BLOCK_R``, ``BLOCK_N``, ``BLOCK_D``: powers of 2, rows, keys, and at least ``D``.
     """
+    if NEXT_EARLY:
+        gdc_launch_dependents()
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     ROWS: tl.constexpr = S * GROUP
     ROW_BLOCKS: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
@@ -158,12 +160,13 @@ def _combine_kernel(
     part_out, part_lse, length, start, sinks, out,
     parts, max_length, Hkv, stride_length, stride_start,
     S: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """A row of ``out [B, S, Hkv * GROUP, D]`` a program, ``PARTS`` parts at a time."""
+    if NEXT_EARLY:
+        gdc_launch_dependents()
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
     ROWS: tl.constexpr = S * GROUP
     row = tl.program_id(0).to(tl.int64)
     q_head, token = row % (Hkv * GROUP), row // (Hkv * GROUP)

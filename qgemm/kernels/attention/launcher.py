@@ -26,6 +26,7 @@ BLOCK_BYTES = 8192  # of keys
 FEW_KEYS = 64
 PROGRAMS_PER_SM = 4  # that there should be
 MAX_COMBINED = 8192  # values at a time
+MAX_TOKENS_TO_OVERLAP = 64  # see quantize.MAX_ROWS_TO_OVERLAP
 
 
 class Plan(NamedTuple):
@@ -76,9 +77,10 @@ def _make_plan(call: AttentionCall) -> Plan:
         strides += (0, 0, 0) if each is None else each.stride()
     for each in (length, start):
         strides.append(0 if each is None or each.shape[0] == 1 else each.stride(0))
+    next_early = limits.pdl and B * S <= MAX_TOKENS_TO_OVERLAP
     attend = Launch(
         _attend_kernel, heads * parts, (parts, max_length, Hkv, *strides),
-        (S, group, D, scale, softcap, window, parts > 1, block_r, block_n, block_d, limits.pdl),
+        (S, group, D, scale, softcap, window, parts > 1, block_r, block_n, block_d, limits.pdl, next_early),
         num_warps=warps, num_stages=stages, pdl=limits.pdl,
     )  # fmt: skip
     if parts == 1:
@@ -86,7 +88,7 @@ def _make_plan(call: AttentionCall) -> Plan:
     combined = min(next_power_of_2(parts), MAX_COMBINED // block_d)
     combine = Launch(
         _combine_kernel, B * S * Hq, (parts, max_length, Hkv, *strides[-2:]),
-        (S, group, D, window, block_n, combined, block_d, limits.pdl), num_warps=4, pdl=limits.pdl,
+        (S, group, D, window, block_n, combined, block_d, limits.pdl, next_early), num_warps=4, pdl=limits.pdl,
     )  # fmt: skip
     return Plan(attend, combine, B * Hkv * parts * S * group)
 
