@@ -111,6 +111,12 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.routing",
         "qgemm.numerics",
     },
+    "qgemm.kernels.sampling": {
+        "qgemm.kernels.stages",
+        "qgemm.kernels.launch",
+        "qgemm.kernels.checks",
+        "qgemm.numerics",
+    },
     "qgemm.kernels.moe": {
         "qgemm.kernels.stages",
         "qgemm.kernels.launch",

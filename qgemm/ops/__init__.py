@@ -10,13 +10,14 @@ A file that declares operators is imported here:
 - ``experts``: ``quant_experts``, ``weight_only_experts``.
 - ``router``: ``route``.
 - ``attention``: ``decode_attention``.
+- ``sampling``: ``choose_tokens``.
 - ``rotary``: ``rotate``, ``rotate_and_store``, ``store_key_value``, ``rotary_angles``.
 
 Each operator runs on CPU and CUDA (ROCm included), traces under ``torch.compile`` and ``torch.export`` through a fake
 implementation that makes the same checks, and has a gradient. ``dispatch.py`` documents arguments and numbers.
 """
 
-from qgemm.ops import attention, norms, products, rotary, router, rows
+from qgemm.ops import attention, norms, products, rotary, router, rows, sampling
 from qgemm.ops.experts import quant_experts, weight_only_experts
 from qgemm.ops.linear import block_scaled_linear, quant_linear
 
@@ -30,5 +31,6 @@ __all__ = [
     "rotary",
     "router",
     "rows",
+    "sampling",
     "weight_only_experts",
 ]

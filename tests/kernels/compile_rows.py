@@ -8,6 +8,8 @@ from assumed_devices import META, Case
 from qgemm.kernels.activation import launcher as activate
 from qgemm.kernels.norm import launcher as norms
 from qgemm.kernels.norms import Norm
+from qgemm.kernels.sampling import launcher as sampling
+from qgemm.kernels.sampling.choice import Choice
 from qgemm.numerics.formats import FP8, INT8
 
 
@@ -37,6 +39,17 @@ def row_cases() -> Iterator[Case]:
     yield Case("rows activation longest float16", lambda: activation(16_384, fp16, "gelu", True))
     yield Case("activation bfloat16", lambda: activate.activate(rows(28_672, bf16), "silu", True))
     yield Case("rows activation read twice float32", lambda: activation(16_400, fp32, "gelu_tanh", False))
+    # The choice of a step's tokens, for one sequence and for many.
+    yield Case("rows choose", lambda: choose(1, bf16, ends=True))
+    yield Case("rows choose of many", lambda: choose(64, fp32, ends=False))
+
+
+def choose(B: int, dtype: torch.dtype, ends: bool) -> None:
+    scores, finished = torch.empty(B, 128_256, dtype=dtype, device=META), torch.empty(B, dtype=torch.bool, device=META)
+    token, rows, counters, end = (
+        torch.empty(shape, dtype=torch.int64, device=META) for shape in ((B, 1), (600, B + 1), (B + 1,), (2,))
+    )
+    sampling.choose_tokens(Choice(scores, token, rows, counters, finished, end if ends else None, 0 if ends else None))
 
 
 def rows(K: int, dtype: torch.dtype) -> torch.Tensor:

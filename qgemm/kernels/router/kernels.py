@@ -10,13 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages.epilogue import rounded
-
-
-@triton.jit
-def _ordered(x):
-    """int32 values in the order of float32 ``x``, in which -0 equals 0, and any NaN is the largest."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+from qgemm.kernels.stages.order import ordered
 
 
 @triton.jit
@@ -55,7 +49,7 @@ def _route_kernel(
     if bias is not None:
         choice += tl.load(bias + experts, mask=experts < E, other=0.0).to(tl.float32)
     # What is no expert is never larger than one, and behind all of them.
-    left = _ordered(tl.where(experts < E, choice, float("-inf")))
+    left = ordered(tl.where(experts < E, choice, float("-inf")))
     if KEPT_GROUPS < GROUPS:
         left = _in_kept_groups(left, GROUPS, KEPT_GROUPS)
     chosen = tl.full((SLOTS,), float("-inf"), tl.float32)
@@ -83,25 +77,25 @@ def _route_kernel(
 
 @triton.jit
 def _in_kept_groups(values, GROUPS: tl.constexpr, KEPT: tl.constexpr):
-    """``_ordered`` values; those out of the ``KEPT`` groups whose two largest are the most become -inf."""
+    """``ordered`` values; those out of the ``KEPT`` groups whose two largest are the most become -inf."""
     SIZE: tl.constexpr = values.shape[0] // GROUPS
     parts = tl.reshape(values, (GROUPS, SIZE))
     places, groups = tl.arange(0, SIZE)[None, :], tl.arange(0, GROUPS)
     first = tl.max(parts, axis=1)
     place = tl.min(tl.where(parts == first[:, None], places, SIZE), axis=1)
     second = tl.max(tl.where(places == place[:, None], -0x80000000, parts), axis=1)
-    left = _ordered(_float(first) + _float(second))
+    left = ordered(_float(first) + _float(second))
     kept = groups < 0
     for _ in range(KEPT):
         group = tl.min(tl.where(left == tl.max(left, axis=0), groups, GROUPS), axis=0)
         kept = kept | (groups == group)
         left = tl.where(groups == group, -0x80000000, left)
-    ruled_out: tl.constexpr = -0x7F800001  # _ordered(-inf)
+    ruled_out: tl.constexpr = -0x7F800001  # ordered(-inf)
     return tl.reshape(tl.where(kept[:, None], parts, ruled_out), (GROUPS * SIZE,))
 
 
 @triton.jit
-def _float(ordered):
-    """What ``_ordered`` was made of."""
-    value = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    return tl.where(ordered == 0x7FFFFFFF, float("nan"), value)
+def _float(integer):
+    """What ``ordered`` made it of."""
+    value = (integer ^ ((integer >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.where(integer == 0x7FFFFFFF, float("nan"), value)

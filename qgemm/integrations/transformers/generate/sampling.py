@@ -15,6 +15,7 @@ from transformers.generation import logits_process as processors
 
 from qgemm.integrations.transformers.generate.covered import NotCovered
 from qgemm.integrations.transformers.generate.stopping import Stops
+from qgemm.kernels.checks import FLOAT_DTYPES
 
 # They read nothing but the scores, and never wait for the device.
 _OF_SCORES_ALONE = (
@@ -56,13 +57,15 @@ class Progress:
         self.step.zero_()
         self.position.copy_(position)
 
-    def write(self, ended: Tensor | None) -> None:
-        """Counts a step, whose tokens are in ``token``; ``ended`` [B] are the rows that end with it, if any may."""
-        if ended is not None:
-            self.finished.logical_or_(ended)
-            self.rows[:, -1].index_copy_(0, self.step, self.finished.all()[None].to(self.rows.dtype))
-        self.rows[:, :-1].index_copy_(0, self.step, self.token.T)
-        self._counters.add_(1)
+    def choose(self, scores: Tensor, ends: Tensor | None, padding: int | None, minimum: int) -> None:
+        """Counts a step, whose tokens are the first of the largest ``scores`` [B, V]: ``dispatch.choose_tokens``."""
+        of_largest = (self.token, self.rows, self._counters, self.finished)
+        torch.ops.qgemm.choose_tokens(scores, *of_largest, ends, padding, minimum)
+
+    def finish(self, ended: Tensor) -> None:
+        """Notes that the rows ``ended`` [B] have ended with the step that was counted last."""
+        self.finished.logical_or_(ended)
+        self.rows[:, -1].index_copy_(0, self.step - 1, self.finished.all()[None].to(self.rows.dtype))
 
 
 class _ScoresAlone:
@@ -121,8 +124,8 @@ class _NoEndBefore:
 
     def __init__(self, minimum: int, ends: Sequence[int]) -> None:
         self.key: Hashable = (_NoEndBefore, minimum, *ends)
-        self._minimum = minimum
-        self._ends = ends
+        self.minimum = minimum
+        self.ends = ends
         self._is_end: Tensor | None = None
 
     def adopt(self, other: _NoEndBefore) -> None:
@@ -130,12 +133,12 @@ class _NoEndBefore:
 
     def begin(self, prompt: Tensor, vocabulary: int) -> None:
         if self._is_end is None:
-            ends = torch.tensor(self._ends, device=prompt.device)
+            ends = torch.tensor(self.ends, device=prompt.device)
             self._is_end = (torch.arange(vocabulary, device=prompt.device)[:, None] == ends).any(-1)
 
     def __call__(self, scores: Tensor, progress: Progress) -> Tensor:
         assert self._is_end is not None, "begin comes first"
-        return scores.masked_fill(self._is_end & (progress.step < self._minimum), -math.inf)
+        return scores.masked_fill(self._is_end & (progress.step < self.minimum), -math.inf)
 
     def observe(self, token: Tensor) -> None:
         pass
@@ -167,14 +170,6 @@ def _in_parts(scores: Tensor) -> Tensor:
     """
     parts = next(parts for parts in (256, 128, 64, 32, 16, 1) if scores.shape[-1] % parts == 0)
     return scores.view(scores.shape[0], parts, -1)
-
-
-def _argmax(scores: Tensor, out: Tensor) -> Tensor:
-    """Writes to ``out [B, 1]`` the place of the largest of each row of ``scores [B, V]``; of equals, the first."""
-    parts = _in_parts(scores)
-    most, place = parts.max(-1)
-    part = most.argmax(-1, keepdim=True)
-    return torch.add(place.gather(-1, part), part, alpha=parts.shape[-1], out=out)
 
 
 class Sampler:
@@ -218,16 +213,26 @@ class Sampler:
             scores = stage(scores, progress)
         return scores
 
+    def _minimum(self) -> int:
+        """The step before which no end token is chosen, if that is all that is asked of scores; else 0."""
+        if self._draws or len(self._stages) != 1:
+            return 0
+        (stage,) = self._stages
+        return stage.minimum if isinstance(stage, _NoEndBefore) and stage.ends == self._stops.ends else 0
+
     def __call__(self, progress: Progress) -> None:
         """Chooses by ``progress.logits``."""
-        scores = self.scores(progress.logits, progress)
+        minimum = self._minimum()
+        scores = progress.logits if minimum else self.scores(progress.logits, progress)
         if self._draws:
             # torch.multinomial waits for the device to check its argument. What softmax divides by makes no difference.
             most = _in_parts(scores).amax(-1).amax(-1, keepdim=True)
             scores = (scores - most).exp_() / torch.empty_like(scores).exponential_()
-        token = _argmax(scores, progress.token)
-        if self._padding is not None:
-            token.masked_fill_(progress.finished[:, None], self._padding)
+        elif scores.dtype not in FLOAT_DTYPES:
+            scores = scores.float()
+        progress.choose(scores, self._stops.end_tokens, self._padding, minimum)
         for stage in self._stages:
-            stage.observe(token)
-        progress.write(self._stops(token))
+            stage.observe(progress.token)
+        ended = self._stops.by_strings(progress.token)
+        if ended is not None:
+            progress.finish(ended)

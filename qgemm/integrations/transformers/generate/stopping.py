@@ -22,20 +22,6 @@ from transformers.generation.stopping_criteria import (
 from qgemm.integrations.transformers.generate.covered import NotCovered
 
 
-class _EndTokens:
-    """The rows whose token is one of ``ends``."""
-
-    def __init__(self, ends: Sequence[int], device: torch.device) -> None:
-        self.key: Hashable = tuple(ends)
-        self._ends = torch.tensor(ends, device=device)
-
-    def begin(self, prompt: Tensor) -> None:
-        pass
-
-    def __call__(self, token: Tensor) -> Tensor:
-        return (token == self._ends).any(-1)
-
-
 class _StopStrings:
     """The rows whose text ends with one of the criterion's strings: the criterion itself, over the last tokens."""
 
@@ -64,37 +50,40 @@ class _StopStrings:
 class Stops:
     """All criteria of a call. ``deadline`` is in ``time.time()``'s seconds, or None.
 
-    ``pads`` says that a row that has ended goes on with padding. Stops with one ``key`` do the same on the device.
+    ``ends`` are the tokens that end a row, ``end_tokens`` a tensor of them, or None without any. ``pads`` says that a
+    row that has ended goes on with padding. Stops with one ``key`` do the same on the device.
     """
 
     def __init__(self, criteria: Sequence[StoppingCriteria], device: torch.device) -> None:
         """Raises ``NotCovered`` for a criterion that isn't known."""
         self.deadline: float | None = None
         self.pads = False
-        self._rules: list[_EndTokens | _StopStrings] = []
+        self.ends: list[int] = []
+        self._strings: list[_StopStrings] = []
         for criterion in criteria:
             if type(criterion) is EosTokenCriteria:
                 self.pads = (
                     True  # a row that has ended goes on with padding, as in transformers only if there are end tokens
                 )
-                self._rules.append(_EndTokens(criterion.eos_token_id.tolist(), device))
+                self.ends += criterion.eos_token_id.tolist()
             elif type(criterion) is StopStringCriteria:
-                self._rules.append(_StopStrings(criterion))
+                self._strings.append(_StopStrings(criterion))
             elif type(criterion) is MaxTimeCriteria:
                 deadline = criterion.initial_timestamp + criterion.max_time
                 self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
             elif type(criterion) is not MaxLengthCriteria:
                 raise NotCovered(f"it knows no stopping criterion {type(criterion).__name__}")
-        self.key: Hashable = tuple((type(rule), rule.key) for rule in self._rules)
+        self.end_tokens = torch.tensor(self.ends, device=device) if self.ends else None
+        self.key: Hashable = (tuple(self.ends), *(rule.key for rule in self._strings))
 
     def begin(self, prompt: Tensor) -> None:
         """Before the first token of ``prompt`` [B, S]."""
-        for rule in self._rules:
+        for rule in self._strings:
             rule.begin(prompt)
 
-    def __call__(self, token: Tensor) -> Tensor | None:
-        """The rows that end with ``token`` [B, 1], or None if tokens end none."""
-        ended = [rule(token) for rule in self._rules]
+    def by_strings(self, token: Tensor) -> Tensor | None:
+        """The rows [B] whose text ends with a string after ``token`` [B, 1]; None if there are no strings."""
+        ended = [rule(token) for rule in self._strings]
         return functools.reduce(torch.logical_or, ended) if ended else None
 
     def out_of_time(self) -> bool:

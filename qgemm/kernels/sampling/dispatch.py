@@ -1,0 +1,30 @@
+"""The choice of a step's tokens, where the tensors are: as ``dispatch.py``."""
+
+from typing import Any
+
+import torch
+
+from qgemm.kernels.checks import on_gpu
+from qgemm.kernels.sampling.checks import check_choose_tokens
+from qgemm.kernels.sampling.choice import Choice
+from qgemm.kernels.sampling.reference import choose_tokens_reference
+
+
+def choose_tokens(choice: Choice) -> None:
+    """The first of the largest scores of each row, and what a loop of decoding steps notes of it, in place.
+
+    NaN is larger than all numbers.
+    """
+    check_choose_tokens(choice)
+    if on_gpu(choice.scores):
+        _launcher().choose_tokens(choice)
+        return
+    with torch.no_grad():
+        choose_tokens_reference(choice)
+
+
+def _launcher() -> Any:
+    """Its import imports Triton."""
+    from qgemm.kernels.sampling import launcher
+
+    return launcher
