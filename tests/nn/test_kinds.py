@@ -1,8 +1,6 @@
-"""What holds for the linear layers of every scheme: how they are made, kept, copied, moved, and differentiated."""
+"""What holds for the linear layers of every scheme: how they are made, what they compute, and their gradients."""
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
 
-from qgemm.nn import LinearLayer, QuantLinear, WeightOnlyLinear, linear_class
+from qgemm.nn import LinearLayer, QuantLinear, linear_class
 from qgemm.scheme import SCHEMES, resolve_scheme
 
 SCHEME = pytest.mark.parametrize("scheme", EVERY_LAYER)
@@ -222,47 +220,6 @@ def test_a_model_in_float64_says_what_to_do(scheme: str) -> None:
 
 
 @SCHEME
-def test_scales_are_checked_as_they_are_loaded(scheme: str) -> None:
-    layer = make(scheme)
-    before = copy.deepcopy(layer.state_dict())
-    # Those of weights alone may be negative in other libraries' files, and 0.
-    of_weights = isinstance(layer, WeightOnlyLinear)
-    values, problem = [torch.nan, torch.inf], "holds NaN or Inf"
-    if not of_weights:
-        values, problem = [*values, 0.0, -1.0], "is not finite and above 0 everywhere"
-    for name in layer.scale_names:
-        if name in before:
-            for value in values:
-                bad = before[name].clone()
-                bad.view(-1)[-1] = 255 if bad.dtype == torch.uint8 else torch.nan if bad.itemsize == 1 else value
-                with pytest.raises(RuntimeError, match=f"{name} {problem}"):
-                    layer.load_state_dict({**before, name: bad})
-                if bad.dtype.itemsize > 1:
-                    with pytest.raises(RuntimeError, match=f"{name} {problem}"):
-                        layer.load_state_dict({**before, name: bad.bfloat16()}, assign=True)
-    if "weight_global_scale" in before:
-        with pytest.raises(RuntimeError, match="weight_global_scale is not finite, or 0"):
-            layer.load_state_dict({**before, "weight_global_scale": torch.tensor([1.0, 0.0])})
-    if "input_order" in before:
-        with pytest.raises(RuntimeError, match=f"input_order is no order of {K} columns"):
-            layer.load_state_dict({**before, "input_order": torch.zeros(K, dtype=torch.int32)})
-    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
-
-
-@pytest.mark.parametrize("scheme", ["int4", "int8-weight", "nf4"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("assign", [False, True])
-def test_scales_of_groups_keep_their_dtype(scheme: str, dtype: torch.dtype, assign: bool) -> None:
-    layer, state = make(scheme), make(scheme).state_dict()
-    state["weight_scale"] = -state["weight_scale"].to(dtype)
-    layer.load_state_dict(state, assign=assign)
-    assert layer.weight_scale.dtype == layer.half().weight_scale.dtype == dtype
-    assert torch.equal(layer.weight_scale, state["weight_scale"])
-    x = torch.randn(3, K)
-    torch.testing.assert_close(layer(x), layer.dequantize(torch.float32)(x))
-
-
-@SCHEME
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_under_autocast_the_output_is_that_of_a_cast_input(
     scheme: str, dtype: torch.dtype, device: torch.device
@@ -389,117 +346,6 @@ def test_export(scheme: str) -> None:
     program = torch.export.export(layer, (x,), dynamic_shapes={"input": {0: rows}})
     more = torch.randn(7, K).clamp(-3.9, 3.9)
     torch.testing.assert_close(program.module()(more), layer(more), rtol=1e-6, atol=1e-6)
-
-
-# What is done to modules
-
-CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "half": lambda m: m.half(),
-    "float": lambda m: m.float(),
-    "to dtype": lambda m: m.to(torch.bfloat16),
-    "type": lambda m: m.type(torch.float16),
-    "there and back": lambda m: m.half().float().bfloat16().double().float(),
-    "inside another module": lambda m: nn.Sequential(m).half()[0],
-}
-
-
-@SCHEME
-@pytest.mark.parametrize("cast", CASTS)
-def test_casts_touch_biases_only(scheme: str, cast: str) -> None:
-    layer = make(scheme)
-    fixed = {name: getattr(layer, name).clone() for name in layer.fixed_names if getattr(layer, name) is not None}
-    after = CASTS[cast](layer)
-    assert after is layer
-    for name, value in fixed.items():
-        assert getattr(after, name).dtype == value.dtype
-        assert torch.equal(getattr(after, name), value)
-        assert not getattr(after, name).requires_grad
-    out = after(torch.randn(3, K, dtype=torch.bfloat16))
-    assert out.dtype == torch.bfloat16
-    assert out.isfinite().all()
-
-
-COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "torch.save": lambda m: through_torch_save(m),
-}
-
-
-def through_torch_save(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@SCHEME
-@pytest.mark.parametrize("how", COPIES)
-def test_copies(scheme: str, how: str) -> None:
-    layer, x = make(scheme), torch.randn(3, K)
-    if how == "pickle" and any(p.dtype == torch.float8_e4m3fn for p in layer.parameters()):
-        return  # which PyTorch can't pickle
-    state = set(vars(layer))
-    out = layer(x)
-    assert set(vars(layer)) == state, "a call leaves nothing in the module"
-    other = COPIES[how](layer)
-    assert_same(layer, other)
-    assert torch.equal(other(x), out)
-    getattr(other, layer.weight_names[0]).zero_()
-    assert getattr(layer, layer.weight_names[0]).any(), "the copy must have its own memory"
-
-
-@SCHEME
-@pytest.mark.parametrize("assign", [False, True])
-def test_state_dict(scheme: str, assign: bool) -> None:
-    layer, x = make(scheme), torch.randn(3, K)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    other = linear_class(scheme)(K, N, device="meta" if assign else None, scheme=scheme)
-    assert str(other.load_state_dict(state, strict=True, assign=assign)) == "<All keys matched successfully>"
-    assert_same(layer, other)
-    assert torch.equal(other(x), layer(x))
-
-
-@SCHEME
-def test_state_dict_reports_what_is_missing_or_foreign(scheme: str) -> None:
-    layer = make(scheme)
-    for name, value in layer.state_dict().items():
-        rest = {other: theirs for other, theirs in layer.state_dict().items() if other != name}
-        with pytest.raises(RuntimeError, match=f"Missing key.*{name}"):
-            make(scheme).load_state_dict(rest)
-        if value.ndim:
-            with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
-                make(scheme).load_state_dict({**layer.state_dict(), name: value[1:]})
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*foreign"):
-        make(scheme).load_state_dict({**layer.state_dict(), "foreign": torch.zeros(1)})
-
-
-@SCHEME
-def test_quantized_values_of_another_dtype_are_refused(scheme: str) -> None:
-    layer = make(scheme)
-    before = copy.deepcopy(layer)
-    for name in layer.weight_names + layer.index_names:
-        if getattr(layer, name) is None:
-            continue
-        state = {**layer.state_dict(), name: getattr(layer, name).short()}
-        for strict in (True, False):
-            with pytest.raises(RuntimeError, match=rf"{name} is torch\.int16 but {type(layer).__name__} holds torch"):
-                layer.load_state_dict(state, strict=strict)
-    assert_same(before, layer)
-
-
-@SCHEME
-def test_meta_and_to_empty(scheme: str) -> None:
-    layer = make(scheme)
-    meta = copy.deepcopy(layer).to("meta")
-    assert all(parameter.is_meta for parameter in meta.parameters())
-    assert meta(torch.empty(2, 3, K, device="meta")).shape == (2, 3, N)
-    real = meta.to_empty(device="cpu")
-    real.load_state_dict(layer.state_dict())
-    assert_same(layer, real)
 
 
 @SCHEME
