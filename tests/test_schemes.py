@@ -259,7 +259,7 @@ def test_damaged_values_are_found(scheme: str, tmp_path: Path) -> None:
         if getattr(layer, leaf) is not None:
             rewrite_file(path, {**stored, f"{name}.{leaf}": unknown(layer.stored(leaf))})
             for load in (qgemm.load_quantized, type(model).from_pretrained):
-                with pytest.raises(qgemm.CheckpointError, match=f"{leaf} (is not finite and above 0|holds NaN)"):
+                with pytest.raises(qgemm.CheckpointError, match=f"{leaf} (is not finite|holds NaN)"):
                     load(tmp_path)
 
 

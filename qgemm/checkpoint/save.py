@@ -75,7 +75,7 @@ def save_quantized(
     second one gets a ``CheckpointError``.
 
     Raises ``ValueError`` for an unknown format and for a model that can't be stored: with no quantized layer, with
-    tensors on meta, with a scale that isn't finite and above 0, or with state that isn't a plain tensor. Warns of a
+    tensors on meta, with a scale that its layer wouldn't load, or with state that isn't a plain tensor. Warns of a
     transformers model that ``load_quantized`` can't build from its config, such as one of a class of your own.
     """
     if format not in (formats := (QUANT_METHOD, *_OF_OTHERS)):

@@ -96,8 +96,11 @@ class QuantLayer(nn.Module):
         """What is wrong with ``value`` for the parameter ``name``, of its shape and dtype; empty if nothing is."""
         if name in self.weight_names and value.dtype == FP8.storage:
             return "holds NaN" if bool((value.view(torch.uint8) & 127 == 127).any()) else ""
-        if name in self.scale_names and not bool((value.isfinite() & (value > 0)).all()):
+        if name == "input_scale" and not bool((value.isfinite() & (value > 0)).all()):
             return "is not finite and above 0 everywhere"
+        # Rows of zeros have a scale of 0 in some libraries' files.
+        if name in self.scale_names and not bool((value.isfinite() & (value >= 0)).all()):
+            return "holds NaN, Inf or a negative number"
         return ""
 
     @property

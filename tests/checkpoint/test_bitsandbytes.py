@@ -116,8 +116,8 @@ def put(leaf: str, make: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tens
 
 
 REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
-    "NaN": (put("SCB", lambda s: s * torch.nan), rf"{LAYER}.SCB is not finite"),
-    "negative": (put("SCB", lambda s: -s), r"not finite and above 0"),
+    "NaN": (put("SCB", lambda s: s * torch.nan), rf"{LAYER}.SCB holds NaN"),
+    "negative": (put("SCB", lambda s: -s), r"holds NaN, Inf or a negative"),
     "half": (put("SCB", Tensor.half), rf"{LAYER}.SCB is torch.float16 \[128\]; it must be torch.float32, \[128\]"),
     "short": (put("SCB", lambda s: s[:32]), rf"{LAYER}.SCB is torch.float32 \[32\]"),
     "no SCB": (lambda t: t.pop(f"{LAYER}.SCB"), r"the model doesn't have: \S+weight_format"),

@@ -251,9 +251,9 @@ def only_floats(tensors: dict[str, Tensor]) -> None:
 
 
 TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "NaN": (put("weight_scale", lambda s: s * torch.nan), rf"{LAYER}.weight_scale is not finite"),
-    "zero": (put("weight_scale", lambda s: s * 0), r"not finite and above 0"),
-    "infinite in float32": (put("weight_scale", lambda s: s.double() + 1e300), r"not finite and above 0"),
+    "NaN": (put("weight_scale", lambda s: s * torch.nan), rf"{LAYER}.weight_scale holds NaN"),
+    "negative": (put("weight_scale", lambda s: -s), r"holds NaN, Inf or a negative number"),
+    "infinite in float32": (put("weight_scale", lambda s: s.double() + 1e300), r"holds NaN, Inf"),
     "no scale": (lambda t: t.pop(f"{LAYER}.weight_scale"), rf"{LAYER}.weight is torch.int8; the model's is"),
     "no weight": (lambda t: t.pop(f"{LAYER}.weight"), rf"{LAYER}.weight is missing; it must be torch.int8"),
     "float weight": (put("weight", Tensor.float), rf"{LAYER}.weight is torch.float32 .*; it must be torch.int8"),

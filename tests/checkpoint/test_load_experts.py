@@ -83,7 +83,7 @@ def module_around(values: dict[str, Any]) -> None:
             tensor("down_proj_scale", lambda t: t.bfloat16()),
             rf"{EXPERTS}\.down_proj_scale is torch.bfloat16; the model's",
         ),
-        (tensor("down_proj_scale", lambda t: -t), rf"{EXPERTS}\.down_proj_scale is not finite and above 0"),
+        (tensor("down_proj_scale", lambda t: -t), rf"{EXPERTS}\.down_proj_scale holds NaN, Inf or a negative"),
         (tensor("down_proj_bias", lambda t: None), rf"lacks tensors of the model: {EXPERTS}\.down_proj_bias"),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from families.schemes import quantized_layer
 from torch import nn
 
 from qgemm.nn import WeightOnlyLinear, linear_class
@@ -17,12 +18,12 @@ from tests.nn.test_kinds import SCHEME, K, N, assert_same, make
 def test_scales_are_checked_as_they_are_loaded(scheme: str) -> None:
     layer = make(scheme)
     before = copy.deepcopy(layer.state_dict())
-    # Those of weights alone may be negative in other libraries' files, and 0.
-    of_weights = isinstance(layer, WeightOnlyLinear)
-    values, problem = [torch.nan, torch.inf], "holds NaN or Inf"
-    if not of_weights:
-        values, problem = [*values, 0.0, -1.0], "is not finite and above 0 everywhere"
     for name in layer.scale_names:
+        values, problem = [torch.nan, torch.inf, -1.0], "holds NaN, Inf or a negative number"
+        if isinstance(layer, WeightOnlyLinear):  # whose scales may be negative in other libraries' files
+            values, problem = values[:2], "holds NaN or Inf"
+        elif name == "input_scale":
+            values, problem = [*values, 0.0], "is not finite and above 0 everywhere"
         if name in before:
             for value in values:
                 bad = before[name].clone()
@@ -39,6 +40,21 @@ def test_scales_are_checked_as_they_are_loaded(scheme: str) -> None:
         with pytest.raises(RuntimeError, match=f"input_order is no order of {K} columns"):
             layer.load_state_dict({**before, "input_order": torch.zeros(K, dtype=torch.int32)})
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+@SCHEME
+def test_rows_of_zeros_may_have_a_scale_of_0(scheme: str) -> None:
+    linear, x = nn.Linear(K, N, bias=False), torch.randn(3, K)
+    linear.weight.data[:7] = 0
+    layer = quantized_layer(linear, scheme)
+    wanted, state = layer(x), layer.state_dict()
+    scale = state["weight_scale"].clone()
+    if scale.dtype == torch.uint8 or len(scale) < N:
+        return  # exponents, or scales of blocks
+    scale[:7] = 0
+    layer.load_state_dict({**state, "weight_scale": scale})
+    assert torch.equal(layer(x), wanted)
+    assert not layer.dequantize(torch.float32).weight[:7].any()
 
 
 @pytest.mark.parametrize("scheme", ["int4", "int8-weight", "nf4"])

@@ -205,7 +205,7 @@ def _check_stored(
 
 
 def _check_loaded(name: str, layer: QuantLayer, checksums: Mapping[str, object], config_path: Path) -> None:
-    """Raises ``CheckpointError`` unless every parameter of the layer ``name`` was loaded, with scales above 0.
+    """Raises ``CheckpointError`` unless every parameter of the layer ``name`` was loaded, with values that it takes.
 
     Values that are in ``checksums``, by name, are held against theirs. Biases aren't: transformers casts them.
     """
