@@ -26,6 +26,8 @@ MXFP4 = "mxfp4-pack-quantized"
 MXFP8 = "mxfp8-quantized"
 
 BLOCK = (128, 128)
+# What has a zero point for its inputs: weights, and the inputs' format, strategy and whether they are dynamic.
+_ASYMMETRIC = ("int8-weight", "int8", "tensor", False)
 SUPPORTED = (
     "qgemm reads weights of int4 and int8 (pack-quantized, int-quantized), fp8 (per tensor, channel, or blocks of "
     "128 x 128), mxfp4, mxfp8 and nvfp4, with activations in float, in int8 or in fp8"
@@ -82,6 +84,11 @@ class Group:
     def is_static(self) -> bool:
         """Whether layers have an ``input_scale``."""
         return self.inputs is not None and self.inputs.dynamic is False
+
+    @property
+    def shifts_inputs(self) -> bool:
+        """Whether layers have an ``input_zero_point`` that isn't 0."""
+        return self.inputs is not None and not self.inputs.symmetric
 
     def scheme_of(self, is_ordered: bool) -> QuantScheme:
         """The scheme of a layer; ``is_ordered``: it has an order of columns. Raises ``ValueError`` if there is none."""
@@ -188,8 +195,11 @@ def _grain(arguments: Arguments) -> str:
 
 def _with_inputs(base: str, weights: Arguments, inputs: Arguments) -> tuple[str, str]:
     """The scheme of weights called ``base`` with these inputs, and what is left out of it."""
-    if not inputs.symmetric:
-        raise Unsupported("has asymmetric input_activations", "input_zero_point")
+    if not inputs.symmetric and (base, inputs.format, inputs.strategy, inputs.dynamic) != _ASYMMETRIC:
+        raise Unsupported(
+            "has asymmetric input_activations, which qgemm reads with static scales and symmetric int8 weights alone",
+            "input_zero_point",
+        )
     per_row = weights.strategy in ("channel", "tensor")
     how = inputs.format, inputs.strategy, inputs.dynamic
     a_row_each = ""
@@ -201,7 +211,7 @@ def _with_inputs(base: str, weights: Arguments, inputs: Arguments) -> tuple[str,
         case ("int8", "token", True) if base == "int8-weight":
             return "int8", a_row_each
         case ("int8", "tensor", False) if base == "int8-weight":
-            return "int8-static", ""
+            return "int8-static" if inputs.symmetric else "int8-static-asymmetric", ""
         case ("int8", "token", True) if weights.format == "int4":
             return f"{base}-int8", a_row_each
         case ("fp8", "token", True) if base == "fp8-weight":

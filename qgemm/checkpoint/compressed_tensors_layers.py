@@ -22,6 +22,7 @@ from qgemm.checkpoint.compressed_tensors_groups import BLOCK, MXFP4, MXFP8, NVFP
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.float_layers import (
+    check_scale,
     for_each,
     note_fp8,
     note_input_scale,
@@ -35,6 +36,7 @@ from qgemm.checkpoint.words import by_rows, unpack_words
 from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import pack_codes, packed_width
+from qgemm.numerics.zero_points import correction
 
 LEAVES = (
     "weight",
@@ -102,6 +104,10 @@ def problem_with(layer: Layer, group: Group) -> str:
         return f"activations are static, but layer {layer.name} has no input_scale"
     if not group.is_static and "input_scale" in layer.tensors:
         return f"activations are dynamic, but layer {layer.name} has an input_scale"
+    if group.shifts_inputs:
+        zero_point = layer.tensors.get("input_zero_point")
+        if zero_point is None or zero_point.dtype != INT8.storage or zero_point.shape not in ((), (1,)):
+            return _unfit(layer, "input_zero_point", "torch.int8, [1]")
     return ""
 
 
@@ -159,6 +165,8 @@ def note_layer(contents: Contents, layer: Layer, group: Group) -> None:
         note_mxfp8(contents, name)
     elif group.weights.kind == "float":
         note_fp8(contents, name, scheme)
+    elif group.shifts_inputs:
+        _note_shifted(contents, layer)
     else:
         _note_integers(contents, layer, group)
     contents.manifest.layers[name] = scheme
@@ -166,10 +174,10 @@ def note_layer(contents: Contents, layer: Layer, group: Group) -> None:
         full_name = f"{name}.{leaf}"
         if full_name in contents.headers and full_name not in contents.conversions:
             contents.look_at(full_name, lambda value: None)
-    if "input_scale" in layer.tensors:
+    if "input_scale" in layer.tensors and not group.shifts_inputs:
         note_input_scale(contents, name)
     # Older versions store zero points for symmetric schemes as well.
-    if "input_zero_point" in layer.tensors:
+    if "input_zero_point" in layer.tensors and not group.shifts_inputs:
         contents.must_be_zero(f"{name}.input_zero_point", "the zero point of the input is not 0")
     if "weight_zero_point" in layer.tensors and group.weights.symmetric:
         _must_be_symmetric(contents, layer, group)
@@ -242,6 +250,28 @@ def _note_integers(contents: Contents, layer: Layer, group: Group) -> None:
         contents.shapes[name] = (N, K)
     if not group.weights.symmetric:
         _note_zero_point(contents, layer, group.weights.bits, N)
+
+
+def _note_shifted(contents: Contents, layer: Layer) -> None:
+    """Int8 values for inputs with a zero point, of which the bias takes off what it adds to the product."""
+    (N, K), name, bias = layer.tensors["weight"].shape, layer.name, f"{layer.name}.bias"
+    check_scale(contents, f"{name}.input_scale", FLOAT_DTYPES, {(), (1,)})
+    sources = [f"{name}.{leaf}" for leaf in ("weight", "weight_scale", "input_scale", "input_zero_point")]
+    if bias in contents.stored:
+        check_scale(contents, bias, FLOAT_DTYPES, {(N,)})
+        sources.append(bias)
+
+    def make(weight: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        scale, given = for_each(others[0].float(), N), others[3:]
+        input_scale, zero_point = others[1].float().reshape(()), others[2].reshape(())
+        shift = correction(weight, scale, input_scale, zero_point)
+        return weight, scale, input_scale, zero_point, (given[0].double() - shift if given else -shift).float()
+
+    shapes: tuple[tuple[int, ...], ...] = ((N, K), (N,), (), (), (N,))
+    dtypes = INT8.storage, torch.float32, torch.float32, INT8.storage, torch.float32
+    blamed = [*sources, sources[0]][: len(shapes)]
+    made = dict(zip([*sources[:4], bias], zip(blamed, shapes, dtypes, strict=True), strict=True))
+    contents.convert_together(sources, made, make)
 
 
 def _note_zero_point(contents: Contents, layer: Layer, bits: int, N: int) -> None:

@@ -232,6 +232,11 @@ class Contents:
 
         self.look_at(name_in_file, partial(_must_be_zero, problem))
 
+    def sources_of(self, name: str) -> tuple[str, ...]:
+        """The tensors of the files that the model's tensor ``name`` is made of."""
+        conversion, _ = self._made.get(name, (self.conversion_of(name), 0))
+        return conversion.sources
+
     def leave_out(self, name: str, problem: str = "") -> None:
         """Notes that the model has no tensor ``name``.
 

@@ -161,7 +161,9 @@ def _leave_out(contents: Contents, model: nn.Module) -> None:
     for name in [name for name in contents.headers if name not in known]:
         layer, leaf = split_name(name)
         if leaf == "bias" and layer in contents.manifest.layers and find_module(model, layer) is not None:
-            contents.leave_out(name, "the bias is not 0, but the model's layer has none")
+            # Else it is what a zero point adds to the product, which a layer without a bias has too.
+            if any(split_name(source)[1] == "bias" for source in contents.sources_of(name)):
+                contents.leave_out(name, "the bias is not 0, but the model's layer has none")
         elif find_module(model, layer) is None or layer not in contents.manifest.layers:
             if any(re.search(pattern, name) for pattern in ignored):
                 contents.leave_out(name)

@@ -15,6 +15,7 @@ Tensors = dict[str, Tensor]
 INT8_TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 FP8_TOKENS = {**INT8_TOKENS, "type": "float"}
 FP8_GROUPS = {**FP8_TOKENS, "strategy": "group", "group_size": 128}
+INT8_SHIFTED = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": False}
 FP8_STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
 
 
@@ -55,6 +56,8 @@ def compressed(weight: Tensor, group: dict[str, Any], dtype: torch.dtype = torch
     made = compressor.compress(state, scheme)
     if scheme.input_activations is not None and scheme.input_activations.dynamic is False:
         made["input_scale"] = torch.tensor([0.03], dtype=dtype)
+        if not scheme.input_activations.symmetric:
+            made["input_zero_point"] = torch.tensor([-20], dtype=torch.int8)
     return {name: tensor.detach().clone().contiguous() for name, tensor in made.items()}
 
 

@@ -17,6 +17,7 @@ from checkpoint.library import (
     FP8_GROUPS,
     FP8_STATIC,
     FP8_TOKENS,
+    INT8_SHIFTED,
     INT8_TOKENS,
     compressed,
     decompressed,
@@ -131,6 +132,7 @@ GROUPS: dict[str, dict[str, Any]] = {
     "int4-32-asymmetric-int8": group_of("int-quantized", weights(4, "group", 32, symmetric=False), INT8_TOKENS),
     "int4-channel-int8": group_of("pack-quantized", weights(4, "channel"), INT8_TOKENS),
     "int8": group_of("int-quantized", weights(8, "channel"), INT8_TOKENS),
+    "int8-static-asymmetric": group_of("int-quantized", weights(8, "channel"), INT8_SHIFTED),
     "fp8": group_of("float-quantized", weights(8, "channel", kind="float"), FP8_TOKENS),
     "fp8-static": group_of("float-quantized", weights(8, "tensor", kind="float"), FP8_STATIC),
     "fp8-weight": group_of("naive-quantized", weights(8, "channel", kind="float")),
@@ -163,6 +165,32 @@ def test_one_layer_of_the_library(scheme: str, tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
     else:  # it rounds, and what it rounds it multiplies
         torch.testing.assert_close(ours, theirs.float(), rtol=0.02, atol=0)
+
+
+@needs_the_library
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_zero_point_of_inputs(has_bias: bool, tmp_path: Path) -> None:
+    group = GROUPS["int8-static-asymmetric"]
+    tensors = compressed(torch.randn(9, 384), group, torch.float32)
+    bias = torch.randn(9, dtype=torch.bfloat16)
+    write(tmp_path, {"0": {**tensors, "bias": bias} if has_bias else tensors}, {"group_0": group})
+    layer = qgemm.load_quantized(tmp_path, model=lambda: nn.ModuleList([nn.Linear(384, 9, bias=has_bias)]))[0]
+    x = torch.randn(5, 384)
+    rounded = ((x / 0.03).round() - 20).clamp(-128, 127).add(20) * 0.03
+    wanted = rounded @ decompressed(tensors, group).t() + (bias.float() if has_bias else 0)
+    torch.testing.assert_close(layer(x), wanted, rtol=1e-4, atol=1e-4)
+    assert layer.dequantize(torch.float32).bias is None or has_bias
+    # What isn't the layer's, or isn't its size, is refused.
+    if has_bias:
+        with pytest.raises(CheckpointError, match=r"0\.bias"):
+            qgemm.load_quantized(tmp_path, model=lambda: linears((9, 384)))
+    for leaf, value, message in (
+        ("input_zero_point", torch.tensor([3], dtype=torch.int32), "input_zero_point is torch.int32"),
+        ("bias", torch.ones(8), r"0\.bias is torch.float32 \[8\]"),
+    ):
+        write(tmp_path, {"0": {**tensors, leaf: value}}, {"group_0": group})
+        with pytest.raises(CheckpointError, match=message):
+            qgemm.load_quantized(tmp_path, model=lambda: nn.ModuleList([nn.Linear(384, 9)]))
 
 
 def old_act_order(K: int = 256, size: int = 64, seed: int = 0) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
