@@ -13,8 +13,9 @@ folder in one to three ways, and loads it. What may happen then:
 - where files of two saves are mixed, or the folder is saved into, or files are cut, while it is loaded: one of the two
   models that were saved, bit for bit.
 
-Anything else is a failure: another exception, more than ``SECONDS``, more than ``MEMORY`` bytes, a file opened outside
-of the folder. Case ``i`` of a seed is always the same; ``--only i`` runs it alone and shows what became of it.
+Anything else is a failure: another exception, more than ``SECONDS`` of a processor's time, ``WAITED_SECONDS`` or
+``MEMORY`` bytes, a file opened outside of the folder. Case ``i`` of a seed is always the same; ``--only i`` runs it
+alone and shows what became of it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ from qgemm.checkpoint.tensors import FLOAT_DTYPES, named_tensors
 from qgemm.nn import QuantLayer
 from qgemm.numerics.packing import pack_codes
 
-SECONDS, MEMORY = 10, 512 << 20
+# Of a processor: the slowest of 2,200 cases takes 0.1 s. And by the clock, which other processes take their share of.
+SECONDS, WAITED_SECONDS = 5, 60
+LIMITS = ((signal.SIGPROF, signal.ITIMER_PROF, SECONDS), (signal.SIGALRM, signal.ITIMER_REAL, WAITED_SECONDS))
+MEMORY = 512 << 20
 
 
 def write_files(files: Files, folder: Path, outside: Path) -> None:
@@ -152,7 +156,12 @@ class Watch:
 
 
 class Hang(BaseException):
-    """A case took longer than ``SECONDS``."""
+    """A case computed for longer than ``SECONDS``, or was still waiting after ``WAITED_SECONDS``."""
+
+
+def _hang(number: int, frame: object) -> None:
+    computed = number == signal.SIGPROF
+    raise Hang(f"computed for {SECONDS} s" if computed else f"still waiting after {WAITED_SECONDS} s")
 
 
 def run_case(case: Case, work: Path, watch: Watch) -> str:
@@ -167,7 +176,9 @@ def run_case(case: Case, work: Path, watch: Watch) -> str:
         while waiting and waiting[0].step <= step:
             change_files(waiting.pop(0), folder, outside)
 
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    for number, timer, seconds in LIMITS:
+        signal.signal(number, _hang)
+        signal.setitimer(timer, seconds)
     watch.start(change_now)
     try:
         model = load_quantized(folder, model=start.build)
@@ -181,7 +192,8 @@ def run_case(case: Case, work: Path, watch: Watch) -> str:
             raise
         raise AssertionError(f"{type(error).__name__}: {error}") from error
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for _, timer, _ in LIMITS:
+            signal.setitimer(timer, 0)
         strangers = watch.outside_of(folder)
         watch.opened = None
         shards = [] if strangers else [path for path in folder.iterdir() if path.name.endswith(".safetensors")]
@@ -302,11 +314,6 @@ def prepare(work: Path, make: Callable[[Path], list[Good]] = make_good) -> tuple
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-
-    def hang(*args: object) -> None:
-        raise Hang(f"still running after {SECONDS} s")
-
-    signal.signal(signal.SIGALRM, hang)
     good = make(work / "good")
     write_files(good[0].files, work / "outside", work)
     return good, Watch()
@@ -334,7 +341,7 @@ def main() -> int:
         baseline = memory_peak()
         for number in numbers:
             case = make_case(good, args.seed, number)
-            faulthandler.dump_traceback_later(3 * SECONDS, exit=True)
+            faulthandler.dump_traceback_later(3 * WAITED_SECONDS, exit=True)
             try:
                 outcome = run_case(case, work, watch)
             except AssertionError as error:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,20 @@ def test_the_fuzzer_sees_a_wrong_tensor(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(fuzz, "load_quantized", load_wrongly)
     with pytest.raises(AssertionError, match="is not what its file holds"):
         fuzz.run_case(Case(good, good.files, []), tmp_path, watch)
+
+
+@pytest.mark.parametrize(("waits", "message"), [(False, "computed for"), (True, "still waiting")])
+def test_the_fuzzer_sees_a_hang(waits: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_for_ever(*args: Any, **kwargs: Any) -> Any:
+        while True:
+            time.sleep(10 if waits else 0)
+
+    good = make_good(tmp_path / "good")[0]
+    ((number, timer, _),) = fuzz.LIMITS[waits : waits + 1]
+    monkeypatch.setattr(fuzz, "LIMITS", [(number, timer, 0.1)])
+    monkeypatch.setattr(fuzz, "load_quantized", load_for_ever)
+    with pytest.raises(AssertionError, match=f"Hang: {message}"):
+        fuzz.run_case(Case(good, good.files, []), tmp_path, fuzz.Watch())
 
 
 @pytest.mark.slow
