@@ -27,7 +27,6 @@ from qgemm.kernels.moe.checks import check_experts, check_grouped_mm, check_rout
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.routing import Routing
 from qgemm.kernels.rows import QuantizedRows
-from qgemm.numerics.formats import FP8
 
 
 def quantize_rows(
@@ -356,12 +355,10 @@ def run_experts(
     """``experts``, of weights that are a value."""
     if x.is_neg():
         x = x.resolve_neg()
-    # There is no kernel for fp8: what the CPU does, PyTorch does on a GPU.
-    has_kernel = x.is_cuda and weights.gate_up.dtype != FP8.storage
-    if not has_kernel:  # which checks once for every kind of call
+    if not x.is_cuda:  # where a kind of call is checked once
         check_experts(x, top_k_index, top_k_weights, weights, residual)
         checks.on_gpu(x)
-    out: Tensor = (_gpu() if has_kernel else cpu).experts(x, top_k_index, top_k_weights, weights, residual)
+    out: Tensor = (_gpu() if x.is_cuda else cpu).experts(x, top_k_index, top_k_weights, weights, residual)
     return out
 
 

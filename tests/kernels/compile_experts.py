@@ -18,6 +18,7 @@ from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.router import launcher as router
 from qgemm.kernels.routing import Routing
 from qgemm.nn import QuantExperts
+from qgemm.numerics.formats import FP8
 
 GROUPS = 256
 COUNTED = ("_count_pairs_kernel", "_place_pairs_kernel", "_quantize_tokens_kernel")
@@ -50,6 +51,12 @@ def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
         only=("_quantize_tokens_kernel",),
     )
 
+    both = ("_grouped_gemm_kernel", "_grouped_hopper_kernel")
+    for blocks in (False, True):
+        label = "fp8 experts of blocks" if blocks else "fp8 experts"
+        few = (*FEW, *both, *ACTIVATED)
+        yield Case(f"{label} few", lambda b=blocks: fp8_experts(4, bf16, b), only=few)
+        yield Case(f"{label} many", lambda b=blocks: fp8_experts(2048, fp16, b), only=(COUNTED[2], *both))
     yield Case("experts residual", lambda: experts(64, 8, 2048, 768, bf16, relu2, adds=True), only=("_combine_kernel",))
     both = ("_grouped_weight_kernel",)
     yield Case("experts weights few", lambda: weight_only(1, "mxfp4", bf16), only=both)
@@ -87,6 +94,18 @@ def experts(
     x = torch.empty(T, hidden, dtype=dtype, device=META)
     index = torch.empty(T, top_k, dtype=torch.int64, device=META)
     moe.experts(x, index, torch.empty(T, top_k, device=META), weights, torch.empty_like(x) if adds else None)
+
+
+def fp8_experts(T: int, dtype: torch.dtype, blocks: bool) -> None:
+    """The sizes of Qwen3's."""
+    hidden, intermediate, experts, top_k = 2048, 768, 128, 8
+    tensors = []
+    for N, K in ((2 * intermediate, hidden), (hidden, intermediate)):
+        scales = (experts, N // 128, K // 128) if blocks else (experts, N)
+        tensors += [torch.empty(experts, N, K, dtype=FP8.storage, device=META), torch.empty(scales, device=META), None]
+    index = torch.empty(T, top_k, dtype=torch.int64, device=META)
+    weights = ExpertWeights(*tensors, GatedActivation())
+    moe.experts(torch.empty(T, hidden, dtype=dtype, device=META), index, torch.empty(T, top_k, device=META), weights)
 
 
 def weight_only(T: int, scheme: str, dtype: torch.dtype) -> None:

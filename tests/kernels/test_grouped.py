@@ -16,6 +16,7 @@ from qgemm.kernels.grouped import config as grouped_config
 from qgemm.kernels.grouped import launcher as grouped
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.reference import grouped_mm_reference
+from qgemm.numerics.formats import FP8, INT8
 from tests.kernels.devices import A100, H200, MI300X
 
 on_hopper = pytest.mark.skipif(
@@ -187,9 +188,10 @@ def test_chosen_configs(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(grouped_config, "device_limits", lambda device: limits)
     choose = grouped_config.select_grouped_config
     device = torch.device("cuda", 0)
-    for T, G in itertools.product((1, 2, 30, 128, 1024, 16_384, 200_000), (1, 8, 128, 256)):
+    kinds = ((INT8.storage, False), (FP8.storage, False), (FP8.storage, True))
+    for T, G, form in itertools.product((1, 2, 30, 128, 1024, 16_384, 200_000), (1, 8, 128, 256), kinds):
         sizes = ((1536, 2048), (2048, 768), (28_672, 4096), (4096, 14_336), (1, 1))
-        configs = [choose(T, G, N, K, device, True) for N, K in sizes]
+        configs = [choose(T, G, N, K, device, True, *form) for N, K in sizes]
         assert all(grouped.is_grouped(config, limits) for config in configs)
         # The two products of an experts layer share their tiles.
         assert len({config.block_m for config in configs}) == 1
@@ -198,7 +200,8 @@ def test_chosen_configs(limits: DeviceLimits, monkeypatch: pytest.MonkeyPatch) -
         if T >= 100 * G:
             assert configs[0].block_m >= 64
             assert (configs[0].schedule == "specialized") == limits.hopper
-        assert choose(T, G, 1536, 2048, device, False).schedule != "specialized"
+        assert choose(T, G, 1536, 2048, device, False, *form).schedule != "specialized"
+        assert not form[1] or all(config.block_k == 128 for config in configs)
 
 
 @on_hopper

@@ -144,21 +144,34 @@ def _block_scaled_kernel(
 
     if PDL:
         gdc_wait()
-    acc = ctx.init_accumulator()
-    num_whole = K // GROUP
-    for g in range(num_whole):
-        sums = ctx.reduce_tile(tensorA, tensorB, out_tile, g, ctx.init_accumulator())
-        acc += sums * _factors(a_scale + g * stride_a_block, b_scale + g * stride_b_block, rm < M, rn < N)
-    if not EVEN_K:
-        sums = ctx.reduce_tile(tensorA, tensorB, out_tile, num_whole, ctx.init_accumulator(), boundary=True)
-        a_scale += num_whole * stride_a_block
-        b_scale += num_whole * stride_b_block
-        acc += sums * _factors(a_scale, b_scale, rm < M, rn < N)
-    if DECODES:
-        acc *= DECODED
+    acc = reduce_blocks(
+        ctx, tensorA, tensorB, out_tile, a_scale, b_scale, stride_a_block, stride_b_block, rm < M, rn < N
+    )  # fmt: skip
     if PDL:
         gdc_launch_dependents()
     epilogue.store(acc, tensorC, out_tile)
+
+
+@triton.jit
+def reduce_blocks(ctx, A, B, out_tile, a_scale, b_scale, stride_a_block, stride_b_block, rows, cols):
+    """The sum over all of K for one output tile, of sums of 128 values that are multiplied by their blocks' scales.
+
+    ``ctx``: with ``block_k`` 128. ``a_scale``, ``b_scale``: pointers to the first scales of the tile's rows and
+    columns; ``rows``, ``cols``: which of them there are.
+    """
+    acc = ctx.init_accumulator()
+    num_whole = A.cols // GROUP
+    for g in range(num_whole):
+        sums = ctx.reduce_tile(A, B, out_tile, g, ctx.init_accumulator())
+        acc += sums * _factors(a_scale + g * stride_a_block, b_scale + g * stride_b_block, rows, cols)
+    if not ctx.even_k:
+        sums = ctx.reduce_tile(A, B, out_tile, num_whole, ctx.init_accumulator(), boundary=True)
+        a_scale += num_whole * stride_a_block
+        b_scale += num_whole * stride_b_block
+        acc += sums * _factors(a_scale, b_scale, rows, cols)
+    if ctx.decodes:
+        acc *= DECODED
+    return acc
 
 
 @triton.jit

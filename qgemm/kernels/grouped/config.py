@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from qgemm.kernels.gemm.config import GemmConfig, is_valid
+from qgemm.kernels.gemm.config import BLOCK_SCALED, GemmConfig, is_valid
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
+from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv
 
 MAX_NARROW_PROGRAMS_PER_SM = 6  # a product with no more blocks of 32 columns than that takes them
@@ -19,6 +20,8 @@ MAX_NARROW_PROGRAMS_PER_SM = 6  # a product with no more blocks of 32 columns th
 MAX_ROWS_BY_MEMORY, MAX_ROWS_BY_MEMORY_ON_HOPPER = 16, 6
 
 HOPPER = GemmConfig(128, 128, 128, num_warps=4, num_stages=6, schedule="specialized")
+# Of fp8, whose sums take registers twice: those of the tensor cores, and what they are added to.
+HOPPER_FP8 = GemmConfig(64, 128, 128, num_warps=4, num_stages=8, schedule="specialized")
 # What fits in shared memory comes first.
 NARROW = (
     GemmConfig(16, 32, 256, num_warps=2, num_stages=6, schedule="tiles"),
@@ -57,24 +60,38 @@ BY_ROWS: tuple[tuple[float, tuple[GemmConfig, ...]], ...] = (
 )
 
 
-def select_grouped_config(T: int, G: int, N: int, K: int, device: torch.device, hopper: bool = True) -> GemmConfig:
-    """The config for ``grouped_mm`` of int8 ``[T, K]`` and ``[G, N, K]`` on ``device``.
+def select_grouped_config(
+    T: int,
+    G: int,
+    N: int,
+    K: int,
+    device: torch.device,
+    hopper: bool = True,
+    dtype: torch.dtype = INT8.storage,
+    blocks: bool = False,
+) -> GemmConfig:
+    """The config for a product of ``[T, K]`` and ``[G, N, K]`` of ``dtype`` on ``device``.
 
-    Its ``block_m`` depends on ``T``, ``G`` and the device only. ``hopper``: whether layout and output allow Hopper's
-    kernel (``grouped.py`` says when) where the device has it.
+    Its ``block_m`` depends on ``T``, ``G``, ``dtype``, ``blocks`` and the device only. ``hopper``: whether layout and
+    output allow Hopper's kernel (``grouped.py`` says when) where the device has it. ``blocks``: whether scales are of
+    blocks, one of which is a block of K.
     """
     limits = device_limits(device)
     hopper = hopper and limits.hopper
     filled = G * (1 - (1 - 1 / G) ** T)
     rows = T / filled
-    if rows <= (MAX_ROWS_BY_MEMORY_ON_HOPPER if hopper else MAX_ROWS_BY_MEMORY):
+    itemsize = 2 if dtype == FP8.storage and not limits.multiplies_fp8 else 1
+    if hopper and rows > MAX_ROWS_BY_MEMORY_ON_HOPPER:
+        return HOPPER if dtype == INT8.storage else HOPPER_FP8
+    if blocks:
+        configs = [config for config in BLOCK_SCALED if is_valid(config, itemsize, limits)]
+        return next(config for config in configs if config.block_m >= rows or config is configs[-1])
+    if hopper or rows <= MAX_ROWS_BY_MEMORY:
         narrow = filled * cdiv(N, 32) <= MAX_NARROW_PROGRAMS_PER_SM * limits.num_sms
         # A pipeline of 256 values a stage fills only once K is long.
-        return _first_valid((NARROW[K < 2048 :] if narrow else WIDE), limits)
-    if hopper:
-        return HOPPER
-    return next(_first_valid(configs, limits) for most, configs in BY_ROWS if rows <= most)
+        return _first_valid((NARROW[K < 2048 :] if narrow else WIDE), itemsize, limits)
+    return next(_first_valid(configs, itemsize, limits) for most, configs in BY_ROWS if rows <= most)
 
 
-def _first_valid(configs: Sequence[GemmConfig], limits: DeviceLimits) -> GemmConfig:
-    return next(config for config in configs if is_valid(config, 1, limits))
+def _first_valid(configs: Sequence[GemmConfig], itemsize: int, limits: DeviceLimits) -> GemmConfig:
+    return next(config for config in configs if is_valid(config, itemsize, limits))

@@ -18,7 +18,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qgemm.kernels.grouped.kernels import GroupTiles
 from qgemm.kernels.stages import GemmContext
 from qgemm.kernels.stages.epilogue import Epilogue
-from qgemm.kernels.stages.ring import PRODUCER_REGISTERS, make_ring, store_block
+from qgemm.kernels.stages.ring import (
+    MMA_ROWS,
+    PANEL,
+    PRODUCER_REGISTERS,
+    AllBlockScales,
+    make_ring,
+    store_block,
+)
 
 
 @gluon.jit
@@ -51,21 +58,44 @@ def _produce(A, B, tiles, ring, N, K, ctx):
 @gluon.jit
 def _consume_tile(
     out_map, out, epilogue, ring, staging, step, num_k, N, group, first, end, pid_n,
-    BLOCK_N: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, ROWS: gl.constexpr, BLOCK_SCALED: gl.constexpr,
 ):  # fmt: skip
-    """One tile of the output, of which at most ``ROWS`` rows count."""
+    """One tile of the output, of which at most ``ROWS`` rows count. ``BLOCK_SCALED``: the epilogue's scales are those
+    of blocks.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 32])
-    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     cols = pid_n * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-    epilogue = epilogue.beyond(group * N)
-    scales = epilogue.load_scales(rows, cols, end, N)
-    acc = warpgroup_mma_init(gl.zeros((ROWS, BLOCK_N), gl.int32, layout))
-    sums, _ = ring.reduce(step, num_k, (acc,), ROWS)
-    values = epilogue.apply(sums[0], scales, cols, N)
-    # The store of the tile before has read the staging memory.
-    tma.store_wait(0)
     place = staging.slice(0, ROWS)
-    place.store(values.to(staging.dtype))
+    if ring.a_panels.dtype.is_int():
+        rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        epilogue = epilogue.beyond(group * N)
+        scales = epilogue.load_scales(rows, cols, end, N)
+        acc = warpgroup_mma_init(gl.zeros((ROWS, BLOCK_N), gl.int32, layout))
+        sums, _ = ring.reduce(step, num_k, (acc,), ROWS)
+        values = epilogue.apply(sums[0], scales, cols, N)
+        # The store of the tile before has read the staging memory.
+        tma.store_wait(0)
+        place.store(values.to(staging.dtype))
+    else:
+        PARTS: gl.constexpr = ROWS // MMA_ROWS
+        sums = ()
+        for _ in gl.static_range(PARTS):
+            sums = sums + (gl.zeros((MMA_ROWS, BLOCK_N), gl.float32, layout),)
+        if BLOCK_SCALED:
+            # A step is a block of K. The scales of a group's columns begin at a block of their own.
+            every = AllBlockScales(epilogue.a_scale, epilogue.b_scale, num_k, 1, num_k, 1, num_k)
+            col = group * (gl.cdiv(N, PANEL) * PANEL) + pid_n * BLOCK_N
+            scales = every.of_tile(first, col, end, PARTS, layout)
+            sums, _ = ring.reduce_promoted(step, num_k, sums, 0, scales)
+            epilogue = Epilogue(None, None, None if epilogue.bias is None else epilogue.bias + group * N)
+        else:
+            sums, _ = ring.reduce_promoted(step, num_k, sums, 0, None)
+            epilogue = epilogue.beyond(group * N)
+        tma.store_wait(0)
+        for i in gl.static_range(PARTS):
+            part = first + i * MMA_ROWS + gl.arange(0, MMA_ROWS, gl.SliceLayout(1, layout))
+            values = epilogue.apply(sums[i], epilogue.load_scales(part, cols, end, N), cols, N)
+            place.slice(i * MMA_ROWS, MMA_ROWS).store(values.to(staging.dtype))
     if end - first == ring.block_m:
         fence_async_shared()
         store_block(out_map, [first, pid_n * BLOCK_N], staging)
@@ -81,7 +111,7 @@ def _consume_tile(
 
 
 @gluon.jit
-def _consume(out_map, out, epilogue, tiles, ring, staging, N, K, ctx):
+def _consume(out_map, out, epilogue, tiles, ring, staging, N, K, ctx, BLOCK_SCALED: gl.constexpr):
     gdc_wait()
     sched = tiles.schedule(N, K, ctx)
     num_k = gl.cdiv(K, ctx.block_k)
@@ -95,12 +125,14 @@ def _consume(out_map, out, epilogue, tiles, ring, staging, N, K, ctx):
         group, first, end = tiles.get(pid_m)
         if HALF == BLOCK_M or end - first > HALF:
             _consume_tile(
-                out_map, out, epilogue, ring, staging, step, num_k, N, group, first, end, pid_n, BLOCK_N, BLOCK_M
-            )
+                out_map, out, epilogue, ring, staging, step, num_k, N, group, first, end, pid_n,
+                BLOCK_N, BLOCK_M, BLOCK_SCALED,
+            )  # fmt: skip
         else:
             _consume_tile(
-                out_map, out, epilogue, ring, staging, step, num_k, N, group, first, end, pid_n, BLOCK_N, HALF
-            )
+                out_map, out, epilogue, ring, staging, step, num_k, N, group, first, end, pid_n,
+                BLOCK_N, HALF, BLOCK_SCALED,
+            )  # fmt: skip
         step += num_k
     tma.store_wait(0)
 
@@ -109,23 +141,23 @@ def _consume(out_map, out, epilogue, tiles, ring, staging, N, K, ctx):
 def _grouped_hopper_kernel(
     A, B, out_map, out, A_scale, B_scale, bias, tiles,
     N, K,
-    CONFIG: gl.constexpr, NUM_SMS: gl.constexpr,
+    CONFIG: gl.constexpr, NUM_SMS: gl.constexpr, BLOCK_SCALED: gl.constexpr,
 ):  # fmt: skip
     """``A``, ``B``, ``out_map``: tensor maps of ``[T, K]``, ``[G * N, K]`` and the output ``[T, N]``, which is ``out``.
 
     Their blocks: ``PANEL`` columns and a part of ``block_m`` rows; ``PANEL`` columns and ``block_n`` rows; a tile. The
-    rest is as for ``_grouped_gemm_kernel``.
+    rest is as for ``_grouped_gemm_kernel``; ``BLOCK_SCALED`` of fp8 alone.
     """
     ring = make_ring(A, B, CONFIG)
     ring.initialize()
     staging = gl.allocate_shared_memory(out_map.dtype, [CONFIG.block_m, CONFIG.block_n], out_map.layout)
     epilogue, table = Epilogue(A_scale, B_scale, bias), GroupTiles(tiles)
     ctx = GemmContext(
-        CONFIG.block_m, CONFIG.block_n, CONFIG.block_k, NUM_SMS, 1, CONFIG.group_size_m, quantized=True
+        CONFIG.block_m, CONFIG.block_n, CONFIG.block_k, NUM_SMS, 1, CONFIG.group_size_m, quantized=A.dtype.is_int()
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (_consume, (out_map, out, epilogue, table, ring, staging, N, K, ctx)),
+            (_consume, (out_map, out, epilogue, table, ring, staging, N, K, ctx, BLOCK_SCALED)),
             (_produce, (A, B, table, ring, N, K, ctx)),
         ],
         [1],

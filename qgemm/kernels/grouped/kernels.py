@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qgemm.kernels.gemm.kernels import GROUP, reduce_blocks
 from qgemm.kernels.stages import GemmContext, ScheduleContext, make_output_view, make_tensor_view
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.epilogue import Epilogue
@@ -96,15 +97,17 @@ def _grouped_gemm_kernel(
     A, B, C, A_scale, B_scale, bias, tiles,
     N, K,
     CONFIG: tl.constexpr, EVEN_K: tl.constexpr, PERSISTENT: tl.constexpr, PDL: tl.constexpr,
+    QUANTIZED: tl.constexpr, DECODES: tl.constexpr, BLOCK_SCALED: tl.constexpr,
 ):  # fmt: skip
     """``A [T, K]``, ``B [G, N, K]``, ``C [T, N]``, ``A_scale [T]``, ``B_scale [G, N]``, ``bias [G, N]`` or None.
 
     All are contiguous. ``tiles``: what ``write_tiles`` wrote for ``BLOCK_M``. ``PERSISTENT``: programs take tiles in
-    turn; else there is at least one for each. ``PDL``: see ``Launch``.
+    turn; else there is at least one for each. ``PDL``: see ``Launch``. ``QUANTIZED``, ``DECODES``: as in
+    ``GemmContext``. ``BLOCK_SCALED``: ``A_scale [T, K / 128]`` and ``B_scale [G, N / 128, K / 128]`` are of blocks.
     """
     ctx = GemmContext(
         CONFIG.block_m, CONFIG.block_n, CONFIG.block_k, num_sms=1, group_size_m=CONFIG.group_size_m,
-        even_k=EVEN_K, quantized=True,
+        even_k=EVEN_K, quantized=QUANTIZED, decodes=DECODES,
     )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -113,14 +116,16 @@ def _grouped_gemm_kernel(
     total = table.count() * tl.cdiv(N, ctx.block_n)
     if PERSISTENT:
         for tile_id in range(tl.program_id(0), total, tl.num_programs(0)):
-            _grouped_tile(A, B, C, A_scale, B_scale, bias, table, sched, tile_id, False)
+            _grouped_tile(A, B, C, A_scale, B_scale, bias, table, sched, tile_id, BLOCK_SCALED, False)
     else:
         if tl.program_id(0) < total:
-            _grouped_tile(A, B, C, A_scale, B_scale, bias, table, sched, tl.program_id(0), PDL)
+            _grouped_tile(A, B, C, A_scale, B_scale, bias, table, sched, tl.program_id(0), BLOCK_SCALED, PDL)
 
 
 @triton.jit
-def _grouped_tile(A, B, C, A_scale, B_scale, bias, table, sched, tile_id, LAST: tl.constexpr):
+def _grouped_tile(
+    A, B, C, A_scale, B_scale, bias, table, sched, tile_id, BLOCK_SCALED: tl.constexpr, LAST: tl.constexpr
+):  # fmt: skip
     """One tile of the output. ``LAST``: of this program, so the next kernel may start."""
     N, K = sched.N, sched.K
     pid_m, pid_n = sched.get_tile(tile_id)
@@ -131,9 +136,17 @@ def _grouped_tile(A, B, C, A_scale, B_scale, bias, table, sched, tile_id, LAST: 
     tensorA = make_tensor_view(A + row * K, rows, K, K, 1)
     tensorB = make_tensor_view(B + group * N * K, K, N, 1, K)
     tensorC = make_output_view(C + row * N, rows, N, N, 1)
-    epilogue = Epilogue(A_scale + row, B_scale, bias).beyond(group * N)
     out_tile = Tile(0, pid_n, sched.ctx.block_m, sched.ctx.block_n)
-    acc = sched.ctx.reduce_axis(tensorA, tensorB, out_tile)
+    if BLOCK_SCALED:
+        epilogue = Epilogue(None, None, None if bias is None else bias + group * N)
+        rm, rn = out_tile.indices()
+        blocks = tl.cdiv(K, GROUP)
+        a_scale = A_scale + (row + rm) * blocks
+        b_scale = B_scale + (group * tl.cdiv(N, GROUP) + rn // GROUP) * blocks
+        acc = reduce_blocks(sched.ctx, tensorA, tensorB, out_tile, a_scale, b_scale, 1, 1, rm < rows, rn < N)
+    else:
+        epilogue = Epilogue(A_scale + row, B_scale, bias).beyond(group * N)
+        acc = sched.ctx.reduce_axis(tensorA, tensorB, out_tile)
     if LAST:
         gdc_launch_dependents()
     epilogue.store(acc, tensorC, out_tile)

@@ -11,6 +11,7 @@ from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.launch.tensor_map import TensorMap
+from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 ROWS_AT_A_TIME = 32  # that Hopper's copy engine loads of A
@@ -100,10 +101,19 @@ def group_tiles_launch(T: int, G: int, block_m: int, device: torch.device) -> La
 
 
 def product_launch(
-    T: int, G: int, N: int, K: int, out_dtype: torch.dtype, device: torch.device, config: GemmConfig
+    T: int,
+    G: int,
+    N: int,
+    K: int,
+    out_dtype: torch.dtype,
+    device: torch.device,
+    config: GemmConfig,
+    dtype: torch.dtype = INT8.storage,
+    blocks: bool = False,
 ) -> Launch:
-    """The product of ``[T, K]`` and ``[G, N, K]``, for one dtype of the bias.
+    """The product of ``[T, K]`` and ``[G, N, K]`` of ``dtype``, for one dtype of the bias.
 
+    ``blocks``: that scales are of blocks. fp8 is taken as bytes, int8, where the device has no products of it.
     To be called with a, b, the output, ``outputs(config)`` times, ``a_scale``, ``b_scale``, the bias, and the tiles.
     """
     limits = device_limits(device)
@@ -111,21 +121,34 @@ def product_launch(
     slots = limits.num_sms * programs_per_sm(config, 1, limits)
     if config.schedule == "specialized":
         # A program takes all registers of a multiprocessor.
-        return _hopper_launch(T, G, N, K, out_dtype, config, min(tiles, limits.num_sms))
+        return _hopper_launch(T, G, N, K, out_dtype, config, min(tiles, limits.num_sms), dtype, blocks)
     persistent = config.schedule == "persistent"
-    constants = (config, K % config.block_k == 0, persistent, limits.pdl)
+    decodes = dtype == FP8.storage and not limits.multiplies_fp8
+    constants = (
+        config, K % config.block_k == 0, persistent, limits.pdl, dtype == INT8.storage, decodes, blocks,
+    )  # fmt: skip
     grid = min(tiles, slots) if persistent else tiles
     return Launch(_grouped_gemm_kernel, grid, (N, K), constants, config.num_warps, config.num_stages, limits.pdl)
 
 
-def _hopper_launch(T: int, G: int, N: int, K: int, out_dtype: torch.dtype, config: GemmConfig, grid: int) -> Launch:
+def _hopper_launch(
+    T: int,
+    G: int,
+    N: int,
+    K: int,
+    out_dtype: torch.dtype,
+    config: GemmConfig,
+    grid: int,
+    dtype: torch.dtype,
+    blocks: bool,
+) -> Launch:
     from qgemm.kernels.grouped.hopper_kernels import _grouped_hopper_kernel
     from qgemm.kernels.stages.ring import PANEL, block_layout
 
     rows, cols, part, panel = config.block_m, config.block_n, ROWS_AT_A_TIME, PANEL.value
     maps = {
-        0: TensorMap((T, K), (K, 1), (part, panel), block_layout(part, panel, torch.int8)),
-        1: TensorMap((G * N, K), (K, 1), (cols, panel), block_layout(cols, panel, torch.int8)),
+        0: TensorMap((T, K), (K, 1), (part, panel), block_layout(part, panel, dtype)),
+        1: TensorMap((G * N, K), (K, 1), (cols, panel), block_layout(cols, panel, dtype)),
         2: TensorMap((T, N), (N, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
     }
-    return Launch(_grouped_hopper_kernel, grid, (N, K), (config, grid), config.num_warps, pdl=True, maps=maps)
+    return Launch(_grouped_hopper_kernel, grid, (N, K), (config, grid, blocks), config.num_warps, pdl=True, maps=maps)

@@ -6,8 +6,8 @@ sorted, so no order of programs can change it. Few pairs are counted by every pr
 (``_quantize_pairs_kernel``); many first in chunks (``_count_pairs_kernel``, ``_place_pairs_kernel``), and then a token
 is quantized once for all of its rows (``_quantize_tokens_kernel``).
 
-``_activate_kernel`` reads a row of the first product once, and writes int8. ``_combine_kernel`` adds a token's rows
-slot by slot in float32, so the bits are the same every time.
+``_activate_kernel`` reads a row of the first product once, and writes int8 or fp8. ``_combine_kernel`` adds a token's
+rows slot by slot in float32, so the bits are the same every time.
 
 Where weights alone are quantized, ``q_scale`` is None: tokens are copied to their places, and rows activated, in
 floats.
@@ -22,13 +22,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qgemm.kernels.grouped.kernels import GroupTiles, write_tiles
 from qgemm.kernels.stages.epilogue import rounded
 from qgemm.kernels.stages.rows import (
+    GROUP,
     GatedRow,
-    RowQuantization,
     StridedRow,
     copy_row,
     load_blocks,
     quantize_blocks,
     quantize_row,
+    quantize_row_groups,
+    row_quantization,
 )
 
 
@@ -45,12 +47,13 @@ def _quantize_pairs_kernel(
     P, E, K, stride_xm, stride_xk,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
     PAIRS: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """A pair a program: its token's row of ``x``, quantized into its place among the sorted rows of ``q``.
 
     Each program counts its own place among ``PAIRS`` (a power of 2, at least ``P``); one more writes the tiles.
-    ``GROUPS``: a power of 2, at least ``E``. ``BLOCK``, ``BLOCKS``: see ``quantize_row``.
+    ``GROUPS``: a power of 2, at least ``E``. ``BLOCK``, ``BLOCKS``: see ``quantize_row``. ``E4M3``, ``GROUPED``: see
+    ``_quantize``.
     """
     if PDL:
         gdc_wait()
@@ -76,7 +79,28 @@ def _quantize_pairs_kernel(
         if q_scale is None:
             copy_row(source, q + row * K, tl.arange(0, BLOCK))
         else:
-            quantize_row(source, RowQuantization(None), q + row * K, q_scale + row, tl.arange(0, BLOCK), BLOCKS)
+            _quantize(source, q, q_scale, row, tl.arange(0, BLOCK), BLOCKS, E4M3, GROUPED)
+
+
+@triton.jit
+def _quantize(
+    source, q, q_scale, row, offsets,
+    BLOCKS: tl.constexpr, E4M3: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Quantizes a row to row ``row`` of ``q``, whose rows are as long. ``E4M3``: see ``row_quantization``.
+
+    ``GROUPED``: with a scale for each 128 values, side by side.
+    """
+    quantization = row_quantization(None, None, E4M3)
+    own = q + row * source.length
+    if own.dtype.element_ty != tl.int8:
+        own = own.to(tl.pointer_type(tl.int8), bitcast=True)
+    if GROUPED:
+        quantize_row_groups(
+            source, quantization, own, q_scale + row * tl.cdiv(source.length, GROUP), 1, offsets, BLOCKS
+        )
+    else:
+        quantize_row(source, quantization, own, q_scale + row, offsets, BLOCKS)
 
 
 @triton.jit(do_not_specialize=["P"])
@@ -136,11 +160,12 @@ def _quantize_tokens_kernel(
     x, q, q_scale, position,
     K, stride_xm, stride_xk,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """A token a program: its row of ``x``, quantized to each of its places in ``q``.
 
-    ``BLOCKS``: how many blocks of ``BLOCK`` values hold the row; 0 to quantize it anew for each place.
+    ``BLOCKS``: how many blocks of ``BLOCK`` values hold the row; 0 to quantize it anew for each place, as with
+    ``GROUPED``. ``E4M3``, ``GROUPED``: see ``_quantize``.
     """
     if PDL:
         gdc_wait()
@@ -148,27 +173,29 @@ def _quantize_tokens_kernel(
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     source, offsets = StridedRow(x + token * stride_xm, K, stride_xk), tl.arange(0, BLOCK)
-    quantization = RowQuantization(None)
-    blocks = load_blocks(source, offsets, BLOCKS)
-    if BLOCKS and q_scale is not None:
-        scale, values = quantize_blocks(blocks, quantization, BLOCKS)
+    if E4M3 is not None and q.dtype.element_ty != tl.int8:
+        q = q.to(tl.pointer_type(tl.int8), bitcast=True)
+    HELD: tl.constexpr = 0 if GROUPED else BLOCKS
+    blocks = load_blocks(source, offsets, HELD)
+    if HELD and q_scale is not None:
+        scale, values = quantize_blocks(blocks, row_quantization(None, None, E4M3), HELD)
     for j in tl.static_range(TOP_K):
         row = tl.load(position + token * TOP_K + j).to(tl.int64)
         if row >= 0:
             if q_scale is None:
-                if BLOCKS:
-                    for i in tl.static_range(BLOCKS):
+                if HELD:
+                    for i in tl.static_range(HELD):
                         k = i * BLOCK + offsets
                         tl.store(q + row * K + k, blocks[i], mask=k < K)
                 else:
                     copy_row(source, q + row * K, offsets)
-            elif BLOCKS:
+            elif HELD:
                 tl.store(q_scale + row, scale)
-                for i in tl.static_range(BLOCKS):
+                for i in tl.static_range(HELD):
                     k = i * BLOCK + offsets
                     tl.store(q + row * K + k, values[i], mask=k < K)
             else:
-                quantize_row(source, quantization, q + row * K, q_scale + row, offsets, BLOCKS)
+                _quantize(source, q, q_scale, row, offsets, BLOCKS, E4M3, GROUPED)
 
 
 @triton.jit
@@ -176,12 +203,12 @@ def _activate_kernel(
     g, q, q_scale, tiles,
     K,
     FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+    PDL: tl.constexpr, NEXT_EARLY: tl.constexpr, E4M3: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
     """A row a program: the activation of ``g``'s, ``[rows, 2K]`` or ``[rows, K]``, quantized: ``q [rows, K]``.
 
     ``FUNCTION``, ``ACTIVATION``: as in ``GatedRow``. ``BLOCKS``: how many blocks of ``BLOCK`` values hold a row of
-    ``K``; 0 to compute it twice, a block at a time.
+    ``K``; 0 to compute it twice, a block at a time. ``E4M3``, ``GROUPED``: see ``_quantize``.
     """
     if PDL:
         gdc_wait()
@@ -193,7 +220,7 @@ def _activate_kernel(
         if q_scale is None:
             copy_row(source, q + row * K, tl.arange(0, BLOCK))
         else:
-            quantize_row(source, RowQuantization(None), q + row * K, q_scale + row, tl.arange(0, BLOCK), BLOCKS)
+            _quantize(source, q, q_scale, row, tl.arange(0, BLOCK), BLOCKS, E4M3, GROUPED)
 
 
 @triton.jit

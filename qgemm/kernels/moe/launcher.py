@@ -32,6 +32,8 @@ from qgemm.kernels.moe.kernels import (
 )
 from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
+from qgemm.numerics.blocks import BLOCK
+from qgemm.numerics.formats import FP8, INT8
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 MAX_PAIRS_TO_COUNT = 512  # for every pair
@@ -55,7 +57,14 @@ def experts(
         plan = plans.keep(kind, _make_plan(x, top_k_index, weights, residual is not None, aligned))
     if residual is not None and not plan.steps:
         return residual.clone(memory_format=torch.contiguous_format)
+    if takes_bytes(weights.gate_up, x.device):
+        tensors = tuple(t.view(torch.int8) if t is not None and t.dtype == FP8.storage else t for t in tensors)
     return plan.run(tensors)
+
+
+def takes_bytes(weight: Tensor, device: torch.device) -> bool:
+    """Whether kernels take the bytes of an fp8 ``weight``, and of rows for it: where there are no products of fp8."""
+    return weight.dtype == FP8.storage and not device_limits(device).multiplies_fp8
 
 
 def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, adds: bool, aligned: bool) -> LaunchPlan:
@@ -63,23 +72,25 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, adds: boo
     P, intermediate = T * top_k, weights.down.shape[2]
     if not (P and E and H):
         return LaunchPlan(x.device.index, 0, (), ())
-    limits = device_limits(x.device)
+    limits, dtype, blocks = device_limits(x.device), weights.gate_up.dtype, weights.has_blocks
     hopper = aligned and all(
         grouped.takes_hopper_kernel(n, k, x.dtype, x.device) for n, k in ((N, H), (H, intermediate))
     )
-    first = select_grouped_config(P, E, N, H, x.device, hopper)
-    second = select_grouped_config(P, E, H, intermediate, x.device, hopper)
+    first = select_grouped_config(P, E, N, H, x.device, hopper, dtype, blocks)
+    second = select_grouped_config(P, E, H, intermediate, x.device, hopper, dtype, blocks)
 
     groups = max(64, next_power_of_2(E))  # no fewer bins than a warp has threads
+    rows = torch.int8 if takes_bytes(weights.gate_up, x.device) else dtype
+    scales = [cdiv(k, BLOCK) if blocks else 1 for k in (H, intermediate)]
     layout = Layout()
-    layout.add("q", "int8 rows", (P, H), torch.int8)
-    layout.add("q_scale", "row scales", (P,), torch.float32)
+    layout.add("q", "quantized rows", (P, H), rows)
+    layout.add("q_scale", "row scales", (P * scales[0],), torch.float32)
     layout.add("tiles", "tiles", (grouped.table_size(P, E, first.block_m),), torch.int32)
     layout.add("position", "position", (P,), torch.int32)
     layout.add("counts", "counts", (cdiv(P, CHUNK), groups), torch.int32)
     layout.add("g", "float rows", (P, N), x.dtype)
-    layout.add("h", "int8 rows", (P, intermediate), torch.int8)
-    layout.add("h_scale", "row scales", (P,), torch.float32)
+    layout.add("h", "quantized rows", (P, intermediate), rows)
+    layout.add("h_scale", "row scales", (P * scales[1],), torch.float32)
     layout.add("y", "float rows", (P, H), x.dtype)
     size, parts = layout.parts()
 
@@ -88,16 +99,15 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, adds: boo
     early = limits.pdl and T <= MAX_TOKENS_TO_OVERLAP
 
     def product(n: int, k: int, config: GemmConfig, a: str, weight: str, out: str) -> Step:
-        launch = grouped.product_launch(P, E, n, k, x.dtype, x.device, config)
+        launch = grouped.product_launch(P, E, n, k, x.dtype, x.device, config, dtype, blocks)
         outs = (out,) * grouped.outputs(config)
         return names.step(launch, a, weight, *outs, f"{a}_scale", f"{weight}_scale", f"{weight}_bias", "tiles")
 
+    activation = activate_launch(P, intermediate, x.dtype, weights.activation, early, limits, dtype, blocks)
     steps = (
-        *route_steps(x, P, top_k, E, groups, first.block_m, early, limits, names),
+        *route_steps(x, P, top_k, E, groups, first.block_m, early, limits, names, dtype, blocks),
         product(N, H, first, "q", "gate_up", "g"),
-        names.step(
-            activate_launch(P, intermediate, x.dtype, weights.activation, early, limits), "g", "h", "h_scale", "tiles"
-        ),
+        names.step(activation, "g", "h", "h_scale", "tiles"),
         product(H, intermediate, second, "h", "down", "y"),
         names.step(combine_launch(T, top_k, H, early, limits), "y", "position", "top_k_weights", "residual", "out"),
     )
@@ -105,18 +115,29 @@ def _make_plan(x: Tensor, top_k_index: Tensor, weights: ExpertWeights, adds: boo
 
 
 def route_steps(
-    x: Tensor, P: int, top_k: int, E: int, groups: int, block_m: int, early: bool, limits: DeviceLimits, names: Names
+    x: Tensor,
+    P: int,
+    top_k: int,
+    E: int,
+    groups: int,
+    block_m: int,
+    early: bool,
+    limits: DeviceLimits,
+    names: Names,
+    dtype: torch.dtype = INT8.storage,
+    in_groups: bool = False,
 ) -> list[Step]:
-    """What sorts the pairs by expert and quantizes their tokens."""
+    """What sorts the pairs by expert and quantizes their tokens, to ``dtype``; ``in_groups``: with scales of groups."""
     T, K = x.shape
     strides = x.contiguous().stride()
     block, blocks, threads = quantize.row_blocks(
         K, x.dtype.itemsize, quantize.max_row_bytes(limits), quantize.LONG_ROW_BLOCK
     )
     warps = max(1, threads // limits.warp_size)
-    pdl, flags = limits.pdl, (limits.pdl, early)
+    block = max(block, BLOCK) if in_groups else block
+    pdl, flags, form = limits.pdl, (limits.pdl, early), (quantize.rounding(dtype, limits), in_groups)
     if P <= MAX_PAIRS_TO_COUNT:
-        routing = (top_k, block, blocks, max(32, next_power_of_2(P)), groups, block_m, *flags)
+        routing = (top_k, block, blocks, max(32, next_power_of_2(P)), groups, block_m, *flags, *form)
         warps = max(warps, 4)
         launch = Launch(_quantize_pairs_kernel, P + 1, (P, E, K, *strides), routing, num_warps=warps, pdl=pdl)
         return [names.step(launch, "x", "top_k_index", "q", "q_scale", "position", "tiles")]
@@ -124,7 +145,7 @@ def route_steps(
     count = Launch(_count_pairs_kernel, chunks, (P, E), (CHUNK, groups, *flags), num_warps=4, pdl=pdl)
     placing = (CHUNK, groups, block_m, *flags)
     place = Launch(_place_pairs_kernel, chunks + 1, (P, E, chunks), placing, num_warps=8, pdl=pdl)
-    constants = (top_k, block, blocks, *flags)
+    constants = (top_k, block, blocks, *flags, *form)
     tokens = Launch(_quantize_tokens_kernel, T, (K, *strides), constants, num_warps=warps, pdl=pdl)
     return [
         names.step(count, "top_k_index", "counts"),
@@ -134,11 +155,23 @@ def route_steps(
 
 
 def activate_launch(
-    P: int, K: int, dtype: torch.dtype, activation: GatedActivation, early: bool, limits: DeviceLimits
+    P: int,
+    K: int,
+    dtype: torch.dtype,
+    activation: GatedActivation,
+    early: bool,
+    limits: DeviceLimits,
+    form: torch.dtype = INT8.storage,
+    in_groups: bool = False,
 ) -> Launch:
-    """The activation of ``P`` rows at most, each of ``K`` values, quantized where there is a scale for it."""
+    """The activation of ``P`` rows at most, each of ``K`` values, quantized to ``form`` where there is a scale for it.
+
+    ``in_groups``: as of ``route_steps``.
+    """
     block, blocks, threads = activated_row_blocks(K, dtype.itemsize)
-    constants = (DEVICE_ACTIVATIONS[activation.name], activation, block, blocks, limits.pdl, early)
+    block = max(block, BLOCK) if in_groups else block
+    flags = (limits.pdl, early, quantize.rounding(form, limits), in_groups)
+    constants = (DEVICE_ACTIVATIONS[activation.name], activation, block, blocks, *flags)
     warps = max(1, threads // limits.warp_size)
     return Launch(_activate_kernel, P, (K,), constants, num_warps=warps, pdl=limits.pdl)
 
