@@ -159,9 +159,10 @@ def damaged_values(
 
 
 def _bad_scales(name: str, value: Tensor) -> int:
-    """How many are NaN, infinite, negative, or 0 where that makes a weight of zeros by mistake."""
+    """How many are NaN, infinite, negative, or 0 where that makes a whole weight, or an input, of zeros by mistake."""
     if name.endswith(".scales") or value.ndim == 2:
         return int((~value.isfinite()).sum())  # of groups; AutoRound's may be negative
-    may_be_zero = name.endswith(("SCB", "absmax"))  # a row or group of zeros
+    # As rows and groups of zeros have in some libraries' files.
+    may_be_zero = name.endswith(("SCB", "absmax")) or (bool(value.any()) and not name.endswith("input_scale"))
     is_fine = value.isfinite() & ((value >= 0) if may_be_zero else (value > 0))
     return int((~is_fine).sum())

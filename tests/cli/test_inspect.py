@@ -256,9 +256,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: edit_tensor(folder, f"{UP}.weight_scale", lambda t: t.fill_(torch.nan)),
         f"{UP}.weight_scale holds 48 of 48 scales that can't be",
     ),
-    "a scale of 0": (
-        lambda folder: edit_tensor(folder, f"{UP}.weight_scale", lambda t: t.index_fill(0, torch.tensor([3]), 0)),
+    "a scale below 0": (
+        lambda folder: edit_tensor(folder, f"{UP}.weight_scale", lambda t: t.index_fill(0, torch.tensor([3]), -1)),
         "holds 1 of 48 scales",
+    ),
+    "scales of 0 alone": (
+        lambda folder: edit_tensor(folder, f"{UP}.weight_scale", torch.zeros_like),
+        "holds 48 of 48 scales",
     ),
     "no scale": (
         lambda folder: edit_tensor(folder, f"{UP}.weight_scale", lambda t: None),
@@ -322,6 +326,11 @@ def test_damage_is_found(name: str, int8_folder: Path, float_folder: Path) -> No
 def test_values_are_not_read_where_that_is_not_wanted(int8_folder: Path) -> None:
     flip_last_byte(int8_folder)
     assert run_json("inspect", int8_folder, "--no-verify")["verified"] is None
+
+
+def test_a_row_of_zeros_may_have_a_scale_of_0(int8_folder: Path) -> None:
+    edit_tensor(int8_folder, f"{UP}.weight_scale", lambda t: t.index_fill(0, torch.tensor([3]), 0))
+    assert run_json("inspect", int8_folder)["problems"] == []
 
 
 def test_every_damaged_tensor_is_named(int8_folder: Path) -> None:
