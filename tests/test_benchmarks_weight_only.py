@@ -1,4 +1,4 @@
-"""The benchmark of layers whose weight alone is quantized: wrong outputs are refused, means are over the weights."""
+"""The benchmark of quantized layers beside float ones: wrong outputs are refused, means are over the weights."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ import torch
 from benchmarks import weight_only
 from benchmarks.shapes import WeightShape
 from benchmarks.weight_only import Result
+from qgemm.nn import WeightOnlyLinear
 from qgemm_cli.timing import QUICK, ROTATED_BYTES
 
 CPU = torch.device("cpu")
@@ -28,9 +29,15 @@ def test_schemes_in_order_for_each_number_of_rows() -> None:
 
 
 @torch.no_grad()
+def test_layers_that_quantize_rows() -> None:
+    found = weight_only.measure(SHAPE, (3,), ("int8", "int4-int8"), QUICK, CPU)
+    assert all(weight_only.MAX_ERROR / 10 < one.error < weight_only.MAX_ERROR_OF_QUANTIZED_ROWS for one in found)
+
+
+@torch.no_grad()
 def test_wrong_outputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = weight_only.WeightOnlyLinear.forward
-    monkeypatch.setattr(weight_only.WeightOnlyLinear, "forward", lambda layer, x: right(layer, x) * 1.1)
+    right = WeightOnlyLinear.forward
+    monkeypatch.setattr(WeightOnlyLinear, "forward", lambda layer, x: right(layer, x) * 1.1)
     with pytest.raises(ValueError, match="int4 is wrong: relative error"):
         weight_only.measure(SHAPE, (1,), ("int4",), QUICK, CPU)
 

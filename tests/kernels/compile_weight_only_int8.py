@@ -27,6 +27,7 @@ def int8_cases(limits: DeviceLimits) -> Iterator[Case]:
         (8, 28_672, 64, True),
         (32, 4096, 32, True),
         (64, 4096, 128, True),
+        (64, 28_672, 4096, True),
         (4096, 4096, 128, False),
         (4096, 4096, 4096, False),
     ):

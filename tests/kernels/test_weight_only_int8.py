@@ -143,11 +143,11 @@ LLAMA = [(4096, 4096), (28_672, 4096), (4096, 14_336), (57_344, 8192), (8192, 28
 def test_a_config_fits(M: int, group: int) -> None:
     for N, K in LLAMA:
         config = select_config(M, N, K, group, H200)
-        assert config.shared_memory(K) <= H200.shared_memory
+        assert config.shared_memory() <= H200.shared_memory
         assert (config.warps > 0) == (M <= MAX_FEW_ROWS)
         assert config.cols >= min(M, MAX_FEW_ROWS)
         assert config.parts <= max(K // 512, 1), "a part has two blocks of K"
-        assert not config.split or 512 * config.parts <= K, "each group of warps has one"
+        assert config.splits == 1 or 512 * config.parts <= K, "each group of warps has one"
         assert config.parts == 1 or config.tiles(M, N) <= 2 * H200.num_sms
         assert 3 <= config.stages <= MAX_STAGES
 
@@ -163,23 +163,23 @@ FEW_CONFIGS = [
     (1, Int8Config(32, 8, 4, warps=8)),
     (5, Int8Config(32, 8, 4, warps=4)),
     (16, Int8Config(64, 16, 3, warps=4)),
-    (13, Int8Config(32, 16, 4, warps=4, resident=True)),
+    (13, Int8Config(32, 16, 3, warps=8)),
 ]
 # Each with all rows of a tile for both groups of warps, half of them, partial sums.
 CONFIGS = [
     *FEW_CONFIGS,
     (32, Int8Config(128, 32, 5)),
-    (40, Int8Config(64, 64, 5, split=True)),
-    (64, Int8Config(64, 64, 4, split=True, parts=2)),
+    (40, Int8Config(64, 64, 5, splits=2)),
+    (64, Int8Config(64, 64, 4, splits=2, parts=2)),
     (100, Int8Config(128, 64, 4, parts=2)),
     (600, Int8Config(128, 128, 4, pieces=2)),
 ]
 WHOLE_ROWS = [
-    (64, Int8Config(256, 64, 4, pieces=2)),
+    (130, Int8Config(256, 64, 4, consumers=4)),
     (256, Int8Config(128, 128, 4)),
     (300, Int8Config(256, 128, 3, pieces=2)),
 ]
-SMALL_GROUPS = [*FEW_CONFIGS[1::2], (40, Int8Config(64, 64, 5, split=True)), (100, Int8Config(128, 64, 4, parts=2))]
+SMALL_GROUPS = [*FEW_CONFIGS[1::2], (40, Int8Config(64, 64, 5, splits=2)), (100, Int8Config(128, 64, 4, parts=2))]
 
 
 @on_hopper

@@ -19,7 +19,7 @@ from qgemm.kernels.quantize.hopper_kernels import SharedRows
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import PANEL, PRODUCER_REGISTERS, barriers, initialize, load_block, thread_barrier
 from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_blocks
-from qgemm.kernels.weight_only.int8_hopper_weights import BLOCK, Weights, floats
+from qgemm.kernels.weight_only.int8_hopper_weights import BLOCK, Weights
 
 MIN_COLS = gl.constexpr(8)  # that tensor cores multiply
 QUANTIZING_REGISTERS = gl.constexpr(80)  # of a producer's thread that may have to quantize
@@ -69,7 +69,7 @@ def _load_x(A, barrier, lows, highs, slot, k):
 
 
 @gluon.jit
-def _produce_few(A, B, rows, ring, N, steps, ready, x_ready, RESIDENT: gl.constexpr, NEXT_EARLY: gl.constexpr):
+def _produce_few(A, B, weights, rows, ring, steps, ready, NEXT_EARLY: gl.constexpr):
     """``A``: None where nothing is to be loaded of x."""
     w, lows, highs, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
@@ -77,34 +77,29 @@ def _produce_few(A, B, rows, ring, N, steps, ready, x_ready, RESIDENT: gl.conste
     ROWS: gl.constexpr = w.shape[2]
     STEP: gl.constexpr = w.shape[3]
     SUBS: gl.constexpr = PANEL // STEP
-    STREAMS: gl.constexpr = A is not None and not RESIDENT
-    SIZE: gl.constexpr = SUBS * (B.block_type.nbytes + (2 * A.block_type.nbytes if STREAMS else 0))
+    SIZE: gl.constexpr = SUBS * (B.block_type.nbytes + (2 * A.block_type.nbytes if A is not None else 0))
     if NEXT_EARLY:
         gdc_launch_dependents()
     initialize(full, STAGES)
     initialize(empty, STAGES)
-    if RESIDENT:
-        initialize(x_ready, 1)
     if rows is None:
         mbarrier.arrive(ready, count=1)
+    own_rows = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
     start, stride = gl.program_id(0), gl.num_programs(0)
-    total = gl.cdiv(gl.cdiv(N, ROWS) - start, stride) * steps
+    total = gl.cdiv(gl.cdiv(weights.N, ROWS) - start, stride) * steps
     ahead = gl.minimum(total, STAGES)
     for step in range(ahead):
         mbarrier.expect(full.index(step), SIZE)
         tile = start + step // steps * stride
         for i in gl.static_range(SUBS):
             load_block(B, [step % steps * WARPS, tile * ROWS, i * STEP], full.index(step), w.index(step * SUBS + i))
+        weights.fetch_scales(tile * ROWS + own_rows, step % steps, WARPS * 2 * SUBS, step == 0)
     # Nothing else is read before the kernel ahead in the stream has ended; see Launch.
     gdc_wait()
     if rows is not None:
         rows.wait_for_all(ready)
-    if RESIDENT:
-        mbarrier.expect(x_ready.index(0), lows.shape[0] * 2 * A.block_type.nbytes)
-        for k in range(lows.shape[0] // SUBS):
-            _load_x(A, x_ready.index(0), lows, highs, k, k * WARPS)
     step = 0
-    for tile in range(start, gl.cdiv(N, ROWS), stride):
+    for tile in range(start, gl.cdiv(weights.N, ROWS), stride):
         for k in range(steps):
             slot = step % STAGES
             if step >= ahead:
@@ -112,7 +107,8 @@ def _produce_few(A, B, rows, ring, N, steps, ready, x_ready, RESIDENT: gl.conste
                 mbarrier.expect(full.index(slot), SIZE)
                 for i in gl.static_range(SUBS):
                     load_block(B, [k * WARPS, tile * ROWS, i * STEP], full.index(slot), w.index(slot * SUBS + i))
-            if STREAMS:
+                weights.fetch_scales(tile * ROWS + own_rows, k, WARPS * 2 * SUBS, k == 0)
+            if A is not None:
                 _load_x(A, full.index(slot), lows, highs, slot, k * WARPS)
             step += 1
     if not NEXT_EARLY:
@@ -122,7 +118,7 @@ def _produce_few(A, B, rows, ring, N, steps, ready, x_ready, RESIDENT: gl.conste
 
 
 @gluon.jit
-def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, ready, x_ready, RESIDENT: gl.constexpr):
+def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, ready):
     """``rows``: the ``SharedRows`` that x is to hold; ``row``: its ``OwnRow``; None where it is quantized already."""
     w, lows, highs, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
@@ -156,8 +152,6 @@ def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, read
     if rows is not None:
         rows.quantize_own(ready)
     mbarrier.wait(ready, 0)
-    if RESIDENT:
-        mbarrier.wait(x_ready.index(0), 0)
     if row is not None:
         own_x_scale = row.quantize(lows) + gl.zeros([COLS], gl.float32, gl.SliceLayout(0, out_layout))
     else:
@@ -180,13 +174,14 @@ def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, read
                     b = gl.broadcast(values, gl.zeros([WARPS, STEP, COLS], gl.int8, b_layout))[0]
                 else:
                     halves = lows if part < SUBS else highs
-                    x = halves.index((k if RESIDENT else slot) * SUBS + part % SUBS)
+                    x = halves.index(slot * SUBS + part % SUBS)
                     b = x.permute((0, 2, 1)).load(b_layout)
                 group = (k * WARPS + a_block) * 2 * SUBS + part
                 a = weights.unpacked(packed, tile * ROWS + a_rows, group, part // SUBS)
                 if GROUPS:
                     made = mma_v2(a, b, gl.zeros([WARPS, ROWS, COLS], gl.int32, layout))
-                    sums = gl.fma(floats(made), gl.broadcast(scales[part][:, :, None], sums)[0], sums)
+                    scale = gl.broadcast(scales[part][:, :, None], sums)[0]
+                    sums = gl.fma(made.to(gl.float32), scale, sums)
                 else:
                     sums = mma_v2(a, b, sums)
             mbarrier.arrive(empty.index(slot), count=1)
@@ -204,10 +199,9 @@ def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, read
 @gluon.jit
 def _few(
     A, B, C, x_scale, weights, rows, row, M, K, stride_cm,
-    STAGES: gl.constexpr, RESIDENT_STEPS: gl.constexpr, NEXT_EARLY: gl.constexpr,
+    STAGES: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     WARPS: gl.constexpr = B.block_shape[0]
-    RESIDENT: gl.constexpr = RESIDENT_STEPS > 0
     STEP: gl.constexpr = B.block_shape[2]
     SUBS: gl.constexpr = PANEL // STEP
     w = gl.allocate_shared_memory(B.dtype, [STAGES * SUBS, WARPS, B.block_shape[1], STEP], B.layout)
@@ -216,14 +210,12 @@ def _few(
         lows = gl.allocate_shared_memory(gl.int8, [row.steps * 2 * SUBS, WARPS, STEP], plain)
         highs = lows
     else:
-        X_SLOTS: gl.constexpr = (RESIDENT_STEPS if RESIDENT else STAGES) * SUBS
-        lows = gl.allocate_shared_memory(A.dtype, [X_SLOTS, WARPS, A.block_shape[1], STEP], A.layout)
-        highs = gl.allocate_shared_memory(A.dtype, [X_SLOTS, WARPS, A.block_shape[1], STEP], A.layout)
+        lows = gl.allocate_shared_memory(A.dtype, [STAGES * SUBS, WARPS, A.block_shape[1], STEP], A.layout)
+        highs = gl.allocate_shared_memory(A.dtype, [STAGES * SUBS, WARPS, A.block_shape[1], STEP], A.layout)
     ring = (w, lows, highs, barriers(STAGES), barriers(STAGES))
     # Completes when the ring's are initialized and all rows quantized.
     ready = barriers(1)
     initialize(ready, 1, 2 if rows is not None else 1)
-    x_ready = barriers(1) if RESIDENT else ready
     steps = gl.cdiv(K, WARPS * BLOCK)
     first = ready.index(0)
     if rows is None:
@@ -232,8 +224,8 @@ def _few(
         REGISTERS: gl.constexpr = QUANTIZING_REGISTERS
     gl.warp_specialize(
         [
-            (_consume_few, (C, x_scale, weights, rows, row, ring, M, stride_cm, steps, first, x_ready, RESIDENT)),
-            (_produce_few, (A, B, rows, ring, weights.N, steps, first, x_ready, RESIDENT, NEXT_EARLY)),
+            (_consume_few, (C, x_scale, weights, rows, row, ring, M, stride_cm, steps, first)),
+            (_produce_few, (A, B, weights, rows, ring, steps, first, NEXT_EARLY)),
         ],
         [1],
         [REGISTERS],
@@ -244,29 +236,27 @@ def _few(
 def _int4_int8_few_kernel(
     A, B, C, x_scale, scale, zero_point, bias,
     M, N, K, G, stride_cm,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, RESIDENT_STEPS: gl.constexpr, NEXT_EARLY: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """``A``, ``B``: tensor maps of x as ``[K / 256, M, 256]`` and of the weight as ``[K / 256, N, 128]``.
 
     Their blocks: a block of K for each warp, by 8 or 16 rows of x, or the rows of a tile, and as many bytes as a group
-    has values, at most ``PANEL``. ``C [M, N]``: with contiguous columns. ``RESIDENT_STEPS``: as many steps as K takes,
-    if all of x is to stay in shared memory; else 0.
+    has values, at most ``PANEL``. ``C [M, N]``: with contiguous columns.
     """
     weights = Weights(scale, zero_point, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0)
-    _few(A, B, C, x_scale, weights, None, None, M, K, stride_cm, STAGES, RESIDENT_STEPS, NEXT_EARLY)
+    _few(A, B, C, x_scale, weights, None, None, M, K, stride_cm, STAGES, NEXT_EARLY)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def _int4_int8_layer_kernel(
     x, q, q_scale, B, C, scale, zero_point, bias, A, counts,
     M, N, K, G, stride_xm, stride_xk, stride_cm,
-    ROW: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, RESIDENT_STEPS: gl.constexpr,
-    NEXT_EARLY: gl.constexpr,
+    ROW: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """The layer in one launch: the programs quantize the rows of ``x`` together, as ``SharedRows`` says."""
     weights = Weights(scale, zero_point, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0)
     rows = SharedRows(x, q, q_scale, RowQuantization(None), counts, M, K, stride_xm, stride_xk, ROW)
-    _few(A, B, C, q_scale, weights, rows, None, M, K, stride_cm, STAGES, RESIDENT_STEPS, NEXT_EARLY)
+    _few(A, B, C, q_scale, weights, rows, None, M, K, stride_cm, STAGES, NEXT_EARLY)
 
 
 @gluon.jit
@@ -281,4 +271,4 @@ def _int4_int8_row_kernel(
     """
     weights = Weights(scale, zero_point, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0)
     row = OwnRow(x, K, stride_xk, STEPS)
-    _few(None, B, C, None, weights, None, row, 1, K, N, STAGES, 0, NEXT_EARLY)
+    _few(None, B, C, None, weights, None, row, 1, K, N, STAGES, NEXT_EARLY)

@@ -26,10 +26,10 @@ from qgemm.numerics.packing import HALF
 MAX_ROWS_TO_START_EARLY = 512  # a product before its rows are quantized
 MAX_ROWS_TO_START_NEXT = 128
 PATIENCE = 128  # see SharedRows
-GROUP_M = 4  # rows of tiles that are computed column by column
+ROWS_AT_A_TIME = 1024  # of x, in tiles that are computed column by column
 # Of a thread: few where another kernel is to have room beside, and what is then left to those that multiply.
 REGISTERS_BESIDE = {4: 128, 8: 144}
-MULTIPLYING_REGISTERS, MULTIPLYING_REGISTERS_BESIDE = 232, 192
+MULTIPLYING_REGISTERS, MULTIPLYING_REGISTERS_BESIDE = {2: 232, 4: 104}, 192  # two groups of warps, or four
 MAX_VALUES_BESIDE = 64 * 64  # of a tile of one of the two groups of warps
 
 
@@ -95,21 +95,23 @@ def many_launch(
     """As ``few_launch``. ``offsets``: of partial sums and counts, behind the rows' scale."""
     M, N, K, G, group = sizes
     rows, cols = config.rows, config.cols // config.pieces
-    own = rows if config.split else rows // 2
+    own = rows * config.splits // config.consumers
     # Products of small groups need more registers.
-    beside = config.cols * own <= MAX_VALUES_BESIDE and (group == 0 or group >= HALF)
+    beside = config.consumers == 2 and config.cols * own <= MAX_VALUES_BESIDE and (group == 0 or group >= HALF)
     maps = {
         0: _map((M, K), (config.cols, sizes.step), torch.int8),
         1: _map((N, sizes.blocks * HALF), (rows, sizes.step), torch.uint8),
         2: _map((M, N), (cols, own), dtype),
     }
+    registers = MULTIPLYING_REGISTERS_BESIDE if beside else MULTIPLYING_REGISTERS[config.consumers]
     constants = (
-        group, config.stages, config.parts, config.pieces, config.split, GROUP_M,
-        MULTIPLYING_REGISTERS_BESIDE if beside else MULTIPLYING_REGISTERS, M <= MAX_ROWS_TO_START_NEXT,
+        group, config.stages, config.parts > 1, config.pieces, config.consumers, config.splits,
+        max(ROWS_AT_A_TIME // config.cols, 1), registers, M <= MAX_ROWS_TO_START_NEXT,
     )  # fmt: skip
     return Launch(
-        _int4_int8_many_kernel, min(config.tiles(M, N) * config.parts, limits.num_sms), (M, N, K, G, *offsets),
-        constants, 4, pdl=True, maps=maps, max_registers=REGISTERS_BESIDE[8] if beside else None,
+        _int4_int8_many_kernel, min(config.tiles(M, N) * config.parts, limits.num_sms),
+        (M, N, K, G, config.parts, *offsets), constants, 4, pdl=True, maps=maps,
+        max_registers=REGISTERS_BESIDE[8] if beside else None,
     )  # fmt: skip
 
 
@@ -118,8 +120,7 @@ def _programs(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -> int:
 
 
 def _few_constants(config: Int8Config, sizes: Sizes) -> tuple[Any, ...]:
-    resident_steps = cdiv(sizes.blocks, config.warps) if config.resident else 0
-    return sizes.group, config.stages, resident_steps, True
+    return sizes.group, config.stages, True
 
 
 def _rows_map(config: Int8Config, sizes: Sizes) -> TensorMap:

@@ -44,6 +44,20 @@ class Weights:
         return scales
 
     @gluon.jit
+    def fetch_scales(self, rows, block, GROUPS: gl.constexpr, first):
+        """Has the cache load the scales of ``rows`` for a block of K, which others read as late as they need them.
+
+        Unless it has them of the block before: they come 32 bytes at a time. ``first``: whether there was none.
+        """
+        if self.group:
+            BLOCKS: gl.constexpr = max(256 // (self.scale.dtype.element_ty.primitive_bitwidth * GROUPS), 1)
+            if first | (block % BLOCKS == 0):
+                mask = (rows < self.N) & (block * GROUPS < self.G)
+                asm: gl.constexpr = "{.reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0;}"
+                at = (self.scale + (rows * self.G + block * GROUPS)).to(gl.uint64)
+                gl.inline_asm_elementwise(asm, "=r,l,r", [at, mask.to(gl.int32)], gl.int32, False, 1)
+
+    @gluon.jit
     def unpacked(self, packed, rows, g, HALF: gl.constexpr):
         """int8 of the low or high nibbles of ``packed``, which are group ``g`` of ``rows``.
 
@@ -109,19 +123,3 @@ def _high_less(packed, zeros):
         "sub.u32 t, t, $2; xor.b32 $0, t, 0x80808080;}"
     )
     return gl.inline_asm_elementwise(asm, "=r,r,r", [packed, zeros], gl.int8, True, 4)
-
-
-@gluon.jit
-def floats(sums):
-    """float32 of int32 below 2^22, exactly.
-
-    Conversions run at an eighth of the rate of additions, so three of four values become the last bits of 1.5 * 2^23,
-    which is then subtracted.
-    """
-    asm: gl.constexpr = (
-        "{.reg .b32 t; .reg .f32 f; cvt.rn.f32.s32 $0, $4; "
-        "add.s32 t, $5, 0x4B400000; mov.b32 f, t; add.rn.f32 $1, f, 0fCB400000; "
-        "add.s32 t, $6, 0x4B400000; mov.b32 f, t; add.rn.f32 $2, f, 0fCB400000; "
-        "add.s32 t, $7, 0x4B400000; mov.b32 f, t; add.rn.f32 $3, f, 0fCB400000;}"
-    )
-    return gl.inline_asm_elementwise(asm, "=f,=f,=f,=f,r,r,r,r", [sums], gl.float32, True, 4)

@@ -1,9 +1,9 @@
 """int4 weights by int8 rows for Hopper (sm_90), from 17 rows on.
 
 The product and the operands' places are those of ``int8_few_rows_hopper_kernels``, but with ``wgmma``, and A in
-registers: two groups of four warps, each with rows of its own, so that one multiplies while the other one scales; or
-every second block of K. Where there are few tiles, K is cut in parts, and who comes last adds them up in their
-order. docs/performance.md: what it reaches and why.
+registers: two or four groups of four warps, each with rows of its own, so that one multiplies while another one unpacks
+and scales; or two with every second block of K each. Where there are few tiles, K is cut in parts, and who comes last
+adds them up in their order. docs/performance.md: what it reaches and why.
 """
 
 from triton.experimental import gluon
@@ -27,7 +27,7 @@ from qgemm.kernels.stages.ring import (
     store_block,
     thread_barrier,
 )
-from qgemm.kernels.weight_only.int8_hopper_weights import BLOCK, Weights, floats
+from qgemm.kernels.weight_only.int8_hopper_weights import BLOCK, Weights
 
 IN_FLIGHT = gl.constexpr(2)  # products that a group of warps has in flight
 
@@ -44,7 +44,9 @@ class Items:
     tiles: gl.tensor
     blocks: gl.tensor
     """Of K, of a tile."""
-    parts: gl.constexpr
+    parts: gl.tensor
+    cut: gl.constexpr
+    """Whether there are several."""
     group_m: gl.constexpr
 
     @gluon.jit
@@ -61,7 +63,10 @@ class Items:
     def range_of(self, item):
         """The first block of K, and that after the last."""
         part = item // self.tiles
-        return part * self.blocks // self.parts, (part + 1) * self.blocks // self.parts
+        if self.cut:
+            return part * self.blocks // self.parts, (part + 1) * self.blocks // self.parts
+        else:
+            return part * 0, part * 0 + self.blocks
 
 
 @gluon.jit
@@ -74,21 +79,23 @@ def _load_many(A, barrier, to, slot, row, at, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _produce_many(A, B, ring, items, ready, handed, READERS: gl.constexpr, NEXT_EARLY: gl.constexpr):
+def _produce_many(A, B, weights, ring, items, ready, handed, READERS: gl.constexpr, NEXT_EARLY: gl.constexpr):
     """``READERS``: how many consumers read each block."""
     w, x, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
     ROWS: gl.constexpr = w.shape[1]
     COLS: gl.constexpr = x.shape[1]
-    SIZE: gl.constexpr = PANEL // B.block_shape[1] * (B.block_type.nbytes + 2 * A.block_type.nbytes)
+    SUBS: gl.constexpr = PANEL // B.block_shape[1]
+    SIZE: gl.constexpr = SUBS * (B.block_type.nbytes + 2 * A.block_type.nbytes)
     if NEXT_EARLY:
         gdc_launch_dependents()
     initialize(full, STAGES)
     initialize(empty, STAGES, READERS)
-    if READERS == 1:
-        initialize(handed[1], 1)
-        initialize(handed[2], 1)
+    _, given, taken = handed
+    initialize(given, given.shape[0])
+    initialize(taken, taken.shape[0])
     mbarrier.arrive(ready, count=1)
+    rows = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
     start, stride = gl.program_id(0), gl.num_programs(0)
     m, n = items.tile(start)
     k, end = items.range_of(start)
@@ -96,6 +103,7 @@ def _produce_many(A, B, ring, items, ready, handed, READERS: gl.constexpr, NEXT_
     for step in range(ahead):
         mbarrier.expect(full.index(step), SIZE)
         _load_many(B, full.index(step), w, step, n * ROWS, (k + step) * PANEL, PANEL)
+        weights.fetch_scales(n * ROWS + rows, k + step, 2 * SUBS, step == 0)
     # Nothing else is read before the kernel ahead in the stream has ended; see Launch.
     gdc_wait()
     for step in range(ahead):
@@ -112,6 +120,7 @@ def _produce_many(A, B, ring, items, ready, handed, READERS: gl.constexpr, NEXT_
             mbarrier.expect(full.index(slot), SIZE)
             _load_many(B, full.index(slot), w, slot, n * ROWS, at * PANEL, PANEL)
             _load_many(A, full.index(slot), x, slot, m * COLS, at * BLOCK, BLOCK)
+            weights.fetch_scales(n * ROWS + rows, at, 2 * SUBS, at == k)
             step += 1
     if not NEXT_EARLY:
         gdc_launch_dependents()
@@ -120,22 +129,22 @@ def _produce_many(A, B, ring, items, ready, handed, READERS: gl.constexpr, NEXT_
 @gluon.jit
 def _consume_many(
     out, x_scale, weights, ring, items, M, ready,
-    WHO: gl.constexpr, CONSUMERS: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr,
+    WHO: gl.constexpr, CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     """``PIECES``: in how many pieces the columns are multiplied and scaled.
 
-    ``SPLIT``: whether consumers have every second block of K, and not each half of the rows. The second one hands its
-    sums over, in ``handed``, to the first.
+    ``SPLITS``: how many consumers share the blocks of K of the same rows. All but the first one hand their sums over to
+    it, in ``handed``.
     """
     C, staging, handed, partial, counts = out
     w, x, full, empty = ring
     STAGES: gl.constexpr = full.shape[0]
-    ROWS: gl.constexpr = w.shape[1] if SPLIT else w.shape[1] // CONSUMERS
-    FIRST_ROW: gl.constexpr = 0 if SPLIT else WHO * ROWS
-    FIRST_BLOCK: gl.constexpr = WHO if SPLIT else 0
-    STORES: gl.constexpr = WHO == 0 or not SPLIT
-    OWNERS: gl.constexpr = 1 if SPLIT else CONSUMERS  # of a tile's sums
-    BLOCKS: gl.constexpr = CONSUMERS if SPLIT else 1  # from one to the next
+    OWNERS: gl.constexpr = CONSUMERS // SPLITS  # of a tile's sums
+    OWNER: gl.constexpr = WHO % OWNERS
+    FIRST_BLOCK: gl.constexpr = WHO // OWNERS
+    STORES: gl.constexpr = WHO < OWNERS
+    ROWS: gl.constexpr = w.shape[1] // OWNERS
+    FIRST_ROW: gl.constexpr = OWNER * ROWS
     COLS: gl.constexpr = x.shape[1]
     PIECE: gl.constexpr = COLS // PIECES
     SUBS: gl.constexpr = PANEL // w.shape[2]
@@ -166,26 +175,27 @@ def _consume_many(
         rows = tile_n * w.shape[1] + own_rows
         a_rows = (first + gl.arange(0, ROWS, gl.SliceLayout(1, a_layout)))[:, None]
         of_rows = weights.of_rows(rows)
+        zero = gl.zeros([ROWS, PIECE], gl.int32, layout)
         sums = ()
         for _piece in gl.static_range(PIECES):
             sums = sums + (gl.zeros([ROWS, PIECE], SUMS, layout),)
-        for k in range(start + FIRST_BLOCK, end, BLOCKS):
+        for k in range(start + FIRST_BLOCK, end, SPLITS):
             if GROUPS:
                 # Those of the next step: from memory they take as long as a step.
-                ends = k + BLOCKS >= end
+                ends = k + SPLITS >= end
                 following = gl.where(ends, next_n, tile_n) * w.shape[1] + own_rows
-                next_block = gl.where(ends, next_start + FIRST_BLOCK, k + BLOCKS)
+                next_block = gl.where(ends, next_start + FIRST_BLOCK, k + SPLITS)
                 next_scales = weights.scales_of_block(following, next_block, 2 * SUBS)
             step = first_step + k - start
             slot = step % STAGES
             mbarrier.wait(full.index(slot), step // STAGES & 1)
+            # Registers of A aren't written again before all products have read them: nothing is in flight where the
+            # next step begins.
             values = ()
             for part in gl.static_range(2 * SUBS):
                 packed = w.index(slot * SUBS + part % SUBS).slice(FIRST_ROW, ROWS).load(a_layout)
                 values = values + (weights.unpacked(packed, a_rows, k * 2 * SUBS + part, part // SUBS),)
             if GROUPS:
-                # Registers of A aren't written again before all products have read them: nothing is in flight where
-                # the next step begins.
                 products = ()
                 for unit in gl.static_range(UNITS + IN_FLIGHT):
                     if unit >= IN_FLIGHT:
@@ -196,13 +206,12 @@ def _consume_many(
                     if unit < UNITS:
                         b = x.index(slot * 2 * SUBS + unit // PIECES).slice(unit % PIECES * PIECE, PIECE)
                         b = b.permute((1, 0))
-                        zero = gl.zeros([ROWS, PIECE], gl.int32, layout)
                         product = warpgroup_mma(values[unit // PIECES], b, zero, use_acc=False, is_async=True)
                         products = products + (product,)
                     if unit >= IN_FLIGHT:
                         scale = gl.broadcast(scales[(unit - IN_FLIGHT) // PIECES][:, None], sums[0])[0]
                         # The piece that is next comes first.
-                        sums = sums[1:] + (gl.fma(floats(made), scale, sums[0]),)
+                        sums = sums[1:] + (gl.fma(made.to(gl.float32), scale, sums[0]),)
             else:
                 for part in gl.static_range(2):
                     new = ()
@@ -218,102 +227,118 @@ def _consume_many(
         first_step += end - start
 
         is_last = True
-        if SPLIT:
+        if SPLITS > 1:
             others, given, taken = handed
-            if WHO == 1:
-                mbarrier.wait(taken.index(0), (turn & 1) ^ 1)
+            if not STORES:
+                at: gl.constexpr = WHO - OWNERS
+                mbarrier.wait(taken.index(at), (turn & 1) ^ 1)
                 for i in gl.static_range(PIECES):
-                    others.index(i).store(sums[i].to(gl.float32, bitcast=True))
-                mbarrier.arrive(given.index(0), count=1)
+                    others.index(at * PIECES + i).store(sums[i].to(gl.float32, bitcast=True))
+                mbarrier.arrive(given.index(at), count=1)
             else:
-                mbarrier.wait(given.index(0), turn & 1)
-                both = ()
-                for i in gl.static_range(PIECES):
-                    both = both + (sums[i] + others.index(i).load(layout).to(SUMS, bitcast=True),)
-                sums = both
-                mbarrier.arrive(taken.index(0), count=1)
+                for split in gl.static_range(SPLITS - 1):
+                    at: gl.constexpr = split * OWNERS + OWNER
+                    mbarrier.wait(given.index(at), turn & 1)
+                    both = ()
+                    for i in gl.static_range(PIECES):
+                        found = others.index(at * PIECES + i).load(layout)
+                        both = both + (sums[i] + found.to(SUMS, bitcast=True),)
+                    sums = both
+                    mbarrier.arrive(taken.index(at), count=1)
             turn += 1
-        if items.parts > 1 and STORES:
+        if items.cut and STORES:
             # Blocks of 8 x 8 values, which a warp writes at a time.
-            N_AT = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-            M_AT = gl.arange(0, PIECE, gl.SliceLayout(0, layout))
-            at = (N_AT // 8 * (PIECE // 8 * 64) + N_AT % 8 * 8)[:, None] + (M_AT // 8 * 64 + M_AT % 8)[None, :]
-            own = partial + ((item * OWNERS + WHO) * PIECES).to(gl.int64) * (ROWS * PIECE)
+            n_at = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+            m_at = gl.arange(0, PIECE, gl.SliceLayout(0, layout))
+            where = (n_at // 8 * (PIECE // 8 * 64) + n_at % 8 * 8)[:, None] + (m_at // 8 * 64 + m_at % 8)[None, :]
+            own = partial + ((item * OWNERS + OWNER) * PIECES).to(gl.int64) * (ROWS * PIECE)
             for i in gl.static_range(PIECES):
-                gl.store(own + i * (ROWS * PIECE) + at, sums[i].to(gl.float32, bitcast=True))
+                gl.store(own + i * (ROWS * PIECE) + where, sums[i].to(gl.float32, bitcast=True))
             thread_barrier()
             tile = item % items.tiles
-            arrived = gl.atomic_add(counts + (tile * OWNERS + WHO), 1, sem="acq_rel", scope="gpu")
+            arrived = gl.atomic_add(counts + (tile * OWNERS + OWNER), 1, sem="acq_rel", scope="gpu")
             is_last = arrived == items.parts - 1
         if is_last and STORES:
             for i in gl.static_range(PIECES):
                 sum_of_parts = sums[i]
-                if items.parts > 1:
+                if items.cut:
                     sum_of_parts = gl.zeros([ROWS, PIECE], SUMS, layout)
-                    for part in gl.static_range(items.parts):
-                        other = (tile + part * items.tiles) * OWNERS + WHO
-                        other = partial + (other * PIECES + i).to(gl.int64) * (ROWS * PIECE)
-                        sum_of_parts += gl.load(other + at).to(SUMS, bitcast=True)
+                    for part in range(items.parts):
+                        if part == item // items.tiles:
+                            sum_of_parts += sums[i]
+                        else:
+                            other = (tile + part * items.tiles) * OWNERS + OWNER
+                            other = partial + (other * PIECES + i).to(gl.int64) * (ROWS * PIECE)
+                            sum_of_parts += gl.load(other + where).to(SUMS, bitcast=True)
                 cols = tile_m * COLS + i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
                 own_x_scale = gl.load(x_scale + cols, mask=cols < M, other=0.0)
                 scaled = weights.finish(sum_of_parts, own_x_scale, of_rows)
                 # The store before has read the staging memory.
                 tma.store_wait(0)
-                staging.permute((1, 0)).store(scaled.to(C.dtype))
+                staging.index(OWNER).permute((1, 0)).store(scaled.to(C.dtype))
                 fence_async_shared()
-                store_block(C, [tile_m * COLS + i * PIECE, first], staging)
+                store_block(C, [tile_m * COLS + i * PIECE, first], staging.index(OWNER))
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "parts"])
 def _int4_int8_many_kernel(
     A, B, C, x_scale, scale, zero_point, bias,
-    M, N, K, G, partial_at, counts_at,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr, PIECES: gl.constexpr, SPLIT: gl.constexpr,
-    GROUP_M: gl.constexpr, REGISTERS: gl.constexpr, NEXT_EARLY: gl.constexpr,
+    M, N, K, G, parts, partial_at, counts_at,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, CUT: gl.constexpr, PIECES: gl.constexpr, CONSUMERS: gl.constexpr,
+    SPLITS: gl.constexpr, GROUP_M: gl.constexpr, REGISTERS: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """``A``, ``B``, ``C``: tensor maps of x ``[M, K]``, the weight ``[N, K / 2]`` and the output ``[M, N]``.
 
     Blocks: a tile's rows of x, or of the weight, by the values of a group; a piece's rows of x by a consumer's of the
     weight.
     Behind ``x_scale``, counted in its values, there are at ``partial_at`` float32 for every part of every tile, and at
-    ``counts_at`` an int32 zero for each consumer's rows of every tile; neither with one part. ``REGISTERS``: of a
-    thread that multiplies.
+    ``counts_at`` an int32 zero for the rows of each ``OWNER`` in every tile; neither with one part. ``CUT``: whether
+    there are several. ``REGISTERS``: of a thread that multiplies.
     """
-    CONSUMERS: gl.constexpr = 2
     weights = Weights(scale, zero_point, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0)
     STEP: gl.constexpr = B.block_shape[1]
     SUBS: gl.constexpr = PANEL // STEP
+    OWNERS: gl.constexpr = CONSUMERS // SPLITS
     w = gl.allocate_shared_memory(B.dtype, [STAGES * SUBS, B.block_shape[0], STEP], B.layout)
     x = gl.allocate_shared_memory(A.dtype, [STAGES * SUBS * 2, A.block_shape[0], STEP], A.layout)
     ring = (w, x, barriers(STAGES), barriers(STAGES))
-    staging = gl.allocate_shared_memory(C.dtype, C.block_shape, C.layout)
-    if SPLIT:
-        PIECE: gl.constexpr = C.block_shape[0]
+    staging = gl.allocate_shared_memory(C.dtype, [OWNERS, C.block_shape[0], C.block_shape[1]], C.layout)
+    HANDED: gl.constexpr = OWNERS * (SPLITS - 1)
+    if SPLITS > 1:
         plain: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
-        others = gl.allocate_shared_memory(gl.float32, [PIECES, B.block_shape[0], PIECE], plain)
-        handed = (others, barriers(1), barriers(1))
-        other_staging = staging
+        shape: gl.constexpr = [HANDED * PIECES, C.block_shape[1], C.block_shape[0]]
+        handed = (gl.allocate_shared_memory(gl.float32, shape, plain), barriers(HANDED), barriers(HANDED))
     else:
-        handed = ()
-        other_staging = gl.allocate_shared_memory(C.dtype, C.block_shape, C.layout)
-    READERS: gl.constexpr = 1 if SPLIT else CONSUMERS
+        handed = (staging, barriers(1), barriers(1))
     ready = barriers(1)
     initialize(ready, 1)
     tiles_m = gl.cdiv(M, A.block_shape[0])
-    items = Items(tiles_m, tiles_m * gl.cdiv(N, B.block_shape[0]), gl.cdiv(K, BLOCK), PARTS, GROUP_M)
+    items = Items(tiles_m, tiles_m * gl.cdiv(N, B.block_shape[0]), gl.cdiv(K, BLOCK), parts, CUT, GROUP_M)
     first = ready.index(0)
     partial = x_scale + partial_at
     counts = (x_scale + counts_at).cast(gl.pointer_type(gl.int32), bitcast=True)
     out = (C, staging, handed, partial, counts)
-    other_out = (C, other_staging, handed, partial, counts)
     # Constants stay constants only in a tuple that is written here.
-    gl.warp_specialize(
-        [
-            (_consume_many, (out, x_scale, weights, ring, items, M, first, 0, 2, PIECES, SPLIT)),
-            (_consume_many, (other_out, x_scale, weights, ring, items, M, first, 1, 2, PIECES, SPLIT)),
-            (_produce_many, (A, B, ring, items, first, handed, READERS, NEXT_EARLY)),
-        ],
-        [4, 1],
-        [REGISTERS, PRODUCER_REGISTERS],
-    )
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume_many, (out, x_scale, weights, ring, items, M, first, 0, 2, SPLITS, PIECES)),
+                (_consume_many, (out, x_scale, weights, ring, items, M, first, 1, 2, SPLITS, PIECES)),
+                (_produce_many, (A, B, weights, ring, items, first, handed, OWNERS, NEXT_EARLY)),
+            ],
+            [4, 1],
+            [REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume_many, (out, x_scale, weights, ring, items, M, first, 0, 4, SPLITS, PIECES)),
+                (_consume_many, (out, x_scale, weights, ring, items, M, first, 1, 4, SPLITS, PIECES)),
+                (_consume_many, (out, x_scale, weights, ring, items, M, first, 2, 4, SPLITS, PIECES)),
+                (_consume_many, (out, x_scale, weights, ring, items, M, first, 3, 4, SPLITS, PIECES)),
+                (_produce_many, (A, B, weights, ring, items, first, handed, OWNERS, NEXT_EARLY)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, PRODUCER_REGISTERS],
+        )
