@@ -8,19 +8,17 @@ dtype, so that none is rounded. transformers reads them in the model's dtype, as
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qgemm.checkpoint.compressed_tensors_groups import FLOAT, INT, MXFP4, MXFP8, NAIVE, NVFP4, PACKED, QUANT_METHOD
+from qgemm.checkpoint.files_for_others import is_target, parts_of_experts, tensors_for_others
 from qgemm.checkpoint.model_names import expert_leaves
 from qgemm.checkpoint.pretrained import built_again, is_pretrained
-from qgemm.checkpoint.tensors import transient_names
 from qgemm.checkpoint.words import pack_nibbles, pack_words
-from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, QuantMultiheadAttention
-from qgemm.nn.experts import split_leaf
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.linear_layer import is_conv1d
 from qgemm.numerics.packing import unpack_codes
 from qgemm.scheme import QuantScheme, TensorScheme
@@ -58,20 +56,12 @@ def tensors_to_write(
                 f"{name} has the scheme {layer.scheme.name!r}, which compressed-tensors can't store: save it with "
                 'format="qgemm"'
             )
-    if packed := [name for name, module in model.named_modules() if isinstance(module, QuantMultiheadAttention)]:
-        raise ValueError(
-            f"{packed[0]} was an nn.MultiheadAttention, whose packed weights compressed-tensors can't store: pass "
-            'it in skip, or save the model with format="qgemm"'
-        )
     if transposed := _conv1d_names(model, layers):
         raise ValueError(
             f"{transposed[0]} is a Conv1D in {type(model).__name__}, and compressed-tensors supports only nn.Linear: "
             'save it with format="qgemm"'
         )
-    known_ties = getattr(model, "all_tied_weights_keys", None)
-    known = dict(known_ties) if isinstance(known_ties, dict) else {}
-    left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name}
-    written = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    written = tensors_for_others(model, tensors, ties, "compressed-tensors")
     for name, layer in layers.items():
         if isinstance(layer, LinearLayer):
             own = {leaf: written.pop(f"{name}.{leaf}") for leaf in layer.fixed_names if f"{name}.{leaf}" in written}
@@ -100,33 +90,6 @@ def _tensors_of_experts(
         stored = _tensors_of(f"{name}.{part}", experts.scheme, shape, layer) | bias
         made.update({f"{part}.{leaf}": tensor for leaf, tensor in stored.items()})
     return made
-
-
-def parts_of_experts(
-    experts: QuantExperts, own: dict[str, Tensor], leaves: tuple[str, str, str]
-) -> Iterator[tuple[str, tuple[int, int], dict[str, Tensor]]]:
-    """The linear layers that ``experts`` are, as files have them: name, ``[N, K]``, and parameters.
-
-    ``own``: the parameters of ``experts``. ``leaves``: what files call gates, ups and the projection down.
-    """
-    gate, up, down = leaves
-    wide, narrow = experts.intermediate_size, experts.hidden_size
-    for ours, shape, parts in (
-        ("gate_up_proj", (wide, narrow), (gate, up) if experts.activation.gated else (up,)),
-        ("down_proj", (narrow, wide), (down,)),
-    ):
-        held, shared = {}, experts.linear_of(ours).whole_names
-        for leaf, tensor in own.items():
-            weight, theirs = split_leaf(leaf)
-            if weight == ours:
-                held[theirs] = tensor
-        for expert in range(experts.num_experts):
-            for index, leaf in enumerate(parts):
-                layer = {
-                    theirs: tensor[expert] if theirs in shared else tensor[expert].chunk(len(parts))[index]
-                    for theirs, tensor in held.items()
-                }
-                yield f"{expert}.{leaf}", shape, layer
 
 
 def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -208,14 +171,6 @@ def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict
         "ignore": [name for name, module in modules if name and is_target(module)],
         "kv_cache_scheme": None,
     }
-
-
-def is_target(module: nn.Module) -> bool:
-    """Whether the library or vLLM would take a float module for a target ``Linear``, which vLLM does with routers."""
-    if isinstance(module, LinearLayer):
-        return False
-    is_router = re.search(r"Router|Gating|Gate(?![a-z])", type(module).__name__) is not None
-    return is_router or any(cls.__name__ in ("Linear", "LinearBase") for cls in type(module).__mro__)
 
 
 def _to_arguments(scheme: TensorScheme) -> dict[str, Any]:

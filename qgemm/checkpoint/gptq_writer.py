@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qgemm.checkpoint.compressed_tensors_writer import is_target, parts_of_experts
+from qgemm.checkpoint.files_for_others import is_target, parts_of_experts, tensors_for_others
 from qgemm.checkpoint.gptq import QUANT_METHOD, VERSIONS
 from qgemm.checkpoint.model_names import expert_leaves
 from qgemm.checkpoint.packed_layers import WORD_BITS
-from qgemm.checkpoint.tensors import transient_names
 from qgemm.checkpoint.words import pack_words
-from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, QuantMultiheadAttention
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.linear_layer import is_conv1d
 from qgemm.numerics.packing import unpack_codes
 from qgemm.scheme import QuantScheme
@@ -41,15 +40,7 @@ def tensors_to_write(
     ``int4`` or ``int8-weight``, for projections of an ``nn.MultiheadAttention``, and for sizes that don't fill words or
     groups.
     """
-    if packed := [name for name, module in model.named_modules() if isinstance(module, QuantMultiheadAttention)]:
-        raise ValueError(
-            f"{packed[0]} was an nn.MultiheadAttention, whose packed weights GPTQ can't store: pass it in skip, or "
-            'save the model with format="qgemm"'
-        )
-    known_ties = getattr(model, "all_tied_weights_keys", None)
-    known = dict(known_ties) if isinstance(known_ties, dict) else {}
-    left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name}
-    written = {name: tensor for name, tensor in tensors.items() if name not in left_out}
+    written = tensors_for_others(model, tensors, ties, "GPTQ")
     for name, layer in layers.items():
         if not can_store(layer.scheme):
             raise ValueError(

@@ -1,0 +1,66 @@
+"""What files for other libraries have in common: which tensors, the layers that experts are, and which are targets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+from qgemm.checkpoint.tensors import transient_names
+from qgemm.nn import LinearLayer, QuantExperts, QuantMultiheadAttention
+from qgemm.nn.experts import split_leaf
+
+
+def tensors_for_others(
+    model: nn.Module, tensors: dict[str, Tensor], ties: dict[str, str], library: str
+) -> dict[str, Tensor]:
+    """Those of ``tensors`` that are written, as they are here.
+
+    Of two that are ``ties`` only those that transformers ties by itself are left out, and buffers that ``state_dict``
+    leaves out. Raises ``ValueError`` for projections of an ``nn.MultiheadAttention``.
+    """
+    if packed := [name for name, module in model.named_modules() if isinstance(module, QuantMultiheadAttention)]:
+        raise ValueError(
+            f"{packed[0]} was an nn.MultiheadAttention, whose packed weights {library} can't store: pass it in skip, "
+            'or save the model with format="qgemm"'
+        )
+    known_ties = getattr(model, "all_tied_weights_keys", None)
+    known = dict(known_ties) if isinstance(known_ties, dict) else {}
+    left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name}
+    return {name: tensor for name, tensor in tensors.items() if name not in left_out}
+
+
+def parts_of_experts(
+    experts: QuantExperts, own: dict[str, Tensor], leaves: tuple[str, str, str]
+) -> Iterator[tuple[str, tuple[int, int], dict[str, Tensor]]]:
+    """The linear layers that ``experts`` are, as files have them: name, ``[N, K]``, and parameters.
+
+    ``own``: the parameters of ``experts``. ``leaves``: what files call gates, ups and the projection down.
+    """
+    gate, up, down = leaves
+    wide, narrow = experts.intermediate_size, experts.hidden_size
+    for ours, shape, parts in (
+        ("gate_up_proj", (wide, narrow), (gate, up) if experts.activation.gated else (up,)),
+        ("down_proj", (narrow, wide), (down,)),
+    ):
+        held, shared = {}, experts.linear_of(ours).whole_names
+        for leaf, tensor in own.items():
+            weight, theirs = split_leaf(leaf)
+            if weight == ours:
+                held[theirs] = tensor
+        for expert in range(experts.num_experts):
+            for index, leaf in enumerate(parts):
+                layer = {
+                    theirs: tensor[expert] if theirs in shared else tensor[expert].chunk(len(parts))[index]
+                    for theirs, tensor in held.items()
+                }
+                yield f"{expert}.{leaf}", shape, layer
+
+
+def is_target(module: nn.Module) -> bool:
+    """Whether the library or vLLM would take a float module for a target ``Linear``, which vLLM does with routers."""
+    if isinstance(module, LinearLayer):
+        return False
+    is_router = re.search(r"Router|Gating|Gate(?![a-z])", type(module).__name__) is not None
+    return is_router or any(cls.__name__ in ("Linear", "LinearBase") for cls in type(module).__mro__)
