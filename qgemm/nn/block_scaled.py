@@ -8,6 +8,7 @@ trained with it (arXiv 2412.19437).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class BlockScaledLinear(LinearLayer):
     scale_names = ("weight_scale",)
     row_names: tuple[str, ...] = ("weight", "weight_scale")
     rows_in_step = BLOCK
+    operands: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "bias")
     weight: nn.Parameter
     weight_scale: nn.Parameter
 
@@ -79,4 +81,4 @@ class BlockScaledLinear(LinearLayer):
 
     def compute(self, x: Tensor) -> Tensor:
         """One operator, which quantizes ``x``."""
-        return block_scaled_linear(x, *map(self.stored, ("weight", "weight_scale", "bias")))
+        return block_scaled_linear(x, *map(self.stored, self.operands))

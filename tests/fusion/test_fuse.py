@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, Example
+from families import FAMILIES, VOCABULARY, Example
+from families.example import language_model
 from families.mixtures import MIXTURES
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -167,6 +168,25 @@ def test_layers_with_quantized_weights_alone_take_no_more_operators_than_int8() 
             example.output()
         counts.append(counted.names.total())
     assert counts[1] <= counts[0]
+
+
+def test_layers_with_scales_of_blocks() -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
+    example = language_model("LlamaForCausalLM", vocab_size=VOCABULARY, num_hidden_layers=2, **sizes)()
+    quantize_model(example.model, "fp8-block")
+    expected = example.output()
+    fuse(example.model)
+    assert fused_parts(example.model) == FUSED["llama"]
+    with _Counted() as counted:
+        torch.testing.assert_close(example.output(), expected, rtol=1e-4, atol=1e-5)
+    assert counted.names["qgemm.block_scaled_linear"] == 2 * 4  # of seven layers each
+    # Queries, keys and values of less than a block can't be multiplied together.
+    small = FAMILIES["llama"]()
+    quantize_model(small.model, "fp8-block")
+    expected = small.output()
+    fuse(small.model)
+    assert "whole blocks of 128" in str(fusion_report(small.model))
+    torch.testing.assert_close(small.output(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow(quick=["mixtral"])

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.blocks.operands import Operands, operands_of
 from qgemm.nn.int4_int8 import Int4Int8Linear
 from qgemm.nn.linear import QuantLinear
@@ -169,6 +170,9 @@ def why_apart(layers: Sequence[nn.Module]) -> str:
         if type(layer._parameters.get("weight")) is not nn.Parameter:
             return f"the weight of {_name(layer)} is computed, or cut among processes"
         linear.append(layer)
+    for layer in linear[:-1]:
+        if layer.out_features % layer.rows_in_step:
+            return f"{_name(layer)} has {layer.out_features} outputs, which aren't whole blocks of {layer.rows_in_step}"
     first, *others = linear
     for other in others:
         if other.in_features != first.in_features:
@@ -182,7 +186,7 @@ def why_apart(layers: Sequence[nn.Module]) -> str:
     return ""
 
 
-_MERGED: tuple[type[LinearLayer], ...] = (QuantLinear, WeightOnlyLinear, Int4Int8Linear)
+_MERGED: tuple[type[LinearLayer], ...] = (QuantLinear, WeightOnlyLinear, Int4Int8Linear, BlockScaledLinear)
 
 
 def _differing(layers: Sequence[LinearLayer]) -> str:

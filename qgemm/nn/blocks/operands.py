@@ -10,10 +10,11 @@ from torch import Tensor
 
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.rows import QuantizedRows
+from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.weight_only import WeightOnlyLinear
-from qgemm.ops import quant_linear
+from qgemm.ops import block_scaled_linear, quant_linear
 from qgemm.ops.linear import multiply, weight_only_linear
 
 Input: TypeAlias = Tensor | QuantizedRows
@@ -72,7 +73,36 @@ class FloatOperands(NamedTuple):
         return weight_only_linear(x, self.weight, residual)
 
 
-Operands: TypeAlias = QuantizedOperands | FloatOperands
+class BlockScaledOperands(NamedTuple):
+    """Those of a ``BlockScaledLinear``, which quantizes its input by itself."""
+
+    weight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+
+    @property
+    def reads_rows(self) -> bool:
+        """As above: it takes floats alone."""
+        return False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As above: nobody asks."""
+        raise TypeError("a layer with scales of blocks reads no rows with a scale each")
+
+    @property
+    def input_scale(self) -> None:
+        """As above: its input has no scale for all rows."""
+        return None
+
+    def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        """As above, of ``x`` in ``dtype``."""
+        assert isinstance(x, Tensor)
+        out = block_scaled_linear(x, self.weight, self.weight_scale, self.bias)
+        return out if residual is None else residual + out
+
+
+Operands: TypeAlias = QuantizedOperands | FloatOperands | BlockScaledOperands
 
 
 def read_rows(operands: tuple[Operands, ...]) -> bool:
@@ -84,5 +114,7 @@ def operands_of(layer: LinearLayer, tensors: Mapping[str, Tensor | None]) -> Ope
     """What layers like ``layer`` multiply with, whose parameters, by name, are ``tensors``."""
     if isinstance(layer, QuantLinear):
         return QuantizedOperands(*(tensors[name] for name in layer.operands))  # type: ignore[arg-type]
+    if isinstance(layer, BlockScaledLinear):
+        return BlockScaledOperands(*(tensors[name] for name in layer.operands))  # type: ignore[arg-type]
     assert isinstance(layer, WeightOnlyLinear)
     return FloatOperands(QuantizedWeight._make((*map(tensors.get, layer.operands), *layer.numbers)))

@@ -195,6 +195,22 @@ def test_layers_with_quantized_weights_alone(scheme: str) -> None:
     assert all(layer.stored("weight").untyped_storage().nbytes() == operands.weight.values.nbytes for layer in parts)
 
 
+def test_scales_of_blocks() -> None:
+    """Rows of a block are of one layer: all but the last have whole blocks."""
+    sizes = (256, 128, 100)
+    parts = [linear_class("fp8-block").from_linear(nn.Linear(144, size), "fp8-block") for size in sizes]
+    x, residual = torch.randn(5, 144), torch.randn(5, sum(sizes))
+    expected = torch.cat([layer(x) for layer in parts], dim=-1)
+    merged = MergedWeights(parts)
+    operands = merged.operands()
+    assert operands is not None
+    assert not operands.reads_rows
+    torch.testing.assert_close(operands.product(x, x.dtype), expected)
+    torch.testing.assert_close(operands.product(x, x.dtype, residual), expected + residual)
+    assert parts[2].stored("weight_scale").shape == (1, 2)
+    assert why_apart(parts[::-1]) == "a layer has 100 outputs, which aren't whole blocks of 128"
+
+
 def test_global_scales_must_be_equal() -> None:
     floats = [nn.Linear(64, 32), nn.Linear(64, 32)]
     nn.init.constant_(floats[1].weight, 7.3)
