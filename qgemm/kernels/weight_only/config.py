@@ -6,7 +6,7 @@ timed, so that the same problem always gets the same kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.numerics.integers import cdiv, next_power_of_2
@@ -14,12 +14,13 @@ from qgemm.numerics.integers import cdiv, next_power_of_2
 BLOCK_BYTES = 128
 """Of a row of the weight, that are multiplied at a time."""
 MAX_FEW_ROWS = 16
-DEPTHS = {32: (16, 6), 64: (12, 5), 128: (8, 3), 256: (4, 3)}
-"""Slots for x and for the weight, which fill shared memory, by rows of x."""
-MAX_ROWS_TO_SPLIT = 512
-# Of a product's speed, for each program that shares a tile's K.
-LOST_BY_A_SPLIT = 0.04
-LOST_BY_A_SPLIT_OF_MANY_ROWS = 0.12
+TILE_ROWS = 128  # of the weight
+MAX_SPLITS = 8
+# In microseconds, on an H200.
+BLOCK_TIMES = {32: 1.06, 64: 1.23, 128: 1.62, 256: 2.8}  # for a tile's 256 values of K, by rows of x
+SECOND_LAUNCH = 1.5
+SPLIT = 0.6
+PARTIAL_SUM = 1.8e-6
 
 
 @dataclass(frozen=True)
@@ -63,23 +64,37 @@ class FewRows:
 
 @dataclass(frozen=True)
 class Tiles:
-    """A tile of a product of more rows, 128 rows of the weight times ``columns`` rows of x; for ``_tiles_kernel``."""
+    """A tile of a product of more rows, ``TILE_ROWS`` of the weight by ``columns`` rows of x; for ``_tiles_kernel``."""
 
     columns: int
-    groups: int = 2
-    """Of four warps, for 64 rows of the weight each."""
-    x_depth: int = 4
-    """Slots for blocks of x, 64 columns each."""
-    w_depth: int = 2
+    x_depth: int
+    """Slots for x, ``panels`` of 64 columns each."""
+    w_depth: int
     """Slots for blocks of the weight."""
+    sums: bool = False
+    """Whether scales are applied to sums of groups, not to the unpacked values, if groups have at least 128."""
+    unpacks_blocks: bool = True
+    """Whether a block is unpacked at a time, not half of one."""
+    panels: int = 2
     splits: int = 1
-    """How many programs share a tile's K. Their sums are added in order, by a second kernel."""
-    sums: bool = True
-    """Whether scales are applied to a group's sums, not to the unpacked values."""
-    registers: int = 232
-    """Of a thread that multiplies."""
+    """How many programs share K of a tile that is shared. Their sums are added in order, by a second kernel."""
+    shared: int = 0
+    """How many of the last tiles are."""
     group_size_m: int = 8
     """Rows of tiles that are computed together."""
+
+    def tiles(self, M: int, N: int) -> int:
+        """How many an output of ``[M, N]`` has."""
+        return cdiv(M, self.columns) * cdiv(N, TILE_ROWS)
+
+
+TILES = (
+    Tiles(32, 8, 8, sums=True),
+    Tiles(64, 7, 5, sums=True),
+    Tiles(128, 5, 3),
+    Tiles(256, 5, 3, unpacks_blocks=False, panels=1),
+)
+"""Slots fill shared memory. With more rows of x registers hold no sums of groups, or no unpacked block, besides."""
 
 
 def select_few_rows(M: int, N: int, form: Stored, limits: DeviceLimits) -> FewRows:
@@ -103,18 +118,30 @@ def select_few_rows(M: int, N: int, form: Stored, limits: DeviceLimits) -> FewRo
     return FewRows(4, 32, 8, depth, 8, x_rows)
 
 
-def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> Tiles:
-    """The tiles of a product of ``M`` rows, more than 16."""
-    columns = min(max(32, next_power_of_2(M)), 256)
-    x_depth, w_depth = DEPTHS[columns]
-    tiles = cdiv(M, columns) * cdiv(N, 128)
-    splits = 1
-    if M <= MAX_ROWS_TO_SPLIT:
-        lost = LOST_BY_A_SPLIT if columns <= 128 else LOST_BY_A_SPLIT_OF_MANY_ROWS
+def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits, exact: bool = True) -> Tiles:
+    """The tiles of a product of ``M`` rows, more than 16: those that take the least time by ``_microseconds``.
 
-        def score(splits: int) -> float:
-            items = tiles * splits
-            return items / cdiv(items, limits.num_sms) * (1 - lost * splits)
+    ``exact``: whether scales are values of the dtype of x. If not, they take registers, as zero points do.
+    """
+    plain = form.group == 0 or (form.group >= BLOCK_BYTES and exact)
+    widest = 256 if plain and not form.has_zeros else 128
+    candidates = []
+    for one in TILES:
+        if one.columns > min(max(32, next_power_of_2(M)), widest):
+            continue
+        last = one.tiles(M, N) % limits.num_sms
+        most = min(MAX_SPLITS, cdiv(K, form.block)) if last else 1
+        candidates += [replace(one, splits=splits, shared=last if splits > 1 else 0) for splits in range(1, most + 1)]
+    return min(candidates, key=lambda tile: _microseconds(tile, M, N, K, form, limits))
 
-        splits = min(max((1, 2, 4, 8), key=score), cdiv(K, form.block))
-    return Tiles(columns, 2, x_depth, w_depth, splits, sums=columns <= 64)
+
+def _microseconds(tile: Tiles, M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> float:
+    """About how long a product takes, but for what all take. Tiles that aren't shared come first."""
+    blocks = cdiv(K, form.block)
+    rounds = cdiv(tile.tiles(M, N) - tile.shared, limits.num_sms) * blocks
+    time = 0.0
+    if tile.splits > 1:
+        rounds += cdiv(tile.shared * tile.splits, limits.num_sms) * cdiv(blocks, tile.splits)
+        sums = tile.shared * tile.splits * TILE_ROWS * tile.columns
+        time = SECOND_LAUNCH + tile.splits * SPLIT + sums * PARTIAL_SUM
+    return time + rounds * BLOCK_TIMES[tile.columns] * form.block / 256
