@@ -23,12 +23,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.quantize.hopper_kernels import SharedRows
 from qgemm.kernels.stages import GemmContext, ScheduleContext
+from qgemm.kernels.stages.block_scales import AllBlockScales
 from qgemm.kernels.stages.epilogue import Epilogue, added
 from qgemm.kernels.stages.ring import (
     MMA_ROWS,
     PANEL,
     PRODUCER_REGISTERS,
-    AllBlockScales,
     barriers,
     initialize,
     make_ring,

@@ -17,12 +17,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.grouped.kernels import GroupTiles
 from qgemm.kernels.stages import GemmContext
+from qgemm.kernels.stages.block_scales import AllBlockScales
 from qgemm.kernels.stages.epilogue import Epilogue
 from qgemm.kernels.stages.ring import (
     MMA_ROWS,
     PANEL,
     PRODUCER_REGISTERS,
-    AllBlockScales,
     make_ring,
     store_block,
 )

@@ -1,0 +1,80 @@
+"""The scales of fp8 blocks, of 128 columns and as many values along K, and of a row's 128 values, for ``Ring``'s sums.
+
+For Hopper (sm_90), in Gluon.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from qgemm.kernels.stages.aggregate import aggregate
+from qgemm.kernels.stages.ring import MMA_ROWS, PANEL
+
+
+@aggregate
+class BlockScales:
+    """The scales of fp8 blocks of 128 values along K, for the columns of a tile, which are in one block, and its rows.
+
+    ``a``: the first row's first; the next row's and block's are ``stride_row`` and ``stride_a`` further. ``b``: the
+    columns' first; the next is ``stride_b`` further. ``row``: the tile's first, of ``M``. ``blocks``: of K.
+    ``parts``: of ``MMA_ROWS`` rows each, with sums of this ``layout``.
+    """
+
+    a: gl.tensor
+    b: gl.tensor
+    stride_row: gl.tensor
+    stride_a: gl.tensor
+    stride_b: gl.tensor
+    row: gl.tensor
+    M: gl.tensor
+    blocks: gl.tensor
+    parts: gl.constexpr
+    layout: gl.constexpr
+
+    @gluon.jit
+    def load(self, k, COUNT: gl.constexpr):
+        """Of ``COUNT`` blocks of K, from ``k`` on: of the columns, then of each part's rows; 0 beyond the last."""
+        out = ()
+        for block in gl.static_range(COUNT):
+            at = k + block
+            inside = at < self.blocks
+            row = self.row + gl.arange(0, MMA_ROWS, gl.SliceLayout(1, self.layout))
+            first = self.row + gl.arange(0, 1, gl.SliceLayout(1, self.layout))
+            out = out + (gl.load(self.b + at * self.stride_b + _zero(first), mask=inside, other=0.0),)
+            for i in gl.static_range(self.parts):
+                rows = row + i * MMA_ROWS
+                a = self.a + at * self.stride_a + rows * self.stride_row
+                out = out + (gl.load(a, mask=(rows < self.M) & inside, other=0.0),)
+        return out
+
+
+@gluon.jit
+def _zero(rows):
+    """0 for rows that aren't negative, which the compiler doesn't know, by thread.
+
+    What it knows to be the same in all threads it would wait for as soon as it is loaded, to have it in a register that
+    they share.
+    """
+    code: gl.constexpr = "{ .reg .s32 own; mov.u32 own, %laneid; add.s32 own, own, $1; shr.s32 $0, own, 31; }"
+    return gl.inline_asm_elementwise(code, "=r,r", [rows], gl.int32, True, 1)
+
+
+@aggregate
+class AllBlockScales:
+    """The scales of fp8 blocks: ``a``, of rows and 128 values along K, and ``b``, of 128 columns and as many values.
+
+    A stride of each: to the next row, or block of columns, and to the next of ``blocks`` blocks of values.
+    """
+
+    a: gl.tensor
+    b: gl.tensor
+    stride_row: gl.tensor
+    stride_a: gl.tensor
+    stride_columns: gl.tensor
+    stride_b: gl.tensor
+    blocks: gl.tensor
+
+    @gluon.jit
+    def of_tile(self, row, col, M, PARTS: gl.constexpr, LAYOUT: gl.constexpr):
+        """Those of a tile at ``(row, col)``."""
+        b = self.b + col // PANEL * self.stride_columns
+        return BlockScales(self.a, b, self.stride_row, self.stride_a, self.stride_b, row, M, self.blocks, PARTS, LAYOUT)
