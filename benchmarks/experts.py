@@ -1,4 +1,7 @@
-"""Times qgemm's experts beside transformers' ``grouped_mm`` ones: ``python -m benchmarks.experts --help``.
+"""Times qgemm's experts beside transformers' in bfloat16: ``python -m benchmarks.experts --help``.
+
+transformers' module is the model's own, by ``grouped_mm``, and for few tokens by ``batched_mm`` too; the faster one
+counts. qgemm's is ``QuantExperts`` made of it.
 
 A measured pass is a run of calls over copies of the experts' weights and over routings, so that each call reads the
 experts that it needs from memory. Tokens are standard normal, weights normal and small enough that the output is about
@@ -23,15 +26,16 @@ from torch import Tensor, nn
 from benchmarks.results import environment
 from benchmarks.roofline import Roofline, known_peaks
 from benchmarks.tables import render
-from qgemm.kernels import GatedActivation, experts, quantize_rows
 from qgemm.nn import QuantExperts
-from qgemm.nn.float_experts import FloatExperts
+from qgemm.nn.float_experts import FloatExperts, describe_experts
 from qgemm.numerics.groups import SCALE_DTYPES
 from qgemm.scheme import resolve_scheme
 from qgemm_cli.timing import QUICK, ROTATED_BYTES, Effort, Pass, copy_bandwidth, median_seconds
 
 TOKENS = (1, 16, 2048)
-LARGEST_ERRORS = {"qgemm": 0.08, "grouped_mm": 0.015}
+MOST_BATCHED_TOKENS = 16
+"""``batched_mm`` copies an expert's weights for each pair of a token and an expert."""
+LARGEST_ERRORS = {"qgemm": 0.08, "grouped_mm": 0.015, "batched_mm": 0.015}
 """Relative errors of a row that count as right: about twice what rounding makes. A row of products of gates and ups has
 outliers, so int8 is coarser there than for one layer."""
 LARGEST_ERROR_OF_4_BITS = 0.5
@@ -64,8 +68,8 @@ MODELS = (
         "qwen3-30b-a3b", 128, 8, 2048, 768, torch.bfloat16, "qwen3_moe", "Qwen3MoeExperts", "Qwen3MoeConfig",
         {"num_experts": 128, "hidden_size": 2048, "moe_intermediate_size": 768},
     ),
-    Model(  # of its sizes, with Mixtral's activation and no biases
-        "gpt-oss-20b", 32, 4, 2880, 2880, torch.bfloat16, "mixtral", "MixtralExperts", "MixtralConfig",
+    Model(
+        "gpt-oss-20b", 32, 4, 2880, 2880, torch.bfloat16, "gpt_oss", "GptOssExperts", "GptOssConfig",
         {"num_local_experts": 32, "hidden_size": 2880, "intermediate_size": 2880},
     ),
 )  # fmt: skip
@@ -140,13 +144,16 @@ def measure(
     """The results of one model, for one number of tokens after another."""
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
-    gate_up, down = weights(model, device)
-    values_of_expert = gate_up[0].numel() + down[0].numel()
-    count = max(2, min(4, int(12e9 / (3 * gate_up.nbytes))))
+    floats = float_layer(model, device)
+    values_of_expert = sum(weight[0].numel() for weight in floats.parameters() if weight.ndim == 3)
+    count = max(2, min(4, int(8e9 / (2 * model.num_experts * values_of_expert))))
+    quantized = QuantExperts.from_experts(floats, scheme)
+    float_layers = [floats, *(copy.deepcopy(floats) for _ in range(count - 1))]
     layers: dict[str, list[Layer]] = {
-        "qgemm": list(quantized_layers(gate_up, down, count, scheme)),
-        "grouped_mm": [transformers_layer(model, gate_up.clone(), down.clone()) for _ in range(count)],
+        "qgemm": [quantized, *(copy.deepcopy(quantized) for _ in range(count - 1))],
+        "grouped_mm": list(float_layers),
     }
+    layers["batched_mm"] = [by_batches(layer) for layer in float_layers]
     for T in tokens:
         calls = int(ROTATED_BYTES["cuda"] / (values_of_expert * min(T * model.top_k, model.num_experts)))
         routings = [route(model, T, device) for _ in range(min(max(calls, count), MOST_ROUTINGS))]
@@ -155,12 +162,14 @@ def measure(
         eager: dict[str, float] = {}
         errors: dict[str, float] = {}
         parts: dict[str, dict[str, float]] = {}
-        for name, copies in layers.items():
+        providers = [name for name in layers if name != "batched_mm" or T <= MOST_BATCHED_TOKENS]
+        for name in providers:
+            copies = layers[name]
             calls_of_pass = [(copies[i % count], routings[i]) for i in range(len(routings))]
             eager[name] = eager_seconds(calls_of_pass)
             passes[name] = Pass(lambda call: call[0](*call[1]), calls_of_pass, device)
             last = calls_of_pass[(passes[name].calls - 1) % len(calls_of_pass)][1]
-            errors[name] = largest_error(passes[name].checked_output(), last, gate_up, down)
+            errors[name] = largest_error(passes[name].checked_output(), last, floats)
             is_fine = name != "qgemm" or resolve_scheme(scheme).weight.format.bits == 8
             if not errors[name] <= (LARGEST_ERRORS[name] if is_fine else LARGEST_ERROR_OF_4_BITS):
                 raise ValueError(f"{name} is wrong on {model.name}, {T} tokens: relative error {errors[name]:.3g}")
@@ -172,7 +181,7 @@ def measure(
                 result(
                     model, T, name, seconds[name], eager[name], errors[name], active, roofline, values_of_expert, scheme
                 )
-                for name in layers
+                for name in providers
             ],
             parts,
         )
@@ -209,19 +218,6 @@ def _stored(scheme: str) -> tuple[float, str]:
     return form.bits / 8 + of_scale, "int8" if found.activation is not None else "bf16"
 
 
-def weights(model: Model, device: torch.device) -> tuple[Tensor, Tensor]:
-    """``gate_up [E, 2I, H]`` and ``down [E, H, I]`` in bfloat16."""
-    E, H, intermediate = model.num_experts, model.hidden, model.intermediate
-
-    def normal(rows: int, columns: int) -> Tensor:
-        out = torch.empty(E, rows, columns, dtype=torch.bfloat16, device=device)
-        for expert in out:
-            expert.normal_(std=columns**-0.5)
-        return out
-
-    return normal(2 * intermediate, H), normal(H, intermediate)
-
-
 def route(model: Model, T: int, device: torch.device) -> Routing:
     """Tokens and their experts, as a softmax router with random logits chooses them."""
     probabilities = torch.randn(T, model.num_experts, device=device).softmax(dim=-1)
@@ -231,38 +227,8 @@ def route(model: Model, T: int, device: torch.device) -> Routing:
     return x, index, top.to(model.weights_dtype)
 
 
-def quantized_layers(gate_up: Tensor, down: Tensor, count: int, scheme: str = "int8") -> Iterator[Layer]:
-    """qgemm's experts with ``count`` copies of the weights."""
-    if scheme != "int8":
-        (E, H, intermediate), parameters = down.shape, {name: name for name in QuantExperts.weight_names}
-        source = FloatExperts(E, H, intermediate, parameters, GatedActivation(), False, False, False)
-        experts_of_scheme = QuantExperts(E, H, intermediate, device="meta", scheme=scheme)
-        for name, weight in zip(QuantExperts.weight_names, (gate_up, down), strict=True):
-            experts_of_scheme.fill(name, weight, source)
-        yield from (copy.deepcopy(experts_of_scheme) for _ in range(count))
-        return
-    quantized = [
-        tuple(torch.stack(part) for part in zip(*map(quantize_rows, weight), strict=True)) for weight in (gate_up, down)
-    ]
-    for _ in range(count):
-        (g, g_scale), (d, d_scale) = [(q.clone(), scale.clone()) for q, scale in quantized]
-
-        def layer(
-            x: Tensor,
-            index: Tensor,
-            top: Tensor,
-            g: Tensor = g,
-            gs: Tensor = g_scale,
-            d: Tensor = d,
-            ds: Tensor = d_scale,
-        ) -> Tensor:
-            return experts(x, index, top, g, gs, None, d, ds, None, GatedActivation())
-
-        yield layer
-
-
-def transformers_layer(model: Model, gate_up: Tensor, down: Tensor) -> Layer:
-    """transformers' experts of the model, with its implementation by ``grouped_mm``."""
+def float_layer(model: Model, device: torch.device) -> nn.Module:
+    """transformers' experts of the model in bfloat16, with its implementation by ``grouped_mm``."""
     import importlib
 
     package = importlib.import_module(f"transformers.models.{model.module}.modeling_{model.module}")
@@ -272,24 +238,44 @@ def transformers_layer(model: Model, gate_up: Tensor, down: Tensor) -> Layer:
     config._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         module: nn.Module = getattr(package, model.experts_class)(config)
-    module.gate_up_proj = nn.Parameter(gate_up, requires_grad=False)
-    module.down_proj = nn.Parameter(down, requires_grad=False)
+    for name, parameter in list(module.named_parameters()):
+        value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+        rows = model.intermediate if name.startswith("down") else model.hidden
+        for expert in value:
+            expert.normal_(std=rows**-0.5)
+        setattr(module, name, nn.Parameter(value, requires_grad=False))
     return module
 
 
-def largest_error(out: Tensor, routing: Routing, gate_up: Tensor, down: Tensor) -> float:
+def by_batches(layer: nn.Module) -> nn.Module:
+    """``layer``, with the same weights, by ``batched_mm``."""
+    other, config = copy.copy(layer), copy.copy(layer.config)
+    config._experts_implementation = "batched_mm"  # type: ignore[union-attr]
+    other.config = config
+    return other
+
+
+def largest_error(out: Tensor, routing: Routing, floats: nn.Module) -> float:
     """The largest relative error of some rows, the first and the last among them, against float32."""
     x, index, top = routing
-    T = x.shape[0]
+    T, source = x.shape[0], describe_experts(floats)
     largest = 0.0
     for row in sorted({round(i * (T - 1) / (CHECKED_ROWS - 1)) for i in range(CHECKED_ROWS)}):
         wanted = torch.zeros(x.shape[1], device=x.device, dtype=torch.float64)
         for expert, weight in zip(index[row].tolist(), top[row].double(), strict=True):
-            gate, up = (gate_up[expert].float() @ x[row].float()).chunk(2)
-            wanted += weight * (down[expert].float() @ (nn.functional.silu(gate) * up)).double()
+            h = source.activation(_product(floats, source, "gate_up_proj", expert, x[row].float())[None])[0]
+            wanted += weight * _product(floats, source, "down_proj", expert, h).double()
         error = ((out[row].double() - wanted).norm() / wanted.norm()).item()
         largest = max(largest, error) if error < torch.inf else torch.inf
     return largest
+
+
+def _product(floats: nn.Module, source: FloatExperts, name: str, expert: int, x: Tensor) -> Tensor:
+    out = source.rows_of(name, floats.get_parameter(source.parameters[name]), expert).float() @ x
+    if source.has_bias:
+        bias = floats.get_parameter(source.parameters[f"{name}_bias"])
+        out += source.bias_of(f"{name}_bias", bias)[expert].float()
+    return out
 
 
 def eager_seconds(calls: Sequence[tuple[Layer, Routing]]) -> float:
@@ -321,17 +307,18 @@ def kernel_times(calls: Sequence[tuple[Layer, Routing]]) -> dict[str, float]:
 
 
 def report(results: Sequence[Result]) -> str:
-    """The table: times of both, and how many times as fast qgemm is."""
+    """The table: times of both, transformers' faster one, and how many times as fast qgemm is."""
     header = ["experts", "tokens", "active", "bf16 us", "qgemm us", "times", "eager bf16", "eager qgemm", "times"]
     header += ["TB/s", "TOPS", "of limit", "error"]
     by_key = {(one.model, one.tokens, one.provider): one for one in results}
     rows = []
     for (name, T, provider), ours in by_key.items():
         if provider == "qgemm":
-            theirs = by_key[name, T, "grouped_mm"]
-            cells = [name, str(T), f"{ours.active_experts:.1f}", f"{theirs.us:.1f}", f"{ours.us:.1f}"]
-            cells += [f"{theirs.us / ours.us:.2f}", f"{theirs.eager_us:.0f}", f"{ours.eager_us:.0f}"]
-            cells += [f"{theirs.eager_us / ours.eager_us:.2f}", f"{ours.tb_per_s:.2f}", f"{ours.tops:.0f}"]
+            others = [by_key[key] for way in ("grouped_mm", "batched_mm") if (key := (name, T, way)) in by_key]
+            us, eager_us = min(each.us for each in others), min(each.eager_us for each in others)
+            cells = [name, str(T), f"{ours.active_experts:.1f}", f"{us:.1f}", f"{ours.us:.1f}"]
+            cells += [f"{us / ours.us:.2f}", f"{eager_us:.0f}", f"{ours.eager_us:.0f}"]
+            cells += [f"{eager_us / ours.eager_us:.2f}", f"{ours.tb_per_s:.2f}", f"{ours.tops:.0f}"]
             rows.append([*cells, f"{ours.share:.0%}", f"{ours.error:.4f}"])
     return render((header, rows), markdown=False)
 

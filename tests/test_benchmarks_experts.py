@@ -6,35 +6,43 @@ import torch
 from benchmarks import experts
 from benchmarks.experts import LARGEST_ERRORS, Model, Result
 from benchmarks.roofline import Roofline
+from qgemm.nn import QuantExperts
+from qgemm.nn.float_experts import describe_experts
 
 CPU = torch.device("cpu")
 SIZES = {"num_local_experts": 6, "hidden_size": 64, "intermediate_size": 96}
 TINY = Model("tiny", 6, 2, 64, 96, torch.float32, "mixtral", "MixtralExperts", "MixtralConfig", SIZES)
 
 
-def test_both_sides_are_right_and_what_is_wrong_is_seen() -> None:
-    gate_up, down = experts.weights(TINY, CPU)
-    routing = experts.route(TINY, 40, CPU)
-    ours = list(experts.quantized_layers(gate_up, down, 2))
-    theirs = experts.transformers_layer(TINY, gate_up, down)
+GPT_OSS = TINY._replace(module="gpt_oss", experts_class="GptOssExperts", config_class="GptOssConfig")
+
+
+@pytest.mark.parametrize("model", [TINY, GPT_OSS], ids=["mixtral", "gpt-oss"])
+def test_both_sides_are_right_and_what_is_wrong_is_seen(model: Model) -> None:
+    floats = experts.float_layer(model, CPU)
+    routing = experts.route(model, 40, CPU)
     with torch.no_grad():
-        outputs = {"qgemm": ours[1](*routing), "grouped_mm": theirs(*routing)}
+        outputs = {
+            "qgemm": QuantExperts.from_experts(floats)(*routing),
+            "grouped_mm": floats(*routing),
+            "batched_mm": experts.by_batches(floats)(*routing),
+        }
     for name, out in outputs.items():
-        assert experts.largest_error(out, routing, gate_up, down) < LARGEST_ERRORS[name]
+        assert experts.largest_error(out, routing, floats) < LARGEST_ERRORS[name]
         for row in (0, 39):
             broken = out.clone()
             broken[row, 3] += 1
-            assert experts.largest_error(broken, routing, gate_up, down) > LARGEST_ERRORS[name]
+            assert experts.largest_error(broken, routing, floats) > LARGEST_ERRORS[name]
     broken[0, 0] = torch.nan
-    assert experts.largest_error(broken, routing, gate_up, down) == torch.inf
+    assert experts.largest_error(broken, routing, floats) == torch.inf
 
 
 @pytest.mark.parametrize(("scheme", "most"), [("mxfp4", experts.LARGEST_ERROR_OF_4_BITS), ("fp8", 0.16)])
 def test_other_schemes(scheme: str, most: float) -> None:
-    gate_up, down = experts.weights(TINY, CPU)
+    floats = experts.float_layer(TINY, CPU)
     routing = experts.route(TINY, 40, CPU)
-    *_, last = experts.quantized_layers(gate_up, down, 2, scheme)
-    assert 0.01 < experts.largest_error(last(*routing), routing, gate_up, down) < most
+    out = QuantExperts.from_experts(floats, scheme)(*routing)
+    assert 0.01 < experts.largest_error(out, routing, floats) < most
 
 
 def test_bytes_of_a_weight() -> None:
@@ -45,15 +53,10 @@ def test_bytes_of_a_weight() -> None:
 
 @pytest.mark.parametrize("model", experts.MODELS, ids=lambda model: model.name)
 def test_the_modules_of_transformers_have_the_sizes(model: Model) -> None:
-    shapes = (
-        (model.num_experts, 2 * model.intermediate, model.hidden),
-        (model.num_experts, model.hidden, model.intermediate),
-    )
-    layer = experts.transformers_layer(model, *(torch.empty(shape, device="meta") for shape in shapes))
-    assert isinstance(layer, torch.nn.Module)
-    assert layer.num_experts == model.num_experts
-    assert layer.hidden_dim == model.hidden
-    assert layer.intermediate_dim == model.intermediate
+    layer = experts.float_layer(model, torch.device("meta"))
+    source = describe_experts(layer)
+    assert (source.num_experts, source.hidden_size) == (model.num_experts, model.hidden)
+    assert source.intermediate_size == model.intermediate
 
 
 def test_routing() -> None:
@@ -77,7 +80,8 @@ def test_rates_and_table() -> None:
     assert theirs.tb_per_s == pytest.approx((6 * 18_432 * 2 + tokens) / 3e6)
     assert ours.tops == pytest.approx(3 * theirs.tops) == pytest.approx(2 * 20 * 18_432 / 1e6)
     assert ours.share == pytest.approx(ours.tb_per_s)
-    header, row = experts.report([ours, theirs]).splitlines()
+    slower = result("batched_mm", 4.0)
+    header, row = experts.report([ours, theirs, slower]).splitlines()
     assert len(header.split()) == 18
     assert row.split()[:6] == ["tiny", "10", "6.0", "3.0", "1.0", "3.00"]
 

@@ -59,8 +59,17 @@ def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
         yield Case(f"{label} many", lambda b=blocks: fp8_experts(2048, fp16, b), only=(COUNTED[2], *both))
     yield Case("experts residual", lambda: experts(64, 8, 2048, 768, bf16, relu2, adds=True), only=("_combine_kernel",))
     both = ("_grouped_weight_kernel",)
-    yield Case("experts weights few", lambda: weight_only(1, "mxfp4", bf16), only=both)
+    # float16 doesn't hold all powers of 2, so they go this way on Hopper too.
+    yield Case("experts weights few", lambda: weight_only(1, "mxfp4", fp16), only=both)
     yield Case("experts weights many", lambda: weight_only(2048, "int4-32-asymmetric", fp16), only=both)
+    if limits.hopper:
+        few = ("_few_tokens_kernel", "_combine_kernel")
+        yield Case("experts hopper few", lambda: weight_only(1, "mxfp4", bf16), only=few)
+        yield Case("experts hopper several", lambda: weight_only(16, "int4-asymmetric", fp16), only=few[:1])
+        yield Case("experts hopper fp8", lambda: weight_only(16, "fp8-weight", bf16), only=few[:1])
+        yield Case(
+            "experts hopper many", lambda: weight_only(2048, "mxfp4", bf16), only=("_grouped_weight_hopper_kernel",)
+        )
     yield Case("experts routed", lambda: route(128, Routing(8)), only=ROUTED)
     yield Case("experts routed most", lambda: route(router.MAX_EXPERTS, Routing(32, "softmax_of_top_k")), only=ROUTED)
     groups = Routing(8, "sigmoid", in_float=True, scale=2.5, floor=1e-20, groups=8, kept_groups=4)

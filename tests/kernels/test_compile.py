@@ -132,6 +132,15 @@ def test_weights_of_experts_run_on_tensor_cores(target: str, results: list[Resul
             assert r["cp_async_16"]
 
 
+def test_hoppers_kernels_of_experts_read_weights_as_they_are_stored(results: list[Result]) -> None:
+    for r in of(results, "sm_90", "experts hopper"):
+        if r["kernel"] == "_few_tokens_kernel":
+            assert all(r[name] for name in ("mma_sync", "cp_async_16")), r["case"]
+            assert not r["cp_async_narrow"], r["case"]
+        elif r["kernel"] != "_combine_kernel":
+            assert all(r[name] for name in ("wgmma", "tma_load", "tma_store")), r["case"]
+
+
 @EVERY_TARGET
 def test_half_precision_products_run_on_tensor_cores(target: str, results: list[Result]) -> None:
     attention = [r for r in of(results, target, "attention") if r["kernel"] == "_attend_kernel"]

@@ -226,12 +226,13 @@ def _activate_kernel(
 @triton.jit
 def _combine_kernel(
     y, position, weights, residual, out,
-    N,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
+    N, E,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, SORTED: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Part of a token's row a program: ``out[t] = sum over j of weights[t, j] * y[position[t, j]]``.
 
-    Plus ``residual[t]``, unless that is None, where both the sum and the result are rounded.
+    Plus ``residual[t]``, unless that is None, where both the sum and the result are rounded. Without ``SORTED`` rows of
+    ``y`` are those of pairs, and ``position`` has their experts: no others than ``[0, E)`` are added.
     """
     if PDL:
         gdc_wait()
@@ -243,6 +244,8 @@ def _combine_kernel(
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for j in tl.static_range(TOP_K):
         place = tl.load(position + token * TOP_K + j)
+        if not SORTED:
+            place = tl.where((place >= 0) & (place < E), token * TOP_K + j, -1)
         weight = tl.load(weights + token * TOP_K + j).to(tl.float32)
         # One comparison: Triton 3.9's interpreter takes no mask that is made of a vector and a scalar.
         values = tl.load(y + place.to(tl.int64) * N + columns, mask=columns < tl.where(place >= 0, N, 0), other=0.0)

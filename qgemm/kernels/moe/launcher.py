@@ -176,10 +176,12 @@ def activate_launch(
     return Launch(_activate_kernel, P, (K,), constants, num_warps=warps, pdl=limits.pdl)
 
 
-def combine_launch(T: int, top_k: int, H: int, early: bool, limits: DeviceLimits) -> Launch:
-    """The weighted sum of each token's rows."""
+def combine_launch(
+    T: int, top_k: int, H: int, early: bool, limits: DeviceLimits, E: int = 0, is_sorted: bool = True
+) -> Launch:
+    """The weighted sum of each token's rows. Where these aren't sorted, it takes experts, of ``E``, as positions."""
     # 8 values a thread; few tokens want more programs.
     block = min(256 if T * H < 2**18 else 1024, max(32, next_power_of_2(H)))
-    constants = (top_k, block, limits.pdl, early)
+    constants = (top_k, block, is_sorted, limits.pdl, early)
     warps = max(1, block // 8 // limits.warp_size)
-    return Launch(_combine_kernel, T * cdiv(H, block), (H,), constants, num_warps=warps, pdl=limits.pdl)
+    return Launch(_combine_kernel, T * cdiv(H, block), (H, E), constants, num_warps=warps, pdl=limits.pdl)

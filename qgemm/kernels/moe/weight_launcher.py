@@ -1,20 +1,27 @@
 """Launcher of ``weight_only_experts`` on GPU tensors, CPU tensors in Triton's interpreter: as ``experts``, in floats.
 
-Five launches for few tokens, seven for many; the first puts copies of tokens in the order of their experts.
+Five launches for few tokens, seven for many; the first puts copies of tokens in the order of their experts. On Hopper
+few tokens are three launches: the first product ends with the activation, and programs find an expert's tokens.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from qgemm.kernels.activations import GatedActivation
 from qgemm.kernels.expert_weights import WeightOnlyExperts
 from qgemm.kernels.grouped.launcher import table_size
+from qgemm.kernels.grouped.weight_hopper import many_tokens_launch, select_many_tokens
 from qgemm.kernels.grouped.weight_launcher import select_weight_config, stored_form, weight_product_launch
 from qgemm.kernels.launch.device import device_limits
+from qgemm.kernels.launch.launch import ALIGNMENT, Launch
 from qgemm.kernels.launch.plans import plans
 from qgemm.kernels.launch.steps import LaunchPlan, Layout, Names, Step, Tensors
 from qgemm.kernels.moe.checks import check_weight_only_experts
+from qgemm.kernels.moe.few_tokens import FewTokens, HopperForm, few_tokens_launch, hopper_form, select_few_tokens
 from qgemm.kernels.moe.launcher import CHUNK, MAX_TOKENS_TO_OVERLAP, activate_launch, combine_launch, route_steps
 from qgemm.numerics.formats import FP8
 from qgemm.numerics.integers import cdiv, next_power_of_2
@@ -23,61 +30,124 @@ _PARTS = WeightOnlyExperts._fields[:10]
 ARGUMENTS = ("x", "top_k_index", "top_k_weights", *_PARTS, "residual", "out")
 
 
+class _Plan(NamedTuple):
+    """``launches``, and as which dtype they take each tensor of a call; None for its own."""
+
+    launches: LaunchPlan
+    views: tuple[torch.dtype | None, ...] = ()
+
+
 def weight_only_experts(
     x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
 ) -> Tensor:
     """``dispatch.weight_only_experts`` on a GPU, of 16-bit ``x``; it checks its arguments itself."""
     tensors: Tensors = (x, top_k_index, top_k_weights, *weights.tensors, residual)
     shapes = [t is None or (t.shape, t.dtype, t.device, t.is_contiguous()) for t in tensors]
-    kind = (weight_only_experts, *shapes, *weights[10:])
-    plan: LaunchPlan | None = plans.get(kind)
+    aligned = not any(t is not None and t.data_ptr() % ALIGNMENT for t in weights.tensors)
+    kind = (weight_only_experts, *shapes, *weights[10:], aligned)
+    plan: _Plan | None = plans.get(kind)
     if plan is None:
         check_weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
-        plan = plans.keep(kind, _make_plan(x, top_k_index, weights, residual is not None))
-    if residual is not None and not plan.steps:
+        plan = plans.keep(kind, _make_plan(x, top_k_index, weights, residual is not None, aligned))
+    if residual is not None and not plan.launches.steps:
         return residual.clone(memory_format=torch.contiguous_format)
-    # Kernels know e4m3 by its bits.
-    return plan.run(tuple(t.view(torch.uint8) if t is not None and t.dtype == FP8.storage else t for t in tensors))
+    views = plan.views or (None,) * len(tensors)
+    return plan.launches.run(
+        tuple(t if t is None or view is None else t.view(view) for t, view in zip(tensors, views, strict=True))
+    )
 
 
-def _make_plan(x: Tensor, top_k_index: Tensor, weights: WeightOnlyExperts, adds: bool) -> LaunchPlan:
+def _make_plan(x: Tensor, top_k_index: Tensor, weights: WeightOnlyExperts, adds: bool, aligned: bool) -> _Plan:
     (T, top_k), (E, N, _), (H, intermediate) = top_k_index.shape, weights.gate_up.shape, weights.sizes
     P = T * top_k
     if not (P and E and H):
-        return LaunchPlan(x.device.index, 0, (), ())
+        return _Plan(LaunchPlan(x.device.index, 0, (), ()))
     limits = device_limits(x.device)
-    form = stored_form(weights.format, weights.group_size, weights.gate_up_scale)
-    config = select_weight_config(P, E, form, x.device)
-    groups = max(64, next_power_of_2(E))  # no fewer bins than a warp has threads
+    absent = {name for name, value in weights._asdict().items() if value is None}
+    absent |= set() if adds else {"residual"}
+    form = hopper_form(weights, x.dtype) if limits.hopper and aligned else None
+    few = select_few_tokens(P, E) if form is not None else None
+    many = select_many_tokens(P, E) if form is not None and form.scaled else None
+    views = tuple(_view(name, weights, many is not None) for name in ARGUMENTS[:-1])
+    if form is not None and few is not None:
+        return _Plan(_few_tokens(x, top_k_index, weights, form, few, absent), views)
+    if many is not None:
+        block_m = many.columns
+        first, second = (many_tokens_launch(P, E, n, k, many, x.dtype, limits) for n, k in ((N, H), (H, intermediate)))
+        outs, ends = 2, ["scale", "bias"]
+    else:
+        plain = stored_form(weights.format, weights.group_size, weights.gate_up_scale)
+        config = select_weight_config(P, E, plain, x.device)
+        block_m = config.block_m
+        first, second = (
+            weight_product_launch(P, E, n, k, plain, config, x.device) for n, k in ((N, H), (H, intermediate))
+        )
+        outs, ends = 1, ["scale", "zero_point", "global_scale", "bias"]
+
     layout = Layout()
+    groups = max(64, next_power_of_2(E))  # no fewer bins than a warp has threads
     layout.add("q", "rows", (P, H), x.dtype)
-    layout.add("tiles", "tiles", (table_size(P, E, config.block_m),), torch.int32)
+    layout.add("tiles", "tiles", (table_size(P, E, block_m),), torch.int32)
     layout.add("position", "position", (P,), torch.int32)
     layout.add("counts", "counts", (cdiv(P, CHUNK), groups), torch.int32)
     layout.add("g", "products", (P, N), x.dtype)
     layout.add("h", "rows", (P, intermediate), x.dtype)
     layout.add("y", "products", (P, H), x.dtype)
     size, parts = layout.parts()
-
-    absent = {name for name, value in weights._asdict().items() if value is None}
-    names = Names(
-        (*ARGUMENTS, *parts, "q_scale", "h_scale"),
-        {*absent, "q_scale", "h_scale"} | (set() if adds else {"residual"}),
-    )
+    names = Names((*ARGUMENTS, *parts, "q_scale", "h_scale"), {*absent, "q_scale", "h_scale"})
     early = limits.pdl and T <= MAX_TOKENS_TO_OVERLAP
 
-    def multiply(n: int, k: int, a: str, weight: str, out: str) -> Step:
-        launch = weight_product_launch(P, E, n, k, form, config, x.device)
-        ends = ("scale", "zero_point", "global_scale", "bias")
-        return names.step(launch, a, weight, out, *(f"{weight}_{end}" for end in ends), "tiles")
+    def multiply(launch: Launch, a: str, weight: str, out: str) -> Step:
+        return names.step(launch, a, weight, *(out,) * outs, *(f"{weight}_{end}" for end in ends), "tiles")
 
     steps = (
-        *route_steps(x, P, top_k, E, groups, config.block_m, early, limits, names),
-        multiply(N, H, "q", "gate_up", "g"),
+        *route_steps(x, P, top_k, E, groups, block_m, early, limits, names),
+        multiply(first, "q", "gate_up", "g"),
         names.step(
             activate_launch(P, intermediate, x.dtype, weights.activation, early, limits), "g", "h", "h_scale", "tiles"
         ),
-        multiply(H, intermediate, "h", "down", "y"),
+        multiply(second, "h", "down", "y"),
         names.step(combine_launch(T, top_k, H, early, limits), "y", "position", "top_k_weights", "residual", "out"),
+    )
+    return _Plan(LaunchPlan(x.device.index, size, tuple(parts.values()), steps), views)
+
+
+def _view(name: str, weights: WeightOnlyExperts, in_words: bool) -> torch.dtype | None:
+    """As which dtype kernels take a tensor. ``in_words``: bytes of weights by two, and exponents that are scales."""
+    value = getattr(weights, name, None)
+    if value is None:
+        return None
+    if in_words and (name in ("gate_up", "down") or value.dtype == torch.uint8):
+        return torch.uint16
+    return torch.uint8 if value.dtype == FP8.storage else None  # kernels know e4m3 by its bits
+
+
+def _few_tokens(
+    x: Tensor,
+    top_k_index: Tensor,
+    weights: WeightOnlyExperts,
+    form: HopperForm,
+    tile: FewTokens,
+    absent: set[str],
+) -> LaunchPlan:
+    """Two products and a sum: rows of ``h`` and ``y`` are those of pairs, in their order."""
+    (T, top_k), (E, N, _), (H, intermediate) = top_k_index.shape, weights.gate_up.shape, weights.sizes
+    limits = device_limits(x.device)
+    layout = Layout()
+    layout.add("h", "h", (T * top_k, intermediate), x.dtype)
+    layout.add("y", "y", (T * top_k, H), x.dtype)
+    size, parts = layout.parts()
+    names = Names((*ARGUMENTS, *parts), absent)
+
+    def multiply(n: int, k: int, a: str, weight: str, out: str, activation: GatedActivation | None) -> Step:
+        launch = few_tokens_launch(T, top_k, E, n, k, form, tile, activation, limits)
+        ends = [f"{weight}_{end}" for end in ("scale", "zero_point", "bias")]
+        return names.step(launch, a, "top_k_index", weight, *ends, out)
+
+    combine = combine_launch(T, top_k, H, limits.pdl, limits, E, is_sorted=False)
+    steps = (
+        multiply(N, H, "x", "gate_up", "h", weights.activation),
+        multiply(H, intermediate, "h", "down", "y", None),
+        names.step(combine, "y", "top_k_index", "top_k_weights", "residual", "out"),
     )
     return LaunchPlan(x.device.index, size, tuple(parts.values()), steps)

@@ -46,5 +46,22 @@ def relu2(x):
     return relu(x) * relu(x)
 
 
+@triton.jit
+def gate_value(gate, FUNCTION: tl.constexpr, ACTIVATION: tl.constexpr):
+    """What ``ACTIVATION``, a ``GatedActivation``, makes of a gate; ``FUNCTION``: the one of its name."""
+    if ACTIVATION.limit is not None:
+        gate = tl.where(gate > ACTIVATION.limit, ACTIVATION.limit, gate)
+    return gate / (1.0 + tl.exp(-ACTIVATION.alpha * gate)) if ACTIVATION.alpha != 1.0 else FUNCTION(gate)
+
+
+@triton.jit
+def up_value(up, ACTIVATION: tl.constexpr):
+    """What ``ACTIVATION`` multiplies an activated gate by."""
+    LIMIT: tl.constexpr = ACTIVATION.limit
+    if LIMIT is not None:
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return up + ACTIVATION.up_offset
+
+
 DEVICE_ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu, "relu2": relu2}
 """By name."""

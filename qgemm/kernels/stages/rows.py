@@ -23,6 +23,7 @@ float32, which an instruction rounds, or integer arithmetic where there is none.
 import triton
 import triton.language as tl
 
+from qgemm.kernels.stages.activations import gate_value, up_value
 from qgemm.kernels.stages.aggregate import INTERPRETING, OPTIONAL, aggregate
 from qgemm.kernels.stages.epilogue import product, rounded
 from qgemm.numerics import formats
@@ -66,20 +67,13 @@ class GatedRow:
     @triton.jit
     def load(self, k):
         """Columns ``k``, computed in float32 and rounded to the row's dtype."""
-        LIMIT: tl.constexpr = self.activation.limit
-        ALPHA: tl.constexpr = self.activation.alpha
         gate = tl.load(self.ptr + k, mask=k < self.length, other=0.0).to(tl.float32)
-        if LIMIT is not None:
-            gate = tl.where(gate > LIMIT, LIMIT, gate)
-        out = gate / (1.0 + tl.exp(-ALPHA * gate)) if ALPHA != 1.0 else self.function(gate)
+        out = gate_value(gate, self.function, self.activation)
         if self.activation.gated:
             up = tl.load(self.ptr + self.length + k, mask=k < self.length, other=0.0)
             if self.rounds_gate:
                 return product(rounded(out, up.dtype), up)
-            up = up.to(tl.float32)
-            if LIMIT is not None:
-                up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-            out *= up + self.activation.up_offset
+            out *= up_value(up.to(tl.float32), self.activation)
         return rounded(out, self.ptr.dtype.element_ty)
 
 

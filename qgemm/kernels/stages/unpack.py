@@ -30,6 +30,27 @@ _AND_XOR, _AND_OR, _CHOOSE = "0x6A", "0xEA", "0xCA"  # lop3's (a & b) ^ c, (a & 
 NF4 = tl.constexpr(FORMATS["nf4"].table)
 
 
+def _scaled_fp4(word, outs, scales):
+    """Registers ``outs`` of the fp4 codes in ``word``, times those in ``scales``, in bfloat16.
+
+    The first has the low codes of bytes 0 and 2, the second of 1 and 3, the others the high codes: so bits stay in
+    their half of a register, and are masked where shifts have brought them.
+    """
+    each = enumerate(zip(outs, scales, strict=True))
+    return " ".join(_scaled_nibble(word, nibble, out, scale) for nibble, (out, scale) in each)
+
+
+def _scaled_nibble(lanes, nibble, out, scale):
+    """Register ``out`` of the ``nibble``-th fp4 code in each half of ``lanes``, times ``scale``, in bfloat16."""
+    to_sign, to_rest = 12 - 4 * nibble, 6 - 4 * nibble
+    return (
+        f"shl.b32 t, {lanes}, {to_sign}; and.b32 m, t, 0x80008000; "
+        f"{'shl' if to_rest > 0 else 'shr'}.b32 s, {lanes}, {abs(to_rest)}; "
+        f"lop3.b32 s, s, 0x01C001C0, m, {_AND_OR}; mov.b32 m, 0x7E807E80; "  # 2^126
+        f"mul.bf16x2 s, s, m; mul.bf16x2 {out}, s, {scale};"
+    )
+
+
 def _unpacked(format, kind, word, pair, low, high):
     """Registers ``low`` and ``high`` of the codes in bytes 0 and 1 of ``word``; in 2 and 3 if ``pair`` is 1."""
     if format == "nf4":
@@ -93,6 +114,11 @@ def _programs():
         for pair, selector in ((0, "0x4140"), (1, "0x4342"))
     ]
     found["biased int4 bf16"] = " ".join(biased)
+    found["scaled fp4 bf16"] = _scaled_fp4("$4", ("$0", "$2", "$1", "$3"), ("$5", "$7", "$5", "$7"))
+    lines = ["prmt.b32 a, $4, 0, 0x4140;"]
+    for nibble, (out, scale) in enumerate((("u", "$5"), ("v", "$6"))):
+        lines.append(_scaled_nibble("a", nibble, out, scale))
+    found["scaled fp4 bf16 pair"] = " ".join([*lines, "mov.b32 {$0, $1}, u; mov.b32 {$2, $3}, v;"])
     for name, kind in (("bf16", "bf16"), ("fp16", "f16")):
         for format in ("int4", "fp4", "nf4"):
             both = [_unpacked(format, kind, "$4", pair, f"${pair}", f"${2 + pair}") for pair in (0, 1)]
@@ -142,6 +168,46 @@ def unpack(packed, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
         return _decoded(packed & 15, FORMAT, DTYPE), _decoded(packed >> 4, FORMAT, DTYPE)
 
 
+@triton.jit
+def unpack_scaled(packed, low_scale, high_scale):
+    """fp4 values times powers of two, bfloat16 ``*_scale`` of their shape, on Hopper.
+
+    Exact where the product is a bfloat16. The inner two of each four are swapped, and the scales of all four are one.
+    """
+    return tl.inline_asm_elementwise(
+        assembly("scaled fp4", tl.bfloat16), "=r,=r,=r,=r,r,r,r,r,r", [packed, low_scale, high_scale],
+        (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def unpack_scaled_pairs(pairs, low_scale, high_scale):
+    """fp4 values times powers of two, on Hopper, of two neighbouring bytes in each uint16: two tiles ``[n, 2 k]``.
+
+    ``*_scale``: uint32 of the shape of ``pairs``, the same bfloat16 in both halves.
+    """
+    SHAPE: tl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
+    a, b, c, d = tl.inline_asm_elementwise(
+        assembly("scaled fp4", tl.bfloat16, " pair"), "=h,=h,=h,=h,r,r,r", [pairs.to(tl.uint32), low_scale, high_scale],
+        (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=1,
+    )  # fmt: skip
+    return tl.join(a, b).reshape(SHAPE), tl.join(c, d).reshape(SHAPE)
+
+
+@triton.jit
+def exponent_pairs(two):
+    """The powers of 2 with the two exponents in each uint16, on Hopper: uint32 with a bfloat16 in both halves."""
+    ASSEMBLY: tl.constexpr = EXPONENTS
+    return tl.inline_asm_elementwise(
+        ASSEMBLY, "=r,=r,r", [two.to(tl.uint32)], (tl.uint32, tl.uint32), is_pure=True, pack=1
+    )
+
+
+EXPONENTS = tl.constexpr(
+    "{ .reg .b32 t, m; prmt.b32 t, $2, 0, 0x4140; shl.b32 t, t, 7; mov.b32 m, 0x00400040; max.u16x2 t, t, m; "
+    "prmt.b32 $0, t, 0, 0x1010; prmt.b32 $1, t, 0, 0x3232; }"
+)
+"""The smallest power has no exponent of its own."""
 INT4_BIAS = tl.constexpr(136)
 
 
@@ -174,6 +240,19 @@ def widen(values, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
 def fp8_value(bits):
     """float32 of e4m3 values, uint8 ``bits``."""
     return _signed(_small_float(bits & 127, 3, 1.0 / 512), bits >> 7)
+
+
+@triton.jit
+def scale_value(raw):
+    """float32 of scales as they are stored: floats, uint8 exponents of powers of 2, or the bits of e4m3 as int8."""
+    if raw.dtype == tl.uint8:
+        bits = raw.to(tl.int32) << 23
+        # The smallest has no exponent of its own.
+        return tl.where(raw == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
+    elif raw.dtype == tl.int8:
+        return widen(raw.to(tl.uint8, bitcast=True), "fp8", tl.float32)
+    else:
+        return raw.to(tl.float32)
 
 
 @triton.jit

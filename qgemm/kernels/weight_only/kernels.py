@@ -11,22 +11,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import INTERPRETING
 from qgemm.kernels.stages.epilogue import added, rounded
-from qgemm.kernels.stages.unpack import unpack, widen
+from qgemm.kernels.stages.unpack import scale_value, unpack, widen
 
 BLOCK = tl.constexpr(128)  # bytes of a row; of a packed one those of 256 values, whose halves are neighbours in K
-
-
-@triton.jit
-def scale_value(raw):
-    """float32 of scales as they are stored: floats, uint8 exponents of powers of 2, or the bits of e4m3 as int8."""
-    if raw.dtype == tl.uint8:
-        bits = raw.to(tl.int32) << 23
-        # The smallest has no exponent of its own.
-        return tl.where(raw == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
-    elif raw.dtype == tl.int8:
-        return widen(raw.to(tl.uint8, bitcast=True), "fp8", tl.float32)
-    else:
-        return raw.to(tl.float32)
 
 
 @triton.jit

@@ -1,0 +1,81 @@
+"""Grouped products of many rows with mxfp4 weights on Hopper: the tile, by rule, and launches.
+
+Rules were found on one H200 (docs/performance.md); nothing is timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from qgemm.kernels.launch.device import DeviceLimits
+from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.launch.tensor_map import TensorMap
+from qgemm.numerics.integers import cdiv
+
+BLOCK_BYTES = 128  # of a row of the weight, multiplied at a time
+PANEL = 64  # values of a row of A that are copied at a time
+MIN_MANY_ROWS = 96  # of a group, on average: its unpacked weight is used often enough
+
+
+@dataclass(frozen=True)
+class ManyTokens:
+    """A tile for ``_grouped_weight_hopper_kernel``, 128 rows of the weight times up to ``columns`` rows of A."""
+
+    columns: int
+    narrowest: int
+    """The fewest columns of an instruction, for tiles with fewer rows."""
+    a_depth: int
+    """Slots for blocks of A, 64 columns each."""
+    w_depth: int
+    """Slots for blocks of the weight."""
+    part: int = 64
+    """Rows of A in one load."""
+    registers: int = 232
+    """Of a thread that multiplies."""
+    group_size_m: int = 8
+    """Tiles of A's rows that are computed together."""
+
+
+def select_many_tokens(P: int, E: int) -> ManyTokens | None:
+    """The tile for ``P`` rows that go to ``E`` experts at random; None where there are too few."""
+    return ManyTokens(128, 32, 8, 3) if rows_of_group(P, E) > MIN_MANY_ROWS else None
+
+
+def filled_groups(P: int, E: int) -> float:
+    """How many of ``E`` groups have any of ``P`` rows at random."""
+    return E * (1 - (1 - 1 / E) ** P)
+
+
+def rows_of_group(P: int, E: int) -> float:
+    """How many rows a group has that has any, on average."""
+    return P / filled_groups(P, E)
+
+
+def many_tokens_launch(
+    P: int,
+    E: int,
+    N: int,
+    K: int,
+    tile: ManyTokens,
+    dtype: torch.dtype,
+    limits: DeviceLimits,
+) -> Launch:
+    """The product of ``[P, K]`` and ``[E, N, K]``, for tiles of ``columns`` rows.
+
+    To be called with the rows, the weight as uint16, the output twice, exponents as uint16, biases and the tiles. K: a
+    multiple of 64.
+    """
+    from qgemm.kernels.grouped.weight_hopper_kernels import _grouped_weight_hopper_kernel
+    from qgemm.kernels.stages.ring import block_layout
+
+    words = cdiv(K, 2 * BLOCK_BYTES) * BLOCK_BYTES // 2
+    stored = min(tile.columns, 64)
+    maps = {
+        0: TensorMap((P, K), (K, 1), (tile.part, PANEL), block_layout(tile.part, PANEL, dtype)),
+        1: TensorMap((E * N, words), (words, 1), (64, BLOCK_BYTES // 2), block_layout(64, 64, torch.uint16)),
+        2: TensorMap((P, N), (N, 1), (stored, 64), block_layout(stored, 64, dtype)),
+    }
+    constants = (tile, limits.num_sms)
+    return Launch(_grouped_weight_hopper_kernel, limits.num_sms, (N, K), constants, 4, pdl=limits.pdl, maps=maps)

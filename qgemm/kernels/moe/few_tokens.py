@@ -1,0 +1,118 @@
+"""Experts with weights of 4 and 8 bits and few tokens on Hopper: which weights its kernels take, tiles, launches.
+
+Rules were found on one H200 (docs/performance.md); nothing is timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+import torch
+
+from qgemm.kernels.activations import GatedActivation
+from qgemm.kernels.expert_weights import WeightOnlyExperts
+from qgemm.kernels.grouped.weight_hopper import BLOCK_BYTES, filled_groups, rows_of_group
+from qgemm.kernels.launch.device import DeviceLimits
+from qgemm.kernels.launch.launch import Launch
+from qgemm.kernels.stages.activations import DEVICE_ACTIVATIONS
+from qgemm.numerics.integers import cdiv, next_power_of_2
+
+SCALED_GROUP = 32  # values with one power of 2
+MAX_FEW_ROWS = 4.5  # of an expert, on average: few have more than a program takes at a time
+MAX_PAIRS = 1024  # that each program looks through
+PROGRAMS_PER_SM = 4
+MAX_ROUNDS = 4  # of programs
+
+
+@dataclass(frozen=True)
+class HopperForm:
+    """How a weight is stored, as far as kernels are compiled for it."""
+
+    name: str
+    bits: int
+    group: int
+    """Values with one scale; 0 for a row."""
+    scaled: bool
+    """Whether scales are powers of 2 that values are multiplied by; else sums are."""
+    has_zeros: bool
+
+
+@dataclass(frozen=True)
+class FewTokens:
+    """A tile for ``_few_tokens_kernel``, up to 8 tokens and a read of ``rows`` rows of an expert's weight."""
+
+    splits: int
+    """Warps that share K, block by block in turn."""
+    rows: int
+    depth: int
+    """Slots of a warp for blocks of the weight, of which all but one are on their way."""
+    warps: int
+    count: int = 0
+    """Tiles that a program computes one after the other; 0 for as many as suit the problem."""
+    max_registers: int = 128
+    """Of a thread."""
+
+
+def hopper_form(weights: WeightOnlyExperts, dtype: torch.dtype) -> HopperForm | None:
+    """The form of ``weights`` with inputs of ``dtype``; None where the kernels don't take it."""
+    form, group = weights.form, weights.group_size
+    if any(size % 16 for size in weights.sizes) or weights.gate_up.shape[1] % 16:
+        return None
+    if weights.gate_up_global_scale is not None or dtype not in (torch.float16, torch.bfloat16):
+        return None
+    has_zeros = weights.gate_up_zero_point is not None
+    if weights.gate_up_scale.dtype == torch.uint8:
+        fits = form.name == "fp4" and group == SCALED_GROUP and dtype == torch.bfloat16
+        # Two exponents are loaded together.
+        fits = fits and all(size % (2 * SCALED_GROUP) == 0 for size in weights.sizes)
+        return HopperForm(form.name, form.bits, group, True, False) if fits else None
+    if group % BLOCK_BYTES or not weights.gate_up_scale.is_floating_point():
+        return None
+    return HopperForm(form.name, form.bits, group, False, has_zeros)
+
+
+def select_few_tokens(P: int, E: int) -> FewTokens | None:
+    """The tile for ``P`` pairs of a token and one of ``E`` experts at random; None where there are too many."""
+    if P > MAX_PAIRS or rows_of_group(P, E) > MAX_FEW_ROWS:
+        return None
+    return FewTokens(4, 16, 3, 4)
+
+
+def _tiles_of_program(tiles: float, limits: DeviceLimits) -> int:
+    """How many of all ``tiles`` a program takes: to begin takes as long as some, but programs must end together."""
+    rounds = tiles / (limits.num_sms * PROGRAMS_PER_SM)
+    return max(1, ceil(rounds / MAX_ROUNDS) if rounds > MAX_ROUNDS else ceil(rounds))
+
+
+def few_tokens_launch(
+    T: int,
+    top_k: int,
+    E: int,
+    N: int,
+    K: int,
+    form: HopperForm,
+    tile: FewTokens,
+    activation: GatedActivation | None,
+    limits: DeviceLimits,
+) -> Launch:
+    """A product of the pairs' rows with ``[E, N, K]``: of tokens and then ``activation``, or of pairs.
+
+    To be called with the rows, experts by pair, the weight, scales, zero points, biases and the output.
+    """
+    from qgemm.kernels.moe.few_tokens_hopper_kernels import _few_tokens_kernel
+
+    P = T * top_k
+    by_pair = P < E
+    gated = activation is not None and activation.gated
+    columns, rows = (N // 2, tile.rows // 2) if gated else (N, tile.rows)
+    if tile.count == 0:
+        tile = replace(tile, count=_tiles_of_program(filled_groups(P, E) * cdiv(columns, rows), limits))
+    function = None if activation is None else DEVICE_ACTIVATIONS[activation.name]
+    pairs = max(limits.warp_size * tile.warps, next_power_of_2(P))
+    of_row = 1 if activation is None else top_k
+    constants = (form, tile, function, activation, of_row, by_pair, T == 1 or not by_pair, pairs, limits.pdl)
+    grid = (P if by_pair else E) * cdiv(columns, rows * tile.count)
+    return Launch(
+        _few_tokens_kernel, grid, (P, E, N, K), constants, tile.warps, pdl=limits.pdl, max_registers=tile.max_registers
+    )  # fmt: skip

@@ -1,0 +1,148 @@
+"""Hopper's kernels of experts with quantized weights, compiled, against the specification; they run on Hopper only.
+
+Which of them a call takes, and with which tiles, is checked everywhere.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.test_moe_weights import relative_error
+from kernels.test_weight_only_hopper import skip_elsewhere
+from qgemm.kernels import GPT_OSS, GatedActivation
+from qgemm.kernels.expert_weights import WeightOnlyExperts
+from qgemm.kernels.grouped.weight_hopper import select_many_tokens
+from qgemm.kernels.moe import few_tokens
+from qgemm.kernels.moe import weight_launcher as moe
+from qgemm.kernels.moe.few_tokens import HopperForm, hopper_form, select_few_tokens
+from qgemm.kernels.reference import weight_only_experts_reference
+from qgemm.nn import QuantExperts
+from qgemm.nn.quant_layer import frozen
+from tests.kernels.devices import H200
+
+E, TOP_K, H, INTERMEDIATE = 5, 2, 320, 704  # more than one block of K and a part of one; rows beyond a whole tile
+_ENDS = ("", "_scale", "_zero_point", "_global_scale", "_bias")
+
+
+def weights(
+    scheme: str, dtype: torch.dtype, device: torch.device, activation: GatedActivation = GPT_OSS
+) -> WeightOnlyExperts:
+    layer = QuantExperts(E, H, INTERMEDIATE, activation, True, device, dtype, scheme)
+    for name in layer.weight_names:
+        made = []
+        for _ in range(E):
+            one = layer.linear_of(name).to_empty(device=device)
+            one.take_weight(torch.randn(one.out_features, one.in_features, device=device) / one.in_features**0.5)
+            made.append(one)
+        for end in _ENDS[:4]:
+            if made[0]._parameters.get(f"weight{end}") is not None:
+                stacked = torch.stack([one._parameters[f"weight{end}"].detach() for one in made])
+                setattr(layer, f"{name}{end}", frozen(stacked))
+        layer.get_parameter(f"{name}_bias").data.normal_()
+    tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in _ENDS]
+    form = layer.scheme.weight.dtype, layer.scheme.weight.group_size or 0
+    return WeightOnlyExperts(*[None if each is None else each.detach() for each in tensors], activation, *form)
+
+
+def routed(T: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, two experts of each, the first token's first elsewhere, and their weights."""
+    index = torch.rand(T, E, device=device).topk(TOP_K).indices
+    index[0, 0] = E
+    return torch.randn(T, H, device=device).to(dtype), index, torch.rand(T, TOP_K, device=device)
+
+
+@pytest.mark.parametrize("T", [1, 2, 4, 10, 300, 1000])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [
+        ("mxfp4", torch.bfloat16),
+        ("int4", torch.bfloat16),
+        ("int4-asymmetric", torch.float16),
+        ("int4-channel-asymmetric", torch.bfloat16),
+        ("int8-weight", torch.bfloat16),
+        ("fp8-weight", torch.float16),
+    ],
+)
+def test_kernels_compute_the_specification(T: int, scheme: str, dtype: torch.dtype, device: torch.device) -> None:
+    skip_elsewhere(device)
+    activation = GatedActivation("relu2", gated=False) if scheme == "int8-weight" else GPT_OSS
+    held = weights(scheme, dtype, device, activation)
+    assert hopper_form(held, dtype) is not None
+    x, index, top_k_weights = routed(T, dtype, device)
+    residual = torch.randn_like(x) if T == 2 else None
+    out = moe.weight_only_experts(x, index, top_k_weights, held, residual)
+    wanted = weight_only_experts_reference(x, index, top_k_weights, held, residual)
+    assert relative_error(out, wanted) < 2 * torch.finfo(dtype).eps
+    assert torch.equal(moe.weight_only_experts(x, index, top_k_weights, held, residual), out)
+
+
+@pytest.mark.parametrize("T", [4, 300])
+def test_a_row_with_nan_gives_nan_there_alone(T: int, device: torch.device) -> None:
+    skip_elsewhere(device)
+    held = weights("mxfp4", torch.bfloat16, device)
+    x, index, top_k_weights = routed(T, torch.bfloat16, device)
+    alone = moe.weight_only_experts(x, index, top_k_weights, held)
+    x[1, 7] = torch.nan
+    out = moe.weight_only_experts(x, index, top_k_weights, held)
+    assert out[1].isnan().all()
+    others = torch.arange(T, device=device) != 1
+    assert torch.equal(out[others], alone[others])
+
+
+def test_more_tokens_of_an_expert_than_a_program_takes_at_a_time(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_elsewhere(device)
+    held = weights("mxfp4", torch.bfloat16, device)
+    x, index, top_k_weights = routed(9, torch.bfloat16, device)
+    index[:, 0] = 3
+    index[:, 1] = 1
+    monkeypatch.setattr(moe, "select_few_tokens", lambda P, E: select_few_tokens(1, E))
+    out = moe.weight_only_experts(x, index, top_k_weights, held)
+    wanted = weight_only_experts_reference(x, index, top_k_weights, held)
+    assert relative_error(out, wanted) < 2 * torch.finfo(torch.bfloat16).eps
+
+
+def test_every_scale_of_8_bits_is_exact(device: torch.device) -> None:
+    skip_elsewhere(device)
+    held = weights("mxfp4", torch.bfloat16, device)
+    scale = torch.arange(held.gate_up_scale.numel(), device=device) % 250 + 2
+    held.gate_up_scale.copy_(scale.view(held.gate_up_scale.shape).to(torch.uint8))
+    held.gate_up_bias.zero_()  # type: ignore[union-attr]
+    for T in (1, 300):
+        x, index, top_k_weights = routed(T, torch.bfloat16, device)
+        x.zero_()
+        x[:, 5] = 1.0
+        found = moe.weight_only_experts(x, index, top_k_weights, held)
+        wanted = weight_only_experts_reference(x, index, top_k_weights, held)
+        assert relative_error(found, wanted) < 2 * torch.finfo(torch.bfloat16).eps
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "form"),
+    [
+        ("mxfp4", torch.bfloat16, HopperForm("fp4", 4, 32, True, False)),
+        ("mxfp4", torch.float16, None),  # which doesn't hold every power of 2
+        ("nvfp4", torch.bfloat16, None),
+        ("int4", torch.float16, HopperForm("int4", 4, 128, False, False)),
+        ("int4-asymmetric", torch.bfloat16, HopperForm("int4", 4, 128, False, True)),
+        ("int4-32", torch.bfloat16, None),
+        ("int8-weight", torch.bfloat16, HopperForm("int8", 8, 0, False, False)),
+        ("mxfp8", torch.bfloat16, None),
+    ],
+)
+def test_which_weights_the_kernels_take(scheme: str, dtype: torch.dtype, form: HopperForm | None) -> None:
+    layer = QuantExperts(2, 192, 320, GPT_OSS, True, "meta", dtype, scheme)
+    tensors = [layer.stored(f"{name}{end}") for name in layer.weight_names for end in _ENDS]
+    size = layer.scheme.weight.group_size or 0
+    held = WeightOnlyExperts(*tensors, GPT_OSS, layer.scheme.weight.dtype, size)
+    assert hopper_form(held, dtype) == form
+
+
+def test_tiles_by_the_rows_of_an_expert() -> None:
+    # GPT-OSS's 32 experts, 4 a token.
+    assert [select_few_tokens(4 * T, 32) is not None for T in (1, 16, 32, 64, 2048)] == [True] * 3 + [False] * 2
+    assert [select_many_tokens(4 * T, 32) is not None for T in (1, 64, 512, 2048)] == [False] * 2 + [False, True]
+    # One program after the other: as few as there is room for, or several rounds.
+    assert [few_tokens._tiles_of_program(tiles, H200) for tiles in (4, 1440, 10_080)] == [1, 3, 5]
