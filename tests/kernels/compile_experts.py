@@ -65,8 +65,8 @@ def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
     if limits.hopper:
         few = ("_few_tokens_kernel", "_combine_kernel")
         yield Case("experts hopper few", lambda: weight_only(1, "mxfp4", bf16), only=few)
-        yield Case("experts hopper several", lambda: weight_only(16, "int4-asymmetric", fp16), only=few[:1])
-        yield Case("experts hopper fp8", lambda: weight_only(16, "fp8-weight", bf16), only=few[:1])
+        yield Case("experts several int4", lambda: weight_only(16, "int4-asymmetric", fp16), only=few[:1])
+        yield Case("experts several fp8", lambda: weight_only(16, "fp8-weight", bf16), only=few[:1])
         yield Case(
             "experts hopper many", lambda: weight_only(2048, "mxfp4", bf16), only=("_grouped_weight_hopper_kernel",)
         )

@@ -133,7 +133,7 @@ def test_weights_of_experts_run_on_tensor_cores(target: str, results: list[Resul
 
 
 def test_hoppers_kernels_of_experts_read_weights_as_they_are_stored(results: list[Result]) -> None:
-    for r in of(results, "sm_90", "experts hopper"):
+    for r in of(results, "sm_90", "experts hopper", "experts several"):
         if r["kernel"] == "_few_tokens_kernel":
             assert all(r[name] for name in ("mma_sync", "cp_async_16")), r["case"]
             assert not r["cp_async_narrow"], r["case"]
