@@ -166,13 +166,12 @@ def refuse(change: Callable[[Any], Any], message: str) -> Any:
         refuse(lambda model: model.register_buffer("s", torch.eye(2).to_sparse()), r"s is a Tensor .*sparse_coo"),
         refuse(lambda model: model.double(), r"again\.bias is torch\.float64|block\.0\.bias is torch\.float64"),
         refuse(
-            lambda model: model.block[0].weight_scale.fill_(float("nan")), r"again|block\.0\.weight_scale is not finite"
+            lambda model: model.block[0].weight_scale.fill_(float("nan")), r"again|block\.0\.weight_scale holds NaN"
         ),
+        refuse(lambda model: model.block[3].weight_scale.data.__setitem__(1, -1), r"block\.3\.weight_scale holds NaN"),
         refuse(
-            lambda model: model.block[3].weight_scale.data.__setitem__(1, 0), r"block\.3\.weight_scale is not finite"
-        ),
-        refuse(
-            lambda model: model.block.__setitem__(3, QuantLinear(24, 16)), r"block\.3\.weight_scale is not.*never set"
+            lambda model: model.block.__setitem__(3, QuantLinear(24, 16)),
+            r"block\.3\.weight_scale holds NaN.*never set",
         ),
         refuse(lambda model: model.block.__setitem__(3, without_input_scale()), r"block\.3\.input_scale"),
     ],

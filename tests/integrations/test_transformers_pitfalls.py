@@ -114,11 +114,11 @@ def test_missing_scale_in_a_state_dict_is_refused(llama_folder: Path) -> None:
         LlamaForCausalLM.from_pretrained(None, config=LlamaConfig.from_dict(model.config.to_dict()), state_dict=state)
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0, -1.0])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -1.0])
 def test_bad_scales_are_refused(bad: float, llama_folder: Path, tmp_path: Path) -> None:
     load_int8(llama_folder).save_pretrained(tmp_path / "int8")
     edit_weights(tmp_path / "int8", model__layers__0__mlp__up_proj__weight_scale=torch.full((96,), bad))
-    with pytest.raises(qgemm.CheckpointError, match=r"model.layers.0.mlp.up_proj.weight_scale is not finite"):
+    with pytest.raises(qgemm.CheckpointError, match=r"model.layers.0.mlp.up_proj.weight_scale holds NaN, Inf or"):
         load(tmp_path / "int8")
 
 
