@@ -1,5 +1,6 @@
 """Kernel tests run compiled where there is a GPU, and in Triton's interpreter elsewhere."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -12,6 +13,9 @@ if not torch.cuda.is_available():
     from tests import interpreter
 
     interpreter.make_fast()
+
+
+gc.disable()  # until all is imported: there is nothing to free, and to look for it takes five seconds
 
 
 PARAMETERS = 2  # of a test that `make quick` runs, about
@@ -47,6 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             elif number % every:
                 item.add_marker("slow")
     items.sort(key=lambda item: item.get_closest_marker("compile") is None)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ A script of its own: ``test_compile.py`` runs it in a process without ``TRITON_I
 a kernel is defined. One JSON object per line: the case, target, kernel, and counts of what the assembly holds.
 """
 
+import importlib
 import itertools
 import json
 import multiprocessing
@@ -34,6 +35,9 @@ from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.quantize import launcher as quantize
 
 PROCESSES = 2  # that compile for a target each
+# They get the kernels of sm_80 and gfx942: one case of each kernel and kind of call, and all that are compared.
+ALIKE = ("sm_100", "gfx950")
+COMPARED = ("rows sum", "matmul")
 INT8, HALF, BF16, FLOAT = torch.int8, torch.float16, torch.bfloat16, torch.float32
 FP8 = torch.float8_e4m3fn
 INSTRUCTIONS = {
@@ -56,7 +60,7 @@ FLOATS = (HALF, BF16, FLOAT, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def cases(target: str, limits: DeviceLimits) -> Iterator[Case]:
-    """What to compile for a target: every kernel, of Hopper's own every case; with ``--complete`` of all."""
+    """What to compile for a target: cases of every kernel, of Hopper's own every case; with ``--complete`` of all."""
     found = itertools.chain(
         scaled_products(limits),
         other_products(target),
@@ -330,7 +334,7 @@ def results(name: str) -> list[dict[str, Any]]:
     """What came out for a target. In a process of its own."""
     device = DEVICES[name]
     assume(device)
-    found = []
+    found, seen = [], set()
     for case in cases(name, device.limits):
         result: dict[str, Any] = {"target": name, "case": case.label}
         try:
@@ -342,10 +346,12 @@ def results(name: str) -> list[dict[str, Any]]:
             result["error"] = f"{type(error).__name__}: {error}"
         if not launched:
             found.append(result)
-        found += [
-            {**result, "kernel": each.kernel, **measured(each, case.label, case.config, device.target)}
-            for each in launched
-        ]
+        for each in launched:
+            kind = case.label if case.label.startswith(COMPARED) else case.label.split()[0]
+            if name not in ALIKE or "--complete" in sys.argv or (kind, each.kernel) not in seen:
+                what = measured(each, case.label, case.config, device.target)
+                found.append({**result, "kernel": each.kernel, **what})
+            seen.add((kind, each.kernel))
     return found
 
 
@@ -369,6 +375,7 @@ def measured(launched: Launched, label: str, config: GemmConfig | None, target: 
 
 
 def main() -> None:
+    importlib.import_module("torch._dynamo")  # which tensors of META need: once, and not in each process
     with multiprocessing.get_context("fork").Pool(PROCESSES, maxtasksperchild=1) as pool:
         for found in pool.imap(results, DEVICES, chunksize=1):
             for result in found:
