@@ -101,7 +101,7 @@ def nearest(embeddings: Tensor) -> Tensor:
     return (embeddings @ embeddings.t()).fill_diagonal_(-1).argmax(1)
 
 
-def median_ms(models: list[nn.Module], tokens: dict[str, Tensor], rounds: int = 10) -> list[float]:
+def median_ms(models: list[nn.Module], tokens: dict[str, Tensor], rounds: int) -> list[float]:
     """Each model's median time. They take turns of a few calls, so that a busy machine slows all of them."""
     times: list[list[float]] = [[] for _ in models]
     for _ in range(rounds):
@@ -121,7 +121,9 @@ def size(paths: list[Path]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, help="where to keep the quantized model (default: a temporary folder)")
-    output = parser.parse_args().output
+    parser.add_argument("--rounds", type=int, default=10, help="of three calls each, whose median time is shown (10)")
+    arguments = parser.parse_args()
+    output = arguments.output
 
     logging.disable_progress_bar()
     original, tokenizer, original_file = load_minilm()
@@ -143,7 +145,7 @@ def main() -> None:
     expected, got, in_memory = embed(original, batch), embed(reloaded, batch), embed(model, batch)
     cosine = F.cosine_similarity(expected, got)
     before, after = nearest(expected), nearest(got)
-    batch_ms, single_ms = (median_ms([original, reloaded], tokens) for tokens in (batch, single))
+    batch_ms, single_ms = (median_ms([original, reloaded], tokens, arguments.rounds) for tokens in (batch, single))
 
     print(f"all-MiniLM-L6-v2, {len(quantized)} of {len(linears)} linear layers in int8, {len(SENTENCES)} sentences")
     print()

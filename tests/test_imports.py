@@ -258,8 +258,13 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @functools.cache
+def imports_in(path: Path) -> list[ast.Import | ast.ImportFrom | ast.Call]:
+    return list(import_nodes(tree_of(path)))
+
+
+@functools.cache
 def imported_modules(path: Path) -> frozenset[str]:
-    return frozenset(name for node in import_nodes(tree_of(path)) for name in imported_by(node))
+    return frozenset(name for node in imports_in(path) for name in imported_by(node))
 
 
 def find_circle(imports: Mapping[str, Collection[str]]) -> list[str]:
@@ -292,7 +297,7 @@ def private_imports(path: Path) -> set[str]:
     """The private names that a file takes from our other modules, kernels of its own folder aside."""
     tree, own = tree_of(path), module_name(path)
     taken, modules = set(), {}
-    for node in import_nodes(tree):
+    for node in imports_in(path):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] in ("qgemm", "qgemm_cli"):
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
@@ -342,7 +347,7 @@ def test_optional_packages_are_imported_inside_functions(path: Path) -> None:
     tree = tree_of(path)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda)]
     deferred = {id(inner) for function in functions for inner in ast.walk(function)}
-    for node in import_nodes(tree):
+    for node in imports_in(path):
         packages = {name.split(".")[0] for name in imported_by(node)} & OPTIONAL
         assert not packages or id(node) in deferred, f"{path.name}:{node.lineno} imports {sorted(packages)} at once"
 
