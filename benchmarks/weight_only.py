@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measure import BUSY_ROWS, random_operand
+from benchmarks.measure import BUSY_ROWS, HOST_SHAPE, random_operand
 from benchmarks.results import environment
 from benchmarks.roofline import geometric_mean
 from benchmarks.shapes import CPU_SHAPES, SHAPES, SUMMARY_FAMILIES, WeightShape, parse_shape
@@ -25,9 +25,10 @@ from benchmarks.tables import Table, render
 from qgemm.nn.kinds import linear_class
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.scheme import resolve_scheme
-from qgemm_cli.timing import QUICK, SUSTAINED, Effort, Pass, copy_count, median_seconds
+from qgemm_cli.timing import QUICK, SUSTAINED, Effort, Pass, copy_count, host_seconds, median_seconds
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+HOST_ROWS = (1, 16, 256)
 MAX_ERROR, MAX_ERROR_OF_QUANTIZED_ROWS = 0.01, 0.03
 """Relative, of a layer's output beside float64 products of its input with the weight that it stores."""
 FLOAT = "float"
@@ -84,6 +85,22 @@ def measure(
     return found
 
 
+def measure_host(schemes: Sequence[str], device: torch.device) -> dict[str, dict[int, float]]:
+    """Microseconds of the host for one eager call of each layer, by scheme, then by rows of ``HOST_ROWS``."""
+    weight = random_operand(HOST_SHAPE.N, HOST_SHAPE.K, device)
+    linear = nn.Linear(HOST_SHAPE.K, HOST_SHAPE.N, bias=False, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    layers: dict[str, nn.Module] = {FLOAT: linear} | {
+        one: linear_class(one).from_linear(linear, one) for one in schemes
+    }
+    found: dict[str, dict[int, float]] = {name: {} for name in layers}
+    for M in HOST_ROWS:
+        x = random_operand(M, HOST_SHAPE.K, device)
+        for name, seconds in host_seconds({name: partial(layer, x) for name, layer in layers.items()}).items():
+            found[name][M] = seconds * 1e6
+    return found
+
+
 def _run(x: Tensor, layer: LinearLayer) -> Tensor:
     out: Tensor = layer(x)
     return out
@@ -108,6 +125,12 @@ def table(results: Sequence[Result]) -> Table:
     return header, rows
 
 
+def host_table(found: dict[str, dict[int, float]]) -> Table:
+    """A row for each layer: microseconds by M."""
+    rows = [[name, *(f"{us:.1f}" for us in by_rows.values())] for name, by_rows in found.items()]
+    return ["host, us a call", *(f"M = {M}" for M in HOST_ROWS)], rows
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -127,8 +150,13 @@ def main() -> None:
         for shape in shapes:
             results += measure(shape, rows, options.scheme, QUICK if options.quick else Effort(), device)
     print(render(table(results), markdown=False))
+    host = {}
+    if device.type == "cuda":
+        host = measure_host(options.scheme, device)
+        print(render(host_table(host), markdown=False))
     if options.out:
         contents = {"environment": environment(device, options.commit), "results": [asdict(one) for one in results]}
+        contents["host"] = host
         options.out.write_text(json.dumps(contents, indent=1) + "\n")
 
 

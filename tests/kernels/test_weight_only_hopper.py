@@ -17,6 +17,7 @@ KINDS = {
     "int4": ("int4", 128, "bfloat16"),
     "int4 zero points": ("int4", 128, "float16"),
     "int4 groups of 32": ("int4", 32, "bfloat16"),
+    "int4 groups of 48": ("int4", 48, "float32"),
     "int4 groups of 384": ("int4", 384, "float32"),
     "int4 channel zero points": ("int4", K, "bfloat16"),
     "int8 channel": ("int8", K, "float32"),
@@ -87,6 +88,20 @@ def check(
     # The same bits again: programs that share K are added in order.
     assert torch.equal(out[good], weight_only_linear(x, layer, residual)[good])
     return out, wanted
+
+
+def test_scales_may_begin_anywhere(device: torch.device) -> None:
+    """Two are read together, where they begin at a multiple of 4 bytes."""
+    skip_elsewhere(device)
+    scale = torch.rand(N * 8 + 1, device=device).bfloat16()
+    values = torch.randint(0, 256, (N, 512), dtype=torch.uint8, device=device)
+    x = torch.randn(3, 1024, device=device, dtype=torch.bfloat16)
+    outs = []
+    for each in (scale[:-1], scale[1:], scale[1:].clone()):
+        layer = QuantizedWeight(values, each.view(N, 8), None, None, None, None, 1024, "int4", 128)
+        outs.append(weight_only_linear(x, layer))
+    assert torch.equal(outs[1], outs[2])
+    assert not torch.equal(outs[0], outs[1])
 
 
 def test_up_to_16_rows_are_one_launch(device: torch.device) -> None:

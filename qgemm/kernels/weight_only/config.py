@@ -32,12 +32,15 @@ class Stored:
     bits: int
     group: int
     """Values with one scale; 0 for a row."""
-    piece: int = BLOCK_BYTES
-    """Bytes of a block that are multiplied before they are scaled: those of a group, or all."""
     has_zeros: bool = False
     """Whether there are zero points."""
-    even: bool = True
-    """Whether K is a whole number of blocks for each warp."""
+    paired: bool = False
+    """Whether the scales of a block's halves are 32 bits that are loaded together."""
+
+    @property
+    def scales_values(self) -> bool:
+        """Whether scales are of so few values that these are multiplied by them, not sums of products."""
+        return self.group % BLOCK_BYTES > 0
 
     @property
     def block(self) -> int:
@@ -58,8 +61,24 @@ class FewRows:
     depth: int
     """Slots of a warp for blocks of the weight, of which all but one are on their way."""
     warps: int
-    x_rows: int = 8
-    """Of x in shared memory: as ``columns``, or 1; 0 to read them where they are."""
+    x_rows: int
+    """Of x in shared memory, as ``columns``, or 1."""
+    registers: int | None = None
+    """Of a thread, at most."""
+
+
+# 16 to 24 warps a multiprocessor keep enough of the weight on its way: where it has few rows more warps share K. Each
+# program reads all of x, from 9 rows on more than it reads of 16 rows of the weight: it has 32 or 64 of them.
+FEW_ROWS = {
+    (4, 1): (FewRows(8, 16, 8, 3, 8, 1), FewRows(4, 16, 8, 4, 4, 1), FewRows(4, 16, 8, 4, 4, 1)),
+    (4, 8): (FewRows(4, 16, 8, 4, 4, 8), FewRows(4, 32, 8, 3, 8, 8), FewRows(4, 32, 8, 3, 8, 8)),
+    (4, 16): (FewRows(4, 32, 16, 3, 8, 16), FewRows(4, 32, 16, 2, 8, 16, 128), FewRows(2, 32, 16, 2, 4, 16, 128)),
+    (8, 1): (FewRows(8, 16, 8, 4, 8, 1), FewRows(8, 16, 8, 4, 8, 1), FewRows(4, 16, 8, 4, 4, 1)),
+    (8, 8): (FewRows(4, 32, 8, 4, 8, 8), FewRows(4, 32, 8, 3, 8, 8), FewRows(2, 64, 8, 4, 8, 8)),
+    (8, 16): (FewRows(4, 32, 16, 4, 8, 16), FewRows(4, 32, 16, 3, 8, 16), FewRows(2, 64, 16, 4, 8, 16)),
+}
+"""By the weight's bits and the rows of x, at most: of weights with up to 2 and 4 times 16 rows for each multiprocessor,
+and of longer ones."""
 
 
 @dataclass(frozen=True)
@@ -98,24 +117,9 @@ TILES = (
 
 
 def select_few_rows(M: int, N: int, form: Stored, limits: DeviceLimits) -> FewRows:
-    """The tiles of a product of ``M`` rows, up to 16.
-
-    16 to 20 warps a multiprocessor keep enough of the weight on its way. So where there are few rows of the weight,
-    more warps share K. Each program reads all of x: from 9 rows on that is more than it reads of a weight's 16 rows.
-    """
-    narrow, wide = cdiv(N, 16) <= 2 * limits.num_sms, cdiv(N, 16) > 4 * limits.num_sms
-    if M > 8:
-        if narrow:
-            return FewRows(4, 32, 16, 3, 8, 16)
-        if wide:
-            return FewRows(2, 64, 16, 3 if form.bits == 4 else 4, 4, 16)
-        return FewRows(2, 32, 16, 4, 4, 16) if form.bits == 4 else FewRows(4, 32, 16, 3, 4, 16)
-    x_rows, depth = (1, 3) if M == 1 else (0, 4)
-    if wide:
-        return FewRows(4, 16, 8, 4, 4, x_rows)
-    if narrow or form.bits == 8:
-        return FewRows(8, 16, 8, depth, 8, x_rows)
-    return FewRows(4, 32, 8, depth, 8, x_rows)
+    """The tiles of a product of ``M`` rows, up to 16."""
+    width = sum(cdiv(N, 16) > each * limits.num_sms for each in (2, 4))
+    return FEW_ROWS[form.bits, 1 if M == 1 else next_power_of_2(max(M, 8))][width]
 
 
 def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits, exact: bool = True) -> Tiles:

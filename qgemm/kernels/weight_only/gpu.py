@@ -2,8 +2,8 @@
 
 - Hopper, up to 16 rows: one launch that reads the weight once (``_few_rows_kernel``); more rows: tiles that unpack the
   weight between shared memory and the tensor cores (``_tiles_kernel``), and where programs share K a launch that adds.
-- Any other GPU, and what Hopper's kernels don't accept (float32, groups that are no multiple of 128 and none of 16, 32
-  and 64, K or strides that are no multiples of 16 bytes; in tiles, scales of small groups that are no multiple of 4
+- Any other GPU, and what Hopper's kernels don't accept (float32, groups that are no multiple of 16, K or strides that
+  are no multiples of 16 bytes; in tiles, small groups but of 16, 32 and 64, their scales if they are no multiple of 4
   bytes a row, and more than 16 rows for each value of a small group): plain Triton up to 64 rows; more rows are
   multiplied by PyTorch, with the float weight made for the call.
 """
@@ -42,7 +42,8 @@ PLAIN_COLUMNS = 16
 DEQUANTIZED_ROWS = 16
 SUMMED = (64, 32)  # of the weight and of x, that a program adds the parts of
 PANEL = 64  # columns of x that are copied at a time
-SMALL_GROUPS = (16, 32, 64)
+VECTOR_BYTES = 16  # that a thread reads of a row, with one scale
+SMALL_GROUPS = (16, 32, 64)  # of tiles
 WORD = 4  # bytes
 MAX_ROWS_BY_GROUP = 16  # for each value of a small group; a float weight takes less time for more
 
@@ -213,6 +214,7 @@ def _make_plan(
     strides = (x.stride(0), weight.stride(0), scale.stride(0), 0 if residual is None else residual.stride(0))
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
         if M <= MAX_FEW_ROWS:
+            form = replace(form, paired=_reads_pairs(form, K, scale))
             return Plan((M, N), few_rows_launch(select_few_rows(M, N, form, limits), form, M, N, K, strides, limits))
         if N % 8 == 0 and _fits_tiles(M, form, scale) and (zero_point is None or _fits_tiles(M, form, zero_point)):
             exact = scale.dtype == x.dtype or (scale.itemsize == 1 and x.dtype == torch.bfloat16)
@@ -231,18 +233,25 @@ def _make_plan(
 def _fits_hopper(form: Stored, x: Tensor, weight: Tensor) -> bool:
     if x.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if form.group % BLOCK_BYTES and form.group not in SMALL_GROUPS:
+    if form.group % VECTOR_BYTES:
         return False
     K = x.shape[1]
     sizes = x.stride(0) * x.itemsize, weight.stride(0), K * (x.itemsize if form.bits == 4 else 1)
     return all(size % ALIGNMENT == 0 for size in sizes)
 
 
+def _reads_pairs(form: Stored, K: int, scale: Tensor) -> bool:
+    """Whether the scales of a block's halves are 32 bits that ``_few_rows_kernel`` may load together."""
+    if form.bits == 8 or form.group != BLOCK_BYTES or K % form.block:
+        return False
+    return 2 * scale.itemsize == WORD and scale.stride(0) % 2 == 0 and scale.data_ptr() % WORD == 0
+
+
 def _fits_tiles(M: int, form: Stored, factors: Tensor) -> bool:
     """Whether ``_tiles_kernel`` is for such scales, or zero points: of small groups it loads 32 bits at a time."""
     if form.group % BLOCK_BYTES == 0:
         return True
-    if MAX_ROWS_BY_GROUP * form.group < M or factors.data_ptr() % WORD:
+    if form.group not in SMALL_GROUPS or MAX_ROWS_BY_GROUP * form.group < M or factors.data_ptr() % WORD:
         return False
     sizes = factors.stride(0) * factors.itemsize, form.block // form.group * factors.itemsize
     return all(size % WORD == 0 for size in sizes)
@@ -263,11 +272,9 @@ def few_rows_launch(
     """A product of up to ``tile.columns`` rows. ``strides``: of rows of x, the weight, its scales and the residual."""
     from qgemm.kernels.weight_only.few_rows_hopper_kernels import _few_rows_kernel
 
-    piece = form.group if form.group in SMALL_GROUPS else BLOCK_BYTES
-    form = replace(form, piece=piece, even=K % (form.block * tile.splits) == 0)
     return Launch(
         _few_rows_kernel, cdiv(N, tile.rows), (M, N, K, *strides, N), (form, tile, limits.pdl), tile.warps,
-        pdl=limits.pdl,
+        pdl=limits.pdl, max_registers=tile.registers,
     )  # fmt: skip
 
 
