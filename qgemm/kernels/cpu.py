@@ -136,7 +136,7 @@ def add_norm(
     normed = total if weight is None else x.new_empty(x.shape)
     rows, totals, out = _rows(x), _rows(total), _rows(normed)
     residuals = None if residual is None else _rows(residual)
-    for block in _blocks(rows.shape[0], x.shape[-1], _VALUES_AT_A_TIME):
+    for block in _blocks(rows.shape[0], x.shape[-1], _of_all_threads(_VALUES_AT_A_TIME)):
         added = rows[block]
         if branch_weight is not None:
             added = norm(added, branch_weight)
@@ -159,7 +159,7 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     """``(q [..., K], row_scale [...])`` of ``values(*tensors)``, of some rows of ``tensors`` at a time."""
     x = tensors[0]
-    if 0 < x.numel() <= _VALUES_AT_A_TIME:
+    if 0 < x.numel() <= _of_all_threads(_VALUES_AT_A_TIME):
         q, row_scale = _quantize_block(values(*tensors), scale, zero_point, dtype)
         return q, row_scale.squeeze(-1)
     q = x.new_empty((*x.shape[:-1], K), dtype=dtype)
@@ -167,7 +167,7 @@ def _quantize(
     if q.numel() == 0:
         return q, row_scale.copy_(x.new_ones((), dtype=torch.float32) if scale is None else scale.reshape(()))
     rows, q_rows, row_scales = [_rows(each) for each in tensors], q.view(-1, K), row_scale.view(-1, 1)
-    for block in _blocks(q_rows.shape[0], x.shape[-1], _VALUES_AT_A_TIME):
+    for block in _blocks(q_rows.shape[0], x.shape[-1], _of_all_threads(_VALUES_AT_A_TIME)):
         made = values(*(each[block] for each in rows))
         _, row_scales[block] = _quantize_block(made, scale, zero_point, dtype, q_rows[block])
     return q, row_scale
@@ -176,6 +176,11 @@ def _quantize(
 def _rows(x: Tensor) -> Tensor:
     """``x [..., K]`` as ``[M, K]``."""
     return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _of_all_threads(values: int) -> int:
+    """As many values for each thread, of four at most: an operator takes as long to start as some thousand values."""
+    return values * min(torch.get_num_threads(), 4)
 
 
 def _blocks(rows: int, columns: int, limit: int, least: int = 1) -> Iterator[slice]:
@@ -268,7 +273,7 @@ def quant_linear(
 
     What isn't needed for few rows is left out: a call of an operator takes as long as they do.
     """
-    if 0 < x.numel() <= _VALUES_AT_A_TIME:
+    if 0 < x.numel() <= _of_all_threads(_VALUES_AT_A_TIME):
         q, row_scale = _quantize_block(x, input_scale, None, weight.dtype)
         return _multiply(q, weight.t(), row_scale, weight_scale, bias, x.dtype, residual)
     q, row_scale = quantize_rows(x, input_scale, dtype=weight.dtype)
@@ -289,13 +294,14 @@ def _multiply(
     M, N = math.prod(leading), b.shape[1]
     rows = a if a.ndim == 2 else a.view(M, K)
     # No output is a view: autograd would forbid to change it in place.
-    if M * N <= _SUMS_AT_A_TIME or M <= _ROWS_OF_A_PRODUCT:
+    at_a_time = _of_all_threads(_SUMS_AT_A_TIME)
+    if at_a_time >= M * N or M <= _ROWS_OF_A_PRODUCT:
         sums = _sums(rows, b)
         return _scaled(sums if a.ndim == 2 else sums.view(*leading, N), a_scale, b_scale, bias, out_dtype, residual)
     out = a.new_empty((*leading, N), dtype=out_dtype)
     out_rows, scales = out.view(M, N), a_scale.reshape(-1, 1)
     residual = None if residual is None else _rows(residual)
-    for block in _blocks(M, N, _SUMS_AT_A_TIME, _ROWS_OF_A_PRODUCT):
+    for block in _blocks(M, N, at_a_time, _ROWS_OF_A_PRODUCT):
         scale = scales if scales.shape[0] == 1 else scales[block]
         added = None if residual is None else residual[block]
         out_rows[block] = _scaled(_sums(rows[block], b), scale, b_scale, bias, out_dtype, added)
