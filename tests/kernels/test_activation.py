@@ -55,7 +55,7 @@ def test_rows_of_fp8(name: str, dtype: torch.dtype, gated: bool, device: torch.d
         q, row_scale = activation_launch.activation_quantize(x, name, gated, scale, FP8.storage)
         wanted, wanted_scale = activation_quantize_reference(x, name, gated, scale, FP8.storage)
         assert q.dtype == wanted.dtype == FP8.storage
-        assert torch.equal(q.view(torch.int8), wanted.view(torch.int8))
+        assert torch.equal(q.float(), wanted.float())  # whatever a zero's sign
         assert torch.equal(row_scale.nan_to_num(nan=77), wanted_scale.nan_to_num(nan=77))
 
 
