@@ -105,6 +105,15 @@ def test_kernels_for_every_gpu(rows: int, kind: str, dtype: torch.dtype, device:
     assert ((out.double() - exact - residual.double()).abs() <= 2 * torch.finfo(dtype).eps * size).all()
 
 
+@pytest.mark.parametrize("rows", [3, 70])
+def test_factors_that_lie_apart(rows: int, device: torch.device) -> None:
+    arguments, _ = operands("nvfp4", device)
+    x, factors = torch.randn(rows, K, device=device), arguments["global_scale"]
+    apart = QuantizedWeight(**{**arguments, "global_scale": torch.stack((factors, factors * 2), dim=1)[:, 0]})
+    beside = gpu.weight_only_linear(x, QuantizedWeight(**arguments))
+    assert torch.equal(gpu.weight_only_linear(x, apart), beside)
+
+
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("shape", [(3, K), (2, 2, K)])
 def test_a_call_like_another_is_recalled(shape: tuple[int, ...], adds: bool, device: torch.device) -> None:

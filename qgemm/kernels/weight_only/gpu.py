@@ -69,6 +69,7 @@ def weight_only_linear(
         zero_point, scale = zero_point.contiguous(), scale.contiguous()
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
+    global_scale = None if global_scale is None else global_scale.contiguous()
     aligned = (rows.data_ptr() | values.data_ptr()) % ALIGNMENT == 0
     words = (scale.data_ptr() | (0 if zero_point is None else zero_point.data_ptr())) % WORD == 0
     kind = (
