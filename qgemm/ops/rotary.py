@@ -43,10 +43,9 @@ def _rotate_and_store(*arguments: Any) -> Tensor:
 
 
 def _rotate_and_store_fake(*arguments: Any) -> Tensor:
-    q, key, _ = _rotate_fake(*arguments[:_FIELDS])
-    B, heads, _, D = key.shape
-    checks.check_cache(B, heads, D, q.dtype, KeyValueStore(*arguments[_FIELDS:]))
-    return q
+    call = RotaryCall(*arguments[:_FIELDS])
+    checks.check_rotate_and_store(call, KeyValueStore(*arguments[_FIELDS:]))
+    return call.qkv.new_empty((*call.qkv.shape[:2], call.q_heads, call.head_size))
 
 
 def _store_key_value(key: Tensor, value: Tensor, *store: Any) -> None:

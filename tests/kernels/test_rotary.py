@@ -237,6 +237,15 @@ def test_what_is_refused(position: int, value: Any, message: str, where: str) ->
         torch.ops.qgemm.rotate_and_store(*given)
 
 
+def test_a_cache_on_another_device_is_refused() -> None:
+    device = torch.device("cpu")
+    call, length = RotaryCall(*arguments(torch.float32, device)), int32(4, device=device)
+    k, v, *scales = (x if x is None else x.to("meta") for x in cache(torch.float32, device))
+    store = KeyValueStore(k, v, *scales, length.to("meta"))
+    with pytest.raises(ValueError, match="qkv is on cpu but k is on meta: move them to one device"):
+        dispatch.rotate_and_store(call, store)
+
+
 @pytest.mark.parametrize("layout", ["once", "twice", "each twice"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_angles(layout: str, dtype: torch.dtype, device: torch.device) -> None:

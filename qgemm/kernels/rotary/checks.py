@@ -70,6 +70,13 @@ def check_rotate(call: RotaryCall) -> None:
     check_same_device(qkv=qkv, cos=cos, sin=sin, q_weight=q_weight, k_weight=k_weight)
 
 
+def check_rotate_and_store(call: RotaryCall, store: KeyValueStore) -> None:
+    """Raises if ``rotate_and_store`` can't take these."""
+    check_rotate(call)
+    check_cache(call.qkv.shape[0], call.kv_heads, call.head_size, call.qkv.dtype, store)
+    check_same_device(qkv=call.qkv, k=store.k)
+
+
 def check_cache(batch: int, kv_heads: int, D: int, dtype: torch.dtype, store: KeyValueStore) -> None:
     """Raises if keys and values ``[batch, kv_heads, S, D]`` of ``dtype`` can't be stored there."""
     k, v, k_scale, v_scale, length = store

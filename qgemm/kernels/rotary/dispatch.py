@@ -11,9 +11,9 @@ from torch import Tensor
 from qgemm.kernels.checks import on_gpu
 from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.checks import (
-    check_cache,
     check_rotary_angles,
     check_rotate,
+    check_rotate_and_store,
     check_store_key_value,
 )
 from qgemm.kernels.rotary.reference import rotary_angles_reference, rotate_reference, store_reference
@@ -48,8 +48,7 @@ def rotate(call: RotaryCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def rotate_and_store(call: RotaryCall, store: KeyValueStore) -> Tensor:
     """``rotate``, with keys and values written to a cache as by ``store_key_value``: ``q [B, S, q_heads, D]``."""
-    check_rotate(call)
-    check_cache(call.qkv.shape[0], call.kv_heads, call.head_size, call.qkv.dtype, store)
+    check_rotate_and_store(call, store)
     if on_gpu(call.qkv):
         out: Tensor = _launcher().rotate_and_store(call, store)
         return out
