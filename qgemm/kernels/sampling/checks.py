@@ -14,9 +14,9 @@ def check_choose_tokens(choice: Choice) -> None:
         raise TypeError(f"scores is {scores.dtype}; choose_tokens accepts {names_of(FLOAT_DTYPES)}: cast it")
     if scores.ndim != 2 or not scores.shape[1]:
         raise ValueError(f"scores has shape {list(scores.shape)}; it must be [B, V] with one score or more")
-    B = scores.shape[0]
+    B, steps = scores.shape[0], rows.shape[0] if rows.ndim else 0
     _check("token", token, torch.int64, (B, 1))
-    _check("rows", rows, torch.int64, (rows.shape[0], B + 1))
+    _check("rows", rows, torch.int64, (steps, B + 1))
     _check("counters", counters, torch.int64, (max(1, counters.numel()),))
     _check("finished", finished, torch.bool, (B,))
     if ends is not None:
