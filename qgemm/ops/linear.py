@@ -24,7 +24,7 @@ from qgemm.kernels import asymmetric, checks, dispatch
 from qgemm.kernels.launch.plans import recall
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.rows import QuantizedRows
-from qgemm.kernels.weight_only import launcher
+from qgemm.kernels.weight_only import dispatch as weight_only
 from qgemm.numerics.blocks import dequantize_blocks
 from qgemm.ops.declare import operator
 from qgemm.ops.direct import rows_seen_by_others, seen_by_others
@@ -72,7 +72,7 @@ def weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tensor | No
     if seen_by_others(x, values, scale, bias, zero_point, residual):
         out = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
         return out
-    return launcher.weight_only_linear(x, weight, residual, recallable=True)
+    return weight_only.weight_only_linear(x, weight, residual, recallable=True)
 
 
 def block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -244,7 +244,7 @@ _declare_layer(
     "weight_only_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? global_scale, "
     "Tensor? input_order, Tensor? bias, int in_features, str format, int group_size, bool int8_activations=False, "
     "Tensor? residual=None) -> Tensor",
-    _of_value(launcher.weight_only_linear),
+    _of_value(weight_only.weight_only_linear),
     _of_value(checks.check_weight_only_linear),
     lambda dtype, *fields: QuantizedWeight._make((*fields[:5], None, *fields[5:], False)).dequantize(dtype),
     bias_at=6,

@@ -6,7 +6,7 @@ import torch
 from assumed_devices import META, Case
 
 from qgemm.kernels.quantized_weight import QuantizedWeight
-from qgemm.kernels.weight_only import gpu
+from qgemm.kernels.weight_only import float_launcher
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import packed_width
@@ -53,4 +53,4 @@ def multiply(M: int, K: int, format: str, group: int, scale: torch.dtype, dtype:
         format,
         group,
     )
-    gpu.weight_only_linear(empty(M, K, dtype=dtype), weight, empty(M, N, dtype=dtype) if zeros else None)
+    float_launcher.weight_only_linear(empty(M, K, dtype=dtype), weight, empty(M, N, dtype=dtype) if zeros else None)

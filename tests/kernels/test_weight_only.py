@@ -10,8 +10,8 @@ from torch import Tensor
 from qgemm.kernels.launch.plans import recall
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.reference import weight_only_linear_reference
-from qgemm.kernels.weight_only import gpu
-from qgemm.kernels.weight_only.launcher import weight_only_linear
+from qgemm.kernels.weight_only import float_launcher
+from qgemm.kernels.weight_only.dispatch import weight_only_linear
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import round_scale, spread, store_scale
 from qgemm.numerics.packing import unpack_codes
@@ -98,7 +98,7 @@ def test_kernels_for_every_gpu(rows: int, kind: str, dtype: torch.dtype, device:
     x = torch.randn(rows, K + 1, device=device).to(dtype)[:, 1:]
     residual = torch.randn(rows, N, device=device).to(dtype)
     bias = arguments["bias"].to(dtype)
-    out = gpu.weight_only_linear(x, QuantizedWeight(**{**arguments, "bias": bias}), residual)
+    out = float_launcher.weight_only_linear(x, QuantizedWeight(**{**arguments, "bias": bias}), residual)
     assert out.dtype == dtype
     exact = x.double() @ weight.t() + bias.double()
     size = x.double().abs() @ weight.abs().t() + bias.double().abs() + residual.double().abs()
@@ -110,8 +110,8 @@ def test_factors_that_lie_apart(rows: int, device: torch.device) -> None:
     arguments, _ = operands("nvfp4", device)
     x, factors = torch.randn(rows, K, device=device), arguments["global_scale"]
     apart = QuantizedWeight(**{**arguments, "global_scale": torch.stack((factors, factors * 2), dim=1)[:, 0]})
-    beside = gpu.weight_only_linear(x, QuantizedWeight(**arguments))
-    assert torch.equal(gpu.weight_only_linear(x, apart), beside)
+    beside = float_launcher.weight_only_linear(x, QuantizedWeight(**arguments))
+    assert torch.equal(float_launcher.weight_only_linear(x, apart), beside)
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -124,7 +124,7 @@ def test_a_call_like_another_is_recalled(shape: tuple[int, ...], adds: bool, dev
     residual = torch.randn((*shape[:-1], N), device=device).bfloat16() if adds else None
     for recallable in (False, True):
         assert recall(x, *tensors, residual, what) is None
-        out = gpu.weight_only_linear(x, weight, residual, recallable)
+        out = float_launcher.weight_only_linear(x, weight, residual, recallable)
     run = recall(other, *tensors, residual, what)
     assert run is not None
     assert torch.equal(run(x, *tensors, residual), out)

@@ -7,8 +7,8 @@ from numerics.test_groups import stored
 from kernels.test_weight_only import before_garbage
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.quantized_weight import QuantizedWeight
-from qgemm.kernels.weight_only import gpu
-from qgemm.kernels.weight_only.launcher import weight_only_linear
+from qgemm.kernels.weight_only import float_launcher
+from qgemm.kernels.weight_only.dispatch import weight_only_linear
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import round_scale, spread, store_scale
 
@@ -110,6 +110,6 @@ def test_up_to_16_rows_are_one_launch(device: torch.device) -> None:
     scale = torch.ones(N, 9, device=device)
     for M in (1, 16):
         x = torch.zeros(M, K, dtype=torch.bfloat16, device=device)
-        plan = gpu._make_plan(x, weight, scale, None, None, "int4", 128, True)
+        plan = float_launcher._make_plan(x, weight, scale, None, None, "int4", 128, True)
         assert plan.adds is None
         assert plan.made is None

@@ -11,7 +11,7 @@ from qgemm.kernels.norms import Norm
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.rotary import dispatch as rotary
 from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
-from qgemm.kernels.weight_only import launcher as weight_only
+from qgemm.kernels.weight_only import dispatch as weight_only
 from qgemm.numerics.hadamard import hadamard
 from qgemm.ops import linear
 

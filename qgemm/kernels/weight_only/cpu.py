@@ -23,7 +23,7 @@ _PIECE = 1 << 19
 
 @torch.autocast("cpu", enabled=False)
 def weight_only_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """``launcher.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order."""
+    """``dispatch.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order."""
     product = _multiply(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight)
     product = product if weight.bias is None else product + weight.bias.float()
     return product.to(x.dtype).reshape(*x.shape[:-1], product.shape[1]).contiguous()

@@ -1,7 +1,7 @@
 """``weight_only_linear``: products with quantized weights, which ``qgemm.numerics.groups`` describes.
 
 With rows in float, a CPU makes the float weight some rows at a time (``cpu.py``), and a GPU multiplies by the stored
-weight (``gpu.py``). With rows in int8 both multiply integers (``int8_cpu.py``, ``int8_launcher.py``).
+weight (``float_launcher.py``). With rows in int8 both multiply integers (``int8_cpu.py``, ``int8_launcher.py``).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def weight_only_linear(
 
         out = int8_launcher.weight_only_linear(x, weight, recallable=recallable)
     else:
-        from qgemm.kernels.weight_only import gpu
+        from qgemm.kernels.weight_only import float_launcher
 
         with torch.autocast(x.device.type, enabled=False):
-            return gpu.weight_only_linear(x, weight, residual, recallable)
+            return float_launcher.weight_only_linear(x, weight, residual, recallable)
     return out if residual is None else out.add_(residual)

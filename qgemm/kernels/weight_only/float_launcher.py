@@ -1,4 +1,4 @@
-"""``weight_only_linear`` on GPU tensors: which kernels compute a call, decided once for calls of a kind.
+"""Launcher of ``weight_only_linear`` with rows in float on GPU tensors; calls of a kind share the choice of kernels.
 
 - Hopper, up to 16 rows: one launch that reads the weight once (``_few_rows_kernel``); more rows: tiles that unpack the
   weight between shared memory and the tensor cores (``_tiles_kernel``), and where programs share K a launch that adds.
@@ -51,7 +51,7 @@ MAX_ROWS_BY_GROUP = 16  # for each value of a small group; a float weight takes 
 def weight_only_linear(
     x: Tensor, weight: QuantizedWeight, residual: Tensor | None = None, recallable: bool = False
 ) -> Tensor:
-    """``launcher.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order.
+    """``dispatch.weight_only_linear`` of checked arguments, columns of ``x`` in the weight's order.
 
     ``recallable``: remember what is found out about the call, for others. Not where a tensor isn't read as it is.
     """

@@ -20,7 +20,7 @@ _PIECE = 1 << 20
 
 @torch.no_grad()
 def weight_only_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
-    """``launcher.weight_only_linear`` with int8 activations, columns of ``x`` in the weight's order."""
+    """``dispatch.weight_only_linear`` with int8 activations, columns of ``x`` in the weight's order."""
     stored, scale, zero_point, _, _, bias, K, _, group_size, _ = weight
     q, row_scale = cpu.quantize_rows(x)
     M, N = row_scale.numel(), stored.shape[0]

@@ -44,7 +44,7 @@ LAYER = ("x", "q", "q_scale", "weight", "out", "weight_scale", "zero_point", "bi
 def weight_only_linear(
     x: Tensor, weight: QuantizedWeight, config: Int8Config | None = None, recallable: bool = False
 ) -> Tensor:
-    """``launcher.weight_only_linear`` with int8 activations, columns of ``x`` in the weight's order.
+    """``dispatch.weight_only_linear`` with int8 activations, columns of ``x`` in the weight's order.
 
     ``config``: of Hopper's kernels, instead of the one that is chosen. ``recallable``: remember what is found out about
     the call.
