@@ -17,7 +17,6 @@ KINDS = {
     "int4": ("int4", 128, "bfloat16"),
     "int4 zero points": ("int4", 128, "float16"),
     "int4 groups of 32": ("int4", 32, "bfloat16"),
-    "int4 groups of 48": ("int4", 48, "float32"),
     "int4 groups of 384": ("int4", 384, "float32"),
     "int4 channel zero points": ("int4", K, "bfloat16"),
     "int8 channel": ("int8", K, "float32"),
@@ -40,32 +39,7 @@ def skip_elsewhere(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products(dtype: torch.dtype, M: int, kind: str, device: torch.device) -> None:
     skip_elsewhere(device)
-    check(dtype, M, K, kind, device)
-
-
-@pytest.mark.parametrize("kind", [kind for kind, (_, size, _) in KINDS.items() if size < 128])
-@pytest.mark.parametrize("M", [30, 50, 200])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_small_groups_in_tiles(dtype: torch.dtype, M: int, kind: str, device: torch.device) -> None:
-    """Rows of scales that are whole numbers of 32 bits."""
-    skip_elsewhere(device)
-    check(dtype, M, 1152, kind, device)
-
-
-@pytest.mark.parametrize("kind", ["int4", "int8 channel"])
-@pytest.mark.parametrize("M", [17, 64, 100, 300])
-def test_nan_stays_in_its_row(M: int, kind: str, device: torch.device) -> None:
-    skip_elsewhere(device)
-    out, _ = check(torch.bfloat16, M, 2048, kind, device, bad_row=3)
-    assert out.isnan().any(1).nonzero().flatten().tolist() == [3]
-
-
-def check(
-    dtype: torch.dtype, M: int, K: int, kind: str, device: torch.device, bad_row: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product, and what is wanted in float64."""
     format, size, scale_dtype = KINDS[kind]
-    size = min(size, K) if size < 1040 else K
     form = FORMATS[format]
     values, weight, scale, zero = stored(N, K, size, device, form)
     unit = torch.tensor([1.0, 3.7], device=device) if scale_dtype == "e4m3" else None
@@ -74,8 +48,6 @@ def check(
     exact = form.to_float(values).double() - (0 if zero_point is None else spread(zero, size, K))
     exact *= spread(scale, size, K).double()
     x, residual = torch.randn(M, K, device=device).to(dtype), torch.randn(M, N, device=device).to(dtype)
-    if bad_row is not None:
-        x[bad_row, 5] = torch.nan
     bias = torch.randn(N, device=device).to(dtype)
     zero_point = None if zero_point is None else before_garbage(zero_point)
     stored_scale = before_garbage(store_scale(scale, scale_dtype, unit))
@@ -83,25 +55,9 @@ def check(
     out = weight_only_linear(x, layer, residual)
     wanted = x.double() @ exact.t() + bias.double() + residual.double()
     floats = torch.nn.functional.linear(x, exact.to(dtype), bias) + residual
-    good = [row for row in range(M) if row != bad_row]
-    assert (out.double() - wanted)[good].abs().max() <= 2 * (floats.double() - wanted)[good].abs().max()
+    assert (out.double() - wanted).abs().max() <= 2 * (floats.double() - wanted).abs().max()
     # The same bits again: programs that share K are added in order.
-    assert torch.equal(out[good], weight_only_linear(x, layer, residual)[good])
-    return out, wanted
-
-
-def test_scales_may_begin_anywhere(device: torch.device) -> None:
-    """Two are read together, where they begin at a multiple of 4 bytes."""
-    skip_elsewhere(device)
-    scale = torch.rand(N * 8 + 1, device=device).bfloat16()
-    values = torch.randint(0, 256, (N, 512), dtype=torch.uint8, device=device)
-    x = torch.randn(3, 1024, device=device, dtype=torch.bfloat16)
-    outs = []
-    for each in (scale[:-1], scale[1:], scale[1:].clone()):
-        layer = QuantizedWeight(values, each.view(N, 8), None, None, None, None, 1024, "int4", 128)
-        outs.append(weight_only_linear(x, layer))
-    assert torch.equal(outs[1], outs[2])
-    assert not torch.equal(outs[0], outs[1])
+    assert torch.equal(out, weight_only_linear(x, layer, residual))
 
 
 def test_up_to_16_rows_are_one_launch(device: torch.device) -> None:
