@@ -278,3 +278,11 @@ def test_the_time_line_says_what_takes_how_long(tmp_path: Path) -> None:
     assert (found["product"], found["attention"], found["norm, quantization, activation"]) == ("32", "24", "24")
     timeline.draw(steps, "a step", tmp_path / "step.png")
     assert (tmp_path / "step.png").stat().st_size > 5000
+
+
+def test_a_kernel_that_is_started_early_counts_from_the_end_of_those_ahead() -> None:
+    step = [timeline.Kernel("gemm", 0, 10), timeline.Kernel("norm", 2, 11), timeline.Kernel("gemm", 3, 6)]
+    assert [(one.start, one.duration) for one in timeline.in_turn(step)] == [(0, 10), (10, 3), (13, 0)]
+    header, (row,) = timeline.table({"qgemm": step})
+    found = dict(zip(header[1:], row[1:], strict=True))
+    assert (found["product"], found["norm, quantization, activation"], found["between kernels"]) == ("10", "3", "0")

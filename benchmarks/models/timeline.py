@@ -131,14 +131,24 @@ def _from_0(step: Sequence[Kernel]) -> list[Kernel]:
     return [Kernel(one.name, one.start - step[0].start, one.duration) for one in step]
 
 
+def in_turn(step: Sequence[Kernel]) -> list[Kernel]:
+    """Each kernel from where the ones ahead of it have ended: one that is started early waits for them."""
+    kernels, ended = [], 0.0
+    for one in step:
+        start, end = max(one.start, ended), max(one.start + one.duration, ended)
+        kernels.append(Kernel(one.name, start, end - start))
+        ended = end
+    return kernels
+
+
 def table(steps: dict[str, list[Kernel]]) -> Table:
     """Microseconds of each kind of kernels, how many there are, and how long the GPU waits in between."""
     kinds = [kind for kind in (*KINDS, OTHER) if any(one.kind == kind for step in steps.values() for one in step)]
     rows = []
     for name, step in steps.items():
-        sums = [sum(one.duration for one in step if one.kind == kind) for kind in kinds]
+        sums = [sum(one.duration for one in in_turn(step) if one.kind == kind) for kind in kinds]
         whole = _end(step)
-        idle = max(whole - sum(sums), 0.0)  # kernels may overlap
+        idle = whole - sum(sums)
         rows.append([name, f"{whole:,.0f}", str(len(step)), *(f"{each:,.0f}" for each in sums), f"{idle:,.0f}"])
     return ["", "step, us", "kernels", *kinds, "between kernels"], rows
 
@@ -155,7 +165,7 @@ def draw(steps: dict[str, list[Kernel]], title: str, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(10, 1.2 + 0.7 * len(steps)))
-    for row, step in enumerate(steps.values()):
+    for row, step in enumerate(map(in_turn, steps.values())):
         for place, kind in enumerate((*KINDS, OTHER)):
             spans = [(one.start, one.duration) for one in step if one.kind == kind]
             label = kind if row == 0 else None
