@@ -42,6 +42,20 @@ def test_wrong_outputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         weight_only.measure(SHAPE, (1,), ("int4",), QUICK, CPU)
 
 
+@torch.no_grad()
+def test_a_wrong_tile_anywhere_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = WeightOnlyLinear.forward
+
+    def wrong(layer: WeightOnlyLinear, x: torch.Tensor) -> torch.Tensor:
+        out = right(layer, x)
+        out[-1, -32:] *= 1.1
+        return out
+
+    monkeypatch.setattr(WeightOnlyLinear, "forward", wrong)
+    with pytest.raises(ValueError, match="int4 is wrong: relative error"):
+        weight_only.measure(WeightShape("custom", 1056, 256), (70,), ("int4",), QUICK, CPU)
+
+
 def test_means_are_over_the_weights() -> None:
     results = [Result("int4", 8, 8, 1, 1.0, times, rate, 0.0) for times, rate in ((1.0, 2.0), (4.0, 3.0))]
     assert weight_only.table(results)[1] == [["int4", "1", "2.00", "1.00", "3.00"]]

@@ -25,7 +25,10 @@ def weight_only_cases() -> Iterator[Case]:
         ("tiles int4", 64, 4096, "int4", 128, BF16, BF16, True),
         ("tiles odd", 64, 4104, "int4", 128, BF16, BF16, False),
         ("tiles large", 2048, 4096, "int4", 128, BF16, BF16, False),
-        ("made mxfp4", 512, 4096, "fp4", 32, torch.uint8, BF16, False),
+        ("tiles mxfp4", 64, 4096, "fp4", 32, torch.uint8, BF16, False),
+        ("tiles nvfp4", 128, 4096, "fp4", 16, torch.float8_e4m3fn, BF16, False),
+        ("tiles int4 groups of 32", 256, 4096, "int4", 32, BF16, BF16, True),
+        ("made mxfp4", 1024, 4096, "fp4", 32, torch.uint8, BF16, False),
     ):
         yield Case(
             f"weight_only {label}",

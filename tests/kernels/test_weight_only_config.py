@@ -2,12 +2,14 @@
 
 import pytest
 
-from qgemm.kernels.weight_only.config import BLOCK_BYTES, Stored, select_few_rows, select_tiles
+from qgemm.kernels.weight_only.config import BLOCK_BYTES, TILE_ROWS, TILES, Stored, select_few_rows, select_tiles
 from qgemm.numerics.integers import cdiv
 from tests.kernels.devices import H200
 
 INT4, INT8 = Stored("int4", 4, 128), Stored("int8", 8, 0)
 FORMS = pytest.mark.parametrize("form", [INT4, INT8], ids=["int4", "int8"])
+# M, N and K where programs share K of the last tiles only, on 132 multiprocessors.
+WHOLE_AND_SHARED = [(33, 17032, 1040), (578, 4096, 14336), (512, 28672, 4096)]
 SIZES = [(1, 256), (520, 300), (4096, 4096), (6144, 4096), (57344, 8192)]
 
 
@@ -21,8 +23,7 @@ def test_few_rows(M: int, form: Stored) -> None:
     for N, _ in SIZES:
         tile = select_few_rows(M, N, form, H200)
         assert tile.columns == (8 if M <= 8 else 16)
-        assert tile.x_rows in (0, 1, tile.columns)
-        assert tile.x_rows != 1 or M == 1
+        assert tile.x_rows == (1 if M == 1 else tile.columns)
         # A warp has 16 or 32 rows of the weight for itself.
         assert tile.rows * tile.splits // tile.warps in (16, 32)
         slot = tile.splits * (tile.rows * BLOCK_BYTES + tile.x_rows * form.block * 2)
@@ -40,14 +41,39 @@ def test_the_shorter_the_weight_the_more_warps_share_its_rows() -> None:
 def test_tiles(M: int, form: Stored) -> None:
     for N, K in SIZES:
         tile = select_tiles(M, N, K, form, H200)
-        assert tile.columns >= min(M, 256)
         assert 1 <= tile.splits <= cdiv(K, form.block)
-        assert tile.splits == 1 or M <= 512
+        # Shared tiles are fewer than programs, after rounds of whole ones.
+        assert tile.shared < H200.num_sms
+        assert (tile.shared > 0) == (tile.splits > 1)
+        assert tile.splits == 1 or (tile.tiles(M, N) - tile.shared) % H200.num_sms == 0
+
+
+@FORMS
+@pytest.mark.parametrize(("M", "N", "K"), WHOLE_AND_SHARED)
+def test_some_tiles_are_shared(M: int, N: int, K: int, form: Stored) -> None:
+    tile = select_tiles(M, N, K, form, H200)
+    assert 0 < tile.shared < tile.tiles(M, N)
+
+
+def test_slots_fit_into_shared_memory() -> None:
+    for tile in TILES:
         staged = 2 * 64 * min(tile.columns, 64) * 2
-        slots = tile.x_depth * tile.columns * 128 + tile.w_depth * tile.groups * 64 * BLOCK_BYTES
-        assert slots + staged <= H200.shared_memory
+        slots = tile.x_depth * tile.panels * tile.columns * 128 + tile.w_depth * TILE_ROWS * BLOCK_BYTES
+        assert slots + staged + 1024 <= H200.shared_memory
+        # A slot is a part of what is unpacked at a time, and there is one more than a group waits for.
+        assert tile.x_depth * tile.panels > (4 if tile.unpacks_blocks else 2)
+
+
+@pytest.mark.parametrize("form", [Stored("int4", 4, 128, has_zeros=True), Stored("fp4", 4, 32)])
+def test_zero_points_and_small_groups_have_narrower_tiles(form: Stored) -> None:
+    assert {select_tiles(M, 8192, 8192, form, H200).columns for M in (20, 64, 512, 4096)} <= {32, 64, 128}
+    assert select_tiles(4096, 8192, 8192, INT4, H200).columns == 256
+    assert select_tiles(4096, 8192, 8192, INT4, H200, exact=False).columns == 128
 
 
 def test_programs_fill_the_device() -> None:
     tile = select_tiles(32, 4096, 4096, INT4, H200)
-    assert cdiv(4096, 128) * tile.splits > 0.9 * H200.num_sms
+    assert tile.shared * tile.splits > 0.7 * H200.num_sms
+    # 160 tiles of 128 columns: a round of whole ones, then 28 that four programs share each.
+    tile = select_tiles(256, 10240, 8192, INT4, H200)
+    assert (tile.columns, tile.splits, tile.shared) == (128, 4, 28)

@@ -1,5 +1,7 @@
 """Hopper's products with stored weights, compiled, against float64; they run on Hopper only."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from numerics.test_groups import stored
@@ -8,15 +10,19 @@ from kernels.test_weight_only import before_garbage
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.weight_only import float_launcher
+from qgemm.kernels.weight_only.config import Stored, Tiles
 from qgemm.kernels.weight_only.dispatch import weight_only_linear
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import round_scale, spread, store_scale
+from tests.kernels.devices import H200
+from tests.kernels.test_weight_only_config import WHOLE_AND_SHARED
 
 K, N = 1040, 200  # K: of 16 bytes in any format, and no whole number of blocks
 KINDS = {
     "int4": ("int4", 128, "bfloat16"),
     "int4 zero points": ("int4", 128, "float16"),
     "int4 groups of 32": ("int4", 32, "bfloat16"),
+    "int4 groups of 48": ("int4", 48, "float32"),
     "int4 groups of 384": ("int4", 384, "float32"),
     "int4 channel zero points": ("int4", K, "bfloat16"),
     "int8 channel": ("int8", K, "float32"),
@@ -39,7 +45,39 @@ def skip_elsewhere(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products(dtype: torch.dtype, M: int, kind: str, device: torch.device) -> None:
     skip_elsewhere(device)
+    check(dtype, M, K, kind, device)
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (_, size, _) in KINDS.items() if size < 128])
+@pytest.mark.parametrize("M", [30, 50, 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_small_groups_in_tiles(dtype: torch.dtype, M: int, kind: str, device: torch.device) -> None:
+    """Rows of scales that are whole numbers of 32 bits."""
+    skip_elsewhere(device)
+    check(dtype, M, 1152, kind, device)
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8 channel"])
+@pytest.mark.parametrize("M", [17, 64, 100, 300])
+def test_nan_stays_in_its_row(M: int, kind: str, device: torch.device) -> None:
+    skip_elsewhere(device)
+    out, _ = check(torch.bfloat16, M, 2048, kind, device, bad_row=3)
+    assert out.isnan().any(1).nonzero().flatten().tolist() == [3]
+
+
+@pytest.mark.parametrize("kind", ["int4", "int4 zero points", "int8 channel", "int8 zero points"])
+@pytest.mark.parametrize(("M", "N", "K"), WHOLE_AND_SHARED)
+def test_whole_and_shared_tiles_in_a_call(M: int, N: int, K: int, kind: str, device: torch.device) -> None:
+    skip_elsewhere(device)
+    check(torch.bfloat16, M, K, kind, device, N=N)
+
+
+def check(
+    dtype: torch.dtype, M: int, K: int, kind: str, device: torch.device, bad_row: int | None = None, N: int = N
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product, and what is wanted in float64. Its bias and residual are as large as products are."""
     format, size, scale_dtype = KINDS[kind]
+    size = min(size, K) if size < 1040 else K
     form = FORMATS[format]
     values, weight, scale, zero = stored(N, K, size, device, form)
     unit = torch.tensor([1.0, 3.7], device=device) if scale_dtype == "e4m3" else None
@@ -47,17 +85,36 @@ def test_products(dtype: torch.dtype, M: int, kind: str, device: torch.device) -
     zero_point = zero if "zero points" in kind else None
     exact = form.to_float(values).double() - (0 if zero_point is None else spread(zero, size, K))
     exact *= spread(scale, size, K).double()
-    x, residual = torch.randn(M, K, device=device).to(dtype), torch.randn(M, N, device=device).to(dtype)
-    bias = torch.randn(N, device=device).to(dtype)
+    large = float(exact.norm()) / N**0.5
+    x, residual = torch.randn(M, K, device=device).to(dtype), (torch.randn(M, N, device=device) * large).to(dtype)
+    if bad_row is not None:
+        x[bad_row, 5] = torch.nan
+    bias = (torch.randn(N, device=device) * large).to(dtype)
     zero_point = None if zero_point is None else before_garbage(zero_point)
     stored_scale = before_garbage(store_scale(scale, scale_dtype, unit))
     layer = QuantizedWeight(weight, stored_scale, zero_point, unit, None, bias, K, format, size)
     out = weight_only_linear(x, layer, residual)
     wanted = x.double() @ exact.t() + bias.double() + residual.double()
     floats = torch.nn.functional.linear(x, exact.to(dtype), bias) + residual
-    assert (out.double() - wanted).abs().max() <= 2 * (floats.double() - wanted).abs().max()
+    good = [row for row in range(M) if row != bad_row]
+    assert (out.double() - wanted)[good].abs().max() <= 2 * (floats.double() - wanted)[good].abs().max()
     # The same bits again: programs that share K are added in order.
-    assert torch.equal(out, weight_only_linear(x, layer, residual))
+    assert torch.equal(out[good], weight_only_linear(x, layer, residual)[good])
+    return out, wanted
+
+
+def test_scales_may_begin_anywhere(device: torch.device) -> None:
+    """Two are read together, where they begin at a multiple of 4 bytes."""
+    skip_elsewhere(device)
+    scale = torch.rand(N * 8 + 1, device=device).bfloat16()
+    values = torch.randint(0, 256, (N, 512), dtype=torch.uint8, device=device)
+    x = torch.randn(3, 1024, device=device, dtype=torch.bfloat16)
+    outs = []
+    for each in (scale[:-1], scale[1:], scale[1:].clone()):
+        layer = QuantizedWeight(values, each.view(N, 8), None, None, None, None, 1024, "int4", 128)
+        outs.append(weight_only_linear(x, layer))
+    assert torch.equal(outs[1], outs[2])
+    assert not torch.equal(outs[0], outs[1])
 
 
 def test_up_to_16_rows_are_one_launch(device: torch.device) -> None:
@@ -69,3 +126,34 @@ def test_up_to_16_rows_are_one_launch(device: torch.device) -> None:
         plan = float_launcher._make_plan(x, weight, scale, None, None, "int4", 128, True)
         assert plan.adds is None
         assert plan.made is None
+
+
+class Recorder:
+    """A launch that keeps its tensors, in place of one that computes."""
+
+    aligned = None
+
+    def __init__(self) -> None:
+        self.tensors: tuple[torch.Tensor | None, ...] = ()
+
+    def __call__(self, *tensors: torch.Tensor | None) -> None:
+        self.tensors = tensors
+
+
+@pytest.mark.parametrize(("splits", "shared"), [(1, 0), (2, 1), (2, 3)])
+def test_each_launch_that_finishes_tiles_takes_bias_and_residual(splits: int, shared: int) -> None:
+    """Of three tiles the last are shared, and those that aren't are the product's. On any machine: nothing computes."""
+    M, N, K = 64, 384, 512
+    tile, form = Tiles(64, 7, 5, splits=splits, shared=shared), Stored("int4", 4, 128)
+    plan = float_launcher.tiles_plan(tile, form, M, N, K, (K, K // 2, K // 128, N), torch.bfloat16, H200)
+    product, adds = Recorder(), Recorder()
+    x, bias, residual = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((M, K), (N,), (M, N)))
+    weight, scale = torch.zeros(N, K // 2, dtype=torch.uint8), torch.ones(N, K // 128, dtype=torch.bfloat16)
+    plan = replace(plan, product=product, adds=None if plan.adds is None else adds)
+    plan.run(x, weight, scale, None, None, bias, residual)
+    if shared < 3:
+        assert product.tensors[-2] is bias
+        assert product.tensors[-1] is residual
+    if shared:
+        assert adds.tensors[1] is bias
+        assert adds.tensors[2] is residual

@@ -25,7 +25,7 @@ from qgemm.kernels.stages.aggregate import INTERPRETING
 from qgemm.kernels.stages.epilogue import rounded
 from qgemm.numerics.formats import FORMATS
 
-_AND_XOR, _AND_OR, _CHOOSE = "0x6A", "0xEA", "0xCA"  # lop3's (a & b) ^ c, (a & b) | c and a ? b : c
+AND_XOR, _AND_OR, _CHOOSE = "0x6A", "0xEA", "0xCA"  # lop3's (a & b) ^ c, (a & b) | c and a ? b : c
 
 NF4 = tl.constexpr(FORMATS["nf4"].table)
 
@@ -51,7 +51,7 @@ def _scaled_nibble(lanes, nibble, out, scale):
     )
 
 
-def _unpacked(format, kind, word, pair, low, high):
+def unpacked(format, kind, word, pair, low, high):
     """Registers ``low`` and ``high`` of the codes in bytes 0 and 1 of ``word``; in 2 and 3 if ``pair`` is 1."""
     if format == "nf4":
         return _looked_up(kind, word, pair, low, high)
@@ -59,19 +59,19 @@ def _unpacked(format, kind, word, pair, low, high):
         bits = {"bf16": "0x43084308", "f16": "0x64086408"}[kind]  # 136 and 1032, in which bit 3 is set
         lines = [f"prmt.b32 t, {word}, 0, {('0x4140', '0x4342')[pair]}; shr.b32 s, t, 4; mov.b32 m, {bits};"]
         for out, lanes in ((low, "t"), (high, "s")):
-            lines.append(f"lop3.b32 {lanes}, {lanes}, 0x000F000F, m, {_AND_XOR}; sub.{kind}x2 {out}, {lanes}, m;")
+            lines.append(f"lop3.b32 {lanes}, {lanes}, 0x000F000F, m, {AND_XOR}; sub.{kind}x2 {out}, {lanes}, m;")
         return " ".join(lines)
     lanes = f"prmt.b32 t, {word}, 0, {('0x1404', '0x3424')[pair]}; shl.b32 s, t, 4;"
     return " ".join([lanes, _float(kind, "s", 1, 2, low), _float(kind, "t", 1, 2, high)])
 
 
-def _widened(format, kind, word, pair, out):
+def widened(format, kind, word, pair, out):
     """Register ``out`` of two bytes of ``word``."""
     if format == "fp8":
         return f"prmt.b32 t, {word}, 0, {('0x1404', '0x3424')[pair]}; " + _float(kind, "t", 3, 4, out)
     lanes = f"prmt.b32 t, {word}, 0, {('0x4140', '0x4342')[pair]};"
     if kind == "f16":  # 1024 + 128 + q
-        return f"{lanes} mov.b32 m, 0x64806480; lop3.b32 t, t, 0x00FF00FF, m, {_AND_XOR}; sub.f16x2 {out}, t, m;"
+        return f"{lanes} mov.b32 m, 0x64806480; lop3.b32 t, t, 0x00FF00FF, m, {AND_XOR}; sub.f16x2 {out}, t, m;"
     return (
         f"{lanes} mov.b32 m, 0x43004300; lop3.b32 s, t, 0x00800080, m, {_AND_OR}; "
         f"lop3.b32 t, t, 0x007F007F, m, {_AND_OR}; sub.bf16x2 {out}, t, s;"
@@ -108,12 +108,6 @@ def _looked_up(kind, word, pair, low, high):
 def _programs():
     """PTX by what it makes of what. Of ``$`` numbers the first are out, the last is in."""
     found = {"int4 int8": "shl.b32 t, $2, 4; and.b32 $0, t, 0xF0F0F0F0; and.b32 $1, $2, 0xF0F0F0F0;"}
-    biased = [
-        f"prmt.b32 t, $4, 0, {selector}; shr.b32 s, t, 4; lop3.b32 ${pair}, t, 0x000F000F, 0x43084308, {_AND_XOR}; "
-        f"lop3.b32 ${2 + pair}, s, 0x000F000F, 0x43084308, {_AND_XOR};"
-        for pair, selector in ((0, "0x4140"), (1, "0x4342"))
-    ]
-    found["biased int4 bf16"] = " ".join(biased)
     found["scaled fp4 bf16"] = _scaled_fp4("$4", ("$0", "$2", "$1", "$3"), ("$5", "$7", "$5", "$7"))
     lines = ["prmt.b32 a, $4, 0, 0x4140;"]
     for nibble, (out, scale) in enumerate((("u", "$5"), ("v", "$6"))):
@@ -121,13 +115,13 @@ def _programs():
     found["scaled fp4 bf16 pair"] = " ".join([*lines, "mov.b32 {$0, $1}, u; mov.b32 {$2, $3}, v;"])
     for name, kind in (("bf16", "bf16"), ("fp16", "f16")):
         for format in ("int4", "fp4", "nf4"):
-            both = [_unpacked(format, kind, "$4", pair, f"${pair}", f"${2 + pair}") for pair in (0, 1)]
+            both = [unpacked(format, kind, "$4", pair, f"${pair}", f"${2 + pair}") for pair in (0, 1)]
             found[f"{format} {name}"] = " ".join(both)
-            pair = _unpacked(format, kind, "$4", 0, "u", "v") + " mov.b32 {$0, $1}, u; mov.b32 {$2, $3}, v;"
+            pair = unpacked(format, kind, "$4", 0, "u", "v") + " mov.b32 {$0, $1}, u; mov.b32 {$2, $3}, v;"
             found[f"{format} {name} pair"] = pair
         for format in ("int8", "fp8"):
-            found[f"{format} {name}"] = " ".join(_widened(format, kind, "$2", pair, f"${pair}") for pair in (0, 1))
-            found[f"{format} {name} pair"] = _widened(format, kind, "$2", 0, "u") + " mov.b32 {$0, $1}, u;"
+            found[f"{format} {name}"] = " ".join(widened(format, kind, "$2", pair, f"${pair}") for pair in (0, 1))
+            found[f"{format} {name} pair"] = widened(format, kind, "$2", 0, "u") + " mov.b32 {$0, $1}, u;"
     return {name: "{ .reg .b32 t, s, m, a, b, c, u, v; " + text + " }" for name, text in found.items()}
 
 
@@ -208,20 +202,6 @@ EXPONENTS = tl.constexpr(
     "prmt.b32 $0, t, 0, 0x1010; prmt.b32 $1, t, 0, 0x3232; }"
 )
 """The smallest power has no exponent of its own."""
-INT4_BIAS = tl.constexpr(136)
-
-
-@triton.jit
-def unpack_biased(packed):
-    """``INT4_BIAS + q`` of int4 as bfloat16, for a third less instructions: the tiles of the low and the high half."""
-    ASSEMBLY: tl.constexpr = assembly("biased int4", tl.bfloat16)
-    if ASSEMBLY is not None:
-        return tl.inline_asm_elementwise(
-            ASSEMBLY, "=r,=r,=r,=r,r", [packed], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
-    else:
-        low, high = unpack(packed, "int4", tl.float32)
-        return (low + INT4_BIAS).to(tl.bfloat16), (high + INT4_BIAS).to(tl.bfloat16)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ timed, so that the same problem always gets the same kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.numerics.integers import cdiv, next_power_of_2
@@ -14,12 +14,13 @@ from qgemm.numerics.integers import cdiv, next_power_of_2
 BLOCK_BYTES = 128
 """Of a row of the weight, that are multiplied at a time."""
 MAX_FEW_ROWS = 16
-DEPTHS = {32: (16, 6), 64: (12, 5), 128: (8, 3), 256: (4, 3)}
-"""Slots for x and for the weight, which fill shared memory, by rows of x."""
-MAX_ROWS_TO_SPLIT = 512
-# Of a product's speed, for each program that shares a tile's K.
-LOST_BY_A_SPLIT = 0.04
-LOST_BY_A_SPLIT_OF_MANY_ROWS = 0.12
+TILE_ROWS = 128  # of the weight
+MAX_SPLITS = 8
+# In microseconds, on an H200.
+BLOCK_TIMES = {32: 1.06, 64: 1.23, 128: 1.62, 256: 2.8}  # for a tile's 256 values of K, by rows of x
+SECOND_LAUNCH = 1.5
+SPLIT = 0.6
+PARTIAL_SUM = 1.8e-6
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,15 @@ class Stored:
     bits: int
     group: int
     """Values with one scale; 0 for a row."""
-    piece: int = BLOCK_BYTES
-    """Bytes of a block that are multiplied before they are scaled: those of a group, or all."""
     has_zeros: bool = False
     """Whether there are zero points."""
-    even: bool = True
-    """Whether K is a whole number of blocks for each warp."""
+    paired: bool = False
+    """Whether the scales of a block's halves are 32 bits that are loaded together."""
+
+    @property
+    def scales_values(self) -> bool:
+        """Whether scales are of so few values that these are multiplied by them, not sums of products."""
+        return self.group % BLOCK_BYTES > 0
 
     @property
     def block(self) -> int:
@@ -57,64 +61,91 @@ class FewRows:
     depth: int
     """Slots of a warp for blocks of the weight, of which all but one are on their way."""
     warps: int
-    x_rows: int = 8
-    """Of x in shared memory: as ``columns``, or 1; 0 to read them where they are."""
+    x_rows: int
+    """Of x in shared memory, as ``columns``, or 1."""
+    registers: int | None = None
+    """Of a thread, at most."""
+
+
+# 16 to 24 warps a multiprocessor keep enough of the weight on its way: where it has few rows more warps share K. Each
+# program reads all of x, from 9 rows on more than it reads of 16 rows of the weight: it has 32 or 64 of them.
+FEW_ROWS = {
+    (4, 1): (FewRows(8, 16, 8, 3, 8, 1), FewRows(4, 16, 8, 4, 4, 1), FewRows(4, 16, 8, 4, 4, 1)),
+    (4, 8): (FewRows(4, 16, 8, 4, 4, 8), FewRows(4, 32, 8, 3, 8, 8), FewRows(4, 32, 8, 3, 8, 8)),
+    (4, 16): (FewRows(4, 32, 16, 3, 8, 16), FewRows(4, 32, 16, 2, 8, 16, 128), FewRows(2, 32, 16, 2, 4, 16, 128)),
+    (8, 1): (FewRows(8, 16, 8, 4, 8, 1), FewRows(8, 16, 8, 4, 8, 1), FewRows(4, 16, 8, 4, 4, 1)),
+    (8, 8): (FewRows(4, 32, 8, 4, 8, 8), FewRows(4, 32, 8, 3, 8, 8), FewRows(2, 64, 8, 4, 8, 8)),
+    (8, 16): (FewRows(4, 32, 16, 4, 8, 16), FewRows(4, 32, 16, 3, 8, 16), FewRows(2, 64, 16, 4, 8, 16)),
+}
+"""By the weight's bits and the rows of x, at most: of weights with up to 2 and 4 times 16 rows for each multiprocessor,
+and of longer ones."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A tile of a product of more rows, 128 rows of the weight times ``columns`` rows of x; for ``_tiles_kernel``."""
+    """A tile of a product of more rows, ``TILE_ROWS`` of the weight by ``columns`` rows of x; for ``_tiles_kernel``."""
 
     columns: int
-    groups: int = 2
-    """Of four warps, for 64 rows of the weight each."""
-    x_depth: int = 4
-    """Slots for blocks of x, 64 columns each."""
-    w_depth: int = 2
+    x_depth: int
+    """Slots for x, ``panels`` of 64 columns each."""
+    w_depth: int
     """Slots for blocks of the weight."""
+    sums: bool = False
+    """Whether scales are applied to sums of groups, not to the unpacked values, if groups have at least 128."""
+    unpacks_blocks: bool = True
+    """Whether a block is unpacked at a time, not half of one."""
+    panels: int = 2
     splits: int = 1
-    """How many programs share a tile's K. Their sums are added in order, by a second kernel."""
-    sums: bool = True
-    """Whether scales are applied to a group's sums, not to the unpacked values."""
-    registers: int = 232
-    """Of a thread that multiplies."""
+    """How many programs share K of a tile that is shared. Their sums are added in order, by a second kernel."""
+    shared: int = 0
+    """How many of the last tiles are."""
     group_size_m: int = 8
     """Rows of tiles that are computed together."""
 
+    def tiles(self, M: int, N: int) -> int:
+        """How many an output of ``[M, N]`` has."""
+        return cdiv(M, self.columns) * cdiv(N, TILE_ROWS)
+
+
+TILES = (
+    Tiles(32, 8, 8, sums=True),
+    Tiles(64, 7, 5, sums=True),
+    Tiles(128, 5, 3),
+    Tiles(256, 5, 3, unpacks_blocks=False, panels=1),
+)
+"""Slots fill shared memory. With more rows of x registers hold no sums of groups, or no unpacked block, besides."""
+
 
 def select_few_rows(M: int, N: int, form: Stored, limits: DeviceLimits) -> FewRows:
-    """The tiles of a product of ``M`` rows, up to 16.
+    """The tiles of a product of ``M`` rows, up to 16."""
+    width = sum(cdiv(N, 16) > each * limits.num_sms for each in (2, 4))
+    return FEW_ROWS[form.bits, 1 if M == 1 else next_power_of_2(max(M, 8))][width]
 
-    16 to 20 warps a multiprocessor keep enough of the weight on its way. So where there are few rows of the weight,
-    more warps share K. Each program reads all of x: from 9 rows on that is more than it reads of a weight's 16 rows.
+
+def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits, exact: bool = True) -> Tiles:
+    """The tiles of a product of ``M`` rows, more than 16: those that take the least time by ``_microseconds``.
+
+    ``exact``: whether scales are values of the dtype of x. If not, they take registers, as zero points do.
     """
-    narrow, wide = cdiv(N, 16) <= 2 * limits.num_sms, cdiv(N, 16) > 4 * limits.num_sms
-    if M > 8:
-        if narrow:
-            return FewRows(4, 32, 16, 3, 8, 16)
-        if wide:
-            return FewRows(2, 64, 16, 3 if form.bits == 4 else 4, 4, 16)
-        return FewRows(2, 32, 16, 4, 4, 16) if form.bits == 4 else FewRows(4, 32, 16, 3, 4, 16)
-    x_rows, depth = (1, 3) if M == 1 else (0, 4)
-    if wide:
-        return FewRows(4, 16, 8, 4, 4, x_rows)
-    if narrow or form.bits == 8:
-        return FewRows(8, 16, 8, depth, 8, x_rows)
-    return FewRows(4, 32, 8, depth, 8, x_rows)
+    plain = form.group == 0 or (form.group >= BLOCK_BYTES and exact)
+    widest = 256 if plain and not form.has_zeros else 128
+    candidates = []
+    for one in TILES:
+        if one.columns > min(max(32, next_power_of_2(M)), widest):
+            continue
+        last = one.tiles(M, N) % limits.num_sms
+        most = min(MAX_SPLITS, cdiv(K, form.block)) if last else 1
+        candidates += [replace(one, splits=splits, shared=last if splits > 1 else 0) for splits in range(1, most + 1)]
+    return min(candidates, key=lambda tile: _microseconds(tile, M, N, K, form, limits))
 
 
-def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> Tiles:
-    """The tiles of a product of ``M`` rows, more than 16."""
-    columns = min(max(32, next_power_of_2(M)), 256)
-    x_depth, w_depth = DEPTHS[columns]
-    tiles = cdiv(M, columns) * cdiv(N, 128)
-    splits = 1
-    if M <= MAX_ROWS_TO_SPLIT:
-        lost = LOST_BY_A_SPLIT if columns <= 128 else LOST_BY_A_SPLIT_OF_MANY_ROWS
-
-        def score(splits: int) -> float:
-            items = tiles * splits
-            return items / cdiv(items, limits.num_sms) * (1 - lost * splits)
-
-        splits = min(max((1, 2, 4, 8), key=score), cdiv(K, form.block))
-    return Tiles(columns, 2, x_depth, w_depth, splits, sums=columns <= 64)
+def _microseconds(tile: Tiles, M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> float:
+    """About how long a product takes, but for what all take. Tiles that aren't shared come first."""
+    blocks = cdiv(K, form.block)
+    rounds = cdiv(tile.tiles(M, N) - tile.shared, limits.num_sms) * blocks
+    time = 0.0
+    if tile.splits > 1:
+        rounds += cdiv(tile.shared * tile.splits, limits.num_sms) * cdiv(blocks, tile.splits)
+        sums = tile.shared * tile.splits * TILE_ROWS * tile.columns
+        time = SECOND_LAUNCH + tile.splits * SPLIT + sums * PARTIAL_SUM
+    return time + rounds * BLOCK_TIMES[tile.columns] * form.block / 256

@@ -2,9 +2,10 @@
 
 - Hopper, up to 16 rows: one launch that reads the weight once (``_few_rows_kernel``); more rows: tiles that unpack the
   weight between shared memory and the tensor cores (``_tiles_kernel``), and where programs share K a launch that adds.
-- Any other GPU, and what Hopper's kernels don't accept (float32, groups that are no multiple of 128 and none of 16, 32
-  and 64, K or strides that are no multiples of 16 bytes): plain Triton up to 64 rows; more rows are multiplied by
-  PyTorch, with the float weight made for the call.
+- Any other GPU, and what Hopper's kernels don't accept (float32, groups that are no multiple of 16, K or strides that
+  are no multiples of 16 bytes; in tiles, small groups but of 16, 32 and 64, their scales if they are no multiple of 4
+  bytes a row, and more than 16 rows for each value of a small group): plain Triton up to 64 rows; more rows are
+  multiplied by PyTorch, with the float weight made for the call.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from qgemm.kernels.weight_only import kernels
 from qgemm.kernels.weight_only.config import (
     BLOCK_BYTES,
     MAX_FEW_ROWS,
+    TILE_ROWS,
     FewRows,
     Stored,
     Tiles,
@@ -40,7 +42,10 @@ PLAIN_COLUMNS = 16
 DEQUANTIZED_ROWS = 16
 SUMMED = (64, 32)  # of the weight and of x, that a program adds the parts of
 PANEL = 64  # columns of x that are copied at a time
-SMALL_GROUPS = (16, 32, 64)
+VECTOR_BYTES = 16  # that a thread reads of a row, with one scale
+SMALL_GROUPS = (16, 32, 64)  # of tiles
+WORD = 4  # bytes
+MAX_ROWS_BY_GROUP = 16  # for each value of a small group; a float weight takes less time for more
 
 
 def weight_only_linear(
@@ -66,8 +71,9 @@ def weight_only_linear(
         bias = bias.contiguous()
     global_scale = None if global_scale is None else global_scale.contiguous()
     aligned = (rows.data_ptr() | values.data_ptr()) % ALIGNMENT == 0
+    words = (scale.data_ptr() | (0 if zero_point is None else zero_point.data_ptr())) % WORD == 0
     kind = (
-        weight_only_linear, format, group_size, aligned, x.get_device(),
+        weight_only_linear, format, group_size, aligned, words, x.get_device(),
         rows.shape, rows.stride(0), rows.dtype,
         values.shape, values.stride(0), values.dtype,
         scale.shape, scale.stride(0), scale.dtype,
@@ -128,16 +134,14 @@ class Plan:
             with torch.cuda.device(device):
                 return self.run(x, weight, scale, zero_point, global_scale, bias, residual)
         out = _empty(x, self.shape, x.dtype)
-        now: tuple[Tensor | None, ...] = bias, residual
         if not self.words:
-            tensors = x, weight, scale, zero_point, global_scale, *now, out
-            if not _by_driver(self.product, tensors):
-                self.product(*tensors)
+            given = x, weight, scale, zero_point, global_scale, bias, residual, out
+            if not _by_driver(self.product, given):
+                self.product(*given)
             return out
-        partial = None
-        if self.adds is not None:
-            partial, now = _empty(x, (self.partial,), torch.float32), (None, None)
-        tensors = x, weight, out, partial, scale, zero_point, global_scale, *now
+        partial = None if self.adds is None else _empty(x, (self.partial,), torch.float32)
+        # The product finishes tiles that no programs share, so bias and residual are for both launches.
+        tensors = x, weight, out, partial, scale, zero_point, global_scale, bias, residual
         if not _by_driver(self.product, tensors):
             self.product(x, weight.view(torch.uint16), *tensors[2:])
         if self.adds is not None:
@@ -161,7 +165,8 @@ class Plan:
             zero_point: Tensor | None,
             residual: Tensor | None = None,
         ) -> Tensor | None:
-            if (x.data_ptr() | weight.data_ptr()) % ALIGNMENT:
+            factors = scale.data_ptr() if zero_point is None else scale.data_ptr() | zero_point.data_ptr()
+            if (x.data_ptr() | weight.data_ptr()) % ALIGNMENT or factors % WORD:
                 return None
             if residual is not None and residual.ndim != 2:
                 residual = residual.view(self.shape)
@@ -208,9 +213,11 @@ def _make_plan(
     strides = (x.stride(0), weight.stride(0), scale.stride(0), 0 if residual is None else residual.stride(0))
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
         if M <= MAX_FEW_ROWS:
+            form = replace(form, paired=_reads_pairs(form, K, scale))
             return Plan((M, N), few_rows_launch(select_few_rows(M, N, form, limits), form, M, N, K, strides, limits))
-        if group % BLOCK_BYTES == 0 and N % 8 == 0:
-            config = select_tiles(M, N, K, form, limits)
+        if N % 8 == 0 and _fits_tiles(M, form, scale) and (zero_point is None or _fits_tiles(M, form, zero_point)):
+            exact = scale.dtype == x.dtype or (scale.itemsize == 1 and x.dtype == torch.bfloat16)
+            config = select_tiles(M, N, K, form, limits, exact)
             return tiles_plan(config, form, M, N, K, strides, x.dtype, limits)
     if M <= MAX_PLAIN_ROWS:
         return Plan((M, N), _plain_launch(form, M, N, K, strides))
@@ -225,11 +232,28 @@ def _make_plan(
 def _fits_hopper(form: Stored, x: Tensor, weight: Tensor) -> bool:
     if x.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if form.group % BLOCK_BYTES and form.group not in SMALL_GROUPS:
+    if form.group % VECTOR_BYTES:
         return False
     K = x.shape[1]
     sizes = x.stride(0) * x.itemsize, weight.stride(0), K * (x.itemsize if form.bits == 4 else 1)
     return all(size % ALIGNMENT == 0 for size in sizes)
+
+
+def _reads_pairs(form: Stored, K: int, scale: Tensor) -> bool:
+    """Whether the scales of a block's halves are 32 bits that ``_few_rows_kernel`` may load together."""
+    if form.bits == 8 or form.group != BLOCK_BYTES or K % form.block:
+        return False
+    return 2 * scale.itemsize == WORD and scale.stride(0) % 2 == 0 and scale.data_ptr() % WORD == 0
+
+
+def _fits_tiles(M: int, form: Stored, factors: Tensor) -> bool:
+    """Whether ``_tiles_kernel`` is for such scales, or zero points: of small groups it loads 32 bits at a time."""
+    if form.group % BLOCK_BYTES == 0:
+        return True
+    if form.group not in SMALL_GROUPS or MAX_ROWS_BY_GROUP * form.group < M or factors.data_ptr() % WORD:
+        return False
+    sizes = factors.stride(0) * factors.itemsize, form.block // form.group * factors.itemsize
+    return all(size % WORD == 0 for size in sizes)
 
 
 def _plain_launch(form: Stored, M: int, N: int, K: int, strides: tuple[int, ...]) -> Launch:
@@ -247,11 +271,9 @@ def few_rows_launch(
     """A product of up to ``tile.columns`` rows. ``strides``: of rows of x, the weight, its scales and the residual."""
     from qgemm.kernels.weight_only.few_rows_hopper_kernels import _few_rows_kernel
 
-    piece = form.group if form.group in SMALL_GROUPS else BLOCK_BYTES
-    form = replace(form, piece=piece, even=K % (form.block * tile.splits) == 0)
     return Launch(
         _few_rows_kernel, cdiv(N, tile.rows), (M, N, K, *strides, N), (form, tile, limits.pdl), tile.warps,
-        pdl=limits.pdl,
+        pdl=limits.pdl, max_registers=tile.registers,
     )  # fmt: skip
 
 
@@ -279,19 +301,20 @@ def tiles_plan(
         ),
         2: TensorMap((M, N), (N, 1), (stored, 64), block_layout(stored, 64, dtype)),
     }
-    tiles = cdiv(M, tile.columns)
-    programs = min(limits.num_sms, tiles * cdiv(N, 64 * tile.groups) * tile.splits)
+    items = tile.tiles(M, N) + tile.shared * (tile.splits - 1)
+    # A kernel for each kind of tile, however they are shared.
+    kind = replace(tile, splits=1, shared=0)
+    alone = tile.tiles(M, N) - tile.shared
     product = Launch(
-        _tiles_kernel, programs, (M, N, K, stride_sn, stride_residual), (form, tile, limits.num_sms), 4, pdl=limits.pdl,
-        maps=maps,
+        _tiles_kernel, min(limits.num_sms, items), (M, N, K, alone, tile.splits, stride_sn, stride_residual),
+        (form, kind, tile.splits > 1), 4, pdl=limits.pdl, maps=maps,
     )  # fmt: skip
     if tile.splits == 1:
         return Plan((M, N), product, words=True)
-    width = tiles * tile.columns
     rows, columns = SUMMED
-    tiles_m = cdiv(M, columns)
+    pieces = TILE_ROWS // rows * (tile.columns // columns)
     adds = Launch(
-        kernels._sum_splits_kernel, cdiv(N, rows) * tiles_m, (M, N, width, stride_residual, N),
-        (tile.splits, rows, columns, tiles_m), 4, pdl=limits.pdl,
+        kernels._sum_splits_kernel, tile.shared * pieces, (M, N, alone, stride_residual, N),
+        (tile.splits, TILE_ROWS, tile.columns, tile.group_size_m, rows, columns), 4, pdl=limits.pdl,
     )  # fmt: skip
-    return Plan((M, N), product, tile.splits * N * width, adds, words=True)
+    return Plan((M, N), product, tile.shared * tile.splits * TILE_ROWS * tile.columns, adds, words=True)

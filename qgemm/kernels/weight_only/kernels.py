@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import INTERPRETING
 from qgemm.kernels.stages.epilogue import added, rounded
 from qgemm.kernels.stages.unpack import scale_value, unpack, widen
@@ -126,21 +127,32 @@ def _dequantize_kernel(
         tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], values[half], mask=inside)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "alone"])
 def _sum_splits_kernel(
-    partial, bias, residual, out, M, N, width, stride_residual, stride_out,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES_M: tl.constexpr,
+    partial, bias, residual, out, M, N, alone, stride_residual, stride_out,
+    SPLITS: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """``out[m, n]``: the sum over splits, in order, of ``partial [splits, N, width]``, plus ``bias[n]``."""
-    tile = tl.program_id(0)
-    n = tile // TILES_M * ROWS + tl.arange(0, ROWS)
-    m = tile % TILES_M * COLS + tl.arange(0, COLS)
+    """``out`` of the tiles that programs share, those after the first ``alone``: their parts' sums, in order, and more.
+
+    ``partial``: as ``_tiles_kernel`` leaves it, in blocks of 8 x 8 values. A program adds ``ROWS`` by ``COLS`` values.
+    """
+    PIECES_N: tl.constexpr = TILE_N // ROWS
+    PIECES: tl.constexpr = PIECES_N * (TILE_M // COLS)
+    shared = tl.program_id(0) // PIECES
+    piece = tl.program_id(0) % PIECES
+    sched = ScheduleContext(M, N, 1, GemmContext(TILE_M, TILE_N, 1, 1, 1, GROUP_SIZE_M))
+    tile = sched.get_tile_from_idx(alone + shared)
+    i = piece % PIECES_N * ROWS + tl.arange(0, ROWS)
+    j = piece // PIECES_N * COLS + tl.arange(0, COLS)
+    at = (i // 8 * (8 * TILE_M) + i % 8 * 8)[:, None] + (j // 8 * 64 + j % 8)[None, :]
+    n = tile.pid_n * TILE_N + i
+    m = tile.pid_m * TILE_M + j
     gdc_launch_dependents()
     gdc_wait()
     total = tl.zeros((ROWS, COLS), tl.float32)
     for split in tl.static_range(SPLITS):
-        at = (n.to(tl.int64) + split * N)[:, None] * width + m[None, :]
-        total += tl.load(partial + at, mask=(n < N)[:, None] & (m < M)[None, :], other=0.0)
+        total += tl.load(partial + ((shared * SPLITS + split).to(tl.int64) * (TILE_N * TILE_M) + at))
     if bias is not None:
         total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     values = tl.trans(total)

@@ -1,4 +1,12 @@
-"""Products of many rows with weights of 4 and 8 bits on Hopper (sm_90), as they are stored, in Gluon."""
+"""Products of many rows with weights of 4 and 8 bits on Hopper (sm_90), as they are stored, in Gluon.
+
+A tile is 128 rows of the weight by up to 256 rows of x. One warp has TMA fill two rings: packed blocks of the
+weight, and panels of x. Each of two groups of four warps unpacks its rows of the weight into the registers that
+``wgmma`` takes its operand A from, while the other's products run.
+
+Registers of the weight are written again only when all products have read them: assemblers before CUDA 13.3 may move
+them too early.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,151 +20,277 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages import GemmContext, ScheduleContext
+from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.epilogue import added
-from qgemm.kernels.stages.ring import barriers, initialize, load_block, store_block
+from qgemm.kernels.stages.ring import PRODUCER_REGISTERS, barriers, initialize, load_block, store_block
 from qgemm.kernels.stages.unpack import unpack_pairs, widen_pairs
+from qgemm.kernels.weight_only.config import TILE_ROWS
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 
+PANEL = gl.constexpr(64)  # values of K, of x
+ROWS = gl.constexpr(TILE_ROWS)
+
+
+@aggregate
+class Items:
+    """What programs compute in turn: the first ``alone`` tiles, then those whose K ``splits`` programs share."""
+
+    sched: ScheduleContext
+    alone: gl.tensor
+    blocks: gl.tensor
+    """Of K."""
+    splits: gl.tensor
+    shares: gl.constexpr
+    """Whether there are shared tiles."""
+
+    @gluon.jit
+    def total(self):
+        """How many there are."""
+        tiles = gl.cdiv(self.sched.M, self.sched.ctx.block_m) * gl.cdiv(self.sched.N, self.sched.ctx.block_n)
+        if self.shares:
+            tiles = self.alone + (tiles - self.alone) * self.splits
+        return tiles
+
+    @gluon.jit
+    def place(self, item):
+        """``(row, col, first, last)``: where its tile begins, and its blocks of K."""
+        first, last = 0 * item, self.blocks
+        if self.shares:
+            shared = gl.maximum(item - self.alone, 0)
+            if item >= self.alone:
+                split = shared % self.splits
+                first, last = self.blocks * split // self.splits, self.blocks * (split + 1) // self.splits
+            item = gl.minimum(item, self.alone + shared // self.splits)
+        tile = self.sched.get_tile_from_idx(item)
+        return tile.pid_m * tile.block_m, tile.pid_n * tile.block_n, first, last
+
 
 @gluon.jit
-def _load_weight(W, w_slots, w_full, w_empty, step, col, block, TILE: gl.constexpr):
-    GROUPS: gl.constexpr = TILE.groups
-    slot = step % TILE.w_depth
-    full = w_full.index(slot)
-    mbarrier.wait(w_empty.index(slot), (step // TILE.w_depth + 1) & 1)
-    mbarrier.expect(full, GROUPS * W.block_type.nbytes)
-    for group in gl.static_range(GROUPS):
-        load_block(W, [col + group * 64, block * (BLOCK // 2)], full, w_slots.index(slot * GROUPS + group))
+def _load_weight(W, w_slots, w_full, slot, col, block):
+    mbarrier.expect(w_full.index(slot), 2 * W.block_type.nbytes)
+    for i in gl.static_range(2):
+        load_block(W, [col + i * 64, block * (BLOCK // 2)], w_full.index(slot), w_slots.index(slot * 2 + i))
 
 
 @gluon.jit
-def _produce(
-    X, W, x_slots, w_slots, x_full, x_empty, w_full, w_empty, sched, num_blocks, FORM: gl.constexpr, TILE: gl.constexpr
-):
-    GROUPS: gl.constexpr = TILE.groups
-    PANELS: gl.constexpr = 4 if FORM.bits == 4 else 2
-    start, total, stride = sched.persistent_tile_range()
+def _produce(X, W, x_slots, w_slots, bars, items, FORM: gl.constexpr, TILE: gl.constexpr):
+    x_full, x_empty, w_full, w_empty = bars
+    PANELS: gl.constexpr = TILE.panels
+    SLOTS: gl.constexpr = (4 if FORM.bits == 4 else 2) // PANELS
+    start, stride = gl.program_id(0), gl.num_programs(0)
+    _, col, first, last = items.place(start)
+    # Weights don't change: the first come while the kernel ahead in the stream ends.
+    ahead = gl.minimum(last - first, TILE.w_depth)
+    for step in range(ahead):
+        _load_weight(W, w_slots, w_full, step, col, first + step)
+    gdc_wait()
     w_step = 0
     x_step = 0
-    gdc_wait()
-    for item in range(start, total * TILE.splits, stride):
-        tile = sched.get_tile_from_idx(item // TILE.splits)
-        split = item % TILE.splits
-        row, col = tile.pid_m * tile.block_m, tile.pid_n * tile.block_n
-        for block in range(num_blocks * split // TILE.splits, num_blocks * (split + 1) // TILE.splits):
-            slot = w_step % TILE.w_depth
-            mbarrier.wait(w_empty.index(slot), (w_step // TILE.w_depth + 1) & 1)
-            mbarrier.expect(w_full.index(slot), GROUPS * W.block_type.nbytes)
-            for group in gl.static_range(GROUPS):
-                load_block(
-                    W,
-                    [col + group * 64, block * (BLOCK // 2)],
-                    w_full.index(slot),
-                    w_slots.index(slot * GROUPS + group),
-                )
+    for item in range(start, items.total(), stride):
+        row, col, first, last = items.place(item)
+        for block in range(first, last):
+            if w_step >= ahead:
+                slot = w_step % TILE.w_depth
+                mbarrier.wait(w_empty.index(slot), (w_step // TILE.w_depth + 1) & 1)
+                _load_weight(W, w_slots, w_full, slot, col, block)
             w_step += 1
-            for panel in gl.static_range(PANELS):
+            for i in gl.static_range(SLOTS):
                 slot = x_step % TILE.x_depth
+                full = x_full.index(slot)
                 mbarrier.wait(x_empty.index(slot), (x_step // TILE.x_depth + 1) & 1)
-                mbarrier.expect(x_full.index(slot), X.block_type.nbytes)
-                load_block(X, [row, block * (PANELS * 64) + panel * 64], x_full.index(slot), x_slots.index(slot))
+                mbarrier.expect(full, PANELS * X.block_type.nbytes)
+                for panel in gl.static_range(PANELS):
+                    k = ((block * SLOTS + i) * PANELS + panel) * PANEL
+                    load_block(X, [row, k], full, x_slots.index(slot * PANELS + panel))
                 x_step += 1
 
 
 @gluon.jit
-def _load_factors(pointers, block, last, K, FORM: gl.constexpr):
-    """The scales, or zero points, of a block's halves, zeros for one beyond K; of a row's the same each time."""
+def _load_factors(pointers, block, groups, FORM: gl.constexpr):
+    """Scales, or zero points, of a block's halves; of smaller groups 32 bits at a time. 0 beyond the last group."""
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     factors = ()
     if pointers is not None:
-        for half in gl.static_range(HALVES):
-            k = (block * HALVES + half) * BLOCK
-            group = k // FORM.group if FORM.group > 0 else 0
-            factors = factors + (gl.load(pointers + group, mask=(block < last) & (k < K), other=0),)
+        if FORM.group > 0 and FORM.group < BLOCK:
+            BYTES: gl.constexpr = pointers.dtype.element_ty.primitive_bitwidth // 8
+            WORDS: gl.constexpr = BLOCK * HALVES // FORM.group * BYTES // 4
+            words = pointers.cast(gl.pointer_type(gl.int32), bitcast=True)
+            for i in gl.static_range(WORDS):
+                at = block * WORDS + i
+                factors = factors + (gl.load(words + at, mask=at < groups * BYTES // 4, other=0),)
+        else:
+            for half in gl.static_range(HALVES):
+                group = (block * HALVES + half) * BLOCK // FORM.group if FORM.group > 0 else 0
+                factors = factors + (gl.load(pointers + group, mask=group < groups, other=0),)
     return factors
 
 
 @gluon.jit
-def _consume(
-    Y, partial, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, x_full, x_empty, w_full, w_empty,
-    staging, sched, num_blocks, stride_sn, stride_residual, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+def _of_groups(factors, INDEX: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr):
+    """For each group of a block's panel, a vector of ``DTYPE`` from what ``_load_factors`` gives."""
+    own = ()
+    if FORM.group > 0 and FORM.group < BLOCK:
+        COUNT: gl.constexpr = PANEL // FORM.group
+        BITS: gl.constexpr = DTYPE.primitive_bitwidth
+        for i in gl.static_range(COUNT):
+            word = factors[(INDEX * COUNT + i) * BITS // 32]
+            if BITS == 32:
+                own = own + (word.to(DTYPE, bitcast=True),)
+            elif BITS == 16:
+                own = own + ((word >> (INDEX * COUNT + i) * BITS % 32).to(gl.int16).to(DTYPE, bitcast=True),)
+            else:
+                own = own + ((word >> (INDEX * COUNT + i) * BITS % 32).to(DTYPE),)
+    else:
+        own = own + (factors[INDEX // 2],)
+    return own
+
+
+@gluon.jit
+def _spread(own, w):
+    """A vector for each group of a panel as a factor for each of its values ``w``."""
+    COUNT: gl.constexpr = len(own)
+    ROWS: gl.constexpr = w.shape[0]
+    if COUNT == 1:
+        return gl.broadcast(own[0][:, None], w)[0]
+    else:
+        if COUNT == 2:
+            groups = gl.join(own[0], own[1])
+        else:
+            groups = gl.join(gl.join(own[0], own[2]), gl.join(own[1], own[3])).reshape([ROWS, COUNT])
+        split = w.reshape([ROWS, COUNT, w.shape[1] // COUNT])
+        groups = gl.convert_layout(groups, gl.SliceLayout(2, split.type.layout))
+        factors = gl.broadcast(groups[:, :, None], split)[0].reshape(w.shape)
+        return gl.convert_layout(factors, w.type.layout)
+
+
+@gluon.jit
+def _values(
+    packed, INDEX: gl.constexpr, factors, zeros, SCALE: gl.constexpr, DTYPE: gl.constexpr, mma: gl.constexpr,
+    FORM: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    GROUPS: gl.constexpr = TILE.groups
-    HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
-    BLOCK_M: gl.constexpr = sched.ctx.block_m
+    """A panel of a block, 64 values of K, as ``wgmma`` takes it; ``packed``: its bytes, two by two.
+
+    It is scaled, unless ``SUMS`` of groups are.
+    """
     FORMAT: gl.constexpr = FORM.name
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    w = unpack_pairs(packed, FORMAT, DTYPE)[INDEX // 2] if FORM.bits == 4 else widen_pairs(packed, FORMAT, DTYPE)
+    w = gl.convert_layout(w, LAYOUT, assert_trivial=True)
+    if FORM.has_zeros:
+        own = ()
+        of_groups = _of_groups(zeros, INDEX, gl.int8, FORM)
+        for i in gl.static_range(len(of_groups)):
+            own = own + (of_groups[i].to(gl.float32).to(DTYPE),)
+        w = w - _spread(own, w)
+    if FORM.group > 0 and not SUMS:
+        # Exponents and e4m3 are exact in bfloat16. Else a product is rounded once, from float32.
+        EXACT: gl.constexpr = SCALE == DTYPE or (SCALE.primitive_bitwidth == 8 and gl.bfloat16 == DTYPE)
+        own = ()
+        of_groups = _of_groups(factors, INDEX, SCALE, FORM)
+        for i in gl.static_range(len(of_groups)):
+            own = own + ((scale_value(of_groups[i]).to(DTYPE) if EXACT else scale_value(of_groups[i])),)
+        w = w * _spread(own, w) if EXACT else (w.to(gl.float32) * _spread(own, w)).to(DTYPE)
+    return w
+
+
+@gluon.jit
+def _consume(
+    Y, partial, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, bars, staging, items,
+    stride_sn, stride_residual, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    x_full, x_empty, w_full, w_empty = bars
+    sched = items.sched
+    HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
+    # Panels that are unpacked at a time.
+    AT_ONCE: gl.constexpr = 2 * HALVES if TILE.unpacks_blocks else 2
+    PANELS: gl.constexpr = TILE.panels
+    SUMS: gl.constexpr = TILE.sums and FORM.group >= BLOCK
+    BLOCK_M: gl.constexpr = sched.ctx.block_m
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    wl: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     pl: gl.constexpr = gl.DotOperandLayout(0, mma, 1)
+    zl: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, mma, 2))
+    rl: gl.constexpr = gl.SliceLayout(1, mma) if SUMS else zl
     DTYPE: gl.constexpr = x_slots.dtype
-    start, total, stride = sched.persistent_tile_range()
+    SCALE: gl.constexpr = scale.dtype.element_ty
+    groups = gl.cdiv(sched.K, FORM.group) if FORM.group > 0 else 1
     w_step = 0
     x_step = 0
-    for item in range(start, total * TILE.splits, stride):
-        tile = sched.get_tile_from_idx(item // TILE.splits)
-        split = item % TILE.splits
-        row, col = tile.pid_m * BLOCK_M, tile.pid_n * tile.block_n + WHO * 64
-        n = col + gl.arange(0, 64, gl.SliceLayout(1, mma))
-        rows = gl.minimum(n, sched.N - 1).to(gl.int64) * stride_sn
-        pointers = scale + rows
+    for item in range(gl.program_id(0), items.total(), gl.num_programs(0)):
+        row, col, first, last = items.place(item)
+        col += WHO * 64
+        n = gl.minimum(col + gl.arange(0, 64, rl), sched.N - 1)
+        pointers = scale + n.to(gl.int64) * stride_sn
         zero_pointers = None
         if FORM.has_zeros:
-            zero_pointers = zero_point + rows
-        first, last = num_blocks * split // TILE.splits, num_blocks * (split + 1) // TILE.splits
+            n = gl.minimum(col + gl.arange(0, 64, zl), sched.N - 1)
+            zero_pointers = zero_point + n.to(gl.int64) * stride_sn
         acc = gl.zeros([64, BLOCK_M], gl.float32, mma)
-        next_factors = _load_factors(pointers, first, last, sched.K, FORM)
-        more_factors = _load_factors(pointers, first + 1, last, sched.K, FORM)
-        next_zeros = _load_factors(zero_pointers, first, last, sched.K, FORM)
+        next_factors = _load_factors(pointers, first, groups, FORM)
+        more_factors = ()
+        if FORM.group >= BLOCK:
+            more_factors = _load_factors(pointers, first + 1, groups, FORM)
+        next_zeros = _load_factors(zero_pointers, first, groups, FORM)
         for block in range(first, last):
-            w_slot = w_step % TILE.w_depth
             factors = next_factors
-            next_factors = more_factors
-            more_factors = _load_factors(pointers, block + 2, last, sched.K, FORM)
+            if FORM.group >= BLOCK:
+                # Two blocks ahead: a block of few rows takes less time than a load from memory.
+                next_factors = more_factors
+                more_factors = _load_factors(pointers, block + 2, groups, FORM)
+            else:
+                next_factors = _load_factors(pointers, block + 1, groups, FORM)
             zeros = next_zeros
-            next_zeros = _load_factors(zero_pointers, block + 1, last, sched.K, FORM)
+            next_zeros = _load_factors(zero_pointers, block + 1, groups, FORM)
+            w_slot = w_step % TILE.w_depth
             mbarrier.wait(w_full.index(w_slot), w_step // TILE.w_depth & 1)
-            packed = w_slots.index(w_slot * GROUPS + WHO)
-            for half in gl.static_range(HALVES):
+            slot = w_slots.index(w_slot * 2 + WHO)
+            packed = (slot.slice(0, 32, 1).load(pl), slot.slice(32, 32, 1).load(pl))
+            for phase in gl.static_range(2 * HALVES // AT_ONCE):
                 values = ()
-                for panel in gl.static_range(2):
-                    codes = packed.slice(panel * 32, 32, 1).load(pl)
-                    w = unpack_pairs(codes, FORMAT, DTYPE)[half] if HALVES == 2 else widen_pairs(codes, FORMAT, DTYPE)
-                    w = gl.convert_layout(w, wl, assert_trivial=True)
-                    if FORM.has_zeros:
-                        zero = gl.convert_layout(zeros[half], gl.SliceLayout(1, wl)).to(gl.float32).to(DTYPE)
-                        w = w - zero[:, None]
-                    if FORM.group > 0 and not TILE.sums:
-                        w = _scaled(w, gl.convert_layout(factors[half], gl.SliceLayout(1, wl)))
+                for i in gl.static_range(AT_ONCE):
+                    w = _values(packed[i % 2], phase * AT_ONCE + i, factors, zeros, SCALE, DTYPE, mma, FORM, SUMS)
                     values = values + (w,)
+                if phase == 0:
+                    mbarrier.arrive(w_empty.index(w_slot), count=1)
                 sums = acc
-                if TILE.sums and FORM.group > 0:
-                    sums = gl.zeros([64, BLOCK_M], gl.float32, mma)
-                for panel in gl.static_range(2):
-                    slot = (x_step + panel) % TILE.x_depth
-                    mbarrier.wait(x_full.index(slot), (x_step + panel) // TILE.x_depth & 1)
-                    sums = warpgroup_mma(values[panel], x_slots.index(slot).permute((1, 0)), sums, is_async=True)
-                # Registers of the weight are written again only when all products have read them: assemblers before
-                # CUDA 13.3 may move them too early.
-                for panel in gl.static_range(2):
-                    sums = warpgroup_mma_wait(1 - panel, deps=(sums,))
-                    mbarrier.arrive(x_empty.index((x_step + panel) % TILE.x_depth), count=1)
-                x_step += 2
-                if TILE.sums and FORM.group > 0:
-                    factor = scale_value(factors[half])[:, None]
-                    acc = gl.fma(sums, gl.broadcast(factor, sums)[0], acc)
-                else:
+                of_halves = ()
+                for i in gl.static_range(AT_ONCE):
+                    step = x_step + i // PANELS
+                    if i % PANELS == 0:
+                        mbarrier.wait(x_full.index(step % TILE.x_depth), step // TILE.x_depth & 1)
+                    x = x_slots.index(step % TILE.x_depth * PANELS + i % PANELS).permute((1, 0))
+                    if SUMS and i % 2 == 0:
+                        sums = gl.zeros([64, BLOCK_M], gl.float32, mma)
+                    sums = warpgroup_mma(values[i], x, sums, use_acc=not SUMS or i % 2 > 0, is_async=True)
+                    if i % 2 == 1:
+                        of_halves = of_halves + (sums,)
+                for i in gl.static_range(AT_ONCE):
+                    if SUMS:
+                        if i % 2 == 1:
+                            made = warpgroup_mma_wait(AT_ONCE - 1 - i, deps=(of_halves[i // 2],))
+                    elif i % PANELS == PANELS - 1:
+                        sums = warpgroup_mma_wait(AT_ONCE - 1 - i, deps=(sums,))
+                    if i % PANELS == PANELS - 1:
+                        mbarrier.arrive(x_empty.index((x_step + i // PANELS) % TILE.x_depth), count=1)
+                    if SUMS and i % 2 == 1:
+                        factor = scale_value(factors[(phase * AT_ONCE + i) // 2])[:, None]
+                        acc = gl.fma(made, gl.broadcast(factor, made)[0], acc)
+                if not SUMS:
                     acc = sums
-            mbarrier.arrive(w_empty.index(w_slot), count=1)
+                x_step += AT_ONCE // PANELS
             w_step += 1
+        n = col + gl.arange(0, 64, gl.SliceLayout(1, mma))
         if FORM.group == 0:
-            acc = acc * scale_value(gl.load(pointers))[:, None]
+            factor = gl.load(scale + gl.minimum(n, sched.N - 1).to(gl.int64) * stride_sn)
+            acc = acc * scale_value(factor)[:, None]
         if global_scale is not None:
             acc = acc * gl.load(global_scale) / gl.load(global_scale + 1)
-        if partial is not None:
-            m = row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
-            width = gl.cdiv(sched.M, BLOCK_M) * BLOCK_M
-            to = (split.to(gl.int64) * sched.N + n)[:, None] * width + m[None, :]
-            gl.store(partial + to, acc, mask=(n < sched.N)[:, None])
+        if items.shares and item >= items.alone:
+            # Blocks of 8 x 8 values, which a warp writes at a time.
+            i = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None]
+            j = gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))[None, :]
+            at = i // 8 * (8 * BLOCK_M) + j // 8 * 64 + i % 8 * 8 + j % 8
+            own = (item - items.alone) * 2 + WHO
+            gl.store(partial + own.to(gl.int64) * (64 * BLOCK_M) + at, acc)
         else:
             if bias is not None:
                 acc = acc + gl.load(bias + n, mask=n < sched.N, other=0.0).to(gl.float32)[:, None]
@@ -166,17 +300,7 @@ def _consume(
                 inside = (n < sched.N)[:, None] & (m < sched.M)[None, :]
                 acc = added(acc, gl.load(there, mask=inside, other=0.0))
             _store_across(Y, staging, row, col, acc.to(Y.dtype))
-    if partial is None:
-        tma.store_wait(0)
-
-
-@gluon.jit
-def _scaled(w, factor):
-    """``w`` times the scales of its rows, rounded once."""
-    if factor.dtype == w.dtype:
-        return w * factor[:, None]
-    else:
-        return (w.to(gl.float32) * scale_value(factor)[:, None]).to(w.dtype)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -194,26 +318,29 @@ def _store_across(Y, staging, row, col, values):
             _store_across(Y, staging, row + i * HALF, col, halves[i])
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "alone", "splits"])
 def _tiles_kernel(
     X, W, Y, partial, scale, zero_point, global_scale, bias, residual,
-    M, N, K, stride_sn, stride_residual,
-    FORM: gl.constexpr, TILE: gl.constexpr, NUM_SMS: gl.constexpr,
+    M, N, K, alone, splits, stride_sn, stride_residual,
+    FORM: gl.constexpr, TILE: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
-    """``X``, ``W``, ``Y``: tensor maps of ``[M, K]``, the stored weight, and ``[M, N]``."""
-    GROUPS: gl.constexpr = TILE.groups
-    ctx = GemmContext(X.block_shape[0], GROUPS * 64, 64, NUM_SMS, 1, TILE.group_size_m)
+    """``X``, ``W``, ``Y``: tensor maps of ``[M, K]``, the stored weight, and ``[M, N]``.
+
+    ``alone``, ``splits``: as in ``Items``. ``partial``: float32 for each part of a shared tile.
+    """
+    ctx = GemmContext(X.block_shape[0], ROWS, 64, 1, 1, TILE.group_size_m)
     sched = ScheduleContext(M, N, K, ctx)
-    num_blocks = gl.cdiv(K, BLOCK * (2 if FORM.bits == 4 else 1))
-    x_slots = gl.allocate_shared_memory(X.dtype, [TILE.x_depth, X.block_shape[0], 64], X.layout)
-    w_slots = gl.allocate_shared_memory(W.dtype, [TILE.w_depth * GROUPS, 64, BLOCK // 2], W.layout)
+    items = Items(sched, alone, gl.cdiv(K, BLOCK * (2 if FORM.bits == 4 else 1)), splits, SHARES)
+    x_slots = gl.allocate_shared_memory(X.dtype, [TILE.x_depth * TILE.panels, X.block_shape[0], PANEL], X.layout)
+    w_slots = gl.allocate_shared_memory(W.dtype, [TILE.w_depth * 2, 64, BLOCK // 2], W.layout)
     x_full, x_empty = barriers(TILE.x_depth), barriers(TILE.x_depth)
     w_full, w_empty = barriers(TILE.w_depth), barriers(TILE.w_depth)
     initialize(x_full, TILE.x_depth)
     initialize(w_full, TILE.w_depth)
-    initialize(x_empty, TILE.x_depth, GROUPS)
-    initialize(w_empty, TILE.w_depth, GROUPS)
-    staging = gl.allocate_shared_memory(Y.dtype, [GROUPS, Y.block_shape[0], 64], Y.layout)
+    initialize(x_empty, TILE.x_depth, 2)
+    initialize(w_empty, TILE.w_depth, 2)
+    bars = (x_full, x_empty, w_full, w_empty)
+    staging = gl.allocate_shared_memory(Y.dtype, [2, Y.block_shape[0], 64], Y.layout)
     gdc_launch_dependents()
     # Constants stay constants only in tuples that are written here.
     gl.warp_specialize(
@@ -221,19 +348,19 @@ def _tiles_kernel(
             (
                 _consume,
                 (
-                    Y, partial, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, x_full, x_empty,
-                    w_full, w_empty, staging.index(0), sched, num_blocks, stride_sn, stride_residual, FORM, TILE, 0,
+                    Y, partial, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, bars,
+                    staging.index(0), items, stride_sn, stride_residual, FORM, TILE, 0,
                 ),
             ),
             (
                 _consume,
                 (
-                    Y, partial, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, x_full, x_empty,
-                    w_full, w_empty, staging.index(1), sched, num_blocks, stride_sn, stride_residual, FORM, TILE, 1,
+                    Y, partial, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, bars,
+                    staging.index(1), items, stride_sn, stride_residual, FORM, TILE, 1,
                 ),
             ),
-            (_produce, (X, W, x_slots, w_slots, x_full, x_empty, w_full, w_empty, sched, num_blocks, FORM, TILE)),
+            (_produce, (X, W, x_slots, w_slots, bars, items, FORM, TILE)),
         ],
         [4, 1],
-        [TILE.registers, 40],
+        [232, PRODUCER_REGISTERS],
     )  # fmt: skip

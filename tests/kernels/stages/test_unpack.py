@@ -120,12 +120,6 @@ def test_the_assembly_of_halves(format: str, dtype: str) -> None:
         assert torch.equal(lanes(found).view(DTYPES[dtype]), expected)
 
 
-def test_the_assembly_of_biased_halves() -> None:
-    out = run(unpack.PTX.value["biased int4 bf16"], 4)
-    for found, expected in zip((out[:2], out[2:]), halves(torch.bfloat16, "int4"), strict=True):
-        assert torch.equal(lanes(found).view(torch.bfloat16), expected + unpack.INT4_BIAS.value)
-
-
 def test_the_assembly_of_int8_halves() -> None:
     low, high = run(unpack.PTX.value["int4 int8"], 2)
     for found, expected in zip((low, high), halves(torch.int8, "int4"), strict=True):
