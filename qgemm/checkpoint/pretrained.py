@@ -128,6 +128,7 @@ def built_again(model: nn.Module) -> Any:
 
 # Numbers of layers, heads, labels and the like: transformers' configs make lists that long before there is a model.
 _COUNTS = re.compile("layer|block|depth|stage|head|expert|group|label|types")
+_NO_COUNT = "vocab"  # Gemma 4's vocab_size_per_layer_input
 _LARGEST_COUNT = 100_000
 # Of whatever name. Beyond 2^63 it fits no tensor, and a model fails that makes one of it.
 _LARGEST_NUMBER = 2**62
@@ -142,7 +143,8 @@ def _absurd_count(values: Any, name: str = "") -> str | None:
     elif isinstance(values, list):
         found = (_absurd_count(value, name) for value in values)
     else:
-        if isinstance(values, int) and values > _LARGEST_COUNT and _COUNTS.search(name.lower()):
+        counts = _COUNTS.search(name.lower()) and _NO_COUNT not in name.lower()
+        if isinstance(values, int) and values > _LARGEST_COUNT and counts:
             return f"{name} is above {_LARGEST_COUNT}"
         if isinstance(values, int) and abs(values) >= _LARGEST_NUMBER:
             return f"{name} is beyond 2^62"

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from qgemm.arguments import check_model
+from qgemm.fusion.branches import NotFused
 from qgemm.fusion.probe import find_angles
 from qgemm.fusion.report import FusionRecord, FusionReport
-from qgemm.fusion.structure import Candidates, NotFused, find_candidates, find_mlp, find_norm_step, is_layer, is_mlp
+from qgemm.fusion.structure import Candidates, find_candidates, find_mlp, find_norm_step, is_layer, is_mlp
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of, record_calls
 from qgemm.nn import QuantLayer
 from qgemm.nn.blocks.angles import FusedAngles

@@ -30,10 +30,15 @@ _MAX_UNLIKE = 0.01
 
 
 @torch.no_grad()
-def find_norm(module: nn.Module) -> Norm | None:
-    """The norm that ``module`` computes; None if it is none that is known."""
-    weight = module._parameters.get("weight")
+def find_norm(module: nn.Module, columns: int = 0) -> Norm | None:
+    """The norm that ``module`` computes; None if it is none that is known.
+
+    ``columns``: how many values it takes, for one without a weight, whose weight counts as 1.
+    """
+    weight: Tensor | None = module._parameters.get("weight")
     eps = next((getattr(module, name) for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
+    if weight is None and columns and not isinstance(module, nn.LayerNorm):
+        weight = torch.ones(columns)
     if (
         weight is None
         or weight.dim() != 1
@@ -47,7 +52,7 @@ def find_norm(module: nn.Module) -> Norm | None:
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
     # As small as to show eps.
     x = torch.randn((_ROWS, weight.shape[0]), generator=generator).mul_(max(eps, 1e-12) ** 0.5).to(torch.bfloat16)
-    vectors = (own._parameters["weight"], own._parameters.get("bias"))
+    vectors = (own._parameters.get("weight", weight.to(torch.bfloat16)), own._parameters.get("bias"))
 
     def unlike(norm: Norm) -> float:
         return _fraction_unlike(own, lambda x: norm(x, *vectors), x)  # type: ignore[arg-type]

@@ -7,24 +7,22 @@ several candidates, and ``verify.py`` finds out which of them computes what the 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import CodeType
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
-from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_norm, find_rotation, find_router
-from qgemm.fusion.verify import MAX_ERROR, Call, computes_mixture, error_of_attention
-from qgemm.nn.blocks.attention import FusedAttention, HeadNorms, Rotation
-from qgemm.nn.blocks.latent_attention import FusedLatentAttention
-from qgemm.nn.blocks.layer import Branch, CalledBranch, Form, FusedLayer
-from qgemm.nn.blocks.merged import MergedWeights, why_apart
-from qgemm.nn.blocks.mixture import FusedMixture
+from qgemm.fusion import branches
+from qgemm.fusion.attention import OUT, constants_of, find_attention, find_cross_attention
+from qgemm.fusion.branches import ACTIVATION, MLP_LAYERS, NotFused, child_of, dotted
+from qgemm.fusion.probe import find_norm
+from qgemm.fusion.verify import Call
+from qgemm.nn.blocks.layer import Branch, CalledBranch, Form, FusedLayer, Step
+from qgemm.nn.blocks.layer_input import LAYER_INPUT
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep
-from qgemm.nn.experts import QuantExperts
 
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
 _MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
@@ -65,38 +63,17 @@ _NORMS = (
     _Norms("", "attention.output.LayerNorm", "", "output.LayerNorm", form="norms last"),
     _Norms("ln_attn", "", "ln_mlp", form="side by side"),
 )
-# Queries, keys and values; one layer that has them all.
-_QUERY_KEY_VALUE = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("q_lin", "k_lin", "v_lin"),
-    ("qkv_proj",),
-    ("c_attn",),
-    ("query_key_value",),
-)
-_BY_HEAD = ("query_key_value",)
-_OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin")
-_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
-# The layers of an MLP before its activation, the one after, and whether it is gated.
-_MLP_LAYERS = (
-    (("gate_proj", "up_proj"), "down_proj", True),
-    (("gate_up_proj",), "down_proj", True),
-    (("wi_0", "wi_1"), "wo", True),
-    (("up_proj",), "down_proj", False),
-    (("fc1",), "fc2", False),
-    (("c_fc",), "c_proj", False),
-    (("dense_h_to_4h",), "dense_4h_to_h", False),
-    (("wi",), "wo", False),
-    (("lin1",), "lin2", False),
-)
-# Of a mixture, besides its experts.
-_ROUTER = ("gate", "router")
-_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
-_SHARED_GATE = "shared_expert_gate"
-_ACTIVATION = ("act_fn", "activation_fn", "act", "activation")
+_CROSS = "encoder_attn"
+_CROSS_NORM = "encoder_attn_layer_norm"
+# What arguments of a layer are called in a call of its attention to an encoder.
+_OF_ENCODER: dict[str, str | None] = {
+    "attention_mask": None,
+    "encoder_hidden_states": "key_value_states",
+    "encoder_attention_mask": "attention_mask",
+}
+_CACHES = ("past_key_values", "layer_past", "cache_params")
+_SCALE = "layer_scalar"
 _BERT = ("attention", "intermediate", "output")
-_ROTATE = "apply_rotary_pos_emb"
-_HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
 
 
 @dataclass(frozen=True)
@@ -115,42 +92,82 @@ class Candidates:
 class _Parts:
     """The parts of a layer, by their names in it.
 
-    ``attention``: the module that computes attention, and ``out`` the layer behind it. ``mlp``: the module, empty if
-    its layers are the layer's own.
+    ``mixer``: the module that computes attention, or what is in its place (``is_attention``), and ``out`` the layer
+    behind it. ``crosses``: whether attention to an encoder follows. ``mlp``: the module, empty if its layers are the
+    layer's own. ``beside``: whether a mixture is beside it. ``has_input``: whether the layer has an input of its own.
     """
 
-    attention: str
+    mixer: str
     out: str
     mlp: str
     mlp_layers: tuple[tuple[str, ...], str, bool] | None
     activation: str
     norms: frozenset[str]
+    is_attention: bool = True
+    crosses: bool = False
+    beside: bool = False
+    has_input: bool = False
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether ``module`` looks like a layer of a transformer: attention, an MLP, and norms."""
+    """Whether ``module`` looks like a layer of a transformer: attention or what is in its place, an MLP, and norms."""
     children = module._modules
     if all(children.get(name) is not None for name in _BERT):
         return True
-    has_mlp = _child(module, _MLP) != "" or {"fc1", "fc2"} <= set(children)
-    return _child(module, _ATTENTION) != "" and has_mlp and any(map(_is_norm, children.values()))
+    has_mlp = child_of(module, _MLP) != "" or {"fc1", "fc2"} <= set(children)
+    has_mixer = child_of(module, _ATTENTION) != "" or len(_others(module)) == 1
+    return has_mixer and has_mlp and any(map(_is_norm, children.values()))
+
+
+def _others(layer: nn.Module) -> list[str]:
+    """The children of ``layer`` that compute something and are neither norms nor an MLP."""
+    mlp = {child_of(layer, _MLP)} - {""} or {"fc1", "fc2"}
+    children = ((name, child) for name, child in layer._modules.items() if child is not None)
+    plain = nn.Dropout | nn.Identity
+    known = {*mlp, *ACTIVATION}
+    return [name for name, each in children if name not in known and not _is_norm(each) and not isinstance(each, plain)]
 
 
 def _find_parts(layer: nn.Module) -> _Parts:
     """The parts of ``layer``; raises ``NotFused`` if it has others."""
     if all(layer._modules.get(name) is not None for name in _BERT):
         return _find_parts_of_bert(layer)
-    attention, mlp = _child(layer, _ATTENTION), _child(layer, _MLP)
+    children, others = set(layer._modules), set(_others(layer))
+    attention, mlp = child_of(layer, _ATTENTION), child_of(layer, _MLP)
     norms = {name for name, child in layer._modules.items() if _is_norm(child)}
-    others = {name for name, child in layer._modules.items() if not isinstance(child, nn.Dropout | nn.Identity)}
-    known = norms | {attention, mlp} if mlp else norms | {attention, "fc1", "fc2", *_ACTIVATION}
-    if unknown := sorted(others - known):
-        raise NotFused(f"it has a {unknown[0]}, which is unknown")
+    crosses, beside = {_CROSS, _CROSS_NORM} <= children, {*branches.BESIDE, *branches.BESIDE_NORMS} <= children
+    has_input = {*branches.LAYER_INPUT, branches.LAYER_INPUT_NORM} <= children
+    for names, own, is_there in (
+        ((_CROSS,), (_CROSS_NORM,), crosses),
+        (branches.BESIDE, branches.BESIDE_NORMS, beside),
+        (branches.LAYER_INPUT, (branches.LAYER_INPUT_NORM,), has_input),
+    ):
+        if is_there:
+            others -= {*names}
+            norms -= {*own}
+    if attention:
+        others -= {attention}
+        if others:
+            raise NotFused(f"it has {min(others)}, which is unknown")
+    elif len(others) != 1:
+        raise NotFused(f"it has {', '.join(sorted(others))} in the place of attention")
+    mixer = attention or others.pop()
     holder = layer.get_submodule(mlp)
-    layers = next((each for each in _MLP_LAYERS if {*each[0], each[1]} <= set(holder._modules)), None)
-    activation = next((name for name in _ACTIVATION if callable(getattr(holder, name, None))), "")
-    out = _child(layer.get_submodule(attention), _OUT)
-    return _Parts(attention, out and f"{attention}.{out}", mlp, layers, _dotted(mlp, activation), frozenset(norms))
+    layers = next((each for each in MLP_LAYERS if {*each[0], each[1]} <= set(holder._modules)), None)
+    activation = next((name for name in ACTIVATION if callable(getattr(holder, name, None))), "")
+    out = child_of(layer.get_submodule(mixer), OUT)
+    return _Parts(
+        mixer,
+        out and f"{mixer}.{out}",
+        mlp,
+        layers,
+        activation and dotted(mlp, activation),
+        frozenset(norms),
+        attention != "",
+        crosses,
+        beside,
+        has_input,
+    )
 
 
 def _find_parts_of_bert(layer: nn.Module) -> _Parts:
@@ -173,44 +190,21 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
     orders = [each for each in _NORMS if each.names == found.norms]
     if not orders:
         return Candidates((), (), f"norms called {', '.join(sorted(found.norms))} are unknown")
-    parameters = dict(list(inspect.signature(type(layer).forward).parameters.items())[2:])
-    defaults = {
-        name: None if parameter.default is parameter.empty else parameter.default
-        for name, parameter in parameters.items()
-        if parameter.kind is not parameter.VAR_KEYWORD
-    }
-    reasons, parts = [], []
-    attention: Branch
-    mlp: Branch
-    try:
-        attention = _attention(layer, found, defaults, call)
-        parts.append("attention")
-    except NotFused as error:
-        attention = CalledBranch(layer.get_submodule(found.attention), True)
-        reasons.append(f"{found.attention}: {error}")
-    try:
-        mlp = _mlp(layer, found) if found.mlp_layers else _mixture(layer.get_submodule(found.mlp), call)
-        parts.append("mlp" if found.mlp_layers else "mixture")
-    except NotFused as error:
-        mlp = CalledBranch(layer.get_submodule(found.mlp), False)
-        reasons.append(f"{found.mlp or 'the MLP'}: {error}")
-    reason = "; ".join(reasons)
-    if not parts or (isinstance(mlp, CalledBranch) and not found.mlp):
-        return Candidates((), (), reason)
-    steps = {name: NormStep(layer.get_submodule(name), find_norm(layer.get_submodule(name))) for name in found.norms}
-    passed_over, called = _places(layer, attention, mlp, steps)
+    made = _find_branches(layer, found, call)
+    if not made.parts or made.lacks:
+        for product in [product for branch in made.branches for product in branch.products]:
+            product.separate()
+        return Candidates((), (), "; ".join(made.reasons))
+    passed_over, called = _places(layer, made.branches, made.norms.values())
     fused = [
         FusedLayer(
             order.form,
-            attention,
-            mlp,
-            attention_norm=steps.get(order.attention),
-            attention_out_norm=steps.get(order.attention_out),
-            mlp_norm=steps.get(order.mlp),
-            mlp_out_norm=steps.get(order.mlp_out),
+            _steps(found, order, made),
             multiplier=getattr(layer, "residual_multiplier", 1.0),
             residual_first=residual_first,
-            defaults=defaults,
+            scale=(layer, _SCALE) if _SCALE in layer._buffers else None,
+            crosses=found.crosses,
+            defaults=_defaults(layer),
             passed_over=passed_over,
             called=called,
         )
@@ -218,23 +212,147 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
         if not _is_of_other_form(layer, orders, order)
         for residual_first in ((True, False) if order.form == "side by side" else (True,))
     ]
-    return Candidates(tuple(fused), tuple(parts), reason)
+    return Candidates(tuple(fused), tuple(made.parts), "; ".join(made.reasons))
+
+
+class _Branches:
+    """The branches of a layer by what they are, with its norms by their names.
+
+    ``parts``: what is fused; ``reasons``: why the rest isn't; ``lacks``: whether a layer can't do without that.
+    """
+
+    def __init__(self, norms: Mapping[str, NormStep]) -> None:
+        """None yet."""
+        self.norms = norms
+        self.of: dict[str, Branch] = {}
+        self.parts: list[str] = []
+        self.reasons: list[str] = []
+        self.lacks = False
+
+    @property
+    def branches(self) -> list[Branch]:
+        return list(self.of.values())
+
+    def add(self, part: str, name: str, find: Callable[[], Branch], called: CalledBranch | None) -> Branch | None:
+        """What ``find`` returns, ``called`` if it raises ``NotFused``. ``name``: of the module, for the reason."""
+        try:
+            found: Branch | None = find()
+            self.parts.append(part)
+        except NotFused as error:
+            self.reasons.append(f"{name}: {error}")
+            found, self.lacks = called, self.lacks or called is None
+        if found is not None:
+            self.of[part] = found
+        return found
+
+
+def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
+    names = {*found.norms}
+    for own, is_there in (
+        ((_CROSS_NORM,), found.crosses),
+        (branches.BESIDE_NORMS, found.beside),
+        ((branches.LAYER_INPUT_NORM,), found.has_input),
+    ):
+        names |= {*own} if is_there else set()
+    norms = {name: layer.get_submodule(name) for name in names}
+    made = _Branches({name: NormStep(norm, find_norm(norm)) for name, norm in norms.items()})
+    defaults, mixer = _defaults(layer), layer.get_submodule(found.mixer)
+    out = layer.get_submodule(found.out) if found.out else None
+    untold: dict[str, str | None] = dict.fromkeys((*_OF_ENCODER,) if found.crosses else ())
+    untold.pop("attention_mask", None)
+    untold |= {LAYER_INPUT: None} if found.has_input else {}
+    if found.is_attention:
+        made.add(
+            "attention",
+            found.mixer,
+            lambda: find_attention(mixer, out, defaults, call, untold),
+            CalledBranch(mixer, True, untold),
+        )
+    else:
+        made.of["attention"] = CalledBranch(mixer, False, _told(layer, mixer, defaults))
+        made.reasons.append(f"{found.mixer}: {type(mixer).__name__} is called as it is")
+    if found.crosses:
+        cross = layer.get_submodule(_CROSS)
+        last = layer.get_submodule(dotted(_CROSS, child_of(cross, OUT)))
+        made.add(
+            "cross attention",
+            _CROSS,
+            lambda: find_cross_attention(cross, last, _OF_ENCODER, defaults, call),
+            CalledBranch(cross, True, _OF_ENCODER),
+        )
+    module, layers = layer.get_submodule(found.mlp), found.mlp_layers
+    called = CalledBranch(module, False) if found.mlp else None
+    if layers is None:
+        made.add("mixture", found.mlp, lambda: branches.find_mixture(module, call), called)
+    else:
+        find = partial(branches.find_mlp, layer, found.mlp, layers, found.activation)
+        made.add("mlp", found.mlp or "the MLP", find, None if found.beside else called)
+    if found.has_input:
+        made.add("layer input", branches.LAYER_INPUT[0], lambda: branches.find_layer_input(layer), None)
+    mlp = made.of.get("mlp")
+    if found.beside and isinstance(mlp, FusedMlp):
+        (order,) = (each for each in _NORMS if each.names == found.norms)
+        both = branches.find_mlp_and_mixture
+        made.add("mixture", "experts", lambda: both(layer, mlp, (order.mlp, order.mlp_out), made.norms), None)
+    return made
+
+
+def _steps(found: _Parts, order: _Norms, made: _Branches) -> tuple[Step, ...]:
+    """The steps of a layer whose norms are in ``order``."""
+    norms, of = made.norms, made.of
+    steps = [Step(of["attention"], norms.get(order.attention), norms.get(order.attention_out))]
+    if found.crosses:
+        places = (None, norms[_CROSS_NORM])
+        steps.append(Step(of["cross attention"], *(places if order.form == "norms last" else places[::-1])))
+    if found.beside:
+        steps.append(Step(of["mixture"], None, norms.get(order.mlp_out)))
+    else:
+        steps.append(Step(of["mlp" if "mlp" in of else "mixture"], norms.get(order.mlp), norms.get(order.mlp_out)))
+    if found.has_input:
+        steps.append(Step(of["layer input"], None, norms[branches.LAYER_INPUT_NORM]))
+    return tuple(steps)
+
+
+def _defaults(layer: nn.Module) -> dict[str, Any]:
+    """The arguments of ``forward`` after the first, in order, with their defaults."""
+    parameters = dict(list(inspect.signature(type(layer).forward).parameters.items())[2:])
+    return {
+        name: None if parameter.default is parameter.empty else parameter.default
+        for name, parameter in parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    }
+
+
+def _told(layer: nn.Module, mixer: nn.Module, defaults: Mapping[str, Any]) -> dict[str, str | None]:
+    """What ``mixer``, which isn't attention, is called with: what the code of ``layer`` names of its parameters.
+
+    By the names that the layer has for it.
+    """
+    named = constants_of(layer)
+    told: dict[str, str | None] = {
+        name: name for name in list(inspect.signature(type(mixer).forward).parameters)[2:] if name in named
+    }
+    for cache in _CACHES:
+        own = next((name for name in _CACHES if name in defaults), None)
+        if cache in told and cache not in defaults and own is not None:
+            told[own] = told.pop(cache)
+    return told
 
 
 def is_mlp(module: nn.Module) -> bool:
     """Whether ``module`` looks like an MLP: two or three linear layers and an activation, and nothing else."""
     children = {name for name, child in module._modules.items() if not isinstance(child, nn.Dropout | nn.Identity)}
-    return any(children - {*_ACTIVATION} == {*first, last} for first, last, _ in _MLP_LAYERS)
+    return any(children - {*ACTIVATION} == {*first, last} for first, last, _ in MLP_LAYERS)
 
 
 def find_mlp(module: nn.Module) -> FusedLayer:
     """How an MLP by itself computes. Raises ``NotFused`` with the reason if it can't be fused."""
     children = set(module._modules)
-    layers = next(each for each in _MLP_LAYERS if {*each[0], each[1]} <= children)
-    activation = next((name for name in _ACTIVATION if callable(getattr(module, name, None))), "")
-    mlp = _mlp(module, _Parts("", "", "", layers, activation, frozenset()))
-    passed_over, called = _places(module, None, mlp, {})
-    return FusedLayer("alone", None, mlp, passed_over=passed_over, called=called)
+    layers = next(each for each in MLP_LAYERS if {*each[0], each[1]} <= children)
+    activation = next((name for name in ACTIVATION if callable(getattr(module, name, None))), "")
+    mlp = branches.find_mlp(module, "", layers, activation)
+    passed_over, called = _places(module, [mlp], ())
+    return FusedLayer("alone", (Step(mlp),), passed_over=passed_over, called=called)
 
 
 def find_norm_step(module: nn.Module) -> NormStep | None:
@@ -256,16 +374,11 @@ def _is_of_other_form(layer: nn.Module, orders: Sequence[_Norms], order: _Norms)
     )
 
 
-def _places(
-    layer: nn.Module, attention: Branch | None, mlp: Branch, steps: Mapping[str, NormStep]
-) -> tuple[_Places, _Places]:
+def _places(layer: nn.Module, found: Iterable[Branch], norms: Iterable[NormStep]) -> tuple[_Places, _Places]:
     """The modules in ``layer`` that are passed over, and those that are called, each with its holder and name."""
-    called = {branch.module for branch in (attention, mlp) if isinstance(branch, CalledBranch)}
-    called |= {step.module for step in steps.values() if step.norm is None}
-    if isinstance(attention, FusedLatentAttention):
-        called |= set(attention.called)
-    if isinstance(mlp, FusedMixture):
-        called |= {each for each in mlp.called if each is not None}
+    called = {step.module for step in norms if step.norm is None}
+    for branch in found:
+        called |= {branch.module} if isinstance(branch, CalledBranch) else {*getattr(branch, "called", ())} - {None}
 
     def below(holder: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         for name, child in holder._modules.items():
@@ -280,191 +393,5 @@ def _places(
     )
 
 
-class NotFused(Exception):
-    """Why a branch isn't fused."""
-
-
-def _attention(
-    layer: nn.Module, parts: _Parts, defaults: dict[str, Any], call: Call
-) -> FusedAttention | FusedLatentAttention:
-    attention: Any = layer.get_submodule(parts.attention)
-    if "kv_a_proj_with_mqa" in attention._modules:
-        return _latent_attention(attention, layer.get_submodule(parts.out), defaults, call)
-    names = next((names for names in _QUERY_KEY_VALUE if all(name in attention._modules for name in names)), None)
-    if names is None or not parts.out:
-        raise NotFused(f"the projections of {type(attention).__name__} are unknown")
-    module = sys.modules[type(attention).__module__]
-    functions, eager = (getattr(module, name, None) for name in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"))
-    scaling = getattr(attention, "scaling", getattr(attention, "scale", None))
-    head_dim = next((getattr(attention, name) for name in _HEAD_DIM if hasattr(attention, name)), None)
-    if functions is None or eager is None or not isinstance(scaling, float) or head_dim is None:
-        raise NotFused(f"{type(attention).__name__} doesn't call an attention function of transformers")
-    cache_name = next((name for name in ("past_key_values", "layer_past") if name in defaults), "past_key_values")
-    told, constants = {}, _constants_of(attention)
-    if "sliding_window" in constants:
-        told["sliding_window"] = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-    if "softcap" in constants:
-        told["softcap"] = attention.attn_logit_softcapping
-    # The attention function is told 1.0.
-    scales_queries = any(type(constant) is float and constant == 1.0 for constant in constants)
-    out = _merge([layer.get_submodule(parts.out)])
-    qkv = _merge([attention._modules[name] for name in names])
-    if len(names) == 1:
-        heads = attention.config.num_attention_heads
-        kv_heads = getattr(attention.config, "num_key_value_heads", None) or heads
-    else:
-        heads, kv_heads = (layer.out_features // head_dim for layer in qkv.layers[:2])
-    called = {name for name in _code_of(attention).co_names if "rotary" in name and name.startswith("apply")}
-    if called - {_ROTATE}:
-        raise NotFused(f"{type(attention).__name__} rotates by {min(called - {_ROTATE})}, which is unknown")
-    rotate = getattr(module, _ROTATE) if called else None
-    fused = FusedAttention(
-        attention,
-        qkv,
-        out,
-        heads,
-        kv_heads,
-        head_dim,
-        _head_norms(attention, head_dim),
-        rotate,
-        columns := getattr(attention, "rotary_ndims", None),
-        _rotation(rotate, columns, call),
-        functions,
-        eager,
-        1.0 if scales_queries else scaling,
-        told,
-        sinks="s_aux" in constants,
-        query_scaling=scaling if scales_queries else 1.0,
-        by_head=names == _BY_HEAD,
-        cache_name=cache_name,
-    )
-    if not parts.out.startswith(f"{parts.attention}."):
-        return fused  # it is more than its module, and the layer shows whether it is right
-    candidates = [fused, replace(fused, rotate=None, rotation=None)]
-    if fused.norms is not None:
-        candidates.append(replace(fused, norms=replace(fused.norms, layout="rotated")))
-    found: FusedAttention = _nearest(candidates, call, defaults)
-    return found
-
-
-def _nearest(candidates: Sequence[Any], call: Call, defaults: dict[str, Any]) -> Any:
-    """The one of ``candidates`` that is nearest to its module, which several may compute but for roundings."""
-    best, least = candidates[0], float("inf")
-    for candidate in candidates:
-        error = error_of_attention(candidate, call, defaults)
-        if error < least:
-            best, least = candidate, error
-        if error == 0:
-            break
-    if least > MAX_ERROR:
-        for products in best.products:
-            products.separate()
-        raise NotFused(f"{type(best.module).__name__} computes something else than its names say")
-    return best
-
-
-def _latent_attention(attention: Any, out: nn.Module, defaults: dict[str, Any], call: Call) -> FusedLatentAttention:
-    module = sys.modules[type(attention).__module__]
-    functions, eager = (getattr(module, name, None) for name in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"))
-    if functions is None or eager is None or not hasattr(attention, "expand_kv"):
-        raise NotFused(f"{type(attention).__name__} keeps its latents in an unknown way")
-    is_latent = attention._modules.get("q_a_proj") is not None
-    rotations = {name for name in _code_of(attention).co_names if name.startswith(_ROTATE)}
-    fused = FusedLatentAttention(
-        attention,
-        _merge([attention.q_a_proj if is_latent else attention.q_proj, attention.kv_a_proj_with_mqa]),
-        _merge([out]),
-        NormStep(attention.q_a_layernorm, find_norm(attention.q_a_layernorm)) if is_latent else None,
-        _merge([attention.q_b_proj]) if is_latent else None,
-        lambda *_: (),  # type: ignore[arg-type, return-value]
-        functions,
-        eager,
-    )
-    candidates = [replace(fused, rotate=getattr(module, name)) for name in sorted(rotations)]
-    found: FusedLatentAttention = _nearest(candidates or [fused], call, defaults)
-    return found
-
-
-def _rotation(rotate: Any, columns: int | None, call: Call) -> Rotation | None:
-    positions = call.others.get("position_embeddings")
-    if rotate is None or not isinstance(positions, tuple) or len(positions) != 2:
-        return None
-    return find_rotation(rotate, *positions, columns, call.x.dtype)
-
-
-def _head_norms(attention: nn.Module, head_dim: int) -> HeadNorms | None:
-    for names in _HEAD_NORMS:
-        query, key = (attention._modules.get(name) for name in names)
-        if query is None or key is None or isinstance(query, nn.Identity):
-            continue
-        weight = query._parameters.get("weight")
-        if weight is None:
-            return HeadNorms(query, key, None, "transposed")
-        is_whole = weight.dim() == 1 and weight.shape[0] > head_dim
-        norms = [find_norm(module) for module in (query, key)]
-        norm = norms[0] if norms[0] == norms[1] else None
-        return HeadNorms(query, key, norm, "columns" if is_whole else "heads")
-    return None
-
-
-def _mlp(layer: nn.Module, parts: _Parts) -> FusedMlp:
-    assert parts.mlp_layers is not None
-    holder, _, name = parts.activation.rpartition(".")
-    activation = getattr(layer.get_submodule(holder), name, None) if name else None
-    if activation is None:
-        raise NotFused("its activation is unknown")
-    names, last, gated = parts.mlp_layers
-    first, down = ([layer.get_submodule(_dotted(parts.mlp, each)) for each in own] for own in (names, (last,)))
-    if reason := why_apart(down):
-        raise NotFused(reason)
-    return FusedMlp(_merge(first), _merge(down), activation, find_activation(activation), gated)
-
-
-def _mixture(module: nn.Module, call: Call) -> FusedMixture:
-    children = {name: child for name, child in module._modules.items() if child is not None}
-    router, shared, experts = _child(module, _ROUTER), _child(module, _SHARED), children.get("experts")
-    others = set(children) - {router, shared, _SHARED_GATE, "experts"}
-    buffers = set(module._buffers) - {*CHOICE_BIAS}  # MiniMax-M2's router is called with it
-    if type(experts) is not QuantExperts or not router or others or module._parameters or buffers:
-        raise NotFused(f"{type(module).__name__} is called as it is")
-    step, gate = find_router(children[router], module), children.get(_SHARED_GATE)
-    fused = FusedMixture(module, step, experts, children.get(shared), gate)
-    if not computes_mixture(fused, call):
-        raise NotFused(f"{type(module).__name__} computes something else than its names say")
-    return fused
-
-
-def _dotted(*names: str) -> str:
-    return ".".join(name for name in names if name)
-
-
-def _merge(layers: Sequence[Any]) -> MergedWeights:
-    if reason := why_apart(layers):
-        raise NotFused(reason)
-    return layers[0].merged if _are_merged(layers) else MergedWeights(layers)
-
-
-def _are_merged(layers: Sequence[Any]) -> bool:
-    merged = layers[0].merged
-    return isinstance(merged, MergedWeights) and merged.layers == tuple(layers)
-
-
-def _child(module: nn.Module, names: Sequence[str]) -> str:
-    return next((name for name in names if module._modules.get(name) is not None), "")
-
-
 def _is_norm(module: nn.Module | None) -> bool:
     return module is not None and "norm" in type(module).__name__.lower()
-
-
-def _code_of(module: nn.Module) -> CodeType:
-    code: CodeType = inspect.unwrap(type(module).forward).__code__
-    return code
-
-
-def _constants_of(module: nn.Module) -> list[Any]:
-    """What is passed in calls that the module's ``forward`` makes, and by which names, among others."""
-    found: list[Any] = []
-    for constant in _code_of(module).co_consts:
-        found += constant if isinstance(constant, tuple) else [constant]
-    return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.nn.blocks.attention import FusedAttention
+from qgemm.nn.blocks.cross_attention import FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.layer import CalledBranch, FusedLayer
 from qgemm.nn.blocks.mixture import FusedMixture
@@ -50,7 +52,8 @@ def record_calls(model: nn.Module, layers: Iterable[nn.Module], inputs: Mapping[
             x = others.pop(names[0])
         # Copies: code around a layer may change its output in place.
         kept = tuple(map(_copied, output)) if isinstance(output, tuple) else _copied(output)
-        calls.setdefault(layer, Call(x, {**named, **others}, kept))
+        others = {name: _as_it_is(value) for name, value in {**named, **others}.items()}
+        calls.setdefault(layer, Call(x, others, kept))
 
     handles = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
     modes = [(module, module.training) for module in model.modules()]
@@ -86,7 +89,9 @@ def error_of(fused: FusedLayer, call: Call) -> float:
 
 
 @torch.no_grad()
-def error_of_attention(fused: FusedAttention | FusedLatentAttention, call: Call, defaults: Mapping[str, Any]) -> float:
+def error_of_attention(
+    fused: FusedAttention | FusedLatentAttention | FusedCrossAttention, call: Call, defaults: Mapping[str, Any]
+) -> float:
     """How far ``fused`` is from its module, relative to that, for random inputs with scores that differ.
 
     Those of a layer with small weights don't, and then it hardly matters how queries are rotated.
@@ -100,7 +105,8 @@ def error_of_attention(fused: FusedAttention | FusedLatentAttention, call: Call,
     try:
         if isinstance(fused, FusedAttention) and fused.norms is None:
             x = x * (_SPREAD / operands[0].product(x, x.dtype).float().std()).to(x.dtype)  # type: ignore[union-attr]
-        expected = CalledBranch(fused.module, True)(x, (), None, x.dtype, context)
+        names = fused.names if isinstance(fused, FusedCrossAttention) else dict.fromkeys(getattr(fused, "untold", ()))
+        expected = CalledBranch(fused.module, True, names)(x, (), None, x.dtype, context)
         out = fused(x, tuple(operands), None, x.dtype, context)  # type: ignore[arg-type]
         error = ((out.float() - expected.float()).norm() / expected.float().norm()).item()
     except Exception:  # of a candidate that is wrong, anything may be raised
@@ -122,6 +128,11 @@ def computes_mixture(fused: FusedMixture, call: Call) -> bool:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _as_it_is(value: Any) -> Any:
+    """A mapping that layers write to as it is now."""
+    return copy.copy(value) if isinstance(value, MutableMapping) else value
 
 
 def _dummy_inputs(model: Any) -> dict[str, Any]:

@@ -120,6 +120,21 @@ MIXTURES: dict[str, Callable[[], Example]] = {
         mamba_dt_rank=4,
         use_mamba_kernels=False,
     ),
+    # A mixture beside an MLP.
+    "gemma4_moe": language_model(
+        "Gemma4ForCausalLM",
+        **{**_NARROW, "pad_token_id": 0},
+        num_experts=8,
+        top_k_experts=2,
+        enable_moe_block=True,
+        head_dim=16,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     # No gate in an expert, and its first weight is called up_proj.
     "nemotron_h": language_model(
         "NemotronHForCausalLM",

@@ -21,6 +21,14 @@ _TEXT = {
     "pad_token_id": 0,
 }
 _SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+_GEMMA4_KEYS = {
+    **_SLIDING,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+}
 
 
 def _text(name: str, **settings: Any) -> Callable[[], Example]:
@@ -46,5 +54,20 @@ STRUCTURES: dict[str, Callable[[], Example]] = {
     "stablelm_heads": _text("StableLmForCausalLM", qk_layernorm=True, use_parallel_residual=True),
     # Behind the rotation.
     "hunyuan": _text("HunYuanDenseV1ForCausalLM", head_dim=16),
+    # Inputs of layers, keys and values that layers share, and norms of values.
+    "gemma4": _text(
+        "Gemma4ForCausalLM",
+        num_hidden_layers=4,
+        head_dim=16,
+        global_head_dim=32,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=VOCABULARY,
+        sliding_window=4,
+        layer_types=2 * ["sliding_attention", "full_attention"],
+    ),
+    # Values made of keys.
+    "gemma4_keys": _text("Gemma4ForCausalLM", **_GEMMA4_KEYS),
+    "lfm2": _text("Lfm2ForCausalLM", layer_types=["conv", "full_attention"], block_multiple_of=16),
     "gpt_neox_in_a_row": _text("GPTNeoXForCausalLM", use_parallel_residual=False),
 }

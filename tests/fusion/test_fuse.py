@@ -28,15 +28,16 @@ FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi", "phi3"), (BOTH, BOTH)),
     **dict.fromkeys(("olmo2", "stablelm", "cohere", "gpt2", "gpt_neox", "opt"), (BOTH, BOTH)),
     **dict.fromkeys(("deepseek_v3", *STRUCTURES), (BOTH, BOTH)),
+    "gemma4": ((*BOTH, "layer input"),) * 4,
+    "lfm2": (("mlp",), BOTH),  # the first layer is a convolution
     **dict.fromkeys(("falcon", "gpt_neo"), (("mlp",), ("mlp",))),
 }
 DECODERS = tuple(FUSED)
 FUSED |= dict.fromkeys(("bert", "bert_classifier", "roberta", "distilbert"), (BOTH, BOTH))
-# Decoders with attention to an encoder are left alone.
+WITH_ENCODER = ("attention", "cross attention", "mlp")
 FUSED |= {
     "clip": (BOTH,) * 4,
-    "bart": (BOTH, BOTH, (), ()),
-    "whisper": (("mlp",), ("mlp",), (), ()),
+    **dict.fromkeys(("bart", "whisper"), (BOTH, BOTH, WITH_ENCODER, WITH_ENCODER)),
     "bloom": ((), ()),
     "t5": (("mlp",),) * 4,
     "mamba": (),
@@ -44,8 +45,9 @@ FUSED |= {
 OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "phimoe"), (MIXTURE, MIXTURE)),
     **dict.fromkeys(("granitemoe", "minimax_m2"), (MIXTURE, MIXTURE)),
-    "lfm2_moe": (MIXTURE,),  # and a layer without attention
-    "jamba": (("attention",),),
+    "lfm2_moe": (("mlp",), MIXTURE),
+    "jamba": ((), ("attention",)),
+    "gemma4_moe": ((*BOTH, "mixture"),) * 2,
     "hunyuan_v1_moe": (MIXTURE, ("mlp",)) * 2,
     # With shared experts.
     "qwen2_moe": (MIXTURE, ("mlp",)) * 2,
@@ -57,7 +59,18 @@ OTHER_SUMS = {"cohere", "cohere2", "cohere_heads"}
 # Their attention isn't fused, or norms its heads in a way of its own.
 WITHOUT_ROTATION = {"gpt_neox", "gpt_neox_in_a_row", "cohere_heads", "phi_heads", "stablelm_heads", "hunyuan"}
 # Their attention takes no other; or it is as llama's.
-NO_CACHE = {"deepseek_v3", "falcon", "gpt_neo", "gpt2", "mistral", "qwen2", "nemotron", "ministral3", "starcoder2"}
+NO_CACHE = {
+    "lfm2",
+    "deepseek_v3",
+    "falcon",
+    "gpt_neo",
+    "gpt2",
+    "mistral",
+    "qwen2",
+    "nemotron",
+    "ministral3",
+    "starcoder2",
+}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -217,6 +230,29 @@ def test_generate_gives_the_same_tokens(family: str) -> None:
         assert torch.equal(model.generate(tokens, cache_implementation=cache, **options), wanted), cache
 
 
+@pytest.mark.parametrize("family", ["bart", "whisper"])
+def test_generate_with_an_encoder_gives_the_same_tokens(family: str) -> None:
+    """Its keys and values are computed once, and a layer that is called without any computes as before."""
+    example = quantized(family)
+    model: Any = example.model
+    source = {name: x for name, x in example.inputs.items() if name != "decoder_input_ids"}
+    decoder = model.get_decoder()
+    tokens = torch.arange(6).reshape(2, 3)
+    found, products = [], []
+    for is_fused in (False, True):
+        if is_fused:
+            fuse(model, example.inputs)
+        with Counted() as counted, torch.no_grad():
+            outputs = [
+                model.generate(**source, cache_implementation=cache, **OPTIONS) for cache in ("dynamic", "static")
+            ]
+        with torch.no_grad():
+            found.append((*outputs, decoder(tokens).last_hidden_state))
+        products.append(counted.products)
+    assert all(map(torch.equal, *found))
+    assert products[1] < products[0]
+
+
 @pytest.mark.slow(quick=["qwen3"])
 @pytest.mark.parametrize("family", [name for name in (*DECODERS, "mixtral", "gpt_oss") if name not in NO_CACHE])
 def test_a_cache_that_takes_rotated_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +350,7 @@ def test_what_attention_is_told() -> None:
     for family, values in expected.items():
         model = fuse(quantized(family).model)
         fused = next(found for found in map(fused_of, model.modules()) if found)
-        attention: Any = fused.attention
+        attention: Any = fused.steps[0].branch
         assert (attention.scaling, attention.query_scaling, attention.told) == values, family
 
 

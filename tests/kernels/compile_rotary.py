@@ -24,7 +24,8 @@ def rotary_cases() -> Iterator[Case]:
         scales = [torch.empty(B, heads[1], 4096, device=META) if stored == INT8 else None for _ in range(2)]
         qkv = torch.empty(B, S, (heads[0] + 2 * heads[1]) * D, dtype=BF16, device=META)
         length = torch.empty(1, dtype=torch.int32, device=META)
-        call = RotaryCall(qkv, *turns, *weights, kind, 1e-6, *heads, kind == "layer")
+        values = "normalized" if D == 512 else "plain"
+        call = RotaryCall(qkv, *turns, *weights, kind, 1e-6, *heads, kind == "layer", values)
         launcher.rotate_and_store(call, KeyValueStore(k, v, *scales, length))
 
     for tokens, heads, D, norm, stored in (
@@ -34,6 +35,7 @@ def rotary_cases() -> Iterator[Case]:
         (16_384, (40, 40), 128, ("rms_once", "all"), BF16),
         (1, (8, 4), 256, ("rms_plus_one", "head"), BF16),
         (64, (12, 4), 80, ("layer", "head"), INT8),
+        (1, (16, 2), 512, ("rms_once", "head"), INT8),
     ):
         label = f"rotary {tokens} x {heads[0]} x {D} {norm} {str(stored).removeprefix('torch.')}"
         yield Case(label, lambda t=tokens, h=heads, d=D, n=norm, s=stored: store(t, h, d, n, s))

@@ -28,7 +28,7 @@ def arguments(
     angle = torch.rand(1, S, D // 2, device=device) * 6
     cos, sin = (x.to(angle_dtype or dtype) for x in (angle.cos(), angle.sin()))
     weights = [torch.randn(D, device=device).to(dtype) for _ in range(2)]
-    return RotaryCall(qkv, cos, sin, *weights, "rms", 1e-6, HEADS, KV_HEADS, False)
+    return RotaryCall(qkv, cos, sin, *weights, "rms", 1e-6, HEADS, KV_HEADS, False, "plain")
 
 
 def cache(stored: torch.dtype, device: torch.device, B: int = 2, L: int = 10) -> list[Tensor | None]:
@@ -137,6 +137,25 @@ def test_values(
             assert error <= 3 * torch.finfo(dtype).eps * theirs.double().abs().max()
 
 
+@pytest.mark.parametrize("kind", ["rms_once", "layer"])
+@pytest.mark.parametrize(("heads", "values"), [((4, 2), "normalized"), ((3, 3), "of keys"), ((4, 0), "plain")])
+def test_where_values_come_from(heads: tuple[int, int], values: str, kind: str, device: torch.device) -> None:
+    """Gemma 4's: normalized without a weight, of keys before their norm, or another layer's with the keys."""
+    qkv, cos, sin, *weights = arguments(torch.bfloat16, device)[:5]
+    count = heads[0] + (1 if values == "of keys" else 2) * heads[1]
+    part = qkv[..., : count * D]
+    given = RotaryCall(part, cos, sin, *weights, kind, 1e-6, *heads, False, values)
+    found, wanted = launcher.rotate(given), rotate_reference(given)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
+    assert found[1].shape == found[2].shape == (2, heads[1], 3, D)
+    if values != "plain":
+        source = part.unflatten(-1, (-1, D))[:, :, heads[0] :][:, :, -heads[1] :].transpose(1, 2).float()
+        mean = source.mean(-1, keepdim=True) if kind == "layer" else 0.0
+        plain = (source - mean) / ((source - mean).square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        torch.testing.assert_close(found[2].float(), plain, rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize("rotated", [False, True])
 def test_neither_norm_nor_angles(rotated: bool, device: torch.device) -> None:
     qkv, cos, sin, q_weight, _, *rest = arguments(torch.bfloat16, device, B=1, S=2)
@@ -205,7 +224,7 @@ def test_nothing_to_do(B: int, S: int, functions: Any, device: torch.device) -> 
             torch.zeros(2, 3, 128, dtype=torch.float64),
             "qkv is torch.float64; rotate accepts float16, bfloat16, float32",
         ),
-        (0, torch.zeros(2, 3, 100), r"qkv is \[2, 3, 100\]; it must be \[B, S, \(q_heads \+ 2 \* kv_heads\) \* D\]"),
+        (0, torch.zeros(2, 3, 100), r"qkv is \[2, 3, 100\]; it must be \[B, S, heads \* D\], and 8 heads"),
         (1, torch.zeros(1, 3, 16), r"cos has 16 columns; .* at most 8 of a head of 16: pass one half, cos\[..., :8\]"),
         (1, torch.zeros(3, 3, 8), r"cos is \[3, 3, 8\]; it must be \[1 or 2, 3, R / 2\]"),
         (1, torch.zeros(1, 3, 4), "cos is .* and sin is .*: make them alike"),
@@ -215,15 +234,16 @@ def test_nothing_to_do(B: int, S: int, functions: Any, device: torch.device) -> 
         (4, torch.zeros(16).half(), "k_weight is torch.float16; it must be torch.float32, as qkv"),
         (5, "l2", "norm is 'l2'"),
         (7, 3, "q_heads is 3 and kv_heads 2; both are from 1 on, the one a multiple of the other"),
+        (10, "keys", "values is 'keys'; it must be one of"),
         (
-            10,
+            11,
             torch.zeros(2, 2, 10, 16, dtype=torch.int8),
             "k is torch.int8; a cache of torch.float32 without scales is",
         ),
-        (11, torch.zeros(2, 2, 9, 16), r"k is \[2, 2, 10, 16\] and v is \[2, 2, 9, 16\]: they must be alike"),
-        (11, torch.zeros(2, 3, 10, 16), r"v is \[2, 3, 10, 16\]; it must be \[2, 2, L, 16\]"),
-        (12, torch.zeros(2, 2, 10), "k_scale and v_scale go together"),
-        (14, torch.zeros(1), r"length is torch.float32 \[1\]; it must be torch.int32 \[1\] or \[2\]"),
+        (12, torch.zeros(2, 2, 9, 16), r"k is \[2, 2, 10, 16\] and v is \[2, 2, 9, 16\]: they must be alike"),
+        (12, torch.zeros(2, 3, 10, 16), r"v is \[2, 3, 10, 16\]; it must be \[2, 2, L, 16\]"),
+        (13, torch.zeros(2, 2, 10), "k_scale and v_scale go together"),
+        (15, torch.zeros(1), r"length is torch.float32 \[1\]; it must be torch.int32 \[1\] or \[2\]"),
     ],
 )
 @pytest.mark.parametrize("where", ["real", "meta"])

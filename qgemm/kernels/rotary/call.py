@@ -6,12 +6,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+VALUES = ("plain", "normalized", "of keys")
+"""Where values come from: as they are; with the norm, without a weight; or the keys, before their norm, likewise."""
+
 
 class RotaryCall(NamedTuple):
     """Queries, keys and values of a product, and their norms and angles, in the order of the operators' arguments."""
 
     qkv: Tensor
-    """float ``[B, S, (q_heads + 2 * kv_heads) * D]``, queries first, then keys, then values."""
+    """float ``[B, S, (q_heads + 2 * kv_heads) * D]``, queries first, then keys, then values.
+
+    Without the last for values that are ``"of keys"``."""
     cos: Tensor | None
     """``[1 or B, S, R / 2]``, one value for each of a head's first ``R / 2`` pairs.
 
@@ -25,13 +30,21 @@ class RotaryCall(NamedTuple):
     eps: float
     q_heads: int
     kv_heads: int
+    """0 for queries alone."""
     interleaved: bool
     """Whether pairs lie side by side, not R / 2 apart."""
+    values: str = "plain"
+    """One of ``VALUES``."""
+
+    @property
+    def heads(self) -> int:
+        """How many heads ``qkv`` has."""
+        return self.q_heads + (1 if self.values == "of keys" else 2) * self.kv_heads
 
     @property
     def head_size(self) -> int:
         """How many values a head has."""
-        return self.qkv.shape[2] // (self.q_heads + 2 * self.kv_heads)
+        return self.qkv.shape[2] // self.heads
 
 
 class KeyValueStore(NamedTuple):

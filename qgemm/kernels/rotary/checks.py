@@ -5,7 +5,7 @@ from torch import Tensor
 
 from qgemm.kernels.checks import FLOAT_DTYPES, check_same_device, check_strided, conversion, names_of
 from qgemm.kernels.norms import Norm
-from qgemm.kernels.rotary.call import KeyValueStore, RotaryCall
+from qgemm.kernels.rotary.call import VALUES, KeyValueStore, RotaryCall
 from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.numerics.formats import INT8
 
@@ -26,18 +26,21 @@ def check_rotary_angles(positions: Tensor, frequencies: Tensor, layout: str, dty
 
 def check_rotate(call: RotaryCall) -> None:
     """Raises if ``rotate`` can't take it."""
-    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, _ = call
+    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, _, values = call
     if qkv.dtype not in FLOAT_DTYPES:
         raise TypeError(f"qkv is {qkv.dtype}; rotate accepts {names_of(FLOAT_DTYPES)}: {conversion(qkv)}")
     check_strided("qkv", qkv)
-    heads = q_heads + 2 * kv_heads
-    if q_heads < 1 or kv_heads < 1 or q_heads % kv_heads:
+    if values not in VALUES:
+        raise ValueError(f"values is {values!r}; it must be one of {sorted(VALUES)}")
+    heads = call.heads
+    if q_heads < 1 or kv_heads < 0 or (kv_heads and q_heads % kv_heads):
         raise ValueError(
-            f"q_heads is {q_heads} and kv_heads {kv_heads}; both are from 1 on, the one a multiple of the other"
+            f"q_heads is {q_heads} and kv_heads {kv_heads}; both are from 1 on, the one a multiple of the other, or "
+            "kv_heads is 0 for queries alone"
         )
     if qkv.ndim != 3 or qkv.shape[2] == 0 or qkv.shape[2] % heads:
         raise ValueError(
-            f"qkv is {list(qkv.shape)}; it must be [B, S, (q_heads + 2 * kv_heads) * D], and {heads} heads are wanted"
+            f"qkv is {list(qkv.shape)}; it must be [B, S, heads * D], and {heads} heads are wanted, all in all"
         )
     B, S, D = qkv.shape[0], qkv.shape[1], qkv.shape[2] // heads
     Norm(norm, eps)

@@ -26,7 +26,7 @@ def _rotate_kernel(
     stride_skb, stride_skh, stride_skl, stride_svb, stride_svh, stride_svl,
     length_stride,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-    Q_WEIGHT: tl.constexpr, K_WEIGHT: tl.constexpr, INTERLEAVED: tl.constexpr,
+    Q_WEIGHT: tl.constexpr, K_WEIGHT: tl.constexpr, V_WEIGHT: tl.constexpr, INTERLEAVED: tl.constexpr,
     PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token a program: of its queries, keys or values.
@@ -34,8 +34,8 @@ def _rotate_kernel(
     ``q``, ``k``, ``v``: heads of ``[B, S, heads, D]``; those of a merged product begin at ``k_offset``, ``v_offset``
     and have k's strides. ``q_out``: ``[B, S, Q_HEADS, D]``, contiguous.
     ``k_out``, ``v_out``: ``[B, KV_HEADS, L, D]``, int8 with scales ``[B, KV_HEADS, L]``. ``length_ptr``: see
-    ``dispatch.store_key_value``; None to begin with the first place. ``Q_WEIGHT``, ``K_WEIGHT``: see ``_normalized``.
-    ``PDL``, ``NEXT_EARLY``: see ``_quantize_rows_kernel``.
+    ``dispatch.store_key_value``; None to begin with the first place. ``Q_WEIGHT``, ``K_WEIGHT``, ``V_WEIGHT``: see
+    ``_normalized``. ``PDL``, ``NEXT_EARLY``: see ``_quantize_rows_kernel``.
     """
     if NEXT_EARLY:
         gdc_launch_dependents()
@@ -74,9 +74,10 @@ def _rotate_kernel(
             )  # fmt: skip
         else:
             _store(
-                _load(
+                _rotated(
                     v_ptr + v_offset + b * stride_vb + s * stride_vs,
-                    (block - q_blocks - kv_blocks) * BLOCK_H + first, d, stride_vh, KV_HEADS, D,
+                    (block - q_blocks - kv_blocks) * BLOCK_H + first, d, stride_vh, KV_HEADS, D, HALF,
+                    None, None, angle, stride_cd, None, NORM, EPS, V_WEIGHT, INTERLEAVED,
                 ),
                 v_out_ptr + b * stride_ovb + place * stride_ovl,
                 v_scale_ptr, b * stride_svb + place * stride_svl,
@@ -172,22 +173,27 @@ def _sum(x, WEIGHT: tl.constexpr):
 
 @triton.jit
 def _normalized(x, mean, rstd, weight, heads, d, count, D, NORM: tl.constexpr, WEIGHT: tl.constexpr):
-    """Values ``d`` of ``heads`` after their norm. ``WEIGHT``: "head" for the same in every head, "own" or "all"."""
+    """Values ``d`` of ``heads`` after their norm.
+
+    ``WEIGHT``: "head" for the same in every head, "own", "all", or "none" without one.
+    """
     dtype: tl.constexpr = x.dtype
-    if WEIGHT == "head":
-        w = tl.load(weight + d, mask=d < D, other=0.0)[None, :].to(tl.float32)
-    else:
-        inside = (heads < count)[:, None] & (d < D)[None, :]
-        w = tl.load(weight + heads[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
     value = x.to(tl.float32)
     if NORM == "layer":
         value -= mean[:, None]
     value *= rstd[:, None]
-    if NORM == "rms":
-        value = rounded(value, dtype).to(tl.float32)
-    elif NORM == "rms_plus_one":
-        w += 1.0
-    return rounded(value * w, dtype)
+    if WEIGHT != "none":
+        if WEIGHT == "head":
+            w = tl.load(weight + d, mask=d < D, other=0.0)[None, :].to(tl.float32)
+        else:
+            inside = (heads < count)[:, None] & (d < D)[None, :]
+            w = tl.load(weight + heads[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        if NORM == "rms":
+            value = rounded(value, dtype).to(tl.float32)
+        elif NORM == "rms_plus_one":
+            w += 1.0
+        value *= w
+    return rounded(value, dtype)
 
 
 @triton.jit

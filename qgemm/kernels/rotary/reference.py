@@ -12,6 +12,7 @@ head's first R values are R / 2 pairs, and pair ``i`` is turned by an angle with
   GLM. Where it is float32, all is float32 with one rounding, as in OLMo 2 and Cohere.
 - A norm comes first; ``norms.Norm`` has its roundings. By the shape of its weight: ``[D]``, the same for every head;
   ``[heads, D]``, a head's own; ``[heads * D]``, one norm over all heads' values, as in OLMo 2.
+- Values may have the norm too, without a weight, as in Gemma 4; some of its layers make them of the keys before theirs.
 - int8 keys and values have a scale for each token and head: those of ``quantize_rows``.
 """
 
@@ -42,10 +43,11 @@ def rotary_angles_reference(
 
 def rotate_reference(call: RotaryCall) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.rotate``."""
-    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved = call
-    heads = qkv.unflatten(-1, (q_heads + 2 * kv_heads, -1))
-    q, k, v = heads.split([q_heads, kv_heads, kv_heads], dim=2)
-    method = Norm(norm, eps)
+    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, values = call
+    heads, method = qkv.unflatten(-1, (call.heads, -1)), Norm(norm, eps)
+    q, k, v = heads[:, :, :q_heads], heads[:, :, q_heads : q_heads + kv_heads], heads[:, :, call.heads - kv_heads :]
+    if values != "plain":
+        v = Norm("layer" if method.is_layer else "rms_once", eps)(v, v.new_ones(call.head_size))
     q, k = (_rotated(_normalized(x, w, method), cos, sin, interleaved) for x, w in ((q, q_weight), (k, k_weight)))
     return q.clone(memory_format=torch.contiguous_format), _by_head(k), _by_head(v)
 

@@ -74,6 +74,21 @@ class Rotation:
         return values.float() if self.in_float else values
 
 
+SHARED_STATES = "shared_kv_states"
+"""What the mapping of keys and values that layers share is called among their arguments."""
+
+
+@dataclass(frozen=True)
+class SharedStates:
+    """Keys and values that several layers read; those that ``stores`` puts them there, others take them.
+
+    ``key``: what they are called in the mapping that the model hands from layer to layer.
+    """
+
+    key: str
+    stores: bool
+
+
 @dataclass(frozen=True, eq=False)
 class FusedAttention:
     """How an attention module computes.
@@ -89,6 +104,9 @@ class FusedAttention:
       told ``module.sinks``.
     - ``query_scaling``: what queries are multiplied by, instead of scores; 1 for nothing.
     - ``by_head``: whether the columns of ``qkv`` are query, key and value of one head after another.
+    - ``values``: where values come from, one of ``rotary.call.VALUES``; ``value_norm``: their norm, if they have one.
+    - ``shared``: keys and values that other layers read too, or None. A layer that takes them has no others.
+    - ``untold``: arguments of the layer that aren't for its attention.
     - ``cache_name``: what the cache is called among the arguments.
     """
 
@@ -109,6 +127,10 @@ class FusedAttention:
     sinks: bool = False
     query_scaling: float = 1.0
     by_head: bool = False
+    values: str = "plain"
+    value_norm: nn.Module | None = None
+    shared: SharedStates | None = None
+    untold: tuple[str, ...] = ()
     cache_name: str = "past_key_values"
 
     @property
@@ -131,9 +153,19 @@ class FusedAttention:
         into, out_of = operands
         others = dict(context)
         mask, cache = others.pop("attention_mask", None), others.pop(self.cache_name, None)
-        positions = others.pop("position_embeddings", None)
+        positions, states = others.pop("position_embeddings", None), others.pop(SHARED_STATES, None)
+        for name in self.untold:
+            others.pop(name, None)
+        cache = getattr(cache, "self_attention_cache", cache)
         qkv = into.product(x, dtype)
-        q, k, v = self._find_heads(qkv, positions, cache)
+        if self.shared is None or states is None:
+            q, k, v = self._find_heads(qkv, positions, cache)
+        elif self.shared.stores:
+            q, k, v = self._find_heads(qkv, positions, cache)
+            states[self.shared.key] = k, v
+        else:
+            q, _, _ = self._find_heads(qkv, positions, None)
+            k, v = (each.to(q.device) for each in states[self.shared.key])
         if self.query_scaling != 1.0:
             q = q * self.query_scaling
         others.update(self.told)
@@ -181,19 +213,25 @@ class FusedAttention:
                 return None
             (q_weight, k_weight), kind, eps = weights, self.norms.norm.kind, self.norms.norm.eps
         interleaved = self.rotation is not None and self.rotation.interleaved
-        return RotaryCall(qkv, cos, sin, q_weight, k_weight, kind, eps, self.heads, self.kv_heads, interleaved)
+        heads = self.heads, self.kv_heads
+        return RotaryCall(qkv, cos, sin, q_weight, k_weight, kind, eps, *heads, interleaved, self.values)
 
     def _split(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[B, H, S, D]``, keys and values ``[B, Hkv, S, D]``, normalized and rotated."""
         D, norms = self.head_dim, self.norms
         if self.by_head:
             q, k, v = qkv.view(*qkv.shape[:-1], -1, 3 * D).chunk(3, dim=-1)
+        elif self.values == "of keys":
+            q, k = qkv.split([self.heads * D, self.kv_heads * D], dim=-1)
+            v = k
         else:
             q, k, v = qkv.split([self.heads * D, self.kv_heads * D, self.kv_heads * D], dim=-1)
         if norms is not None and norms.layout == "columns":
             q, k = norms.query(q), norms.key(k)
         if not self.by_head:
             q, k, v = (each.view(*qkv.shape[:-1], -1, D) for each in (q, k, v))
+        if self.value_norm is not None:
+            v = self.value_norm(v)
         if norms is not None and norms.layout == "heads":
             q, k = norms.query(q), norms.key(k)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))

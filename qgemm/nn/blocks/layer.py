@@ -1,7 +1,9 @@
-"""``FusedLayer``: a layer of a transformer, attention and MLP with their norms and residuals, computed together.
+"""``FusedLayer``: a layer of a transformer, its branches with their norms and residuals, computed together.
 
-In a row: ``t = x + n2(attention(n1(x)))``, ``y = t + n4(mlp(n3(t)))``, where any of the norms may be missing. Side by
-side: ``y = x + attention(n1(x)) + mlp(n3(x))``. With the norms behind the residuals: ``t = n2(x + attention(x))``,
+Branches are attention and an MLP, maybe with attention to an encoder between them, or behind them what comes of an
+input that the layer has of its own. In a row:
+``t = x + n2(attention(n1(x)))``, ``y = t + n4(mlp(n3(t)))``, where any of the norms may be missing. Side by side:
+``y = x + attention(n1(x)) + mlp(n3(x))``. With the norms behind the residuals: ``t = n2(x + attention(x))``,
 ``y = n4(t + mlp(t))``. A branch that isn't fused is called as the module that it is.
 
 Another ``forward`` of the instance computes it (``binding.py``). What that doesn't know it leaves to the class's own:
@@ -11,7 +13,7 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -21,9 +23,11 @@ from torch import Tensor, nn
 
 from qgemm.nn.blocks.attention import FusedAttention
 from qgemm.nn.blocks.binding import fused_of
+from qgemm.nn.blocks.cross_attention import STATES, FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
+from qgemm.nn.blocks.layer_input import FusedLayerInput
 from qgemm.nn.blocks.merged import MergedWeights
-from qgemm.nn.blocks.mixture import FusedMixture
+from qgemm.nn.blocks.mixture import FusedMixture, MlpAndMixture
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Operands, read_rows
 from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize, quantize, read
@@ -38,11 +42,13 @@ MAX_SMALL_ROWS = 16
 class CalledBranch:
     """A branch that is called as the module that it is: attention or an MLP that isn't fused.
 
-    ``told``: whether it is called with all that the layer is called with.
+    ``told``: whether it is called with all that the layer is called with, or with what has a name in ``names`` alone.
+    By the same name but for ``names``, where None stands for what it isn't told.
     """
 
     module: nn.Module
     told: bool
+    names: Mapping[str, str | None] = field(default_factory=dict)
     products: tuple[MergedWeights, ...] = ()
 
     def __call__(
@@ -54,24 +60,46 @@ class CalledBranch:
         context: Mapping[str, Any],
     ) -> Tensor:
         """The module's output for ``x [B, S, K]``, plus ``residual``."""
-        out = self.module(x, **context) if self.told else self.module(x)
+        names = (name for name in context if self.told or name in self.names)
+        told: dict[Any, Any] = {self.names.get(name, name): context[name] for name in names}
+        told.pop(None, None)
+        out = self.module(x, **told)
         whole: Tensor = (out[0] if isinstance(out, tuple) else out).view_as(x)
         return whole if residual is None else residual + whole
 
 
-Branch = FusedAttention | FusedLatentAttention | FusedMlp | FusedMixture | CalledBranch
-AllOperands = tuple[tuple[Operands, ...], tuple[Operands, ...]]
+Branch = (
+    FusedAttention
+    | FusedLatentAttention
+    | FusedCrossAttention
+    | FusedMlp
+    | FusedMixture
+    | MlpAndMixture
+    | FusedLayerInput
+    | CalledBranch
+)
+AllOperands = Sequence[tuple[Operands, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A branch of a layer, ``norm`` ahead of it, and ``out_norm`` behind it."""
+
+    branch: Branch
+    norm: NormStep | None = None
+    out_norm: NormStep | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class FusedLayer:
     """How a layer computes.
 
-    - ``form``: how its branches and norms follow one another; see above. ``"alone"``: an MLP by itself, such as a
-      shared expert; then there is no ``attention``.
-    - ``attention_norm``, ``mlp_norm``: ahead of a branch; ``attention_out_norm``, ``mlp_out_norm``: behind it.
+    - ``form``: how ``steps`` and their norms follow one another; see above. ``"alone"``: an MLP by itself, such as a
+      shared expert.
     - ``multiplier``: of each branch ahead of the residual; ``residual_first``: whether, side by side, the branches are
       added to the residual one by one, or to one another first.
+    - ``scale``: the module that has a factor of the layer's output, and its name there; or None.
+    - ``crosses``: whether a branch is attention to an encoder.
     - ``defaults``: the arguments of ``forward`` after the first, by name and in order.
     - ``passed_over``: modules that are not called, with the name and holder of each, so that a replaced one is seen;
       ``called``: those that are called, likewise.
@@ -79,14 +107,11 @@ class FusedLayer:
     """
 
     form: Form
-    attention: Branch | None
-    mlp: Branch
-    attention_norm: NormStep | None = None
-    attention_out_norm: NormStep | None = None
-    mlp_norm: NormStep | None = None
-    mlp_out_norm: NormStep | None = None
+    steps: tuple[Step, ...]
     multiplier: float = 1.0
     residual_first: bool = True
+    scale: tuple[nn.Module, str] | None = None
+    crosses: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     passed_over: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
     called: tuple[tuple[nn.Module, str, nn.Module], ...] = ()
@@ -100,13 +125,15 @@ class FusedLayer:
             return None
         if torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu") or context.get("output_attentions"):
             return None
-        if context.get("encoder_hidden_states") is not None:
+        if (context.get(STATES) is not None) != self.crosses:
             return None
-        if isinstance(self.attention, FusedAttention | FusedLatentAttention) and (
-            vars(self.attention.module.config).get("_output_attentions")
-            or hasattr(context.get(self.attention.cache_name), "self_attention_cache")
-        ):
-            return None
+        attention = self.steps[0].branch
+        if isinstance(attention, FusedAttention | FusedLatentAttention):
+            cache = context.get(attention.cache_name)
+            if vars(attention.module.config).get("_output_attentions"):
+                return None
+            if cache is not None and hasattr(cache, "cross_attention_cache") != self.crosses:
+                return None
         for holder, name, module in self.passed_over:
             if holder._modules.get(name) is not module:
                 return None
@@ -126,8 +153,8 @@ class FusedLayer:
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
-        """What both branches multiply with."""
-        return (*(() if self.attention is None else self.attention.products), *self.mlp.products)
+        """What all branches multiply with."""
+        return tuple([product for step in self.steps for product in step.branch.products])
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -140,9 +167,12 @@ class FusedLayer:
             product.separate()
 
     def operands(self) -> AllOperands | None:
-        """Those of both branches' products; None if one has none now."""
-        attention, mlp = _operands(self.attention), _operands(self.mlp)
-        return None if attention is None or mlp is None else (attention, mlp)
+        """Those of each branch's products; None if one has none now."""
+        found = [tuple([product.operands() for product in step.branch.products]) for step in self.steps]
+        for own in found:
+            if None in own:
+                return None
+        return found  # type: ignore[return-value]
 
     def __call__(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
         """The layer's output for ``x [B, S, K]``."""
@@ -152,52 +182,46 @@ class FusedLayer:
             return self._side_by_side(x, operands, context)
         if self.form == "norms last":
             return self._norms_last(x, operands, context)
-        return self.mlp(x, operands[1], None, x.dtype, context)
+        return self.steps[0].branch(x, operands[0], None, x.dtype, context)
 
     def _in_a_row(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
-        assert self.attention is not None
-        first, second = operands
         dtype, is_plain = x.dtype, self.multiplier == 1.0
-        into: Any = read(x, self.attention_norm, first)
         # Of few rows, the product adds the residual; of many, that goes with the norm.
         is_small = x.numel() <= MAX_SMALL_ROWS * x.shape[-1]
-        if is_plain and self.attention_out_norm is None and is_small:
-            x = self.attention(into, first, x, dtype, context)
-            into = read(x, self.mlp_norm, second)
-        else:
-            out = self.attention(into, first, None, dtype, context)
+        reads = [() if isinstance(each.branch, MlpAndMixture) else operands[i] for i, each in enumerate(self.steps)]
+        into: Any = read(x, self.steps[0].norm, reads[0])
+        last = len(self.steps) - 1
+        for i, step in enumerate(self.steps):
+            if is_plain and step.out_norm is None and (is_small or i == last):
+                x = step.branch(into, operands[i], x, dtype, context)
+                into = x if i == last else read(x, self.steps[i + 1].norm, reads[i + 1])
+                continue
+            out = step.branch(into, operands[i], None, dtype, context)
             out = out if is_plain else out * self.multiplier
-            x, into = add_and_read(out, x, self.attention_out_norm, self.mlp_norm, second)
-        if is_plain and self.mlp_out_norm is None:
-            return self.mlp(into, second, x, dtype, context)
-        out = self.mlp(into, second, None, dtype, context)
-        return add(out if is_plain else out * self.multiplier, x, self.mlp_out_norm)
+            if i == last:
+                x = add(out, x, step.out_norm)
+            else:
+                x, into = add_and_read(out, x, step.out_norm, self.steps[i + 1].norm, reads[i + 1])
+        return x if self.scale is None else x * getattr(*self.scale)
 
     def _side_by_side(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
-        assert self.attention is not None
+        attention, mlp = self.steps
         first, second = operands
-        shares = self.mlp_norm is None
+        shares = mlp.norm is None
         # Rows only where both branches read them, of one dtype.
         in_rows = read_rows(first) and (not shares or (read_rows(second) and first[0].dtype == second[0].dtype))
-        into: Any = read(x, self.attention_norm, first if in_rows else ())
+        into: Any = read(x, attention.norm, first if in_rows else ())
         if shares and in_rows and isinstance(into, Tensor):
             into = quantize(into, first[0])
-        other: Any = into if shares else read(x, self.mlp_norm, second)
-        out = self.attention(into, first, x if self.residual_first else None, x.dtype, context)
-        out = self.mlp(other, second, out, x.dtype, context)
+        other: Any = into if shares else read(x, mlp.norm, second)
+        out = attention.branch(into, first, x if self.residual_first else None, x.dtype, context)
+        out = mlp.branch(other, second, out, x.dtype, context)
         return out if self.residual_first else out + x
 
     def _norms_last(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
-        assert self.attention is not None
-        x = normalize(self.attention(x, operands[0], x, x.dtype, context), self.attention_out_norm)
-        return normalize(self.mlp(x, operands[1], x, x.dtype, context), self.mlp_out_norm)
-
-
-def _operands(branch: Branch | None) -> tuple[Operands, ...] | None:
-    if branch is None:
-        return ()
-    found = tuple([product.operands() for product in branch.products])
-    return None if None in found else found  # type: ignore[return-value]
+        for step, own in zip(self.steps, operands, strict=True):
+            x = normalize(step.branch(x, own, x, x.dtype, context), step.out_norm)
+        return x
 
 
 def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

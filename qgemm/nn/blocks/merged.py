@@ -98,13 +98,21 @@ class MergedWeights:
         """One tensor for the parameters called ``name``, which become its rows; they stay the same objects."""
         parameters: list[Any] = [layer._parameters.get(name) for layer in self.layers]
         first: Tensor | None = parameters[0]
-        if first is None or len(parameters) == 1:
+        given = [parameter for parameter in parameters if parameter is not None]
+        if not given or len(parameters) == 1:
             return first
+        # A bias that some layers haven't is 0 for them.
+        given_or_not = zip(self.layers, parameters, strict=True)
+        sizes = [layer.out_features if parameter is None else parameter.shape[0] for layer, parameter in given_or_not]
+        parts = [
+            given[0].new_zeros(size) if parameter is None else parameter.detach()
+            for parameter, size in zip(parameters, sizes, strict=True)
+        ]
         # A parameter, by which a compiler knows that its address stays.
-        whole = frozen(torch.cat([parameter.detach() for parameter in parameters]))
-        rows = whole.detach().split([parameter.shape[0] for parameter in parameters])
-        for parameter, own in zip(parameters, rows, strict=True):
-            parameter.data = own
+        whole = frozen(torch.cat(parts))
+        for parameter, own in zip(parameters, whole.detach().split(sizes), strict=True):
+            if parameter is not None:
+                parameter.data = own
         return whole
 
     def _find_places(self) -> tuple[_Placed, ...]:
@@ -141,6 +149,7 @@ class MergedWeights:
             kinds = {
                 None if (p := layer._parameters.get(name)) is None else (p.device, p.dtype) for layer in self.layers
             }
+            kinds -= {None} if name == "bias" else set()
             if len(kinds) > 1 or any(kind is not None and kind[0].type == "meta" for kind in kinds):
                 return False
         return not _differing(self.layers)
@@ -179,8 +188,6 @@ def why_apart(layers: Sequence[nn.Module]) -> str:
             return f"{_name(first)} has {first.in_features} inputs, {_name(other)} {other.in_features}"
         if other.scheme != first.scheme:
             return f"{_name(first)} is {first.scheme.name}, {_name(other)} {other.scheme.name}"
-        if (other.bias is None) != (first.bias is None):
-            return f"of {_name(first)} and {_name(other)}, one has a bias"
     if name := _differing(linear):
         return f"{name} of {_name(first)} differs from its siblings'"
     return ""

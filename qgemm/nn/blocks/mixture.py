@@ -1,5 +1,7 @@
 """``FusedMixture``: a mixture of experts with its router, in few kernels, and none that waits for the device.
 
+``MlpAndMixture``: one beside an MLP.
+
 ``y = residual + (experts(x) + shared(x))``: the router's product, one kernel that chooses experts and weighs them, and
 the experts' own, of which the last adds what comes after.
 """
@@ -16,7 +18,9 @@ from torch.nn import functional as F
 
 from qgemm.kernels import Routing
 from qgemm.nn.blocks.merged import MergedWeights
+from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Operands
+from qgemm.nn.blocks.steps import NormStep, add, read
 from qgemm.nn.experts import QuantExperts
 from qgemm.ops.router import route
 
@@ -103,4 +107,47 @@ class FusedMixture:
         if self.shared_gate is not None:
             shared = F.sigmoid(self.shared_gate(rows)) * shared
         out: Tensor = self.experts(rows, index, weights, shared).view(x.shape)
+        return out if residual is None else residual + out
+
+
+@dataclass(frozen=True, eq=False)
+class MlpAndMixture:
+    """An MLP and a mixture that read one residual, each through norms of its own: Gemma 4's.
+
+    ``mlp_out_norm(mlp(mlp_norm(x))) + out_norm(experts(norm(x)))``, where the router reads ``x`` itself.
+    """
+
+    mlp: FusedMlp
+    mlp_norm: NormStep
+    mlp_out_norm: NormStep
+    router: RouterStep
+    experts: QuantExperts
+    norm: NormStep
+    out_norm: NormStep
+
+    @property
+    def products(self) -> tuple[MergedWeights, ...]:
+        """What it multiplies with."""
+        return self.mlp.products
+
+    @property
+    def called(self) -> tuple[nn.Module, ...]:
+        """What is called as the module that it is."""
+        return (self.router.module,)
+
+    def __call__(
+        self,
+        x: Tensor,
+        operands: tuple[Operands, ...],
+        residual: Tensor | None,
+        dtype: torch.dtype,
+        context: Mapping[str, Any],
+    ) -> Tensor:
+        """Both for ``x [..., H]``, plus ``residual``."""
+        rows = x.reshape(-1, x.shape[-1])
+        of_mlp: Any = self.mlp(read(x, self.mlp_norm, operands), operands, None, dtype, context)
+        of_mlp = read(of_mlp, self.mlp_out_norm, ())
+        weights, index = self.router(rows)
+        of_experts: Tensor = self.experts(read(rows, self.norm, ()), index, weights)
+        out = add(of_experts.view(x.shape), of_mlp, self.out_norm)
         return out if residual is None else residual + out

@@ -158,7 +158,6 @@ def _hooked() -> QuantLinear:
     [
         (lambda: nn.Linear(64, 32), "of class Linear, not QuantLinear"),
         (lambda: QuantLinear.from_linear(nn.Linear(32, 32)), "has 64 inputs, a layer 32"),
-        (lambda: QuantLinear.from_linear(nn.Linear(64, 32, bias=False)), "one has a bias"),
         (lambda: _static(0.1), "is int8, a layer int8-static"),
         (_hooked, "has hooks"),
     ],
@@ -166,6 +165,21 @@ def _hooked() -> QuantLinear:
 def test_what_cant_be_merged(other: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         MergedWeights([QuantLinear.from_linear(nn.Linear(64, 32)), other()])
+
+
+def test_a_bias_that_some_layers_have() -> None:
+    layers = [QuantLinear.from_linear(nn.Linear(64, 32, bias=bias)) for bias in (False, True, False)]
+    x = torch.randn(3, 64)
+    expected = torch.cat([layer(x) for layer in layers], dim=-1)
+    merged = MergedWeights(layers)
+    assert torch.equal(compute(merged, x), expected)
+    assert [layer.bias is None for layer in layers] == [True, False, True]
+    with torch.no_grad():
+        layers[1].get_parameter("bias").add_(1)
+    assert torch.equal(compute(merged, x), torch.cat([layer(x) for layer in layers], dim=-1))
+    assert not torch.equal(compute(merged, x), expected)
+    merged.separate()
+    assert torch.equal(torch.cat([layer(x) for layer in layers], dim=-1)[:, :32], expected[:, :32])
 
 
 def test_static_scales_must_be_equal() -> None:

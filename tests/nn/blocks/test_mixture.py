@@ -58,7 +58,7 @@ SHARED = ["quant_linear", "activation_quantize", "multiply", "mm", "sigmoid", "m
 )
 def test_a_mixture_is_three_operators(family: str, expected: list[str]) -> None:
     model, layer = fused(family)
-    mixture: Any = fused_of(layer).mlp  # type: ignore[union-attr]
+    mixture: Any = fused_of(layer).steps[1].branch
     assert isinstance(mixture, FusedMixture)
     x, residual = torch.randn(2, 1, 2, model.config.hidden_size)
     assert operators(mixture, x, (), residual, x.dtype, {}) == expected

@@ -1,0 +1,263 @@
+"""How an attention module computes, by its children, their names and its code."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from qgemm.fusion.branches import NotFused, code_of, merge
+from qgemm.fusion.probe import find_norm, find_rotation
+from qgemm.fusion.verify import MAX_ERROR, Call, error_of_attention
+from qgemm.kernels.norms import Norm
+from qgemm.nn.blocks.attention import SHARED_STATES, FusedAttention, HeadNorms, Rotation, SharedStates
+from qgemm.nn.blocks.cross_attention import FusedCrossAttention
+from qgemm.nn.blocks.latent_attention import FusedLatentAttention
+from qgemm.nn.blocks.steps import NormStep
+
+# Queries, keys and values; one layer that has them all.
+_QUERY_KEY_VALUE = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("qkv_proj",),
+    ("c_attn",),
+    ("query_key_value",),
+    ("q_proj", "k_proj"),  # values are the keys
+    ("q_proj",),  # keys and values are another layer's
+)
+_BY_HEAD = ("query_key_value",)
+OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin")
+_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
+_VALUE_NORM = "v_norm"
+_ROTATE = "apply_rotary_pos_emb"
+_HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """``(q, k, cos, sin) -> (q, k)`` of a function that turns one of them at a time."""
+
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, ``[B, H, S, D]``."""
+        return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+
+
+def find_attention(
+    attention: Any, out: nn.Module | None, defaults: Mapping[str, Any], call: Call, untold: Collection[str]
+) -> FusedAttention | FusedLatentAttention:
+    """How ``attention`` computes, whose last layer is ``out``, in a layer of which there was a ``call``.
+
+    ``defaults``: the arguments of the layer's ``forward``; ``untold``: those that aren't for its attention.
+    """
+    if out is None:
+        raise NotFused(f"the projections of {type(attention).__name__} are unknown")
+    if "kv_a_proj_with_mqa" in attention._modules:
+        return _latent_attention(attention, out, defaults, call)
+    names = next((names for names in _QUERY_KEY_VALUE if all(map(attention._modules.get, names))), None)
+    if names is None:
+        raise NotFused(f"the projections of {type(attention).__name__} are unknown")
+    functions, eager, scaling, head_dim = _told(attention)
+    cache_name = next((name for name in ("past_key_values", "layer_past") if name in defaults), "past_key_values")
+    told, constants = {}, constants_of(attention)
+    if "sliding_window" in constants:
+        told["sliding_window"] = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+    if "softcap" in constants:
+        told["softcap"] = attention.attn_logit_softcapping
+    # The attention function is told 1.0.
+    scales_queries = any(type(constant) is float and constant == 1.0 for constant in constants)
+    last = merge([out])
+    qkv = merge([attention._modules[name] for name in names])
+    if names[0].endswith(("qkv_proj", "c_attn", "query_key_value")):
+        heads = attention.config.num_attention_heads
+        kv_heads = getattr(attention.config, "num_key_value_heads", None) or heads
+    else:
+        heads, kv_heads, *_ = (*(layer.out_features // head_dim for layer in qkv.layers), 0)
+    rotate = _rotate(attention)
+    columns = getattr(attention, "rotary_ndims", None)
+    norms = _head_norms(attention, head_dim)
+    values, value_norm = _values(attention, len(names) == 2, norms, head_dim)
+    fused = FusedAttention(
+        attention,
+        qkv,
+        last,
+        heads,
+        kv_heads,
+        head_dim,
+        norms,
+        rotate,
+        columns,
+        _rotation(rotate, columns, call),
+        functions,
+        eager,
+        1.0 if scales_queries else scaling,
+        told,
+        sinks="s_aux" in constants,
+        query_scaling=scaling if scales_queries else 1.0,
+        by_head=names == _BY_HEAD,
+        values=values,
+        value_norm=value_norm,
+        shared=_shared(attention),
+        untold=tuple(untold),
+        cache_name=cache_name,
+    )
+    if out not in attention._modules.values():
+        return fused  # it is more than its module, and the layer shows whether it is right
+    candidates = [fused, replace(fused, rotate=None, rotation=None)]
+    if fused.norms is not None:
+        candidates.append(replace(fused, norms=replace(fused.norms, layout="rotated")))
+    found: FusedAttention = _nearest(candidates, call, defaults)
+    return found
+
+
+def find_cross_attention(
+    attention: Any, out: nn.Module | None, names: Mapping[str, str | None], defaults: Mapping[str, Any], call: Call
+) -> FusedCrossAttention:
+    """How ``attention`` to an encoder computes. ``names``: what arguments of the layer are called there."""
+    if out is None or not all(map(attention._modules.get, _QUERY_KEY_VALUE[0])):
+        raise NotFused(f"the projections of {type(attention).__name__} are unknown")
+    functions, eager, scaling, head_dim = _told(attention)
+    scales_queries = any(type(each) is float and each == 1.0 for each in constants_of(attention))
+    query, key, value = (attention._modules[name] for name in _QUERY_KEY_VALUE[0])
+    fused = FusedCrossAttention(
+        attention,
+        merge([query]),
+        merge([key, value]),
+        merge([out]),
+        head_dim,
+        functions,
+        eager,
+        1.0 if scales_queries else scaling,
+        scaling if scales_queries else 1.0,
+        names,
+    )
+    found: FusedCrossAttention = _nearest([fused], call, defaults)
+    return found
+
+
+def constants_of(module: nn.Module) -> list[Any]:
+    """What is passed in calls that the module's ``forward`` makes, and by which names, among others."""
+    found: list[Any] = []
+    for constant in code_of(module).co_consts:
+        found += constant if isinstance(constant, tuple) else [constant]
+    return found
+
+
+def _told(attention: Any) -> tuple[Any, Any, float, int]:
+    """transformers' attention functions by name, the module's own, what scores are multiplied by, and the heads' size.
+
+    Raises ``NotFused`` for a module that doesn't call them.
+    """
+    module = sys.modules[type(attention).__module__]
+    functions, eager = (getattr(module, name, None) for name in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"))
+    scaling = getattr(attention, "scaling", getattr(attention, "scale", None))
+    head_dim = next((getattr(attention, name) for name in _HEAD_DIM if hasattr(attention, name)), None)
+    if functions is None or eager is None or not isinstance(scaling, float) or head_dim is None:
+        raise NotFused(f"{type(attention).__name__} doesn't call an attention function of transformers")
+    return functions, eager, scaling, head_dim
+
+
+def _rotate(attention: nn.Module) -> Any:
+    """The function ``(q, k, cos, sin) -> (q, k)`` that the module calls, or None."""
+    called = {name for name in code_of(attention).co_names if "rotary" in name and name.startswith("apply")}
+    if called - {_ROTATE}:
+        raise NotFused(f"{type(attention).__name__} rotates by {min(called - {_ROTATE})}, which is unknown")
+    if not called:
+        return None
+    function: Any = getattr(sys.modules[type(attention).__module__], _ROTATE)
+    # Whose second argument is the keys, or cosines already.
+    return OneByOne(function) if list(inspect.signature(function).parameters)[1] == "cos" else function
+
+
+def _values(
+    attention: nn.Module, of_keys: bool, norms: HeadNorms | None, head_dim: int
+) -> tuple[str, nn.Module | None]:
+    """Where values come from, as ``FusedAttention.values``, and the module of their norm."""
+    norm = attention._modules.get(_VALUE_NORM)
+    if norm is None:
+        if of_keys:
+            raise NotFused(f"the projections of {type(attention).__name__} are unknown")
+        return "plain", None
+    found, other = find_norm(norm, head_dim), None if norms is None else norms.norm
+    if norm._parameters or found is None or (other is not None and (found.eps, found.is_layer) != _kind(other)):
+        raise NotFused(f"the norm of values of {type(attention).__name__} is unknown")
+    return "of keys" if of_keys else "normalized", norm
+
+
+def _kind(norm: Norm) -> tuple[float, bool]:
+    return norm.eps, norm.is_layer
+
+
+def _shared(attention: Any) -> SharedStates | None:
+    """What the module has in common with others, as its attributes say."""
+    if SHARED_STATES not in inspect.signature(type(attention).forward).parameters:
+        return None
+    takes, stores = (getattr(attention, name, False) for name in ("is_kv_shared_layer", "store_full_length_kv"))
+    return SharedStates(attention.layer_type, stores) if takes or stores else None
+
+
+def _nearest(candidates: Sequence[Any], call: Call, defaults: Mapping[str, Any]) -> Any:
+    """The one of ``candidates`` that is nearest to its module, which several may compute but for roundings."""
+    best, least = candidates[0], float("inf")
+    for candidate in candidates:
+        error = error_of_attention(candidate, call, defaults)
+        if error < least:
+            best, least = candidate, error
+        if error == 0:
+            break
+    if least > MAX_ERROR:
+        for products in best.products:
+            products.separate()
+        raise NotFused(f"{type(best.module).__name__} computes something else than its names say")
+    return best
+
+
+def _latent_attention(attention: Any, out: nn.Module, defaults: Mapping[str, Any], call: Call) -> FusedLatentAttention:
+    module = sys.modules[type(attention).__module__]
+    functions, eager = (getattr(module, name, None) for name in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"))
+    if functions is None or eager is None or not hasattr(attention, "expand_kv"):
+        raise NotFused(f"{type(attention).__name__} keeps its latents in an unknown way")
+    is_latent = attention._modules.get("q_a_proj") is not None
+    rotations = {name for name in code_of(attention).co_names if name.startswith(_ROTATE)}
+    fused = FusedLatentAttention(
+        attention,
+        merge([attention.q_a_proj if is_latent else attention.q_proj, attention.kv_a_proj_with_mqa]),
+        merge([out]),
+        NormStep(attention.q_a_layernorm, find_norm(attention.q_a_layernorm)) if is_latent else None,
+        merge([attention.q_b_proj]) if is_latent else None,
+        lambda *_: (),  # type: ignore[arg-type, return-value]
+        functions,
+        eager,
+    )
+    candidates = [replace(fused, rotate=getattr(module, name)) for name in sorted(rotations)]
+    found: FusedLatentAttention = _nearest(candidates or [fused], call, defaults)
+    return found
+
+
+def _rotation(rotate: Any, columns: int | None, call: Call) -> Rotation | None:
+    positions = call.others.get("position_embeddings")
+    if rotate is None or not isinstance(positions, tuple) or len(positions) != 2:
+        return None
+    return find_rotation(rotate, *positions, columns, call.x.dtype)
+
+
+def _head_norms(attention: nn.Module, head_dim: int) -> HeadNorms | None:
+    for names in _HEAD_NORMS:
+        query, key = (attention._modules.get(name) for name in names)
+        if query is None or isinstance(query, nn.Identity) or (key is None and not hasattr(attention, names[0])):
+            continue
+        key = query if key is None else key  # of no keys
+        weight = query._parameters.get("weight")
+        if weight is None:
+            return HeadNorms(query, key, None, "transposed")
+        is_whole = weight.dim() == 1 and weight.shape[0] > head_dim
+        norms = [find_norm(module) for module in (query, key)]
+        norm = norms[0] if norms[0] == norms[1] else None
+        return HeadNorms(query, key, norm, "columns" if is_whole else "heads")
+    return None

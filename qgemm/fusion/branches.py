@@ -1,0 +1,139 @@
+"""The branches of a layer that aren't attention: MLPs, mixtures of experts, and what comes of a layer's own input."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_router
+from qgemm.fusion.verify import Call, computes_mixture
+from qgemm.nn.blocks.layer_input import FusedLayerInput
+from qgemm.nn.blocks.merged import MergedWeights, why_apart
+from qgemm.nn.blocks.mixture import FusedMixture, MlpAndMixture
+from qgemm.nn.blocks.mlp import FusedMlp
+from qgemm.nn.blocks.steps import NormStep
+from qgemm.nn.experts import QuantExperts
+
+# The layers of an MLP before its activation, the one after, and whether it is gated.
+MLP_LAYERS = (
+    (("gate_proj", "up_proj"), "down_proj", True),
+    (("gate_up_proj",), "down_proj", True),
+    (("wi_0", "wi_1"), "wo", True),
+    (("up_proj",), "down_proj", False),
+    (("fc1",), "fc2", False),
+    (("c_fc",), "c_proj", False),
+    (("dense_h_to_4h",), "dense_4h_to_h", False),
+    (("wi",), "wo", False),
+    (("lin1",), "lin2", False),
+    (("w1", "w3"), "w2", True),
+)
+ACTIVATION = ("act_fn", "activation_fn", "act", "activation")
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+# Of a mixture, besides its experts.
+_ROUTER = ("gate", "router")
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+_SHARED_GATE = "shared_expert_gate"
+# Of a layer whose mixture is beside its MLP: norms ahead of the experts, and behind both.
+BESIDE = ("router", "experts")
+BESIDE_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
+# Of a layer with an input of its own.
+LAYER_INPUT = ("per_layer_input_gate", "per_layer_projection")
+LAYER_INPUT_NORM = "post_per_layer_input_norm"
+
+
+class NotFused(Exception):
+    """Why a branch isn't fused."""
+
+
+def find_mlp(layer: nn.Module, mlp: str, layers: tuple[tuple[str, ...], str, bool], activation: str) -> FusedMlp:
+    """The MLP that the child ``mlp`` of ``layer`` is, or the layer itself.
+
+    ``activation``: its dotted name; that of the MLP where it is a function in its code.
+    """
+    names, last, gated = layers
+    first, down = ([layer.get_submodule(dotted(mlp, each)) for each in own] for own in (names, (last,)))
+    if reason := why_apart(down):
+        raise NotFused(reason)
+    act = _activation(layer, activation) if activation else _function(layer.get_submodule(mlp))
+    return FusedMlp(merge(first), merge(down), act, find_activation(act), gated)
+
+
+def find_layer_input(layer: nn.Module) -> FusedLayerInput:
+    """What ``layer`` makes of the input that it has of its own."""
+    gate, projection = (layer.get_submodule(name) for name in LAYER_INPUT)
+    if reason := why_apart([gate]) or why_apart([projection]):
+        raise NotFused(reason)
+    act = _activation(layer, child_of(layer, ACTIVATION))
+    return FusedLayerInput(merge([gate]), merge([projection]), act, find_activation(act))
+
+
+def find_mixture(module: nn.Module, call: Call) -> FusedMixture:
+    """The mixture that ``module`` is, in a layer of which there was a ``call``."""
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    router, shared, experts = child_of(module, _ROUTER), child_of(module, _SHARED), children.get("experts")
+    others = set(children) - {router, shared, _SHARED_GATE, "experts"}
+    buffers = set(module._buffers) - {*CHOICE_BIAS}  # MiniMax-M2's router is called with it
+    if type(experts) is not QuantExperts or not router or others or module._parameters or buffers:
+        raise NotFused(f"{type(module).__name__} is called as it is")
+    step, gate = find_router(children[router], module), children.get(_SHARED_GATE)
+    fused = FusedMixture(module, step, experts, children.get(shared), gate)
+    if not computes_mixture(fused, call):
+        raise NotFused(f"{type(module).__name__} computes something else than its names say")
+    return fused
+
+
+def find_mlp_and_mixture(
+    layer: nn.Module, mlp: FusedMlp, norms: tuple[str, str], steps: Mapping[str, NormStep]
+) -> MlpAndMixture:
+    """``mlp`` and the mixture beside it in ``layer``. ``norms``: those ahead of and behind the MLP by itself."""
+    router, experts = (layer.get_submodule(name) for name in BESIDE)
+    if type(experts) is not QuantExperts:
+        raise NotFused(f"its experts are of class {type(experts).__name__}, not QuantExperts")
+    before, after_mlp, after = (steps[name] for name in BESIDE_NORMS)
+    return MlpAndMixture(mlp, steps[norms[0]], after_mlp, find_router(router, layer), experts, before, after)
+
+
+def dotted(*names: str) -> str:
+    """The path of the names that aren't empty."""
+    return ".".join(name for name in names if name)
+
+
+def child_of(module: nn.Module, names: Sequence[str]) -> str:
+    """Which of ``names`` is a child of ``module``; empty if none is."""
+    return next((name for name in names if module._modules.get(name) is not None), "")
+
+
+def merge(layers: Sequence[Any]) -> MergedWeights:
+    """``layers`` in one product."""
+    if reason := why_apart(layers):
+        raise NotFused(reason)
+    merged = layers[0].merged
+    if isinstance(merged, MergedWeights) and merged.layers == tuple(layers):
+        return merged
+    return MergedWeights(layers)
+
+
+def _activation(layer: nn.Module, path: str) -> Callable[[Tensor], Tensor]:
+    holder, _, name = path.rpartition(".")
+    activation = getattr(layer.get_submodule(holder), name, None) if name else None
+    if activation is None:
+        raise NotFused("its activation is unknown")
+    return activation  # type: ignore[no-any-return]
+
+
+def _function(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
+    called = [function for name, function in _FUNCTIONS.items() if name in code_of(mlp).co_names]
+    if len(called) != 1:
+        raise NotFused("its activation is unknown")
+    return called[0]
+
+
+def code_of(module: nn.Module) -> CodeType:
+    """That of its ``forward``."""
+    code: CodeType = inspect.unwrap(type(module).forward).__code__
+    return code

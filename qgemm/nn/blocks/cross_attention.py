@@ -1,0 +1,79 @@
+"""``FusedCrossAttention``: attention of a decoder to its encoder's output, whose keys and values are one product.
+
+They are computed once for all tokens, and then are in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.nn.blocks.merged import MergedWeights
+from qgemm.nn.blocks.operands import Input, Operands
+
+STATES = "encoder_hidden_states"
+"""What the encoder's output is called among a layer's arguments."""
+
+
+@dataclass(frozen=True, eq=False)
+class FusedCrossAttention:
+    """How a module of attention to an encoder computes.
+
+    - ``module``: the module; ``query``, ``key_value``, ``out``: its projections.
+    - ``head_dim``, ``functions``, ``eager``, ``scaling``, ``query_scaling``: as ``FusedAttention`` has them.
+    - ``names``: what arguments of the layer are called in a call of the module; None for those that it isn't told.
+    """
+
+    module: Any
+    query: MergedWeights
+    key_value: MergedWeights
+    out: MergedWeights
+    head_dim: int
+    functions: Any
+    eager: Callable[..., Any]
+    scaling: float
+    query_scaling: float
+    names: Mapping[str, str | None]
+
+    @property
+    def products(self) -> tuple[MergedWeights, ...]:
+        """What it multiplies with."""
+        return (self.query, self.key_value, self.out)
+
+    def __call__(
+        self,
+        x: Input,
+        operands: tuple[Operands, ...],
+        residual: Tensor | None,
+        dtype: torch.dtype,
+        context: Mapping[str, Any],
+    ) -> Tensor:
+        """The output of the module for ``x [B, S, K]``, plus ``residual``, in ``dtype``; see ``FusedAttention``."""
+        into, of_states, out_of = operands
+        others: dict[Any, Any] = {self.names.get(name, name): value for name, value in context.items()}
+        others.pop(None, None)
+        states, mask = others.pop("key_value_states"), others.pop("attention_mask", None)
+        cache = others.pop("past_key_values", None)
+        q = into.product(x, dtype)
+        shape = q.shape[:-1]
+        q = self._by_head(q if self.query_scaling == 1.0 else q * self.query_scaling)
+        layer = self.module.layer_idx
+        if cache is not None and cache.is_updated.get(layer):
+            kept = cache.cross_attention_cache.layers[layer]
+            k, v = kept.keys, kept.values
+        else:
+            k, v = map(self._by_head, of_states.product(states, dtype).chunk(2, dim=-1))
+            if cache is not None:
+                k, v = cache.cross_attention_cache.update(k, v, layer)
+                cache.is_updated[layer] = True
+        attend = self.functions.get_interface(self.module.config._attn_implementation, self.eager)
+        out, _ = attend(self.module, q, k, v, mask, dropout=0.0, scaling=self.scaling, **others)
+        return out_of.product(out.reshape(*shape, -1), dtype, residual)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim))
+        return heads.transpose(1, 2)

@@ -1,0 +1,46 @@
+"""``FusedLayerInput``: ``projection(act(gate(x)) * own)``, of an input that a layer has of its own, as in Gemma 4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.nn.blocks.merged import MergedWeights
+from qgemm.nn.blocks.operands import Input, Operands
+from qgemm.ops.rows import activate
+
+LAYER_INPUT = "per_layer_input"
+"""What it is called among the layer's arguments."""
+
+
+@dataclass(frozen=True, eq=False)
+class FusedLayerInput:
+    """``gate``, ``projection``: its layers; ``activation``, ``activation_name``: as ``FusedMlp`` has them."""
+
+    gate: MergedWeights
+    projection: MergedWeights
+    activation: Callable[[Tensor], Tensor]
+    activation_name: str
+
+    @property
+    def products(self) -> tuple[MergedWeights, ...]:
+        """What it multiplies with."""
+        return (self.gate, self.projection)
+
+    def __call__(
+        self,
+        x: Input,
+        operands: tuple[Operands, ...],
+        residual: Tensor | None,
+        dtype: torch.dtype,
+        context: Mapping[str, Any],
+    ) -> Tensor:
+        """The sum's part for ``x [..., K]``, plus ``residual``, in ``dtype``."""
+        into, out_of = operands
+        h = into.product(x, dtype)
+        h = activate(h, self.activation_name, False) if self.activation_name else self.activation(h)
+        return out_of.product(h * context[LAYER_INPUT], dtype, residual)
