@@ -8,13 +8,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from qgemm.fusion.branches import NotFused, code_of, merge
 from qgemm.fusion.probe import find_norm, find_rotation
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of_attention
 from qgemm.kernels.norms import Norm
-from qgemm.nn.blocks.attention import SHARED_STATES, FusedAttention, HeadNorms, Rotation, SharedStates
+from qgemm.nn.blocks.attention import (
+    SHARED_STATES,
+    FusedAttention,
+    HeadNorms,
+    Rotation,
+    SharedStates,
+    Temperature,
+)
 from qgemm.nn.blocks.cross_attention import FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.steps import NormStep
@@ -32,9 +40,14 @@ _QUERY_KEY_VALUE = (
 )
 _BY_HEAD = ("query_key_value",)
 OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin")
-_HEAD_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
+_HEAD_NORMS = (
+    ("q_norm", "k_norm"),
+    ("q_layernorm", "k_layernorm"),
+    ("query_layernorm", "key_layernorm"),
+    ("qk_norm", "qk_norm"),
+)
 _VALUE_NORM = "v_norm"
-_ROTATE = "apply_rotary_pos_emb"
+_ROTATE, _ROTATE_COMPLEX = "apply_rotary_pos_emb", "apply_rotary_emb"
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size")
 
 
@@ -47,6 +60,18 @@ class OneByOne:
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Both, ``[B, H, S, D]``."""
         return self.rotate(q, cos, sin), self.rotate(k, cos, sin)
+
+
+@dataclass(frozen=True)
+class ByComplexNumbers:
+    """``(q, k, cos, sin) -> (q, k)`` of a function that multiplies heads ``[B, S, H, D / 2]`` by complex numbers."""
+
+    rotate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, ``[B, H, S, D]``."""
+        q, k = self.rotate(q.transpose(1, 2), k.transpose(1, 2), torch.complex(cos.float(), sin.float()))
+        return q.transpose(1, 2), k.transpose(1, 2)
 
 
 def find_attention(
@@ -104,6 +129,7 @@ def find_attention(
         values=values,
         value_norm=value_norm,
         shared=_shared(attention),
+        temperature=_temperature(attention),
         untold=tuple(untold),
         cache_name=cache_name,
     )
@@ -166,13 +192,26 @@ def _told(attention: Any) -> tuple[Any, Any, float, int]:
 def _rotate(attention: nn.Module) -> Any:
     """The function ``(q, k, cos, sin) -> (q, k)`` that the module calls, or None."""
     called = {name for name in code_of(attention).co_names if "rotary" in name and name.startswith("apply")}
-    if called - {_ROTATE}:
-        raise NotFused(f"{type(attention).__name__} rotates by {min(called - {_ROTATE})}, which is unknown")
+    if unknown := called - {_ROTATE, _ROTATE_COMPLEX}:
+        raise NotFused(f"{type(attention).__name__} rotates by {min(unknown)}, which is unknown")
     if not called:
         return None
-    function: Any = getattr(sys.modules[type(attention).__module__], _ROTATE)
+    (name,) = called
+    function: Any = getattr(sys.modules[type(attention).__module__], name)
+    arguments = list(inspect.signature(function).parameters)
+    if name == _ROTATE_COMPLEX:
+        if arguments[2:] != ["freqs_cis"]:
+            raise NotFused(f"{type(attention).__name__} rotates by {name}, which is unknown")
+        return ByComplexNumbers(function)
     # Whose second argument is the keys, or cosines already.
-    return OneByOne(function) if list(inspect.signature(function).parameters)[1] == "cos" else function
+    return OneByOne(function) if arguments[1] == "cos" else function
+
+
+def _temperature(attention: Any) -> Temperature | None:
+    """What queries are multiplied by in a layer without positions of its own, as its attributes say."""
+    if not getattr(attention, "attn_temperature_tuning", False) or getattr(attention, "use_rope", True):
+        return None
+    return Temperature(attention.floor_scale, attention.attn_scale)
 
 
 def _values(
@@ -242,6 +281,8 @@ def _latent_attention(attention: Any, out: nn.Module, defaults: Mapping[str, Any
 
 def _rotation(rotate: Any, columns: int | None, call: Call) -> Rotation | None:
     positions = call.others.get("position_embeddings")
+    if isinstance(positions, Tensor) and positions.is_complex():
+        positions = positions.real, positions.imag
     if rotate is None or not isinstance(positions, tuple) or len(positions) != 2:
         return None
     return find_rotation(rotate, *positions, columns, call.x.dtype)

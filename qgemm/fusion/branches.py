@@ -17,7 +17,7 @@ from qgemm.nn.blocks.merged import MergedWeights, why_apart
 from qgemm.nn.blocks.mixture import FusedMixture, MlpAndMixture
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep
-from qgemm.nn.experts import QuantExperts
+from qgemm.nn.experts import QuantExperts, QuantSortedExperts
 
 # The layers of an MLP before its activation, the one after, and whether it is gated.
 MLP_LAYERS = (
@@ -78,10 +78,11 @@ def find_mixture(module: nn.Module, call: Call) -> FusedMixture:
     router, shared, experts = child_of(module, _ROUTER), child_of(module, _SHARED), children.get("experts")
     others = set(children) - {router, shared, _SHARED_GATE, "experts"}
     buffers = set(module._buffers) - {*CHOICE_BIAS}  # MiniMax-M2's router is called with it
-    if type(experts) is not QuantExperts or not router or others or module._parameters or buffers:
+    if type(experts) not in (QuantExperts, QuantSortedExperts) or not router or others or module._parameters or buffers:
         raise NotFused(f"{type(module).__name__} is called as it is")
     step, gate = find_router(children[router], module), children.get(_SHARED_GATE)
-    fused = FusedMixture(module, step, experts, children.get(shared), gate)
+    assert isinstance(experts, QuantExperts)
+    fused = FusedMixture(module, step, experts, children.get(shared), gate, isinstance(experts, QuantSortedExperts))
     if not computes_mixture(fused, call):
         raise NotFused(f"{type(module).__name__} computes something else than its names say")
     return fused

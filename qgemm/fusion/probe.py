@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -25,6 +25,7 @@ from qgemm.nn.blocks.attention import Rotation
 from qgemm.nn.blocks.mixture import RouterStep
 
 _ROWS, _VALUES = 16, 4096
+_LARGE = 30.0  # of logits whose sigmoids are 1, so that it shows which of them are compared
 _MAX_UNLIKE = 0.01
 """The fraction of values that may differ: sums in another order do that; a rounding more or less changes a quarter."""
 
@@ -73,25 +74,46 @@ def find_activation(activation: Callable[[Tensor], Tensor]) -> str:
 def find_router(router: nn.Module, mixture: nn.Module) -> RouterStep:
     """What ``router``, part of ``mixture``, does with its logits; without a routing if that isn't known."""
     bias = _choice_bias(router, mixture)
-    called = RouterStep(router, bias=bias, told=bias is not None and bias[0] is mixture)
-    top_k, weight = getattr(router, "top_k", None), router._parameters.get("weight")
-    others = set(router._parameters) - {"weight", "bias"} | set(router._buffers) | set(router._modules)
+    chooser = mixture if type(router) is nn.Linear and hasattr(mixture, "route_tokens_to_experts") else None
+    top_k = next((each.top_k for each in (router, mixture) if hasattr(each, "top_k")), None)
+    linears = [name for name, child in router._modules.items() if type(child) is nn.Linear]
+    linear = linears[0] if len(linears) == 1 and not router._parameters else ""
+    called = RouterStep(
+        router,
+        bias=bias,
+        told=bias is not None and bias[0] is mixture,
+        linear=linear,
+        chooser=chooser,
+        top_k=top_k if isinstance(top_k, int) else 0,
+    )
+    weight = router.get_submodule(linear)._parameters.get("weight")
+    others = set(router._parameters) - {"weight", "bias"} | set(router._buffers) | set(router._modules) - {linear}
     of_bias = () if bias is None else (bias[1], *(name for name, child in router._modules.items() if child is bias[0]))
-    if not isinstance(top_k, int) or weight is None or weight.dim() != 2 or others - set(of_bias):
+    if not called.top_k or weight is None or weight.dim() != 2 or others - set(of_bias):
         return called
-    groups, kept_groups = (int(getattr(router, name, 1)) for name in ("num_group", "topk_group"))
-    scale, floor = float(getattr(router, "routed_scaling_factor", 1.0)), float(getattr(router, "norm_min", 0.0))
     # In bfloat16 it shows what is rounded, in float32 which of two formulas for one value it is.
     calls = [_call_router(called, dtype) for dtype in (torch.bfloat16, torch.float32)]
-    for kind, normalized, rounds, in_float in product(ROUTINGS, (True, False), (False, True), (False, True)):
-        if kind == "softmax_of_top_k" and bias is not None:
-            continue
-        # Models add it to a sum of sigmoids; in MiniMax-M2, which doesn't, none is as low.
-        least = 1e-20 if kind == "sigmoid" and normalized else floor
-        found = Routing(top_k, kind, normalized, not rounds, scale, least, groups, kept_groups)
+    for found, in_float in _routings(router, called.top_k, bias is not None):
         if all(call and call.is_of(found, in_float) for call in calls):
             return replace(called, routing=found, in_float=in_float)
     return called
+
+
+def _routings(router: nn.Module, top_k: int, is_biased: bool) -> Iterator[tuple[Routing, bool]]:
+    """What ``router`` may do, and whether with a product in float32."""
+    groups, kept_groups = (int(getattr(router, name, 1)) for name in ("num_group", "topk_group"))
+    scale, floor = float(getattr(router, "routed_scaling_factor", 1.0)), float(getattr(router, "norm_min", 0.0))
+    for kind, normalized, rounds, in_float in product(ROUTINGS, (True, False), (False, True), (False, True)):
+        # Models add it to a sum of sigmoids; in MiniMax-M2, which doesn't, none is as low.
+        least = 1e-20 if kind == "sigmoid" and normalized else floor
+        margin = 2 * getattr(router, "router_jitter_noise", 0.0) if kind == "sparsemixer" else 0.0
+        found = Routing(top_k, kind, normalized, not rounds, scale, least, groups, kept_groups, margin=margin)
+        if not (found.chooses_by_logits and is_biased):
+            yield found, in_float
+    constants = inspect.unwrap(type(router).forward).__code__.co_consts
+    for offset in (each for each in constants if isinstance(each, float) and 0.0 < each < 1e-3):
+        for kind, is_rounded in product(ROUTINGS, (True, False)):
+            yield Routing(top_k, kind, True, False, scale, 0.0, groups, kept_groups, offset, is_rounded), False
 
 
 CHOICE_BIAS = ("e_score_correction_bias", "expert_bias")
@@ -114,6 +136,7 @@ class _RouterCall:
     choice_bias: Tensor | None
     weights: Tensor
     index: Tensor
+    has_order: bool
 
     def is_of(self, routing: Routing, in_float: bool) -> bool:
         """Whether a router of ``routing`` returns the same."""
@@ -122,7 +145,13 @@ class _RouterCall:
         ]
         weights, index = routing(F.linear(*operands), self.choice_bias)  # type: ignore[arg-type]
         weights = weights if routing.in_float else weights.to(self.x.dtype)
-        return _is_equal(weights, self.weights) and _is_equal(index, self.index)
+        if self.has_order:
+            return _is_equal(weights, self.weights) and _is_equal(index, self.index)
+        order, its_order = index.argsort(dim=-1), self.index.argsort(dim=-1)
+        found, wanted = weights.gather(-1, order), self.weights.gather(-1, its_order)
+        # Computed for all experts, in a vector of another length.
+        near = found.dtype == wanted.dtype and torch.allclose(found, wanted, torch.finfo(found.dtype).eps, 0.0)
+        return near and _is_equal(index.gather(-1, order), self.index.gather(-1, its_order))
 
 
 def _call_router(router: RouterStep, dtype: torch.dtype) -> _RouterCall | None:
@@ -133,7 +162,8 @@ def _call_router(router: RouterStep, dtype: torch.dtype) -> _RouterCall | None:
         holder, name = bias
         values = torch.rand(getattr(holder, name).shape, generator=generator)
     own = copy.deepcopy(router.module).to_empty(device="cpu").to(dtype).eval()
-    columns = own.get_parameter("weight").shape[-1]
+    linear = own.get_submodule(router.linear)
+    columns = linear.get_parameter("weight").shape[-1]
     for parameter in own.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) / columns**0.5)
     told = []
@@ -142,14 +172,17 @@ def _call_router(router: RouterStep, dtype: torch.dtype) -> _RouterCall | None:
             if isinstance(getattr(each, bias[1], None), Tensor):
                 getattr(each, bias[1]).copy_(values)
         told = [values.to(dtype)] if router.told else []
-    x = torch.randn((_ROWS, columns), generator=generator).to(dtype)
+    x = torch.randn((_ROWS, columns), generator=generator)
+    x[_ROWS // 2 :] *= _LARGE
+    x = x.to(dtype)
     try:
-        first, second, third = own(x, *told)
-        weights, index = (second, third) if first.is_floating_point() else (second, first)
+        out = own(x, *told)
+        weights, index = router.chosen(x, out)
     except Exception:  # whatever a module of somebody else raises
         return None
     choice_bias = None if bias is None else values.to(dtype).flatten()
-    return _RouterCall(x, own.get_parameter("weight"), own._parameters.get("bias"), choice_bias, weights, index)
+    operands = linear.get_parameter("weight"), linear._parameters.get("bias"), choice_bias
+    return _RouterCall(x, *operands, weights, index, has_order=isinstance(out, Tensor) or len(out) == 3)
 
 
 def _is_equal(found: Tensor, wanted: Any) -> bool:

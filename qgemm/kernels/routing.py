@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROUTINGS = ("softmax", "softmax_of_top_k", "sigmoid")
+ROUTINGS = ("softmax", "softmax_of_top_k", "sigmoid", "sigmoid_of_top_k", "sparsemixer")
 """The kinds; ``Routing`` says what they are."""
 
 
@@ -16,11 +16,16 @@ class Routing:
     - ``"softmax"``: the largest of ``p = softmax(logits)``, in float32. Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE,
       Ernie 4.5.
     - ``"softmax_of_top_k"``: ``softmax`` of the largest logits, rounded once. GPT-OSS, GraniteMoE.
-    - ``"sigmoid"``: the largest of ``p = sigmoid(logits)``, in float32. DeepSeek V3, GLM-4-MoE, MiniMax-M2.
+    - ``"sigmoid"``: the largest of ``p = sigmoid(logits)``, in float32. DeepSeek V3, GLM-4-MoE, MiniMax-M2, LFM2-MoE.
+    - ``"sigmoid_of_top_k"``: ``sigmoid`` of the largest logits, in float32. Llama 4.
+    - ``"sparsemixer"``: one expert after the other; its weight is that of the ``softmax`` of what is left and near: of
+      logits that are below the largest left by at most ``margin`` times its or their magnitude, whichever is larger.
+      All is rounded to the dtype of the logits. Phi-3.5-MoE.
 
     Where there is a bias, those with the largest ``p + bias`` are chosen, with weights of ``p`` alone.
 
-    - ``normalized``: whether weights are divided by their sum, or ``floor`` where that is smaller.
+    - ``normalized``: whether weights are divided by their sum and ``offset``, or ``floor`` where the sum is smaller.
+    - ``rounded``: whether ``p`` and what is computed of it are rounded to the dtype of the logits, each.
     - ``in_float``: whether weights are float32, as Mixtral's, or rounded to the dtype of the logits.
     - ``scale``: what weights are multiplied by at last.
     - ``groups``, ``kept_groups``: of so many equal parts of the experts, a token may choose in so many: those whose two
@@ -37,6 +42,9 @@ class Routing:
     floor: float = 0.0
     groups: int = 1
     kept_groups: int = 1
+    offset: float = 0.0
+    rounded: bool = False
+    margin: float = 0.0
 
     def __post_init__(self) -> None:
         """Checks the values."""
@@ -51,8 +59,15 @@ class Routing:
         """Of the weights."""
         return torch.float32 if self.in_float else logits.dtype
 
+    @property
+    def chooses_by_logits(self) -> bool:
+        """Whether a bias has no part in the choice."""
+        return self.kind in ("softmax_of_top_k", "sigmoid_of_top_k", "sparsemixer")
+
     def __call__(self, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Weights ``[T, top_k]`` and experts, int64 ``[T, top_k]``, of ``logits [T, E]``; as PyTorch breaks ties."""
+        if self.kind == "sparsemixer":
+            return self._mix(logits, None)
         p = self._scores(logits)
         choice = p if bias is None else p + bias
         if self.kept_groups < self.groups:
@@ -61,23 +76,41 @@ class Routing:
             left = torch.zeros(parts.shape[:-1], dtype=torch.bool, device=p.device).scatter_(-1, kept, True)
             choice = parts.masked_fill(~left[..., None], float("-inf")).flatten(-2)
         # The order of models, in which experts are summed.
-        index = choice.topk(self.top_k, dim=-1, sorted=self.kind != "sigmoid")[1]
+        index = choice.topk(self.top_k, dim=-1, sorted=self.kind != "sigmoid" or self.rounded)[1]
         return self._weigh(p, index, self.dtype(logits)), index
 
     def weights(self, logits: Tensor, index: Tensor) -> Tensor:
         """Those of chosen experts ``index [T, top_k]``."""
+        if self.kind == "sparsemixer":
+            return self._mix(logits, index)[0]
         return self._weigh(self._scores(logits), index, self.dtype(logits))
 
     def _scores(self, logits: Tensor) -> Tensor:
-        if self.kind == "softmax_of_top_k":
+        if self.chooses_by_logits:
             return logits
-        return logits.softmax(dim=-1, dtype=torch.float32) if self.kind == "softmax" else logits.float().sigmoid()
+        p = logits.softmax(dim=-1, dtype=torch.float32) if self.kind == "softmax" else logits.float().sigmoid()
+        return p.to(logits.dtype) if self.rounded else p
 
     def _weigh(self, p: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
         weights = p.gather(-1, index)
         if self.kind == "softmax_of_top_k":
             weights = weights.softmax(dim=-1, dtype=dtype)
+        elif self.kind == "sigmoid_of_top_k":
+            weights = weights.float().sigmoid()
         elif self.normalized:
             total = weights.sum(dim=-1, keepdim=True)
+            total = total + self.offset if self.offset else total
             weights = weights / (total.clamp(min=self.floor) if self.floor else total)
         return (weights if self.scale == 1.0 else weights * self.scale).to(dtype)
+
+    def _mix(self, logits: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+        """SparseMixer, without its noise; of the experts in ``index``, or those that it chooses."""
+        left, weights, chosen = logits, [], []
+        for j in range(self.top_k):
+            largest, expert = left.max(dim=-1, keepdim=True)
+            expert = expert if index is None else index[:, j : j + 1]
+            far = (largest - logits) / logits.abs().clamp(min=largest) > self.margin
+            weights.append(left.masked_fill(far, float("-inf")).softmax(dim=-1).gather(-1, expert))
+            chosen.append(expert)
+            left = left.scatter(-1, expert, float("-inf"))
+        return torch.cat(weights, dim=-1).to(self.dtype(logits)), torch.cat(chosen, dim=-1)

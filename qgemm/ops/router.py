@@ -1,8 +1,8 @@
 """``torch.ops.qgemm.route``: the experts of each token, and their weights.
 
-``route(logits, bias, top_k, kind, normalized, in_float, scale, floor, groups, kept_groups) -> (weights, index)``;
-``dispatch.route`` documents them, and those from ``top_k`` on are the fields of a ``Routing``. Weights have gradients
-for the logits; the bias has none, as the choice has none.
+``route(logits, bias, top_k, kind, normalized, in_float, scale, floor, groups, kept_groups, offset, rounded, margin) ->
+(weights, index)``; ``dispatch.route`` documents them, and those from ``top_k`` on are the fields of a ``Routing``.
+Weights have gradients for the logits; the bias has none, as the choice has none.
 """
 
 from dataclasses import astuple
@@ -58,7 +58,7 @@ def _backward(ctx: Any, wanted: tuple[bool, ...], grad: Tensor, _: Any) -> tuple
 
 operator(
     "route(Tensor logits, Tensor? bias, int top_k, str kind, bool normalized, bool in_float, float scale, float floor, "
-    "int groups, int kept_groups) -> (Tensor, Tensor)",
+    "int groups, int kept_groups, float offset=0.0, bool rounded=False, float margin=0.0) -> (Tensor, Tensor)",
     cpu=_route,
     cuda=_route,
     fake=_fake,

@@ -58,6 +58,9 @@ MIXTURES: dict[str, Callable[[], Example]] = {
         head_dim=16,
         interleave_moe_layer_step=1,
         attention_chunk_size=32,
+        # The second layer has no positions, and queries that grow with theirs.
+        no_rope_layers=[1, 0],
+        floor_scale=2,
     ),
     "qwen2_moe": language_model("Qwen2MoeForCausalLM", **_NARROW, num_experts=8, shared_expert_intermediate_size=64),
     "olmoe": language_model(

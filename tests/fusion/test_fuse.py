@@ -46,16 +46,17 @@ OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "phimoe"), (MIXTURE, MIXTURE)),
     **dict.fromkeys(("granitemoe", "minimax_m2"), (MIXTURE, MIXTURE)),
     "lfm2_moe": (("mlp",), MIXTURE),
-    "jamba": ((), ("attention",)),
+    "jamba": (("mixture",), MIXTURE),
     "gemma4_moe": ((*BOTH, "mixture"),) * 2,
     "hunyuan_v1_moe": (MIXTURE, ("mlp",)) * 2,
     # With shared experts.
     "qwen2_moe": (MIXTURE, ("mlp",)) * 2,
     "deepseek_v3": (BOTH, MIXTURE, ("mlp",)),
-    "llama4": ((), ("mlp",)) * 2,
+    "llama4": (MIXTURE, ("mlp",)) * 2,
 }
-# A norm by PyTorch's operator, in place of the model's own formula: in float32 the last bit of a value may differ.
-OTHER_SUMS = {"cohere", "cohere2", "cohere_heads"}
+# A norm by PyTorch's operator, in place of the model's own formula, and Llama 4's products of complex numbers: in
+# float32 the last bit of a value may differ.
+OTHER_SUMS = {"cohere", "cohere2", "cohere_heads", "llama4"}
 # Their attention isn't fused, or norms its heads in a way of its own.
 WITHOUT_ROTATION = {"gpt_neox", "gpt_neox_in_a_row", "cohere_heads", "phi_heads", "stablelm_heads", "hunyuan"}
 # Their attention takes no other; or it is as llama's.
@@ -211,11 +212,14 @@ def test_mixtures(family: str, dtype: torch.dtype) -> None:
     expected = example.output()
     fuse(example.model)
     assert fused_parts(example.model) == OF_MIXTURES[family]
-    assert torch.equal(example.output(), expected)
+    if family in OTHER_SUMS and dtype == torch.float32:
+        assert (example.output() - expected).norm() / expected.norm() < MAX_ERROR
+    else:
+        assert torch.equal(example.output(), expected)
 
 
 @pytest.mark.slow(quick=["llama"])
-@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("family", [*DECODERS, "llama4", "jamba"])
 def test_generate_gives_the_same_tokens(family: str) -> None:
     example = quantized(family)
     model: Any = example.model
@@ -223,7 +227,7 @@ def test_generate_gives_the_same_tokens(family: str) -> None:
     mask = torch.ones_like(tokens)
     mask[0, :2] = 0
     options = {**OPTIONS, "attention_mask": mask}
-    caches = ("dynamic", "static")
+    caches = ("dynamic", "static") if family != "llama4" else ("dynamic",)  # transformers can't make it another
     expected = [model.generate(tokens, cache_implementation=cache, **options) for cache in caches]
     fuse(model)
     for cache, wanted in zip(caches, expected, strict=True):

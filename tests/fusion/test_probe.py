@@ -158,6 +158,7 @@ _SIGMOID = Routing(3, "sigmoid", in_float=True, scale=2.5, floor=1e-20)
         (_SIGMOID, "told"),
         (replace(_SIGMOID, groups=3, kept_groups=2), "its own"),
         (replace(_SIGMOID, normalized=False, floor=0.0), "its own"),
+        (Routing(3, "sigmoid_of_top_k"), ""),
     ],
     ids=str,
 )
@@ -197,9 +198,22 @@ def test_a_router_may_return_its_logits_last() -> None:
 
 
 def test_routers_of_models() -> None:
-    from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, OlmoeConfig, PhimoeConfig, Qwen3MoeConfig
+    from transformers import (
+        DeepseekV3Config,
+        GptOssConfig,
+        HunYuanMoEV1Config,
+        Lfm2MoeConfig,
+        Llama4TextConfig,
+        MixtralConfig,
+        OlmoeConfig,
+        PhimoeConfig,
+        Qwen3MoeConfig,
+    )
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+    from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1Gate
+    from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
+    from transformers.models.llama4.modeling_llama4 import Llama4Router
     from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
     from transformers.models.olmoe.modeling_olmoe import OlmoeTopKRouter
     from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
@@ -215,6 +229,11 @@ def test_routers_of_models() -> None:
         DeepseekV3TopkRouter(DeepseekV3Config(**small)): Routing(
             2, "sigmoid", in_float=True, scale=2.5, floor=1e-20, groups=8, kept_groups=4
         ),
-        PhimoeTopKRouter(PhimoeConfig(**small)): None,  # its own, SparseMixer
+        PhimoeTopKRouter(PhimoeConfig(**small)): Routing(2, "sparsemixer", margin=0.02),
+        HunYuanMoEV1Gate(HunYuanMoEV1Config(hidden_size=32, num_experts=8, moe_topk=2)): Routing(2),
+        Llama4Router(Llama4TextConfig(hidden_size=32, num_local_experts=8)): Routing(1, "sigmoid_of_top_k"),
+        Lfm2MoeTopKRouter(Lfm2MoeConfig(**small, use_expert_bias=False)): Routing(
+            2, "sigmoid", offset=1e-6, rounded=True
+        ),
     }
     assert {router: find_router(router, _in_mixture(router)).routing for router in routers} == routers

@@ -73,6 +73,9 @@ def expert_cases(limits: DeviceLimits) -> Iterator[Case]:
     yield Case("experts routed", lambda: route(128, Routing(8)), only=ROUTED)
     yield Case("experts routed most", lambda: route(router.MAX_EXPERTS, Routing(32, "softmax_of_top_k")), only=ROUTED)
     groups = Routing(8, "sigmoid", in_float=True, scale=2.5, floor=1e-20, groups=8, kept_groups=4)
+    yield Case("experts routed near", lambda: route(128, Routing(2, "sparsemixer", margin=0.02)), only=ROUTED)
+    rounds = Routing(4, "sigmoid", offset=1e-6, rounded=True)
+    yield Case("experts routed in steps", lambda: route(64, rounds, bias=True), only=ROUTED)
     yield Case("experts routed by groups", lambda: route(256, groups, bias=True), only=ROUTED)
 
 

@@ -19,6 +19,12 @@ KINDS = (
     Routing(4, "softmax_of_top_k"),  # GPT-OSS
 )
 SIGMOID = Routing(4, "sigmoid", in_float=True, scale=2.5, floor=1e-20)  # GLM-4-MoE
+ROUNDED = Routing(4, "sigmoid", scale=1.5, offset=1e-6, rounded=True)  # LFM2-MoE
+OF_LOGITS = (
+    Routing(3, "sigmoid_of_top_k"),  # Llama 4
+    Routing(2, "sparsemixer", margin=0.02),  # Phi-3.5-MoE
+    Routing(2, "sparsemixer", margin=0.5),
+)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -38,7 +44,7 @@ def assert_routed(found: tuple[Tensor, Tensor], logits: Tensor, routing: Routing
     torch.testing.assert_close(found[0].cpu(), weights, rtol=rtol, atol=1e-7)
 
 
-@pytest.mark.parametrize("routing", KINDS, ids=str)
+@pytest.mark.parametrize("routing", [*KINDS, *OF_LOGITS], ids=str)
 @pytest.mark.parametrize(
     ("T", "E", "dtype"),
     [
@@ -80,6 +86,20 @@ def test_the_choice_by_groups_and_with_a_bias(routing: Routing, E: int, biased: 
     torch.testing.assert_close(weights.cpu().gather(-1, order), wanted.gather(-1, its_order), rtol=4e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_weights_that_are_rounded_at_each_step(biased: bool, device: torch.device) -> None:
+    """In bfloat16, where the sum of the weights is one of few values."""
+    logits = unlike(5, 32, torch.bfloat16, device)
+    bias = torch.rand(32).to(device) if biased else None
+    weights, index = launcher.route(logits, ROUNDED, bias)
+    wanted, its_index = ROUNDED(logits.cpu(), None if bias is None else bias.cpu())
+    order, its_order = index.cpu().argsort(-1), its_index.argsort(-1)
+    assert torch.equal(index.cpu().gather(-1, order), its_index.gather(-1, its_order))
+    found, expected = weights.cpu().gather(-1, order), wanted.gather(-1, its_order)
+    assert (found != expected).sum() <= 1  # whose exp a GPU rounds to another side
+    torch.testing.assert_close(found, expected, rtol=8e-3, atol=0.0)
+
+
 def test_sigmoids_that_vanish_or_are_none(device: torch.device) -> None:
     logits = torch.full((4, 40), -200.0, device=device)
     logits[1, 7] = INF
@@ -100,7 +120,7 @@ def test_strides(device: torch.device) -> None:
     assert_routed(launcher.route(logits, KINDS[1]), logits, KINDS[1])
 
 
-@pytest.mark.parametrize("routing", KINDS, ids=str)
+@pytest.mark.parametrize("routing", [*KINDS, *OF_LOGITS], ids=str)
 def test_of_equal_experts_the_kernel_takes_the_first(routing: Routing, device: torch.device) -> None:
     logits = torch.zeros(2, 40, device=device)
     logits[0, 1::2] = -0.0  # equal to 0
@@ -143,7 +163,7 @@ def test_many(E: int, device: torch.device) -> None:
     assert_routed(launcher.route(logits, routing), logits, routing)
 
 
-@pytest.mark.parametrize("routing", [*KINDS, replace(SIGMOID, groups=8, kept_groups=4)], ids=str)
+@pytest.mark.parametrize("routing", [*KINDS, *OF_LOGITS, ROUNDED, replace(SIGMOID, groups=8, kept_groups=4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_a_cpu_it_has_the_bits_of_pytorch(dtype: torch.dtype, routing: Routing) -> None:
     logits = torch.randn(50, 64).to(dtype)  # with equal ones in bfloat16

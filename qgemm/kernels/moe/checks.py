@@ -71,8 +71,8 @@ def check_route(logits: Tensor, routing: Routing, bias: Tensor | None = None) ->
     if bias is not None:
         if bias.dtype not in FLOAT_DTYPES or bias.shape != (E,):
             raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}; it must be floats, [{E}]")
-        if routing.kind == "softmax_of_top_k":
-            raise ValueError("bias is given; softmax_of_top_k chooses by the logits alone")
+        if routing.chooses_by_logits:
+            raise ValueError(f"bias is given; {routing.kind} chooses by the logits alone")
     check_strided("logits", logits)
 
 

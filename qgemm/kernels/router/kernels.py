@@ -22,14 +22,32 @@ def _softmax(x):
 
 
 @triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _of_near(x, left, largest, MARGIN: tl.constexpr, dtype: tl.constexpr):
+    """The weight of ``largest`` in the softmax of what is ``left`` (``ordered``) of ``x`` and near."""
+    below = rounded(largest - x, dtype).to(tl.float32)
+    magnitude = tl.abs(x)
+    factor = tl.where(magnitude < largest, largest, magnitude)
+    distance = rounded(tl.math.div_rn(below, factor), dtype).to(tl.float32)
+    margin = rounded(tl.full(x.shape, MARGIN, tl.float32), dtype).to(tl.float32)
+    near = (left > -0x7F800001) & ~(distance > margin)  # ordered(-inf)
+    return 1.0 / tl.sum(tl.where(near, tl.exp(x - largest), 0.0), axis=0)
+
+
+@triton.jit
 def _route_kernel(
     logits, bias, weights, index,
     E, stride_t, stride_e,
     TOP_K: tl.constexpr, KIND: tl.constexpr, NORMALIZED: tl.constexpr,
     SCALE: tl.constexpr, FLOOR: tl.constexpr, GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr,
+    OFFSET: tl.constexpr, ROUNDED: tl.constexpr, MARGIN: tl.constexpr,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A token a program. ``KIND`` to ``KEPT_GROUPS``: the fields of a ``Routing``; ``bias``: of the choice, or None.
+    """A token a program. ``KIND`` to ``MARGIN``: the fields of a ``Routing``; ``bias``: of the choice, or None.
 
     ``BLOCK``, ``SLOTS``: powers of 2, at least ``E`` and ``TOP_K``; with groups, ``BLOCK`` is ``E``.
     """
@@ -44,10 +62,14 @@ def _route_kernel(
     if KIND == "softmax":
         values = _softmax(x)
     elif KIND == "sigmoid":
-        values = 1.0 / (1.0 + tl.exp(-x))
+        values = _sigmoid(x)
+    if ROUNDED:
+        values = rounded(values, logits.dtype.element_ty).to(tl.float32)
     choice = values
     if bias is not None:
         choice += tl.load(bias + experts, mask=experts < E, other=0.0).to(tl.float32)
+        if ROUNDED and bias.dtype.element_ty == logits.dtype.element_ty:
+            choice = rounded(choice, logits.dtype.element_ty).to(tl.float32)
     # What is no expert is never larger than one, and behind all of them.
     left = ordered(tl.where(experts < E, choice, float("-inf")))
     if KEPT_GROUPS < GROUPS:
@@ -61,14 +83,26 @@ def _route_kernel(
             value = _float(largest)
         else:
             value = tl.sum(tl.where(experts == expert, values, 0.0), axis=0)
+        if KIND == "sparsemixer":
+            value = _of_near(x, left, _float(largest), MARGIN, logits.dtype.element_ty)
         chosen = tl.where(slots == j, value, chosen)
         found = tl.where(slots == j, expert, found)
         left = tl.where(experts == expert, -0x80000000, left)  # below every float
     if KIND == "softmax_of_top_k":
         chosen = _softmax(chosen)
-    elif NORMALIZED:
+    elif KIND == "sigmoid_of_top_k":
+        chosen = _sigmoid(chosen)
+    elif KIND != "sparsemixer" and NORMALIZED:
         total = tl.sum(tl.where(slots < TOP_K, chosen, 0.0), axis=0)
-        chosen = chosen / tl.where(total < FLOOR, FLOOR, total)
+        if ROUNDED:
+            total = rounded(total, logits.dtype.element_ty).to(tl.float32)
+        total += OFFSET
+        if ROUNDED:
+            total = rounded(total, logits.dtype.element_ty).to(tl.float32)
+            chosen = tl.math.div_rn(chosen, tl.where(slots < TOP_K, total, 1.0))
+            chosen = rounded(chosen, logits.dtype.element_ty).to(tl.float32)
+        else:
+            chosen = chosen / tl.where(total < FLOOR, FLOOR, total)
     chosen *= SCALE
     mask = slots < TOP_K
     tl.store(weights + token * TOP_K + slots, rounded(chosen, weights.dtype.element_ty), mask=mask)

@@ -54,7 +54,7 @@ def _make_launch(logits: Tensor, routing: Routing) -> Launch:
     block = max(limits.warp_size, next_power_of_2(E))
     constants = (
         routing.top_k, routing.kind, routing.normalized, routing.scale, routing.floor, routing.groups,
-        routing.kept_groups,
+        routing.kept_groups, routing.offset, routing.rounded, routing.margin,
         block, next_power_of_2(routing.top_k), limits.pdl, limits.pdl and T <= MAX_TOKENS_TO_OVERLAP,
     )  # fmt: skip
     return Launch(_route_kernel, T, (E, *logits.stride()), constants, num_warps=1, pdl=limits.pdl)

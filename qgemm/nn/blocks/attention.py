@@ -79,6 +79,20 @@ SHARED_STATES = "shared_kv_states"
 
 
 @dataclass(frozen=True)
+class Temperature:
+    """A factor of queries by position: ``1 + factor * log(1 + floor((position + 1) / length))``, as in Llama 4."""
+
+    length: float
+    factor: float
+
+    def __call__(self, q: Tensor, seen: int | Tensor) -> Tensor:
+        """``q [B, H, S, D]``, behind ``seen`` tokens, times that."""
+        positions = (torch.arange(q.shape[2], device=q.device) + seen).float()
+        factors = torch.log1p(torch.floor((positions + 1.0) / self.length)) * self.factor + 1.0
+        return (q * factors[:, None]).to(q.dtype)
+
+
+@dataclass(frozen=True)
 class SharedStates:
     """Keys and values that several layers read; those that ``stores`` puts them there, others take them.
 
@@ -106,6 +120,7 @@ class FusedAttention:
     - ``by_head``: whether the columns of ``qkv`` are query, key and value of one head after another.
     - ``values``: where values come from, one of ``rotary.call.VALUES``; ``value_norm``: their norm, if they have one.
     - ``shared``: keys and values that other layers read too, or None. A layer that takes them has no others.
+    - ``temperature``: a factor of queries by their position, or None.
     - ``untold``: arguments of the layer that aren't for its attention.
     - ``cache_name``: what the cache is called among the arguments.
     """
@@ -130,6 +145,7 @@ class FusedAttention:
     values: str = "plain"
     value_norm: nn.Module | None = None
     shared: SharedStates | None = None
+    temperature: Temperature | None = None
     untold: tuple[str, ...] = ()
     cache_name: str = "past_key_values"
 
@@ -157,6 +173,12 @@ class FusedAttention:
         for name in self.untold:
             others.pop(name, None)
         cache = getattr(cache, "self_attention_cache", cache)
+        if isinstance(positions, Tensor) and positions.is_complex():
+            positions = positions.real, positions.imag
+        seen: Any = 0
+        if self.temperature is not None and cache is not None:
+            seen = cache.get_seq_length(self.module.layer_idx)
+            seen = seen.clone() if isinstance(seen, Tensor) else seen  # the cache counts in place
         qkv = into.product(x, dtype)
         if self.shared is None or states is None:
             q, k, v = self._find_heads(qkv, positions, cache)
@@ -166,6 +188,8 @@ class FusedAttention:
         else:
             q, _, _ = self._find_heads(qkv, positions, None)
             k, v = (each.to(q.device) for each in states[self.shared.key])
+        if self.temperature is not None:
+            q = self.temperature(q, seen)
         if self.query_scaling != 1.0:
             q = q * self.query_scaling
         others.update(self.told)

@@ -33,6 +33,9 @@ class RouterStep:
     - ``in_float``: whether its product is one of float32 values.
     - ``bias``: the module that has a bias for the choice, and its name there; or None. ``told``: whether the router is
       called with it.
+    - ``linear``: the module's child that multiplies, empty if it does so itself.
+    - ``chooser``: the module that chooses where ``module`` returns logits alone: its ``route_tokens_to_experts``.
+    - ``top_k``: how many experts, where the module returns a score of each.
     """
 
     module: nn.Module
@@ -40,10 +43,15 @@ class RouterStep:
     in_float: bool = False
     bias: tuple[nn.Module, str] | None = None
     told: bool = False
+    linear: str = ""
+    chooser: Any = None
+    top_k: int = 0
 
     def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and experts of ``rows [T, H]``: ``[T, top_k]`` each."""
-        weight, bias = (self.module._parameters.get(name) for name in ("weight", "bias"))
+        linear = self.module._modules.get(self.linear) if self.linear else self.module
+        parameters = {} if linear is None else linear._parameters
+        weight, bias = (parameters.get(name) for name in ("weight", "bias"))
         # Hooks are transformers' own here, for those who ask for the router's logits.
         known = self.routing is not None and not self.module._forward_hooks and weight is not None
         if not known or (weight.dtype != rows.dtype and not self.in_float):  # type: ignore[union-attr]
@@ -57,8 +65,18 @@ class RouterStep:
         return (weights if self.routing.in_float else weights.to(rows.dtype)), index
 
     def _call(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        first, second, third = self.module(rows, self._choice_bias()) if self.told else self.module(rows)
+        return self.chosen(rows, self.module(rows, self._choice_bias()) if self.told else self.module(rows))
+
+    def chosen(self, rows: Tensor, out: Any) -> tuple[Tensor, Tensor]:
+        """The weights and experts that ``out`` says, which the module returned for ``rows``."""
+        if self.chooser is not None:
+            index, weights = self.chooser.route_tokens_to_experts(rows, out)
+            return weights, index
+        if len(out) == 2:  # a score of each, 0 for those that aren't chosen, and logits
+            index = out[1].topk(self.top_k, dim=-1)[1]
+            return out[0].gather(-1, index), index
         # Logits come first, or last.
+        first, second, third = out
         return (second, third) if first.is_floating_point() else (second, first)
 
     def _choice_bias(self) -> Tensor | None:
@@ -74,7 +92,8 @@ class FusedMixture:
     """How a module of a router and experts computes.
 
     ``module``: the whole. ``router``: which experts a token goes to. ``shared``: an expert of every token, called,
-    times the sigmoid of ``shared_gate`` if there is one.
+    times the sigmoid of ``shared_gate`` if there is one. ``scales_input``: whether a token is multiplied by its weight,
+    as in Llama 4, not what its expert makes of it.
     """
 
     module: nn.Module
@@ -82,6 +101,7 @@ class FusedMixture:
     experts: QuantExperts
     shared: nn.Module | None = None
     shared_gate: nn.Module | None = None
+    scales_input: bool = False
     products: tuple[MergedWeights, ...] = ()
 
     @property
@@ -102,11 +122,23 @@ class FusedMixture:
         weights, index = self.router(rows)
         if self.shared is None:
             added = None if residual is None else residual.reshape(rows.shape)
-            return self.experts(rows, index, weights, added).view(x.shape)  # type: ignore[no-any-return]
+            return self._experts(rows, index, weights, added).view(x.shape)
         shared: Tensor = self.shared(rows)
         if self.shared_gate is not None:
             shared = F.sigmoid(self.shared_gate(rows)) * shared
-        out: Tensor = self.experts(rows, index, weights, shared).view(x.shape)
+        out = self._experts(rows, index, weights, shared).view(x.shape)
+        return out if residual is None else residual + out
+
+    def _experts(self, rows: Tensor, index: Tensor, weights: Tensor, residual: Tensor | None) -> Tensor:
+        if not self.scales_input:
+            return self.experts(rows, index, weights, residual)  # type: ignore[no-any-return]
+        T, k = index.shape
+        each = (rows[:, None] * weights[..., None]).flatten(0, 1)
+        ones = weights.new_ones((T * k, 1))
+        # Not as it is called: with the rows of every expert.
+        if k == 1:
+            return QuantExperts.forward(self.experts, each, index, ones, residual)
+        out = QuantExperts.forward(self.experts, each, index.reshape(-1, 1), ones).view(T, k, -1).sum(dim=1)
         return out if residual is None else residual + out
 
 

@@ -54,6 +54,11 @@ SHARED = ["quant_linear", "activation_quantize", "multiply", "mm", "sigmoid", "m
         ("deepseek_v3", ["mm", "route", *SHARED[:3], "quant_experts", "add"]),
         ("minimax_m2", ["mm", "route", "quant_experts"]),
         ("granitemoe", ["mm", "route", "quant_experts"]),
+        ("phimoe", ["mm", "route", "quant_experts"]),
+        ("lfm2_moe", ["mm", "route", "quant_experts"]),
+        ("hunyuan_v1_moe", ["mm", "route", *SHARED[:3], "quant_experts", "add"]),
+        ("jamba", ["mm", "route", "quant_experts"]),
+        ("llama4", ["mm", "route", *SHARED[:3], "mul", "new_ones", "quant_experts", "add"]),
     ],
 )
 def test_a_mixture_is_three_operators(family: str, expected: list[str]) -> None:
