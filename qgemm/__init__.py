@@ -10,6 +10,7 @@
 - ``save_quantized(model, folder)`` and ``load_quantized(folder)`` keep a quantized model in safetensors.
 - ``quantize_checkpoint(source, destination)`` quantizes from files to files, for models larger than memory.
 - ``fast_generate(model)`` makes ``generate`` of a model of transformers fast.
+- ``share_scales(model)`` has a model in tensor parallelism compute what one process computes.
 - ``KeyValueCache(config, max_batch, max_length)`` is a cache of transformers, in float or int8.
 - ``QGemmConfig(...)`` is the ``quantization_config`` of transformers' ``from_pretrained``.
 
@@ -26,6 +27,7 @@ from qgemm.fusion import FusionReport, fuse, fusion_report, unfuse
 from qgemm.generation import fast_generate, generate
 from qgemm.model.report import QuantReport, report
 from qgemm.nn import QuantExperts, QuantLinear
+from qgemm.parallel import share_scales
 from qgemm.quantize import quantize_model
 from qgemm.scheme import SCHEMES, QuantScheme
 from qgemm.streaming import quantize_checkpoint
@@ -58,6 +60,7 @@ __all__ = [
     "report",
     "save_quantized",
     "sensitivity",
+    "share_scales",
     "unfuse",
 ]
 

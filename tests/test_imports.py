@@ -197,6 +197,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.calibration",
         "qgemm.quantize",
     },
+    "qgemm.parallel": {"qgemm.arguments", "qgemm.nn"},
     "qgemm.generation": {"qgemm.integrations.transformers"},
     "qgemm.integrations": {"qgemm.nn", "qgemm.model", "qgemm.checkpoint"},
     "qgemm.__main__": set(),

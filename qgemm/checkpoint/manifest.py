@@ -52,7 +52,7 @@ class Manifest:
         """The manifest of a model's quantized ``layers``."""
         schemes = {name: layer.scheme for name, layer in layers.items()}
         packed = {name: layer for name, layer in layers.items() if isinstance(layer, WeightOnlyLinear)}
-        widths = {name: layer.in_features for name, layer in packed.items() if layer.form.bits == 4}
+        widths = {name: layer.whole_in_features for name, layer in packed.items() if layer.form.bits == 4}
         return cls(schemes, tied, save, in_features=widths)
 
     def check_sizes(self, layers: Mapping[str, QuantLayer], path: Path) -> None:

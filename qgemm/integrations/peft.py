@@ -35,6 +35,11 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
                 f"target_parameters names {kwargs['parameter_name']!r} of a {type(base_layer).__name__}, whose "
                 "quantized weight can't be adapted by itself: name the layer in target_modules"
             )
+        if getattr(base_layer, "shard", None) is not None:
+            raise ValueError(
+                f"{getattr(base_layer, 'layer_name', '') or 'a layer'} is cut among processes, and an adapter isn't: "
+                "put adapters on a model that is loaded without distributed_config"
+            )
         super().__init__(base_layer, adapter_name, config, **kwargs)
         # Which says that the weight is [in_features, out_features], as in a Conv1D; never so here.
         self.fan_in_fan_out = False

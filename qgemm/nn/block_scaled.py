@@ -38,9 +38,15 @@ class BlockScaledLinear(LinearLayer):
     scale_names = ("weight_scale",)
     row_names: tuple[str, ...] = ("weight", "weight_scale")
     rows_in_step = BLOCK
+    column_names = ("weight", "weight_scale")
     operands: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "bias")
     weight: nn.Parameter
     weight_scale: nn.Parameter
+
+    @property
+    def columns_in_step(self) -> int:
+        """Those of a block."""
+        return BLOCK
 
     def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """``bias`` in ``dtype``."""

@@ -19,6 +19,7 @@ from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.nn.float_experts import FloatExperts, describe_experts
 from qgemm.nn.kinds import linear_class
 from qgemm.nn.linear_layer import NOT_FINITE, LinearLayer
+from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
 from qgemm.ops import quant_experts, weight_only_experts
 from qgemm.ops.declare import to_autocast_dtype
@@ -115,6 +116,43 @@ class QuantExperts(QuantLayer):
             if expert is not None and value is not None:
                 setattr(linear, _leaf(end), frozen(value.detach()[expert]))
         return linear
+
+    def splits(self, style: Style, parts: int = 1) -> dict[str, Split]:
+        """Whole experts; or of each, columns of ``gate_up_proj`` and the rows of ``down_proj`` that they go to."""
+        made = {}
+        for name in _WEIGHTS:
+            like = self.linear_of(name)
+            inner = like.splits("column", self._parts) if name == "gate_up_proj" else like.splits("row")
+            for end in _ENDS:
+                if self.stored(f"{name}{end}") is None:
+                    continue
+                if style == "expert":
+                    made[f"{name}{end}"] = Split(0)
+                elif (split := inner.get(_leaf(end))) is not None:
+                    made[f"{name}{end}"] = Split(split.dim + 1, split.parts)
+        return made
+
+    @property
+    def _parts(self) -> int:
+        """Of the rows of ``gate_up_proj``: gates and ups."""
+        return self.activation.columns(self.intermediate_size) // max(self.intermediate_size, 1)
+
+    def why_whole(self, style: Style, size: int, parts: int = 1) -> str:
+        """If experts, or the groups in one, aren't so many times as many."""
+        if style == "expert":
+            return f"it has {self.num_experts} experts, for {size} processes" if self.num_experts % size else ""
+        like = self.linear_of("gate_up_proj"), self.linear_of("down_proj")
+        return like[0].why_whole("column", size, self._parts) or like[1].why_whole("row", size)
+
+    def take_shard(self, shard: Shard) -> None:
+        """In column parallelism, one process alone adds the biases of ``down_proj``."""
+        super().take_shard(shard)
+        if shard.style == "expert":
+            self.num_experts //= shard.size
+            return
+        self.intermediate_size //= shard.size
+        if shard.rank and self.down_proj_bias is not None:
+            self.down_proj_bias = frozen(torch.zeros_like(self.down_proj_bias))
 
     def accepts_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """As the linear layers of the scheme do."""
@@ -227,6 +265,19 @@ class QuantExperts(QuantLayer):
             added = () if residual is None else (residual,)
             return traced_as_leaf(self, hidden_states, top_k_index, top_k_weights, *added)  # type: ignore[no-any-return]
         index = top_k_index.to(torch.int64)
+        if self.shard is not None:
+            return self._of_shard(hidden_states, index, top_k_weights, residual, self.shard)
+        return self._compute(hidden_states, index, top_k_weights, residual)
+
+    def _of_shard(
+        self, hidden_states: Tensor, index: Tensor, top_k_weights: Tensor, residual: Tensor | None, shard: Shard
+    ) -> Tensor:
+        hidden_states, top_k_weights = shard.enter(hidden_states), shard.enter(top_k_weights)
+        if shard.style == "expert":
+            index = index - shard.rank * self.num_experts  # those of others are out of range
+        return shard.sum(self._compute(hidden_states, index, top_k_weights, None if shard.rank else residual))
+
+    def _compute(self, hidden_states: Tensor, index: Tensor, top_k_weights: Tensor, residual: Tensor | None) -> Tensor:
         if self.scheme.is_weight_only:
             form = self.scheme.weight.dtype, self.scheme.weight.group_size or 0
             packed = WeightOnlyExperts._make((*map(self.stored, _WEIGHT_ONLY_OPERANDS), self.activation, *form))
@@ -249,6 +300,12 @@ class QuantSortedExperts(QuantExperts):
     The rows come multiplied by their routing weight, so that a row of zeros is one that isn't for this expert. As its
     result is zeros too, it isn't computed.
     """
+
+    def why_whole(self, style: Style, size: int, parts: int = 1) -> str:
+        """Or in expert parallelism."""
+        if style == "expert":
+            return "its rows come in the order of all experts"
+        return super().why_whole(style, size, parts)
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
         """``[E * T, hidden_size]``, the first ``T`` rows for the first expert, to the same."""

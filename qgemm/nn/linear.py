@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.kernels import quantize_rows
+from qgemm.kernels.rows import QuantizedRows
 from qgemm.nn.linear_layer import InputScale, LinearLayer, parse_input_scale
+from qgemm.nn.parallel import Shard
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics.formats import OPERANDS
 from qgemm.ops import quant_linear
+from qgemm.ops.linear import multiply
 from qgemm.scheme import QuantScheme
 
 _DTYPES = {form.name for form in OPERANDS.values()}
@@ -88,6 +91,8 @@ class QuantLinear(LinearLayer):
 
     def compute(self, x: Tensor) -> Tensor:
         """One operator, which quantizes ``x``."""
+        if self.shard is not None and self.shard.shares_scales:
+            return self.product(x)
         parameters: dict[str, Any] = self._parameters
         try:  # past stored(), which takes the host 0.1 us a parameter
             weight, weight_scale = parameters["weight"], parameters["weight_scale"]
@@ -97,3 +102,26 @@ class QuantLinear(LinearLayer):
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         input_scale = parameters["input_scale"] if "input_scale" in parameters else self.input_scale  # noqa: SIM401
         return quant_linear(x, weight, weight_scale, bias, input_scale)
+
+    def product(self, x: Tensor) -> Tensor:
+        """The product for what a layer makes of its input; rows of a shard perhaps with the scales of whole rows."""
+        weight, weight_scale, bias, *_ = operands = tuple(map(self.stored, self.operands))
+        shard = self.shard
+        has_gradient = torch.is_grad_enabled() and x.requires_grad
+        if shard is None or not shard.shares_scales or self.is_static or has_gradient:
+            return quant_linear(x, *operands)
+        rows = quantize_together(x, shard, weight.dtype)
+        return multiply(rows.values, rows.scale, weight, weight_scale, bias, None, x.dtype)
+
+
+_EXTRA = 16
+
+
+def quantize_together(x: Tensor, shard: Shard, dtype: torch.dtype) -> QuantizedRows:
+    """``x [..., K]``, columns of rows that other processes have the rest of, with the scales of whole rows.
+
+    The maximum of a whole row goes beside the columns, so many times as keep rows aligned, and is cut off again.
+    """
+    wide = torch.cat((x, shard.row_maxima(x).expand(*x.shape[:-1], _EXTRA)), dim=-1)
+    values, scale = torch.ops.qgemm.quantize_rows(wide, None, None, dtype)
+    return QuantizedRows(values[..., : x.shape[-1]], scale)

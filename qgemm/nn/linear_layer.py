@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import cdiv
@@ -37,7 +38,9 @@ class LinearLayer(QuantLayer):
       by one product must agree in them.
     - ``whole_names``: those that the weight as a whole determines, which ``start_rows`` makes.
     - ``default_scheme``: the name of the scheme of a layer that is made without one.
-    - ``rows_in_step``: how many rows of the weight share a row of some parameter.
+    - ``rows_in_step``: how many rows of the weight share a row of some parameter; ``columns_in_step``: how many of its
+      columns share one.
+    - ``column_names``: its parameters that have columns for columns of the weight.
     - ``folds_bias``: whether ``bias`` depends on the weight, so that it differs from the float layer's.
     - ``bias``: ``[out_features]``, or None. ``has_bias``: whether the float layer has one.
     """
@@ -45,6 +48,7 @@ class LinearLayer(QuantLayer):
     made_by = "from_linear"
     row_names: tuple[str, ...]
     rows_in_step: ClassVar[int] = 1
+    column_names: tuple[str, ...] = ("weight",)
     shared_names: ClassVar[tuple[str, ...]] = ()
     whole_names: tuple[str, ...] = ()
     default_scheme: ClassVar[str] = "int8"
@@ -252,10 +256,56 @@ class LinearLayer(QuantLayer):
             check_is_tensor(input)
             if input.is_nested:
                 return self._of_jagged(input)
-        return self.compute(input)
+        return self.compute(input) if self.shard is None else self.compute_shard(input, self.shard)
+
+    def compute_shard(self, x: Tensor, shard: Shard) -> Tensor:
+        """The result of ``forward`` for a plain tensor, with the other processes."""
+        return shard.leave(self.compute(shard.enter(x)))
+
+    @property
+    def columns_in_step(self) -> int:
+        """See above."""
+        return 1
+
+    @property
+    def whole_in_features(self) -> int:
+        """``in_features`` of the layer that this may be a shard of."""
+        is_part = self.shard is not None and self.shard.style == "row"
+        return self.in_features * self.shard.size if is_part else self.in_features  # type: ignore[union-attr]
+
+    def splits(self, style: Style, parts: int = 1) -> dict[str, Split]:
+        """Rows, with the bias, or columns."""
+        names, split = (
+            ((*self.row_names, "bias"), Split(0, parts)) if style == "column" else (self.column_names, Split(1))
+        )
+        return {name: split for name in names if self.stored(name) is not None}
+
+    def why_whole(self, style: Style, size: int, parts: int = 1) -> str:
+        """If parts aren't whole groups of what shares a scale or a word."""
+        if style == "expert":
+            return "it is no mixture of experts"
+        is_column = style == "column"
+        length, step = (self.out_features, self.rows_in_step) if is_column else (self.in_features, self.columns_in_step)
+        if length % (size * parts * step):
+            what, blocks = (
+                "outputs" if is_column else "inputs",
+                f", {size * parts} blocks of {step}" if step > 1 else "",
+            )
+            return f"its {length} {what} aren't a multiple of {size * parts * step}{blocks}"
+        return ""
+
+    def take_shard(self, shard: Shard) -> None:
+        """In row parallelism, one process alone adds the bias."""
+        super().take_shard(shard)
+        if shard.style == "column":
+            self.out_features //= shard.size
+            return
+        self.in_features //= shard.size
+        if shard.rank and self.bias is not None:
+            self.bias = frozen(torch.zeros_like(self.bias)) if self.folds_bias else None
 
     def _of_jagged(self, x: Any) -> Tensor:
-        rows: Tensor = torch.nested.nested_tensor_from_jagged(self.compute(x.values()), x.offsets(), x.lengths())
+        rows: Tensor = torch.nested.nested_tensor_from_jagged(self.forward(x.values()), x.offsets(), x.lengths())
         return rows
 
     def take_input_scale(self, input_scale: InputScale | None, device: torch.device) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from qgemm.nn.linear import QuantLinear
 from qgemm.nn.linear_layer import NOT_FINITE
+from qgemm.nn.parallel import Shard
 from qgemm.nn.quant_layer import frozen, narrowed
 from qgemm.numerics.formats import INT8
-from qgemm.ops import quant_linear
 from qgemm.ops.declare import to_autocast_dtype
 from qgemm.scheme import QuantScheme
 
@@ -37,6 +37,7 @@ class OutlierLinear(QuantLinear):
     index_names = ("outlier_columns",)
     outlier_columns: nn.Parameter
     outlier_weight: nn.Parameter
+    _of_shard: tuple[Tensor, Tensor] | None = None
 
     def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """Raises ``ValueError`` if there are fewer columns than the scheme keeps. A new layer keeps the first ones."""
@@ -100,10 +101,27 @@ class OutlierLinear(QuantLinear):
         if x.ndim == 0 or x.shape[-1] != self.in_features or x.device != self.weight_scale.device:
             return super().compute(x)  # which says what is wrong
         x = to_autocast_dtype(x)
-        rest = x.index_fill(-1, self.outlier_columns, 0)
-        out = quant_linear(rest, *map(self.stored, self.operands))
-        outliers = x.index_select(-1, self.outlier_columns)
+        columns, weight = self._own_columns()
+        rest = x.index_fill(-1, columns, 0)
+        out = self.product(rest)
+        outliers = x.index_select(-1, columns)
         with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # not for meta
-            rows = outliers.reshape(-1, outliers.shape[-1])
-            both = torch.addmm(out.reshape(-1, self.out_features), rows, self.outlier_weight.t().to(x.dtype))
+            rest_rows = out.reshape(-1, self.out_features)
+            rows = outliers.reshape(rest_rows.shape[0], outliers.shape[-1])  # which may have no columns
+            both = torch.addmm(rest_rows, rows, weight.t().to(x.dtype))
         return both.view(out.shape)
+
+    def _own_columns(self) -> tuple[Tensor, Tensor]:
+        """The outlier columns and their weights; of a shard in row parallelism, those among its own columns.
+
+        Its parameters are those of all processes, since one may have more of the columns than another.
+        """
+        return (self.outlier_columns, self.outlier_weight) if self._of_shard is None else self._of_shard
+
+    def take_shard(self, shard: Shard) -> None:
+        """As ``LinearLayer``."""
+        super().take_shard(shard)
+        if shard.style == "row":
+            columns = self.outlier_columns.detach() - shard.rank * self.in_features
+            own = (columns >= 0) & (columns < self.in_features)
+            self._of_shard = columns[own], self.outlier_weight.detach()[:, own]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from qgemm.kernels.checks import FLOAT_DTYPES
+from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.stored_weight import StoredWeight, TracedWeight
 from qgemm.numerics.formats import FP8
 from qgemm.scheme import QuantScheme
@@ -42,6 +43,7 @@ class QuantLayer(nn.Module):
     - ``made_by``: the class method that makes one from a float layer.
     - ``layer_name``: its name in the model, for errors; empty for a layer by itself.
     - ``merged``: who is told when its parameters move, because they are rows of a tensor that others share; or None.
+    - ``shard``: which part of a layer it is, if that is cut among processes; its sizes are then those of the part.
 
     The remaining parameters are biases and the like, of any float dtype.
     """
@@ -53,6 +55,33 @@ class QuantLayer(nn.Module):
     scheme: QuantScheme
     layer_name: str = ""
     merged: Merged | None = None
+    shard: Shard | None = None
+
+    def splits(self, style: Style, parts: int = 1) -> dict[str, Split]:
+        """How the parameters are cut for a ``Shard`` of this ``style``, by name; the others are whole everywhere."""
+        raise NotImplementedError
+
+    def why_whole(self, style: Style, size: int, parts: int = 1) -> str:
+        """Why the layer can't be cut among ``size`` processes in this ``style``; empty if it can."""
+        raise NotImplementedError
+
+    def take_shard(self, shard: Shard) -> None:
+        """Says that the parameters are those of ``shard`` by now."""
+        self.shard = shard
+
+    def cut(self, shard: Shard) -> None:
+        """Leaves of a whole layer the part of ``shard``."""
+        for name, split in self.splits(shard.style, shard.parts).items():
+            setattr(self, name, frozen(shard.part_of(self.stored(name).detach(), split)))
+        self.take_shard(shard)
+
+    def whole(self, name: str) -> Tensor:
+        """The parameter ``name`` of the layer that this is a shard of. All processes call it."""
+        own: Tensor = self.stored(name).detach()
+        if self.shard is None:
+            return own
+        split = self.splits(self.shard.style, self.shard.parts).get(name)
+        return own if split is None else self.shard.whole_of(own, split)
 
     def __getattr__(self, name: str) -> Any:
         """As ``nn.Module``; a parameter with quantized values as a ``StoredWeight``, which no float mixes with."""

@@ -16,7 +16,6 @@ from torch import Tensor
 from qgemm.nn.linear import QuantLinear
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.hadamard import hadamard
-from qgemm.ops import quant_linear
 from qgemm.scheme import QuantScheme
 
 # So many values are rotated at a time: in float64, which takes four times a bfloat16 weight's memory.
@@ -43,9 +42,12 @@ class RotatedLinear(QuantLinear):
         return rotate_rows(super().restore_rows(parameters, torch.float64), dtype)
 
     def compute(self, x: Tensor) -> Tensor:
-        """On ``x @ H``."""
-        rotated = torch.ops.qgemm.hadamard(x)
-        return quant_linear(rotated, *map(self.stored, self.operands))
+        """On ``x @ H``. A shard in row parallelism reads the inputs of all for it, since a block of ``H`` may too."""
+        if self.shard is not None and self.shard.style == "row":
+            rotated = self.shard.own_columns(torch.ops.qgemm.hadamard(self.shard.gather_to_share(x))).contiguous()
+        else:
+            rotated = torch.ops.qgemm.hadamard(x)
+        return self.product(rotated)
 
 
 def rotate_rows(rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.nn.linear_layer import LinearLayer, largest
+from qgemm.nn.parallel import Shard, Style
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics import groups
 from qgemm.numerics.formats import Format
 from qgemm.numerics.integers import cdiv
-from qgemm.numerics.packing import packed_width
+from qgemm.numerics.packing import HALF, packed_width
 from qgemm.ops.linear import weight_only_linear
 from qgemm.scheme import QuantScheme
 
@@ -67,7 +69,7 @@ class WeightOnlyLinear(LinearLayer):
     def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """``bias`` in ``dtype``."""
         N, K, form, scheme = self.out_features, self.in_features, self.form, self.scheme.weight
-        self.numbers = K, scheme.dtype, self.group_size, self.scheme.activation is not None
+        self._take_numbers()
         if form.bits == 4:
             zeros = form.zero_code | form.zero_code << 4
             weight = torch.full((N, packed_width(K)), zeros, dtype=torch.uint8, device=device)
@@ -85,6 +87,8 @@ class WeightOnlyLinear(LinearLayer):
             self.weight_global_scale = frozen(torch.full((2,), torch.nan, dtype=torch.float32, device=device))
         if scheme.is_ordered:
             self.input_order = frozen(torch.arange(K, dtype=torch.int32, device=device))
+        grouped = ("weight", "weight_scale", "weight_zero_point") if scheme.group_size else ("weight",)
+        self.column_names = tuple(name for name in grouped if getattr(self, name) is not None)
         self.row_names = tuple(name for name in type(self).row_names if getattr(self, name) is not None)
         self.whole_names = tuple(name for name in type(self).whole_names if getattr(self, name) is not None)
 
@@ -102,6 +106,26 @@ class WeightOnlyLinear(LinearLayer):
     def group_size(self) -> int:
         """How many values along K share a scale."""
         return self.scheme.weight.group_size or max(self.in_features, 1)
+
+    def _take_numbers(self) -> None:
+        is_quantized = self.scheme.activation is not None
+        self.numbers = self.in_features, self.scheme.weight.dtype, self.group_size, is_quantized
+
+    @property
+    def columns_in_step(self) -> int:
+        """Those of a group, and of a block of packed codes."""
+        return math.lcm(self.scheme.weight.group_size or 1, 2 * HALF if self.form.bits == 4 else 1)
+
+    def why_whole(self, style: Style, size: int, parts: int = 1) -> str:
+        """As ``LinearLayer``."""
+        if style == "row" and self.input_order is not None:
+            return "its columns are in an order of their own, in which each process would read all inputs"
+        return super().why_whole(style, size, parts)
+
+    def take_shard(self, shard: Shard) -> None:
+        """As ``LinearLayer``."""
+        super().take_shard(shard)
+        self._take_numbers()
 
     def accepts_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """As ``QuantLayer``; scales in floats have any of the three dtypes."""

@@ -1,4 +1,4 @@
-"""Tensor parallelism: two processes, each with its part of every layer, against one process with the whole model."""
+"""Tensor and expert parallelism: two processes, each with its part of every layer, against one with the whole model."""
 
 from __future__ import annotations
 
@@ -14,28 +14,48 @@ from families import Example
 from families.example import example, tokens
 from processes import FORKED
 from torch import distributed, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.distributed import DistributedConfig
 
 import qgemm
 from integrations.folders import assert_same
-from qgemm import QuantLinear
+from qgemm import QuantExperts
 from qgemm.integrations.transformers.tensor_parallel import WHOLE, plan_layers
-from qgemm.nn import LinearLayer
+from qgemm.nn import LinearLayer, QuantLayer
 
+# As many of each as make halves of whole groups and blocks.
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.1,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "initializer_range": 0.05,
 }
+# How far the output may be from the whole model's: scales of half a row are finer ones.
+SCHEMES = {"int8-static": 1e-6, "int8": 0.04, "int4": 2e-6, "int8-hadamard": 0.04}
+EXPERTS = {"int8": 0.04}
+GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
-def quantized(scheme: str) -> Example:
-    made = example(LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True), input_ids=tokens() % 96)
+def float_model(experts: bool = False) -> Example:
+    if experts:
+        few = {"moe_intermediate_size": 512, "num_experts": 4, "num_experts_per_tok": 2}
+        return example(Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **few), input_ids=tokens() % 96)
+    return example(LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True), input_ids=tokens() % 96)
+
+
+def quantized(scheme: str, experts: bool = False) -> Example:
+    made = float_model(experts)
     scales = None
     if scheme == "int8-static":
         scales = {name: 0.05 for name, module in made.model.named_modules() if type(module) is nn.Linear}
@@ -44,8 +64,13 @@ def quantized(scheme: str) -> Example:
     return made
 
 
-def local(parameter: torch.Tensor) -> list[int]:
-    return list(parameter.to_local().shape if hasattr(parameter, "to_local") else parameter.shape)  # type: ignore[operator]
+def parallel(folder: Path, kind: Any = LlamaForCausalLM, by_expert: bool = False, **options: Any) -> Any:
+    config = DistributedConfig(tp_plan="auto", enable_expert_parallel=by_expert)
+    return kind.from_pretrained(folder, distributed_config=config, **options)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
 
 
 def one_process(rank: int, folder: Path) -> None:
@@ -54,81 +79,164 @@ def one_process(rank: int, folder: Path) -> None:
     store = f"file://{folder / 'store'}"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     try:
-        for scheme in ("int8-static", "int8"):
-            whole = quantized(scheme)
-            expected = whole.output()
-            config = DistributedConfig(tp_plan="auto")
-            model: Any = LlamaForCausalLM.from_pretrained(folder / scheme, distributed_config=config)
-            attention = model.model.layers[0].self_attn
-            assert isinstance(attention.q_proj, QuantLinear)
-            shapes = {leaf: local(parameter) for leaf, parameter in attention.q_proj.named_parameters()}
-            assert (shapes["weight"], shapes["weight_scale"], shapes["bias"]) == ([32, 64], [32], [32])
-            shapes = {leaf: local(parameter) for leaf, parameter in attention.o_proj.named_parameters()}
-            assert (shapes["weight"], shapes["weight_scale"], shapes["bias"]) == ([64, 32], [64], [64])
-            error = (Example(model, whole.inputs).output() - expected).norm() / expected.norm()
-            # The same scales give the same products, added up in another order. Scales of half a row are finer ones.
-            assert error < (1e-6 if scheme == "int8-static" else 0.03), scheme
-            model.save_pretrained(folder / f"{scheme}-again")
-            with pytest.raises(ValueError, match="quantize and save the model first"):
-                LlamaForCausalLM.from_pretrained(
-                    folder / "float", quantization_config=qgemm.QGemmConfig(), distributed_config=config
-                )
+        for scheme, most in SCHEMES.items():
+            look_at_layers(scheme, most, folder)
+        for scheme, most in EXPERTS.items():
+            look_at_experts(scheme, most, folder)
+        look_at_tokens(rank, folder)
+        look_at_quantizing(folder)
     finally:
         distributed.destroy_process_group()
 
 
+def look_at_layers(scheme: str, most: float, folder: Path) -> None:
+    """Local parameters, the output before and after fusion, and what is saved."""
+    whole = quantized(scheme)
+    expected = whole.output()
+    model = parallel(folder / scheme)
+    cut = Example(model, whole.inputs)
+    layer = model.model.layers[0]
+    parameters = [each for one in layer.modules() if isinstance(one, QuantLayer) for each in one.parameters()]
+    assert {type(each) for each in parameters} == {nn.Parameter}
+    assert list(layer.self_attn.q_proj.bias.shape) == [256]
+    assert (layer.mlp.down_proj.in_features, layer.mlp.down_proj.out_features) == (256, 512)
+    assert error(cut.output(), expected) < most, scheme
+    model.save_pretrained(folder / f"{scheme}-again")
+    with pytest.raises(ValueError, match=r"each process has a part .* model.save_pretrained"):
+        qgemm.save_quantized(model, folder / "own")
+    before = cut.output()
+    qgemm.fuse(model)
+    assert scheme == "int8-hadamard" or qgemm.fusion_report(model).fused
+    assert error(cut.output(), before) < 1e-5, scheme
+    # With the scales of whole rows it is the whole model, but for the order of additions.
+    qgemm.share_scales(model)
+    assert error(cut.output(), expected) < 2e-6, scheme
+    assert error(Example(qgemm.unfuse(model), whole.inputs).output(), cut.output()) < 1e-5, scheme
+
+
+def look_at_experts(scheme: str, most: float, folder: Path) -> None:
+    whole = quantized(scheme, experts=True)
+    for by_expert in (False, True):
+        model = parallel(folder / f"experts-{scheme}", Qwen3MoeForCausalLM, by_expert)
+        experts = model.model.layers[0].mlp.experts
+        assert list(experts.gate_up_proj.shape[:2]) == ([2, 1024] if by_expert else [4, 512])
+        cut = Example(model, whole.inputs)
+        assert error(cut.output(), whole.output()) < (2e-6 if by_expert else most), scheme
+        before = cut.output()
+        assert "mixture" in qgemm.fusion_report(qgemm.fuse(model)).records[0].parts
+        assert error(cut.output(), before) < 1e-5, scheme
+        model.save_pretrained(folder / f"experts-{scheme}-{by_expert}-again")
+
+
+def look_at_tokens(rank: int, folder: Path) -> None:
+    """The fast loop has the tokens of transformers', and sampled ones are the same in both processes."""
+    model = parallel(folder / "int8")
+    ids = tokens() % 90 + 1
+    expected = model.generate(ids, **GREEDY)
+    qgemm.fast_generate(qgemm.fuse(model))
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+    assert model._qgemm_generate.told == set()
+    torch.manual_seed(rank)
+    drawn = model.generate(ids, **{**GREEDY, "do_sample": True})
+    both = [torch.empty_like(drawn) for _ in range(2)]
+    distributed.all_gather(both, drawn)
+    assert torch.equal(*both)
+    with pytest.warns(UserWarning, match="max_time is set"):
+        model.generate(ids, **GREEDY, max_time=60.0)
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    settings = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1)
+    done = model.generate_batch(ids.tolist(), generation_config=settings, continuous_batching_config=small)
+    assert [each.generated_tokens for each in done.values()] == expected[:, ids.shape[1] :][:, :4].tolist()
+
+
+def look_at_quantizing(folder: Path) -> None:
+    """A float checkpoint gives the parts of the model that one process quantizes."""
+    skip = ["model.layers.0.mlp.up_proj"]
+    model = parallel(folder / "float", quantization_config=qgemm.QGemmConfig("int8", skip=skip))
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+    same = parallel(folder / "int8")
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantLayer):
+            for leaf, parameter in layer.named_parameters():
+                assert torch.equal(parameter, same.get_submodule(name).stored(leaf)), f"{name}.{leaf}"
+    config = qgemm.QGemmConfig("int8-static", calibration=[{"input_ids": tokens()}])
+    with pytest.raises(ValueError, match="calibration needs it whole"):
+        parallel(folder / "float", quantization_config=config)
+
+
 @pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    for scheme in ("int8", "int8-static"):
+    for scheme in SCHEMES:
         quantized(scheme).model.save_pretrained(tmp_path / scheme)
-    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "float")
+    for scheme in EXPERTS:
+        quantized(scheme, experts=True).model.save_pretrained(tmp_path / f"experts-{scheme}")
+    float_model().model.save_pretrained(tmp_path / "float")
     torch.multiprocessing.start_processes(one_process, (tmp_path,), nprocs=2, start_method=FORKED.get_start_method())
-    for scheme in ("int8", "int8-static"):
-        whole = quantized(scheme).model
-        assert_same(LlamaForCausalLM.from_pretrained(tmp_path / f"{scheme}-again"), whole)
-        assert_same(qgemm.load_quantized(tmp_path / f"{scheme}-again"), whole)
+    for scheme in SCHEMES:
+        assert_same(qgemm.load_quantized(tmp_path / f"{scheme}-again"), quantized(scheme).model)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path / "int8-again"), quantized("int8").model)
+    for scheme in EXPERTS:
+        for by_expert in (False, True):
+            saved = qgemm.load_quantized(tmp_path / f"experts-{scheme}-{by_expert}-again")
+            assert_same(saved, quantized(scheme, experts=True).model)
 
 
-def planned(model: Any, plan: dict[str, str]) -> dict[str, str]:
-    config = SimpleNamespace(distributed_config=SimpleNamespace(tp_plan=plan))
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
-    plan_layers(SimpleNamespace(config=config, tp_plan={}), layers)  # type: ignore[arg-type]
+def planned(model: Any, plan: dict[str, str], by_expert: bool = False) -> dict[str, str]:
+    config = SimpleNamespace(tp_plan=plan, tp_size=2, enable_expert_parallel=by_expert)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
+    like = SimpleNamespace(
+        config=SimpleNamespace(distributed_config=config), tp_plan={}, named_modules=model.named_modules
+    )
+    plan_layers(like, layers)  # type: ignore[arg-type]
     return plan
 
 
 def test_a_plan_of_the_user_is_completed() -> None:
-    plan = planned(quantized("int8").model, {"model.layers.*.mlp.down_proj": "rowwise", "lm_head": "colwise_rep"})
-    assert plan == {
-        "model.layers.*.mlp.down_proj": "rowwise",
-        "model.layers.*.mlp.down_proj.weight_scale": WHOLE,
-        "lm_head": "colwise_rep",
+    plan = {"model.layers.*.mlp.down_proj": "rowwise", "model.layers.*.mlp.up_proj.weight": "packed_colwise",
+            "lm_head": "colwise_rep", "model.norm": "sequence_parallel"}  # fmt: skip
+    assert planned(quantized("int8").model, plan) == {
+        "model.layers.*.mlp.down_proj": "qgemm_row_1_rowwise",
+        "model.layers.*.mlp.up_proj": f"qgemm_column_2_{WHOLE}",
+        "model.layers.*.mlp.up_proj.weight": "qgemm_column_2_packed_colwise",
+        "lm_head": "qgemm_gathered_colwise_rep",
+        "model.norm": "sequence_parallel",
     }
+    assert planned(quantized("int8").model, dict(plan)) == plan  # once is enough
 
 
-@pytest.mark.parametrize("entry", ["model.layers.*.mlp.up_proj", "model.layers.*.mlp.up_proj.weight"])
-def test_a_style_in_which_scales_do_not_follow(entry: str) -> None:
-    # Packed weights are cut into halves of halves, vectors beside them in one piece.
-    with pytest.raises(
-        ValueError, match=r"would split model\.layers\.0\.mlp\.up_proj, a QuantLinear, .* packed_colwise"
-    ):
-        planned(quantized("int8").model, {entry: "packed_colwise"})
+@pytest.mark.parametrize(
+    ("scheme", "entry", "style", "reason"),
+    [
+        (
+            "int8",
+            "mlp.up_proj",
+            "packed_rowwise",
+            "a QuantLinear, in the style packed_rowwise, which qgemm doesn't know",
+        ),
+        ("int4", "self_attn.k_proj", "rowwise_rep", ""),
+        (
+            "int4-ordered",
+            "mlp.up_proj",
+            "rowwise",
+            "a WeightOnlyLinear, .* and its columns are in an order of their own",
+        ),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(scheme: str, entry: str, style: str, reason: str) -> None:
+    model, plan = quantized(scheme).model, {f"model.layers.*.{entry}": style}
+    if not reason:
+        assert planned(model, plan)[f"model.layers.*.{entry}"] == f"qgemm_row_1_{style}"
+        return
+    with pytest.raises(ValueError, match=rf"would split model\.layers\.0\.{entry}, {reason}"):
+        planned(model, plan)
 
 
-@pytest.mark.parametrize("scheme", ["int4", "int8-hadamard"])
-@pytest.mark.parametrize("style", ["rowwise", "colwise"])
-def test_other_schemes_are_refused(scheme: str, style: str) -> None:
-    # A part of a packed word, or of what a rotation mixes, is of no use by itself.
-    layers = {name: layer for name, layer in quantized(scheme).model.named_modules() if isinstance(layer, LinearLayer)}
-    config = SimpleNamespace(distributed_config=SimpleNamespace(tp_plan={"model.layers.*.mlp.up_proj": style}))
-    with pytest.raises(ValueError, match=r"would split model\.layers\.0\.mlp\.up_proj, a (WeightOnly|Rotated)Linear"):
-        plan_layers(SimpleNamespace(config=config, tp_plan={}), layers)  # type: ignore[arg-type]
-
-
-def test_experts_are_refused() -> None:
-    sizes = {**SIZES, "num_hidden_layers": 1, "head_dim": 16}
-    config = Qwen3MoeConfig(**sizes, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
-    model: Any = qgemm.quantize_model(Qwen3MoeForCausalLM(config))
-    model.config.distributed_config = SimpleNamespace(tp_plan="auto", enable_expert_parallel=False)
-    layers = {"model.layers.0.mlp.experts": model.model.layers[0].mlp.experts}
-    with pytest.raises(ValueError, match=r"would split model\.layers\.0\.mlp\.experts, a QuantExperts"):
-        plan_layers(model, layers)
+def test_experts_in_float_beside_quantized_ones() -> None:
+    few = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64}
+    config = Qwen3MoeConfig(**{**SIZES, **few, "num_hidden_layers": 2})
+    model = qgemm.quantize_model(Qwen3MoeForCausalLM(config), skip="model.layers.1.mlp.experts")
+    plan = {f"model.{name}": style for name, style in config.base_model_ep_plan.items()}
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts, whose experts are in float"):
+        planned(model, plan, by_expert=True)
+    assert isinstance(model.model.layers[0].mlp.experts, QuantExperts)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, LinearLayer)

@@ -22,6 +22,7 @@ from qgemm.integrations.transformers.foreign import ForeignLoad, is_foreign
 from qgemm.integrations.transformers.quantizing import QuantizeOnLoad, start_quantizing
 from qgemm.integrations.transformers.reading import QuantizedLoad
 from qgemm.integrations.transformers.saving import admit, describe, tensors_and_metadata
+from qgemm.integrations.transformers.tensor_parallel import cut_layers
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.attention import close_attention
 from qgemm.nn.float_experts import describe_experts
@@ -109,6 +110,7 @@ class QGemmQuantizer(HfQuantizer):
             del model.config.quantization_config
             quantize(model, config.quantization, calibration=config.calibration)
         self._reading = self._quantizing = None
+        cut_layers(model)
         for module in model.modules():
             if isinstance(module, QuantLayer):
                 module.requires_grad_(False)  # transformers makes every float parameter trainable, scales too
@@ -126,6 +128,8 @@ class QGemmQuantizer(HfQuantizer):
             getattr(torch, dtype) if isinstance(dtype, str) else dtype
         )  # text in a saved config
         admit(model.config)
+        if any(isinstance(module, QuantLayer) and module.shard is not None for module in model.modules()):
+            raise ValueError("each process has a part of this model: save it, and dequantize it where it is whole")
         plain = built_again(model)
         for name, module in list(model.named_modules(remove_duplicate=False)):
             if isinstance(module, LinearLayer):

@@ -19,24 +19,28 @@ from qgemm.calibration.collect import find_scales
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.tensors import get_tensor, set_tensor, split_name
 from qgemm.integrations.transformers.config import QGemmConfig
-from qgemm.integrations.transformers.tensor_parallel import is_cut
+from qgemm.integrations.transformers.tensor_parallel import is_cut, plan_layers
 from qgemm.model.plan import SwapPlan, plan_swaps
 from qgemm.model.report import LayerRecord, give_report
 from qgemm.model.survey import Layer, is_kept_in_fp32
 from qgemm.model.swap import ExpertsSwap, swap
+from qgemm.nn import QuantExperts, QuantLayer
 from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
+from qgemm.nn.kinds import linear_class
+from qgemm.nn.linear_layer import linear_weight
 
 
 def start_quantizing(model: PreTrainedModel, config: QGemmConfig) -> QuantizeOnLoad | None:
     """What is to be done with the weights of ``model``, which has none yet; None if it is loaded in float first.
 
-    Raises ``ValueError`` as ``quantize_model`` does, and for a model that is cut among processes.
+    Raises ``ValueError`` as ``quantize_model`` does. Of a model that is cut among processes, each reads and quantizes
+    whole weights, and keeps its part of them.
     """
-    if is_cut(model):
+    if is_cut(model) and config.loads_float:
         raise ValueError(
-            "distributed_config splits the model among processes, and each would find other scales for its part "
-            "of a weight: quantize and save the model first, and load that folder with this distributed_config"
+            "distributed_config splits the model among processes, and calibration needs it whole: quantize and save "
+            "the model first, and load that folder with this distributed_config"
         )
     with _as_it_will_be(model), opened_attention(model):
         wanted = config.quantization
@@ -45,6 +49,8 @@ def start_quantizing(model: PreTrainedModel, config: QGemmConfig) -> QuantizeOnL
         if config.loads_float:
             return None
         plan = find_scales(model, plan, wanted, config.calibration)
+        if is_cut(model):
+            plan_layers(model, dict(_on_meta(model, plan)), waiting=True)
     return QuantizeOnLoad(model, plan)
 
 
@@ -144,6 +150,18 @@ class QuantizeOnLoad(ConversionOps):
                 "Repair the checkpoint, or pass these layers in QGemmConfig(skip=[...])"
             )
         give_report(model, self._plan, self._records)
+
+
+def _on_meta(model: PreTrainedModel, plan: SwapPlan) -> Iterator[tuple[str, QuantLayer]]:
+    """The layers that ``plan`` will put into ``model``, without values, by each of their names."""
+    for layer in plan.chosen:
+        module, scheme = model.get_submodule(layer.name), plan.scheme_of(layer)
+        if layer.is_experts:
+            made: QuantLayer = QuantExperts.like(module, describe_experts(module), scheme)
+        else:
+            N, K = linear_weight(module).shape
+            made = linear_class(scheme)(K, N, module.bias is not None, "meta", scheme=scheme)
+        yield from ((name, made) for name in layer.names)
 
 
 @contextmanager

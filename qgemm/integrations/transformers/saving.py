@@ -33,6 +33,13 @@ def tensors_and_metadata(model: PreTrainedModel) -> tuple[dict[str, Tensor] | No
         return None, metadata  # offloaded: transformers fetches them one at a time
     ties = find_ties(tensors)
     stored = {name: tensor.detach() for name, tensor in tensors.items() if name not in ties}
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantLayer) and layer.shard is not None:
+            for leaf in layer.splits(layer.shard.style, layer.shard.parts):
+                if f"{name}.{leaf}" in stored:
+                    whole = layer.whole(leaf)
+                    if layer.shard.rank == 0:  # which writes
+                        stored[f"{name}.{leaf}"] = whole.cpu()
     # Not of parts, which transformers has yet to put together.
     if not is_adapter and all(type(tensor) is Tensor for tensor in stored.values()):
         # Every file gets all of them, since nothing here knows which tensor goes where.

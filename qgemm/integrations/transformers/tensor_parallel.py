@@ -1,64 +1,245 @@
-"""Tensor parallelism of transformers over ``QuantLinear``: which part of a layer goes to which process.
+"""Tensor parallelism of transformers over quantized layers: which part of a layer goes to which process.
 
-A layer that is cut by output channels (``colwise``) has its weight, scales and bias cut alike, which transformers does
-by itself. One that is cut along K (``rowwise``) multiplies its part of the input by its part of the weight, and the
-products are added up: its scales, one an output channel, are needed whole everywhere. So is ``input_scale``, a number.
+transformers cuts parameters by a plan of styles while it reads them, as DTensors, and wraps each layer's ``forward``. A
+quantized layer knows itself how its parameters are cut (``QuantLayer.splits``), so the styles that a plan has for it
+are replaced by ours: they say so to transformers, and wrap nothing. Once values are there, the parts become plain
+tensors (``cut_layers``), and the layer has a ``Shard``, which sums or gathers where it must. A float layer whose
+outputs are gathered, the head of most models, does so without DTensors too.
 
-Layers of other classes (packed, rotated, with a zero point or columns in float) are refused, and so are experts.
-
-In a ``rowwise`` layer each process quantizes its own part of a row. With scales that are found at run time, the output
-is therefore not that of one process bit for bit; it is as close to the float layer's.
+A row-parallel layer quantizes its own part of a row. With scales that are found at run time, the output is therefore
+not that of one process bit for bit; it is as close to the float layer's.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import MethodType
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Shard as OneSplit
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-from qgemm.nn import QuantLinear
+from qgemm.nn import QuantExperts, QuantLayer
+from qgemm.nn.parallel import Shard, Style
+from qgemm.nn.quant_layer import frozen
 
 WHOLE = "qgemm_whole"
-"""The name of the style of a parameter that every process holds whole. transformers has none for a cut layer's."""
+"""The name of the style of what every process holds whole."""
 
-_BY_CHANNEL = ("colwise", "colwise_rep", "colwise_gather_output")
-_ALONG_K = ("rowwise", "rowwise_rep", "rowwise_split_input")
+_OURS = "qgemm"
+_OURS_RE = re.compile(rf"{_OURS}_(column|row|expert)_(\d)_(.*)")
+"""The style of a shard, in how many parts it is cut, and transformers' style."""
+# How a quantized layer is cut where a plan has transformers' style for it.
+_LINEAR: dict[str, Style] = {
+    "colwise": "column",
+    "colwise_rep": "column",
+    "colwise_gather_output": "column",
+    "packed_colwise": "column",
+    "rowwise": "row",
+    "rowwise_rep": "row",
+    "rowwise_split_input": "row",
+}
+_EXPERTS: dict[str, Style] = {"packed_colwise": "column", "colwise": "column", "grouped_gemm": "expert"}
+_GATHERED = ("colwise_rep", "colwise_gather_output")
+_CLOSED = (*_GATHERED, "rowwise_rep", "rowwise_split_input")
+_ROUTER = "ep_router"
 # These leave parameters as they are.
-_UNCUT = ("replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj", "sequence_parallel")
+_UNCUT = (WHOLE, "replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj", "sequence_parallel")
+_WAITS = "_qgemm_waits"
 
 
 def is_cut(model: PreTrainedModel) -> bool:
     """Whether ``from_pretrained`` was asked to cut ``model`` among processes, tensors or experts."""
     config = getattr(model.config, "distributed_config", None)
-    return config is not None and (config.tp_size > 1 or bool(config.enable_expert_parallel))
+    return config is not None and ((config.tp_size or 1) > 1 or bool(config.enable_expert_parallel))
 
 
-def plan_layers(model: PreTrainedModel, layers: Mapping[str, nn.Module]) -> None:
-    """Completes the plans of ``model`` for its quantized ``layers``, by name, before transformers goes by them.
+def process_group(model: PreTrainedModel) -> Any:
+    """The processes that ``model`` is cut among; None for a model that one process has whole."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None or (getattr(model, "_tp_size", None) or 1) <= 1:
+        return None
+    return (mesh["tp"] if mesh.ndim > 1 else mesh).get_group()
 
-    Raises ``ValueError`` for a layer that would be cut in a way in which its scales don't follow.
+
+class _OfQuantized(TensorParallelLayer):  # type: ignore[misc]
+    """The style of quantized layers; of other modules that a plan's pattern names, transformers' own."""
+
+    def __init__(self, style: Style, original: TensorParallelLayer, parts: int) -> None:
+        self.style, self.original, self.parts = style, original, parts
+
+    def validate_param(self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None) -> None:
+        """Quantized layers have been looked at."""
+        if not _is_ours(module):
+            self.original.validate_param(module, param, mesh, parameter_name=parameter_name)
+
+    def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
+        """Puts a DTensor in the place of a parameter that is cut."""
+        if not _is_ours(module):
+            self.original.shard_param(module, param, mesh)
+        elif isinstance(module, QuantLayer):
+            split = module.splits(self.style, self.parts).get(param)
+            if split is not None:
+                dim, parts = split
+                placement = OneSplit(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
+                whole: Any = module._parameters[param]
+                if not whole.is_meta:
+                    return  # with values, cut_layers cuts it
+                module._parameters[param] = frozen(distribute_tensor(whole, mesh, [placement], src_data_rank=None))
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        """Nothing: a shard knows what to do."""
+        return module if _is_ours(module) else self.original.install_forward(module, mesh)
+
+
+class _Gathered(TensorParallelLayer):  # type: ignore[misc]
+    """``colwise_gather_output`` of a float layer: no DTensor is made where no gradient is asked for."""
+
+    def __init__(self, original: TensorParallelLayer) -> None:
+        self.original = original
+
+    def validate_param(self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None) -> None:
+        """As transformers."""
+        self.original.validate_param(module, param, mesh, parameter_name=parameter_name)
+
+    def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
+        """As transformers."""
+        self.original.shard_param(module, param, mesh)
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        """As transformers, around a shorter way."""
+        wrapped: nn.Module = self.original.install_forward(module, mesh)
+        if type(module) is not nn.Linear:
+            return wrapped
+        shard, forward = _shard(mesh, "column", is_open=False), wrapped.forward
+
+        def gathered(self: nn.Module, input: Tensor) -> Tensor:
+            if torch.is_grad_enabled() or isinstance(input, DTensor):
+                out: Tensor = forward(input)
+                return out
+            weight, bias = (_local(self._parameters.get(name)) for name in ("weight", "bias"))
+            return shard.gather(F.linear(input, weight, bias))  # type: ignore[arg-type]
+
+        wrapped.forward = MethodType(gathered, wrapped)
+        return wrapped
+
+
+def plan_layers(model: PreTrainedModel, layers: Mapping[str, QuantLayer], waiting: bool = False) -> None:
+    """Puts our styles for quantized ``layers``, by name, into the plans of ``model``, before transformers goes by them.
+
+    ``waiting``: whether float layers are there yet, to be read whole, quantized, and only then cut. Raises
+    ``ValueError`` for a layer that can't be cut in the style that a plan has for it.
     """
     ALL_PARALLEL_STYLES.register(WHOLE, TensorParallelLayer())  # type: ignore[arg-type]
-    given = model.config.distributed_config.tp_plan
+    config = model.config.distributed_config
+    given = config.tp_plan
+    size = getattr(config, "tp_size", None) or 1
+    starred: dict[str, list[str]] = {}
+    for name in layers:
+        starred.setdefault(_starred(name), []).append(name)
     for plan in (model.tp_plan, given if isinstance(given, dict) else {}):
-        for name, layer in layers.items():
-            # As transformers looks them up: with a star for a layer's number.
-            key = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-            parameters = [leaf for leaf, _ in layer.named_parameters(recurse=False)]
-            styles = {plan[entry] for entry in (key, *(f"{key}.{leaf}" for leaf in parameters)) if entry in plan}
-            unknown = styles - {*_BY_CHANNEL, *_ALONG_K, *_UNCUT, WHOLE}
-            if unknown or (styles and type(layer) is not QuantLinear):
-                raise ValueError(
-                    f"tensor parallelism would split {name}, a {type(layer).__name__}, in the style "
-                    f"{' and '.join(sorted(styles))}, which doesn't split its scales: load the model without "
-                    "distributed_config (with a device_map, for example), or quantize it with this layer in skip"
-                )
-            # Its kernels take tensors, not DTensors.
-            layer._hf_quantized_needs_local_tp = True  # type: ignore[assignment]
-            if "input_scale" in parameters and styles & {*_BY_CHANNEL, *_ALONG_K}:
-                plan[f"{key}.input_scale"] = WHOLE
-            if styles & {*_ALONG_K}:
-                plan[f"{key}.weight_scale"] = WHOLE
+        for key, names in starred.items():
+            _plan(plan, key, {name: layers[name] for name in names}, size, model)
+        for key, style in plan.items():
+            if style in _GATHERED:
+                plan[key] = f"{_OURS}_gathered_{style}"
+                ALL_PARALLEL_STYLES.register(plan[key], _Gathered(ALL_PARALLEL_STYLES[style]))  # type: ignore[arg-type]
+    if waiting:
+        for name in layers:
+            vars(model.get_submodule(name))[_WAITS] = True
+
+
+def _plan(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], size: int, model: PreTrainedModel) -> None:
+    """Replaces what ``plan`` has for ``layers``, all of which it calls ``key``."""
+    entries = [entry for entry in plan if entry == key or entry.rpartition(".")[0] == key]
+    styles = {plan[entry] for entry in entries}
+    is_experts = any(isinstance(layer, QuantExperts) for layer in layers.values())
+    known = _EXPERTS if is_experts else _LINEAR
+    wanted = {known[style] for style in styles if style in known}
+    rest = styles - {*known, *_UNCUT} - ({"moe_tp_experts", "rowwise", "packed_rowwise"} if is_experts else set())
+    if styles <= {*_UNCUT} or any(_OURS_RE.match(each) for each in styles):  # of which there may be one plan, or two
+        return
+    name, layer = next(iter(layers.items()))
+    if rest or len(wanted) != 1:
+        raise ValueError(_refusal(name, layer, styles, "which qgemm doesn't know for it"))
+    (style,) = wanted
+    parts = 2 if "packed_colwise" in styles and not is_experts else 1
+    for name, layer in layers.items():
+        if reason := layer.why_whole(style, size, parts):
+            raise ValueError(_refusal(name, layer, styles, f"and {reason}"))
+    if style == "expert":
+        others = [name for name, _ in model.named_modules() if _starred(name) == key and name not in layers]
+        if others:
+            raise ValueError(
+                f"expert parallelism would split {others[0]}, whose experts are in float, and those of {name}, which "
+                "are quantized: quantize the experts of all layers, or of none"
+            )
+        for entry in [entry for entry in plan if plan[entry] == _ROUTER]:
+            if entry.rpartition(".")[0] == key.rpartition(".")[0]:
+                plan[entry] = WHOLE  # the experts tell their own from others by the numbers that a router gives
+    for entry in {key, *entries}:
+        original = plan.get(entry, WHOLE)
+        plan[entry] = f"{_OURS}_{style}_{parts}_{original}"
+        ALL_PARALLEL_STYLES.register(plan[entry], _OfQuantized(style, ALL_PARALLEL_STYLES[original], parts))  # type: ignore[arg-type]
+
+
+def cut_layers(model: PreTrainedModel) -> None:
+    """Makes the quantized layers of ``model``, whose plans ``plan_layers`` has made, shards with plain parameters.
+
+    Those that transformers has cut already, as it read them, keep their parts; whole ones are cut.
+    """
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return
+    mesh = mesh["tp"] if mesh.ndim > 1 else mesh
+    plan = model.tp_plan
+    for name, layer in model.named_modules():
+        if not isinstance(layer, QuantLayer) or layer.shard is not None:
+            continue
+        vars(layer).pop(_WAITS, None)
+        found = _OURS_RE.match(plan.get(_starred(name), ""))
+        if not found:
+            continue
+        style, parts, original = found.groups()
+        is_open = original not in _CLOSED
+        shard = _shard(mesh, style, is_open, int(parts))  # type: ignore[arg-type]
+        if any(isinstance(each, DTensor) for each in layer._parameters.values()):
+            for leaf, parameter in list(layer._parameters.items()):
+                if isinstance(parameter, DTensor):
+                    setattr(layer, leaf, frozen(parameter.detach().to_local()))
+            layer.take_shard(shard)
+        else:
+            layer.cut(shard)
+
+
+def _shard(mesh: Any, style: Style, is_open: bool = True, parts: int = 1) -> Shard:
+    return Shard(style, mesh.get_group(), mesh.get_local_rank(), mesh.size(), is_open, parts)
+
+
+def _is_ours(module: nn.Module) -> bool:
+    """Whether it is quantized, or will be."""
+    return isinstance(module, QuantLayer) or _WAITS in vars(module)
+
+
+def _starred(name: str) -> str:
+    """As transformers looks layers up: with a star for a number."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _local(parameter: Any) -> Tensor | None:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _refusal(name: str, layer: QuantLayer, styles: set[str], reason: str) -> str:
+    return (
+        f"tensor parallelism would split {name}, a {type(layer).__name__}, in the style "
+        f"{' and '.join(sorted(styles))}, {reason}: load the model without distributed_config (with a device_map, for "
+        "example), or quantize it with this layer in skip"
+    )

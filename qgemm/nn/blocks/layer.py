@@ -29,7 +29,7 @@ from qgemm.nn.blocks.layer_input import FusedLayerInput
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.mixture import FusedMixture, MlpAndMixture
 from qgemm.nn.blocks.mlp import FusedMlp
-from qgemm.nn.blocks.operands import Operands, read_rows
+from qgemm.nn.blocks.operands import Operands, SummedOperands, read_rows
 from qgemm.nn.blocks.steps import NormStep, add, add_and_read, normalize, quantize, read
 
 Form = Literal["in a row", "side by side", "norms last", "alone"]
@@ -192,7 +192,8 @@ class FusedLayer:
         into: Any = read(x, self.steps[0].norm, reads[0])
         last = len(self.steps) - 1
         for i, step in enumerate(self.steps):
-            if is_plain and step.out_norm is None and (is_small or i == last):
+            adds = i == last or (is_small and not (operands[i] and isinstance(operands[i][-1], SummedOperands)))
+            if is_plain and step.out_norm is None and adds:
                 x = step.branch(into, operands[i], x, dtype, context)
                 into = x if i == last else read(x, self.steps[i + 1].norm, reads[i + 1])
                 continue

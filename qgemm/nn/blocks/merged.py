@@ -178,6 +178,8 @@ def why_apart(layers: Sequence[nn.Module]) -> str:
             return f"{_name(layer)} has hooks, or another forward"
         if type(layer._parameters.get("weight")) is not nn.Parameter:
             return f"the weight of {_name(layer)} is computed, or cut among processes"
+        if layer.shard is not None and not layer.shard.is_open:
+            return f"{_name(layer)} is cut among processes, and the layers beside it aren't"
         linear.append(layer)
     for layer in linear[:-1]:
         if layer.out_features % layer.rows_in_step:

@@ -11,8 +11,9 @@ from torch import Tensor
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.nn.block_scaled import BlockScaledLinear
-from qgemm.nn.linear import QuantLinear
+from qgemm.nn.linear import QuantLinear, quantize_together
 from qgemm.nn.linear_layer import LinearLayer
+from qgemm.nn.parallel import Shard
 from qgemm.nn.weight_only import WeightOnlyLinear
 from qgemm.ops import block_scaled_linear, quant_linear
 from qgemm.ops.linear import multiply, weight_only_linear
@@ -102,7 +103,40 @@ class BlockScaledOperands(NamedTuple):
         return out if residual is None else residual + out
 
 
-Operands: TypeAlias = QuantizedOperands | FloatOperands | BlockScaledOperands
+class SummedOperands(NamedTuple):
+    """Those of a shard in row parallelism: the products of all processes are added up."""
+
+    own: QuantizedOperands | FloatOperands | BlockScaledOperands
+    shard: Shard
+
+    @property
+    def reads_rows(self) -> bool:
+        """As the shard does; but rows with scales of all processes are made ahead of the product."""
+        return self.own.reads_rows and not self._quantizes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As above."""
+        return self.own.dtype
+
+    @property
+    def input_scale(self) -> Tensor | None:
+        """As above."""
+        return self.own.input_scale
+
+    @property
+    def _quantizes(self) -> bool:
+        return self.shard.shares_scales and self.own.reads_rows and self.own.input_scale is None
+
+    def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
+        """As above. One process adds the residual, as it does the bias."""
+        if self._quantizes:
+            assert isinstance(x, Tensor)
+            x = quantize_together(x, self.shard, self.own.dtype)
+        return self.shard.sum(self.own.product(x, dtype, None if self.shard.rank else residual))
+
+
+Operands: TypeAlias = QuantizedOperands | FloatOperands | BlockScaledOperands | SummedOperands
 
 
 def read_rows(operands: tuple[Operands, ...]) -> bool:
@@ -112,6 +146,14 @@ def read_rows(operands: tuple[Operands, ...]) -> bool:
 
 def operands_of(layer: LinearLayer, tensors: Mapping[str, Tensor | None]) -> Operands:
     """What layers like ``layer`` multiply with, whose parameters, by name, are ``tensors``."""
+    own = _own_operands(layer, tensors)
+    is_summed = layer.shard is not None and layer.shard.style == "row"
+    return SummedOperands(own, layer.shard) if is_summed else own  # type: ignore[arg-type]
+
+
+def _own_operands(
+    layer: LinearLayer, tensors: Mapping[str, Tensor | None]
+) -> QuantizedOperands | FloatOperands | BlockScaledOperands:
     if isinstance(layer, QuantLinear):
         return QuantizedOperands(*(tensors[name] for name in layer.operands))  # type: ignore[arg-type]
     if isinstance(layer, BlockScaledLinear):

@@ -12,7 +12,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
@@ -26,6 +26,7 @@ from qgemm.integrations.transformers.generate.decoder import Decoder, Decoders
 from qgemm.integrations.transformers.generate.fingerprint import fingerprint
 from qgemm.integrations.transformers.generate.loop import AHEAD, Loop
 from qgemm.integrations.transformers.generate.request import Request, check_model, check_settings, read_request
+from qgemm.integrations.transformers.tensor_parallel import process_group
 from qgemm.warn import warn_user
 
 # The attribute of a model with what it keeps between calls, and of a cache with its decoder.
@@ -178,6 +179,9 @@ def decode(
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
     with _running(model) as kept, _plain_tensors(model, inputs.get("past_key_values")):
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
+        group = process_group(model)
+        if group is not None:
+            _agree(group, request, device)
         context, decoder = _take(kept, model, request, cache_dtype)
         if ahead is None:
             ahead = AHEAD if input_ids.is_cuda else 0
@@ -185,7 +189,9 @@ def decode(
             streamer.put(input_ids.cpu())
         assert kept.decoders is not None
         tell = functools.partial(_tell_eager, kept)
-        loop = Loop(model, request, context, decoder, ahead, tell, kept.decoders.free)
+        # One process that begins a prompt again would be alone with its sums.
+        free = kept.decoders.free if group is None else lambda: False
+        loop = Loop(model, request, context, decoder, ahead, tell, free)
         lent = request.cache is not None or generation_config.return_dict_in_generate
         try:
             sequences = loop.run(streamer).to(home)
@@ -228,6 +234,27 @@ def _take(kept: _Kept, model: PreTrainedModel, request: Request, dtype: torch.dt
         decoder = Decoder(request.batch, context, position, kept.decoders.memory)
     context.buffers = decoder.buffers
     return context, decoder
+
+
+def _agree(group: Any, request: Request, device: torch.device) -> None:
+    """Has all processes draw the same tokens: those of the first one's random generator."""
+    if request.stops.deadline is not None:
+        raise NotCovered("max_time is set, which processes may see pass at different tokens")
+    if not request.sampler.draws:
+        return
+    first = distributed.get_global_rank(group, 0)
+    if device.type == "cpu":
+        state = torch.get_rng_state()
+        distributed.broadcast(state, first, group=group)
+        torch.set_rng_state(state)
+        return
+    generator = torch.cuda.default_generators[device.index]
+    shared = torch.tensor([generator.initial_seed(), generator.get_offset()], device=device)
+    distributed.broadcast(shared, first, group=group)
+    seed, offset = shared.tolist()
+    if seed != generator.initial_seed():
+        generator.manual_seed(seed)
+    generator.set_offset(offset)
 
 
 def _tell_eager(kept: _Kept, reason: str) -> None:

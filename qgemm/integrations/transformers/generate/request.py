@@ -68,8 +68,6 @@ def check_model(model: PreTrainedModel) -> None:
         raise NotCovered("the model's inputs are prepared by something else than its class")
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         raise NotCovered("the model is spread over several devices")
-    if (getattr(model, "_tp_size", None) or 1) > 1:
-        raise NotCovered("the model runs in tensor parallelism")
     if is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model):
         raise NotCovered("the model's parameters are sharded")
     if model.device.type not in ("cpu", "cuda"):

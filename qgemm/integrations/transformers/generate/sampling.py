@@ -189,7 +189,7 @@ class Sampler:
         """Raises ``NotCovered`` for a processor that isn't known. ``padding`` is for rows that have ended."""
         self._stages = [_stage(processor, prompt_length) for processor in given]
         self._stops = stops
-        self._draws = do_sample
+        self.draws = do_sample
         self._padding = padding if stops.pads else None
         self.key: Hashable = (*(stage.key for stage in self._stages), stops.key, do_sample, self._padding)
 
@@ -206,7 +206,7 @@ class Sampler:
 
     def scores(self, logits: Tensor, progress: Progress) -> Tensor:
         """The processed scores of ``logits`` [B, V], in float32 if they are processed or drawn from."""
-        if not self._stages and not self._draws:
+        if not self._stages and not self.draws:
             return logits
         scores = logits.float()
         for stage in self._stages:
@@ -215,7 +215,7 @@ class Sampler:
 
     def _minimum(self) -> int:
         """The step before which no end token is chosen, if that is all that is asked of scores; else 0."""
-        if self._draws or len(self._stages) != 1:
+        if self.draws or len(self._stages) != 1:
             return 0
         (stage,) = self._stages
         return stage.minimum if isinstance(stage, _NoEndBefore) and stage.ends == self._stops.ends else 0
@@ -224,7 +224,7 @@ class Sampler:
         """Chooses by ``progress.logits``."""
         minimum = self._minimum()
         scores = progress.logits if minimum else self.scores(progress.logits, progress)
-        if self._draws:
+        if self.draws:
             # torch.multinomial waits for the device to check its argument. What softmax divides by makes no difference.
             most = _in_parts(scores).amax(-1).amax(-1, keepdim=True)
             scores = (scores - most).exp_() / torch.empty_like(scores).exponential_()
