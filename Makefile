@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel demo docs bench bench-models accuracy test test-complete quick test-newest lint clean
+.PHONY: help setup wheel demo docs bench bench-models accuracy test test-complete quick test-newest test-serving lint clean
 
 help: ## Show these targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -65,6 +65,11 @@ test-newest: ## Run the tests of kernels, layers and operators with the newest t
 	$(NEWEST)/bin/python -m pip install --no-compile --upgrade torch transformers accelerate peft safetensors tqdm numpy typer rich compressed-tensors pytest pytest-xdist
 	$(NEWEST)/bin/python -m pip list | grep -E "^(torch|triton|transformers) "
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) tests/kernels tests/nn tests/ops
+
+# Not in CI: these packages and what they bring along take as long to install as they are of use here.
+test-serving: setup ## Run the examples that need sentence-transformers or the packages of transformers serve, too
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable ".[serving]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_examples.py
 
 lint: setup ## Check style and types
 	$(BIN)/ruff format --check .

@@ -61,6 +61,8 @@ def _run(command: list[str], cwd: str, environment: dict[str, str], files: list[
         runpy.run_path(command[0], run_name="__main__")
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
         code = 1

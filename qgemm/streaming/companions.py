@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import BinaryIO
 
 from qgemm.checkpoint.disk import open_regular, reading
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import checkpoint_file, is_checkpoint_file
+from qgemm.checkpoint.layout import checkpoint_file, is_checkpoint_file, read_text
 from qgemm.warn import warn_user
 
 CHAT_TEMPLATES = "additional_chat_templates"
 """The one folder that transformers' tokenizers and processors write beside their files."""
+
+_MODULES = "modules.json"
+"""Where sentence-transformers lists what comes after the model, such as pooling, each with a folder of its own."""
 
 # Weights, of whatever library, and what says where they lie.
 _WEIGHTS = (
@@ -29,17 +33,21 @@ def find_companions(folder: Path) -> tuple[list[Path], list[str]]:
     """The files of ``folder`` to copy, by their paths in it, and the code in it, which isn't copied.
 
     Those are all files but weights, code, hidden files, the JSON files that are written anew or tell how weights are
-    quantized, and folders other than ``CHAT_TEMPLATES``. Raises ``CheckpointError`` for a link that leads out of the
-    folder.
+    quantized, and folders other than ``CHAT_TEMPLATES`` and those of sentence-transformers' modules, which may have
+    weights of their own. Raises ``CheckpointError`` for a link that leads out of the folder.
     """
     copied, code = [], []
+    globs = {CHAT_TEMPLATES: "*.jinja", **dict.fromkeys(_module_folders(folder), "[!.]*")}
     for path in sorted(folder.iterdir()):
         name = path.name
         is_written_anew = is_checkpoint_file(name) or name in _QUANTIZATION
-        if name == CHAT_TEMPLATES and path.is_dir():
+        if name in globs and path.is_dir():
             if path.is_symlink():
                 raise CheckpointError(f"{path} is a link; it must be a folder")
-            copied += [checkpoint_file(path, each.name).relative_to(folder) for each in sorted(path.glob("*.jinja"))]
+            files = [each for each in sorted(path.glob(globs[name])) if not each.is_dir()]
+            code += [f"{name}/{each.name}" for each in files if each.name.lower().endswith(_CODE)]
+            files = [each for each in files if not each.name.lower().endswith(_CODE)]
+            copied += [checkpoint_file(path, each.name).relative_to(folder) for each in files]
         elif path.is_dir() or name.startswith(".") or is_written_anew or name.lower().endswith(_WEIGHTS):
             continue
         elif name.lower().endswith(_CODE):
@@ -47,6 +55,15 @@ def find_companions(folder: Path) -> tuple[list[Path], list[str]]:
         else:
             copied.append(checkpoint_file(folder, name).relative_to(folder))
     return copied, code
+
+
+def _module_folders(folder: Path) -> list[str]:
+    if not (folder / _MODULES).is_file():
+        return []
+    try:
+        return [str(module["path"]) for module in json.loads(read_text(checkpoint_file(folder, _MODULES)))]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return []  # it is somebody else's, and is copied as it is
 
 
 def find_companions_to_copy(folder: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -27,6 +28,24 @@ def test_what_is_copied(tmp_path: Path) -> None:
     found, code = find_companions(tmp_path)
     assert {str(path) for path in found} == {*copied, "additional_chat_templates/tool_use.jinja"}
     assert code == ["modeling_x.py"]
+
+
+def test_the_folders_of_what_comes_after_the_model(tmp_path: Path) -> None:
+    # As sentence-transformers has them. The last one's path is nobody's folder here.
+    modules = [{"path": path} for path in ("", "1_Pooling", "2_Dense", "3_Normalize", "../outside", "2_Dense/deep")]
+    (tmp_path / "float").mkdir()
+    (tmp_path / "float" / "modules.json").write_text(json.dumps(modules))
+    files = ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+    for name in (*files, "2_Dense/code.py", "2_Dense/.hidden", "2_Dense/deep/x", "onnx/config.json", "../outside/x"):
+        path = tmp_path / "float" / name
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    found, code = find_companions(tmp_path / "float")
+    assert {str(path) for path in found} == {"modules.json", *files}
+    assert code == ["2_Dense/code.py"]
+    for other in ("{", "[1]", "[{}]", "{}"):
+        (tmp_path / "float" / "modules.json").write_text(other)
+        assert find_companions(tmp_path / "float") == ([Path("modules.json")], [])
 
 
 def test_a_template_arrives_in_its_folder(source: Path, tmp_path: Path) -> None:
