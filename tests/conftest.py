@@ -32,13 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks as slow what `make quick` leaves out, and lets what compiles every kernel come first.
 
-    What is marked ``complete`` is left out without ``--complete``.
+    What is marked ``complete`` is left out without ``--complete``, and ``vllm`` without ``-m vllm``.
 
     That is of a test marked ``slow(quick=...)`` what has other parameters than these; of others, with many parameters,
     all but every so many. What comes first goes to one of several workers, and none waits for it last.
     """
-    if not config.getoption("--complete"):
-        left_out = [item for item in items if item.get_closest_marker("complete")]
+    unasked = [] if config.getoption("--complete") else ["complete"]
+    unasked += [] if "vllm" in config.getoption("-m") else ["vllm"]
+    if left_out := [item for item in items if any(map(item.get_closest_marker, unasked))]:
         items[:] = [item for item in items if item not in set(left_out)]
         config.hook.pytest_deselected(items=left_out)
     tests: dict[tuple[Path, str], list[pytest.Function]] = {}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import qgemm
 from benchmarks.models import __main__ as runner
 from benchmarks.models import measure, plots, tables, timeline
 from benchmarks.models.measure import Sizes
@@ -20,6 +21,7 @@ from benchmarks.models.shapes import MODELS, ModelShape
 from benchmarks.models.vllm_worker import _config
 from benchmarks.models.worker import Job
 from benchmarks.models.worker import measure as measure_job
+from qgemm.checkpoint.manifest import Manifest
 
 CPU = torch.device("cpu")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 211}
@@ -232,11 +234,22 @@ def test_long_prompts_are_followed_by_more_tokens() -> None:
 
 
 def test_vllm_gets_the_config_of_the_model() -> None:
-    values = _config(DECODER, 1, is_int8=True)
-    assert values["architectures"] == ["LlamaForCausalLM"]
-    assert values["num_hidden_layers"] == 1
-    assert values["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] == "channel"
-    json.dumps(values)
+    for name, kind in (("vllm int8", "int"), ("vllm fp8", "float")):
+        values = _config(DECODER, 1, name)
+        assert values["architectures"] == ["LlamaForCausalLM"]
+        assert values["num_hidden_layers"] == 1
+        weights = values["quantization_config"]["config_groups"]["group_0"]["weights"]
+        assert (weights["strategy"], weights["type"]) == ("channel", kind)
+        json.dumps(values)
+    assert "quantization_config" not in _config(DECODER, 1, "vllm bf16")
+
+
+def test_vllm_gets_the_layers_that_quantize_model_takes() -> None:
+    device = torch.device("cpu")
+    model = qgemm.quantize_model(DECODER.build(device, 1), progress=False)
+    layers = {name for name, module in model.named_modules() if isinstance(module, qgemm.QuantLinear)}
+    config = _config(DECODER, 1, "vllm qgemm")
+    assert set(Manifest.from_config(config, Path("config.json")).layers) == layers
 
 
 LAYER = ["_norm_quantize_kernel", "_gemm_hopper_kernel", "decode_attention", "at::elementwise"]

@@ -198,12 +198,20 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.quantize",
     },
     "qgemm.parallel": {"qgemm.arguments", "qgemm.nn"},
+    "qgemm.integrations.vllm": {
+        "qgemm.kernels",
+        "qgemm.numerics",
+        "qgemm.ops",
+        "qgemm.scheme",
+        "qgemm.nn",
+        "qgemm.checkpoint",
+    },
     "qgemm.generation": {"qgemm.integrations.transformers"},
     "qgemm.integrations": {"qgemm.nn", "qgemm.model", "qgemm.checkpoint"},
     "qgemm.__main__": set(),
     "qgemm": set(),
 }
-OPTIONAL = {"transformers", "accelerate", "compressed_tensors", "huggingface_hub", "peft", "yaml"}
+OPTIONAL = {"transformers", "accelerate", "compressed_tensors", "huggingface_hub", "peft", "vllm", "yaml"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 FILES = [*MODULES, *sorted((ROOT / "qgemm_cli").rglob("*.py"))]
 
@@ -372,7 +380,7 @@ import torch, tqdm, safetensors.torch
 before = set(sys.modules)
 import qgemm
 new = {name.split(".")[0] for name in set(sys.modules) - before}
-heavy = new & {"transformers", "accelerate", "compressed_tensors", "huggingface_hub", "peft", "triton"}
+heavy = new & {"transformers", "accelerate", "compressed_tensors", "huggingface_hub", "peft", "triton", "vllm"}
 assert not heavy, f"import qgemm imports {sorted(heavy)}"
 assert not torch.cuda.is_initialized(), "import qgemm initialises CUDA"
 """

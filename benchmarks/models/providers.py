@@ -97,6 +97,8 @@ PROVIDERS = {
         # ``vllm_worker.py`` measures these; they have weights of their own.
         Provider("vllm bf16", _float, {}, (PREFILL, DECODE), "vllm"),
         Provider("vllm int8", _float, {}, (PREFILL, DECODE), "vllm"),
+        Provider("vllm fp8", _float, {}, (PREFILL, DECODE), "vllm"),
+        Provider("vllm qgemm", _float, {}, (PREFILL, DECODE), "vllm"),
     )
 }
 BASE = "bf16"

@@ -12,10 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from benchmarks.models.measure import Sizes, median_seconds
 from benchmarks.models.results import DECODE, PREFILL, Figure
 from benchmarks.models.shapes import ModelShape
 from benchmarks.peers import first_line
+from qgemm.checkpoint.manifest import Manifest
+from qgemm.scheme import SCHEMES
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -25,16 +30,20 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 NOTE = "its own weights, outputs not compared"
+QGEMM = "vllm qgemm"
+_TYPES = {"vllm int8": "int", "vllm fp8": "float"}
 
 
 def measure_vllm(shape: ModelShape, name: str, layers: int, measures: Sequence[str], sizes: Sizes) -> Iterator[Figure]:
-    """Figures of vLLM with the weights of bf16, or of compressed-tensors' int8 (a scale a row and a token)."""
+    """Figures of vLLM in bf16, in compressed-tensors' int8 or fp8 (a scale a row and a token), or in qgemm's int8."""
     os.environ.update(ENVIRONMENT)
+    if name == QGEMM:  # vLLM finds it by itself where qgemm is installed, but not in a copy of the tree
+        importlib.import_module("qgemm.integrations.vllm").register()
     vllm = importlib.import_module("vllm")
     base = Figure(shape.name, layers, name, "", note=NOTE)
     longest = max(*sizes.contexts, sizes.prefill[1]) + sizes.new_tokens(1024, 1024)
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(_config(shape, layers, "int8" in name)), encoding="utf-8")
+        Path(folder, "config.json").write_text(json.dumps(_config(shape, layers, name)), encoding="utf-8")
         engine = vllm.LLM(
             model=folder,
             load_format="dummy",
@@ -72,18 +81,24 @@ def measure_vllm(shape: ModelShape, name: str, layers: int, measures: Sequence[s
             yield replace(figure, value=batch * (new - 2) / (long - short))
 
 
-def _config(shape: ModelShape, layers: int, is_int8: bool) -> dict[str, Any]:
+def _config(shape: ModelShape, layers: int, name: str) -> dict[str, Any]:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = shape.make_config(layers)
     values: dict[str, Any] = config.to_dict()
     mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     values |= {"architectures": [mapping[type(config)].__name__], "torch_dtype": "bfloat16"}
-    if is_int8:
-        common = {"num_bits": 8, "type": "int", "symmetric": True}
+    if name == QGEMM:
+        model = shape.build(torch.device("meta"), layers)
+        linear = [layer for layer, module in model.named_modules() if isinstance(module, nn.Linear)]
+        experts = [layer for layer, _ in model.named_modules() if layer.endswith(".mlp.experts")]
+        names = [layer for layer in (*linear, *experts) if layer != "lm_head"]
+        values["quantization_config"] = Manifest(dict.fromkeys(names, SCHEMES["int8"]), {}).to_dict()
+    elif (kind := _TYPES.get(name)) is not None:
+        common = {"num_bits": 8, "type": kind, "symmetric": True}
         values["quantization_config"] = {
             "quant_method": "compressed-tensors",
-            "format": "int-quantized",
+            "format": f"{kind}-quantized",
             "quantization_status": "compressed",
             "ignore": ["lm_head", r"re:.*\.mlp\.gate$"],  # the routers of mixtures
             "config_groups": {

@@ -43,6 +43,25 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return noted
 
 
+def test_nobody_is_told_of_compilations(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton would hand the constants to json.dumps first, which takes no config: vLLM's listener broke kernels so."""
+    hooks = "jit_cache_hook", "jit_post_compile_hook"
+    for name in hooks:
+        monkeypatch.setattr(triton.knobs.runtime, name, lambda **_: None)
+    listening = [getattr(triton.knobs.runtime, name) for name in hooks]
+    kernel = Kernel(calls)
+    warmup, heard = kernel.warmup, []
+
+    def compile_kernel(*arguments: Any, **options: Any) -> Any:
+        heard.append([getattr(triton.knobs.runtime, name) for name in hooks])
+        return warmup(*arguments, **options)
+
+    kernel.warmup = compile_kernel  # type: ignore[method-assign]
+    Launch(kernel, 5, (3, 4), (64, True), num_warps=8)(at(0))
+    assert heard == [[None, None]]
+    assert [getattr(triton.knobs.runtime, name) for name in hooks] == listening
+
+
 def at(offset: int) -> Tensor:
     """A tensor ``offset`` bytes beyond a multiple of 16."""
     return torch.zeros(64, dtype=torch.int8)[offset:]

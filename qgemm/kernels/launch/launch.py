@@ -6,7 +6,8 @@ sizes, strides and dtypes, and keep it. At the first call Triton compiles the ke
 (``driver.py``), or where that can't be, Triton's launcher for it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,7 +102,8 @@ class Launch:
         options = self._options
         if self._pdl and device_limits(tensors[0].device).pdl:  # type: ignore[union-attr]
             options = {**options, "launch_pdl": True}
-        return self.kernel.warmup(*self._for_triton(tensors), grid=(self._grid,), **options)
+        with _untold():
+            return self.kernel.warmup(*self._for_triton(tensors), grid=(self._grid,), **options)
 
     def _for_triton(self, tensors: tuple[Tensor | None, ...]) -> list[Any]:
         arguments: list[Any] = [*tensors, *self._rest]
@@ -125,6 +127,20 @@ def _alignment(pointers: Sequence[int]) -> int:
     if merged % ALIGNMENT == 0:
         return 0
     return sum(1 << index for index, pointer in enumerate(pointers) if pointer % ALIGNMENT)
+
+
+@contextlib.contextmanager
+def _untold() -> Iterator[None]:
+    """Without whom Triton tells of compilations: it gives them constants as JSON first, which a config can't become.
+
+    vLLM listens, once it has warmed up.
+    """
+    told = _RUNTIME.jit_cache_hook, _RUNTIME.jit_post_compile_hook
+    _RUNTIME.jit_cache_hook = _RUNTIME.jit_post_compile_hook = None
+    try:
+        yield
+    finally:
+        _RUNTIME.jit_cache_hook, _RUNTIME.jit_post_compile_hook = told
 
 
 def hooked() -> bool:

@@ -1,0 +1,82 @@
+"""``ServedConfig``: what vLLM asks of a quantization: which layers are quantized, and how each computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
+from qgemm.integrations.vllm.experts import QGemmExpertsMethod, are_experts
+from qgemm.integrations.vllm.linear import QGemmLinearMethod
+from qgemm.integrations.vllm.loading import extend_loader
+from qgemm.integrations.vllm.names import scheme_of
+from qgemm.scheme import QuantScheme
+
+
+@register_quantization_config(QUANT_METHOD)
+class ServedConfig(QuantizationConfig):
+    """``layers``: the scheme of each quantized layer, by the name that vLLM has for it before merging."""
+
+    def __init__(self, layers: dict[str, QuantScheme] | None = None) -> None:
+        """Raises ``ValueError`` without ``layers``: vLLM asks for that where ``config.json`` has no quantization."""
+        super().__init__()
+        if layers is None:
+            raise ValueError(
+                "quantization is 'qgemm', but the model is in float: quantize it first, with "
+                "qgemm quantize SOURCE DESTINATION, and serve DESTINATION"
+            )
+        self.layers = layers
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
+        """The config for ``quantization_config`` of ``config.json``; raises ``CheckpointError`` if that isn't one."""
+        return cls(Manifest.from_config({"quantization_config": config}, Path("config.json")).layers)
+
+    def get_name(self) -> str:
+        """The method's name."""
+        return QUANT_METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """What qgemm's layers take."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """As qgemm: 8.0, of which int8 and bfloat16 products are."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None beside ``config.json``."""
+        return []
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Renames ``layers`` as the model renames the tensors of its files."""
+        self.layers = hf_to_vllm_mapper.apply_dict(self.layers)
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
+        """How the layer called ``prefix`` computes; None for what stays as it is, such as embeddings and caches.
+
+        Raises ``ValueError`` for a merged layer whose parts differ in their schemes, and for what isn't linear.
+        """
+        extend_loader()
+        if are_experts(layer) and prefix in self.layers:
+            return QGemmExpertsMethod(self.layers[prefix], prefix, layer)
+        if not isinstance(layer, LinearBase | ParallelLMHead):
+            if prefix in self.layers:
+                raise ValueError(
+                    f"{prefix} is quantized, but it is a {type(layer).__name__} in vLLM, where qgemm computes linear "
+                    "layers and experts only: leave it in float (skip)"
+                )
+            return None
+        scheme = scheme_of(prefix, self.layers, self.packed_modules_mapping)
+        if scheme is not None:
+            return QGemmLinearMethod(scheme, prefix)
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None

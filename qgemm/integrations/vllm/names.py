@@ -1,0 +1,81 @@
+"""The names of layers and tensors: what a folder of qgemm calls them, and what vLLM is to have.
+
+vLLM merges layers (``q_proj``, ``k_proj`` and ``v_proj`` to ``qkv_proj``); its ``packed_modules_mapping`` says of which
+parts. Files go to it but for three things:
+
+- Rotary frequencies and the like, which models make for themselves: qgemm stores them, vLLM doesn't know them.
+- Biases into which a zero point is folded: vLLM drops biases of layers that have none, and keeps others in the model's
+  dtype. They get a parameter of their own.
+- Fused experts: vLLM reads those of many models expert by expert only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
+from qgemm.nn.experts import split_leaf
+from qgemm.scheme import QuantScheme
+
+FOLDED_BIAS = "folded_bias"
+"""The parameter for a bias that depends on the weight."""
+
+# Buffers that transformers' models have and ``state_dict`` leaves out.
+_MADE_BY_MODELS = re.compile(r"(^|\.)(rotary_\w*\.\w+|(original_)?inv_freq|embed_scale)$")
+
+
+def manifest_of(hf_config: Any) -> Manifest | None:
+    """What a model's config says of a folder in qgemm's own format; None for others."""
+    for holder in (hf_config, getattr(hf_config, "text_config", None)):
+        found = getattr(holder, "quantization_config", None)
+        if isinstance(found, dict) and found.get("quant_method") == QUANT_METHOD:
+            return Manifest.from_config({"quantization_config": found}, Path("config.json"))
+    return None
+
+
+def scheme_of(name: str, layers: Mapping[str, QuantScheme], merged: Mapping[str, Sequence[str]]) -> QuantScheme | None:
+    """The scheme of a layer of vLLM, which may be ``merged`` of several; None if it is in float.
+
+    Raises ``ValueError`` if its parts differ.
+    """
+    if name in layers:
+        return layers[name]
+    head, _, last = name.rpartition(".")
+    parts = [f"{head}.{part}" if head else part for part in merged.get(last, ())]
+    schemes = {part: layers.get(part) for part in parts}
+    first = next(iter(schemes.values()), None)
+    if any(scheme != first for scheme in schemes.values()):
+        shown = ", ".join(f"{part}: {scheme.name if scheme else 'float'}" for part, scheme in schemes.items())
+        raise ValueError(
+            f"vLLM computes {name} as one layer, but its parts are quantized differently ({shown}): give them one "
+            "scheme, or leave all of them in float"
+        )
+    return first
+
+
+def for_vllm(tensors: Iterable[tuple[str, Tensor]], manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder under the names that vLLM is to have."""
+    folded = {layer for layer, scheme in manifest.layers.items() if scheme.has_zero_point}
+    for name, tensor in tensors:
+        layer, _, leaf = name.rpartition(".")
+        if leaf == "bias" and layer in folded:
+            yield f"{layer}.{FOLDED_BIAS}", tensor
+        elif layer in manifest.layers and leaf.startswith(("gate_up_proj", "down_proj")):
+            yield from _of_each_expert(layer, leaf, tensor)
+        elif not _MADE_BY_MODELS.search(name):
+            yield name, tensor
+
+
+def _of_each_expert(experts: str, leaf: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The rows of gates, ups or down of each expert, ``[E, N, K]`` and their scales ``[E, N]``, as a layer each."""
+    weight, own = split_leaf(leaf)
+    parts = ("gate_proj", "up_proj") if weight == "gate_up_proj" else (weight,)
+    for expert, rows in enumerate(tensor):
+        for part, value in zip(parts, rows.chunk(len(parts)), strict=True):
+            # vLLM's loader takes a column for scales of rows.
+            yield f"{experts}.{expert}.{part}.{own}", value if value.ndim > 1 else value[:, None]

@@ -1,0 +1,171 @@
+"""The parameters of a quantized layer in vLLM: qgemm's own, as classes of vLLM that know how they are merged and cut.
+
+- Rows (``weight``, its scales) are merged along N, and cut along N or, in row-parallel layers, along K.
+- What says something of the input (static scales, columns kept in float) is there once for each part of a merged layer.
+  If all parts agree, it is one in the end; if not, each part is a product of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.parameter import (
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    GroupQuantScaleParameter,
+    ModelWeightParameter,
+    PerTensorScaleParameter,
+)
+
+from qgemm.integrations.vllm.names import FOLDED_BIAS
+from qgemm.integrations.vllm.sizes import Sizes
+from qgemm.nn.linear_layer import LinearLayer
+from qgemm.nn.quant_layer import frozen
+from qgemm.numerics.blocks import BLOCK
+from qgemm.numerics.packing import HALF, pack_codes, unpack_codes
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def add_parameters(layer: Any, sizes: Sizes, dtype: torch.dtype, load: Callable[..., Any]) -> None:
+    """Gives ``layer`` the parameters of its scheme, for ``load`` to fill. ``dtype``: of what stays in float."""
+    linear = sizes.linear()
+    if sizes.scheme.weight.block is not None:
+        layer.weight_block_size = [BLOCK, BLOCK]  # vLLM cuts scales of blocks by it
+    shared = _shared_names(linear)
+    for name, like in linear._parameters.items():
+        if like is None:
+            continue
+        own_dtype = dtype if name == "outlier_weight" else like.dtype
+        count = (len(sizes.rows),) if name in shared and len(sizes.rows) > 1 else ()
+        shape = (*count, *like.shape) or (1,)
+        data = _unknown(name, torch.empty(shape, dtype=own_dtype), linear)
+        options: dict[str, Any] = {"data": data, "weight_loader": _exactly(load, f"{sizes.name}.{name}")}
+        parameter = SharedParameter(**options) if name in shared else _row_parameter(name, like, sizes, options)
+        layer.register_parameter(FOLDED_BIAS if name == "bias" else name, parameter)
+    for name in (*linear.shared_names, *linear.operands):
+        if name != "bias" and name not in layer._parameters:
+            layer.register_parameter(name, None)
+
+
+def _shared_names(linear: LinearLayer) -> set[str]:
+    """The parameters that don't have a row for each row of the weight."""
+    return {n for n, like in linear._parameters.items() if like is not None and n not in (*linear.row_names, "bias")}
+
+
+def _row_parameter(name: str, like: Tensor, sizes: Sizes, options: dict[str, Any]) -> nn.Parameter:
+    parameter: nn.Parameter
+    if name == "weight":
+        is_packed = sizes.scheme.weight.format.bits == 4
+        parameter = PackedParameter(sizes=sizes, **options) if is_packed else _along_both(ModelWeightParameter, options)
+    elif name == "weight_scale" and sizes.scheme.weight.block is not None:
+        parameter = _along_both(BlockQuantScaleParameter, options)
+    elif like.ndim == 2 and sizes.scheme.weight.granularity == "group" and name != "outlier_weight":
+        parameter = _along_both(GroupQuantScaleParameter, options)
+    else:
+        parameter = ChannelQuantScaleParameter(output_dim=0, **options)
+    return parameter
+
+
+def _along_both(kind: Any, options: dict[str, Any]) -> Any:
+    return kind(input_dim=1, output_dim=0, **options)
+
+
+def _unknown(name: str, data: Tensor, linear: LinearLayer) -> Tensor:
+    """Values that show that nothing was loaded, where there are such; and none that would lead out of a tensor."""
+    if data.dtype in _FLOATS:
+        return data.fill_(torch.nan)
+    if name in linear.index_names and data.ndim:
+        return data.copy_(torch.arange(data.shape[-1]).expand(data.shape)) if data.dtype != torch.int8 else data.zero_()
+    return data if name == "weight" else data.view(torch.uint8).fill_(0).view(data.dtype)
+
+
+def _exactly(load: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """``load``, but for values whose dtype isn't the parameter's: floats have that of the files, all else raises.
+
+    Copying would round a float16 scale to bfloat16, and floats to int8, without a word.
+    """
+
+    def load_exactly(parameter: Any, value: Tensor, *arguments: Any, **options: Any) -> Any:
+        known = parameter.data
+        if value.dtype != known.dtype:
+            if not {value.dtype, known.dtype} <= set(_FLOATS):
+                raise ValueError(f"{name} is {value.dtype} in the files, but the layer has {known.dtype}")
+            is_new = bool(known.isnan().all())
+            parameter.data = known.to(value.dtype if is_new else torch.promote_types(known.dtype, value.dtype))
+        return load(parameter, value, *arguments, **options)
+
+    return load_exactly
+
+
+class SharedParameter(PerTensorScaleParameter):  # type: ignore[misc]
+    """A value of any shape, for each part of a merged layer."""
+
+    def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
+        """Whole on every rank."""
+        self.data.copy_(loaded_weight.reshape(self.data.shape))
+
+    load_column_parallel_weight = load_row_parallel_weight
+
+    def _load_into_shard_id(self, loaded_weight: Tensor, shard_id: str | int, **_: Any) -> None:
+        own = self.data[self._shard_id_as_int(shard_id)]
+        own.copy_(loaded_weight.reshape(own.shape))
+
+
+class PackedParameter(ModelWeightParameter):  # type: ignore[misc]
+    """4-bit values, two in a byte, ``HALF`` columns apart: packed again if a cut isn't at a byte's border."""
+
+    def __init__(self, sizes: Sizes, **options: Any) -> None:
+        """``options``: the data and the loader."""
+        super().__init__(input_dim=1, output_dim=0, **options)
+        self._sizes = sizes
+
+    def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
+        """The columns of this rank."""
+        sizes = self._sizes
+        if not sizes.is_cut or sizes.own_K % (2 * HALF) == 0:
+            super().load_row_parallel_weight(loaded_weight)
+            return
+        start = self.tp_rank * sizes.own_K
+        codes = unpack_codes(loaded_weight, sizes.K)[:, start : start + sizes.own_K]
+        self.data.copy_(pack_codes(codes.contiguous(), sizes.scheme.weight.format.zero_code))
+
+
+def finish_parameters(layer: Any, sizes: Sizes) -> int:
+    """Makes plain parameters of what was loaded. Returns how many products the layer is: 1, or one for each part.
+
+    Raises ``ValueError`` for a parameter that the files don't have.
+    """
+    linear, values = sizes.linear(), {}
+    shapes = {name: like.shape for name, like in linear._parameters.items() if like is not None}
+    for name in shapes:
+        own = FOLDED_BIAS if name == "bias" else name
+        values[own] = value = layer._parameters[own].data
+        if value.dtype in _FLOATS and bool(value.isnan().any()):
+            raise ValueError(f"{sizes.name}.{own} isn't in the files, or not all of it")
+    shared, parts = _shared_names(linear), len(sizes.rows)
+    if parts > 1 and all(bool((values[name] == values[name][:1]).all()) for name in shared):
+        values |= {name: values[name][0] for name in shared}
+        parts = 1
+    if parts == 1:
+        values |= {name: values[name].reshape(shapes[name]) for name in shared}
+    if sizes.is_cut:
+        _take_own_part(values, layer.tp_rank, sizes.own_K)
+    if FOLDED_BIAS in values and getattr(layer, "bias", None) is not None:
+        layer.bias.data.zero_()  # it is in the folded one
+    for name, value in values.items():
+        setattr(layer, name, frozen(value))
+    return parts
+
+
+def _take_own_part(values: dict[str, Tensor], rank: int, own_K: int) -> None:
+    """Of what was loaded whole though the weight is cut along K, leaves what belongs to a rank."""
+    if (columns := values.get("outlier_columns")) is not None:
+        here = (columns >= rank * own_K) & (columns < (rank + 1) * own_K)
+        values["outlier_columns"] = columns[here] - rank * own_K
+        values["outlier_weight"] = values["outlier_weight"][:, here].contiguous()
+    if rank and FOLDED_BIAS in values:
+        values[FOLDED_BIAS].zero_()  # it is added once

@@ -1,0 +1,96 @@
+"""The product of a layer in each family of schemes, as a function of the vLLM layer that holds the parameters.
+
+They are what ``compute`` of qgemm's layers is, with a bias that comes with the call: vLLM gives it to one rank only.
+Parts of a merged layer that differ in what one product has once (nvfp4's global scale, columns kept in float) are a
+product each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from qgemm.integrations.vllm.names import FOLDED_BIAS
+from qgemm.integrations.vllm.sizes import Sizes
+from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.nn.asymmetric import AsymmetricLinear
+from qgemm.nn.block_scaled import BlockScaledLinear
+from qgemm.nn.kinds import linear_class
+from qgemm.nn.linear import QuantLinear
+from qgemm.nn.linear_layer import LinearLayer
+from qgemm.nn.outliers import OutlierLinear
+from qgemm.nn.rotated import RotatedLinear
+from qgemm.nn.weight_only import WeightOnlyLinear
+from qgemm.ops import block_scaled_linear, quant_linear
+from qgemm.ops.linear import weight_only_linear
+from qgemm.scheme import QuantScheme
+
+Tensors: TypeAlias = "Callable[[str], Any]"
+"""A parameter by its name, or None: of a layer, or of a part of it."""
+Product: TypeAlias = Callable[[nn.Module, Tensor, "Tensor | None"], Tensor]
+
+
+def product_of(scheme: QuantScheme, sizes: Sizes, parts: int) -> Product:
+    """The product for layers of ``scheme``; ``parts``: how many products it must be."""
+    compute = partial(_PRODUCTS[_family(linear_class(scheme))], sizes=sizes)
+    if parts == 1:
+        return lambda layer, x, bias: compute(lambda name: getattr(layer, name, None), x, bias)
+    spans = sizes.spans
+
+    def by_parts(layer: nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+        outs = []
+        for part, (start, stop) in enumerate(spans):
+            own = None if bias is None else bias[start:stop]
+            outs.append(compute(lambda name, part=part: sizes.part(name, getattr(layer, name, None), part), x, own))
+        return torch.cat(outs, dim=-1)
+
+    return by_parts
+
+
+def _family(kind: type[LinearLayer]) -> type[LinearLayer]:
+    return next(each for each in kind.__mro__ if each in _PRODUCTS)
+
+
+def _plain(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tensor:
+    return quant_linear(x, get("weight"), get("weight_scale"), bias, get("input_scale"))
+
+
+def _rotated(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tensor:
+    return _plain(get, torch.ops.qgemm.hadamard(x), bias, sizes)
+
+
+def _asymmetric(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tensor:
+    # Of a layer with a bias, that is in the folded one too.
+    weight = get("weight"), get("weight_scale"), get(FOLDED_BIAS)
+    out: Tensor = torch.ops.qgemm.quant_linear_asymmetric(x, *weight, get("input_scale"), get("input_zero_point"))
+    return out
+
+
+def _outliers(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tensor:
+    columns, weight = get("outlier_columns"), get("outlier_weight")
+    out = _plain(get, x.index_fill(-1, columns, 0), bias, sizes)
+    kept = x.index_select(-1, columns).reshape(-1, weight.shape[1])
+    return torch.addmm(out.reshape(-1, out.shape[-1]), kept, weight.t().to(x.dtype)).view(out.shape)
+
+
+def _blocks(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tensor:
+    return block_scaled_linear(x, get("weight"), get("weight_scale"), bias)
+
+
+def _weight_only(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tensor:
+    tensors = [get(name) for name in WeightOnlyLinear.operands[:-1]]
+    return weight_only_linear(x, QuantizedWeight._make((*tensors, bias, *sizes.numbers)))
+
+
+_PRODUCTS: dict[type[LinearLayer], Callable[..., Tensor]] = {
+    QuantLinear: _plain,
+    RotatedLinear: _rotated,
+    AsymmetricLinear: _asymmetric,
+    OutlierLinear: _outliers,
+    BlockScaledLinear: _blocks,
+    WeightOnlyLinear: _weight_only,
+}

@@ -1,0 +1,142 @@
+"""Folders of qgemm in vLLM: ``vllm serve`` on a port gives the tokens of transformers, and so does every scheme."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import qgemm
+from integrations.vllm_engine import (
+    NEW,
+    PROMPTS,
+    WORDS,
+    mixture,
+    model,
+    save_tokenizer,
+    server,
+    tokens_of_transformers,
+    tokens_of_vllm,
+)
+
+pytestmark = pytest.mark.vllm
+SCHEMES = (
+    "int8", "int8-static", "int8-static-asymmetric", "int8-hadamard", "int8-outliers-16", "int8-weight",
+    "fp8", "fp8-static", "fp8-block", "fp8-weight",
+    "int4", "int4-channel", "int4-32-asymmetric", "int4-32-asymmetric-ordered", "int4-int8",
+    "mxfp4", "mxfp8", "nvfp4", "nf4",
+)  # fmt: skip
+
+
+def quantized(folder: Path, scheme: str, changes: dict[str, Any] | None = None, **options: Any) -> list[list[int]]:
+    """Writes a quantized model to ``folder``. Returns the tokens of transformers."""
+    if qgemm.scheme.resolve_scheme(scheme).needs_data:
+        options["calibration"] = [{"input_ids": torch.randint(0, WORDS, (2, 16))} for _ in range(3)]
+    made = qgemm.quantize_model(model(**(changes or {})), scheme, progress=False, **options)
+    made.save_pretrained(folder)
+    return tokens_of_transformers(made)
+
+
+def test_a_server_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    from openai import OpenAI
+
+    expected = quantized(tmp_path / "int8", "int8", {"attention_bias": True})
+    save_tokenizer(tmp_path / "int8")
+    with server(tmp_path / "int8", tmp_path, "--enforce-eager") as address:
+        client = OpenAI(base_url=f"{address}/v1", api_key="none")
+        found = []
+        for prompt in PROMPTS:
+            body = {"return_token_ids": True, "ignore_eos": True}
+            answer = client.completions.create(
+                model="tiny", prompt=prompt, max_tokens=NEW, temperature=0, extra_body=body
+            )
+            found.append(answer.choices[0].model_dump()["token_ids"])
+    assert found == expected
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_gives_the_tokens_of_transformers(scheme: str, tmp_path: Path) -> None:
+    biases = {"attention_bias": True, "mlp_bias": True}
+    expected = quantized(tmp_path / scheme, scheme, biases if "int8" in scheme else None)
+    assert tokens_of_vllm(tmp_path / scheme) == expected
+
+
+def test_a_quantized_head_beside_tied_embeddings(tmp_path: Path) -> None:
+    expected = quantized(tmp_path / "head", "int8", include="lm_head")
+    assert tokens_of_vllm(tmp_path / "head") == expected
+    expected = quantized(tmp_path / "tied", "int8", {"tie_word_embeddings": True})
+    assert tokens_of_vllm(tmp_path / "tied") == expected
+
+
+def test_files_of_save_quantized_in_shards(tmp_path: Path) -> None:
+    made = qgemm.quantize_model(model(), progress=False)
+    qgemm.save_quantized(made, tmp_path / "int8", max_shard_size="400KB")
+    assert len(list((tmp_path / "int8").glob("*.safetensors"))) > 2
+    assert tokens_of_vllm(tmp_path / "int8") == tokens_of_transformers(made)
+
+
+def test_layers_left_in_float(tmp_path: Path) -> None:
+    expected = quantized(tmp_path / "some", "int8", skip=["model.layers.0.self_attn", "model.layers.1.mlp.down_proj"])
+    assert tokens_of_vllm(tmp_path / "some") == expected
+
+
+def test_a_part_of_a_merged_layer_in_float_is_refused_by_name(tmp_path: Path) -> None:
+    quantized(tmp_path / "part", "int8", skip="model.layers.0.self_attn.k_proj")
+    with pytest.raises(ValueError, match=r"layers.0.self_attn.qkv_proj as one layer.*k_proj: float"):
+        tokens_of_vllm(tmp_path / "part")
+
+
+def test_a_lost_scale_is_named(tmp_path: Path) -> None:
+    quantized(tmp_path / "lost", "int8")
+    from checkpoint.rewriting import rewrite_file
+    from safetensors.torch import load_file
+
+    path = tmp_path / "lost" / "model.safetensors"
+    stored = load_file(path)
+    del stored["model.layers.1.mlp.down_proj.weight_scale"]
+    rewrite_file(path, stored)
+    with pytest.raises(ValueError, match=r"layers.1.mlp.down_proj.weight_scale isn't in the files, or not all of it"):
+        tokens_of_vllm(tmp_path / "lost")
+
+
+def test_a_float_folder_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    model().save_pretrained(tmp_path / "float")
+    with pytest.raises(ValueError, match="the model is in float: quantize it first, with"):
+        tokens_of_vllm(tmp_path / "float", quantization="qgemm")
+
+
+def test_compiled_by_vllm(tmp_path: Path) -> None:
+    # nvfp4: parts with global scales of their own are a product each.
+    expected = quantized(tmp_path / "nvfp4", "nvfp4", skip="model.layers.1")
+    assert tokens_of_vllm(tmp_path / "nvfp4", enforce_eager=False) == expected
+
+
+def test_prefix_caching_and_chunked_prefill(tmp_path: Path) -> None:
+    expected = quantized(tmp_path / "int8", "int8")
+    options = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": 16}
+    assert tokens_of_vllm(tmp_path / "int8", **options) == expected
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_a_mixture_of_experts(scheme: str, tmp_path: Path) -> None:
+    made = qgemm.quantize_model(mixture(), scheme, progress=False)
+    assert {name for name, module in made.named_modules() if isinstance(module, qgemm.QuantExperts)}
+    made.save_pretrained(tmp_path / "mixture")
+    assert tokens_of_vllm(tmp_path / "mixture") == tokens_of_transformers(made)
+
+
+def test_experts_of_another_scheme_are_refused_by_name(tmp_path: Path) -> None:
+    qgemm.quantize_model(mixture(), "int4", progress=False).save_pretrained(tmp_path / "mixture")
+    with pytest.raises(
+        ValueError, match=r"can't compute the experts model.layers.0.mlp.experts with the scheme 'int4'"
+    ):
+        tokens_of_vllm(tmp_path / "mixture")
+
+
+# With scales that don't depend on the row, a cut model computes what the whole one does.
+@pytest.mark.parametrize("scheme", ["int8-static-asymmetric", "int4-32"])
+def test_two_ranks_give_the_tokens_of_one(scheme: str, tmp_path: Path) -> None:
+    expected = quantized(tmp_path / scheme, scheme)
+    assert tokens_of_vllm(tmp_path / scheme, tensor_parallel_size=2) == expected

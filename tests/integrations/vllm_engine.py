@@ -1,0 +1,147 @@
+"""Tiny models quantized and served: in this process by vLLM's ``LLM``, or by ``vllm serve`` on a port of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+PROMPTS = [[3, 14, 25, 36, 47, 5, 9], [58, 69, 1, 2], list(range(3, 40))]
+NEW, WORDS = 12, 320
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def model(**changes: Any) -> Any:
+    """A Llama of two layers whose greedy tokens aren't all the same."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **{**sizes, **heads, **ends, **changes}))
+    for parameter in made.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
+        elif not parameter.any():  # a bias
+            torch.nn.init.normal_(parameter, std=0.3)
+    return made.eval()
+
+
+def mixture() -> Any:
+    """A Qwen3-MoE of two layers and eight experts, of which a token goes to two."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    experts = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=WORDS, **sizes, **heads, **experts, **ends))
+    for parameter in made.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=2 * parameter.shape[-1] ** -0.5)
+    return made.eval()
+
+
+def tokens_of_transformers(model: Any) -> list[list[int]]:
+    """The greedy tokens of each prompt."""
+    found = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def tokens_of_vllm(folder: Path, **options: Any) -> list[list[int]]:
+    """The same of ``vllm.LLM`` in float32, in this process but for several ranks."""
+    parallel = max(options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")) > 1
+    os.environ.update(SETTINGS, VLLM_ENABLE_V1_MULTIPROCESSING=str(int(parallel)))
+    if parallel:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    else:
+        os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()  # of the model before: a mixture wants a group that others don't make
+
+    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "enforce_eager": True}
+    engine = LLM(model=str(folder), skip_tokenizer_init=True, **{**settings, **options})
+    sampling = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False)
+    outputs = engine.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One of words ``w0``, ``w1``, ..., which a server wants."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def server(folder: Path, scratch: Path, *arguments: str) -> Iterator[str]:
+    """The address of ``vllm serve FOLDER`` in float32. What it prints is in ``scratch / "log"``."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", "tiny"]
+    command += ["--dtype", "float32", "--max-model-len", "128", "--port", str(port), *arguments]
+    paths = [str(with_metadata(scratch)), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment.pop("TRITON_INTERPRET", None)
+    with (scratch / "log").open("w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            wait_for(f"{address}/health", process, scratch / "log")
+            yield address
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def wait_for(address: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> None:
+    """Returns when ``address`` answers; raises with the end of ``log`` if the process ends before."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=2):
+            return
+        if process.poll() is not None:
+            break
+        time.sleep(0.5)
+    raise RuntimeError(f"no answer from {address}: {log.read_text()[-3000:]}")
+
+
+def with_metadata(scratch: Path) -> Path:
+    """A folder that tells the version of the package "vllm": its build for CPUs has another name, and asks for it."""
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        version = importlib.metadata.version("vllm-cpu").partition("+")[0] + "+cpu"
+        info = scratch / f"vllm-{version}.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    return scratch
