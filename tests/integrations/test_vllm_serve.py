@@ -140,3 +140,66 @@ def test_experts_of_another_scheme_are_refused_by_name(tmp_path: Path) -> None:
 def test_two_ranks_give_the_tokens_of_one(scheme: str, tmp_path: Path) -> None:
     expected = quantized(tmp_path / scheme, scheme)
     assert tokens_of_vllm(tmp_path / scheme, tensor_parallel_size=2) == expected
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-static"])
+def test_a_compressed_tensors_checkpoint_on_our_kernel(scheme: str, tmp_path: Path) -> None:
+    # In a merged layer, parts with static scales of their own have one of all: here they see the same input.
+    calibration = [{"input_ids": torch.randint(0, WORDS, (2, 16))} for _ in range(3)] if scheme != "int8" else None
+    made = qgemm.quantize_model(model(attention_bias=True), scheme, calibration=calibration, progress=False)
+    qgemm.save_quantized(made, tmp_path / "theirs", format="compressed-tensors")
+    from qgemm.integrations.vllm import compressed_tensors
+
+    used = []
+    apply = compressed_tensors.QGemmInt8Kernel.apply_weights
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            compressed_tensors.QGemmInt8Kernel,
+            "apply_weights",
+            lambda self, layer, x, bias=None: (used.append(x.shape), apply(self, layer, x, bias))[1],
+        )
+        found = tokens_of_vllm(tmp_path / "theirs", quantization="qgemm")
+    assert found == tokens_of_transformers(made)
+    assert used
+
+
+def test_a_compressed_tensors_checkpoint_of_others_stays_theirs(tmp_path: Path) -> None:
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    theirs = {"quant_method": "compressed-tensors"}
+    own = get_quantization_config("qgemm")
+    assert own.override_quantization_method(theirs, "qgemm") == "qgemm"
+    for user_quant in (None, "compressed-tensors"):
+        assert own.override_quantization_method(theirs, user_quant) is None
+    assert own.override_quantization_method({"quant_method": "fp8"}, "qgemm") is None
+
+
+@pytest.mark.parametrize(("channelwise", "symmetric"), [(True, False), (False, True), (False, False)])
+def test_our_kernel_for_other_int8_layers(channelwise: bool, symmetric: bool) -> None:
+    """A scale a part, and activations with zero points: against float64."""
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearLayerConfig
+
+    from qgemm.integrations.vllm.compressed_tensors import QGemmInt8Kernel
+
+    names = ["weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj"]
+    config = Int8ScaledMMLinearLayerConfig(
+        is_static_input_scheme=True, is_channelwise=channelwise, input_symmetric=symmetric
+    )
+    layer = torch.nn.Module()
+    layer.logical_widths = [32, 16]
+    weight = torch.randint(-127, 128, (48, 64), dtype=torch.int8)
+    scale = torch.rand(48, 1) if channelwise else torch.rand(2)
+    points = torch.tensor([-20, 5], dtype=torch.int8)
+    values = [weight, scale, torch.tensor([0.02, 0.015]), None if symmetric else points]
+    for name, value in zip(names, values, strict=False):
+        layer.register_parameter(name, None if value is None else torch.nn.Parameter(value, requires_grad=False))
+    kernel = QGemmInt8Kernel(config, names)
+    kernel.process_weights_after_loading(layer)
+    x, bias = torch.rand(5, 64) * 2.4, torch.randn(48)  # within either range
+    out = kernel.apply_weights(layer, x, bias)
+    rows = scale.double() if channelwise else scale.double().repeat_interleave(torch.tensor([32, 16]))[:, None]
+    exact = x.double() @ (weight.double() * rows).t() + bias
+    assert (out - exact).norm() / exact.norm() < 0.01
+    assert not QGemmInt8Kernel.can_implement(
+        Int8ScaledMMLinearLayerConfig(is_static_input_scheme=False, is_channelwise=True, input_symmetric=False)
+    )[0]

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from qgemm.checkpoint.compressed_tensors_groups import QUANT_METHOD as COMPRESSED_TENSORS
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.integrations.vllm.experts import QGemmExpertsMethod, are_experts
 from qgemm.integrations.vllm.linear import QGemmLinearMethod
@@ -37,7 +38,19 @@ class ServedConfig(QuantizationConfig):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
         """The config for ``quantization_config`` of ``config.json``; raises ``CheckpointError`` if that isn't one."""
+        if config.get("quant_method") == COMPRESSED_TENSORS:
+            from qgemm.integrations.vllm.compressed_tensors import QGemmCompressedTensorsConfig
+
+            return QGemmCompressedTensorsConfig.from_config(config)  # type: ignore[no-any-return]
         return cls(Manifest.from_config({"quantization_config": config}, Path("config.json")).layers)
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """This one for a checkpoint of compressed-tensors, if the user asks for it."""
+        is_theirs = isinstance(hf_quant_cfg, dict) and hf_quant_cfg.get("quant_method") == COMPRESSED_TENSORS
+        return QUANT_METHOD if is_theirs and user_quant == QUANT_METHOD else None
 
     def get_name(self) -> str:
         """The method's name."""
