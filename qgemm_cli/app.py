@@ -91,6 +91,8 @@ def inspect(
 
     qgemm quantize llama llama-int8 --skip "*.o_proj" --skip "re:layers.[01].mlp" --device cuda
 
+    qgemm quantize llama-70b llama-70b-int8 --device cuda --workers 4
+
     qgemm quantize llama llama-mixed --scheme "*.mlp.*=int4" --scheme "*=int8" --include lm_head
 
     qgemm quantize llama llama-static --scheme int8-static --recipe smoothquant,gptq --text book.txt
@@ -136,6 +138,9 @@ def quantize(
     length: Annotated[int, typer.Option(min=2, help="The number of tokens in a window.")] = 512,
     device: Annotated[str, typer.Option(help="The device to compute on: cpu, cuda, cuda:1, ...")] = "cpu",
     max_shard_size: ShardSize = "5GB",
+    workers: Annotated[
+        int, typer.Option(min=1, help="The number of processes that write files at a time; cuda is one GPU for each.")
+    ] = 1,
     resume: Annotated[
         bool, typer.Option(help="Continue an interrupted run of the same command, or start over.")
     ] = True,
@@ -170,6 +175,7 @@ def quantize(
                 length,
                 device,
                 max_shard_size,
+                workers,
                 resume,
                 progress,
             )

@@ -6,8 +6,10 @@ import errno
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,21 +18,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qgemm.arguments import as_new_folder, as_path
+from qgemm.arguments import as_new_folder, as_path, shown
 from qgemm.calibration.quantization import Quantization
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import parse_size
 from qgemm.checkpoint.save import Save
 from qgemm.device import find_device
 from qgemm.model.report import QuantReport
 from qgemm.model.selection import Patterns, SchemeChoice
 from qgemm.streaming.companions import copy_companion, find_companions_to_copy
+from qgemm.streaming.job import Job
 from qgemm.streaming.journal import Begun
-from qgemm.streaming.plan import CheckpointPlan, plan_checkpoint
+from qgemm.streaming.plan import CheckpointPlan
 from qgemm.streaming.shards import bytes_to_read, write_shard
 from qgemm.streaming.source import Source, open_source
+from qgemm.streaming.workers import WorkerError, started_worker
 from qgemm.streaming.workspace import Workspace, open_workspace, partial_folder
-from qgemm.version import __version__
 
 
 def quantize_checkpoint(
@@ -44,6 +46,7 @@ def quantize_checkpoint(
     drop: str | Iterable[str] = (),
     device: torch.device | str = "cpu",
     max_shard_size: int | str = "5GB",
+    workers: int = 1,
     resume: bool = True,
     progress: bool | None = None,
 ) -> QuantReport:
@@ -56,35 +59,42 @@ def quantize_checkpoint(
     - ``source``: a folder with ``config.json`` and safetensors files, of float weights.
     - ``scheme``, ``skip``, ``include``, ``input_scales``: as for ``quantize_model``.
     - ``drop``: names or globs of tensors to ignore, which the model doesn't have.
-    - ``device``: where weights are quantized, a part at a time.
+    - ``device``: where weights are quantized, a part at a time. With several workers ``"cuda"`` means all GPUs, one
+      after the other for each of them.
     - ``max_shard_size``: the maximum size of a file, in bytes or as text like ``"5GB"``.
+    - ``workers``: how many processes write files at the same time, this one among them. The files are the same.
     - ``resume``: whether to continue an interrupted run with the same arguments. Its work is in
       ``<destination>.partial``; finished parts are verified and kept. False starts over.
     - ``progress``: whether to show a progress bar; None shows one on a terminal only.
 
-    Uses one thread of PyTorch: pieces are small, and threads that wait for one another on busy cores take many times as
-    long.
+    Each process uses one thread of PyTorch: pieces are small, and threads that wait for one another on busy cores take
+    many times as long.
 
     Raises ``CheckpointError`` for a source that is damaged, already quantized, a pickle, or doesn't match transformers'
     class of the model, and for one that changes during the run; ``ValueError`` as ``quantize_model`` does, and for a
     device that doesn't exist; ``FileExistsError`` if ``destination`` isn't empty; ``OSError`` if the disk is full or
-    can't be written. ``destination`` is unchanged then. ``KeyboardInterrupt`` has the progress and the folder.
+    can't be written; ``RuntimeError`` if a worker process fails or is killed. ``destination`` is unchanged then.
+    ``KeyboardInterrupt`` has the progress and the folder.
     """
     wanted = Quantization.of(scheme, skip=skip, include=include, input_scales=input_scales)
     source, destination = as_path("source", source), as_new_folder("destination", destination).absolute()
-    device = find_device(device)
-    drop = _names(drop)
+    devices = _devices(device, workers)
+    job = Job(source.absolute(), wanted, _names(drop), max_shard_size)
     with _one_thread(), open_source(source) as opened:
-        plan = plan_checkpoint(opened, wanted, drop, max_shard_size)
+        plan = job.plan(opened)
         companions = find_companions_to_copy(source)
-        job = _describe_job(opened, plan, wanted, max_shard_size)
-        with _explained(destination, resume), open_workspace(destination, job) as workspace:
+        description = job.describe(opened, plan)
+        with _explained(destination, resume), open_workspace(destination, description) as workspace:
             if not resume:
                 workspace.clear()
             # Of the job, so that a run that goes on with another's work gives its files the same one.
-            save = Save(hashlib.sha256(json.dumps(job).encode()).hexdigest()[:16])
+            save = Save(hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16])
             with _watched(opened, workspace), _interruptible(plan, workspace, resume):
-                errors = _write_shards(opened, plan, workspace, save, device, progress)
+                with _prepared(plan, workspace, progress) as update:
+                    shards = _Shards(opened, plan, workspace, save.metadata, update)
+                    start = partial(started_worker, job, description, workspace.lock)
+                    _write_shards(shards, plan, devices, start)
+                errors = {layer: e for file in workspace.finished.values() for layer, e in file.errors.items()}
                 for name, text in plan.text_files(errors, save).items():
                     with workspace.create(name) as file:
                         file.write(text)
@@ -96,9 +106,9 @@ def quantize_checkpoint(
     return plan.report(errors)
 
 
-def _write_shards(
-    source: Source, plan: CheckpointPlan, workspace: Workspace, save: Save, device: torch.device, progress: bool | None
-) -> dict[str, float]:
+@contextmanager
+def _prepared(plan: CheckpointPlan, workspace: Workspace, progress: bool | None) -> Iterator[Callable[[int], object]]:
+    """Finds what is done already; gives what moves the progress bar, which is shown meanwhile."""
     hide = None if progress is None else not progress
     with tqdm(desc="verify", unit="B", unit_scale=True, disable=hide, leave=False) as bar:
         workspace.recover(plan.shards, bar.update)
@@ -106,26 +116,103 @@ def _write_shards(
     sizes = {file_name: bytes_to_read(plan, names) for file_name, names in plan.shards.items()}
     done = sum(sizes[file_name] for file_name in workspace.finished)
     with tqdm(total=sum(sizes.values()), initial=done, desc="quantize", unit="B", unit_scale=True, disable=hide) as bar:
-        for file_name, names in plan.shards.items():
-            if file_name not in workspace.finished:
-                with workspace.open_shard(file_name) as (file, begun):
-                    note = partial(_note_begun, source, workspace, file)
-                    errors = write_shard(file, plan, names, device, bar.update, begun, note, save.metadata)
-                source.check_unchanged()
-                workspace.note_finished(file_name, errors)
-    return {layer: error for file in workspace.finished.values() for layer, error in file.errors.items()}
+        yield bar.update
 
 
-def _note_begun(source: Source, workspace: Workspace, file: BinaryIO, begun: Begun) -> None:
-    source.check_unchanged()  # so that the journal holds nothing that was made of another source
-    workspace.note_begun(begun, file)
+class _Shards:
+    """The files that are not done, each of which one of several threads takes and writes."""
+
+    def __init__(
+        self,
+        source: Source,
+        plan: CheckpointPlan,
+        workspace: Workspace,
+        metadata: Mapping[str, str],
+        update: Callable[[int], object],
+    ) -> None:
+        """``metadata``: as for ``write_shard``. ``update`` is told the bytes of float values that were dealt with."""
+        self.left = [file_name for file_name in plan.shards if file_name not in workspace.finished]
+        self.failure: BaseException | None = None
+        self._source, self._plan, self._workspace, self._metadata = source, plan, workspace, metadata
+        self._update = update
+        self._lock = threading.Lock()
+
+    def write(self, write: Callable[..., dict[str, float]]) -> None:
+        """Writes files until none is left, or another thread has failed.
+
+        ``write``: ``write_shard`` without ``plan`` and ``device``.
+        """
+        try:
+            while (file_name := self._take()) is not None:
+                names = self._plan.shards[file_name]
+                with self._workspace.open_shard(file_name) as (file, begun):
+                    errors = write(file, names, self._done, begun, partial(self._note, file), self._metadata)
+                self._source.check_unchanged()
+                self._workspace.note_finished(file_name, errors)
+        except _Abandoned:
+            return
+        except BaseException as error:
+            with self._lock:
+                self.failure = self.failure or error
+            raise
+
+    def _take(self) -> str | None:
+        with self._lock:
+            return self.left.pop(0) if self.left and self.failure is None else None
+
+    def _done(self, count: int) -> None:
+        if self.failure is not None:
+            raise _Abandoned
+        with self._lock:
+            self._update(count)
+
+    def _note(self, file: BinaryIO, begun: Begun) -> None:
+        self._source.check_unchanged()  # so that the journal holds nothing that was made of another source
+        self._workspace.note_begun(begun, file)
+
+
+class _Abandoned(Exception):
+    """Another thread has failed, and says why."""
+
+
+def _write_shards(
+    shards: _Shards, plan: CheckpointPlan, devices: list[torch.device], start: Callable[[torch.device], Any]
+) -> None:
+    """Writes the files that are left in as many processes as there are ``devices``: on the first one in this process.
+
+    ``start``: the context of a worker on a device.
+    """
+
+    def write_here(file: BinaryIO, names: list[str], *others: Any) -> dict[str, float]:
+        return write_shard(file, plan, names, devices[0], *others)
+
+    elsewhere = devices[1 : len(shards.left)]
+    # Processes end before the threads that wait for them are waited for.
+    with ThreadPoolExecutor(len(devices)) as threads, ExitStack() as processes:
+        workers = [processes.enter_context(start(device)) for device in elsewhere]
+        written = [threads.submit(shards.write, worker.write_shard) for worker in workers]
+        shards.write(write_here)
+        wait(written, return_when=FIRST_EXCEPTION)
+        if shards.failure is not None:
+            raise shards.failure
+
+
+def _devices(device: torch.device | str, workers: int) -> list[torch.device]:
+    """Where each process quantizes."""
+    if not isinstance(workers, int) or isinstance(workers, bool):
+        raise TypeError(f"workers is {shown(workers)}; it must be a number of processes, 1 or more")
+    if workers < 1:
+        raise ValueError(f"workers is {workers}; it must be a number of processes, 1 or more")
+    first = find_device(device)
+    if first.type != "cuda" or torch.device(device).index is not None:
+        return [first] * workers
+    return [torch.device("cuda", (first.index + each) % torch.cuda.device_count()) for each in range(workers)]
 
 
 def _check_room(plan: CheckpointPlan, workspace: Workspace) -> None:
     names = (name for file, names in plan.shards.items() if file not in workspace.finished for name in names)
     needed = sum(plan.tensors[name].nbytes for name in names)
-    if workspace.begun is not None:
-        needed -= sum(size for size, _ in workspace.begun.written.values())
+    needed -= sum(size for begun in workspace.begun.values() for size, _ in begun.written.values())
     free = shutil.disk_usage(workspace.folder).free
     if needed > free:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes must still be written, but the disk has only {free:,} free")
@@ -168,7 +255,7 @@ def _interruptible(plan: CheckpointPlan, workspace: Workspace, resume: bool) -> 
             raise
         sizes = {file_name: bytes_to_read(plan, names) for file_name, names in plan.shards.items()}
         done = sum(sizes[file_name] for file_name in workspace.finished)
-        done += workspace.begun.read if workspace.begun else 0
+        done += sum(begun.read for begun in workspace.begun.values())
         raise KeyboardInterrupt(
             f"{done / max(1, sum(sizes.values())):.0%} of the work is done, and kept in {workspace.folder}; "
             f"{_goes_on(resume)}"
@@ -177,11 +264,15 @@ def _interruptible(plan: CheckpointPlan, workspace: Workspace, resume: bool) -> 
 
 @contextmanager
 def _explained(destination: Path, resume: bool) -> Iterator[None]:
-    """Makes one sentence of what the system says about a disk that is full or that can't be written."""
+    """Makes one sentence of what becomes of a run whose disk is full or can't be written, or whose worker ends."""
     try:
         yield
     except FileExistsError:
         raise
+    except WorkerError as error:
+        raise RuntimeError(
+            f"{error}. What is finished is kept in {partial_folder(destination)}; {_goes_on(resume)}"
+        ) from error
     except OSError as error:
         said = error.strerror or error
         if destination.is_dir() and any(destination.iterdir()):
@@ -203,19 +294,3 @@ def _names(drop: str | Iterable[str]) -> list[str]:
         if not isinstance(name, str):
             raise TypeError(f"drop holds {name!r}; it takes names and globs of tensors")
     return names
-
-
-def _describe_job(
-    source: Source, plan: CheckpointPlan, wanted: Quantization, max_shard_size: int | str
-) -> dict[str, Any]:
-    """What a run makes of what, JSON-ready: only a run of which all this is the same may go on with another's work."""
-    import transformers
-
-    layout = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in plan.tensors.items()}
-    return {
-        **source.fingerprints,
-        **wanted.to_dict(),
-        "max_shard_size": parse_size(max_shard_size),
-        "layout": hashlib.sha256(json.dumps([layout, plan.shards]).encode()).hexdigest(),
-        "versions": {"qgemm": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
-    }

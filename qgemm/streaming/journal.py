@@ -1,4 +1,4 @@
-"""What a run writes down, so that a later one goes on: which files are done, and how far the next one is."""
+"""What a run writes down, so that a later one goes on: which files are done, and how far others are."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Journal:
 
     job: Any
     finished: dict[str, Finished]
-    begun: Begun | None
+    begun: dict[str, Begun]
 
     def write(self, path: Path) -> None:
         """Replaces the file at ``path``, which is on the disk afterwards."""
@@ -60,15 +60,16 @@ class Journal:
             finished = {
                 name: Finished(str(each["fingerprint"]), _errors(each)) for name, each in values["finished"].items()
             }
-            begun = values["begun"]
-            return cls(values["job"], finished, None if begun is None else _begun(begun))
+            begun = {each.name: each for each in map(parse_begun, values["begun"].values())}
+            return cls(values["job"], finished, begun)
         except CheckpointError as error:
             raise CheckpointError(f"{error}. Pass resume=False to start over") from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged: pass resume=False to start over") from error
 
 
-def _begun(values: dict[str, Any]) -> Begun:
+def parse_begun(values: dict[str, Any]) -> Begun:
+    """What ``asdict`` made of it, by way of JSON; raises as Python does for anything else."""
     written = {name: (int(count), str(checksum)) for name, (count, checksum) in values["written"].items()}
     difference, norm = values["squares"]
     squares = float(difference), float(norm)

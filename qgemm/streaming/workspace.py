@@ -1,6 +1,6 @@
 """The folder beside the destination in which a run does its work, and from which a later run goes on.
 
-``<destination>.partial`` holds ``content``, the files that are done and the one that is being written, and
+``<destination>.partial`` holds ``content``, the files that are done and those that are being written, and
 ``journal.json``, which says how far they are. What the journal says is on the disk before the journal is, and that is
 replaced as a whole, so a process may be killed, or the power go, at any moment. When all is there, ``content`` is
 renamed to the destination, which so appears whole, and the rest is removed.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,15 +36,20 @@ def partial_folder(destination: Path) -> Path:
 
 
 class Workspace:
-    """Where the files for a destination are made. ``open_workspace`` opens one."""
+    """Where the files for a destination are made. ``open_workspace`` opens one.
 
-    def __init__(self, destination: Path, job: dict[str, Any]) -> None:
-        """``job``: JSON-ready values that say what is being made of what."""
+    Several threads may each open and note a shard of their own.
+    """
+
+    def __init__(self, destination: Path, job: dict[str, Any], lock: BinaryIO) -> None:
+        """``job``: JSON-ready values that say what is being made of what. ``lock``: the file whose lock is held."""
         self.destination = destination
         self.folder = partial_folder(destination)
         self.content = self.folder / _CONTENT
         self.finished: dict[str, Finished] = {}
-        self.begun: Begun | None = None
+        self.begun: dict[str, Begun] = {}
+        self.lock = lock
+        self._noting = threading.Lock()
         self._job: dict[str, Any] = json.loads(json.dumps(job))
 
     @contextmanager
@@ -58,13 +64,13 @@ class Workspace:
     def open_shard(self, name: str) -> Iterator[tuple[BinaryIO, Begun]]:
         """Opens a shard, and says how far an earlier run was with it. It stays after a failure if that was noted."""
         path = self.content / name
-        begun = self.begun if self.begun is not None and self.begun.name == name else None
+        begun = self.begun.get(name)
         try:
             with path.open("r+b" if begun else "w+b") as file:
                 yield file, begun or Begun(name)
                 sync_file(file)
         except BaseException:
-            if self.begun is None:
+            if name not in self.begun:
                 with suppress(OSError):  # what led here is what has to be said
                     path.unlink()
             raise
@@ -74,15 +80,18 @@ class Workspace:
         """Puts into the journal how far a shard is, of which ``file`` is the open file."""
         sync_file(file)
         sync_folder(self.content)
-        self.begun = begun
-        self._write_journal()
+        with self._noting:
+            self.begun[begun.name] = begun
+            self._write_journal()
 
     def note_finished(self, name: str, errors: dict[str, float]) -> None:
         """Puts into the journal that the file ``name`` is done."""
         with SafetensorsReader(self.content / name) as reader:
-            self.finished[name] = Finished(_fingerprint(reader), errors)
-        self.begun = None
-        self._write_journal()
+            finished = Finished(_fingerprint(reader), errors)
+        with self._noting:
+            self.finished[name] = finished
+            self.begun.pop(name, None)
+            self._write_journal()
 
     def publish(self) -> None:
         """Renames what is done to the destination."""
@@ -118,10 +127,10 @@ class Workspace:
                     self.finished[name] = entry
                 else:
                     warn_user(f"{self.content / name} differs from what was written, so it is made again")
-            if (begun := journal.begun) is not None and begun.name in names and begun.name not in self.finished:
-                self.begun = begun if (self.content / begun.name).is_file() else None
+            left = [name for name in journal.begun if name in names and name not in self.finished]
+            self.begun = {name: journal.begun[name] for name in left if (self.content / name).is_file()}
         self.content.mkdir(exist_ok=True)
-        kept = {*self.finished, self.begun.name if self.begun else ""}
+        kept = {*self.finished, *self.begun}
         for path in self.content.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -151,8 +160,7 @@ def open_workspace(destination: Path, job: dict[str, Any]) -> Iterator[Workspace
     What is in it stays if an error leaves the block. Raises ``FileExistsError`` if the destination exists and isn't
     empty, and ``CheckpointError`` if another process is at it.
     """
-    workspace = Workspace(destination, job)
-    folder = workspace.folder
+    folder = partial_folder(destination)
     _check_is_free(destination)
     if not os.path.lexists(folder):
         make_folder(folder)
@@ -164,7 +172,7 @@ def open_workspace(destination: Path, job: dict[str, Any]) -> Iterator[Workspace
             raise CheckpointError(f"another process uses {folder}: wait for it, or choose another destination")
         sync_folder(folder)  # so that a later run knows whose folder it is, whatever else of it is lost
         _check_is_free(destination)  # of another process, which may have been done just now
-        yield workspace
+        yield Workspace(destination, job, lock)
 
 
 def _check_is_free(destination: Path) -> None:

@@ -31,6 +31,7 @@ def quantize(
     length: int,
     device: str,
     max_shard_size: str,
+    workers: int,
     resume: bool,
     progress: bool,
 ) -> dict[str, Any]:
@@ -59,12 +60,15 @@ def quantize(
     if drop and not from_files:
         with_text = "--recipe" if text is None else "--text"
         raise ValueError(f"--drop is for quantizing from files to files, without {with_text}: leave it out")
+    if workers > 1 and not from_files:
+        raise ValueError("--workers is for quantizing from files to files, without a text or a recipe: leave it out")
     over = None if text is None else Windows(text, samples, length)
     check_text(wanted, over)
     windows = None
     if from_files:
         given: dict[str, Any] = {name: getattr(wanted, name) for name in ("skip", "include", "input_scales")}
-        report = qgemm.quantize_checkpoint(source, destination, schemes, drop=drop, **given, **options)
+        given |= {"drop": drop, "workers": workers}
+        report = qgemm.quantize_checkpoint(source, destination, schemes, **given, **options)
     else:
         report, windows = quantize_calibrated(source, destination, wanted, over, **options)
     return {

@@ -163,6 +163,7 @@ def test_what_cannot_be_done_is_one_sentence(source: Path, int8_folder: Path, te
     assert "smoothquant after gptq" in failing("--recipe", "gptq,smoothquant")
     assert "--input-scales and --text both" in failing(*with_text, "--input-scales", text)
     assert "--drop is for quantizing from files to files" in failing(*with_text, "--drop", "a")
+    assert "--workers is for quantizing from files to files" in failing(*with_text, "--workers", 2)
     (tmp_path / "short.txt").write_text("a b c")
     short = (*recipe, "--text", tmp_path / "short.txt", "--length", 4)
     assert "short.txt has 3 tokens, and a window has 4: give a longer text, or --length" in failing(*short)

@@ -64,7 +64,7 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(qgemm, "quantize_checkpoint", record)
     options = {"scheme": "int8", "device": "meta", "max-shard-size": "7GB", "drop": "a.*", "skip": "b", "include": "c"}
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-    run("quantize", tmp_path, tmp_path / "out", *flags, "--no-resume", "--no-progress")
+    run("quantize", tmp_path, tmp_path / "out", *flags, "--no-resume", "--no-progress", "--workers", 3)
     run("quantize", tmp_path, tmp_path / "out")
     (given, chosen), (_, default) = calls
     assert given == (tmp_path, tmp_path / "out", "int8")
@@ -73,6 +73,7 @@ def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (chosen["device"], chosen["max_shard_size"]) == ("meta", "7GB")
     assert (chosen["resume"], chosen["progress"]) == (False, False)
     assert (default["resume"], default["progress"], default["skip"]) == (True, None, [])
+    assert (chosen["workers"], default["workers"]) == (3, 1)
 
 
 def test_a_config_says_what_is_wanted(float_folder: Path, tmp_path: Path) -> None:

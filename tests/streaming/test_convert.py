@@ -201,7 +201,8 @@ def test_room_is_wanted_for_what_is_still_to_be_written(
         with pytest.raises(Stopped):
             quantize_checkpoint(source, tmp_path / "streamed")
     journal = json.loads((tmp_path / "streamed.partial" / "journal.json").read_text())
-    there = sum(size for size, _ in journal["begun"]["written"].values())
+    (begun,) = journal["begun"].values()
+    there = sum(size for size, _ in begun["written"].values())
     layout = json.loads(quantized_header(source, tmp_path / "whole"))
     total = max(entry["data_offsets"][1] for name, entry in layout.items() if name != "__metadata__")
     for free, fits in ((total - there - 1, False), (total - there, True)):
@@ -277,6 +278,7 @@ def test_a_place_that_cannot_be_written(source: Path, tmp_path: Path, monkeypatc
         ({"drop": ["a", None]}, "drop holds None; it takes names"),
         ({"skip": 3}, "skip is 3; it takes names, globs"),
         ({"skip": [b"a"]}, "skip holds b'a'; it takes names, globs"),
+        ({"workers": "2"}, "workers is '2', a str; it must be a number of processes, 1 or more"),
     ],
 )
 def test_arguments_of_a_wrong_type(source: Path, tmp_path: Path, argument: dict[str, Any], message: str) -> None:

@@ -15,12 +15,15 @@ from qgemm.streaming.journal import Begun, Finished, Journal
 JOURNAL = Journal(
     {"scheme": "int8"},
     {"a.safetensors": Finished("12 ab", {"x": 1 / 3, "y": 0.0})},
-    Begun("b.safetensors", {"w": (17, "00000000000000ff")}, 3, {"z": 2**0.5}, 4, (math.pi * 1e-9, 1e300 / 3), 123),
+    {
+        name: Begun(name, {"w": (17, "00000000000000ff")}, 3, {"z": 2**0.5}, 4, (math.pi * 1e-9, 1e300 / 3), 123)
+        for name in ("b.safetensors", "c.safetensors")
+    },
 )
 
 
 def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
-    for journal in (JOURNAL, Journal(None, {}, None)):
+    for journal in (JOURNAL, Journal(None, {}, {})):
         journal.write(tmp_path / "journal.json")
         assert Journal.read(tmp_path / "journal.json") == journal
     assert [path.name for path in tmp_path.iterdir()] == ["journal.json"]
@@ -42,7 +45,7 @@ def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_a_journal_that_is_damaged(key: str, value: Any, tmp_path: Path) -> None:
     JOURNAL.write(tmp_path / "journal.json")
     values = json.loads((tmp_path / "journal.json").read_text())
-    (values if key in values else values["begun"])[key] = value
+    (values if key in values else values["begun"]["c.safetensors"])[key] = value
     (tmp_path / "journal.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match=r"journal\.json is damaged: pass resume=False"):
         Journal.read(tmp_path / "journal.json")

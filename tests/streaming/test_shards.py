@@ -82,7 +82,7 @@ def test_a_file_that_was_changed_meanwhile_is_made_again(
         with pytest.raises(Stopped):
             quantize_checkpoint(source, tmp_path / "streamed")
     partial = tmp_path / "streamed.partial"
-    begun = json.loads((partial / "journal.json").read_text())["begun"]
+    (begun,) = json.loads((partial / "journal.json").read_text())["begun"].values()
     assert begun["units"] > 3
     (path,) = (partial / "content").iterdir()
     content = bytearray(path.read_bytes())

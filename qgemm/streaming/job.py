@@ -1,0 +1,55 @@
+"""What a run makes of what: planned alike by every process that works on it, and known again by a later run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qgemm.calibration.quantization import Quantization
+from qgemm.checkpoint.layout import parse_size
+from qgemm.streaming.plan import CheckpointPlan, plan_checkpoint
+from qgemm.streaming.source import Source
+from qgemm.version import __version__
+
+
+@dataclass(frozen=True)
+class Job:
+    """The checkpoint in the folder ``source``, what is wanted of it, and the arguments of ``plan_checkpoint``."""
+
+    source: Path
+    wanted: Quantization
+    drop: list[str]
+    max_shard_size: int | str
+
+    def plan(self, opened: Source) -> CheckpointPlan:
+        """What is to be written; raises as ``plan_checkpoint`` does. ``opened``: the source."""
+        return plan_checkpoint(opened, self.wanted, self.drop, self.max_shard_size)
+
+    def describe(self, opened: Source, plan: CheckpointPlan) -> dict[str, Any]:
+        """What the plan and the source are, JSON-ready: who finds all the same writes the same bytes."""
+        import transformers
+
+        layout = {name: [str(tensor.dtype), list(tensor.shape)] for name, tensor in plan.tensors.items()}
+        return {
+            **opened.fingerprints,
+            **self.wanted.to_dict(),
+            "max_shard_size": parse_size(self.max_shard_size),
+            "layout": hashlib.sha256(json.dumps([layout, plan.shards]).encode()).hexdigest(),
+            "versions": {"qgemm": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values, which ``from_dict`` takes."""
+        own = {"source": str(self.source), "drop": self.drop, "max_shard_size": self.max_shard_size}
+        return {**own, "wanted": self.wanted.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Job:
+        """What ``to_dict`` gave, also by way of JSON."""
+        wanted = Quantization.from_dict(values["wanted"])
+        return cls(Path(values["source"]), wanted, values["drop"], values["max_shard_size"])

@@ -1,0 +1,212 @@
+"""Worker processes: each writes files of the checkpoint that another process makes, one after the other.
+
+A worker is a new Python, so it may be started wherever CUDA is in use, and from any script. It makes the plan again
+from the arguments, and ends if it comes to another one. Both talk in lines of JSON through pipes: the caller names a
+file, the worker fills it and says how far it is. Names, journal and what becomes of the files are the caller's. A
+worker ends with its caller, and holds the caller's lock until then, so nobody writes who isn't known of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, BinaryIO
+
+import torch
+
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.streaming.job import Job
+from qgemm.streaming.journal import Begun, parse_begun
+from qgemm.streaming.plan import CheckpointPlan
+from qgemm.streaming.shards import write_shard
+from qgemm.streaming.source import Source, open_source
+
+# The module path is the caller's, however that came about.
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from qgemm.streaming.workers import serve_caller; serve_caller()"
+)
+
+
+class WorkerError(RuntimeError):
+    """A worker process failed, or was ended by somebody else."""
+
+
+class Worker:
+    """A worker process as its caller sees it. ``started_worker`` starts one."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        """``process``: reads lines from its standard input, and writes some to its standard output."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process = process
+        self._input, self._output = process.stdin, process.stdout
+
+    def write_shard(
+        self,
+        file: BinaryIO,
+        names: list[str],
+        done: Callable[[int], object],
+        begun: Begun,
+        note: Callable[[Begun], object],
+        metadata: Mapping[str, str],
+    ) -> dict[str, float]:
+        """What ``shards.write_shard`` does, in the process.
+
+        ``file`` must have a name, by which the process opens it. Raises ``WorkerError`` if the process ends, or for an
+        error that isn't a ``CheckpointError`` or an ``OSError``, which are raised as they are.
+        """
+        self.send({"file": file.name, "names": names, "begun": asdict(begun), "metadata": dict(metadata)})
+        while True:
+            message = self._receive(file)
+            if "done" in message:
+                done(message["done"])
+            elif "begun" in message:
+                note(parse_begun(message["begun"]))
+            elif "errors" in message:
+                return dict(message["errors"])
+            else:
+                _raise(**message["error"])
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends the process a message; that it has ended is found when it doesn't answer."""
+        with suppress(OSError):
+            self._input.write(json.dumps(message).encode() + b"\n")
+            self._input.flush()
+
+    def stop(self) -> None:
+        """Ends the process, which leaves what it writes as it is."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self._input, self._output):
+            with suppress(OSError):
+                pipe.close()
+
+    def _receive(self, file: BinaryIO) -> dict[str, Any]:
+        line = self._output.readline()
+        if line.endswith(b"\n"):
+            return dict(json.loads(line))
+        code = self.process.wait()
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+            how += ", as the system does where memory runs out," if -code == getattr(signal, "SIGKILL", 0) else ""
+        raise WorkerError(f"worker process {self.process.pid} {how} while it wrote {file.name}")
+
+
+@contextmanager
+def started_worker(job: Job, description: Mapping[str, Any], lock: BinaryIO, device: torch.device) -> Iterator[Worker]:
+    """A process that quantizes on ``device``, until the block is left.
+
+    ``description``: that of ``job``, which the process must come to as well. ``lock``: an open file of this process,
+    which the other one keeps open too.
+    """
+    worker = Worker(start_process(lock))
+    try:
+        worker.send({"job": job.to_dict(), "description": description, "device": str(device)})
+        yield worker
+    finally:
+        worker.stop()
+
+
+def start_process(lock: BinaryIO) -> subprocess.Popen[bytes]:
+    """Starts a Python that runs ``serve_caller``."""
+    command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
+    kept = [lock.fileno()] if os.name == "posix" else []  # elsewhere there are no such locks
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=kept)
+
+
+def serve_caller() -> None:
+    """What a worker process does: files are asked for through its standard input, until that is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print is no answer
+
+    def answer(**message: Any) -> None:
+        answers.write(json.dumps(message).encode() + b"\n")
+        answers.flush()
+
+    messages: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    threading.Thread(target=_receive_all, args=(messages.put,), daemon=True).start()
+    try:
+        torch.set_num_threads(1)
+        _work(messages.get, answer)
+    except BaseException as error:
+        kind = "checkpoint" if isinstance(error, CheckpointError) else "system" if isinstance(error, OSError) else ""
+        said = (error.strerror if isinstance(error, OSError) else None) or str(error) or repr(error)
+        number = error.errno if isinstance(error, OSError) else None
+        answer(error={"kind": kind, "number": number, "said": said, "trace": traceback.format_exc()})
+
+
+def _receive_all(put: Callable[[dict[str, Any]], object]) -> None:
+    with os.fdopen(0, "rb") as lines:
+        for line in lines:
+            put(json.loads(line))
+    os._exit(0)  # the caller has ended, or needs nobody any more
+
+
+def _work(receive: Callable[[], dict[str, Any]], answer: Callable[..., object]) -> None:
+    first = receive()
+    job, device = Job.from_dict(first["job"]), torch.device(first["device"])
+    with open_source(job.source) as opened:
+        plan = _plan(job, opened, first["description"])
+        while True:
+            _write(plan, device, receive(), answer)
+
+
+def _plan(job: Job, opened: Source, wanted: Mapping[str, Any]) -> CheckpointPlan:
+    """The plan of ``job``; raises ``CheckpointError`` if it is another one than the caller's, ``wanted``."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # the caller has said it all
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plan = job.plan(opened)
+        found = json.loads(json.dumps(job.describe(opened, plan)))
+        different = [f"it finds another {key}" for key, value in found.items() if value != wanted.get(key)]
+    except (CheckpointError, ValueError) as error:
+        different = [str(error)]
+    if different:
+        raise CheckpointError(
+            f"a worker process doesn't come to the plan for {job.source} that this one has: {different[0]}. If this "
+            "program changes qgemm or transformers, by registering a model for example, pass workers=1"
+        )
+    return plan
+
+
+def _write(plan: CheckpointPlan, device: torch.device, wanted: dict[str, Any], answer: Callable[..., object]) -> None:
+    path, begun = Path(wanted["file"]), parse_begun(wanted["begun"])
+
+    def note(begun: Begun) -> None:
+        file.flush()  # the caller sees to it that it reaches the disk
+        answer(begun=asdict(begun))
+
+    with path.open("r+b") as file:
+        told = partial(_tell, answer)
+        errors = write_shard(file, plan, wanted["names"], device, told, begun, note, wanted["metadata"])
+    answer(errors=errors)
+
+
+def _tell(answer: Callable[..., object], count: int) -> None:
+    answer(done=count)
+
+
+def _raise(kind: str, number: int | None, said: str, trace: str) -> None:
+    if kind == "checkpoint":
+        raise CheckpointError(said)
+    if kind == "system":
+        raise OSError(number, said)
+    raise WorkerError(f"a worker process failed: {said}") from WorkerError(trace)
