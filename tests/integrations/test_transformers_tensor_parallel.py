@@ -15,6 +15,8 @@ from families.example import example, tokens
 from processes import FORKED
 from torch import distributed, nn
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     ContinuousBatchingConfig,
     GenerationConfig,
     LlamaConfig,
@@ -83,6 +85,7 @@ def one_process(rank: int, folder: Path) -> None:
             look_at_layers(scheme, most, folder)
         for scheme, most in EXPERTS.items():
             look_at_experts(scheme, most, folder)
+        look_at_branches_side_by_side(folder)
         look_at_tokens(rank, folder)
         look_at_quantizing(folder)
     finally:
@@ -128,6 +131,20 @@ def look_at_experts(scheme: str, most: float, folder: Path) -> None:
         model.save_pretrained(folder / f"experts-{scheme}-{by_expert}-again")
 
 
+def look_at_branches_side_by_side(folder: Path) -> None:
+    """Their products are added up first by each process, and then among all."""
+    model = parallel(folder / "cohere", CohereForCausalLM)
+    cut, sums = Example(model, {"input_ids": tokens() % 96}), []
+    before = cut.output()
+    qgemm.fuse(model)
+    add, distributed.all_reduce = distributed.all_reduce, lambda *args, **kwargs: sums.append(add(*args, **kwargs))
+    try:
+        assert error(cut.output(), before) < 1e-5
+    finally:
+        distributed.all_reduce = add
+    assert len(sums) == 1
+
+
 def look_at_tokens(rank: int, folder: Path) -> None:
     """The fast loop has the tokens of transformers', and sampled ones are the same in both processes."""
     model = parallel(folder / "int8")
@@ -171,6 +188,7 @@ def test_two_processes(tmp_path: Path) -> None:
     for scheme in EXPERTS:
         quantized(scheme, experts=True).model.save_pretrained(tmp_path / f"experts-{scheme}")
     float_model().model.save_pretrained(tmp_path / "float")
+    qgemm.quantize_model(CohereForCausalLM(CohereConfig(**SIZES))).save_pretrained(tmp_path / "cohere")
     torch.multiprocessing.start_processes(one_process, (tmp_path,), nprocs=2, start_method=FORKED.get_start_method())
     for scheme in SCHEMES:
         assert_same(qgemm.load_quantized(tmp_path / f"{scheme}-again"), quantized(scheme).model)

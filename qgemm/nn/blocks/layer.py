@@ -192,7 +192,7 @@ class FusedLayer:
         into: Any = read(x, self.steps[0].norm, reads[0])
         last = len(self.steps) - 1
         for i, step in enumerate(self.steps):
-            adds = i == last or (is_small and not (operands[i] and isinstance(operands[i][-1], SummedOperands)))
+            adds = i == last or (is_small and not _is_summed(operands[i]))
             if is_plain and step.out_norm is None and adds:
                 x = step.branch(into, operands[i], x, dtype, context)
                 into = x if i == last else read(x, self.steps[i + 1].norm, reads[i + 1])
@@ -207,6 +207,8 @@ class FusedLayer:
 
     def _side_by_side(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
         attention, mlp = self.steps
+        first: Any
+        second: Any
         first, second = operands
         shares = mlp.norm is None
         # Rows only where both branches read them, of one dtype.
@@ -215,14 +217,25 @@ class FusedLayer:
         if shares and in_rows and isinstance(into, Tensor):
             into = quantize(into, first[0])
         other: Any = into if shares else read(x, mlp.norm, second)
-        out = attention.branch(into, first, x if self.residual_first else None, x.dtype, context)
+        residual = x if self.residual_first else None
+        shard = second[-1].shard if all(map(_is_summed, operands)) else None
+        if shard is not None:  # both have one sum, to which one process adds the residual
+            first, second = ((*own[:-1], own[-1]._replace(sums=False)) for own in (first, second))
+            residual = None if shard.rank else residual
+        out = attention.branch(into, first, residual, x.dtype, context)
         out = mlp.branch(other, second, out, x.dtype, context)
+        out = out if shard is None else shard.sum(out)
         return out if self.residual_first else out + x
 
     def _norms_last(self, x: Tensor, operands: AllOperands, context: Mapping[str, Any]) -> Tensor:
         for step, own in zip(self.steps, operands, strict=True):
             x = normalize(step.branch(x, own, x, x.dtype, context), step.out_norm)
         return x
+
+
+def _is_summed(operands: tuple[Operands, ...]) -> bool:
+    """Whether a branch ends with a product that processes add up."""
+    return bool(operands) and isinstance(operands[-1], SummedOperands)
 
 
 def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

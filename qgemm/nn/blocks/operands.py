@@ -104,10 +104,14 @@ class BlockScaledOperands(NamedTuple):
 
 
 class SummedOperands(NamedTuple):
-    """Those of a shard in row parallelism: the products of all processes are added up."""
+    """Those of a shard in row parallelism: the products of all processes are added up, here or by the caller.
+
+    ``sums``: whether here.
+    """
 
     own: QuantizedOperands | FloatOperands | BlockScaledOperands
     shard: Shard
+    sums: bool = True
 
     @property
     def reads_rows(self) -> bool:
@@ -129,10 +133,12 @@ class SummedOperands(NamedTuple):
         return self.shard.shares_scales and self.own.reads_rows and self.own.input_scale is None
 
     def product(self, x: Input, dtype: torch.dtype, residual: Tensor | None = None) -> Tensor:
-        """As above. One process adds the residual, as it does the bias."""
+        """As above. One process adds the residual, as it does the bias; if the caller sums, each adds its own."""
         if self._quantizes:
             assert isinstance(x, Tensor)
             x = quantize_together(x, self.shard, self.own.dtype)
+        if not self.sums:
+            return self.own.product(x, dtype, residual)
         return self.shard.sum(self.own.product(x, dtype, None if self.shard.rank else residual))
 
 
