@@ -124,7 +124,9 @@ def look_at_experts(scheme: str, most: float, folder: Path) -> None:
         experts = model.model.layers[0].mlp.experts
         assert list(experts.gate_up_proj.shape[:2]) == ([2, 1024] if by_expert else [4, 512])
         cut = Example(model, whole.inputs)
-        assert error(cut.output(), whole.output()) < (2e-6 if by_expert else most), scheme
+        # From 5.20 on, transformers splits attention beside experts too.
+        is_exact = by_expert and model.model.layers[0].self_attn.o_proj.shard is None
+        assert error(cut.output(), whole.output()) < (2e-6 if is_exact else most), scheme
         before = cut.output()
         assert "mixture" in qgemm.fusion_report(qgemm.fuse(model)).records[0].parts
         assert error(cut.output(), before) < 1e-5, scheme

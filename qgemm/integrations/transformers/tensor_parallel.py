@@ -49,7 +49,8 @@ _LINEAR: dict[str, Style] = {
 _EXPERTS: dict[str, Style] = {"packed_colwise": "column", "colwise": "column", "grouped_gemm": "expert"}
 _GATHERED = ("colwise_rep", "colwise_gather_output")
 _CLOSED = (*_GATHERED, "rowwise_rep", "rowwise_split_input")
-_ROUTER = "ep_router"
+_ROUTER, _DISPATCH = "ep_router", "ep_dispatch_experts"
+_OF_EXPERTS = {"moe_tp_experts", "rowwise", "packed_rowwise", _DISPATCH}
 # These leave parameters as they are.
 _UNCUT = (WHOLE, "replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj", "sequence_parallel")
 _WAITS = "_qgemm_waits"
@@ -99,6 +100,28 @@ class _OfQuantized(TensorParallelLayer):  # type: ignore[misc]
         return module if _is_ours(module) else self.original.install_forward(module, mesh)
 
 
+class _Dispatched(TensorParallelLayer):  # type: ignore[misc]
+    """``ep_dispatch_experts`` of transformers from 5.19 on, but quantized experts find their own tokens.
+
+    It has transformers' name, by which that knows whether there is expert parallelism.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def validate_param(self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None) -> None:
+        """As transformers."""
+        self.original.validate_param(module, param, mesh, parameter_name=parameter_name)
+
+    def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
+        """As transformers: nothing."""
+        self.original.shard_param(module, param, mesh)
+
+    def install_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Nothing for quantized experts."""
+        return module if _is_ours(module) else self.original.install_forward(module, *args, **kwargs)
+
+
 class _Gathered(TensorParallelLayer):  # type: ignore[misc]
     """``colwise_gather_output`` of a float layer: no DTensor is made where no gradient is asked for."""
 
@@ -144,9 +167,12 @@ def plan_layers(model: PreTrainedModel, layers: Mapping[str, QuantLayer], waitin
     starred: dict[str, list[str]] = {}
     for name in layers:
         starred.setdefault(_starred(name), []).append(name)
-    for plan in (model.tp_plan, given if isinstance(given, dict) else {}):
+    by_expert = _expert_plans(model)
+    for plan in (*by_expert, model.tp_plan, given if isinstance(given, dict) else {}):
         for key, names in starred.items():
-            _plan(plan, key, {name: layers[name] for name in names}, size, model)
+            # A layer that there is a plan of experts for has no other.
+            if plan in by_expert or not any(key in each for each in by_expert):
+                _plan(plan, key, {name: layers[name] for name in names}, size, model)
         for key, style in plan.items():
             if style in _GATHERED:
                 plan[key] = f"{_OURS}_gathered_{style}"
@@ -156,6 +182,26 @@ def plan_layers(model: PreTrainedModel, layers: Mapping[str, QuantLayer], waitin
             vars(model.get_submodule(name))[_WAITS] = True
 
 
+def _expert_plans(model: PreTrainedModel) -> list[dict[str, str]]:
+    """The plans of experts beside the plans of tensors, which transformers has from 5.19 on.
+
+    Raises ``ValueError`` if processes are to have tokens of their own.
+    """
+    config: Any = model.config.distributed_config
+    size = getattr(config, "ep_size", None) or 1
+    if size == 1:
+        return []
+    if size != config.tp_size:
+        raise ValueError(
+            f"distributed_config has ep_size {size} and tp_size {config.tp_size}; quantized experts are split among "
+            "processes that have the same tokens: make them equal"
+        )
+    if not isinstance(known := ALL_PARALLEL_STYLES[_DISPATCH], _Dispatched):
+        ALL_PARALLEL_STYLES.register(_DISPATCH, _Dispatched(known))  # type: ignore[arg-type]
+    of_model: dict[str, str] = model.ep_plan  # type: ignore[assignment]
+    return [plan for plan in (of_model, config.ep_plan) if plan]
+
+
 def _plan(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], size: int, model: PreTrainedModel) -> None:
     """Replaces what ``plan`` has for ``layers``, all of which it calls ``key``."""
     entries = [entry for entry in plan if entry == key or entry.rpartition(".")[0] == key]
@@ -163,7 +209,7 @@ def _plan(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], size
     is_experts = any(isinstance(layer, QuantExperts) for layer in layers.values())
     known = _EXPERTS if is_experts else _LINEAR
     wanted = {known[style] for style in styles if style in known}
-    rest = styles - {*known, *_UNCUT} - ({"moe_tp_experts", "rowwise", "packed_rowwise"} if is_experts else set())
+    rest = styles - {*known, *_UNCUT} - (_OF_EXPERTS if is_experts else set())
     if styles <= {*_UNCUT} or any(_OURS_RE.match(each) for each in styles):  # of which there may be one plan, or two
         return
     name, layer = next(iter(layers.items()))
@@ -184,7 +230,11 @@ def _plan(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], size
         for entry in [entry for entry in plan if plan[entry] == _ROUTER]:
             if entry.rpartition(".")[0] == key.rpartition(".")[0]:
                 plan[entry] = WHOLE  # the experts tell their own from others by the numbers that a router gives
-    for entry in {key, *entries}:
+    if plan.get(key) == _DISPATCH:  # which stays, and says nothing of parameters
+        entries = sorted({f"{key}.{leaf}" for one in layers.values() for leaf, _ in one.named_parameters()})
+    else:
+        entries = sorted({key, *entries})
+    for entry in entries:
         original = plan.get(entry, WHOLE)
         plan[entry] = f"{_OURS}_{style}_{parts}_{original}"
         ALL_PARALLEL_STYLES.register(plan[entry], _OfQuantized(style, ALL_PARALLEL_STYLES[original], parts))  # type: ignore[arg-type]
@@ -199,12 +249,13 @@ def cut_layers(model: PreTrainedModel) -> None:
     if mesh is None:
         return
     mesh = mesh["tp"] if mesh.ndim > 1 else mesh
-    plan = model.tp_plan
+    plans: tuple[dict[str, str], ...] = (getattr(model, "ep_plan", {}), model.tp_plan)
     for name, layer in model.named_modules():
         if not isinstance(layer, QuantLayer) or layer.shard is not None:
             continue
         vars(layer).pop(_WAITS, None)
-        found = _OURS_RE.match(plan.get(_starred(name), ""))
+        entries = [plan.get(f"{_starred(name)}{leaf}", "") for plan in plans for leaf in ("", ".gate_up_proj")]
+        found = next((match for match in map(_OURS_RE.match, entries) if match), None)
         if not found:
             continue
         style, parts, original = found.groups()
