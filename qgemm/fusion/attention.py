@@ -35,11 +35,12 @@ _QUERY_KEY_VALUE = (
     ("qkv_proj",),
     ("c_attn",),
     ("query_key_value",),
+    ("Wqkv",),
     ("q_proj", "k_proj"),  # values are the keys
     ("q_proj",),  # keys and values are another layer's
 )
 _BY_HEAD = ("query_key_value",)
-OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin")
+OUT = ("o_proj", "dense", "out_proj", "c_proj", "out_lin", "Wo")
 _HEAD_NORMS = (
     ("q_norm", "k_norm"),
     ("q_layernorm", "k_layernorm"),
@@ -99,11 +100,13 @@ def find_attention(
     scales_queries = any(type(constant) is float and constant == 1.0 for constant in constants)
     last = merge([out])
     qkv = merge([attention._modules[name] for name in names])
-    if names[0].endswith(("qkv_proj", "c_attn", "query_key_value")):
+    if len(names) == 1 and names[0] != "q_proj":
         heads = attention.config.num_attention_heads
-        kv_heads = getattr(attention.config, "num_key_value_heads", None) or heads
+        kv_heads = (qkv.layers[0].out_features // head_dim - heads) // 2
     else:
         heads, kv_heads, *_ = (*(layer.out_features // head_dim for layer in qkv.layers), 0)
+    gated = len(names) == 3 and qkv.layers[0].out_features == 2 * last.layers[0].in_features
+    heads //= 2 if gated else 1
     rotate = _rotate(attention)
     columns = getattr(attention, "rotary_ndims", None)
     norms = _head_norms(attention, head_dim)
@@ -128,6 +131,7 @@ def find_attention(
         by_head=names == _BY_HEAD,
         values=values,
         value_norm=value_norm,
+        gated=gated,
         shared=_shared(attention),
         temperature=_temperature(attention),
         untold=tuple(untold),
@@ -184,6 +188,8 @@ def _told(attention: Any) -> tuple[Any, Any, float, int]:
     functions, eager = (getattr(module, name, None) for name in ("ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"))
     scaling = getattr(attention, "scaling", getattr(attention, "scale", None))
     head_dim = next((getattr(attention, name) for name in _HEAD_DIM if hasattr(attention, name)), None)
+    if scaling is None and head_dim is not None:
+        scaling = head_dim**-0.5
     if functions is None or eager is None or not isinstance(scaling, float) or head_dim is None:
         raise NotFused(f"{type(attention).__name__} doesn't call an attention function of transformers")
     return functions, eager, scaling, head_dim

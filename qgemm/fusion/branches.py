@@ -31,8 +31,10 @@ MLP_LAYERS = (
     (("wi",), "wo", False),
     (("lin1",), "lin2", False),
     (("w1", "w3"), "w2", True),
+    (("Wi",), "Wo", True),
+    (("intermediate_dense",), "output_dense", False),
 )
-ACTIVATION = ("act_fn", "activation_fn", "act", "activation")
+ACTIVATION = ("act_fn", "activation_fn", "act", "activation", "intermediate_act_fn")
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 # Of a mixture, besides its experts.
 _ROUTER = ("gate", "router")

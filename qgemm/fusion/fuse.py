@@ -12,6 +12,7 @@ from qgemm.arguments import check_model
 from qgemm.fusion.branches import NotFused
 from qgemm.fusion.probe import find_angles
 from qgemm.fusion.report import FusionRecord, FusionReport
+from qgemm.fusion.siblings import SiblingWatch
 from qgemm.fusion.structure import Candidates, find_candidates, find_mlp, find_norm_step, is_layer, is_mlp
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of, record_calls
 from qgemm.nn import QuantLayer
@@ -19,6 +20,7 @@ from qgemm.nn.blocks.angles import FusedAngles
 from qgemm.nn.blocks.binding import bind, fused_of, unbind
 from qgemm.nn.blocks.layer import FusedLayer
 from qgemm.nn.blocks.norm import FusedNorm
+from qgemm.nn.blocks.siblings import FusedSibling, Siblings
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -44,7 +46,8 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
     mlps = {name: module for name, module in modules.items() if is_mlp(module) and name not in layers}
     for module in modules.values():
         unbind(module)
-    calls, problem = _calls(model, {**layers, **mlps}, inputs)
+    watch = SiblingWatch(modules)
+    calls, problem = _calls(model, {**layers, **mlps}, inputs, watch)
     records = {name: _fuse_layer(name, layer, calls.get(layer), problem) for name, layer in layers.items()}
     for name, mlp in mlps.items():
         # Others are part of a layer.
@@ -53,7 +56,7 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
             if record.parts or name.rpartition(".")[0] not in layers:  # whose record has the reason
                 records[name] = record
     ordered = tuple(records[name] for name in modules if name in records)
-    others = tuple(_fuse_others(modules))
+    others = (*_fuse_others(modules), *_fuse_siblings(modules, watch))
     model._qgemm_fusions = FusionReport(ordered, others)  # type: ignore[assignment]
     return model
 
@@ -111,13 +114,22 @@ def _fuse_others(modules: Mapping[str, nn.Module]) -> Iterator[FusionRecord]:
         if step := find_norm_step(module):
             bind(module, FusedNorm(step))
             yield FusionRecord(name, type(module).__name__, ("norm",), "", None)
-        elif layout := find_angles(module):
-            bind(module, FusedAngles(module, layout))
+        elif layouts := find_angles(module):
+            bind(module, FusedAngles(module, layouts))
             yield FusionRecord(name, type(module).__name__, ("rotary",), "", 0.0)
 
 
+def _fuse_siblings(modules: Mapping[str, nn.Module], watch: SiblingWatch) -> Iterator[FusionRecord]:
+    """Merges the layers outside of fused ones that read one input; their products have the bits that they had."""
+    for name, layers in list(watch.found()):
+        siblings = Siblings(layers)
+        for place, layer in enumerate(layers):
+            bind(layer, FusedSibling(siblings, place))
+        yield FusionRecord(name, type(modules[name]).__name__, ("products",), "", 0.0)
+
+
 def _calls(
-    model: nn.Module, layers: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None
+    model: nn.Module, layers: Mapping[str, nn.Module], inputs: Mapping[str, Any] | None, watch: SiblingWatch
 ) -> tuple[dict[Any, Call], str]:
     """A call of each layer; or why there are none."""
     if any(parameter.is_meta for parameter in model.parameters()) and not any(
@@ -127,7 +139,7 @@ def _calls(
     if inputs is None and not hasattr(model, "dummy_inputs"):
         return {}, "pass inputs, on which it can be verified"
     try:
-        return record_calls(model, layers.values(), inputs), ""
+        return record_calls(model, layers.values(), inputs, watch), ""
     except Exception as error:  # anything that a model's forward may raise
         given = "its own dummy_inputs: pass others as inputs" if inputs is None else "the inputs passed"
         return {}, f"it can't be verified: the model can't take {given} ({type(error).__name__}: {error})"

@@ -21,6 +21,7 @@ from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.kernels.routing import ROUTINGS, Routing
+from qgemm.nn.blocks.angles import FREQUENCIES, angles_of
 from qgemm.nn.blocks.attention import Rotation
 from qgemm.nn.blocks.mixture import RouterStep
 
@@ -224,30 +225,47 @@ def find_rotation(
     return None
 
 
-_FIXED = ("default", "linear", "llama3", "yarn")  # whose frequencies don't depend on how long a sequence is
+# Whose frequencies don't depend on how long a sequence is.
+_FIXED = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 @torch.no_grad()
-def find_angles(module: nn.Module) -> str:
-    """The layout of ``rotary_angles`` that gives what a rotary embedding does, bit for bit; empty if none does."""
-    frequencies, scale = module._buffers.get("inv_freq"), getattr(module, "attention_scaling", None)
+def find_angles(module: nn.Module) -> dict[str, str]:
+    """The layout of ``rotary_angles`` that gives what a rotary embedding does, bit for bit, by its types of layers.
+
+    "" is the type where there are none. Empty if no layout does.
+    """
+    arguments = list(inspect.signature(type(module).forward).parameters)[1:]
+    if arguments == ["x", "position_ids"]:
+        types = [""]
+    elif arguments == ["x", "position_ids", "layer_type"]:
+        names = [name for name in module._buffers if name.endswith(FREQUENCIES) and "original" not in name]
+        types = [name.removesuffix(f"_{FREQUENCIES}") for name in names]
+    else:
+        return {}
+    found = {each: _find_layout(module, each) for each in types}
+    return {} if "" in found.values() else found
+
+
+def _find_layout(module: nn.Module, layer_type: str) -> str:
+    kinds = getattr(module, "rope_type", None)
+    frequencies, scale = angles_of(module, layer_type)
     if frequencies is None or frequencies.dim() != 1 or frequencies.is_meta or not isinstance(scale, float):
         return ""
-    known = getattr(module, "rope_type", None) in _FIXED
-    if not known or list(inspect.signature(type(module).forward).parameters)[1:] != ["x", "position_ids"]:
+    if (kinds.get(layer_type) if isinstance(kinds, dict) else kinds) not in _FIXED:
         return ""
     positions = torch.arange(512, device=frequencies.device) * torch.tensor([[1], [61]], device=frequencies.device)
     for layout in ANGLES:
-        if all(_has_angles(module, positions, layout, dtype) for dtype in (torch.float32, torch.bfloat16)):
+        if all(_has_angles(module, layer_type, positions, layout, dtype) for dtype in (torch.float32, torch.bfloat16)):
             return layout
     return ""
 
 
-def _has_angles(module: Any, positions: Tensor, layout: str, dtype: torch.dtype) -> bool:
+def _has_angles(module: Any, layer_type: str, positions: Tensor, layout: str, dtype: torch.dtype) -> bool:
     x = torch.empty(0, dtype=dtype, device=positions.device)
-    found = torch.ops.qgemm.rotary_angles(positions, module.inv_freq, module.attention_scaling, layout, dtype)
+    found = torch.ops.qgemm.rotary_angles(positions, *angles_of(module, layer_type), layout, dtype)
     try:
-        wanted = type(module).forward(module, x, positions)
+        wanted = type(module).forward(module, x, positions, *([layer_type] if layer_type else []))
         return len(wanted) == 2 and all(map(_is_equal, found, wanted))
     except Exception:  # whatever a module of somebody else raises
         return False

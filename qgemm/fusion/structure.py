@@ -16,7 +16,7 @@ from torch import nn
 
 from qgemm.fusion import branches
 from qgemm.fusion.attention import OUT, constants_of, find_attention, find_cross_attention
-from qgemm.fusion.branches import ACTIVATION, MLP_LAYERS, NotFused, child_of, dotted
+from qgemm.fusion.branches import ACTIVATION, MLP_LAYERS, NotFused, child_of, code_of, dotted
 from qgemm.fusion.probe import find_norm
 from qgemm.fusion.verify import Call
 from qgemm.nn.blocks.layer import Branch, CalledBranch, Form, FusedLayer, Step
@@ -187,7 +187,7 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
         found = _find_parts(layer)
     except NotFused as error:
         return Candidates((), (), str(error))
-    orders = [each for each in _NORMS if each.names == found.norms]
+    orders = [each for each in _NORMS if each.names == found.norms] or _orders_of_code(layer, found)
     if not orders:
         return Candidates((), (), f"norms called {', '.join(sorted(found.norms))} are unknown")
     made = _find_branches(layer, found, call)
@@ -213,6 +213,32 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
         for residual_first in ((True, False) if order.form == "side by side" else (True,))
     ]
     return Candidates(tuple(fused), tuple(made.parts), "; ".join(made.reasons))
+
+
+def _orders_of_code(layer: nn.Module, found: _Parts) -> list[_Norms]:
+    """How norms of other names may follow one another: as the code of ``layer`` comes to them, and its parts."""
+    mlp = found.mlp or "fc1"
+    parts = [name for name in code_of(layer).co_names if name in {*found.norms, found.mixer, mlp}]
+    if {*parts} != {*found.norms, found.mixer, mlp} or parts.index(found.mixer) > parts.index(mlp):
+        return []
+    first, second = parts.index(found.mixer), parts.index(mlp)
+    before, between, behind = parts[:first], parts[first + 1 : second], parts[second + 1 :]
+    one, two, last = (each[0] if each else "" for each in (before, between, behind))
+    shape = len(before), len(between), len(behind)
+    if shape == (1, 0, 0):
+        return [_Norms(one, form="side by side")]
+    if shape == (2, 0, 0):
+        return [_Norms(before[0], "", before[1], form="side by side")]
+    if shape == (1, 2, 1):
+        return [_Norms(one, between[0], between[1], last)]
+    if shape == (0, 1, 1):
+        nested = _Norms(two, "", last)  # attention(norm(x)): the code comes to a call before its arguments
+        return [nested, _Norms("", two, "", last), _Norms("", two, "", last, form="norms last")]
+    if shape == (0, 0, 1):
+        return [_Norms("", "", last)]
+    if shape in ((1, 1, 0), (0, 1, 0)):
+        return [_Norms(one, "", two), _Norms(one, "", two, form="side by side")]
+    return []
 
 
 class _Branches:
@@ -291,7 +317,7 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
         made.add("layer input", branches.LAYER_INPUT[0], lambda: branches.find_layer_input(layer), None)
     mlp = made.of.get("mlp")
     if found.beside and isinstance(mlp, FusedMlp):
-        (order,) = (each for each in _NORMS if each.names == found.norms)
+        order = next(each for each in _NORMS if each.names == found.norms)
         both = branches.find_mlp_and_mixture
         made.add("mixture", "experts", lambda: both(layer, mlp, (order.mlp, order.mlp_out), made.norms), None)
     return made

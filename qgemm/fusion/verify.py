@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qgemm.fusion.siblings import SiblingWatch
 from qgemm.nn.blocks.attention import FusedAttention
 from qgemm.nn.blocks.cross_attention import FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
@@ -36,8 +37,10 @@ class Call:
     output: Any
 
 
-def record_calls(model: nn.Module, layers: Iterable[nn.Module], inputs: Mapping[str, Any] | None) -> dict[Any, Call]:
-    """A call of each of ``layers``, by layer, in a forward of ``model``.
+def record_calls(
+    model: nn.Module, layers: Iterable[nn.Module], inputs: Mapping[str, Any] | None, watch: SiblingWatch | None = None
+) -> dict[Any, Call]:
+    """A call of each of ``layers``, by layer, in a forward of ``model``, at which ``watch`` looks too.
 
     ``inputs``: keyword arguments of that; None takes what transformers has for it.
     """
@@ -55,7 +58,8 @@ def record_calls(model: nn.Module, layers: Iterable[nn.Module], inputs: Mapping[
         others = {name: _as_it_is(value) for name, value in {**named, **others}.items()}
         calls.setdefault(layer, Call(x, others, kept))
 
-    handles = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
+    handles: list[Any] = [layer.register_forward_hook(record, with_kwargs=True) for layer in layers]
+    handles += [] if watch is None else watch.hooks()
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()

@@ -1,7 +1,7 @@
 """Between a merged q|k|v product and attention.
 
-- ``rotate(qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, values)``: queries,
-  keys, values.
+- ``rotate(qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, values, gated)``:
+  queries, keys, values.
 - ``rotate_and_store(..., k, v, k_scale, v_scale, length)``: queries; keys and values go to a cache.
 - ``store_key_value(key, value, k, v, k_scale, v_scale, length)``: the cache alone.
 - ``rotary_angles(positions, frequencies, scale, layout, dtype)``: cosines and sines. They have no gradient.
@@ -21,7 +21,7 @@ from qgemm.ops.declare import operator
 
 _ROTATE = (
     "Tensor qkv, Tensor? cos, Tensor? sin, Tensor? q_weight, Tensor? k_weight, str norm, float eps, int q_heads, "
-    "int kv_heads, bool interleaved, str values"
+    "int kv_heads, bool interleaved, "
 )
 _FIELDS = len(RotaryCall._fields)
 _CACHE = "Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor length"
@@ -91,7 +91,7 @@ operator(
 )
 
 operator(
-    f"rotate({_ROTATE}='plain') -> (Tensor, Tensor, Tensor)",
+    f"rotate({_ROTATE} str values='plain', bool gated=False) -> (Tensor, Tensor, Tensor)",
     cpu=_rotate,
     cuda=_rotate,
     fake=_rotate_fake,
@@ -101,7 +101,7 @@ operator(
 
 
 operator(
-    f"rotate_and_store({_ROTATE}, {_CACHE}) -> Tensor",
+    f"rotate_and_store({_ROTATE} str values, bool gated, {_CACHE}) -> Tensor",
     cpu=_rotate_and_store,
     cuda=_rotate_and_store,
     fake=_rotate_and_store_fake,

@@ -68,6 +68,22 @@ STRUCTURES: dict[str, Callable[[], Example]] = {
     ),
     # Values made of keys.
     "gemma4_keys": _text("Gemma4ForCausalLM", **_GEMMA4_KEYS),
+    # Queries with gates, behind layers with linear attention.
+    "qwen3_5": _text(
+        "Qwen3_5ForCausalLM",
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"],
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    ),
     "lfm2": _text("Lfm2ForCausalLM", layer_types=["conv", "full_attention"], block_multiple_of=16),
     "gpt_neox_in_a_row": _text("GPTNeoXForCausalLM", use_parallel_residual=False),
+}
+
+ENCODERS: dict[str, Callable[[], Example]] = {
+    # Norms of other names, in the order of the code: attention(norm(x)).
+    "modernbert": language_model("ModernBertForMaskedLM", **{**_TEXT, "cls_token_id": 1, "sep_token_id": 2}),
 }

@@ -15,7 +15,7 @@ from families.mixtures import MIXTURES
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusion.structures import STRUCTURES
+from fusion.structures import ENCODERS, STRUCTURES
 from qgemm import fuse, fusion_report, load_quantized, quantize_model, save_quantized, unfuse
 from qgemm.fusion.verify import MAX_ERROR
 from qgemm.nn.blocks.binding import fused_of
@@ -29,11 +29,13 @@ FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("olmo2", "stablelm", "cohere", "gpt2", "gpt_neox", "opt"), (BOTH, BOTH)),
     **dict.fromkeys(("deepseek_v3", *STRUCTURES), (BOTH, BOTH)),
     "gemma4": ((*BOTH, "layer input"),) * 4,
-    "lfm2": (("mlp",), BOTH),  # the first layer is a convolution
+    # The first layer is a convolution, or linear attention.
+    **dict.fromkeys(("lfm2", "qwen3_5"), (("mlp",), BOTH)),
     **dict.fromkeys(("falcon", "gpt_neo"), (("mlp",), ("mlp",))),
 }
 DECODERS = tuple(FUSED)
-FUSED |= dict.fromkeys(("bert", "bert_classifier", "roberta", "distilbert"), (BOTH, BOTH))
+FUSED |= dict.fromkeys(("bert", "bert_classifier", "roberta", "distilbert", *ENCODERS), (BOTH, BOTH))
+FUSED |= dict.fromkeys(("vit", "wav2vec2"), (BOTH, BOTH))  # whose norms have other names
 WITH_ENCODER = ("attention", "cross attention", "mlp")
 FUSED |= {
     "clip": (BOTH,) * 4,
@@ -61,6 +63,7 @@ OTHER_SUMS = {"cohere", "cohere2", "cohere_heads", "llama4"}
 WITHOUT_ROTATION = {"gpt_neox", "gpt_neox_in_a_row", "cohere_heads", "phi_heads", "stablelm_heads", "hunyuan"}
 # Their attention takes no other; or it is as llama's.
 NO_CACHE = {
+    "qwen3_5",
     "lfm2",
     "deepseek_v3",
     "falcon",
@@ -98,7 +101,7 @@ def products_in(example: Example) -> int:
 
 
 def quantized(family: str) -> Example:
-    build = {**MIXTURES, **STRUCTURES, **FAMILIES}[family]
+    build = {**MIXTURES, **STRUCTURES, **ENCODERS, **FAMILIES}[family]
     example = build()
     quantize_model(example.model)
     return example
@@ -129,7 +132,9 @@ def test_a_fused_model_has_the_bits_of_the_model(family: str, dtype: torch.dtype
     else:
         assert torch.equal(example.output(), expected)
         assert torch.equal(many.output(), expected_of_many)
-    if any("attention" in parts for parts in FUSED[family]) and not family.startswith(("phi3", "gpt", "glm")):
+    if any("attention" in parts for parts in FUSED[family]) and not family.startswith(
+        ("phi3", "gpt", "glm", "modernbert")
+    ):
         assert products_in(example) < products
     unfuse(example.model)
     assert products_in(example) == products
@@ -356,6 +361,16 @@ def test_what_attention_is_told() -> None:
         fused = next(found for found in map(fused_of, model.modules()) if found)
         attention: Any = fused.steps[0].branch
         assert (attention.scaling, attention.query_scaling, attention.told) == values, family
+
+
+def test_layers_of_one_input_in_modules_that_are_called() -> None:
+    example = quantized("t5")
+    products = products_in(example)
+    fuse(example.model, example.inputs)
+    found = {record.name: record.parts for record in fusion_report(example.model).others}
+    assert found["encoder.block.0.layer.0.SelfAttention"] == ("products",)
+    # Two less in an encoder's layer, three in a decoder's, whose attention to the encoder has keys and values.
+    assert products_in(example) == products - 2 * 2 - 2 * 3
 
 
 def test_static_scales() -> None:

@@ -153,7 +153,20 @@ def test_a_cache_holds_what_a_model_would_store(stored: torch.dtype) -> None:
     scales = [torch.ones(B, KV_HEADS, 12) if stored == INT8.storage else None for _ in range(2)]
     length = torch.tensor([4 + S], dtype=torch.int32)
     found = ops.rotate_and_store(
-        qkv, *halves(cos, sin), None, None, "rms", 1e-6, HEADS, KV_HEADS, False, "plain", *caches, *scales, length
+        qkv,
+        *halves(cos, sin),
+        None,
+        None,
+        "rms",
+        1e-6,
+        HEADS,
+        KV_HEADS,
+        False,
+        "plain",
+        False,
+        *caches,
+        *scales,
+        length,
     )
     assert torch.equal(found, q.transpose(1, 2))
     for wanted, cache, scale in zip((k, v), caches, scales, strict=True):

@@ -28,7 +28,7 @@ def arguments(
     angle = torch.rand(1, S, D // 2, device=device) * 6
     cos, sin = (x.to(angle_dtype or dtype) for x in (angle.cos(), angle.sin()))
     weights = [torch.randn(D, device=device).to(dtype) for _ in range(2)]
-    return RotaryCall(qkv, cos, sin, *weights, "rms", 1e-6, HEADS, KV_HEADS, False, "plain")
+    return RotaryCall(qkv, cos, sin, *weights, "rms", 1e-6, HEADS, KV_HEADS, False, "plain", False)
 
 
 def cache(stored: torch.dtype, device: torch.device, B: int = 2, L: int = 10) -> list[Tensor | None]:
@@ -156,6 +156,17 @@ def test_where_values_come_from(heads: tuple[int, int], values: str, kind: str, 
         torch.testing.assert_close(found[2].float(), plain, rtol=0.01, atol=0.01)
 
 
+def test_queries_with_gates(device: torch.device) -> None:
+    """Qwen3.5's: as those without them."""
+    given = arguments(torch.bfloat16, device)
+    q, rest = given.qkv.split([HEADS * D, 2 * KV_HEADS * D], -1)
+    gate = torch.full_like(q, torch.nan)
+    gated = torch.stack((q.unflatten(-1, (-1, D)), gate.unflatten(-1, (-1, D))), -2).flatten(-3)
+    call = given._replace(qkv=torch.cat((gated, rest), -1), gated=True)
+    assert all(map(torch.equal, launcher.rotate(call), launcher.rotate(given)))
+    assert all(map(torch.equal, rotate_reference(call), rotate_reference(given)))
+
+
 @pytest.mark.parametrize("rotated", [False, True])
 def test_neither_norm_nor_angles(rotated: bool, device: torch.device) -> None:
     qkv, cos, sin, q_weight, _, *rest = arguments(torch.bfloat16, device, B=1, S=2)
@@ -236,14 +247,14 @@ def test_nothing_to_do(B: int, S: int, functions: Any, device: torch.device) -> 
         (7, 3, "q_heads is 3 and kv_heads 2; both are from 1 on, the one a multiple of the other"),
         (10, "keys", "values is 'keys'; it must be one of"),
         (
-            11,
+            12,
             torch.zeros(2, 2, 10, 16, dtype=torch.int8),
             "k is torch.int8; a cache of torch.float32 without scales is",
         ),
-        (12, torch.zeros(2, 2, 9, 16), r"k is \[2, 2, 10, 16\] and v is \[2, 2, 9, 16\]: they must be alike"),
-        (12, torch.zeros(2, 3, 10, 16), r"v is \[2, 3, 10, 16\]; it must be \[2, 2, L, 16\]"),
-        (13, torch.zeros(2, 2, 10), "k_scale and v_scale go together"),
-        (15, torch.zeros(1), r"length is torch.float32 \[1\]; it must be torch.int32 \[1\] or \[2\]"),
+        (13, torch.zeros(2, 2, 9, 16), r"k is \[2, 2, 10, 16\] and v is \[2, 2, 9, 16\]: they must be alike"),
+        (13, torch.zeros(2, 3, 10, 16), r"v is \[2, 3, 10, 16\]; it must be \[2, 2, L, 16\]"),
+        (14, torch.zeros(2, 2, 10), "k_scale and v_scale go together"),
+        (16, torch.zeros(1), r"length is torch.float32 \[1\]; it must be torch.int32 \[1\] or \[2\]"),
     ],
 )
 @pytest.mark.parametrize("where", ["real", "meta"])

@@ -43,7 +43,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         torch.tensor([0.5, 3.0]).to(device),
     )
     qkv, turn = torch.randn(2, 3, 64, device=device).to(dtype), torch.randn(1, 3, 4, device=device).to(dtype)
-    rotated = (qkv, turn, turn, y[:, 0][:8], None, "rms", 1e-6, 4, 2, False, "plain")
+    rotated = (qkv, turn, turn, y[:, 0][:8], None, "rms", 1e-6, 4, 2, False, "plain", False)
     stores, length = torch.zeros(2, 2, 2, 9, 8, device=device), torch.tensor([5], dtype=torch.int32, device=device)
     return {
         "rotate": rotated,
@@ -120,7 +120,7 @@ def function_of(variant: str) -> Any:
         "hadamard": hadamard,
         "rotary_angles": rotary.rotary_angles,
         "rotate": lambda *a: rotary.rotate(RotaryCall(*a)),
-        "rotate_and_store": lambda *a: rotary.rotate_and_store(RotaryCall(*a[:11]), KeyValueStore(*a[11:])),
+        "rotate_and_store": lambda *a: rotary.rotate_and_store(RotaryCall(*a[:12]), KeyValueStore(*a[12:])),
         "quant_linear_asymmetric": asymmetric.quant_linear_asymmetric,
         "norm_quantize": lambda *a: dispatch.norm_quantize(*a[:3], Norm(*a[3:5]), *a[5:]),
         "add_norm_quantize": lambda *a: dispatch.add_norm_quantize(*a[:5], Norm(*a[5:7]), *a[7:]),

@@ -16,7 +16,8 @@ class RotaryCall(NamedTuple):
     qkv: Tensor
     """float ``[B, S, (q_heads + 2 * kv_heads) * D]``, queries first, then keys, then values.
 
-    Without the last for values that are ``"of keys"``."""
+    Without the last for values that are ``"of keys"``. Each head of ``gated`` queries has a gate behind it, as in
+    Qwen3.5."""
     cos: Tensor | None
     """``[1 or B, S, R / 2]``, one value for each of a head's first ``R / 2`` pairs.
 
@@ -35,11 +36,17 @@ class RotaryCall(NamedTuple):
     """Whether pairs lie side by side, not R / 2 apart."""
     values: str = "plain"
     """One of ``VALUES``."""
+    gated: bool = False
+
+    @property
+    def k_head(self) -> int:
+        """Which head of ``qkv`` is the first of the keys."""
+        return (2 if self.gated else 1) * self.q_heads
 
     @property
     def heads(self) -> int:
         """How many heads ``qkv`` has."""
-        return self.q_heads + (1 if self.values == "of keys" else 2) * self.kv_heads
+        return self.k_head + (1 if self.values == "of keys" else 2) * self.kv_heads
 
     @property
     def head_size(self) -> int:

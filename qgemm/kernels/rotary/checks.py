@@ -26,7 +26,7 @@ def check_rotary_angles(positions: Tensor, frequencies: Tensor, layout: str, dty
 
 def check_rotate(call: RotaryCall) -> None:
     """Raises if ``rotate`` can't take it."""
-    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, _, values = call
+    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, _, values, _ = call
     if qkv.dtype not in FLOAT_DTYPES:
         raise TypeError(f"qkv is {qkv.dtype}; rotate accepts {names_of(FLOAT_DTYPES)}: {conversion(qkv)}")
     check_strided("qkv", qkv)

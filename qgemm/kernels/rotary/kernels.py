@@ -20,7 +20,7 @@ def _rotate_kernel(
     q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr,
     q_out_ptr, k_out_ptr, v_out_ptr, k_scale_ptr, v_scale_ptr, length_ptr,
     S, Q_HEADS, KV_HEADS, D, HALF, L, k_offset, v_offset,
-    stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_cb, stride_cs, stride_cd,
     stride_okb, stride_okh, stride_okl, stride_ovb, stride_ovh, stride_ovl,
     stride_skb, stride_skh, stride_skl, stride_svb, stride_svh, stride_svl,
@@ -32,7 +32,7 @@ def _rotate_kernel(
     """Some heads of one token a program: of its queries, keys or values.
 
     ``q``, ``k``, ``v``: heads of ``[B, S, heads, D]``; those of a merged product begin at ``k_offset``, ``v_offset``
-    and have k's strides. ``q_out``: ``[B, S, Q_HEADS, D]``, contiguous.
+    and have k's strides, but for the heads of queries. ``q_out``: ``[B, S, Q_HEADS, D]``, contiguous.
     ``k_out``, ``v_out``: ``[B, KV_HEADS, L, D]``, int8 with scales ``[B, KV_HEADS, L]``. ``length_ptr``: see
     ``dispatch.store_key_value``; None to begin with the first place. ``Q_WEIGHT``, ``K_WEIGHT``, ``V_WEIGHT``: see
     ``_normalized``. ``PDL``, ``NEXT_EARLY``: see ``_quantize_rows_kernel``.
@@ -55,7 +55,7 @@ def _rotate_kernel(
     if block < q_blocks:
         _store(
             _rotated(
-                q_ptr + b * stride_kb + s * stride_ks, block * BLOCK_H + first, d, stride_kh, Q_HEADS, D, HALF,
+                q_ptr + b * stride_kb + s * stride_ks, block * BLOCK_H + first, d, stride_qh, Q_HEADS, D, HALF,
                 cos_ptr, sin_ptr, angle, stride_cd, q_weight_ptr, NORM, EPS, Q_WEIGHT, INTERLEAVED,
             ),
             q_out_ptr + token.to(tl.int64) * Q_HEADS * D, None, 0, block * BLOCK_H + first, d, Q_HEADS, D, D, 0,

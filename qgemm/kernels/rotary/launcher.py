@@ -67,14 +67,14 @@ def store_key_value(key: Tensor, value: Tensor, store: KeyValueStore) -> None:
         B, heads, S, D = key.shape
         strides = tuple(x.stride(dim) for x in (key, value) for dim in (0, 2, 1))
         sizes, no_rotation = (S, 0, heads, D, 0, store.k.shape[2], 0, 0), ("rms", 0.0, None, None, None, False)
-        launch = _make_launch(B * S, sizes, (*strides, 0, 0, 0), store, no_rotation)
+        launch = _make_launch(B * S, sizes, (0, *strides, 0, 0, 0), store, no_rotation)
         plans.keep(kind, launch)
     launch(key, key, value, None, None, None, None, key, *store)
 
 
 def rotate_and_store(call: RotaryCall, store: KeyValueStore | Output) -> Tensor:
     """``dispatch.rotate_and_store`` on a GPU."""
-    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, values = call
+    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, values, gated = call
     if qkv.stride(2) != 1:
         qkv = qkv.contiguous()
     if sin is not None and cos is not None and sin.stride() != cos.stride():
@@ -85,7 +85,7 @@ def rotate_and_store(call: RotaryCall, store: KeyValueStore | Output) -> Tensor:
     if not q.numel():
         return q
     kind = (
-        rotate_and_store, norm, eps, q_heads, kv_heads, interleaved, values,
+        rotate_and_store, norm, eps, q_heads, kv_heads, interleaved, values, gated,
         *_kinds(qkv, cos, q_weight, k_weight, *store),
     )  # fmt: skip
     launch: Launch | None = plans.get(kind)
@@ -94,10 +94,10 @@ def rotate_and_store(call: RotaryCall, store: KeyValueStore | Output) -> Tensor:
         half, turns = (0, (0, 0, 0)) if cos is None else (cos.shape[2], cos.stride())
         if cos is not None and cos.shape[0] == 1:
             turns = (0, *turns[1:])
-        sizes = (S, q_heads, kv_heads, D, half, store[0].shape[2], q_heads * D, (call.heads - kv_heads) * D)
+        sizes = (S, q_heads, kv_heads, D, half, store[0].shape[2], call.k_head * D, (call.heads - kv_heads) * D)
         weights = _weight_kind(q_weight, q_heads, D), _weight_kind(k_weight, kv_heads, D)
         rotation = (norm, eps, *weights, None if values == "plain" else "none", interleaved)
-        launch = _make_launch(B * S, sizes, (*strides, *strides, *turns), store, rotation)
+        launch = _make_launch(B * S, sizes, (call.k_head // q_heads * D, *strides, *strides, *turns), store, rotation)
         plans.keep(kind, launch)
     launch(qkv, qkv, qkv, cos, sin, q_weight, k_weight, q, *store)
     return q

@@ -43,9 +43,10 @@ def rotary_angles_reference(
 
 def rotate_reference(call: RotaryCall) -> tuple[Tensor, Tensor, Tensor]:
     """``dispatch.rotate``."""
-    qkv, cos, sin, q_weight, k_weight, norm, eps, q_heads, kv_heads, interleaved, values = call
+    qkv, cos, sin, q_weight, k_weight, norm, eps, _, kv_heads, interleaved, values, gated = call
     heads, method = qkv.unflatten(-1, (call.heads, -1)), Norm(norm, eps)
-    q, k, v = heads[:, :, :q_heads], heads[:, :, q_heads : q_heads + kv_heads], heads[:, :, call.heads - kv_heads :]
+    q, k = heads[:, :, : call.k_head : 2 if gated else 1], heads[:, :, call.k_head : call.k_head + kv_heads]
+    v = heads[:, :, call.heads - kv_heads :]
     if values != "plain":
         v = Norm("layer" if method.is_layer else "rms_once", eps)(v, v.new_ones(call.head_size))
     q, k = (_rotated(_normalized(x, w, method), cos, sin, interleaved) for x, w in ((q, q_weight), (k, k_weight)))

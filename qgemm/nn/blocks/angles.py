@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,16 +11,24 @@ from torch import Tensor, nn
 
 from qgemm.nn.blocks.binding import fused_of
 
+FREQUENCIES, _SCALING = "inv_freq", "attention_scaling"
+
+
+def angles_of(module: nn.Module, layer_type: str) -> tuple[Tensor | None, float | None]:
+    """The frequencies of a rotary embedding, and the factor of cosines and sines; of a type, if there are any."""
+    prefix = f"{layer_type}_" if layer_type else ""
+    return module._buffers.get(f"{prefix}{FREQUENCIES}"), getattr(module, f"{prefix}{_SCALING}", None)
+
 
 @dataclass(frozen=True, eq=False)
 class FusedAngles:
     """How a rotary embedding computes: ``cos(position * inv_freq) * attention_scaling``, and sines likewise.
 
-    ``layout``: as ``dispatch.rotary_angles`` has it.
+    ``layouts``: as ``dispatch.rotary_angles`` has them, by the type of the layers that they are for, "" for all.
     """
 
     module: nn.Module
-    layout: str
+    layouts: Mapping[str, str]
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -30,23 +38,26 @@ class FusedAngles:
     def separate(self) -> None:
         """It multiplies with nothing."""
 
-    def __call__(self, x: Any, positions: Any) -> tuple[Tensor, Tensor] | None:
+    def __call__(self, x: Any, positions: Any, layer_type: Any = "") -> tuple[Tensor, Tensor] | None:
         """Cosines and sines in the dtype of ``x`` for ``positions [B, S]``; None if they can't be computed here."""
         if type(x) is not Tensor or type(positions) is not Tensor or positions.dim() != 2:
             return None
-        frequencies, scale = self.module._buffers.get("inv_freq"), getattr(self.module, "attention_scaling", None)
-        if frequencies is None or not isinstance(scale, float):
+        layout = self.layouts.get(layer_type)
+        frequencies, scale = angles_of(self.module, layer_type)
+        if layout is None or frequencies is None or not isinstance(scale, float):
             return None
         if not x.device == positions.device == frequencies.device:
             return None
         if positions.is_floating_point() or (torch.compiler.is_compiling() and torch.compiler.is_exporting()):
             return None
-        cos, sin = torch.ops.qgemm.rotary_angles(positions, frequencies, scale, self.layout, x.dtype)
+        cos, sin = torch.ops.qgemm.rotary_angles(positions, frequencies, scale, layout, x.dtype)
         return cos, sin
 
 
-def forward(self: Any, x: Any, position_ids: Any, **others: Any) -> Any:
+def forward(self: Any, x: Any, position_ids: Any, *args: Any, **others: Any) -> Any:
     """The ``forward`` of a fused rotary embedding, called as the class's own."""
     fused = fused_of(self)
-    out = fused(x, position_ids) if isinstance(fused, FusedAngles) and not others else None
-    return type(self).forward(self, x, position_ids, **others) if out is None else out
+    told = (*args, *others.values())  # the type of the layers, or nothing
+    known = isinstance(fused, FusedAngles) and len(told) <= 1 and set(others) <= {"layer_type"}
+    out = fused(x, position_ids, *told) if known else None
+    return type(self).forward(self, x, position_ids, *args, **others) if out is None else out

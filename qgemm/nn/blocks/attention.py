@@ -119,6 +119,7 @@ class FusedAttention:
     - ``query_scaling``: what queries are multiplied by, instead of scores; 1 for nothing.
     - ``by_head``: whether the columns of ``qkv`` are query, key and value of one head after another.
     - ``values``: where values come from, one of ``rotary.call.VALUES``; ``value_norm``: their norm, if they have one.
+    - ``gated``: whether each head of the queries has a gate behind it, whose sigmoid its output is multiplied by.
     - ``shared``: keys and values that other layers read too, or None. A layer that takes them has no others.
     - ``temperature``: a factor of queries by their position, or None.
     - ``untold``: arguments of the layer that aren't for its attention.
@@ -144,6 +145,7 @@ class FusedAttention:
     by_head: bool = False
     values: str = "plain"
     value_norm: nn.Module | None = None
+    gated: bool = False
     shared: SharedStates | None = None
     temperature: Temperature | None = None
     untold: tuple[str, ...] = ()
@@ -197,7 +199,14 @@ class FusedAttention:
             others["s_aux"] = self.module.sinks
         attend = self.functions.get_interface(self.module.config._attn_implementation, self.eager)
         out, _ = attend(self.module, q, k, v, mask, dropout=0.0, scaling=self.scaling, **others)
+        if self.gated:
+            out = out * torch.sigmoid(self._queries(qkv)[1])
         return out_of.product(out.reshape(*qkv.shape[:-1], -1), dtype, residual)
+
+    def _queries(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and their gates, ``[B, S, H, D]`` each."""
+        q, gate = qkv[..., : 2 * self.heads * self.head_dim].unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
+        return q, gate
 
     def _find_heads(
         self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None, cache: Any
@@ -238,7 +247,7 @@ class FusedAttention:
             (q_weight, k_weight), kind, eps = weights, self.norms.norm.kind, self.norms.norm.eps
         interleaved = self.rotation is not None and self.rotation.interleaved
         heads = self.heads, self.kv_heads
-        return RotaryCall(qkv, cos, sin, q_weight, k_weight, kind, eps, *heads, interleaved, self.values)
+        return RotaryCall(qkv, cos, sin, q_weight, k_weight, kind, eps, *heads, interleaved, self.values, self.gated)
 
     def _split(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``[B, H, S, D]``, keys and values ``[B, Hkv, S, D]``, normalized and rotated."""
@@ -248,6 +257,9 @@ class FusedAttention:
         elif self.values == "of keys":
             q, k = qkv.split([self.heads * D, self.kv_heads * D], dim=-1)
             v = k
+        elif self.gated:
+            _, k, v = qkv.split([2 * self.heads * D, self.kv_heads * D, self.kv_heads * D], dim=-1)
+            q = self._queries(qkv)[0].flatten(-2)
         else:
             q, k, v = qkv.split([self.heads * D, self.kv_heads * D, self.kv_heads * D], dim=-1)
         if norms is not None and norms.layout == "columns":

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.nn.block_scaled import BlockScaledLinear
+from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.operands import Operands, operands_of
 from qgemm.nn.int4_int8 import Int4Int8Linear
 from qgemm.nn.linear import QuantLinear
@@ -174,7 +175,8 @@ def why_apart(layers: Sequence[nn.Module]) -> str:
             return f"{_name(layer)} is of class {type(layer).__name__}, not {names}"
         if hasattr(layer, "_hf_hook"):
             return f"accelerate moves the weight of {_name(layer)}"
-        if layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer):
+        is_replaced = "forward" in vars(layer) and fused_of(layer) is None
+        if layer._forward_hooks or layer._forward_pre_hooks or is_replaced:
             return f"{_name(layer)} has hooks, or another forward"
         if type(layer._parameters.get("weight")) is not nn.Parameter:
             return f"the weight of {_name(layer)} is computed, or cut among processes"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
+from fusion.structures import STRUCTURES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qgemm import fuse, fusion_report, quantize_model, unfuse
@@ -41,7 +42,7 @@ def test_angles_are_one_operator(family: str, layout: str, dtype: torch.dtype) -
     x, positions = torch.empty(2, 3, 64, dtype=dtype), torch.tensor([[0, 1, 2], [7, 900, 31_000]])
     expected = embedding(x, positions)
     fuse(model)
-    assert vars(embedding)["_qgemm_fused"].layout == layout
+    assert vars(embedding)["_qgemm_fused"].layouts == {"": layout}
     assert _operators(embedding, x, position_ids=positions) == ["qgemm.rotary_angles.default"]
     assert all(map(torch.equal, embedding(x, positions), expected))
     assert ("model.rotary_emb", ("rotary",), 0.0) in [
@@ -54,19 +55,34 @@ def test_angles_are_one_operator(family: str, layout: str, dtype: torch.dtype) -
     assert "forward" not in vars(embedding)
 
 
+def test_an_embedding_may_know_types_of_layers() -> None:
+    model: Any = quantize_model(STRUCTURES["gemma4"]().model)
+    embedding = model.model.rotary_emb
+    x, positions = torch.empty(2, 3, 64), torch.tensor([[0, 1, 2], [7, 900, 31_000]])
+    types = ("sliding_attention", "full_attention")
+    expected = [embedding(x, positions, each) for each in types]
+    fuse(model)
+    for each, wanted in zip(types, expected, strict=True):
+        assert _operators(embedding, x, positions, each) == ["qgemm.rotary_angles.default"]
+        assert all(map(torch.equal, embedding(x, positions, layer_type=each), wanted))
+    assert expected[0][0].shape != expected[1][0].shape
+    with pytest.raises(KeyError):
+        embedding(x, positions, "no type")
+
+
 def test_embeddings_that_stay_as_they_are() -> None:
     model: Any = FAMILIES["llama"]().model
     embedding = model.model.rotary_emb
-    assert find_angles(embedding) == "twice"
+    assert find_angles(embedding) == {"": "twice"}
     for name, value in (("rope_type", "dynamic"), ("attention_scaling", None)):
         other = copy.deepcopy(embedding)
         setattr(other, name, value)
-        assert find_angles(other) == ""
+        assert find_angles(other) == {}
 
     class Rounded(type(embedding)):  # type: ignore[misc]
         def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
             return tuple(each.bfloat16().to(x.dtype) for each in super().forward(x, position_ids))
 
     embedding.__class__ = Rounded
-    assert find_angles(embedding) == ""
-    assert find_angles(model) == ""
+    assert find_angles(embedding) == {}
+    assert find_angles(model) == {}

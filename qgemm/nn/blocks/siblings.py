@@ -1,0 +1,88 @@
+"""``Siblings``: layers that read one input, in a module that is called as it is: the first call computes them all.
+
+The module's code calls one after the other, with the same tensor. What the first one computes for the others is kept
+until they are called. Layers that are called in another way than when they were found compute by themselves from then
+on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qgemm.nn.blocks.binding import fused_of
+from qgemm.nn.blocks.merged import MergedWeights
+from qgemm.nn.linear_layer import LinearLayer
+
+
+class Siblings:
+    """``layers``, computed by one product, whose columns wait for their layer."""
+
+    def __init__(self, layers: Sequence[LinearLayer]) -> None:
+        """Merges the weights. Raises ``ValueError`` if they can't be."""
+        self.merged = MergedWeights(layers)
+        self._sizes = [layer.out_features for layer in layers]
+        self._in_turn = True
+        self._input: Tensor | None = None
+        self._version = 0
+        self._waiting: dict[int, Tensor] = {}
+
+    def output(self, place: int, x: Tensor) -> Tensor | None:
+        """That of layer ``place``; None if it must compute by itself."""
+        version = 0 if x.is_inference() else x._version
+        if self._waiting:
+            out = self._waiting.pop(place, None) if self._input is x and self._version == version else None
+            if out is not None:
+                self._input = self._input if self._waiting else None
+                return out
+            self._in_turn = False
+            self.forget()
+        operands = self.merged.operands() if self._in_turn else None
+        if operands is None:
+            return None
+        # As they would be: the module's code may ask for another view.
+        parts: list[Tensor] = [part.contiguous() for part in operands.product(x, x.dtype).split(self._sizes, dim=-1)]
+        self._waiting = {i: part for i, part in enumerate(parts) if i != place}
+        self._input, self._version = x, version
+        return parts[place]
+
+    def forget(self) -> None:
+        """Keeps nothing for anybody."""
+        self._input, self._waiting = None, {}
+
+
+@dataclass(frozen=True, eq=False)
+class FusedSibling:
+    """How a layer computes: as layer ``place`` of ``siblings``."""
+
+    siblings: Siblings
+    place: int
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The ``forward`` of a layer with siblings."""
+        return forward
+
+    def separate(self) -> None:
+        """Gives all of them memory of their own again."""
+        self.siblings.forget()
+        self.siblings.merged.separate()
+
+    def __call__(self, x: Any) -> Tensor | None:
+        """The layer's output for ``x [..., K]``; None if it isn't computed here."""
+        if type(x) is not Tensor or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+            return None
+        if torch.is_grad_enabled() and x.requires_grad:
+            return None
+        return self.siblings.output(self.place, x)
+
+
+def forward(self: Any, x: Any) -> Any:
+    """The ``forward`` of a layer with siblings, called as the class's own."""
+    fused = fused_of(self)
+    out = fused(x) if isinstance(fused, FusedSibling) else None
+    return type(self).forward(self, x) if out is None else out

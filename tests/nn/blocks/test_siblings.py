@@ -1,0 +1,124 @@
+"""Layers that read one input in a module that is called: one product, whose parts wait for their layer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qgemm import quantize_model
+from qgemm.fusion.siblings import SiblingWatch
+from qgemm.nn.blocks.binding import bind, unbind
+from qgemm.nn.blocks.siblings import FusedSibling, Siblings
+
+
+class Module(nn.Module):
+    """Three layers of one input and one of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(64, 32), nn.Linear(64, 16, bias=False), nn.Linear(64, 48)
+        self.other = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor, changes: bool = False) -> torch.Tensor:
+        parts = [self.first(x), self.second(x)]
+        if changes:
+            x.mul_(2)
+        return torch.cat([*parts, self.third(x), self.other(x + 1)], dim=-1)
+
+
+class Products(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func) == "qgemm.quant_linear.default"
+        return func(*args, **(kwargs or {}))
+
+
+def made() -> tuple[Any, torch.Tensor]:
+    torch.manual_seed(0)
+    return quantize_model(Module()), torch.randn(5, 64)
+
+
+def found(module: Any, x: torch.Tensor) -> list[list[Any]]:
+    watch = SiblingWatch(dict(module.named_modules()))
+    handles = watch.hooks()
+    module(x)
+    for handle in handles:
+        handle.remove()
+    return [layers for _, layers in watch.found()]
+
+
+def fused(module: Any, x: torch.Tensor) -> None:
+    for layers in found(module, x):
+        siblings = Siblings(layers)
+        for place, layer in enumerate(layers):
+            bind(layer, FusedSibling(siblings, place))
+
+
+def products(module: Any, x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, int]:
+    with torch.no_grad(), Products() as counted:
+        out = module(x.clone(), **options)
+    return out, counted.count
+
+
+def test_one_product_with_the_same_bits() -> None:
+    module, x = made()
+    assert found(module, x) == [[module.first, module.second, module.third]]
+    expected, count = products(module, x)
+    fused(module, x)
+    for each in (module, copy.deepcopy(module)):
+        out, its_count = products(each, x)
+        assert torch.equal(out, expected)
+        assert (count, its_count) == (4, 2)
+        with torch.inference_mode():
+            assert torch.equal(each(x), expected)
+    assert module.first(x).is_contiguous()
+    for layer in (module.first, module.second, module.third):
+        unbind(layer)
+    assert products(module, x)[1] == 4
+
+
+@pytest.mark.parametrize("way", ["an input that changes", "another order", "one alone"])
+def test_layers_that_are_called_otherwise_compute_by_themselves(way: str) -> None:
+    module, x = made()
+    fused(module, x)
+    plain, _ = made()
+    if way == "an input that changes":
+        expected, _ = products(plain, x, changes=True)
+        assert torch.equal(products(module, x, changes=True)[0], expected)
+    elif way == "another order":
+        assert torch.equal(module.third(x), plain.third(x))
+        assert torch.equal(module.first(x), plain.first(x))
+        assert torch.equal(module.first(x), plain.first(x))
+    else:
+        for _ in range(2):
+            y = torch.randn(2, 64)
+            assert torch.equal(module.second(y), plain.second(y))
+    out, count = products(module, x)
+    assert torch.equal(out, products(plain, x)[0])
+    assert count == 4
+
+
+def test_gradients_are_those_of_the_layers() -> None:
+    module, x = made()
+    plain, _ = made()
+    fused(module, x)
+    inputs = [x.clone().requires_grad_() for _ in range(2)]
+    for each, own in zip((module, plain), inputs, strict=True):
+        each(own).square().sum().backward()
+    assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
+
+
+def test_what_is_left_alone() -> None:
+    module, x = made()
+    module.second = nn.Linear(64, 16)  # in float
+    assert found(module, x) == [[module.first, module.third]]
+    module.third.register_forward_hook(lambda *_: None)
+    assert found(module, x) == []
