@@ -34,7 +34,7 @@ MLP_LAYERS = (
     (("Wi",), "Wo", True),
     (("intermediate_dense",), "output_dense", False),
 )
-ACTIVATION = ("act_fn", "activation_fn", "act", "activation", "intermediate_act_fn")
+ACTIVATION = ("act_fn", "activation_fn", "act", "activation", "intermediate_act_fn", "gelu_impl")
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 # Of a mixture, besides its experts.
 _ROUTER = ("gate", "router")

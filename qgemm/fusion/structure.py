@@ -287,12 +287,13 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
     untold: dict[str, str | None] = dict.fromkeys((*_OF_ENCODER,) if found.crosses else ())
     untold.pop("attention_mask", None)
     untold |= {LAYER_INPUT: None} if found.has_input else {}
+    names_there = {**untold, **_other_cache(mixer, defaults)}
     if found.is_attention:
         made.add(
             "attention",
             found.mixer,
             lambda: find_attention(mixer, out, defaults, call, untold),
-            CalledBranch(mixer, True, untold),
+            CalledBranch(mixer, True, names_there, _adds(mixer)),
         )
     else:
         made.of["attention"] = CalledBranch(mixer, False, _told(layer, mixer, defaults))
@@ -307,7 +308,7 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
             CalledBranch(cross, True, _OF_ENCODER),
         )
     module, layers = layer.get_submodule(found.mlp), found.mlp_layers
-    called = CalledBranch(module, False) if found.mlp else None
+    called = CalledBranch(module, False, adds=_adds(module)) if found.mlp else None
     if layers is None:
         made.add("mixture", found.mlp, lambda: branches.find_mixture(module, call), called)
     else:
@@ -358,11 +359,20 @@ def _told(layer: nn.Module, mixer: nn.Module, defaults: Mapping[str, Any]) -> di
     told: dict[str, str | None] = {
         name: name for name in list(inspect.signature(type(mixer).forward).parameters)[2:] if name in named
     }
-    for cache in _CACHES:
-        own = next((name for name in _CACHES if name in defaults), None)
-        if cache in told and cache not in defaults and own is not None:
-            told[own] = told.pop(cache)
-    return told
+    others = _other_cache(mixer, defaults)
+    return {name: name for name in told if name not in others.values()} | others
+
+
+def _adds(module: nn.Module) -> bool:
+    """Whether ``module`` adds the residual itself, as BLOOM's do."""
+    return list(inspect.signature(type(module).forward).parameters)[2:3] == ["residual"]
+
+
+def _other_cache(module: nn.Module, defaults: Mapping[str, Any]) -> dict[str, str | None]:
+    """What ``module`` calls the cache of the layer, whose arguments are ``defaults``, if it is another name."""
+    wanted = set(inspect.signature(type(module).forward).parameters)
+    own, there = (next((name for name in _CACHES if name in names), None) for names in (defaults, wanted))
+    return {own: there} if own is not None and there is not None and own != there else {}
 
 
 def is_mlp(module: nn.Module) -> bool:

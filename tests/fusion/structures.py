@@ -80,6 +80,17 @@ STRUCTURES: dict[str, Callable[[], Example]] = {
         linear_num_value_heads=4,
     ),
     "lfm2": _text("Lfm2ForCausalLM", layer_types=["conv", "full_attention"], block_multiple_of=16),
+    # Attention of its own, which calls the cache by another name.
+    "mpt": language_model(
+        "MptForCausalLM",
+        vocab_size=VOCABULARY,
+        d_model=64,
+        n_layers=2,
+        n_heads=4,
+        max_seq_len=64,
+        initializer_range=0.1,
+        eos_token_id=None,
+    ),
     "gpt_neox_in_a_row": _text("GPTNeoXForCausalLM", use_parallel_residual=False),
 }
 

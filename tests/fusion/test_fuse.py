@@ -31,7 +31,7 @@ FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
     "gemma4": ((*BOTH, "layer input"),) * 4,
     # The first layer is a convolution, or linear attention.
     **dict.fromkeys(("lfm2", "qwen3_5"), (("mlp",), BOTH)),
-    **dict.fromkeys(("falcon", "gpt_neo"), (("mlp",), ("mlp",))),
+    **dict.fromkeys(("falcon", "gpt_neo", "mpt"), (("mlp",), ("mlp",))),
 }
 DECODERS = tuple(FUSED)
 FUSED |= dict.fromkeys(("bert", "bert_classifier", "roberta", "distilbert", *ENCODERS), (BOTH, BOTH))
@@ -40,7 +40,7 @@ WITH_ENCODER = ("attention", "cross attention", "mlp")
 FUSED |= {
     "clip": (BOTH,) * 4,
     **dict.fromkeys(("bart", "whisper"), (BOTH, BOTH, WITH_ENCODER, WITH_ENCODER)),
-    "bloom": ((), ()),
+    "bloom": (("mlp",), ("mlp",)),  # with attention of its own, which adds the residual
     "t5": (("mlp",),) * 4,
     "mamba": (),
 }
@@ -64,6 +64,7 @@ WITHOUT_ROTATION = {"gpt_neox", "gpt_neox_in_a_row", "cohere_heads", "phi_heads"
 # Their attention takes no other; or it is as llama's.
 NO_CACHE = {
     "qwen3_5",
+    "mpt",
     "lfm2",
     "deepseek_v3",
     "falcon",
@@ -237,6 +238,23 @@ def test_generate_gives_the_same_tokens(family: str) -> None:
     fuse(model)
     for cache, wanted in zip(caches, expected, strict=True):
         assert torch.equal(model.generate(tokens, cache_implementation=cache, **options), wanted), cache
+
+
+@pytest.mark.parametrize("family", ["mpt", "bloom", "falcon", "lfm2", "qwen3_5"])
+def test_what_is_called_has_the_cache(family: str) -> None:
+    """By the name that it has there."""
+    example = quantized(family)
+    model, tokens = example.model, example.inputs["input_ids"]
+
+    def step() -> torch.Tensor:
+        with torch.no_grad():
+            cache = model(tokens[:, :4], use_cache=True).past_key_values
+            out: torch.Tensor = model(tokens[:, 4:5], past_key_values=cache, use_cache=True).logits
+            return out
+
+    expected = step()
+    fuse(model)
+    assert torch.equal(step(), expected)
 
 
 @pytest.mark.parametrize("family", ["bart", "whisper"])

@@ -43,12 +43,14 @@ class CalledBranch:
     """A branch that is called as the module that it is: attention or an MLP that isn't fused.
 
     ``told``: whether it is called with all that the layer is called with, or with what has a name in ``names`` alone.
-    By the same name but for ``names``, where None stands for what it isn't told.
+    By the same name but for ``names``, where None stands for what it isn't told. ``adds``: whether the module adds the
+    residual, its second argument, itself.
     """
 
     module: nn.Module
     told: bool
     names: Mapping[str, str | None] = field(default_factory=dict)
+    adds: bool = False
     products: tuple[MergedWeights, ...] = ()
 
     def __call__(
@@ -63,9 +65,9 @@ class CalledBranch:
         names = (name for name in context if self.told or name in self.names)
         told: dict[Any, Any] = {self.names.get(name, name): context[name] for name in names}
         told.pop(None, None)
-        out = self.module(x, **told)
+        out = self.module(x, residual, **told) if self.adds else self.module(x, **told)
         whole: Tensor = (out[0] if isinstance(out, tuple) else out).view_as(x)
-        return whole if residual is None else residual + whole
+        return whole if residual is None or self.adds else residual + whole
 
 
 Branch = (
@@ -192,7 +194,7 @@ class FusedLayer:
         into: Any = read(x, self.steps[0].norm, reads[0])
         last = len(self.steps) - 1
         for i, step in enumerate(self.steps):
-            adds = i == last or (is_small and not _is_summed(operands[i]))
+            adds = i == last or (is_small and not _is_summed(operands[i])) or getattr(step.branch, "adds", False)
             if is_plain and step.out_norm is None and adds:
                 x = step.branch(into, operands[i], x, dtype, context)
                 into = x if i == last else read(x, self.steps[i + 1].norm, reads[i + 1])
