@@ -178,6 +178,12 @@ def look_at_quantizing(folder: Path) -> None:
         if isinstance(layer, QuantLayer):
             for leaf, parameter in layer.named_parameters():
                 assert torch.equal(parameter, same.get_submodule(name).stored(leaf)), f"{name}.{leaf}"
+    # So does one that another library has quantized.
+    model = parallel(folder / "foreign", quantization_config=qgemm.QGemmConfig())
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantLayer):
+            assert layer.shard is not None
+            assert torch.equal(layer.stored("weight"), same.get_submodule(name).stored("weight")), name
     config = qgemm.QGemmConfig("int8-static", calibration=[{"input_ids": tokens()}])
     with pytest.raises(ValueError, match="calibration needs it whole"):
         parallel(folder / "float", quantization_config=config)
@@ -190,6 +196,7 @@ def test_two_processes(tmp_path: Path) -> None:
     for scheme in EXPERTS:
         quantized(scheme, experts=True).model.save_pretrained(tmp_path / f"experts-{scheme}")
     float_model().model.save_pretrained(tmp_path / "float")
+    qgemm.save_quantized(quantized("int8").model, tmp_path / "foreign", format="compressed-tensors")
     qgemm.quantize_model(CohereForCausalLM(CohereConfig(**SIZES))).save_pretrained(tmp_path / "cohere")
     torch.multiprocessing.start_processes(one_process, (tmp_path,), nprocs=2, start_method=FORKED.get_start_method())
     for scheme in SCHEMES:

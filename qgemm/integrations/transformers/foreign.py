@@ -28,7 +28,7 @@ from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.matching import match
 from qgemm.checkpoint.requantize import resolve_target
 from qgemm.integrations.transformers.config import QGemmConfig
-from qgemm.integrations.transformers.tensor_parallel import is_cut
+from qgemm.integrations.transformers.tensor_parallel import is_cut, plan_layers
 from qgemm.model.offloading import is_offloaded
 from qgemm.nn import QuantLayer
 from qgemm.warn import warn_user
@@ -93,11 +93,6 @@ class ForeignLoad:
         values = read_json(config_path)
         scheme = None if config.asked_scheme is None else resolve_target(_one_scheme(config))
         config.check_for_quantized()
-        if is_cut(model):
-            raise ValueError(
-                f"distributed_config can't split the layers in {folder}, which another library has written: convert "
-                "it with qgemm convert --to qgemm, and load that folder with this distributed_config"
-            )
         if type(model).__name__ not in (values.get("architectures") or ()):
             raise CheckpointError(
                 f"{config_path}: architectures names {values.get('architectures')}, and the model is a "
@@ -113,6 +108,8 @@ class ForeignLoad:
             warn_user(f"{folder}: {note}")
         for name, layer in self._layers.items():
             model.set_submodule(name, _Waiting(layer))
+        if is_cut(model):
+            plan_layers(model, self._layers, waiting=True)  # each process reads whole layers, and keeps its part
         # Every name has been checked.
         model._keys_to_ignore_on_load_missing = {*(model._keys_to_ignore_on_load_missing or ()), rf"\.{_WAITING}\."}
         model._keys_to_ignore_on_load_unexpected = {"."}
