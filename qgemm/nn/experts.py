@@ -239,8 +239,9 @@ class QuantExperts(QuantLayer):
     def dequantize(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """The equivalent float weights, and the biases, with the names and order of the parameters: ``[E, N, K]``.
 
-        ``dtype``: by default the biases', or float32.
+        ``dtype``: by default the biases', or float32. A shard raises ``ValueError``.
         """
+        self.check_is_whole()
         dtype = dtype or (torch.float32 if self.down_proj_bias is None else self.down_proj_bias.dtype)
         tensors = {}
         for name in self.weight_names:

@@ -20,6 +20,7 @@ from qgemm.nn.parallel import Shard
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics.formats import OPERANDS
 from qgemm.ops import quant_linear
+from qgemm.ops.declare import to_autocast_dtype
 from qgemm.ops.linear import multiply
 from qgemm.scheme import QuantScheme
 
@@ -110,6 +111,7 @@ class QuantLinear(LinearLayer):
         has_gradient = torch.is_grad_enabled() and x.requires_grad
         if shard is None or not shard.shares_scales or self.is_static or has_gradient:
             return quant_linear(x, *operands)
+        x = to_autocast_dtype(x)
         rows = quantize_together(x, shard, weight.dtype)
         return multiply(rows.values, rows.scale, weight, weight_scale, bias, None, x.dtype)
 

@@ -329,7 +329,8 @@ class LinearLayer(QuantLayer):
         return self.bias
 
     def dequantize(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """The equivalent float layer, in ``dtype``: by default the bias's, or float32."""
+        """The equivalent float layer in ``dtype``, by default the bias's, or float32. Shards raise ``ValueError``."""
+        self.check_is_whole()
         bias = self.float_bias()
         dtype = dtype or (torch.float32 if bias is None else bias.dtype)
         linear = nn.Linear(self.in_features, self.out_features, bias is not None, device="meta", dtype=dtype)

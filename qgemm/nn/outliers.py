@@ -8,7 +8,8 @@ of the rest. There the columns are found for every input as it comes; here they 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from qgemm.nn.quant_layer import frozen, narrowed
 from qgemm.numerics.formats import INT8
 from qgemm.ops.declare import to_autocast_dtype
 from qgemm.scheme import QuantScheme
+
+Layer = TypeVar("Layer", bound="OutlierLinear")
 
 
 class OutlierLinear(QuantLinear):
@@ -37,7 +40,7 @@ class OutlierLinear(QuantLinear):
     index_names = ("outlier_columns",)
     outlier_columns: nn.Parameter
     outlier_weight: nn.Parameter
-    _of_shard: tuple[Tensor, Tensor] | None = None
+    _of_shard: tuple[Tensor, int, int] | None = None
 
     def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         """Raises ``ValueError`` if there are fewer columns than the scheme keeps. A new layer keeps the first ones."""
@@ -60,9 +63,9 @@ class OutlierLinear(QuantLinear):
         """As ``QuantLayer``; columns must be ones of the weight, ascending."""
         if name == "outlier_columns" and value.numel():
             # All of them, since the difference of numbers beyond any column wraps around.
-            is_within = bool(((value >= 0) & (value < self.in_features)).all())
+            is_within = bool(((value >= 0) & (value < self.whole_in_features)).all())
             if not (is_within and bool((value.diff() > 0).all())):
-                return f"must be ascending columns of a weight that has {self.in_features}"
+                return f"must be ascending columns of a weight that has {self.whole_in_features}"
         return super().problem_with(name, value)
 
     def take_outlier_columns(self, columns: Tensor | None, device: torch.device) -> None:
@@ -116,12 +119,30 @@ class OutlierLinear(QuantLinear):
 
         Its parameters are those of all processes, since one may have more of the columns than another.
         """
-        return (self.outlier_columns, self.outlier_weight) if self._of_shard is None else self._of_shard
+        if self._of_shard is None:
+            return self.outlier_columns, self.outlier_weight
+        columns, start, stop = self._of_shard
+        return columns, self.outlier_weight.detach()[:, start:stop]
 
     def take_shard(self, shard: Shard) -> None:
         """As ``LinearLayer``."""
         super().take_shard(shard)
-        if shard.style == "row":
-            columns = self.outlier_columns.detach() - shard.rank * self.in_features
-            own = (columns >= 0) & (columns < self.in_features)
-            self._of_shard = columns[own], self.outlier_weight.detach()[:, own]
+        self._find_own_columns()
+
+    def _find_own_columns(self) -> None:
+        """Once, not in each call, in which the host would wait for a GPU to say how many there are."""
+        if self.shard is None or self.shard.style != "row" or self.outlier_columns.is_meta:
+            self._of_shard = None
+            return
+        columns = self.outlier_columns.detach() - self.shard.rank * self.in_features
+        start, stop = (int((columns < end).sum()) for end in (0, self.in_features))  # they are ascending
+        self._of_shard = columns[start:stop], start, stop
+
+    def _apply(self: Layer, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layer:
+        super()._apply(fn, recurse)
+        self._find_own_columns()
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._find_own_columns()

@@ -75,6 +75,14 @@ class QuantLayer(nn.Module):
             setattr(self, name, frozen(shard.part_of(self.stored(name).detach(), split)))
         self.take_shard(shard)
 
+    def check_is_whole(self) -> None:
+        """Raises ``ValueError`` for a shard, which stands for no float layer: a part of a rotation, say, isn't one."""
+        if self.shard is not None:
+            raise ValueError(
+                f"{self.layer_name or type(self).__name__}: each process has a part of this layer: call "
+                "model.save_pretrained(folder) in all of them, and dequantize what qgemm.load_quantized(folder) returns"
+            )
+
     def whole(self, name: str) -> Tensor:
         """The parameter ``name`` of the layer that this is a shard of. All processes call it."""
         own: Tensor = self.stored(name).detach()

@@ -29,16 +29,19 @@ class Alone(Shard):
     def gather(self, x: Tensor) -> Tensor:
         return x
 
+    def row_maxima(self, x: Tensor) -> Tensor:
+        return x.abs().amax(-1, keepdim=True)
 
-def linear(scheme: str, columns: int = K, rows: int = N) -> Any:
-    torch.manual_seed(0)
+
+def linear(scheme: str, columns: int = K, rows: int = N, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
     plain = nn.Linear(columns, rows)
     nn.init.normal_(plain.bias)
     kind, options = linear_class(resolve_scheme(scheme)), {}
     if "static" in scheme:
         options["input_scale"] = (0.02, 3) if "asymmetric" in scheme else 0.02
     if "outliers" in scheme:
-        options["outlier_columns"] = torch.arange(16) * 17 % 300
+        options["outlier_columns"] = (torch.arange(16) * 17 + 40 * seed) % 300
         options["outlier_columns"] = options["outlier_columns"].sort().values
     return kind.from_linear(plain, scheme, **options)
 
@@ -78,6 +81,34 @@ def test_parts_of_sums(scheme: str) -> None:
     assert [(part.in_features, part.whole_in_features, part.out_features) for part in cut] == [(K // SIZE, K, N)] * 2
     found = sum(part(own) for part, own in zip(cut, x.chunk(SIZE, -1), strict=True))
     assert error(found, layer(x)) < (0.03 if scheme in ROUNDS_ROWS else 2e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("style", ["column", "row"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_shard_loads_what_a_shard_stored(scheme: str, style: Style) -> None:
+    """Into one that was cut with other values, and is moved in between."""
+    x = torch.randn(3, K)
+    for given, taking in zip(shards(linear(scheme), style), shards(linear(scheme, seed=1), style), strict=True):
+        own = x[:, : given.in_features]
+        taking(own)
+        taking.load_state_dict(given.state_dict())
+        assert torch.equal(taking(own), given(own))
+        assert torch.equal(copy.deepcopy(taking.to(torch.bfloat16))(own), taking(own))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "int8-outliers-16"])
+def test_shared_scales_under_autocast(scheme: str) -> None:
+    part, x = shards(linear(scheme), "row", shares_scales=True)[0], torch.randn(3, K // SIZE)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert part(x).dtype == torch.bfloat16
+
+
+def test_a_shard_is_not_a_float_layer() -> None:
+    for part in (*shards(linear("int8-hadamard"), "row"), *shards(linear("int4"), "column")):
+        with pytest.raises(ValueError, match=r"each process has a part of this layer: call model.save_pretrained"):
+            part.dequantize()
 
 
 @torch.no_grad()
