@@ -132,8 +132,13 @@ def _float_parameters(block: Block) -> _Saved:
         (module, name, parameter, None if parameter is None else parameter.detach().clone())
         for module in block.module.modules()
         for name, parameter in module._parameters.items()
-        if parameter is None or parameter.is_floating_point()
+        if parameter is None or _is_float(parameter)
     ]
+
+
+def _is_float(parameter: nn.Parameter) -> bool:
+    """Whether methods may change it: what has 8 bits belongs to layers that are quantized already."""
+    return parameter.is_floating_point() and parameter.itemsize > 1
 
 
 def _put_back(saved: _Saved) -> None:
@@ -145,7 +150,7 @@ def _put_back(saved: _Saved) -> None:
 
 def _not_finite(block: Block) -> str:
     for name, parameter in block.module.named_parameters():
-        if parameter.is_floating_point() and not bool(parameter.isfinite().all()):
+        if _is_float(parameter) and not bool(parameter.isfinite().all()):
             return f"{name} would hold NaN or Inf"
     return ""
 

@@ -169,3 +169,13 @@ def test_recipes_of_other_formats(scheme: str) -> None:
         example.model, scheme, recipe=[AWQ(clip=False), GPTQ()], calibration=calibration, progress=False
     )
     assert (example.output() - wanted).norm() < 1.2 * (plain.output() - wanted).norm()
+
+
+def test_recipes_of_layers_outside_of_blocks() -> None:
+    """They are quantized after the blocks, beside parameters of 8 bits."""
+    torch.manual_seed(0)
+    model = transformers.BertModel(FAMILIES["bert"]().model.config).eval()
+    calibration = [{"input_ids": torch.randint(0, 97, (4, 24))} for _ in range(2)]
+    qgemm.quantize_model(model, "nvfp4", recipe=[AWQ(clip=False), GPTQ()], calibration=calibration, progress=False)
+    assert isinstance(model.pooler.dense, qgemm.nn.WeightOnlyLinear)
+    assert "failed" not in str(qgemm.report(model))
