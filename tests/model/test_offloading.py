@@ -245,16 +245,26 @@ def test_a_quantized_checkpoint_is_dispatched_into_an_empty_model(where: str, tm
     assert torch.equal(logits(loaded), logits(model))
 
 
-def test_from_pretrained_with_a_device_map_that_offloads(tmp_path: Path) -> None:
-    model = quantize_model(llama())
-    save_quantized(model, tmp_path / "int8", max_shard_size="20KB")
+@pytest.mark.slow(quick=["int8"])
+@pytest.mark.parametrize("scheme", ["int8", "int8-hadamard", "int4-32", "fp8"])
+def test_from_pretrained_with_a_device_map_that_offloads(scheme: str, tmp_path: Path) -> None:
+    model = quantize_model(llama(), scheme)
+    save_quantized(model, tmp_path / "quantized", max_shard_size="20KB")
     names = {name.rpartition(".")[0] for name, _ in model.named_parameters()} | {"model.rotary_emb"}
     device_map = {name: "disk" if "layers.1." in name else "cpu" for name in names}
-    loaded = LlamaForCausalLM.from_pretrained(
-        tmp_path / "int8", device_map=device_map, offload_folder=tmp_path / "offload"
+    loaded: Any = LlamaForCausalLM.from_pretrained(
+        tmp_path / "quantized", device_map=device_map, offload_folder=tmp_path / "offload"
     )
     assert loaded.model.layers[1].self_attn.q_proj.weight.device.type == "meta"
     assert torch.equal(logits(loaded), logits(model))
+    # What lies on a disk is saved with the rest, and a layer there isn't fused.
+    with pytest.warns(UserWarning, match="offloaded modules"):
+        loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path / "again")), logits(model))
+    tokens = model.generate(IDS, max_new_tokens=4, do_sample=False)  # type: ignore[operator]
+    qgemm.fast_generate(qgemm.fuse(loaded))
+    with pytest.warns(UserWarning, match=r"transformers' own loop, .* spread over several devices"):
+        assert torch.equal(loaded.generate(IDS, max_new_tokens=4, do_sample=False), tokens)
 
 
 def test_a_weight_on_meta_is_no_garbage() -> None:
