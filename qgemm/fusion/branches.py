@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_router
+from qgemm.fusion.probe import CHOICE_BIAS, find_activation, find_router, find_scaled_router
 from qgemm.fusion.verify import Call, computes_mixture
 from qgemm.nn.blocks.layer_input import FusedLayerInput
 from qgemm.nn.blocks.merged import MergedWeights, why_apart
@@ -98,7 +98,8 @@ def find_mlp_and_mixture(
     if type(experts) is not QuantExperts:
         raise NotFused(f"its experts are of class {type(experts).__name__}, not QuantExperts")
     before, after_mlp, after = (steps[name] for name in BESIDE_NORMS)
-    return MlpAndMixture(mlp, steps[norms[0]], after_mlp, find_router(router, layer), experts, before, after)
+    step = find_scaled_router(router) or find_router(router, layer)
+    return MlpAndMixture(mlp, steps[norms[0]], after_mlp, step, experts, before, after)
 
 
 def dotted(*names: str) -> str:

@@ -23,7 +23,7 @@ from qgemm.kernels.rotary.reference import ANGLES
 from qgemm.kernels.routing import ROUTINGS, Routing
 from qgemm.nn.blocks.angles import FREQUENCIES, angles_of
 from qgemm.nn.blocks.attention import Rotation
-from qgemm.nn.blocks.mixture import RouterStep
+from qgemm.nn.blocks.mixture import RouterStep, ScaledRouter
 
 _ROWS, _VALUES = 16, 4096
 _LARGE = 30.0  # of logits whose sigmoids are 1, so that it shows which of them are compared
@@ -115,6 +115,29 @@ def _routings(router: nn.Module, top_k: int, is_biased: bool) -> Iterator[tuple[
     for offset in (each for each in constants if isinstance(each, float) and 0.0 < each < 1e-3):
         for kind, is_rounded in product(ROUTINGS, (True, False)):
             yield Routing(top_k, kind, True, False, scale, 0.0, groups, kept_groups, offset, is_rounded), False
+
+
+@torch.no_grad()
+def find_scaled_router(router: Any) -> ScaledRouter | None:
+    """What ``router`` does, if it is as Gemma 4's; else None."""
+    parts = {*router._parameters} == {"scale", "per_expert_scale"} and {*router._modules} == {"norm", "proj"}
+    if not parts or type(router.proj) is not nn.Linear or not hasattr(router, "scalar_root_size"):
+        return None
+    norm, top_k = find_norm(router.norm, router.proj.in_features), getattr(router.config, "top_k_experts", None)
+    if norm is None or router.norm._parameters or not isinstance(top_k, int):
+        return None
+    own = copy.deepcopy(router).to_empty(device="cpu").eval()
+    found = ScaledRouter(own, norm, Routing(top_k, "softmax", True, True))
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float32):
+        own.to(dtype)
+        for parameter in own.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=generator))
+        x = torch.randn((_ROWS, router.proj.in_features), generator=generator).to(dtype)
+        _, *wanted = own(x)
+        if not all(torch.allclose(a.float(), b.float(), 1e-5) for a, b in zip(found(x), wanted, strict=True)):
+            return None
+    return replace(found, module=router)
 
 
 CHOICE_BIAS = ("e_score_correction_bias", "expert_bias")

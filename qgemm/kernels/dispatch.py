@@ -410,7 +410,7 @@ def decode_attention(
     Returns a contiguous tensor of q's dtype. Query ``i`` is at position ``length - S + i`` and sees the keys up to its
     own; only those are read. A query that sees none gives zeros. The same bits every time.
 
-    - ``q``: float16, bfloat16 or float32 ``[B, S, Hq, D]``, S from 1 to 16, D up to 256, any strides.
+    - ``q``: float16, bfloat16 or float32 ``[B, S, Hq, D]``, S from 1 to 16, D up to 512, any strides.
     - ``k``, ``v``: ``[B, Hkv, L, D]``, of q's dtype, or int8 with ``k_scale`` and ``v_scale``, float32 ``[B, Hkv, L]``.
       Hq is a multiple of Hkv: so many heads of q in a row share a head of k. Any strides, but the last is 1.
     - ``length``: int32 ``[1]`` or ``[B]``, on the device: how many keys there are, with those of ``q`` itself.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from qgemm.fusion.probe import find_activation, find_norm, find_rotation, find_router
+from qgemm.fusion.probe import find_activation, find_norm, find_rotation, find_router, find_scaled_router
 from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.routing import Routing
@@ -237,3 +237,21 @@ def test_routers_of_models() -> None:
         ),
     }
     assert {router: find_router(router, _in_mixture(router)).routing for router in routers} == routers
+
+
+def test_the_router_of_gemma4() -> None:
+    from transformers import Gemma4TextConfig
+    from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
+
+    router: Any = Gemma4TextRouter(Gemma4TextConfig(hidden_size=32, num_experts=8, top_k_experts=2)).bfloat16()
+    with torch.no_grad():
+        for parameter in router.parameters():
+            parameter.copy_(torch.rand(parameter.shape))
+    found, x = find_scaled_router(router), torch.randn(6, 32).bfloat16()
+    assert found is not None
+    assert all(map(torch.equal, found(x), router(x)[1:]))
+    assert find_scaled_router(nn.Linear(32, 8)) is None
+    router.norm.eps = 0.5
+    found = find_scaled_router(router)
+    assert found is not None
+    assert found.norm.eps == 0.5

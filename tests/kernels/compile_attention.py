@@ -20,6 +20,9 @@ def attention_cases() -> Iterator[Case]:
         (HALF, 80, True),
         (HALF, 256, False),
         (HALF, 256, True),
+        (HALF, 512, False),
+        (HALF, 512, True),
+        (FLOAT, 512, False),
         (FLOAT, 128, False),
     ):
         label = f"attention {D} {str(dtype).removeprefix('torch.')}{' int8' if int8 else ''}"

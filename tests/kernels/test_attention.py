@@ -110,6 +110,7 @@ def test_dtypes(int8: bool, dtype: torch.dtype, function: Attention, device: tor
         (1, 16, 2, 1, 32, 70, 16),  # nothing before them
         (1, 1, 71, 1, 64, 40, 33),  # more rows of a head than a program takes
         (1, 1, 2, 2, 256, 40, 33),
+        (1, 2, 4, 1, 512, 40, 33),  # Gemma 4's
         (20, 1, 2, 1, 32, 70, 70),  # as many heads as programs: no parts
     ],
 )

@@ -9,7 +9,7 @@ from qgemm.kernels.checks import FLOAT_DTYPES, check_same_device, check_strided,
 from qgemm.numerics.formats import INT8
 
 MAX_QUERIES = 16  # positions of a sequence that decode_attention takes at a time
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 512
 
 
 class AttentionCall(NamedTuple):

@@ -105,6 +105,8 @@ def _block(
     amd = limits.warp_size == 64
     most_rows = MAX_ROWS_HOPPER if limits.hopper and block_d <= 128 else MAX_ROWS
     most_keys = MAX_KEYS
+    if block_d > 256:
+        most_rows = MIN_ROWS
     if amd:
         most_rows, most_keys = MIN_ROWS, MAX_KEYS_AMD
     elif dtype == torch.float32:  # products that no tensor core makes
@@ -115,6 +117,8 @@ def _block(
         block_n = min(2 * block_n, 2 * FEW_KEYS if keys_per_sm >= 2 * FEW_KEYS else FEW_KEYS)
     block_n = min(max(block_n, MIN_KEYS), most_keys)
     wide = few or block_r > MIN_ROWS or dtype == torch.float32
+    if block_d > 256:
+        return block_r, block_n, 8 if dtype == torch.float32 or few else 4, 1 if dtype == torch.float32 else 2
     return block_r, block_n, 4 if wide else 2, 2 if few or amd else 3
 
 

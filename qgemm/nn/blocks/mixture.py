@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qgemm.kernels import Routing
+from qgemm.kernels.norms import Norm
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.operands import Operands
 from qgemm.nn.blocks.steps import NormStep, add, read
 from qgemm.nn.experts import QuantExperts
+from qgemm.ops.norms import add_norm
 from qgemm.ops.router import route
 
 
@@ -85,6 +87,30 @@ class RouterStep:
         holder, name = self.bias
         bias: Tensor = getattr(holder, name)
         return bias.detach().flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledRouter:
+    """Gemma 4's router: of rows that it normalizes and scales, with a factor for each expert.
+
+    ``routing``: of the logits of ``proj(norm(x) * scale * scalar_root_size)``; weights are multiplied by
+    ``per_expert_scale`` of their experts. ``norm`` has no weight.
+    """
+
+    module: Any
+    norm: Norm
+    routing: Routing
+
+    def __call__(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and experts of ``rows [T, H]``: ``[T, top_k]`` each."""
+        module = self.module
+        if module._forward_hooks or module.scale.dtype != rows.dtype:
+            _, weights, index = module(rows)
+            return weights, index
+        x = add_norm(rows, None, None, rows.new_ones(rows.shape[-1]), None, self.norm)[1]
+        logits = module.proj(x * module.scale * module.scalar_root_size)
+        weights, index = route(logits, self.routing)
+        return weights * module.per_expert_scale[index], index
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +178,7 @@ class MlpAndMixture:
     mlp: FusedMlp
     mlp_norm: NormStep
     mlp_out_norm: NormStep
-    router: RouterStep
+    router: RouterStep | ScaledRouter
     experts: QuantExperts
     norm: NormStep
     out_norm: NormStep
