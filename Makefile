@@ -52,7 +52,8 @@ accuracy: setup $(MODEL)/sentences.json ## Measure what each way to quantize cos
 $(MODEL)/sentences.json: | setup
 	$(BIN)/python -m benchmarks.accuracy.train $(MODEL)
 
-# Meanwhile every module that tests import is compiled, once and not by each of their processes.
+# While mypy runs, every module that tests import is compiled: once, and not by each of their processes. These have one
+# thread each: test processes that share cores wait for each other's threads and get many times slower.
 test: setup ## Check style and types, then run every test
 	$(MAKE) --no-print-directory --jobs=2 lint modules
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)

@@ -326,18 +326,21 @@ def private_imports(path: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_private_names_stay_in_their_file(path: Path) -> None:
-    taken = private_imports(path)
-    assert not taken, f"{path} takes {sorted(taken)}: give them public names"
+# One test for all files: a test for each took each of the test processes seconds to read what all of them import.
+def test_private_names_stay_in_their_file() -> None:
+    taken = {path: sorted(private_imports(path)) for path in FILES}
+    found = [f"{path} takes {names}: give them public names" for path, names in taken.items() if names]
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_imports_go_one_way(path: Path) -> None:
-    part = part_of(module_name(path))
-    ours = {part_of(name) for name in imported_modules(path) if name.split(".")[0] == "qgemm"}
-    backwards = ours - may_import(part) - {part}
-    assert not backwards, f"{module_name(path)} imports {sorted(backwards)}, which {part} must not know"
+def test_imports_go_one_way() -> None:
+    found = []
+    for path in MODULES:
+        part = part_of(module_name(path))
+        ours = {part_of(name) for name in imported_modules(path) if name.split(".")[0] == "qgemm"}
+        if backwards := ours - may_import(part) - {part}:
+            found.append(f"{module_name(path)} imports {sorted(backwards)}, which {part} must not know")
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize(("package", "above"), [("qgemm", {"qgemm_cli", "benchmarks"}), ("qgemm_cli", {"benchmarks"})])
@@ -349,16 +352,18 @@ def test_packages_know_nothing_of_those_above_them(package: str, above: set[str]
         assert not packages & (above | {"tests", "examples"}), f"{path} imports {sorted(packages)}"
 
 
-@pytest.mark.parametrize("path", MODULES, ids=module_name)
-def test_optional_packages_are_imported_inside_functions(path: Path) -> None:
-    if "integrations" in path.parts:
-        return  # subclasses of a library's classes: test_importing_qgemm_is_light sees that nothing imports it at once
-    tree = tree_of(path)
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda)]
-    deferred = {id(inner) for function in functions for inner in ast.walk(function)}
-    for node in imports_in(path):
-        packages = {name.split(".")[0] for name in imported_by(node)} & OPTIONAL
-        assert not packages or id(node) in deferred, f"{path.name}:{node.lineno} imports {sorted(packages)} at once"
+def test_optional_packages_are_imported_inside_functions() -> None:
+    found = []
+    for path in MODULES:
+        if "integrations" in path.parts:
+            continue  # subclasses of a library's classes: test_importing_qgemm_is_light sees that nothing imports them
+        functions = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+        deferred = {id(inner) for function in functions for inner in ast.walk(function)}
+        for node in imports_in(path):
+            packages = {name.split(".")[0] for name in imported_by(node)} & OPTIONAL
+            if packages and id(node) not in deferred:
+                found.append(f"{path.name}:{node.lineno} imports {sorted(packages)} at once")
+    assert not found, "\n".join(found)
 
 
 def test_the_table_is_true_and_has_no_circle() -> None:

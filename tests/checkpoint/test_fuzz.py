@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import run_process
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -37,15 +37,7 @@ COMPLETE_CASES = {"own": 1000, "foreign": 300}
 def test_broken_checkpoints(formats: str, pytestconfig: pytest.Config) -> None:
     cases = (COMPLETE_CASES if pytestconfig.getoption("--complete") else CASES)[formats]
     # A process of its own: the address space is limited, and a crash is a failure like others.
-    script = Path(fuzz.__file__)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        [sys.executable, script, "--cases", str(cases), *(["--foreign"] if formats == "foreign" else [])],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
+    done = run_process(Path(fuzz.__file__), "--cases", cases, *(["--foreign"] if formats == "foreign" else []))
     assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
     counts = json.loads(done.stdout.splitlines()[-1])
     grown = counts.pop("peak_memory_grown")

@@ -35,8 +35,8 @@ from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.quantize import launcher as quantize
 
 PROCESSES = 2  # that compile for a target each
-# They get the kernels of sm_80 and gfx942: one case of each kernel and kind of call, and all that are compared.
-ALIKE = ("sm_100", "gfx950")
+# They get the kernels of sm_90 or gfx942: one case of each kernel and kind of call, and all that are compared.
+ALIKE = ("sm_80", "sm_100", "gfx950")
 COMPARED = ("rows sum", "matmul")
 INT8, HALF, BF16, FLOAT = torch.int8, torch.float16, torch.bfloat16, torch.float32
 FP8 = torch.float8_e4m3fn
