@@ -129,7 +129,7 @@ class QuantExperts(QuantLayer):
                 if style == "expert":
                     made[f"{name}{end}"] = Split(0)
                 elif (split := inner.get(_leaf(end))) is not None:
-                    made[f"{name}{end}"] = Split(split.dim + 1, split.parts)
+                    made[f"{name}{end}"] = split._replace(dim=split.dim + 1)
         return made
 
     @property

@@ -16,14 +16,26 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from qgemm.numerics.packing import HALF, pack_codes, unpack_codes
+
 Style = Literal["column", "row", "expert"]
 
 
 class Split(NamedTuple):
-    """How a parameter is cut: along ``dim``, and each of ``parts`` equal parts of it by itself, such as gate and up."""
+    """How a parameter is cut: along ``dim``, and each of ``parts`` equal parts of it by itself, such as gate and up.
+
+    ``codes``: how many codes of 4 bits a row has that is packed along ``dim``, the last; 0 if none is. ``fill``: the
+    code behind the last one.
+    """
 
     dim: int
     parts: int = 1
+    codes: int = 0
+    fill: int = 0
+
+    def packs_anew(self, size: int) -> bool:
+        """Whether codes of ``size`` equal parts are in other blocks than those of the whole."""
+        return self.codes // size % (2 * HALF) != 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,15 +65,22 @@ class Shard:
 
     def part_of(self, whole: Tensor, split: Split) -> Tensor:
         """This process's part of a parameter, in memory of its own."""
+        if split.packs_anew(self.size):
+            codes = unpack_codes(whole.flatten(0, -2), split.codes)
+            packed = pack_codes(self.own_columns(codes).contiguous(), split.fill)
+            return packed.view(*whole.shape[:-1], -1)
         length = whole.shape[split.dim] // (split.parts * self.size)
         parts = whole.chunk(split.parts, split.dim)
         return torch.cat([part.narrow(split.dim, self.rank * length, length) for part in parts], split.dim)
 
     def whole_of(self, part: Tensor, split: Split) -> Tensor:
-        """The parameter of which each process has a part. All processes call it."""
+        """The parameter of which each process has a part, cut as ``split`` says of that. All processes call it."""
         raw = part.detach().contiguous().view(torch.uint8)  # not all libraries send all dtypes
         gathered = [torch.empty_like(raw) for _ in range(self.size)]
         distributed.all_gather(gathered, raw, group=self.group)
+        if split.packs_anew(1):
+            codes = torch.cat([unpack_codes(each.flatten(0, -2), split.codes) for each in gathered], dim=1)
+            return pack_codes(codes, split.fill).view(*part.shape[:-1], -1)
         pieces = [each.view(part.dtype).chunk(split.parts, split.dim) for each in gathered]
         return torch.cat([piece[i] for i in range(split.parts) for piece in pieces], split.dim)
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -15,12 +14,12 @@ from torch import Tensor, nn
 
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.nn.linear_layer import LinearLayer, largest
-from qgemm.nn.parallel import Shard, Style
+from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics import groups
 from qgemm.numerics.formats import Format
 from qgemm.numerics.integers import cdiv
-from qgemm.numerics.packing import HALF, packed_width
+from qgemm.numerics.packing import packed_width
 from qgemm.ops.linear import weight_only_linear
 from qgemm.scheme import QuantScheme
 
@@ -113,8 +112,15 @@ class WeightOnlyLinear(LinearLayer):
 
     @property
     def columns_in_step(self) -> int:
-        """Those of a group, and of a block of packed codes."""
-        return math.lcm(self.scheme.weight.group_size or 1, 2 * HALF if self.form.bits == 4 else 1)
+        """Those of a group."""
+        return self.scheme.weight.group_size or 1
+
+    def splits(self, style: Style, parts: int = 1) -> dict[str, Split]:
+        """As ``LinearLayer``; columns of 4 bits lie in blocks."""
+        made = super().splits(style, parts)
+        if style == "row" and self.form.bits == 4:
+            made["weight"] = Split(1, codes=self.in_features, fill=self.form.zero_code)
+        return made
 
     def why_whole(self, style: Style, size: int, parts: int = 1) -> str:
         """As ``LinearLayer``."""

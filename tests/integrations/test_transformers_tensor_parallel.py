@@ -32,11 +32,11 @@ from qgemm import QuantExperts
 from qgemm.integrations.transformers.tensor_parallel import WHOLE, plan_layers
 from qgemm.nn import LinearLayer, QuantLayer
 
-# As many of each as make halves of whole groups and blocks.
+# As many of each as make halves of whole groups; those of intermediate_size aren't whole blocks of packed codes.
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 512,
-    "intermediate_size": 512,
+    "intermediate_size": 768,
     "num_hidden_layers": 1,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -102,7 +102,7 @@ def look_at_layers(scheme: str, most: float, folder: Path) -> None:
     parameters = [each for one in layer.modules() if isinstance(one, QuantLayer) for each in one.parameters()]
     assert {type(each) for each in parameters} == {nn.Parameter}
     assert list(layer.self_attn.q_proj.bias.shape) == [256]
-    assert (layer.mlp.down_proj.in_features, layer.mlp.down_proj.out_features) == (256, 512)
+    assert (layer.mlp.down_proj.in_features, layer.mlp.down_proj.out_features) == (384, 512)
     assert error(cut.output(), expected) < most, scheme
     model.save_pretrained(folder / f"{scheme}-again")
     with pytest.raises(ValueError, match=r"each process has a part .* model.save_pretrained"):

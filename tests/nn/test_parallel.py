@@ -111,6 +111,24 @@ def test_a_shard_is_not_a_float_layer() -> None:
             part.dequantize()
 
 
+@pytest.mark.parametrize(("scheme", "size"), [("int4", 3), ("mxfp4", 2), ("mxfp4", 3), ("nf4", 6)])
+def test_codes_in_other_blocks_than_those_of_the_whole(scheme: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Halves, thirds and sixths of three blocks of 256 are whole groups, and not whole blocks of packed codes.
+    layer, x = linear(scheme, 768), torch.randn(3, 768)
+    cut = [copy.deepcopy(layer) for _ in range(size)]
+    for rank, part in enumerate(cut):
+        part.cut(Alone("row", None, rank, size))
+    found = sum(part(own) for part, own in zip(cut, x.chunk(size, -1), strict=True))
+    assert error(found, layer(x)) < 2e-6
+
+    def gather(into: list[Tensor], *_: Any, **__: Any) -> None:
+        for part, own in zip(cut, into, strict=True):
+            own.copy_(part.stored("weight"))
+
+    monkeypatch.setattr("torch.distributed.all_gather", gather)
+    assert torch.equal(cut[0].whole("weight"), layer.stored("weight"))
+
+
 @torch.no_grad()
 def test_gate_and_up_in_one_layer() -> None:
     layer, x = linear("int8"), torch.randn(3, K)
@@ -152,7 +170,7 @@ def test_parts_of_parameters() -> None:
     [
         ("int8", "row", 3, "its 512 inputs aren't a multiple of 3"),
         ("int8", "column", 3, "its 256 outputs aren't a multiple of 3"),
-        ("int4", "row", 4, "its 512 inputs aren't a multiple of 1024, 4 blocks of 256"),
+        ("int4", "row", 8, "its 512 inputs aren't a multiple of 1024, 8 blocks of 128"),
         ("fp8-block", "column", 4, "its 256 outputs aren't a multiple of 512, 4 blocks of 128"),
         ("int4-ordered", "row", 2, "its columns are in an order of their own"),
         ("int8", "expert", 2, "it is no mixture of experts"),

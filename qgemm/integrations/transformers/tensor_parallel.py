@@ -86,9 +86,11 @@ class _OfQuantized(TensorParallelLayer):  # type: ignore[misc]
         if not _is_ours(module):
             self.original.shard_param(module, param, mesh)
         elif isinstance(module, QuantLayer):
-            split = module.splits(self.style, self.parts).get(param)
-            if split is not None:
-                dim, parts = split
+            splits = module.splits(self.style, self.parts)
+            if any(each.packs_anew(mesh.size()) for each in splits.values()):
+                return  # whole until it has values, and then cut_layers cuts it
+            if (split := splits.get(param)) is not None:
+                dim, parts, *_ = split
                 placement = OneSplit(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
                 whole: Any = module._parameters[param]
                 if not whole.is_meta:
