@@ -80,13 +80,15 @@ test-serving: setup ## Run the examples that need sentence-transformers or the p
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_examples.py
 
 # Not in `make test`: vLLM needs an environment of its own, and minutes. Its build for CPUs brings a torchvision that
-# doesn't fit its torch.
+# doesn't fit its torch, and has a name that its own command doesn't find.
 test-vllm: ## Serve quantized models with vLLM on the CPU, and compare their tokens with transformers'
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --no-compile $(VLLM_PACKAGE) accelerate pytest
+	$(VLLM)/bin/python -m pip install --no-compile $(VLLM_PACKAGE) accelerate peft pytest
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --no-compile --no-deps --editable .
+	$(VLLM)/bin/python tests/integrations/vllm_engine.py
 	PATH=$(CURDIR)/$(VLLM)/bin:$$PATH OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/integrations
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/test_examples.py -k vllm
 
 lint: setup ## Check style and types
 	$(BIN)/ruff format --check .

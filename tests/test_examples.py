@@ -19,9 +19,14 @@ EXAMPLES: dict[str, tuple[list[str], str]] = {
     "quantize_minilm.py": (["--rounds", "1"], r"minimum cosine similarity +0\.99[5-9]"),
     "sentence_embeddings.py": (["--rounds", "1"], r"minimum cosine .* 0\.99[5-9]\d, .*\n.* the same bits: yes"),
     "serve.py": ([], r"-> (w\d+ ?){6}\nthe tokens of generate: yes"),
+    "serve_vllm.py": ([], r"-> \[(\d+(, )?){6}\]\nthe tokens of transformers: yes"),
 }
 # Packages that `make setup` doesn't install; without them an example says so in a sentence.
-NEEDS = {"sentence_embeddings.py": ["sentence_transformers"], "serve.py": ["fastapi", "uvicorn", "openai"]}
+NEEDS = {
+    "sentence_embeddings.py": ["sentence_transformers"],
+    "serve.py": ["fastapi", "uvicorn", "openai"],
+    "serve_vllm.py": ["vllm", "openai"],
+}
 
 
 def test_every_example_is_run() -> None:

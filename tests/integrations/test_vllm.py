@@ -51,6 +51,11 @@ def test_merged_layers_have_the_scheme_of_their_parts() -> None:
     assert scheme_of("c.qkv_proj", {"c.qkv_proj": SCHEMES["int4"]}, MERGED) == SCHEMES["int4"]
 
 
+def test_mixtures_have_an_old_name_in_vllm() -> None:
+    layers = {"model.layers.0.mlp.experts": SCHEMES["int8"]}
+    assert scheme_of("model.layers.0.block_sparse_moe.experts", layers, MERGED) == SCHEMES["int8"]
+
+
 def test_parts_of_different_schemes_are_refused_by_name() -> None:
     layers = {"a.q_proj": SCHEMES["int8"], "a.k_proj": SCHEMES["int4"]}
     with pytest.raises(ValueError, match=r"a.qkv_proj as one .*q_proj: int8, a.k_proj: int4, a.v_proj: float\)"):
@@ -86,6 +91,16 @@ def test_fused_experts_become_a_layer_each() -> None:
         assert torch.equal(found[f"{own}.down_proj.weight"], stored["mlp.experts.down_proj"][expert])
         assert found[f"{own}.up_proj.weight_scale"].shape == (8, 1)
         assert found[f"{own}.down_proj.weight_scale"].shape == (16, 1)
+    old = dict(
+        for_vllm(
+            iter([("model.layers.0." + name, value) for name, value in tensors]),
+            Manifest({"model.layers.0.mlp.experts": SCHEMES["int8"]}, {}),
+            old_mixture=True,
+        )
+    )
+    for leaf, name in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+        weight = old[f"model.layers.0.block_sparse_moe.experts.1.{leaf}.weight"]
+        assert torch.equal(weight, found[f"mlp.experts.1.{name}.weight"])
     # Those in float stay as they are.
     assert [name for name, _ in for_vllm(iter(tensors), Manifest({}, {}))] == [name for name, _ in tensors]
 

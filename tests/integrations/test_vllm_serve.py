@@ -119,9 +119,9 @@ def test_prefix_caching_and_chunked_prefill(tmp_path: Path) -> None:
     assert tokens_of_vllm(tmp_path / "int8", **options) == expected
 
 
-@pytest.mark.parametrize("scheme", ["int8", "fp8"])
-def test_a_mixture_of_experts(scheme: str, tmp_path: Path) -> None:
-    made = qgemm.quantize_model(mixture(), scheme, progress=False)
+@pytest.mark.parametrize(("family", "scheme"), [("qwen3", "int8"), ("qwen3", "fp8"), ("mixtral", "int8")])
+def test_a_mixture_of_experts(family: str, scheme: str, tmp_path: Path) -> None:
+    made = qgemm.quantize_model(mixture(family), scheme, progress=False)
     assert {name for name, module in made.named_modules() if isinstance(module, qgemm.QuantExperts)}
     made.save_pretrained(tmp_path / "mixture")
     assert tokens_of_vllm(tmp_path / "mixture") == tokens_of_transformers(made)
@@ -133,6 +133,31 @@ def test_experts_of_another_scheme_are_refused_by_name(tmp_path: Path) -> None:
         ValueError, match=r"can't compute the experts model.layers.0.mlp.experts with the scheme 'int4'"
     ):
         tokens_of_vllm(tmp_path / "mixture")
+
+
+def test_experts_on_two_ranks(tmp_path: Path) -> None:
+    made = qgemm.quantize_model(mixture(), skip="*.self_attn", progress=False)
+    made.save_pretrained(tmp_path / "mixture")
+    found = tokens_of_vllm(tmp_path / "mixture", tensor_parallel_size=2, enable_expert_parallel=True)
+    assert found == tokens_of_transformers(made)
+
+
+def test_lora(tmp_path: Path) -> None:
+    # With activations in float, so that what vLLM rounds otherwise isn't rounded to another int8 value.
+    made: Any = qgemm.quantize_model(model(), "int8-weight", progress=False)
+    made.save_pretrained(tmp_path / "base")
+    peft = pytest.importorskip("peft")
+    names = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+    adapted = peft.get_peft_model(made, peft.LoraConfig(r=8, lora_alpha=16, target_modules=names)).eval()
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = tokens_of_transformers(adapted)
+    with adapted.disable_adapter():
+        assert tokens_of_transformers(adapted) != expected
+    options: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
+    assert tokens_of_vllm(tmp_path / "base", tmp_path / "adapter", **options) == expected
 
 
 # With scales that don't depend on the row, a cut model computes what the whole one does.

