@@ -63,6 +63,10 @@ def _qgemm_int4(model: Any) -> list[str]:
     return _qgemm(model, "int4")
 
 
+def _qgemm_int4_int8(model: Any) -> list[str]:
+    return _qgemm(model, "int4-int8")
+
+
 def _torchao(model: Any) -> list[str]:
     quantization = importlib.import_module("torchao.quantization")
     quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig(), filter_fn=_is_in_a_layer)
@@ -92,6 +96,7 @@ PROVIDERS = {
         Provider("qgemm", _qgemm),
         Provider("qgemm int8 cache", _qgemm_int8_cache, measures=(DECODE,)),
         Provider("qgemm int4", _qgemm_int4, measures=(PREFILL, DECODE, FIRST_TOKEN), is_coarse=True),
+        Provider("qgemm int4-int8", _qgemm_int4_int8, measures=(PREFILL, DECODE, FIRST_TOKEN), is_coarse=True),
         Provider("torchao int8", _torchao, STATIC_CACHE, (PREFILL, DECODE, FIRST_TOKEN), "torchao"),
         Provider("gemlite int8", _gemlite, STATIC_CACHE, (PREFILL, DECODE, FIRST_TOKEN), "gemlite"),
         # ``vllm_worker.py`` measures these; they have weights of their own.
