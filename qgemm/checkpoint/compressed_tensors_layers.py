@@ -269,8 +269,8 @@ def _note_shifted(contents: Contents, layer: Layer) -> None:
 
     shapes: tuple[tuple[int, ...], ...] = ((N, K), (N,), (), (), (N,))
     dtypes = INT8.storage, torch.float32, torch.float32, INT8.storage, torch.float32
-    blamed = [*sources, sources[0]][: len(shapes)]
-    made = dict(zip([*sources[:4], bias], zip(blamed, shapes, dtypes, strict=True), strict=True))
+    from_files = [*sources[:4], bias if bias in contents.stored else sources[0]]
+    made = dict(zip([*sources[:4], bias], zip(from_files, shapes, dtypes, strict=True), strict=True))
     contents.convert_together(sources, made, make)
 
 

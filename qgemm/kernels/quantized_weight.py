@@ -23,7 +23,7 @@ class QuantizedWeight(NamedTuple):
     scale: Tensor
     """``[N, ceil(K / group_size)]``, in float, as uint8 exponents, or float8 with a global scale."""
     zero_point: Tensor | None
-    """int8, as the scales."""
+    """int8, as the scales; of 4 bits from -8 to 8: products with int8 activations keep differences in 8 bits."""
     global_scale: Tensor | None
     """float32 ``[2]``, a factor and a divisor."""
     input_order: Tensor | None

@@ -150,15 +150,11 @@ class WeightOnlyLinear(LinearLayer):
                     f"weight's scale isn't {dtype} everywhere, as the scheme {self.scheme.name!r} stores it: round it "
                     "with qgemm.numerics.groups.round_scale before values are rounded with it"
                 )
-        if zero_point is not None and zero_point.numel():
-            low, high = (int(each) for each in zero_point.aminmax())
-            if low < form.low or high > form.high + 1:
-                raise ValueError(
-                    f"weight's zero points go from {low} to {high}; they must be from {form.low} to {form.high + 1}"
-                )
+        if zero_point is not None and (problem := _beyond(zero_point, form)):
+            raise ValueError(f"weight's zero points {problem}")
 
     def problem_with(self, name: str, value: Tensor) -> str:
-        """What is wrong with ``value``: a scale that isn't finite, or an order that leaves out columns."""
+        """What is wrong with ``value``: a scale that is not finite, a zero point or an order beyond its bounds."""
         if name == "weight_scale":
             is_finite = (value != 255) if value.dtype == torch.uint8 else value.float().isfinite()
             return "" if bool(is_finite.all()) else "holds NaN or Inf"
@@ -166,6 +162,8 @@ class WeightOnlyLinear(LinearLayer):
             return "" if bool((value.isfinite() & (value != 0)).all()) else "is not finite, or 0"
         if name == "input_order" and not torch.equal(value.sort().values, torch.arange(len(value)).to(value)):
             return f"is no order of {self.in_features} columns: each must be there once"
+        if name == "weight_zero_point":
+            return _beyond(value, self.form)
         return super().problem_with(name, value)
 
     @property
@@ -225,3 +223,12 @@ class WeightOnlyLinear(LinearLayer):
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
         stored = weight, scale, zero_point, factor, order, bias
         return weight_only_linear(x, QuantizedWeight._make((*stored, *self.numbers)))
+
+
+def _beyond(zero_point: Tensor, form: Format) -> str:
+    """Which zero points no value of ``form`` is near: kernels keep the differences in 8 bits."""
+    if not zero_point.numel():
+        return ""
+    low, high = (int(each) for each in zero_point.aminmax())
+    fits = form.low <= low and high <= form.high + 1
+    return "" if fits else f"go from {low} to {high}; they must be from {form.low:g} to {form.high + 1:g}"

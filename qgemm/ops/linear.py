@@ -7,9 +7,9 @@
 - ``weight_only_linear(x, weight, scale, zero_point, global_scale, input_order, bias, in_features, format, group_size,
   int8_activations=False)``: in float, with a quantized weight of 4 or 8 bits.
 - ``multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)``: ``quant_linear`` of rows that are
-  quantized already, plus a residual; its gradients are those of the bias and the residual.
+  quantized already, plus a residual. Int8 rows have no gradient: there are those of the bias and the residual alone.
 
-Their gradient for ``x`` goes through the dequantized weight (rounding ``x`` counts as the identity):
+The gradient for ``x`` of the others goes through the dequantized weight (rounding ``x`` counts as the identity):
 ``grad_x = grad_y @ (weight * weight_scale)``. Adapters on top of a frozen quantized model train with it. In forward
 mode (``torch.func.jvp``) it is the same linear map.
 """

@@ -107,6 +107,23 @@ def test_no_end_before_a_minimum(function: Callable[..., None], device: torch.de
     assert assert_as_reference(function, scores, 0, None, None, 2).token[:, 0].tolist() == [0, 5]
 
 
+@FUNCTIONS
+@pytest.mark.parametrize(("step", "first"), [(-1, 0), (3, 1), (1 << 40, 1)])  # 0 is the minimum: no row ends before
+def test_a_step_that_has_no_row(function: Callable[..., None], step: int, first: int, device: torch.device) -> None:
+    ends = torch.tensor([1], device=device)
+    found = assert_as_reference(function, torch.eye(4, device=device)[1:], step, ends)
+    assert found.token[:, 0].tolist() == [first, 2, 3]
+    assert found.finished.tolist() == [first == 1, False, True]
+    assert found.counters[-1] == step + 1
+    assert (found.rows == -2).all()
+
+
+@FUNCTIONS
+def test_without_rows_all_have_ended(function: Callable[..., None], device: torch.device) -> None:
+    found = assert_as_reference(function, torch.zeros((0, 8), device=device), 1, torch.tensor([3], device=device))
+    assert found.rows[:, 0].tolist() == [-2, 1, -2]
+
+
 def test_rows_of_scores_may_be_apart(device: torch.device) -> None:
     scores = torch.randn((4, 300), device=device)
     assert_as_reference(launcher.choose_tokens, scores[:, 7:200])

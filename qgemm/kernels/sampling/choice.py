@@ -15,7 +15,10 @@ class Choice(NamedTuple):
     token: Tensor
     """int64 ``[B, 1]``: gets the tokens."""
     rows: Tensor
-    """int64 ``[steps, B + 1]``: the step's row gets the tokens and, if there are ``ends``, whether all have ended."""
+    """int64 ``[steps, B + 1]``: the step's row gets the tokens and, if there are ``ends``, whether all have ended.
+
+    A step that has no row in it is noted nowhere.
+    """
     counters: Tensor
     """int64: each counts one more, behind all else."""
     finished: Tensor

@@ -54,6 +54,7 @@ def _choose_kernel(
         gdc_wait()
     step = tl.load(counters + COUNTERS - 1)
     noted = rows + step * (B + 1)
+    has_row = (step >= 0) & (step < steps)
     part = tl.arange(0, PARTS)[None, :]
     going = tl.zeros((), tl.int32)
     for first in range(0, B, BLOCK_B):
@@ -67,14 +68,14 @@ def _choose_kernel(
         if PADS:
             chosen = tl.where(has_ended, padding, chosen)
         tl.store(token + row, chosen, mask=inside)
-        tl.store(noted + row, chosen, mask=inside & (step < steps))
+        tl.store(noted + row, chosen, mask=inside & has_row)
         if ends is not None:
             for i in range(ENDS):
                 has_ended = has_ended | (chosen == tl.load(ends + i))
             tl.store(finished + row, has_ended, mask=inside)
             going += tl.sum((inside & (has_ended == 0)).to(tl.int32), axis=0)
     if ends is not None:
-        tl.store(noted + B, (going == 0).to(tl.int64), mask=step < steps)
+        tl.store(noted + B, (going == 0).to(tl.int64), mask=has_row)
     # All threads have read the step.
     tl.debug_barrier()
     for first in range(0, COUNTERS, PARTS):

@@ -27,9 +27,6 @@ class Plan(NamedTuple):
 def choose_tokens(choice: Choice) -> None:
     """``dispatch.choose_tokens`` on a GPU."""
     scores, token, rows, counters, finished, ends, padding, minimum = choice
-    if not scores.shape[0]:
-        counters.add_(1)
-        return
     if scores.stride(1) != 1:
         scores = scores.contiguous()
         choice = choice._replace(scores=scores)
@@ -41,7 +38,8 @@ def choose_tokens(choice: Choice) -> None:
     if plan is None:
         plan = plans.keep(kind, _make_plan(choice))
     largest = scores.new_empty((plan.parts,), dtype=torch.int64)
-    plan.largest(scores, ends, counters, largest)
+    if plan.parts:
+        plan.largest(scores, ends, counters, largest)
     plan.choose(largest, token, rows, counters, finished.view(torch.int8), ends)
 
 
