@@ -75,6 +75,14 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def gradient(model: Any) -> torch.Tensor:
+    """Of the embeddings."""
+    x = model.get_input_embeddings()(tokens() % 96).detach().requires_grad_()
+    model(inputs_embeds=x, use_cache=False).logits.square().sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
 def one_process(rank: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
@@ -104,6 +112,7 @@ def look_at_layers(scheme: str, most: float, folder: Path) -> None:
     assert list(layer.self_attn.q_proj.bias.shape) == [256]
     assert (layer.mlp.down_proj.in_features, layer.mlp.down_proj.out_features) == (384, 512)
     assert error(cut.output(), expected) < most, scheme
+    assert error(gradient(model), gradient(whole.model)) < 2 * most, scheme
     model.save_pretrained(folder / f"{scheme}-again")
     with pytest.raises(ValueError, match=r"each process has a part .* model.save_pretrained"):
         qgemm.save_quantized(model, folder / "own")
