@@ -146,6 +146,12 @@ def find_attention(
     return found
 
 
+def is_attention(module: nn.Module) -> bool:
+    """Whether ``module`` has projections of known names."""
+    names = [each for each in _QUERY_KEY_VALUE if all(map(module._modules.get, each))]
+    return bool(names) and any(map(module._modules.get, OUT))
+
+
 def find_cross_attention(
     attention: Any, out: nn.Module | None, names: Mapping[str, str | None], defaults: Mapping[str, Any], call: Call
 ) -> FusedCrossAttention:

@@ -76,7 +76,8 @@ def find_layer_input(layer: nn.Module) -> FusedLayerInput:
 
 def find_mixture(module: nn.Module, call: Call) -> FusedMixture:
     """The mixture that ``module`` is, in a layer of which there was a ``call``."""
-    children = {name: child for name, child in module._modules.items() if child is not None}
+    own = module._modules.items()
+    children = {name: child for name, child in own if child is not None and not isinstance(child, nn.Identity)}
     router, shared, experts = child_of(module, _ROUTER), child_of(module, _SHARED), children.get("experts")
     others = set(children) - {router, shared, _SHARED_GATE, "experts"}
     buffers = set(module._buffers) - {*CHOICE_BIAS}  # MiniMax-M2's router is called with it

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from qgemm.fusion import branches
-from qgemm.fusion.attention import OUT, constants_of, find_attention, find_cross_attention
+from qgemm.fusion.attention import OUT, constants_of, find_attention, find_cross_attention, is_attention
 from qgemm.fusion.branches import ACTIVATION, MLP_LAYERS, NotFused, child_of, code_of, dotted
 from qgemm.fusion.probe import find_norm
 from qgemm.fusion.verify import Call
@@ -114,9 +114,24 @@ def is_layer(module: nn.Module) -> bool:
     children = module._modules
     if all(children.get(name) is not None for name in _BERT):
         return True
+    if _find_single(module):
+        return True
     has_mlp = child_of(module, _MLP) != "" or {"fc1", "fc2"} <= set(children)
     has_mixer = child_of(module, _ATTENTION) != "" or len(_others(module)) == 1
     return has_mixer and has_mlp and any(map(_is_norm, children.values()))
+
+
+def _find_single(layer: nn.Module) -> tuple[str, str] | None:
+    """The norm and the branch of a layer that has no more: an MLP, a mixture or attention. None if it isn't one."""
+    own = ((name, each) for name, each in layer._modules.items() if each is not None)
+    children = {name: each for name, each in own if not isinstance(each, nn.Dropout | nn.Identity)}
+    norms = [name for name, child in children.items() if _is_norm(child)]
+    others = [name for name in children if name not in norms]
+    if len(norms) != 1 or len(others) != 1:
+        return None
+    branch = children[others[0]]
+    known = is_mlp(branch) or branch._modules.get("experts") is not None or is_attention(branch)
+    return (norms[0], others[0]) if known else None
 
 
 def _others(layer: nn.Module) -> list[str]:
@@ -183,6 +198,8 @@ def _find_parts_of_bert(layer: nn.Module) -> _Parts:
 
 def find_candidates(layer: nn.Module, call: Call) -> Candidates:
     """How ``layer`` may compute, going by a ``call`` of it. Places the weights of what is fused."""
+    if single := _find_single(layer):
+        return _candidates_of_single(layer, *single, call)
     try:
         found = _find_parts(layer)
     except NotFused as error:
@@ -213,6 +230,26 @@ def find_candidates(layer: nn.Module, call: Call) -> Candidates:
         for residual_first in ((True, False) if order.form == "side by side" else (True,))
     ]
     return Candidates(tuple(fused), tuple(made.parts), "; ".join(made.reasons))
+
+
+def _candidates_of_single(layer: nn.Module, norm: str, name: str, call: Call) -> Candidates:
+    """Of a layer of one branch, ``name``, behind ``norm``."""
+    module, defaults = layer.get_submodule(name), _defaults(layer)
+    step = NormStep(layer.get_submodule(norm), find_norm(layer.get_submodule(norm)))
+    branch: Branch
+    try:
+        if module._modules.get("experts") is not None:
+            part, branch = "mixture", branches.find_mixture(module, call)
+        elif is_mlp(module):
+            part, branch = "mlp", _find_mlp(module)
+        else:
+            out = module._modules[child_of(module, OUT)]
+            part, branch = "attention", find_attention(module, out, defaults, call, ())
+    except NotFused as error:
+        return Candidates((), (), f"{name}: {error}")
+    passed_over, called = _places(layer, [branch], [step])
+    fused = FusedLayer("in a row", (Step(branch, step),), defaults=defaults, passed_over=passed_over, called=called)
+    return Candidates((fused,), (part,), "")
 
 
 def _orders_of_code(layer: nn.Module, found: _Parts) -> list[_Norms]:
@@ -383,12 +420,16 @@ def is_mlp(module: nn.Module) -> bool:
 
 def find_mlp(module: nn.Module) -> FusedLayer:
     """How an MLP by itself computes. Raises ``NotFused`` with the reason if it can't be fused."""
+    mlp = _find_mlp(module)
+    passed_over, called = _places(module, [mlp], ())
+    return FusedLayer("alone", (Step(mlp),), passed_over=passed_over, called=called)
+
+
+def _find_mlp(module: nn.Module) -> FusedMlp:
     children = set(module._modules)
     layers = next(each for each in MLP_LAYERS if {*each[0], each[1]} <= children)
     activation = next((name for name in ACTIVATION if callable(getattr(module, name, None))), "")
-    mlp = branches.find_mlp(module, "", layers, activation)
-    passed_over, called = _places(module, [mlp], ())
-    return FusedLayer("alone", (Step(mlp),), passed_over=passed_over, called=called)
+    return branches.find_mlp(module, "", layers, activation)
 
 
 def find_norm_step(module: nn.Module) -> NormStep | None:

@@ -51,6 +51,8 @@ OF_MIXTURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "jamba": (("mixture",), MIXTURE),
     "gemma4_moe": ((*BOTH, "mixture"),) * 2,
     "hunyuan_v1_moe": (MIXTURE, ("mlp",)) * 2,
+    # A branch in a layer.
+    "nemotron_h": (("attention",), *(("mixture",), ("mlp",)) * 2),
     # With shared experts.
     "qwen2_moe": (MIXTURE, ("mlp",)) * 2,
     "deepseek_v3": (BOTH, MIXTURE, ("mlp",)),
