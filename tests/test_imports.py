@@ -205,6 +205,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.scheme",
         "qgemm.nn",
         "qgemm.checkpoint",
+        "qgemm.warn",
     },
     "qgemm.generation": {"qgemm.integrations.transformers"},
     "qgemm.integrations": {"qgemm.nn", "qgemm.model", "qgemm.checkpoint"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -193,6 +194,16 @@ def test_parts_that_differ_are_products_of_their_own(scheme: str) -> None:
 def assert_close(out: Tensor, layers: list[LinearLayer], x: Tensor) -> None:
     for layer, (start, stop) in zip(layers, pairwise(accumulate(ROWS, initial=0)), strict=True):
         torch.testing.assert_close(out[:, start:stop], layer(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "9.9.9"])
+def test_a_vllm_with_other_insides_starts_without_the_plugin(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # vLLM calls all plugins, whatever model it serves, and catches nothing.
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))  # type: ignore[arg-type]
+    from qgemm.integrations import vllm
+
+    with pytest.warns(UserWarning, match=rf"vLLM {version} isn't built as this qgemm .* serves no model of qgemm's"):
+        vllm.register()
 
 
 def test_the_entry_point_is_declared() -> None:
