@@ -17,6 +17,8 @@ def check_model(model: Any) -> None:
     way_out = ""
     if isinstance(model, str | os.PathLike):
         way_out = ": load the model first (from_pretrained), or pass a folder's path to qgemm.quantize_checkpoint"
+    elif isinstance(model, Mapping):
+        way_out = ": make the model, and load these into it (load_state_dict)"
     elif isinstance(model, type) and issubclass(model, nn.Module):
         way_out = ": make one of that class first"
     raise TypeError(f"model is {shown(model)}; it must be an nn.Module{way_out}")
@@ -51,7 +53,8 @@ def as_scales(scales: Any) -> dict[str, Any] | None:
 
 def shown(value: object) -> str:
     """A value as an error shows it, with its type."""
-    return f"{shortened(value, 60)}, a {type(value).__name__}"
+    name = type(value).__name__
+    return f"{shortened(value, 60)}, {'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 def shortened(value: object, length: int = 80) -> str:

@@ -9,6 +9,7 @@ computed; ``resolve_scheme`` takes a name or a scheme.
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from dataclasses import asdict, dataclass, fields, replace
@@ -298,15 +299,29 @@ def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
     is neither name nor scheme.
     """
     if not isinstance(scheme, str | QuantScheme):
-        raise TypeError(f"scheme is {scheme!r}, a {type(scheme).__name__}; it takes a name, one of {sorted(SCHEMES)}")
+        raise TypeError(f"scheme is {scheme!r}, of type {type(scheme).__name__}; it takes a name: {sorted(SCHEMES)}")
     known = _find(scheme if isinstance(scheme, str) else scheme.name)
     if known is None or (isinstance(scheme, QuantScheme) and scheme != known):
         raise ValueError(
             f"scheme is {scheme!r}; it must be one of {sorted(SCHEMES)}, or like 'int8-outliers-16' or "
-            "'int8-static-outliers-16' with any multiple of 16, or like 'int4-32', 'int4-asymmetric' or "
-            "'int8-weight-128' with groups of any multiple of 16"
+            "'int8-static-outliers-16' with any multiple of 16, or like 'int4-32', 'int4-asymmetric', 'int4-int8' or "
+            f"'int8-weight-128' with groups of any multiple of 16{_meant(scheme)}"
         )
     return known
+
+
+# Bits of weights and of activations, as other libraries name schemes.
+_BITS = {"w8a8": "int8", "w8a16": "int8-weight", "w4a16": "int4", "w4a8": "int4-int8", "w8a8-fp8": "fp8"}
+
+
+def _meant(scheme: str | QuantScheme) -> str:
+    """What a name may stand for, as the end of an error; empty if that isn't known."""
+    if not isinstance(scheme, str):
+        return ""
+    name = scheme.lower().replace("_", "-")
+    names = [*SCHEMES, "int4-int8", *_BITS]
+    near = difflib.get_close_matches(name, names, 1, cutoff=0.8)
+    return f". Did you mean {_BITS.get(near[0], near[0])!r}?" if near else ""
 
 
 def _find(name: str) -> QuantScheme | None:

@@ -145,6 +145,11 @@ def test_the_input_of_a_layer_is_a_tensor(scheme: str, x: Any) -> None:
         quantized_layer(nn.Linear(32, 8), scheme)(x)
 
 
+def test_values_for_a_model_are_to_be_loaded_into_one() -> None:
+    with pytest.raises(TypeError, match=r"an OrderedDict; it must be an nn\.Module: make the model, and load these"):
+        qgemm.quantize_model(net().state_dict())
+
+
 def test_a_folders_name_for_a_model_says_what_takes_one() -> None:
     with pytest.raises(TypeError, match=r"model is 'gpt2', a str; .* or pass a folder's path to qgemm.quantize_ch"):
         qgemm.quantize_model("gpt2")  # type: ignore[type-var]

@@ -112,6 +112,30 @@ def test_names_that_are_none(name: str) -> None:
         resolve_scheme(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("INT8", "int8"),
+        ("int8_static", "int8-static"),
+        ("int-8", "int8"),
+        ("mxpf4", "mxfp4"),
+        ("W4A16", "int4"),
+        ("w4a8", "int4-int8"),
+        ("w8a8", "int8"),
+        ("w8a16", "int8-weight"),
+    ],
+)
+def test_a_name_that_is_near(name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"scheme is '{name}'; it must be one of .*\. Did you mean '{meant}'\?$"):
+        resolve_scheme(name)
+    assert resolve_scheme(meant).name == meant
+
+
+def test_nothing_is_guessed_of_a_name_that_is_near_none() -> None:
+    with pytest.raises(ValueError, match=r"any multiple of 16$"):
+        resolve_scheme("int3")
+
+
 def test_a_name_with_another_scheme_s_values_is_none() -> None:
     for wrong in (
         QuantScheme("int8", STATIC.weight, STATIC.activation),

@@ -171,9 +171,10 @@ def _each_call(batches: Iterable[Any], name: str = "calibration") -> Iterator[Ca
         elif isinstance(batch, Tensor):
             yield Call((batch,))
         else:
+            way_out = ": make one of the text with the model's tokenizer" if isinstance(batch, str) else ""
             raise TypeError(
                 f"batch {index} of calibration is a {type(batch).__name__}; a batch is a mapping of keyword arguments, "
-                "a tuple or list of arguments, or a tensor"
+                f"a tuple or list of arguments, or a tensor{way_out}"
             )
     if index < 0:
         raise ValueError(f"{name} has no batch: an iterator can be used only once")

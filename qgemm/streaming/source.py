@@ -28,6 +28,7 @@ from qgemm.checkpoint.layout import (
     WEIGHTS_FILE,
     WEIGHTS_KEY,
     checkpoint_file,
+    hub_download,
     read_json,
     weights_file,
 )
@@ -134,7 +135,7 @@ def open_source(folder: Path) -> Iterator[Source]:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is not a folder. To quantize a model of the Hugging Face hub, download it first: "
-            f"hf download {folder} --local-dir {folder.name}"
+            f"{hub_download(folder)}"
         )
     # Before they are read, so that whatever happens to them meanwhile is a change.
     identities = {name: _identify(folder / name) if (folder / name).exists() else None for name in _JSON_FILES}

@@ -256,7 +256,7 @@ def test_batches_of_every_kind(kind: str) -> None:
         ({"x": torch.ones(4, 32)}, TypeError, "calibration is a dict"),
         (3, TypeError, "calibration is a int"),
         ([], ValueError, "calibration has no batch"),
-        ([torch.ones(4, 32), "text"], TypeError, "batch 1 of calibration is a str"),
+        ([torch.ones(4, 32), "text"], TypeError, r"batch 1 of calibration is a str.*with the model's tokenizer"),
         ([torch.full((4, 32), torch.nan)], ValueError, "the input of 'up': x holds NaN"),
     ],
 )

@@ -360,3 +360,13 @@ def test_a_file_that_changes_while_it_is_read(llama_folder: Path, monkeypatch: p
     monkeypatch.setattr(load, "match", match_then_change)
     with pytest.raises(CheckpointError, match=r"replaced while the checkpoint was read|changed while it was read"):
         load_quantized(llama_folder)
+
+
+def test_a_name_of_the_hub_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"downloaded first: hf download org/model --local-dir model$"):
+        load_quantized("org/model")
+    (tmp_path / "org").mkdir()  # a mistaken path, then
+    for name in ("org/model", "model", str(tmp_path / "model")):
+        with pytest.raises(CheckpointError, match=r"give the one that save_quantized wrote$"):
+            load_quantized(name)
