@@ -107,6 +107,20 @@ def test_a_float_folder_is_refused_with_the_way_out(tmp_path: Path) -> None:
         tokens_of_vllm(tmp_path / "float", quantization="qgemm")
 
 
+def test_another_version_of_vllm_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantized(tmp_path / "int8", "int8")
+    import vllm
+    from vllm.model_executor.layers import quantization
+
+    from qgemm.integrations.vllm import register
+
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    monkeypatch.setattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {})
+    register()
+    with pytest.raises(ValueError, match=r"vLLM 0.99.0 isn't supported by this qgemm, which runs in 0.22 to 0.33"):
+        tokens_of_vllm(tmp_path / "int8")
+
+
 def test_compiled_by_vllm(tmp_path: Path) -> None:
     # nvfp4: parts with global scales of their own are a product each.
     expected = quantized(tmp_path / "nvfp4", "nvfp4", skip="model.layers.1")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
@@ -17,12 +16,13 @@ from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.integrations.vllm.experts import QGemmExpertsMethod, are_experts
 from qgemm.integrations.vllm.linear import QGemmLinearMethod
 from qgemm.integrations.vllm.loading import extend_loader
+from qgemm.integrations.vllm.method import MethodConfig
 from qgemm.integrations.vllm.names import scheme_of
 from qgemm.scheme import QuantScheme
 
 
 @register_quantization_config(QUANT_METHOD)
-class ServedConfig(QuantizationConfig):
+class ServedConfig(MethodConfig):
     """``layers``: the scheme of each quantized layer, by the name that vLLM has for it before merging."""
 
     def __init__(self, layers: dict[str, QuantScheme] | None = None) -> None:
@@ -51,24 +51,6 @@ class ServedConfig(QuantizationConfig):
         """This one for a checkpoint of compressed-tensors, if the user asks for it."""
         is_theirs = isinstance(hf_quant_cfg, dict) and hf_quant_cfg.get("quant_method") == COMPRESSED_TENSORS
         return QUANT_METHOD if is_theirs and user_quant == QUANT_METHOD else None
-
-    def get_name(self) -> str:
-        """The method's name."""
-        return QUANT_METHOD
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """What qgemm's layers take."""
-        return [torch.bfloat16, torch.float16, torch.float32]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """As qgemm: 8.0, of which int8 and bfloat16 products are."""
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """None beside ``config.json``."""
-        return []
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Renames ``layers`` as the model renames the tensors of its files."""

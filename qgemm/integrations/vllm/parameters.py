@@ -23,9 +23,9 @@ from vllm.model_executor.parameter import (
 from qgemm.integrations.vllm.names import FOLDED_BIAS
 from qgemm.integrations.vllm.sizes import Sizes
 from qgemm.nn.linear_layer import LinearLayer
+from qgemm.nn.parallel import Shard, Split
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics.blocks import BLOCK
-from qgemm.numerics.packing import HALF, pack_codes, unpack_codes
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -116,7 +116,7 @@ class SharedParameter(PerTensorScaleParameter):  # type: ignore[misc]
 
 
 class PackedParameter(ModelWeightParameter):  # type: ignore[misc]
-    """4-bit values, two in a byte, ``HALF`` columns apart: packed again if a cut isn't at a byte's border."""
+    """4-bit values, two in a byte, which lie far apart in a row: packed again if a cut is between them."""
 
     def __init__(self, sizes: Sizes, **options: Any) -> None:
         """``options``: the data and the loader."""
@@ -125,13 +125,9 @@ class PackedParameter(ModelWeightParameter):  # type: ignore[misc]
 
     def load_row_parallel_weight(self, loaded_weight: Tensor) -> None:
         """The columns of this rank."""
-        sizes = self._sizes
-        if not sizes.is_cut or sizes.own_K % (2 * HALF) == 0:
-            super().load_row_parallel_weight(loaded_weight)
-            return
-        start = self.tp_rank * sizes.own_K
-        codes = unpack_codes(loaded_weight, sizes.K)[:, start : start + sizes.own_K]
-        self.data.copy_(pack_codes(codes.contiguous(), sizes.scheme.weight.format.zero_code))
+        K, own_K, form = self._sizes.K, self._sizes.own_K, self._sizes.scheme.weight.format
+        shard = Shard("row", None, self.tp_rank, K // own_K)
+        self.data.copy_(shard.part_of(loaded_weight, Split(1, codes=K, fill=form.zero_code)))
 
 
 def finish_parameters(layer: Any, sizes: Sizes) -> int:
