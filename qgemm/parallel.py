@@ -17,10 +17,10 @@ Model = TypeVar("Model", bound=nn.Module)
 def share_scales(model: Model, enabled: bool = True) -> Model:
     """Has row-parallel layers quantize a row with the maximum of all of it, in place; returns ``model``.
 
-    A model in tensor parallelism then computes what it computes in one process, but for the order of float additions.
-    Otherwise each process takes the maximum of its own columns, which needs no more than the sum. All processes call
-    it. It changes layers that find scales at run time; in mixtures, experts keep scales of their own, and so does every
-    layer while gradients are asked for.
+    A model in tensor parallelism then computes what it computes in one process, but that sums of parts of rows are
+    rounded to the model's dtype before they are added up. Otherwise each process takes the maximum of its own columns,
+    which needs no more than the sum. All processes call it. It changes layers that find scales at run time; in
+    mixtures, experts keep scales of their own, and so does every layer while gradients are asked for.
 
     Raises ``ValueError`` for a model of which no layer is row-parallel, or one is of the scheme ``int4-int8``, whose
     product finds scales within.
