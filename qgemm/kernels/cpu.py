@@ -9,16 +9,13 @@ a time.
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.attention.cpu import decode_attention  # noqa: F401
-from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.routing import Routing
 from qgemm.numerics.blocks import BLOCK, grouped, spread_groups
@@ -38,7 +35,7 @@ _ROWS_OF_A_PRODUCT = 128  # at least: oneDNN rearranges the weight for each
 _FEW = 2**16
 
 
-def _without_grad(function: Callable[P, T]) -> Callable[P, T]:
+def without_grad(function: Callable[P, T]) -> Callable[P, T]:
     """``torch.no_grad()``, which takes longer than an operator, where gradients are on."""
 
     @functools.wraps(function)
@@ -51,7 +48,7 @@ def _without_grad(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-@_without_grad
+@without_grad
 def quantize_rows(
     x: Tensor, scale: Tensor | None = None, zero_point: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> tuple[Tensor, Tensor]:
@@ -59,7 +56,7 @@ def quantize_rows(
     return _quantize(_same, (x,), x.shape[-1], scale, zero_point, dtype)
 
 
-@_without_grad
+@without_grad
 def quantize_groups(x: Tensor) -> tuple[Tensor, Tensor]:
     """``dispatch.quantize_groups`` on the CPU."""
     q, scale = quantize_rows(grouped(_rows(x)), dtype=FP8.storage)
@@ -70,7 +67,7 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-@_without_grad
+@without_grad
 def norm_quantize(
     x: Tensor,
     weight: Tensor,
@@ -83,7 +80,7 @@ def norm_quantize(
     return _quantize(lambda x: norm(x, weight, bias), (x,), x.shape[-1], input_scale, dtype=dtype)
 
 
-@_without_grad
+@without_grad
 def activation_quantize(
     x: Tensor, activation: str, gated: bool, input_scale: Tensor | None = None, dtype: torch.dtype = INT8.storage
 ) -> tuple[Tensor, Tensor]:
@@ -92,13 +89,13 @@ def activation_quantize(
     return _quantize(lambda x: activated(x, activation, gated), (x,), K, input_scale, dtype=dtype)
 
 
-@_without_grad
+@without_grad
 def activate(x: Tensor, activation: str, gated: bool) -> Tensor:
     """``dispatch.activate`` on the CPU."""
     return activated(x, activation, gated)
 
 
-@_without_grad
+@without_grad
 def add_norm_quantize(
     x: Tensor,
     residual: Tensor,
@@ -121,7 +118,7 @@ def add_norm_quantize(
     return total, q, row_scale
 
 
-@_without_grad
+@without_grad
 def add_norm(
     x: Tensor,
     residual: Tensor | None,
@@ -231,7 +228,7 @@ def int_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(_plain(a), _plain(b))
 
 
-@_without_grad
+@without_grad
 def scaled_mm(
     a: Tensor,
     b: Tensor,
@@ -246,7 +243,7 @@ def scaled_mm(
     return _multiply(a, b, a_scale.reshape(-1, 1), b_scale, bias, out_dtype, residual)
 
 
-@_without_grad
+@without_grad
 def multiply(
     q: Tensor,
     row_scale: Tensor,
@@ -260,7 +257,7 @@ def multiply(
     return _multiply(q, weight.t(), row_scale[..., None], weight_scale, bias, out_dtype, residual)
 
 
-@_without_grad
+@without_grad
 def quant_linear(
     x: Tensor,
     weight: Tensor,
@@ -308,7 +305,7 @@ def _multiply(
     return out
 
 
-@_without_grad
+@without_grad
 def block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
     """``dispatch.block_scaled_linear`` on the CPU."""
     (N, K), M = weight.shape, math.prod(x.shape[:-1])
@@ -375,7 +372,7 @@ def matmul(
     return out.to(out_dtype or a.dtype)
 
 
-@_without_grad
+@without_grad
 def grouped_mm(
     a: Tensor,
     b: Tensor,
@@ -399,80 +396,10 @@ def grouped_mm(
     return out
 
 
-@_without_grad
+@without_grad
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``dispatch.route`` on the CPU."""
     return routing(logits, bias)
-
-
-@_without_grad
-def experts(
-    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: ExpertWeights, residual: Tensor | None = None
-) -> Tensor:
-    """``dispatch.experts`` on the CPU: an expert at a time, so that what lies between its products stays small."""
-    if weights.has_blocks:
-
-        def run(expert: int, rows: Tensor) -> Tensor:
-            own = weights.of(expert)
-            h = block_scaled_linear(x[rows], own.gate_up, own.gate_up_scale, own.gate_up_bias)
-            return block_scaled_linear(own.activation(h).to(x.dtype), own.down, own.down_scale, own.down_bias)
-
-    else:
-        dtype = weights.gate_up.dtype
-        q, q_scale = quantize_rows(x, dtype=dtype)
-
-        def run(expert: int, rows: Tensor) -> Tensor:
-            own = weights.of(expert)
-            h = scaled_mm(q[rows], own.gate_up.t(), q_scale[rows], own.gate_up_scale, own.gate_up_bias, x.dtype)
-            h_q, h_scale = quantize_rows(own.activation(h).to(x.dtype), dtype=dtype)
-            return scaled_mm(h_q, own.down.t(), h_scale, own.down_scale, own.down_bias, x.dtype)
-
-    return _mixture(x, top_k_index, top_k_weights, len(weights.down), run, residual)
-
-
-@_without_grad
-def weight_only_experts(
-    x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, weights: WeightOnlyExperts, residual: Tensor | None = None
-) -> Tensor:
-    """``dispatch.weight_only_experts`` on the CPU: the float weights of one expert at a time are made."""
-
-    def run(expert: int, rows: Tensor) -> Tensor:
-        own = weights.of(expert)
-        first, second = own.float_weights(x.dtype)
-        biases = [None if bias is None else bias.to(x.dtype) for bias in (own.gate_up_bias, own.down_bias)]
-        with torch.autocast(x.device.type, enabled=False):
-            h = own.activation(F.linear(x[rows], first, biases[0])).to(x.dtype)
-            return F.linear(h, second, biases[1])
-
-    return _mixture(x, top_k_index, top_k_weights, len(weights.down), run, residual)
-
-
-def _mixture(
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    E: int,
-    run: Callable[[int, Tensor], Tensor],
-    residual: Tensor | None,
-) -> Tensor:
-    """The weighted sum of ``run(expert, rows)``, the outputs of one expert for its rows of ``x``, and ``residual``."""
-    k = top_k_index.shape[1]
-    ids = top_k_index.flatten()
-    pairs = ids.argsort(stable=True)
-    ends = torch.searchsorted(ids[pairs], torch.arange(E + 1, device=ids.device)).tolist()
-    y = x.new_zeros((len(ids), x.shape[1]))
-    for expert, (start, end) in enumerate(pairwise(ends)):
-        if start < end:
-            slots = pairs[start:end]
-            y[slots] = run(expert, slots // k)
-    out = torch.zeros_like(x, dtype=torch.float32)
-    inside = (top_k_index >= 0) & (top_k_index < E)
-    for slot in range(k):
-        # Not a product with 0: a weight may be anything where there is no expert.
-        weight = top_k_weights[:, slot].float().masked_fill(~inside[:, slot], 0.0)
-        out.add_(y[slot::k].float().mul_(weight[:, None]))
-    total = out.to(x.dtype)
-    return total if residual is None else residual + total
 
 
 @functools.cache

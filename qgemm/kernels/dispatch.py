@@ -23,6 +23,7 @@ from qgemm.kernels.attention.checks import AttentionCall, check_decode_attention
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.launch.plans import remember
+from qgemm.kernels.moe import cpu as moe_cpu
 from qgemm.kernels.moe.checks import check_experts, check_grouped_mm, check_route, check_weight_only_experts
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.routing import Routing
@@ -358,7 +359,7 @@ def run_experts(
     if not x.is_cuda:  # where a kind of call is checked once
         check_experts(x, top_k_index, top_k_weights, weights, residual)
         checks.on_gpu(x)
-    out: Tensor = (_gpu() if x.is_cuda else cpu).experts(x, top_k_index, top_k_weights, weights, residual)
+    out: Tensor = (_gpu() if x.is_cuda else moe_cpu).experts(x, top_k_index, top_k_weights, weights, residual)
     return out
 
 
@@ -386,7 +387,8 @@ def weight_only_experts(
     if not has_kernel:  # which checks once for every kind of call
         check_weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
         checks.on_gpu(x)
-    out: Tensor = (_gpu() if has_kernel else cpu).weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
+    where = _gpu() if has_kernel else moe_cpu
+    out: Tensor = where.weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
     return out
 
 
