@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from fusion.structures import STRUCTURES
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
@@ -93,6 +94,20 @@ def test_bfloat16(family: str) -> None:
     found = generate(model, inputs, new_cache(model))
     assert torch.equal(found[..., 0], wanted[..., 0])
     torch.testing.assert_close(found, wanted, rtol=0.1, atol=0.1)
+
+
+def test_layers_that_share_keys_see_a_prompt_before_rounding() -> None:
+    """Gemma 4's: the first of them stores the keys, and others read them after it."""
+    model: Any = STRUCTURES["gemma4"]().model
+    model.set_attn_implementation("qgemm")
+    ids = torch.randint(2, 90, (2, 22))
+    with torch.no_grad():
+        exact, found = (
+            torch.cat([model(part, past_key_values=cache).logits for part in ids.split([20, 1, 1], dim=1)], 1)
+            for cache in (new_cache(model), new_cache(model, torch.int8))
+        )
+    assert torch.equal(exact[:, :20], found[:, :20])
+    assert 0 < (found[:, 20:] - exact[:, 20:]).std() / exact[:, 20:].std() < 0.05
 
 
 @pytest.mark.parametrize("family", FAMILIES)

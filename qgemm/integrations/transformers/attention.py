@@ -57,7 +57,10 @@ def attention(
             s_aux, scale, softcap or 0.0, about.window, about.tokens.bound,
         )  # fmt: skip
         return out, None
-    return _of_prompt(query, key, value, attention_mask, about, dropout, scale, softcap, s_aux), None
+    out = _of_prompt(query, key, value, attention_mask, about, dropout, scale, softcap, s_aux)
+    if not (getattr(module, "store_full_length_kv", False) or getattr(module, "is_kv_shared_layer", False)):
+        about.fresh = None  # which no other layer reads
+    return out, None
 
 
 def mask(
@@ -118,7 +121,6 @@ def _of_prompt(
     used = tokens.capacity if tokens.used is None else tokens.used
     if about.fresh is not None:
         key, value = about.fresh
-        about.fresh = None
     else:
         key, value = (
             _in_float(key[:, :, :used], about.k_scale, query),
