@@ -121,6 +121,7 @@ def test_copies(scheme: str, how: str) -> None:
     assert set(vars(layer)) == state, "a call leaves nothing in the module"
     other = COPIES[how](layer)
     assert_same(layer, other)
+    assert other.scheme == layer.scheme
     assert torch.equal(other(x), out)
     getattr(other, layer.weight_names[0]).zero_()
     assert getattr(layer, layer.weight_names[0]).any(), "the copy must have its own memory"

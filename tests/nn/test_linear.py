@@ -1,8 +1,6 @@
 """``QuantLinear``: what it computes, and that its values survive everything that is done to modules."""
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -359,36 +357,6 @@ def test_casts_touch_the_bias_only(cast: str, static: bool, layer: QuantLinear, 
     if after.bias.dtype != torch.float64:
         x = torch.randn(3, 70, device=after.weight.device, dtype=after.bias.dtype)
         assert torch.equal(after(x), expected(after, x))
-
-
-COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "torch.save": lambda m: through_torch_save(m),
-}
-
-
-def through_torch_save(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("how", COPIES)
-def test_copies(how: str, static: bool, layer: QuantLinear, static_layer: QuantLinear) -> None:
-    layer = static_layer if static else layer
-    x = torch.randn(3, 70, device=layer.weight.device)
-    state = set(vars(layer))
-    layer(x)
-    assert set(vars(layer)) == state, "a call leaves nothing in the module"
-    other = COPIES[how](layer)
-    assert_same_values(layer, other)
-    assert other.scheme == layer.scheme
-    assert torch.equal(other(x), layer(x))
-    other.weight.zero_()
-    assert layer.weight.any(), "the copy must have its own memory"
 
 
 @pytest.mark.parametrize("assign", [False, True])
