@@ -160,6 +160,8 @@ def _receive_all(put: Callable[[dict[str, Any]], object]) -> None:
 def _work(receive: Callable[[], dict[str, Any]], answer: Callable[..., object]) -> None:
     first = receive()
     job, device = Job.from_dict(first["job"]), torch.device(first["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # or the first GPU would hold something of every process
     with open_source(job.source) as opened:
         plan = _plan(job, opened, first["description"])
         while True:
