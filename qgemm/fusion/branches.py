@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import CodeType
 from typing import Any
 
@@ -33,6 +34,7 @@ MLP_LAYERS = (
     (("w1", "w3"), "w2", True),
     (("Wi",), "Wo", True),
     (("intermediate_dense",), "output_dense", False),
+    (("input_linear",), "output_linear", True),
 )
 ACTIVATION = ("act_fn", "activation_fn", "act", "activation", "intermediate_act_fn", "gelu_impl")
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
@@ -74,8 +76,8 @@ def find_layer_input(layer: nn.Module) -> FusedLayerInput:
     return FusedLayerInput(merge([gate]), merge([projection]), act, find_activation(act))
 
 
-def find_mixture(module: nn.Module, call: Call) -> FusedMixture:
-    """The mixture that ``module`` is, in a layer of which there was a ``call``."""
+def find_mixture(module: nn.Module, call: Call, beside: nn.Module | None = None) -> FusedMixture:
+    """The mixture that ``module`` is, in a layer of which there was a ``call``. ``beside``: a shared expert there."""
     own = module._modules.items()
     children = {name: child for name, child in own if child is not None and not isinstance(child, nn.Identity)}
     router, shared, experts = child_of(module, _ROUTER), child_of(module, _SHARED), children.get("experts")
@@ -88,7 +90,7 @@ def find_mixture(module: nn.Module, call: Call) -> FusedMixture:
     fused = FusedMixture(module, step, experts, children.get(shared), gate, isinstance(experts, QuantSortedExperts))
     if not computes_mixture(fused, call):
         raise NotFused(f"{type(module).__name__} computes something else than its names say")
-    return fused
+    return fused if beside is None or fused.shared is not None else replace(fused, shared=beside)
 
 
 def find_mlp_and_mixture(

@@ -25,7 +25,8 @@ from qgemm.nn.blocks.mlp import FusedMlp
 from qgemm.nn.blocks.steps import NormStep
 
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
-_MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn")
+_SHARED = "shared_mlp"  # of a layer, beside its mixture or alone
+_MLP = ("mlp", "block_sparse_moe", "feed_forward", "ffn", _SHARED)
 
 
 _Places = tuple[tuple[nn.Module, str, nn.Module], ...]
@@ -139,7 +140,7 @@ def _others(layer: nn.Module) -> list[str]:
     mlp = {child_of(layer, _MLP)} - {""} or {"fc1", "fc2"}
     children = ((name, child) for name, child in layer._modules.items() if child is not None)
     plain = nn.Dropout | nn.Identity
-    known = {*mlp, *ACTIVATION}
+    known = {*mlp, *ACTIVATION, _SHARED}
     return [name for name, each in children if name not in known and not _is_norm(each) and not isinstance(each, plain)]
 
 
@@ -347,7 +348,10 @@ def _find_branches(layer: nn.Module, found: _Parts, call: Call) -> _Branches:
     module, layers = layer.get_submodule(found.mlp), found.mlp_layers
     called = CalledBranch(module, False, adds=_adds(module)) if found.mlp else None
     if layers is None:
-        made.add("mixture", found.mlp, lambda: branches.find_mixture(module, call), called)
+        shared = layer._modules.get(_SHARED)
+        find_mixture = partial(branches.find_mixture, module, call, shared)
+        # A mixture that is called doesn't have the expert beside it.
+        made.add("mixture", found.mlp, find_mixture, called if shared is None else None)
     else:
         find = partial(branches.find_mlp, layer, found.mlp, layers, found.activation)
         made.add("mlp", found.mlp or "the MLP", find, None if found.beside else called)

@@ -80,6 +80,19 @@ STRUCTURES: dict[str, Callable[[], Example]] = {
         linear_num_value_heads=4,
     ),
     "lfm2": _text("Lfm2ForCausalLM", layer_types=["conv", "full_attention"], block_multiple_of=16),
+    # A shared expert in the layer, beside its mixture, behind a state space.
+    "granite_hybrid": _text(
+        "GraniteMoeHybridForCausalLM",
+        layer_types=["mamba", "attention"],
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=32,
+        residual_multiplier=0.5,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=8,
+        mamba_expand=2,
+    ),
     # Attention of its own, which calls the cache by another name.
     "mpt": language_model(
         "MptForCausalLM",

@@ -29,6 +29,7 @@ FUSED: dict[str, tuple[tuple[str, ...], ...]] = {
     **dict.fromkeys(("olmo2", "stablelm", "cohere", "gpt2", "gpt_neox", "opt"), (BOTH, BOTH)),
     **dict.fromkeys(("deepseek_v3", *STRUCTURES), (BOTH, BOTH)),
     "gemma4": ((*BOTH, "layer input"),) * 4,
+    "granite_hybrid": (("mixture",), ("mlp",), MIXTURE, ("mlp",)),
     # The first layer is a convolution, or linear attention.
     **dict.fromkeys(("lfm2", "qwen3_5"), (("mlp",), BOTH)),
     **dict.fromkeys(("falcon", "gpt_neo", "mpt"), (("mlp",), ("mlp",))),
@@ -65,6 +66,7 @@ OTHER_SUMS = {"cohere", "cohere2", "cohere_heads", "llama4"}
 WITHOUT_ROTATION = {"gpt_neox", "gpt_neox_in_a_row", "cohere_heads", "phi_heads", "stablelm_heads", "hunyuan"}
 # Their attention takes no other; or it is as llama's.
 NO_CACHE = {
+    "granite_hybrid",
     "qwen3_5",
     "mpt",
     "lfm2",
@@ -242,7 +244,7 @@ def test_generate_gives_the_same_tokens(family: str) -> None:
         assert torch.equal(model.generate(tokens, cache_implementation=cache, **options), wanted), cache
 
 
-@pytest.mark.parametrize("family", ["mpt", "bloom", "falcon", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("family", ["mpt", "bloom", "falcon", "lfm2", "qwen3_5", "granite_hybrid"])
 def test_what_is_called_has_the_cache(family: str) -> None:
     """By the name that it has there."""
     example = quantized(family)
