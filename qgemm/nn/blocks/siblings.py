@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,14 @@ from torch import Tensor
 from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.linear_layer import LinearLayer
+
+
+class _Made(NamedTuple):
+    """What was computed of ``x`` as it was at ``version``, and waits for a layer, by its place."""
+
+    x: Tensor
+    version: int
+    waiting: dict[int, Tensor]
 
 
 class Siblings:
@@ -27,17 +35,15 @@ class Siblings:
         self.merged = MergedWeights(layers)
         self._sizes = [layer.out_features for layer in layers]
         self._in_turn = True
-        self._input: Tensor | None = None
-        self._version = 0
-        self._waiting: dict[int, Tensor] = {}
+        self._made: _Made | None = None
 
     def output(self, place: int, x: Tensor) -> Tensor | None:
         """That of layer ``place``; None if it must compute by itself."""
-        version = 0 if x.is_inference() else x._version
-        if self._waiting:
-            out = self._waiting.pop(place, None) if self._input is x and self._version == version else None
+        version, made = 0 if x.is_inference() else x._version, self._made
+        if made is not None:
+            out = made.waiting.pop(place, None) if made.x is x and made.version == version else None
             if out is not None:
-                self._input = self._input if self._waiting else None
+                self._made = made if made.waiting else None
                 return out
             self._in_turn = False
             self.forget()
@@ -46,13 +52,13 @@ class Siblings:
             return None
         # As they would be: the module's code may ask for another view.
         parts: list[Tensor] = [part.contiguous() for part in operands.product(x, x.dtype).split(self._sizes, dim=-1)]
-        self._waiting = {i: part for i, part in enumerate(parts) if i != place}
-        self._input, self._version = x, version
+        # In one assignment, since another thread may call them too.
+        self._made = _Made(x, version, {i: part for i, part in enumerate(parts) if i != place})
         return parts[place]
 
     def forget(self) -> None:
         """Keeps nothing for anybody."""
-        self._input, self._waiting = None, {}
+        self._made = None
 
 
 @dataclass(frozen=True, eq=False)

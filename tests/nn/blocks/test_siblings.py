@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -122,3 +123,14 @@ def test_what_is_left_alone() -> None:
     assert found(module, x) == [[module.first, module.third]]
     module.third.register_forward_hook(lambda *_: None)
     assert found(module, x) == []
+
+
+def test_two_threads_get_what_is_theirs() -> None:
+    module, _ = made()
+    plain, _ = made()
+    fused(module, torch.randn(5, 64))
+    inputs = [torch.randn(3, 64) for _ in range(8)]
+    with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+        expected = [plain(x) for x in inputs]
+        for _ in range(5):
+            assert all(map(torch.equal, pool.map(torch.no_grad()(module), inputs), expected))
