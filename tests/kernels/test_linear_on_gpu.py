@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.one_layer import K, N, Parameters, on_cpu, plans  # noqa: F401
+from tests.kernels.one_layer import K, Parameters, on_cpu, plans  # noqa: F401
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
