@@ -1,6 +1,7 @@
 """A linear layer of small sizes, and launches of its own for each test, without a GPU in Triton's interpreter."""
 
 import contextlib
+import threading
 
 import pytest
 import torch
@@ -49,3 +50,28 @@ class Parameters:
         q, scale = quantize_rows_reference(rows, self.input_scale)
         out = scaled_mm_reference(q, self.weight.t(), scale, self.weight_scale, self.bias, x.dtype)
         return out.view(*x.shape[:-1], -1) if out.numel() else out.view(*x.shape[:-1], self.weight.shape[0])
+
+
+def wrong_in_threads(layer: Parameters, inputs: list[Tensor], own_streams: bool) -> list[object]:
+    """What goes wrong where each input has a thread, on a stream of its own or all on one."""
+    expected = [layer.expected(x) for x in inputs]
+    torch.cuda.synchronize()
+    start = threading.Barrier(len(inputs))
+    wrong: list[object] = []
+
+    def work(x: Tensor, wanted: Tensor) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()) if own_streams else contextlib.nullcontext():
+                start.wait(60)
+                for _ in range(200):
+                    if not torch.equal(layer(x), wanted):
+                        wrong.append(x.shape)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(inputs, expected, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong

@@ -21,8 +21,8 @@ from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.reference import quantize_rows_reference, scaled_mm_reference
 from tests.kernels.devices import H200
+from tests.kernels.one_layer import Parameters, wrong_in_threads
 from tests.kernels.test_gemm_hopper import on_hopper
-from tests.kernels.test_linear import Parameters, wrong_in_threads
 
 CUDA = torch.device("cuda")
 SKINNY = GemmConfig(16, 32, 256, num_warps=4, num_stages=6, schedule="specialized")

@@ -1,14 +1,12 @@
 """``quant_linear``, what only a GPU has: the driver, CUDA graphs, streams, threads, a profiler, two devices."""
 
-import contextlib
-import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.one_layer import K, Parameters, on_cpu, plans  # noqa: F401
+from tests.kernels.one_layer import K, Parameters, on_cpu, plans, wrong_in_threads  # noqa: F401
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -121,31 +119,6 @@ def test_streams(device: torch.device) -> None:
     torch.cuda.synchronize()
     for x, out in zip(inputs, outs, strict=True):
         assert torch.equal(out, layer.expected(x))
-
-
-def wrong_in_threads(layer: Parameters, inputs: list[Tensor], own_streams: bool) -> list[object]:
-    """What goes wrong where each input has a thread, on a stream of its own or all on one."""
-    expected = [layer.expected(x) for x in inputs]
-    torch.cuda.synchronize()
-    start = threading.Barrier(len(inputs))
-    wrong: list[object] = []
-
-    def work(x: Tensor, wanted: Tensor) -> None:
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()) if own_streams else contextlib.nullcontext():
-                start.wait(60)
-                for _ in range(200):
-                    if not torch.equal(layer(x), wanted):
-                        wrong.append(x.shape)
-        except Exception as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=work, args=pair) for pair in zip(inputs, expected, strict=True)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return wrong
 
 
 @needs_gpu
