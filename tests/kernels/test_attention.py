@@ -295,5 +295,5 @@ def test_what_is_refused(device: torch.device) -> None:
     refused(ValueError, "softcap is -1.0", softcap=-1.0)
     refused(ValueError, "window is -1", window=-1)
     refused(ValueError, "max_length is 11", max_length=11)
-    wide = torch.empty(2, 1, 4, 300, dtype=torch.bfloat16, device=device)
-    refused(ValueError, "heads of 300 values", q=wide, k=wide.transpose(1, 2), v=wide.transpose(1, 2))
+    wide = torch.empty(2, 1, 4, 513, dtype=torch.bfloat16, device=device)
+    refused(ValueError, "heads of 513 values", q=wide, k=wide.transpose(1, 2), v=wide.transpose(1, 2))

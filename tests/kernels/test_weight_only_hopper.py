@@ -7,11 +7,10 @@ import torch
 from numerics.test_groups import stored
 
 from kernels.test_weight_only import before_garbage
-from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.weight_only import float_launcher
-from qgemm.kernels.weight_only.config import Stored, Tiles, select_tiles
+from qgemm.kernels.weight_only.config import Stored, Tiles
 from qgemm.kernels.weight_only.dispatch import weight_only_linear
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import round_scale, spread, store_scale
@@ -125,7 +124,7 @@ def test_up_to_16_rows_are_one_launch(device: torch.device) -> None:
     for M in (1, 16):
         x = torch.zeros(M, K, dtype=torch.bfloat16, device=device)
         plan = float_launcher._make_plan(x, weight, scale, None, None, "int4", 128, True)
-        assert not plan.in_tiles
+        assert plan.adds is None
         assert plan.made is None
 
 
@@ -141,50 +140,20 @@ class Recorder:
         self.tensors = tensors
 
 
-@pytest.mark.parametrize(("sharers", "shared"), [(0, 0), (2, 1), (5, 3)])
-def test_the_launch_takes_all_that_finishes_tiles(sharers: int, shared: int) -> None:
-    """Three tiles of which the last are shared. On any machine: nothing computes."""
+@pytest.mark.parametrize(("splits", "shared"), [(1, 0), (2, 1), (2, 3)])
+def test_each_launch_that_finishes_tiles_takes_bias_and_residual(splits: int, shared: int) -> None:
+    """Of three tiles the last are shared, and those that aren't are the product's. On any machine: nothing computes."""
     M, N, K = 64, 384, 512
-    tile, form = Tiles(64, 7, 5, shared=shared, sharers=sharers), Stored("int4", 4, 128)
+    tile, form = Tiles(64, 7, 5, splits=splits, shared=shared), Stored("int4", 4, 128)
     plan = float_launcher.tiles_plan(tile, form, M, N, K, (K, K // 2, K // 128, N), torch.bfloat16, H200)
-    product = Recorder()
+    product, adds = Recorder(), Recorder()
     x, bias, residual = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((M, K), (N,), (M, N)))
     weight, scale = torch.zeros(N, K // 2, dtype=torch.uint8), torch.ones(N, K // 128, dtype=torch.bfloat16)
-    replace(plan, product=product).run(x, weight, scale, None, None, bias, residual)
-    _, _, out, partial, counts, *_, own_bias, own_residual = product.tensors
-    assert out is not None
-    assert out.shape == (M, N)
-    assert own_bias is bias
-    assert own_residual is residual
+    plan = replace(plan, product=product, adds=None if plan.adds is None else adds)
+    plan.run(x, weight, scale, None, None, bias, residual)
+    if shared < 3:
+        assert product.tensors[-2] is bias
+        assert product.tensors[-1] is residual
     if shared:
-        assert partial is not None
-        # Of the last program's part of the last tile, and before it.
-        assert partial.numel() >= (sharers - 1 + shared - 1 + 1) * 128 * 64
-        assert counts is not None
-        assert not counts.any()
-    else:
-        assert partial is counts is None
-
-
-@pytest.mark.parametrize("M", [64, 300])
-def test_counts_are_zeros_again(M: int, device: torch.device) -> None:
-    """Eagerly and in graphs that take turns, the same bits every time."""
-    skip_elsewhere(device)
-    weight = torch.randint(0, 256, (4096, 2048), dtype=torch.uint8, device=device)
-    scale = torch.rand(4096, 32, device=device).bfloat16()
-    layer = QuantizedWeight(weight, scale, None, None, None, None, 4096, "int4", 128)
-    x = torch.randn(M, 4096, device=device, dtype=torch.bfloat16)
-    assert select_tiles(M, 4096, 4096, Stored("int4", 4, 128), device_limits(device)).shared
-    wanted, graphs, outs = weight_only_linear(x, layer), [], []
-    for _ in range(2):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs.append([weight_only_linear(x, layer) for _ in range(3)])
-        graphs.append(graph)
-    for _ in range(5):
-        for graph, several in zip(graphs, outs, strict=True):
-            graph.replay()
-            assert all(torch.equal(out, wanted) for out in several)
-        assert torch.equal(weight_only_linear(x, layer), wanted)
-    counts = memory.stream_buffer(torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream, 1)
-    assert not counts[: memory.COUNTS_BYTES].any()
+        assert adds.tensors[1] is bias
+        assert adds.tensors[2] is residual

@@ -4,8 +4,8 @@ A tile is 128 rows of the weight by up to 256 rows of x. One warp has TMA fill t
 weight, and panels of x. Each of two groups of four warps unpacks its rows of the weight into the registers that
 ``wgmma`` takes its operand A from, while the other's products run.
 
-Registers of the weight are written again only when all products have read them, and panels that are unpacked while
-others' products run have registers of their own: assemblers before CUDA 13.3 may move them too early.
+Registers of the weight are written again only when all products have read them: assemblers before CUDA 13.3 may move
+them too early.
 """
 
 from triton.experimental import gluon
@@ -20,24 +20,49 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages import GemmContext, ScheduleContext
+from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.epilogue import added
-from qgemm.kernels.stages.ring import (
-    PRODUCER_REGISTERS,
-    barriers,
-    initialize,
-    load_block,
-    store_block,
-    thread_barrier,
-)
-from qgemm.kernels.stages.unpack import SCALED_BY, unpack_pairs, unpack_times_scale, widen_pairs
-from qgemm.kernels.weight_only import config
-from qgemm.kernels.weight_only.items import Items
+from qgemm.kernels.stages.ring import PRODUCER_REGISTERS, barriers, initialize, load_block, store_block
+from qgemm.kernels.stages.unpack import unpack_pairs, widen_pairs
+from qgemm.kernels.weight_only.config import TILE_ROWS
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 
 PANEL = gl.constexpr(64)  # values of K, of x
-ROWS = gl.constexpr(config.TILE_ROWS)
-COUNT_BITS = gl.constexpr(config.COUNT_BITS)
-COUNTS_IN_A_WORD = gl.constexpr(config.COUNTS_IN_A_WORD)
+ROWS = gl.constexpr(TILE_ROWS)
+
+
+@aggregate
+class Items:
+    """What programs compute in turn: the first ``alone`` tiles, then those whose K ``splits`` programs share."""
+
+    sched: ScheduleContext
+    alone: gl.tensor
+    blocks: gl.tensor
+    """Of K."""
+    splits: gl.tensor
+    shares: gl.constexpr
+    """Whether there are shared tiles."""
+
+    @gluon.jit
+    def total(self):
+        """How many there are."""
+        tiles = gl.cdiv(self.sched.M, self.sched.ctx.block_m) * gl.cdiv(self.sched.N, self.sched.ctx.block_n)
+        if self.shares:
+            tiles = self.alone + (tiles - self.alone) * self.splits
+        return tiles
+
+    @gluon.jit
+    def place(self, item):
+        """``(row, col, first, last)``: where its tile begins, and its blocks of K."""
+        first, last = 0 * item, self.blocks
+        if self.shares:
+            shared = gl.maximum(item - self.alone, 0)
+            if item >= self.alone:
+                split = shared % self.splits
+                first, last = self.blocks * split // self.splits, self.blocks * (split + 1) // self.splits
+            item = gl.minimum(item, self.alone + shared // self.splits)
+        tile = self.sched.get_tile_from_idx(item)
+        return tile.pid_m * tile.block_m, tile.pid_n * tile.block_n, first, last
 
 
 @gluon.jit
@@ -52,7 +77,8 @@ def _produce(X, W, x_slots, w_slots, bars, items, FORM: gl.constexpr, TILE: gl.c
     x_full, x_empty, w_full, w_empty = bars
     PANELS: gl.constexpr = TILE.panels
     SLOTS: gl.constexpr = (4 if FORM.bits == 4 else 2) // PANELS
-    _, col, first, last, _ = items.place(gl.program_id(0) * 0)
+    start, stride = gl.program_id(0), gl.num_programs(0)
+    _, col, first, last = items.place(start)
     # Weights don't change: the first come while the kernel ahead in the stream ends.
     ahead = gl.minimum(last - first, TILE.w_depth)
     for step in range(ahead):
@@ -60,8 +86,8 @@ def _produce(X, W, x_slots, w_slots, bars, items, FORM: gl.constexpr, TILE: gl.c
     gdc_wait()
     w_step = 0
     x_step = 0
-    for turn in range(items.turns()):
-        row, col, first, last, _ = items.place(turn)
+    for item in range(start, items.total(), stride):
+        row, col, first, last = items.place(item)
         for block in range(first, last):
             if w_step >= ahead:
                 slot = w_step % TILE.w_depth
@@ -168,18 +194,8 @@ def _values(
 
 
 @gluon.jit
-def _fused_values(packed, INDEX: gl.constexpr, factors, mma: gl.constexpr):
-    """As ``_values``, of symmetric int4, times its scales in bfloat16 and ``SCALED_BY``."""
-    own = gl.convert_layout(
-        scale_value(factors[INDEX // 2]), gl.SliceLayout(1, packed.type.layout), assert_trivial=True
-    )
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    return gl.convert_layout(unpack_times_scale(packed, own, INDEX // 2), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
 def _consume(
-    Y, partial, counts, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, bars, staging, items,
+    Y, partial, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, bars, staging, items,
     stride_sn, stride_residual, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     x_full, x_empty, w_full, w_empty = bars
@@ -188,28 +204,19 @@ def _consume(
     # Panels that are unpacked at a time.
     AT_ONCE: gl.constexpr = 2 * HALVES if TILE.unpacks_blocks else 2
     PANELS: gl.constexpr = TILE.panels
-    DTYPE: gl.constexpr = x_slots.dtype
-    SCALE: gl.constexpr = scale.dtype.element_ty
-    # A multiply-add scales codes of int4, and takes away what makes them positive: panel by panel, while products run.
-    # Of the others, panels are unpacked before the first products: that takes int8 less time.
-    FUSED: gl.constexpr = (
-        FORM.name == "int4"
-        and FORM.group >= BLOCK
-        and not FORM.has_zeros
-        and gl.bfloat16 == DTYPE
-        and gl.bfloat16 == SCALE
-    )
-    SUMS: gl.constexpr = TILE.sums and FORM.group >= BLOCK and not FUSED
+    SUMS: gl.constexpr = TILE.sums and FORM.group >= BLOCK
     BLOCK_M: gl.constexpr = sched.ctx.block_m
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     pl: gl.constexpr = gl.DotOperandLayout(0, mma, 1)
     zl: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, mma, 2))
     rl: gl.constexpr = gl.SliceLayout(1, mma) if SUMS else zl
+    DTYPE: gl.constexpr = x_slots.dtype
+    SCALE: gl.constexpr = scale.dtype.element_ty
     groups = gl.cdiv(sched.K, FORM.group) if FORM.group > 0 else 1
     w_step = 0
     x_step = 0
-    for turn in range(items.turns()):
-        row, col, first, last, shared = items.place(turn)
+    for item in range(gl.program_id(0), items.total(), gl.num_programs(0)):
+        row, col, first, last = items.place(item)
         col += WHO * 64
         n = gl.minimum(col + gl.arange(0, 64, rl), sched.N - 1)
         pointers = scale + n.to(gl.int64) * stride_sn
@@ -239,10 +246,9 @@ def _consume(
             packed = (slot.slice(0, 32, 1).load(pl), slot.slice(32, 32, 1).load(pl))
             for phase in gl.static_range(2 * HALVES // AT_ONCE):
                 values = ()
-                if not FUSED:
-                    for i in gl.static_range(AT_ONCE):
-                        w = _values(packed[i % 2], phase * AT_ONCE + i, factors, zeros, SCALE, DTYPE, mma, FORM, SUMS)
-                        values = values + (w,)
+                for i in gl.static_range(AT_ONCE):
+                    w = _values(packed[i % 2], phase * AT_ONCE + i, factors, zeros, SCALE, DTYPE, mma, FORM, SUMS)
+                    values = values + (w,)
                 if phase == 0:
                     mbarrier.arrive(w_empty.index(w_slot), count=1)
                 sums = acc
@@ -254,8 +260,7 @@ def _consume(
                     x = x_slots.index(step % TILE.x_depth * PANELS + i % PANELS).permute((1, 0))
                     if SUMS and i % 2 == 0:
                         sums = gl.zeros([64, BLOCK_M], gl.float32, mma)
-                    w = _fused_values(packed[i % 2], phase * AT_ONCE + i, factors, mma) if FUSED else values[i]
-                    sums = warpgroup_mma(w, x, sums, use_acc=not SUMS or i % 2 > 0, is_async=True)
+                    sums = warpgroup_mma(values[i], x, sums, use_acc=not SUMS or i % 2 > 0, is_async=True)
                     if i % 2 == 1:
                         of_halves = of_halves + (sums,)
                 for i in gl.static_range(AT_ONCE):
@@ -277,92 +282,55 @@ def _consume(
         if FORM.group == 0:
             factor = gl.load(scale + gl.minimum(n, sched.N - 1).to(gl.int64) * stride_sn)
             acc = acc * scale_value(factor)[:, None]
-        if FUSED:
-            acc = acc * (1 / SCALED_BY)
         if global_scale is not None:
             acc = acc * gl.load(global_scale) / gl.load(global_scale + 1)
-        finishes = turn >= 0
-        if items.shares:
-            if shared >= 0:
-                acc, finishes = _add_parts(acc, partial, counts, items, shared, WHO)
-        if finishes:
+        if items.shares and item >= items.alone:
+            # Blocks of 8 x 8 values, which a warp writes at a time.
+            i = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None]
+            j = gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))[None, :]
+            at = i // 8 * (8 * BLOCK_M) + j // 8 * 64 + i % 8 * 8 + j % 8
+            own = (item - items.alone) * 2 + WHO
+            gl.store(partial + own.to(gl.int64) * (64 * BLOCK_M) + at, acc)
+        else:
             if bias is not None:
                 acc = acc + gl.load(bias + n, mask=n < sched.N, other=0.0).to(gl.float32)[:, None]
-            _store_across(Y, staging, row, col, acc, residual, stride_residual, sched)
+            if residual is not None:
+                m = row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
+                there = residual + m.to(gl.int64)[None, :] * stride_residual + n[:, None]
+                inside = (n < sched.N)[:, None] & (m < sched.M)[None, :]
+                acc = added(acc, gl.load(there, mask=inside, other=0.0))
+            _store_across(Y, staging, row, col, acc.to(Y.dtype))
     tma.store_wait(0)
 
 
 @gluon.jit
-def _add_parts(acc, partial, counts, items, shared, WHO: gl.constexpr):
-    """Leaves sums of a part of a shared tile to the program that comes last, and gets all parts' if that is this one.
-
-    ``(sums, finishes)``. Parts are added in their order, whoever adds them: the same bits every time.
-    """
-    ROWS_M: gl.constexpr = acc.shape[1]
-    mma: gl.constexpr = acc.type.layout
-    # Blocks of 8 x 8 values, which a warp writes at a time.
-    i = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None]
-    j = gl.arange(0, ROWS_M, gl.SliceLayout(0, mma))[None, :]
-    at = i // 8 * (8 * ROWS_M) + j // 8 * 64 + i % 8 * 8 + j % 8
-    own = (gl.program_id(0) + shared) * 2 + WHO
-    gl.store(partial + own.to(gl.int64) * (64 * ROWS_M) + at, acc)
-    thread_barrier()
-    first, last = items.sharers_of(shared)
-    count = shared * 2 + WHO
-    word = counts + count // COUNTS_IN_A_WORD
-    shift = count % COUNTS_IN_A_WORD * COUNT_BITS
-    arrived = gl.atomic_add(word, 1 << shift, sem="acq_rel", scope="gpu") >> shift & ((1 << COUNT_BITS) - 1)
-    finishes = arrived == last - first
-    if finishes:
-        # Zeros for the next launch.
-        gl.atomic_add(word, -((last - first + 1) << shift), sem="relaxed", scope="gpu")
-        acc = gl.zeros([64, ROWS_M], gl.float32, mma)
-        for program in range(first, last + 1):
-            part = (program + shared) * 2 + WHO
-            acc += gl.load(partial + part.to(gl.int64) * (64 * ROWS_M) + at, cache_modifier=".cg")
-    return acc, finishes
-
-
-@gluon.jit
-def _store_across(Y, staging, row, col, values, residual, stride_residual, sched):
-    """Has the copy engine store what is the other way round, by as many columns at a time as ``staging`` has rows.
-
-    A residual is added to so many.
-    """
+def _store_across(Y, staging, row, col, values):
+    """Has the copy engine store what is the other way round, by as many columns at a time as ``staging`` has rows."""
     if values.shape[1] == staging.shape[0]:
-        if residual is not None:
-            m = row + gl.arange(0, values.shape[1], gl.SliceLayout(0, values.type.layout))
-            n = col + gl.arange(0, 64, gl.SliceLayout(1, values.type.layout))
-            there = residual + m.to(gl.int64)[None, :] * stride_residual + n[:, None]
-            inside = (n < sched.N)[:, None] & (m < sched.M)[None, :]
-            values = added(values, gl.load(there, mask=inside, other=0.0))
         tma.store_wait(0)
-        staging.store(values.to(Y.dtype).permute((1, 0)))
+        staging.store(values.permute((1, 0)))
         fence_async_shared()
         store_block(Y, [row, col], staging)
     else:
         HALF: gl.constexpr = values.shape[1] // 2
         halves = values.reshape([64, 2, HALF]).permute(0, 2, 1).split()
         for i in gl.static_range(2):
-            _store_across(Y, staging, row + i * HALF, col, halves[i], residual, stride_residual, sched)
+            _store_across(Y, staging, row + i * HALF, col, halves[i])
 
 
-@gluon.jit(do_not_specialize=["M", "alone", "sharers"])
+@gluon.jit(do_not_specialize=["M", "alone", "splits"])
 def _tiles_kernel(
-    X, W, Y, partial, counts, scale, zero_point, global_scale, bias, residual,
-    M, N, K, alone, sharers, stride_sn, stride_residual,
+    X, W, Y, partial, scale, zero_point, global_scale, bias, residual,
+    M, N, K, alone, splits, stride_sn, stride_residual,
     FORM: gl.constexpr, TILE: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
     """``X``, ``W``, ``Y``: tensor maps of ``[M, K]``, the stored weight, and ``[M, N]``.
 
-    ``alone``, ``sharers``: as in ``Items``. ``partial``: float32 for each part of a shared tile. ``counts``:
-    ``COUNTS_BYTES`` of zeros, which they are again in the end.
+    ``alone``, ``splits``: as in ``Items``. ``partial``: float32 for each part of a shared tile.
     """
     ctx = GemmContext(X.block_shape[0], ROWS, 64, 1, 1, TILE.group_size_m)
     sched = ScheduleContext(M, N, K, ctx)
-    if SHARES:
-        counts = counts.cast(gl.pointer_type(gl.int32), bitcast=True)
-    items = Items(sched, alone, gl.cdiv(K, BLOCK * (2 if FORM.bits == 4 else 1)), sharers, SHARES)
+    items = Items(sched, alone, gl.cdiv(K, BLOCK * (2 if FORM.bits == 4 else 1)), splits, SHARES)
     x_slots = gl.allocate_shared_memory(X.dtype, [TILE.x_depth * TILE.panels, X.block_shape[0], PANEL], X.layout)
     w_slots = gl.allocate_shared_memory(W.dtype, [TILE.w_depth * 2, 64, BLOCK // 2], W.layout)
     x_full, x_empty = barriers(TILE.x_depth), barriers(TILE.x_depth)
@@ -380,14 +348,14 @@ def _tiles_kernel(
             (
                 _consume,
                 (
-                    Y, partial, counts, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, bars,
+                    Y, partial, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, bars,
                     staging.index(0), items, stride_sn, stride_residual, FORM, TILE, 0,
                 ),
             ),
             (
                 _consume,
                 (
-                    Y, partial, counts, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, bars,
+                    Y, partial, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, bars,
                     staging.index(1), items, stride_sn, stride_residual, FORM, TILE, 1,
                 ),
             ),
