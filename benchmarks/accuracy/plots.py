@@ -27,7 +27,7 @@ def draw(run: Run, path: Path) -> None:
             axes.scatter([max(value, _LEAST) for value in values], rows, marker=marker, s=26, alpha=0.7, label=label)
     axes.set_xscale("log")
     axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="both", alpha=0.3)
     axes.set_xlabel("KL divergence from the bf16 model's logits, nats per token")
     axes.legend()

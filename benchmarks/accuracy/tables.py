@@ -95,7 +95,8 @@ def _perplexity(run: Run, variant: str, subject: str) -> str:
         return "-"
     if base is None:
         return _shown(found, ".4g")
-    change = Mean(100 * (found.mean / base.mean - 1), 100 * found.spread / base.mean)
+    # Without a sign, a change that rounds to zero.
+    change = Mean(round(100 * (found.mean / base.mean - 1), 2) + 0.0, 100 * found.spread / base.mean)
     return f"{found.mean:.4g} ({'+' if change.mean >= 0 else ''}{_shown(change, '.2f')} %)"
 
 
