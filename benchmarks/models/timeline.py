@@ -164,7 +164,7 @@ def draw(steps: dict[str, list[Kernel]], title: str, path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(10, 1.2 + 0.7 * len(steps)))
+    figure, axis = pyplot.subplots(figsize=(10, 1.2 + 0.7 * len(steps)), layout="constrained")
     for row, step in enumerate(map(in_turn, steps.values())):
         for place, kind in enumerate((*KINDS, OTHER)):
             spans = [(one.start, one.duration) for one in step if one.kind == kind]
@@ -176,9 +176,9 @@ def draw(steps: dict[str, list[Kernel]], title: str, path: Path) -> None:
     axis.set_xlim(0, 1.2 * max(map(_end, steps.values())))
     axis.set_xlabel("microseconds")
     axis.set_title(title, fontsize=10)
-    axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.35), ncol=5, frameon=False)
+    figure.legend(fontsize=8, loc="outside lower center", ncol=5, frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+    figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
