@@ -91,7 +91,7 @@ class StoredWeight(Tensor):
         if is_about_values and any(map(_is_float, tree_leaves((args, kwargs)))):
             raise refuse_to_compute(view.layer, view.stored.dtype)
         out = func(*args, **kwargs)
-        if not is_about_values:
+        if not is_about_values or isinstance(out, torch.Size):  # of which tree_map_only makes a tuple
             return out
         if any(map(_is_float, tree_leaves(out))):
             raise refuse_to_compute(view.layer, view.stored.dtype)

@@ -99,6 +99,7 @@ def layer() -> QuantLinear:
 def test_what_may_be_asked(layer: QuantLinear) -> None:
     weight = layer.weight
     assert (weight.dtype, weight.device, weight.shape) == (torch.int8, torch.device("cpu"), (8, 16))
+    assert (weight.shape.numel(), weight.size().numel()) == (128, 128)  # a torch.Size, not a tuple
     assert (weight.ndim, weight.numel(), weight.element_size(), weight.is_contiguous()) == (2, 128, 1, True)
     assert not weight.requires_grad
     assert not weight.is_floating_point()
