@@ -224,8 +224,12 @@ def _warn_of_coverage(layers: list[Layer]) -> None:
     )
     by_default = sorted((layer for layer in kept if layer.bytes and not layer.obstacle), key=lambda layer: -layer.bytes)
     gain = sum(layer.bytes for layer in by_default) / total
-    names = listed([layer.name for layer in by_default], 2)
-    way_out = f"include=[...] quantizes {gain:.0%} more, of {names}" if by_default else "That can't be quantized"
+    names = [layer.name for layer in by_default]
+    way_out = "That can't be quantized"
+    if len(names) in (1, 2):
+        way_out = f"include={names} quantizes {gain:.0%} more"
+    elif names:
+        way_out = f"include=[...] quantizes {gain:.0%} more: {listed(names, 2)}"
     warn_user(
         f"only {1 - left / total:.0%} of the bytes in this model's weights are quantized, so it stays almost as large. "
         f"What stays in float: {causes}. {way_out}"
