@@ -1,8 +1,8 @@
-"""What a model needs and how fast it can be on several GPUs, reckoned: ``python -m benchmarks.scaling --help``.
+"""What a model needs and how fast it can be on several GPUs, estimated: ``python -m benchmarks.scaling --help``.
 
-Sizes are those of the model itself, quantized on meta and cut as its plan of tensor parallelism says. Times add up what
-a step and a prompt are made of, with constants that were measured on an H200. The constants come from a few of the
-figures in ``docs/benchmarks.md`` and ``docs/performance.md``; the tests compare what follows with the others.
+Sizes are those of the model itself, quantized on meta and split according to its plan of tensor parallelism. Times are
+the sums of the parts of a step and of a prompt, with constants that were measured on an H200. The constants come from a
+few of the figures in ``docs/benchmarks.md`` and ``docs/performance.md``; tests compare the estimates with the others.
 """
 
 from __future__ import annotations

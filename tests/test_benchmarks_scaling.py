@@ -1,4 +1,4 @@
-"""What is reckoned of models on several GPUs: sizes are those of real models, times those that were measured."""
+"""Estimates for models on several GPUs: sizes are those of real models, times those that were measured."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_what_is_left_to_the_rest() -> None:
     assert 21.2e9 < found.weights() + found.cache(64 * 578) + H200.reserve < 23e9
 
 
-def test_a_prompt_through_a_mixture_is_not_reckoned() -> None:
+def test_a_prompt_through_a_mixture_is_not_estimated() -> None:
     with pytest.raises(ValueError, match="prompts through mixtures don't follow this rule"):
         inventory(MIXTURE).prefill(100)
 
