@@ -238,6 +238,17 @@ def test_dequantize(llama_folder: Path, tmp_path: Path) -> None:
     assert torch.equal(again.model.layers[0].mlp.up_proj.weight, expected)
 
 
+@pytest.mark.parametrize("cast", [None, torch.float32, torch.float16])
+@torch.no_grad()
+def test_dequantized_weights_have_the_dtype_of_the_rest(cast: torch.dtype | None, llama_folder: Path) -> None:
+    # Which the config doesn't say of a model that was cast, before it was quantized or since then.
+    model = qgemm.quantize_model(load(llama_folder, dtype=torch.float32).to(torch.bfloat16))
+    model = model if cast is None else model.to(cast)
+    model.dequantize()
+    assert {parameter.dtype for parameter in model.parameters()} == {cast or torch.bfloat16}
+    assert model(IDS).logits.dtype == (cast or torch.bfloat16)
+
+
 # The config.
 
 

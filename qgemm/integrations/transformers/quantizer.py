@@ -123,6 +123,14 @@ class QGemmQuantizer(HfQuantizer):
         """What ``save_pretrained`` is to store: the tensors that ``save_quantized`` does. The config describes them."""
         return tensors_and_metadata(model)
 
+    def dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+        """Puts float layers in the place of quantized ones, in ``dtype``: by default that of the model's float part.
+
+        transformers would take the config's, which ``model.float()`` and the like don't change.
+        """
+        dequantized: PreTrainedModel = super().dequantize(model, _float_dtype(model) if dtype is None else dtype)
+        return dequantized
+
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         wanted: torch.dtype | None = (
             getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -175,6 +183,16 @@ def _copy_config(model: PreTrainedModel) -> None:
         for key, value in vars(module).items():
             if isinstance(value, PreTrainedConfig):
                 vars(module)[key] = copies.get(id(value), value)
+
+
+def _float_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype of the first parameter that is not a quantized layer's and is a float; None if there is none."""
+    for module in model.modules():
+        if not isinstance(module, QuantLayer):
+            for parameter in module.parameters(recurse=False):
+                if parameter.is_floating_point():
+                    return parameter.dtype
+    return None
 
 
 def _float_experts(module: nn.Module, quantized: QuantExperts, dtype: torch.dtype | None) -> nn.Module:
