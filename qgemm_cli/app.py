@@ -243,7 +243,8 @@ def compare(
     window: Annotated[int, typer.Option(min=2, help="The number of tokens that a model gets at a time.")] = 512,
     max_tokens: Annotated[int, typer.Option(min=2, help="The maximum number of tokens of the text.")] = 4096,
     tolerance: Annotated[
-        float | None, typer.Option(min=0, help="Exit with 1 if the relative error of a tensor is above this.")
+        float | None,
+        typer.Option(min=0, help="Exit with 1 if a tensor's relative error is above this, or a weight only in A or B."),
     ] = None,
     max_kl: Annotated[
         float | None, typer.Option(min=0, help="Exit with 1 if the mean divergence over the text is above this.")

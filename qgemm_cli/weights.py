@@ -1,24 +1,26 @@
 """The weights of a checkpoint in float, whatever they are stored as, some rows at a time.
 
-A float checkpoint's tensors go by the names that the model gives them, also where the files use others, or by those in
-the files, whichever the other checkpoint shares; those of quantized ones by the names in the files.
+Tensors of a float checkpoint, and of another library's, go by the names that the model gives them, or by those in the
+files, whichever the other checkpoint shares; those of qgemm's own have the names of the model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.load import find_matching
 from qgemm.checkpoint.safetensors_file import StoredTensor
-from qgemm.checkpoint.tensors import FLOAT_DTYPES
-from qgemm.nn import QuantLinear, linear_class
+from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
+from qgemm.nn import QuantExperts, QuantLinear, linear_class
 from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.numerics.formats import INT8
@@ -165,6 +167,71 @@ class Converted(FloatTensor):
         return rows
 
 
+class Made(FloatTensor):
+    """A tensor of the model that another library's files hold otherwise, or under another name."""
+
+    def __init__(self, contents: Contents, name: str) -> None:
+        """``name``: in the model that ``contents`` was fitted to."""
+        super().__init__(contents.headers[name].shape or (1,), torch.float32, self._read)
+        self._contents, self._name = contents, name
+        self._value: Tensor | None = None
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        """Makes the whole of it the first time."""
+        value = _read_made(self._contents, {self._name})[self._name] if self._value is None else self._value
+        self._value = None if stop == self.row_count else value
+        return value.reshape(self.shape)[start:stop].float()
+
+
+class ConvertedExperts(FloatTensor):
+    """A weight of all experts, ``[E, N, K]``, that another library wrote one by one, or in a form of its own."""
+
+    def __init__(self, contents: Contents, name: str, experts: QuantExperts, leaf: str) -> None:
+        """``experts``: the module on meta, called ``name`` in the model that ``contents`` was fitted to."""
+        like = experts.linear_of(leaf)
+        super().__init__((experts.num_experts, like.out_features, like.in_features), torch.float32, self._read)
+        self.stored = StoredLayer(f"{name}.{leaf}", "experts", experts.scheme.weight.dtype, self.shape, {})
+        self._contents, self._experts, self._leaf = contents, experts, leaf
+        held = [own for own, _ in experts.named_parameters(recurse=False) if own.startswith(leaf)]
+        self._names = {f"{name}.{own}": own for own in held if own != f"{leaf}_bias"}
+        self._is_read = False
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        """Reads all experts, as they are stored, the first time."""
+        if not self._is_read:
+            for name, value in _read_made(self._contents, self._names, self._experts.problem_with).items():
+                setattr(self._experts, self._names[name], nn.Parameter(value, requires_grad=False))
+            self._is_read = True
+        linears = (self._experts.linear_of(self._leaf, expert) for expert in range(start, stop))
+        made = torch.stack([linear.dequantize(torch.float32).weight.detach() for linear in linears])
+        if stop == self.row_count:
+            for own in self._names.values():
+                setattr(self._experts, own, nn.Parameter(self._experts.stored(own).to("meta"), requires_grad=False))
+            self._is_read = False
+        return made
+
+
+def _read_made(
+    contents: Contents,
+    names: Container[str],
+    find_problem: Callable[[str, Tensor], str] = lambda leaf, value: "",
+) -> dict[str, Tensor]:
+    """The tensors of the model called ``names``, put together of what conversions make."""
+    whole: dict[str, Tensor] = {}
+    for target, value in read_converted(contents, torch.device("cpu"), only=names):
+        if target.name not in names:
+            continue
+        if problem := find_problem(target.name.rpartition(".")[2], value):
+            raise CheckpointError(f"{contents.stored[target.source].path}: {target.source} {problem}")
+        if target.place is None:
+            whole[target.name] = value
+            continue
+        if target.name not in whole:
+            whole[target.name] = torch.empty(target.whole, dtype=value.dtype)
+        whole[target.name][target.place] = value
+    return whole
+
+
 def _block_size(whole: int, blocks: int) -> int:
     """Of how many values ``blocks`` blocks are, the last of which may be shorter: 128, if that fits."""
     return next(
@@ -212,6 +279,51 @@ def _pair(a: dict[str, FloatTensor], b: dict[str, FloatTensor], tied_in_b: dict[
 
 def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, FloatTensor]]:
     """The tensors of ``checkpoint`` by the model's names, if they are known, and by those in the files."""
+    contents = checkpoint.contents
+    if contents is not None and contents.is_foreign and checkpoint.folder is not None:
+        by_model = _of_model(checkpoint.folder)
+        try:
+            return [by_model, _in_files(checkpoint, source)]
+        except CheckpointError:
+            if not by_model:
+                raise
+            return [by_model]
+    in_files = _in_files(checkpoint, source)
+    if checkpoint.format == FLOAT and checkpoint.config:
+        try:
+            loading = plan_loading(source, drop=["*"])
+        except (CheckpointError, ImportError):  # not of transformers
+            return [in_files]
+        tensors = {name: tensor for name, tensor in loading.tensors.items() if tensor.dtype.is_floating_point}
+        return [_order_experts(tensors, loading.model), in_files]
+    return [in_files]
+
+
+def _of_model(folder: Path) -> dict[str, FloatTensor]:
+    """The tensors of another library's checkpoint, as ``load_quantized`` takes them; none of a model it can't build.
+
+    Experts have the names and order of ``QuantExperts``.
+    """
+    try:
+        found = find_matching(folder)
+    except (CheckpointError, ImportError):
+        return {}
+    contents, tensors = found.contents, dict[str, FloatTensor]()
+    for name, layer in found.layers.items():
+        if isinstance(layer, QuantExperts):
+            for leaf in layer.weight_names:
+                tensors[f"{name}.{leaf}"] = ConvertedExperts(contents, name, layer, leaf)
+        else:
+            tensors[f"{name}.weight"] = Converted(contents, name)
+    for name, header in contents.headers.items():
+        layer_name, leaf = split_name(name)
+        is_part = layer_name in found.layers and not leaf.endswith(("bias", "input_scale"))
+        if not is_part and header.dtype in FLOAT_DTYPES:
+            tensors[name] = Made(contents, name)
+    return tensors
+
+
+def _in_files(checkpoint: Checkpoint, source: Source) -> dict[str, FloatTensor]:
     in_files: dict[str, FloatTensor] = {}
     contents = checkpoint.contents
     schemes = {} if contents is None else contents.manifest.layers
@@ -221,14 +333,7 @@ def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, Floa
         else:
             is_own = contents is not None and not contents.is_foreign
             in_files.update(_of_layer(layer, source, schemes.get(layer.module if is_own else layer.name)))
-    if checkpoint.format == FLOAT and checkpoint.config:
-        try:
-            loading = plan_loading(source, drop=["*"])
-        except (CheckpointError, ImportError):  # not of transformers
-            return [in_files]
-        tensors = {name: tensor for name, tensor in loading.tensors.items() if tensor.dtype.is_floating_point}
-        return [_order_experts(tensors, loading.model), in_files]
-    return [in_files]
+    return in_files
 
 
 def _order_experts(tensors: dict[str, FloatTensor], model: nn.Module) -> dict[str, FloatTensor]:

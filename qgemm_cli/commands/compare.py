@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ from qgemm.checkpoint.errors import CheckpointError
 from qgemm.device import find_device
 from qgemm.streaming.float_tensors import FloatTensor
 from qgemm.streaming.source import open_source
-from qgemm_cli.layers import StoredLayer, find_layers
+from qgemm_cli.layers import MATRICES, StoredLayer, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
 from qgemm_cli.patterns import collapse, natural_order, pattern_of
 from qgemm_cli.reading import Checkpoint, open_checkpoint
 from qgemm_cli.soundness import find_problems
-from qgemm_cli.weights import pair_weights
+from qgemm_cli.weights import ConvertedExperts, pair_weights
 
 _VALUES = 1 << 24  # that are compared at a time: 64 MB in float32
 MOST_NAMES = 5
@@ -69,15 +69,33 @@ def _compare_weights(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
                 other_shapes.append({**entry, "shape_in_a": list(theirs.shape)})
             advance(math.prod(ours.shape))
     errors = [entry["relative_error"] for entry in compared if entry["quantized"]]
+    names_in_a = set(pairing.names_in_a.values())
     return {
         "layers": compared,
         "same": sum(entry["relative_error"] == 0 for entry in compared),
         "largest_error": max(errors, key=_nan_last, default=None),
         "mean_error": sum(errors) / len(errors) if errors else None,
         "other_shapes": other_shapes,
-        "only_in_a": sorted(pairing.a.keys() - set(pairing.names_in_a.values()), key=natural_order),
+        "only_in_a": sorted(pairing.a.keys() - names_in_a, key=natural_order),
         "only_in_b": sorted(pairing.b.keys() - pairing.names_in_a.keys(), key=natural_order),
+        "without_counterpart": [
+            *_lone_weights(pairing.a, names_in_a, layers_a, layers_b),
+            *_lone_weights(pairing.b, pairing.names_in_a, layers_b, layers_a),
+        ],
     }
+
+
+def _lone_weights(
+    tensors: dict[str, FloatTensor],
+    paired: Container[str],
+    layers: dict[str, StoredLayer],
+    others: dict[str, StoredLayer],
+) -> list[str]:
+    """Weights of linear layers and experts that the other checkpoint lacks; a head may be tied to its embedding."""
+    embeddings = {layer.shape for layer in others.values() if layer.kind == "embedding"}
+    lone = {name: _layer_of(layers.get(name), tensor) for name, tensor in tensors.items() if name not in paired}
+    found = [name for name, layer in lone.items() if layer is not None and layer.kind in MATRICES]
+    return sorted((name for name in found if tensors[name].shape not in embeddings), key=natural_order)
 
 
 def _folder_of(checkpoint: Checkpoint) -> Path:
@@ -89,6 +107,7 @@ def _folder_of(checkpoint: Checkpoint) -> Path:
 def _describe(
     name: str, name_in_a: str, b: FloatTensor, a: FloatTensor, layer_b: StoredLayer | None, layer_a: StoredLayer | None
 ) -> dict[str, Any]:
+    layer_a, layer_b = (_layer_of(*each) for each in ((layer_a, a), (layer_b, b)))
     known = [layer for layer in (layer_b, layer_a) if layer is not None]
     return {
         "name": name,
@@ -99,6 +118,10 @@ def _describe(
         "stored_as_b": _storage(layer_b, b),
         "quantized": any(layer.is_quantized for layer in known),
     }
+
+
+def _layer_of(layer: StoredLayer | None, tensor: FloatTensor) -> StoredLayer | None:
+    return tensor.stored if layer is None and isinstance(tensor, ConvertedExperts) else layer
 
 
 def _transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -176,6 +199,8 @@ def find_differences(document: dict[str, Any], tolerance: float | None, most_kl:
     for layer in document["layers"] if tolerance is not None else ():
         if not layer["relative_error"] <= tolerance:
             found.append(f"{layer['name']}: relative error {layer['relative_error']:.4g}, above {tolerance:g}")
+    if tolerance is not None:
+        found += [f"{name} is only in one of the two" for name in document["without_counterpart"]]
     text = document["text"]
     if text is not None and most_kl is not None and not text["mean_kl"] <= most_kl:
         found.append(f"mean divergence {text['mean_kl']:.4g}, above {most_kl:g}")

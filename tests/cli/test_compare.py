@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from checkpoint.foreign import edit_tensors
+from checkpoint.samples import SAMPLES
 from checkpoint.test_bitsandbytes import float_model, write_by_layout
 from safetensors.torch import load_file, save_file
 
@@ -111,6 +113,50 @@ def test_experts_in_whatever_layout(name: str, scheme: str, stored_as: str, most
         assert experts[leaf]["relative_error"] == 0  # biases
     assert len(experts) == (2 if name == "qwen3_moe" else 4)
     assert found["only_in_a"] == found["only_in_b"] == []
+
+
+def test_experts_of_other_libraries(tmp_path: Path) -> None:
+    tiny_mixture("qwen3_moe").save_pretrained(tmp_path / "float")
+    run("quantize", tmp_path / "float", tmp_path / "own", "--scheme", "int4-16")
+    run("convert", tmp_path / "own", tmp_path / "one by one", "--to", "compressed-tensors")
+    run("convert", SAMPLES / "mxfp4-gpt-oss", tmp_path / "gpt-oss", "--to", "qgemm")
+    for a, b in (("own", "one by one"), ("one by one", "own"), (SAMPLES / "mxfp4-gpt-oss", "gpt-oss")):
+        found = run_json("compare", tmp_path / a, tmp_path / b, "--tolerance", 0)
+        experts = [layer for layer in found["layers"] if layer["kind"] == "experts"]
+        assert {layer["name"].rpartition(".")[2] for layer in experts} == {"gate_up_proj", "down_proj"}
+        assert {layer["quantized"] for layer in experts} == {True}
+        assert found["same"] == len(found["layers"])
+        assert [name for name in found["only_in_a"] + found["only_in_b"] if "inv_freq" not in name] == []
+    # With a float mixture, whose files have the same names, experts are compared one by one.
+    found = run_json("compare", tmp_path / "float", tmp_path / "one by one", "--tolerance", 0.2)
+    assert sum(".experts." in layer["name"] for layer in found["layers"]) == 12
+    edit_tensors(
+        tmp_path / "one by one",
+        lambda tensors: tensors["model.layers.0.mlp.experts.2.up_proj.weight_scale"][0].mul_(1.01),
+    )
+    assert (
+        "experts.gate_up_proj: relative error"
+        in run("compare", tmp_path / "own", tmp_path / "one by one", "--tolerance", 0, exit_code=1).stderr
+    )
+    edit_tensors(
+        tmp_path / "one by one",
+        lambda tensors: tensors["model.layers.0.mlp.experts.2.up_proj.weight_scale"][0].fill_(torch.nan),
+    )
+    assert "experts.2.up_proj.weight_scale holds NaN" in run_failing(
+        "compare", tmp_path / "own", tmp_path / "one by one"
+    )
+
+
+def test_a_weight_that_only_one_has_is_above_every_tolerance(float_folder: Path, int8_folder: Path) -> None:
+    names = [name for name in load_file(float_folder / "model.safetensors") if "layers.1." in name]
+    edit_tensors(float_folder, lambda tensors: [tensors.pop(name) for name in names])
+    config = json.loads((float_folder / "config.json").read_text())
+    (float_folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    for a, b in ((float_folder, int8_folder), (int8_folder, float_folder)):
+        found = run_json("compare", a, b, "--tolerance", 0.1, exit_code=1)
+        weights = sorted(name for name in names if "proj" in name)
+        assert sorted(found["differences"]) == [f"{name} is only in one of the two" for name in weights]
+        run("compare", a, b)
 
 
 def test_experts_that_both_hold_one_by_one(tmp_path: Path) -> None:
