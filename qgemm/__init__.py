@@ -1,20 +1,21 @@
 """Int8 inference layers for PyTorch.
 
-- ``quantize_model(model)`` swaps the linear layers and experts of a model, in place; ``report(model)`` says what became
-  of each.
-- ``calibrate(model)`` finds the scales that static schemes want.
+- ``quantize_model(model)`` replaces the linear layers and experts of a model, in place; ``report(model)`` lists what
+  was done with each.
+- ``calibrate(model)`` computes the scales that static schemes need.
 - ``qgemm.calibration`` has the methods of recipes: ``quantize_model(..., calibration=batches, recipe=[GPTQ()])``.
-- ``sensitivity(model, data)`` ranks layers by the damage that each does alone; ``Budget`` chooses schemes by it.
-- ``fuse(model)`` has the layers of a transformer compute as few kernels; ``unfuse(model)`` undoes it.
-- ``QuantLinear`` is the layer, ``QuantExperts`` a mixture of experts.
-- ``save_quantized(model, folder)`` and ``load_quantized(folder)`` keep a quantized model in safetensors.
+- ``sensitivity(model, data)`` ranks layers by the loss when each alone is quantized; with it, a ``Budget`` chooses
+  schemes.
+- ``fuse(model)`` fuses the kernels of a transformer's layers; ``unfuse(model)`` undoes it.
+- ``QuantLinear`` is the quantized linear layer, ``QuantExperts`` a quantized mixture of experts.
+- ``save_quantized(model, folder)`` and ``load_quantized(folder)`` store and load a quantized model as safetensors.
 - ``quantize_checkpoint(source, destination)`` quantizes from files to files, for models larger than memory.
-- ``fast_generate(model)`` makes ``generate`` of a model of transformers fast.
-- ``share_scales(model)`` has a model in tensor parallelism compute what one process computes.
-- ``KeyValueCache(config, max_batch, max_length)`` is a cache of transformers, in float or int8.
-- ``QGemmConfig(...)`` is the ``quantization_config`` of transformers' ``from_pretrained``.
+- ``fast_generate(model)`` makes ``generate`` of a transformers model fast.
+- ``share_scales(model)`` makes a model in tensor parallelism use the scales of a single process.
+- ``KeyValueCache(config, max_batch, max_length)`` is a static cache for transformers, in float or int8.
+- ``QGemmConfig(...)`` is the ``quantization_config`` for transformers' ``from_pretrained``.
 
-``qgemm.kernels`` has the matrix products themselves, ``qgemm.kernels.stages`` the blocks to write more with.
+``qgemm.kernels`` has the matrix products, ``qgemm.kernels.stages`` the building blocks for kernels of your own.
 """
 
 from typing import TYPE_CHECKING, Any

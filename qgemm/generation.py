@@ -14,10 +14,10 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def fast_generate(model: Model, enabled: bool = True, *, cache_dtype: torch.dtype | None = None) -> Model:
-    """Makes ``model.generate`` of a model of transformers fast: same arguments, same tokens. Returns the model.
+    """Makes ``model.generate`` of a transformers model fast, with the same arguments and tokens; returns ``model``.
 
-    ``cache_dtype=torch.int8`` keeps keys and values in int8, in half the memory. With ``enabled=False`` ``generate`` is
-    as before, and what it kept is freed.
+    ``cache_dtype=torch.int8`` keeps keys and values in int8, in half the memory. ``enabled=False`` restores the
+    original ``generate`` and frees the caches and CUDA graphs that were kept between calls.
 
     Raises ``TypeError`` for a model that has no ``generate`` of transformers, ``ValueError`` for a dtype that a
     ``KeyValueCache`` can't have.
@@ -31,8 +31,8 @@ def fast_generate(model: Model, enabled: bool = True, *, cache_dtype: torch.dtyp
 def generate(model: Any, input_ids: Tensor, cache_dtype: torch.dtype | None = None, **prepared: Any) -> Any:
     """The loop of ``fast_generate`` for one call: ``model.generate(..., custom_generate=qgemm.generate)``.
 
-    ``generate`` takes ``cache_dtype`` then as well. transformers calls this function, with what it has prepared; raises
-    ``TypeError`` for a call without that.
+    ``model.generate`` then also accepts ``cache_dtype``. This function is for transformers to call, with the arguments
+    that it has prepared; raises ``TypeError`` for a direct call.
     """
     if "generation_config" not in prepared:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""``share_scales``: what processes that have parts of a model may do together beyond adding up."""
+"""``share_scales``: processes that have parts of a model use the scales of whole rows."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def share_scales(model: Model, enabled: bool = True) -> Model:
-    """Has row-parallel layers quantize a row with the maximum of all of it, in place; returns ``model``.
+    """Makes row-parallel layers quantize each row with the scale of the whole row, in place; returns ``model``.
 
-    A model in tensor parallelism then computes what it computes in one process, but that sums of parts of rows are
-    rounded to the model's dtype before they are added up. Otherwise each process takes the maximum of its own columns,
-    which needs no more than the sum. All processes call it. It changes layers that find scales at run time; in
-    mixtures, experts keep scales of their own, and so does every layer while gradients are asked for.
+    By default each process computes the scale from its own columns, which needs no communication but the sum of the
+    products. With shared scales, processes first agree on the maximum of each row. The model then computes what it
+    computes in one process, except that each process rounds its sum to the model's dtype before the sums are added.
 
-    Raises ``ValueError`` for a model of which no layer is row-parallel, or one is of the scheme ``int4-int8``, whose
-    product finds scales within.
+    All processes must call it. It changes layers that compute scales at run time, but not experts; while gradients are
+    computed, no layer shares scales. ``enabled=False`` undoes it.
+
+    Raises ``ValueError`` for a model without row-parallel layers, or with one in ``int4-int8``, whose product computes
+    scales itself.
     """
     check_model(model)
     named = {

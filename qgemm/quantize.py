@@ -62,19 +62,19 @@ def quantize_model(
     progress: bool | None = None,
     fuse: bool = False,
 ) -> Model:
-    """Swaps the linear layers and experts of ``model`` for quantized ones, in place, and returns ``model``.
+    """Replaces the linear layers and experts of ``model`` by quantized ones, in place, and returns ``model``.
 
     Output heads, layers that share their weight, and layers whose weight other code reads stay in float;
     ``qgemm.report(model)`` lists every layer with what was done, or the reason.
 
-    - ``scheme``: a name from ``SCHEMES``, or a scheme; or a mapping of patterns to these, of which the first that
-      matches a layer counts: ``{"*.mlp.*": "int4", "*": "int8"}``. Layers with None for a scheme stay in float, and so
-      do those that no pattern matches. With a ``budget``, also several schemes to choose from, but no mapping.
+    - ``scheme``: a scheme or its name; or a mapping from patterns to these, ``{"*.mlp.*": "int4", "*": "int8"}``, of
+      which the first that matches a layer counts. Layers whose scheme is None, or that no pattern matches, stay in
+      float. With a ``budget`` it can be several schemes to choose from, but no mapping.
     - ``skip``: patterns of layers to leave in float. A string is the dotted name of a layer, or of a module that
-      contains layers; with ``*``, ``?`` or ``[`` in it, a glob over such names, in which ``*`` crosses dots. A regular
-      expression, compiled or as text after ``re:``, is searched for in the names of layers.
-    - ``include``: patterns of layers to quantize although they stay in float by default: output heads, and what a rule
-      keeps. What can't be quantized stays, and so does what ``skip`` matches too.
+      contains layers; with ``*``, ``?`` or ``[`` in it, a glob over such names, in which ``*`` matches dots too. A
+      regular expression, compiled or as text after ``re:``, may match any part of a layer's name.
+    - ``include``: patterns of layers to quantize although they stay in float by default, such as output heads. Layers
+      that can't be quantized, or that ``skip`` matches too, stay in float.
     - ``input_scales``: for a static scheme, the activation scale of every linear layer to be swapped, by name.
       Experts have none: they are quantized with ``"int8"`` under any scheme.
     - ``calibration``: instead of ``input_scales``, a ``qgemm.Calibration``, or batches to run the model on first:
@@ -95,11 +95,12 @@ def quantize_model(
     - ``progress``: whether to show progress bars; None shows them on a terminal only.
     - ``fuse``: whether to fuse layers too, as ``qgemm.fuse`` does.
 
-    A transformers model gets a copy of its config that says so, for ``save_pretrained``. On a model on the meta device
-    only the structure changes. Raises ``ValueError``, with the model unchanged, if there is
-    nothing to swap, the model is quantized already, a pattern matches no layer, a weight holds NaN or Inf,
-    ``input_scales``, ``calibration`` or ``budget`` doesn't match, or a swap would lose something of a layer (state-dict
-    hooks; weights that accelerate keeps on disk). Layers that accelerate offloads to the CPU stay there, in int8.
+    A transformers model gets a copy of its config that says that it is quantized, for ``save_pretrained``. For a model
+    on the meta device only the structure changes. Layers that accelerate offloads to the CPU stay there, in int8.
+
+    Raises ``ValueError``, with the model unchanged, if there is nothing to swap, the model is quantized already, a
+    pattern matches no layer, a weight holds NaN or Inf, ``input_scales``, ``calibration`` or ``budget`` doesn't match,
+    or a swap would lose something of a layer (state-dict hooks; weights that accelerate keeps on disk).
 
     Everything is checked before the first layer is swapped, and hooks, children, buffers and attributes of a layer move
     to the quantized one. If an exception (an interrupt, a bug) stops it half-way, the result depends on the memory

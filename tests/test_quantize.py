@@ -267,7 +267,7 @@ def test_skip(skip: Any, kept: list[str]) -> None:
         ("layers.12", "'layers.12' matches no linear layer.*did you mean 'layers"),
         ("Out", "did you mean 'out'"),
         ("layer.*", "'layer.*' matches no linear layer"),
-        (re.compile("attn"), "regular expression 'attn' is found in no"),
+        (re.compile("attn"), "regular expression 'attn' matches no linear layer's name"),
         (["out", "zzz"], "'zzz' matches no linear layer.*names are as in model.named_modules"),
     ],
 )

@@ -59,16 +59,18 @@ def sensitivity(
     include: Patterns = None,
     progress: bool | None = None,
 ) -> Sensitivity:
-    """Measures what each layer of ``model``, quantized alone and rounded to nearest, does to the model's output.
+    """Measures how much the output of ``model`` changes when one layer alone is quantized, rounded to nearest.
 
     - ``data``: batches as for ``quantize_model(calibration=)``. The model runs on them in eval mode, without gradients,
       ``1 + layers * schemes`` times; once more for static schemes, to find ``"min-max"`` scales; and a few times on the
       first batch, to find its blocks. The outputs of all blocks on one batch are kept in memory.
-    - ``schemes``: one or more, each tried on every layer: those without outlier columns, and without a rotation before
-      a static scale. Experts have ``QuantScheme.for_experts``.
-    - ``skip``, ``include``: as for ``quantize_model``: layers not to measure, and more layers to measure.
+    - ``schemes``: one or more, each tried on every layer. Schemes with outlier columns, or with a rotation and a static
+      scale, are refused. Experts are measured in ``QuantScheme.for_experts``.
+    - ``skip``, ``include``: layers not to measure, and more layers to measure, as for ``quantize_model``.
+    - ``progress``: whether to show a progress bar; None shows one on a terminal only.
 
-    The model doesn't change, also after an error. Warns of layers that no token reaches; they have no record. Raises
+    The model isn't changed, even if there is an error. Layers that no token reaches have no record; a warning names
+    them. Raises
     ``ValueError`` and ``TypeError`` as ``quantize_model`` does, and ``ValueError`` if the output holds NaN or Inf.
     """
     check_batches(data)

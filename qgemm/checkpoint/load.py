@@ -54,17 +54,18 @@ def load_quantized(
 ) -> nn.Module:
     """The quantized model in ``folder``, on ``device``, in eval mode.
 
-    The format is recognized: that of ``save_quantized``, or one of other libraries, of which ``docs/checkpoints.md``
-    has a list. The weights are those in the files, bit for bit, and products are computed as those libraries mean it:
-    in int8 or fp8, or in float with weights of 4 or 8 bits; what is only left more precise is told by a warning. A
-    transformers model is built from its config. For any other, pass the float model as ``model``: a module (possibly on
-    meta), which is changed in place, or a function that builds it, whose parameters then never take memory.
-    ``scheme``: makes linear layers of this scheme of them while loading, such
-    as ``"int8"``, a few rows at a time; not one that needs data. ``fuse``: whether to fuse the layers, as
-    ``qgemm.fuse`` does.
+    The folder may have the format of ``save_quantized``, or that of another library; ``docs/checkpoints.md`` lists
+    them. Weights are those in the files, bit for bit. Layers compute in the precision that the checkpoint is made for:
+    int8, fp8, or float with weights of 4 or 8 bits. A warning says where they compute more precisely than it asks for.
+
+    - ``model``: None builds a transformers model from its config. For any other model, pass the float model, a module
+      (possibly on meta) that is changed in place, or a function that builds it; then its parameters never take memory.
+    - ``scheme``: a scheme to convert linear layers and experts to while loading, a few rows at a time, such as
+      ``"int8"``; not one that needs data. None keeps the scheme of the checkpoint.
+    - ``fuse``: whether to fuse the layers, as ``qgemm.fuse`` does.
 
     Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or of another model. Then
-    nothing was loaded, and a module given as ``model`` is unchanged.
+    nothing is loaded, and a module passed as ``model`` is unchanged.
     """
     device, folder = find_device(device), as_path("folder", folder)
     wanted = None if scheme is None else resolve_target(scheme)

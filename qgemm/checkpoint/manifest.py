@@ -110,7 +110,7 @@ class Manifest:
             raise CheckpointError(f"{path}: report must be {wanted}, not {type(report).__name__}")
         widths = _widths(values, path)
         if unknown := widths.keys() - layers.keys():
-            raise CheckpointError(f"{path}: in_features has {min(unknown)}, which is no quantized layer")
+            raise CheckpointError(f"{path}: in_features has {min(unknown)}, which isn't a quantized layer")
         own = {layer: schemes[name] for layer, name in layers.items()}
         return cls(own, tied, save_id(config, path), report, widths)
 
@@ -147,7 +147,7 @@ def _widths(values: dict[str, Any], path: Path) -> dict[str, int]:
         return {}
     widths = _expanded(values, "in_features", "numbers", path)
     if wrong := [key for key in widths.values() if not _NUMBER.fullmatch(key)]:
-        raise CheckpointError(f"{path}: in_features has {wrong[0]!r}, which is no number of columns")
+        raise CheckpointError(f"{path}: in_features has {wrong[0]!r}, which isn't a number of columns")
     return {name: int(key) for name, key in widths.items()}
 
 

@@ -90,7 +90,7 @@ def save_quantized(
     if "" in layers:
         raise ValueError("model is a single quantized layer; put it into a module, such as nn.Sequential, to save it")
     if any(layer.shard is not None for layer in layers.values()):
-        raise ValueError("each process has a part of this model: call model.save_pretrained(folder) in all of them")
+        raise ValueError("this model is split among processes: call model.save_pretrained(folder) in all of them")
     tensors = stored_tensors(model)
     _check_can_be_stored(model, tensors)
     _check_layers(layers)

@@ -26,15 +26,15 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
-    """Fuses the layers of a quantized transformer, in place, and returns ``model``.
+    """Fuses the kernels of a quantized transformer's layers, in place, and returns ``model``.
 
-    Layers that read one input become one product, and norms, residuals and activations around them part of their
-    neighbours. Modules, parameters and their names stay, so that saving, loading, adapters and hooks see the model as
-    it was; calls that a fused layer doesn't know (training, attention weights, hooks on what it passes over) are
-    computed as before. ``qgemm.fusion_report(model)`` says what was fused, and why the rest wasn't.
+    Layers with the same input become one product; norms, residuals and activations are fused with the kernels before
+    or after them. Modules, parameters and their names stay, so that saving, loading, adapters and hooks work as before.
+    Calls that a fused layer doesn't support (training, attention weights, hooks on modules that it bypasses) run the
+    model's own code. ``qgemm.fusion_report(model)`` lists what was fused, and why the rest wasn't.
 
-    Each fused layer is compared with the layer before it takes its place: ``inputs`` are the keyword arguments of the
-    forward for that; None takes a few tokens. A layer that computes something else stays as it is.
+    Each fused layer is compared with the original one before it replaces it. ``inputs`` are keyword arguments of the
+    model's forward for this comparison; None uses a few tokens. A layer whose outputs differ stays as it was.
 
     Raises ``ValueError`` for a model without quantized layers. Fuse again after layers were added or replaced.
     """

@@ -37,7 +37,7 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
             )
         if getattr(base_layer, "shard", None) is not None:
             raise ValueError(
-                f"{getattr(base_layer, 'layer_name', '') or 'a layer'} is cut among processes, and an adapter isn't: "
+                f"{getattr(base_layer, 'layer_name', '') or 'a layer'} is split among processes, and an adapter isn't: "
                 "put adapters on a model that is loaded without distributed_config"
             )
         super().__init__(base_layer, adapter_name, config, **kwargs)

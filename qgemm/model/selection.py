@@ -177,7 +177,7 @@ def _with_containers(name: str) -> list[str]:
 
 def _no_match(argument: str, pattern: Pattern, layers: list[Layer]) -> str:
     if isinstance(pattern, re.Pattern):
-        return f"{argument}: the regular expression {pattern.pattern!r} is found in no linear layer's name"
+        return f"{argument}: the regular expression {pattern.pattern!r} matches no linear layer's name"
     names = sorted({container for layer in layers for name in layer.names for container in _with_containers(name)})
     close = difflib.get_close_matches(pattern, names, n=3)
     hint = f": did you mean {' or '.join(map(repr, close))}?" if close else "; names are as in model.named_modules()"

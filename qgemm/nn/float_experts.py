@@ -83,7 +83,7 @@ def describe_experts(module: nn.Module) -> FloatExperts:
     Only shapes and dtypes of parameters are looked at: they may be on meta.
     """
     if not isinstance(module, nn.Module):
-        raise UnknownExperts(f"it is a {type(module).__name__}, no module")
+        raise UnknownExperts(f"it is a {type(module).__name__}, not a module")
     takes_sorted_rows = (type(module).__module__, type(module).__name__) in _SORTED_ROWS
     if takes_sorted_rows:
         has_gate, has_bias, is_transposed, is_interleaved = True, False, True, False

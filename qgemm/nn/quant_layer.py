@@ -79,7 +79,7 @@ class QuantLayer(nn.Module):
         """Raises ``ValueError`` for a shard, which stands for no float layer: a part of a rotation, say, isn't one."""
         if self.shard is not None:
             raise ValueError(
-                f"{self.layer_name or type(self).__name__}: each process has a part of this layer: call "
+                f"{self.layer_name or type(self).__name__} is split among processes: call "
                 "model.save_pretrained(folder) in all of them, and dequantize what qgemm.load_quantized(folder) returns"
             )
 

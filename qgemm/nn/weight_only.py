@@ -161,7 +161,7 @@ class WeightOnlyLinear(LinearLayer):
         if name == "weight_global_scale":
             return "" if bool((value.isfinite() & (value != 0)).all()) else "is not finite, or 0"
         if name == "input_order" and not torch.equal(value.sort().values, torch.arange(len(value)).to(value)):
-            return f"is no order of {self.in_features} columns: each must be there once"
+            return f"isn't an order of {self.in_features} columns: each must be there once"
         if name == "weight_zero_point":
             return _beyond(value, self.form)
         return super().problem_with(name, value)

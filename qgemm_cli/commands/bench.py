@@ -178,8 +178,8 @@ def _unsteady(results: Sequence[dict[str, Any]]) -> list[str]:
     if not over:
         return []
     return [
-        f"{len(over)} of {len(results)} rows have times whose middle half lies apart by more than {MOST_SPREAD:.0%}: "
-        "something else ran, or clocks changed; time again on a quiet machine"
+        f"the times of {len(over)} of {len(results)} rows vary by more than {MOST_SPREAD:.0%} (interquartile range): "
+        "something else ran, or clocks changed; measure again on a quiet machine"
     ]
 
 
@@ -201,7 +201,8 @@ def _total(M: int, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def show(document: dict[str, Any]) -> None:
     """Prints the document for people."""
-    threads = "" if document["threads"] is None else f", {document['threads']} threads"
+    count = document["threads"]
+    threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
     print_lines([f"{document['device']}{threads}, torch {document['torch']}; microseconds a layer"])
     names = list(document["results"][0]["us"])
     columns = (

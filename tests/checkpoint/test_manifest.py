@@ -307,8 +307,8 @@ def test_packed_rows_of_another_length_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="a has rows of 130 values; the model's have 250"):
         qgemm.load_quantized(tmp_path, model=nets[250])
     for value, message in (
-        ({"130": ["c"]}, "in_features has c, which is no quantized layer"),
-        ({"many": ["a"]}, "in_features has 'many', which is no number of columns"),
+        ({"130": ["c"]}, "in_features has c, which isn't a quantized layer"),
+        ({"many": ["a"]}, "in_features has 'many', which isn't a number of columns"),
         ({"130": ["a", "a"]}, "in_features has a twice"),
         ([], "in_features must map numbers to lists of names"),
     ):

@@ -74,7 +74,7 @@ def test_the_spread_is_that_of_the_middle_half(monkeypatch: pytest.MonkeyPatch) 
     shown = " ".join(run(*arguments).stdout.split())
     assert "50%" in shown
     assert "warning: the machine was busy" in shown
-    assert "warning: 2 of 2 rows have times whose middle half lies apart by more than 20%" in shown
+    assert "warning: the times of 2 of 2 rows vary by more than 20% (interquartile range)" in shown
     monkeypatch.setattr(bench, "all_seconds", lambda passes, *_: {name: [2e-6, 2.1e-6] for name in passes})
     monkeypatch.setattr(timing.Bystanders, "complaints", lambda self: [])
     assert "warning" not in run(*arguments).stdout

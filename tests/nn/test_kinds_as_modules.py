@@ -37,7 +37,7 @@ def test_scales_are_checked_as_they_are_loaded(scheme: str) -> None:
         with pytest.raises(RuntimeError, match="weight_global_scale is not finite, or 0"):
             layer.load_state_dict({**before, "weight_global_scale": torch.tensor([1.0, 0.0])})
     if "input_order" in before:
-        with pytest.raises(RuntimeError, match=f"input_order is no order of {K} columns"):
+        with pytest.raises(RuntimeError, match=f"input_order isn't an order of {K} columns"):
             layer.load_state_dict({**before, "input_order": torch.zeros(K, dtype=torch.int32)})
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 

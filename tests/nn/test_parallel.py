@@ -107,7 +107,7 @@ def test_shared_scales_under_autocast(scheme: str) -> None:
 
 def test_a_shard_is_not_a_float_layer() -> None:
     for part in (*shards(linear("int8-hadamard"), "row"), *shards(linear("int4"), "column")):
-        with pytest.raises(ValueError, match=r"each process has a part of this layer: call model.save_pretrained"):
+        with pytest.raises(ValueError, match=r"is split among processes: call model.save_pretrained"):
             part.dequantize()
 
 

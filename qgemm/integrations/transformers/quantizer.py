@@ -137,7 +137,9 @@ class QGemmQuantizer(HfQuantizer):
         )  # text in a saved config
         admit(model.config)
         if any(isinstance(module, QuantLayer) and module.shard is not None for module in model.modules()):
-            raise ValueError("each process has a part of this model: save it, and dequantize it where it is whole")
+            raise ValueError(
+                "this model is split among processes: save it, load it in one process, and dequantize that"
+            )
         plain = built_again(model)
         for name, module in list(model.named_modules(remove_duplicate=False)):
             if isinstance(module, LinearLayer):

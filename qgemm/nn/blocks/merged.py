@@ -179,9 +179,9 @@ def why_apart(layers: Sequence[nn.Module]) -> str:
         if layer._forward_hooks or layer._forward_pre_hooks or is_replaced:
             return f"{_name(layer)} has hooks, or another forward"
         if type(layer._parameters.get("weight")) is not nn.Parameter:
-            return f"the weight of {_name(layer)} is computed, or cut among processes"
+            return f"the weight of {_name(layer)} is computed, or split among processes"
         if layer.shard is not None and not layer.shard.is_open:
-            return f"{_name(layer)} is cut among processes, and the layers beside it aren't"
+            return f"{_name(layer)} is split among processes, and the layers beside it aren't"
         linear.append(layer)
     for layer in linear[:-1]:
         if layer.out_features % layer.rows_in_step:
