@@ -33,7 +33,7 @@ class FusionRecord:
 class FusionReport:
     """The records of a model's layers, in the model's order. ``print`` shows a table, a notebook an HTML one.
 
-    ``others``: of what is fused outside of the layers.
+    ``others``: the records of what is fused outside of the layers.
     """
 
     records: tuple[FusionRecord, ...]

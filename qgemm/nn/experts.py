@@ -38,9 +38,9 @@ _WEIGHT_ONLY_OPERANDS = [
 class QuantExperts(QuantLayer):
     """Quantized experts: float ``[T, hidden_size]`` and a routing to ``[T, hidden_size]``.
 
-    Parameters, none of which require a gradient, are those of the scheme's linear layers, ``E`` of them stacked: where
-    such a layer has ``weight``, ``weight_scale`` and ``bias``, there is ``gate_up_proj``, ``gate_up_proj_scale`` and
-    ``gate_up_proj_bias``, and ``down_proj`` alike. With ``N = 2 * intermediate_size`` (gates, then ups), or ``N =
+    Parameters, none of which require a gradient, are those of ``E`` linear layers of the scheme, stacked: ``weight``,
+    ``weight_scale`` and ``bias`` of such a layer are ``gate_up_proj``, ``gate_up_proj_scale`` and ``gate_up_proj_bias``
+    here, and the same for ``down_proj``. With ``N = 2 * intermediate_size`` (gates, then ups), or ``N =
     intermediate_size`` for an activation that isn't gated:
 
     - ``int8``, ``fp8``: ``gate_up_proj`` int8 or float8_e4m3fn ``[E, N, hidden_size]``, ``gate_up_proj_scale`` float32
@@ -51,7 +51,7 @@ class QuantExperts(QuantLayer):
       ``gate_up_proj_zero_point`` and ``gate_up_proj_global_scale``, as ``WeightOnlyLinear`` has them.
     - ``gate_up_proj_bias``, ``down_proj_bias``: ``[E, N]`` and ``[E, hidden_size]``, in ``dtype``, or None.
 
-    A new module has scales of NaN until it loads a ``state_dict``. ``from_experts`` makes one from float experts.
+    The scales of a new module are NaN until it loads a ``state_dict``. ``from_experts`` makes one from float experts.
     """
 
     weight_names = _WEIGHTS

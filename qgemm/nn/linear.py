@@ -37,11 +37,10 @@ class QuantLinear(LinearLayer):
     - ``bias``: ``[out_features]`` in ``dtype``, or None.
     - ``input_scale``: one float32 number, for a static scheme only; None otherwise.
 
-    The weight must not change while the layer runs: if the previous kernel in the stream allows the next one to start
-    early (programmatic dependent launch), a Hopper GPU may load the weight before that kernel has ended. So only such a
-    kernel must not write the weight directly before a call; ordinary kernels may.
+    On a Hopper GPU, a kernel with programmatic dependent launch must not write the weight directly before a call: the
+    layer may load the weight before such a kernel has ended. Ordinary kernels may write it.
 
-    A new layer has scales of NaN, and so returns NaN, until it loads a ``state_dict``.
+    The scales of a new layer, and so its outputs, are NaN until it loads a ``state_dict``.
     ``from_linear`` makes one from a float layer.
     """
 

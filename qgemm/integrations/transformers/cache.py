@@ -289,7 +289,7 @@ class KeyValueCache(Cache):  # type: ignore[misc]
 
     ``cache = qgemm.KeyValueCache(model.config, max_batch=8, max_length=4096, dtype=torch.int8)``, and then
     ``model.generate(..., past_key_values=cache)``, best after ``model.set_attn_implementation("qgemm")``: other
-    attention sees all places of the cache behind a mask, in float.
+    attention reads the whole cache, in float, with a mask.
 
     - ``dtype``: float16, bfloat16 or float32, which must be the model's; int8; None for the model's own.
     - ``device``: of the model; None for the current device.

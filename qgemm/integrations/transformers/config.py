@@ -27,10 +27,10 @@ class QGemmConfig(QuantizationConfigMixin):
     """``quantization_config`` for ``from_pretrained``: how to quantize a float model while it is loaded.
 
     All arguments are those of ``qgemm.quantize_model``. With ``recipe``, or batches as ``calibration``, the model is
-    loaded in float, where the device map puts it, and then quantized on these batches, which must be on its device.
-    Otherwise each weight is quantized while it is read. A checkpoint that another library has quantized runs through
-    qgemm, in its own scheme, or in a given one. The ``config.quantization_config`` of a quantized model has a
-    ``manifest`` instead, which says what was done to every layer. Neither batches nor ``fuse`` are stored.
+    loaded in float, on the devices of the device map, and then quantized with these batches, which must be on its
+    device. Otherwise each weight is quantized while it is read. A checkpoint of another library runs in qgemm's layers,
+    in its own scheme or in the given one. The ``config.quantization_config`` of a quantized model has a ``manifest``
+    instead, which says what was done with every layer. Neither batches nor ``fuse`` are stored.
     """
 
     def __init__(
