@@ -16,7 +16,7 @@ from typing import Any
 from typer.models import OptionInfo
 
 # Arguments whose option is called otherwise.
-_CALLED = {"calibration": "text"}
+_CALLED = {"calibration": "text", "format": "to"}
 
 
 def in_options(message: str, command: Callable[..., Any]) -> str:

@@ -85,6 +85,7 @@ def _open(path: Path) -> Checkpoint:
         )
     else:
         checkpoint = Checkpoint(path, None, read_header(path))
+        checkpoint.refusal = "it is a single file, without the config of its folder"
     _identify(checkpoint)
     if checkpoint.folder is not None and not checkpoint.problems:
         _read_as_qgemm_does(checkpoint, checkpoint.folder)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.errors import unsupported
 from qgemm.checkpoint.gptq import number
 from qgemm.checkpoint.packed_layers import Said, read_packed
 from qgemm.checkpoint.safetensors_file import StoredTensor
@@ -25,14 +25,14 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     Raises ``CheckpointError`` for other data types than whole numbers, and for activations that are quantized.
     """
     if (act_bits := quantization.get("act_bits")) not in (None, 16, 32):
-        raise CheckpointError(f"{config_path}: act_bits is {act_bits!r}; qgemm reads AutoRound's weights alone, 16")
+        raise unsupported(f"{config_path}: act_bits is {act_bits!r}; qgemm reads AutoRound's weights alone, 16")
     kind = quantization.get("data_type", "int")
     if kind not in ("int", "int_sym", "int_asym"):
-        raise CheckpointError(f"{config_path}: data_type is {kind!r}; qgemm reads AutoRound's 'int'")
+        raise unsupported(f"{config_path}: data_type is {kind!r}; qgemm reads AutoRound's 'int'")
     packing = quantization.get("packing_format", "auto_round:auto_gptq")
     layout = {"gptq": "gptq", "auto_gptq": "gptq", "awq": "awq", "auto_awq": "awq"}.get(str(packing).split(":")[-1])
     if layout is None:
-        raise CheckpointError(
+        raise unsupported(
             f"{config_path}: packing_format is {packing!r}; qgemm reads 'auto_round:auto_gptq' and "
             "'auto_round:auto_awq'"
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.errors import unsupported
 from qgemm.checkpoint.gptq import number
 from qgemm.checkpoint.packed_layers import Said, read_packed
 from qgemm.checkpoint.safetensors_file import StoredTensor
@@ -27,7 +27,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     """
     version = quantization.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise CheckpointError(f"{config_path}: AWQ's version is {version!r}; qgemm reads 'gemm'")
+        raise unsupported(f"{config_path}: AWQ's version is {version!r}; qgemm reads 'gemm'")
     bits = number(quantization, ("bits", "w_bit"), config_path, default=4)
     size = number(quantization, ("group_size", "q_group_size"), config_path, default=-1)
     said = Said("AWQ", bits, size, quantization.get("zero_point", True) is not True, ("awq",))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.numerics.formats import NF4
 from qgemm.numerics.groups import store_values
@@ -70,7 +70,7 @@ def note_layers(contents: Contents) -> None:
         layer, _, kind = name.partition(STATE)
         path = stored[name].path
         if kind != NF4.name:
-            raise CheckpointError(f"{path}: layer {layer} is bitsandbytes' {kind!r}; of its 4 bits qgemm reads 'nf4'")
+            raise unsupported(f"{path}: layer {layer} is bitsandbytes' {kind!r}; of its 4 bits qgemm reads 'nf4'")
         try:
             state = _parse(bytes(value.tolist()))
         except ValueError as error:

@@ -20,7 +20,7 @@ from qgemm.checkpoint.cache_scales import leave_to_cache
 from qgemm.checkpoint.compressed_tensors_groups import QUANT_METHOD, SUPPORTED, Group, Unsupported, parse_group
 from qgemm.checkpoint.compressed_tensors_layers import LEAVES, Layer, note_layer, problem_with
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.tensors import split_name
@@ -142,10 +142,10 @@ def _parse_groups(quantization: dict[str, Any], stored: dict[str, StoredTensor],
             f"{config_path}: quantization_status is {status!r}; only 'compressed' files hold quantized values"
         )
     if quantization.get("transform_config"):
-        raise CheckpointError(f"{config_path}: it has a transform_config, which qgemm doesn't compute")
+        raise unsupported(f"{config_path}: it has a transform_config, which qgemm doesn't compute")
     sparsity = quantization.get("sparsity_config")
     if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format") != "dense"):
-        raise CheckpointError(f"{config_path}: it has a sparsity_config, which qgemm doesn't read")
+        raise unsupported(f"{config_path}: it has a sparsity_config, which qgemm doesn't read")
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise CheckpointError(f"{config_path}: config_groups must be an object of groups")
@@ -158,7 +158,7 @@ def _parse_groups(quantization: dict[str, Any], stored: dict[str, StoredTensor],
         except Unsupported as problem:
             layer = _layer_with(problem.leaves, group, len(groups) == 1, stored)
             where = f"config_groups.{name}" + (f", such as layer {layer}," if layer else "")
-            raise CheckpointError(f"{config_path}: {where} {problem}; {SUPPORTED}") from None
+            raise unsupported(f"{config_path}: {where} {problem}; {SUPPORTED}") from None
     return parsed
 
 

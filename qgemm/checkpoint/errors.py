@@ -3,3 +3,11 @@
 
 class CheckpointError(ValueError):
     """A checkpoint is incomplete, damaged, of an unknown format, or of another model. Nothing was loaded."""
+
+
+def unsupported(what: str) -> CheckpointError:
+    """The error for another library's checkpoint that is sound, but of a kind that qgemm doesn't compute.
+
+    ``what``: the kind, and what qgemm computes. The error names the way out as well.
+    """
+    return CheckpointError(f"{what}, so dequantize it with its own library and quantize the float model")

@@ -21,7 +21,7 @@ from qgemm.checkpoint import (
     torchao,
 )
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.layout import INDEX_FILE, WEIGHTS_FILE, WEIGHTS_KEY, checkpoint_file, read_json
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
@@ -81,7 +81,7 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
         method = bitsandbytes.QUANT_METHOD  # as its first versions saved it
     reader = _READERS.get(method) if isinstance(method, str) else None
     if reader is None:
-        raise CheckpointError(f"{config_path}: quant_method is {method!r}; the formats supported are {SUPPORTED}")
+        raise unsupported(f"{config_path}: quant_method is {method!r}; the formats supported are {SUPPORTED}")
     contents = reader(quantization, read_headers(folder, _with_old_name(config, folder)), config_path)
     if not contents.manifest.layers:
         raise CheckpointError(f"{folder} says that it is {method}, but no file holds a quantized layer of that format")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qgemm.checkpoint.cache_scales import leave_to_cache
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.float_layers import SCALE_DTYPES, check_scale, note_fp8, note_input_scale
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
@@ -44,10 +44,10 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     Raises ``CheckpointError``, naming the layer, for what qgemm can't compute.
     """
     if quantization.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise CheckpointError(f"{config_path}: fmt is {quantization['fmt']!r}; qgemm reads fp8 in e4m3")
+        raise unsupported(f"{config_path}: fmt is {quantization['fmt']!r}; qgemm reads fp8 in e4m3")
     block, scheme = quantization.get("weight_block_size"), quantization.get("activation_scheme", "dynamic")
     if block is not None and (not isinstance(block, list) or tuple(block) != _BLOCK):
-        raise CheckpointError(f"{config_path}: weight_block_size is {block!r}; qgemm computes blocks of 128 x 128")
+        raise unsupported(f"{config_path}: weight_block_size is {block!r}; qgemm computes blocks of 128 x 128")
     if scheme not in ("dynamic", "static"):
         raise CheckpointError(f"{config_path}: activation_scheme is {scheme!r}; it must be 'dynamic' or 'static'")
     contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
@@ -55,7 +55,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
         _note_layer(contents, layer, leaf, block is not None, scheme == "static", config_path)
     for experts, leaf in _find_experts(contents):
         if block is None or scheme == "static":
-            raise CheckpointError(
+            raise unsupported(
                 f"{config_path}: {experts} holds fused experts in fp8 without blocks or with static "
                 "activations, which qgemm doesn't read"
             )
@@ -114,7 +114,7 @@ def _note_layer(contents: Contents, layer: str, leaf: str, in_blocks: bool, is_s
         raise CheckpointError(f"{config_path}: activations are {said}, but layer {layer} has {has}")
     has_blocks = in_blocks and len(scale.shape) == 2
     if has_blocks and is_static:
-        raise CheckpointError(f"{config_path}: {layer} has blocks and static activations, which qgemm doesn't compute")
+        raise unsupported(f"{config_path}: {layer} has blocks and static activations, which qgemm doesn't compute")
     note_fp8(contents, layer, resolve_scheme("fp8-block" if has_blocks else "fp8-static" if is_static else "fp8"), leaf)
     if is_static:
         note_input_scale(contents, layer, given[0])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.packed_layers import Said, read_packed
 from qgemm.checkpoint.safetensors_file import StoredTensor
 
@@ -30,10 +30,12 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     version = quantization.get("checkpoint_format") or quantization.get("format") or VERSIONS[0]
     if version not in VERSIONS or quantization.get("is_marlin_format") is True:
         name = "marlin" if quantization.get("is_marlin_format") is True else version
-        raise CheckpointError(f"{config_path}: checkpoint_format is {name!r}; qgemm reads {VERSIONS}")
+        raise unsupported(
+            f"{config_path}: checkpoint_format is {name!r}; qgemm reads {' and '.join(map(repr, VERSIONS))}"
+        )
     if quantization.get("pack_dtype") not in (None, "int32"):
         dtype = quantization["pack_dtype"]
-        raise CheckpointError(f"{config_path}: pack_dtype is {dtype!r}; qgemm reads 'int32'")
+        raise unsupported(f"{config_path}: pack_dtype is {dtype!r}; qgemm reads 'int32'")
     bits = number(quantization, ("bits",), config_path)
     size = number(quantization, ("group_size",), config_path, default=-1)
     symmetric = quantization.get("sym", True) is True

@@ -19,7 +19,7 @@ import torch
 
 from qgemm.checkpoint.cache_scales import leave_to_cache
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.errors import unsupported
 from qgemm.checkpoint.float_layers import note_fp8, note_input_scale, note_mxfp8, note_nvfp4
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
@@ -43,7 +43,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     for name in stored:
         layer, leaf = split_name(name)
         if leaf == "pre_quant_scale":
-            raise CheckpointError(
+            raise unsupported(
                 f"{config_path}: {layer} has a pre_quant_scale ({algorithm}), by which its input would have to be "
                 "multiplied; qgemm doesn't do that"
             )
@@ -69,7 +69,7 @@ def _note_layer(contents: Contents, layer: str, algorithm: object, config_path: 
         if has_input_scale:
             note_input_scale(contents, layer)
     else:
-        raise CheckpointError(
+        raise unsupported(
             f"{config_path}: {layer} has weight {weight} and weight_scale {scale} ({algorithm}); of ModelOpt, qgemm "
             "reads fp8 with an input_scale or per token, nvfp4 and mxfp8"
         )

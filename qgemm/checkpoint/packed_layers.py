@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values, unfit
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
@@ -114,7 +114,7 @@ def read_packed(said: Said, stored: dict[str, StoredTensor], config_path: object
         try:
             scheme = layer.scheme
         except ValueError:
-            raise CheckpointError(
+            raise unsupported(
                 f"{stored[layer.name_of('scales')].path}: {layer.name} has groups of {layer.group_size} columns; qgemm "
                 "computes groups of any multiple of 16"
             ) from None
@@ -141,7 +141,7 @@ def _from_headers(name: str, said: Said, stored: dict[str, StoredTensor]) -> Pac
         raise unfit(zeros.path, f"{name}.qzeros", zeros, f"words of N = {N} fields of {said.bits} bits")
     if bits not in READ_BITS or ("awq" in said.layouts and bits != 4):
         allowed = "4 bits" if "awq" in said.layouts else "4 and 8 bits"
-        raise CheckpointError(f"{weight.path}: layer {name} has {bits} bits; qgemm reads {said.method} of {allowed}")
+        raise unsupported(f"{weight.path}: layer {name} has {bits} bits; qgemm reads {said.method} of {allowed}")
     rows, columns = weight.shape
     if "gptq" in said.layouts and columns == N:
         layout, K = "gptq", rows * (WORD_BITS // bits)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.contents import Contents
-from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.packed_layers import integers_scheme
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_metadata, read_values, unfit
@@ -64,7 +64,7 @@ def _parse(metadata: dict[str, str], layer: str, path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: its metadata don't say what {layer}.weight is") from error
     if not isinstance(kind, str) or kind not in _FORMATS:
-        raise CheckpointError(f"{path}: {layer}.weight is torchao's {kind!r}; qgemm reads {' and '.join(_FORMATS)}")
+        raise unsupported(f"{path}: {layer}.weight is torchao's {kind!r}; qgemm reads {' and '.join(_FORMATS)}")
     return {**data, "_type": kind}
 
 
@@ -76,7 +76,7 @@ def _note(contents: Contents, layer: str, about: dict[str, Any], symmetric: bool
     if weight.dtype != form.storage or len(weight.shape) != 2:
         raise unfit(path, names["qdata"], weight, f"{form.storage}, [N, K]")
     if names["act_pre_scale"] in stored:
-        raise CheckpointError(f"{path}: {names['act_pre_scale']} is of AWQ or SmoothQuant, which qgemm doesn't read")
+        raise unsupported(f"{path}: {names['act_pre_scale']} is of AWQ or SmoothQuant, which qgemm doesn't read")
     N, K = weight.shape
     bits, by_row = _bits(about, layer, path), _rounds_rows(contents, about, layer, path)
     shapes = [(N, 1), (1, 1), (N,), (1,), ()]
@@ -91,7 +91,7 @@ def _note(contents: Contents, layer: str, about: dict[str, Any], symmetric: bool
         try:
             scheme = resolve_scheme("int8") if by_row else integers_scheme(bits, size, symmetric)
         except ValueError:
-            raise CheckpointError(
+            raise unsupported(
                 f"{path}: {layer} has groups of {size} columns; qgemm computes groups of any multiple of 16"
             ) from None
     contents.manifest.layers[layer] = scheme
@@ -128,7 +128,7 @@ def _bits(about: dict[str, Any], layer: str, path: Path) -> int:
     target = about.get("target_dtype")
     name = target.get("_data") if isinstance(target, dict) else None
     if name not in ("int4", "int8"):
-        raise CheckpointError(f"{path}: {layer} has values of {name!r}; qgemm reads int4 and int8")
+        raise unsupported(f"{path}: {layer} has values of {name!r}; qgemm reads int4 and int8")
     return 4 if name == "int4" else 8
 
 
@@ -151,7 +151,7 @@ def _rounds_rows(contents: Contents, about: dict[str, Any], layer: str, path: Pa
     if rounding in ("int8_asym_per_token", True):
         contents.note("activations stay in float, which the checkpoint has rounded to int8 with zero points")
     elif rounding is not None:
-        raise CheckpointError(f"{path}: {layer} has the activation_quantization {rounding!r}, which qgemm doesn't know")
+        raise unsupported(f"{path}: {layer} has the activation_quantization {rounding!r}, which qgemm doesn't know")
     kwargs = about.get("act_quant_kwargs")
     if kwargs is None:
         return False
@@ -163,7 +163,7 @@ def _rounds_rows(contents: Contents, about: dict[str, Any], layer: str, path: Pa
     is_symmetric = mapping is None or (isinstance(mapping, dict) and "ASYMMETRIC" not in str(mapping.get("_data")))
     bounds = [key for key in ("hp_value_lb", "hp_value_ub") if data.get(key) is not None]
     if not is_per_row or not is_symmetric or bounds:
-        raise CheckpointError(
+        raise unsupported(
             f"{path}: {layer} quantizes activations otherwise than each row by its largest magnitude "
             f"({json.dumps(kwargs)[:200]}), which qgemm doesn't compute"
         )

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 import qgemm
+from qgemm.arguments import as_new_folder
 from qgemm.checkpoint.disk import make_folder, open_regular, replacing
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import checkpoint_files
@@ -29,6 +30,7 @@ def convert(
     ``scheme``: that of ``load_quantized``. Raises ``CheckpointError`` if qgemm doesn't load ``source``, or if what was
     written isn't sound.
     """
+    as_new_folder("destination", destination)
     opened = open_checkpoint(source)
     if opened.format == FLOAT:
         raise CheckpointError(f"{source} is a float checkpoint: quantize it with qgemm quantize")

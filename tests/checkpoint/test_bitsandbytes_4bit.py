@@ -82,7 +82,9 @@ def test_other_blocks_and_dtypes_of_bytes(block: int, storage: torch.dtype, tmp_
 
 def test_fp4_is_refused(tmp_path: Path) -> None:
     by_the_library(torch.randn(16, 64), tmp_path, quant_type="fp4")
-    with pytest.raises(CheckpointError, match=r"layer a is bitsandbytes' 'fp4'; of its 4 bits qgemm reads 'nf4'"):
+    problem = r"layer a is bitsandbytes' 'fp4'; of its 4 bits qgemm reads 'nf4'"
+    way_out = "so dequantize it with its own library and quantize the float model"
+    with pytest.raises(CheckpointError, match=f"{problem}, {way_out}"):
         qgemm.load_quantized(tmp_path, model=linears(a=(16, 64)))
 
 

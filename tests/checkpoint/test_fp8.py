@@ -103,10 +103,10 @@ GRID = {"weight_scale_inv": torch.ones(5, 2)}
     ("scales", "quantization", "message"),
     [
         (GRID, {**BLOCKS, "weight_block_size": [64, 64]}, r"weight_block_size is \[64, 64\]; qgemm computes blocks of"),
-        (GRID, {**BLOCKS, "weight_block_size": 128}, r"weight_block_size is 128; qgemm computes blocks of"),
+        (GRID, {**BLOCKS, "weight_block_size": 128}, r"is 128; qgemm computes blocks of 128 x 128, so dequantize it"),
         ({"weight_scale_inv": torch.ones(6, 2)}, BLOCKS, r"0.weight_scale_inv is .* \[6, 2\]; it must be .* \[5, 2\]"),
         (GRID, TENSOR, r"0.weight_scale_inv is torch.float32 \[5, 2\]; it must be"),
-        (GRID, {**BLOCKS, "fmt": "e5m2"}, "fmt is 'e5m2'; qgemm reads fp8 in e4m3"),
+        (GRID, {**BLOCKS, "fmt": "e5m2"}, "fmt is 'e5m2'; qgemm reads fp8 in e4m3, so dequantize it"),
         (GRID, {**BLOCKS, "activation_scheme": "none"}, "activation_scheme is 'none'; it must be"),
         (
             GRID,

@@ -182,7 +182,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "2 bits": ({"bits": 2}, {"qweight": (4, 16), "qzeros": (2, 1)}, r"layer a has 2 bits; qgemm reads GPTQ of 4 and 8"),
     "3 bits": ({"bits": 3}, {"qweight": (6, 16), "qzeros": (2, 2)}, r"layer a has 3 bits"),
     "5 bits": ({"bits": 5}, {"qweight": (10, 16), "qzeros": (2, 3)}, r"layer a has 5 bits"),
-    "marlin": ({"checkpoint_format": "marlin"}, {}, r"checkpoint_format is 'marlin'"),
+    "marlin": ({"checkpoint_format": "marlin"}, {}, r"is 'marlin'; qgemm reads 'gptq' and 'gptq_v2', so dequantize it"),
     "old marlin": ({"is_marlin_format": True}, {}, r"checkpoint_format is 'marlin'"),
     "a list": ({"checkpoint_format": ["gptq"]}, {}, r"checkpoint_format is \['gptq'\]"),
     "int16": ({"pack_dtype": "int16"}, {}, r"pack_dtype is 'int16'"),

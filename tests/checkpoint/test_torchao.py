@@ -122,7 +122,7 @@ STATIC = {"_type": "QuantizeTensorToInt8Kwargs", "_data": {"granularity": {"_typ
 ASYMMETRIC = {**PER_ROW, "_data": {**PER_ROW["_data"], "mapping_type": {"_type": "MappingType", "_data": "ASYMMETRIC"}}}
 REFUSED: dict[str, tuple[dict[str, torch.Tensor], str, str]] = {
     "tile-packed": ({}, attributes("Int4TilePackedTo4dTensor"), r"a.weight is torchao's 'Int4TilePackedTo4dTensor'"),
-    "plain int4": ({}, attributes("Int4Tensor"), r"a.weight is torchao's 'Int4Tensor'; qgemm reads Int8Tensor and"),
+    "plain int4": ({}, attributes("Int4Tensor"), r"is torchao's 'Int4Tensor'; qgemm reads .*, so dequantize it with"),
     "no metadata": ({}, "", r"metadata don't say what a.weight is"),
     "deep metadata": ({}, "[" * 100000, r"metadata don't say what a.weight is"),
     "odd metadata": ({}, '{"_type": {}, "_data": {}}', r"a.weight is torchao's \{\}"),

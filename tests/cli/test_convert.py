@@ -97,6 +97,10 @@ def test_what_cannot_be_converted(int8_folder: Path, float_folder: Path, tmp_pat
     assert "write to another one" in run_failing("convert", int8_folder, int8_folder, "--to", "qgemm", "--overwrite")
     single = next(int8_folder.glob("*.safetensors"))
     assert "is a single file" in run_failing("convert", single, out, "--to", "qgemm")
+    message = run_failing("convert", int8_folder, single, "--to", "qgemm")
+    assert "is a file: name a folder" in message
+    message = run_failing("convert", int8_folder, out, "--to", "gptq")
+    assert 'GPTQ stores int4 and int8-weight schemes: save it with --to "qgemm"' in message
     (int8_folder / "tokenizer.json").symlink_to("/etc/hostname")
     assert "outside of the folder" in run_failing("convert", int8_folder, out, "--to", "qgemm")
     assert "Invalid value" in run("convert", int8_folder, out, "--to", "gguf", exit_code=2).stderr

@@ -208,7 +208,9 @@ def test_the_table_has_a_row_for_a_kind_of_layer(int8_folder: Path) -> None:
 def test_a_folder_its_index_and_one_file(int8_folder: Path) -> None:
     whole = run_json("inspect", int8_folder / INDEX)
     assert whole["layers"] == run_json("inspect", int8_folder)["layers"]
-    part = run_json("inspect", sorted(int8_folder.glob("*.safetensors"))[0])
+    file = sorted(int8_folder.glob("*.safetensors"))[0]
+    assert "qgemm doesn't load it: it is a single file, without the config of its folder" in run("inspect", file).stdout
+    part = run_json("inspect", file)
     assert len(part["files"]) == 1
     assert part["format"] in ("qgemm", "float")
     assert len(part["layers"]) < len(whole["layers"])
