@@ -24,6 +24,8 @@ from transformers.utils import logging
 import qgemm
 
 LEAST_COSINE = 0.995
+MOST_SPREAD = 0.3
+"""Of times on an idle machine: the interquartile range, relative to the median."""
 
 # Eight subjects of six sentences each, so that a nearest neighbour means something.
 SENTENCES = [
@@ -101,8 +103,8 @@ def nearest(embeddings: Tensor) -> Tensor:
     return (embeddings @ embeddings.t()).fill_diagonal_(-1).argmax(1)
 
 
-def median_ms(models: list[nn.Module], tokens: dict[str, Tensor], rounds: int) -> list[float]:
-    """Each model's median time. They take turns of a few calls, so that a busy machine slows all of them."""
+def measure(models: list[nn.Module], tokens: dict[str, Tensor], rounds: int) -> list[list[float]]:
+    """Each model's times in ms. They take turns of a few calls, so that a busy machine slows all of them."""
     times: list[list[float]] = [[] for _ in models]
     for _ in range(rounds):
         for model, seconds in zip(models, times, strict=True):
@@ -111,7 +113,12 @@ def median_ms(models: list[nn.Module], tokens: dict[str, Tensor], rounds: int) -
                 start = time.perf_counter()
                 embed(model, tokens)
                 seconds.append(time.perf_counter() - start)
-    return [statistics.median(seconds) * 1e3 for seconds in times]
+    return [[each * 1e3 for each in seconds] for seconds in times]
+
+
+def spread(times: list[float]) -> float:
+    low, median, high = statistics.quantiles(times, n=4)
+    return (high - low) / median
 
 
 def size(paths: list[Path]) -> str:
@@ -145,7 +152,7 @@ def main() -> None:
     expected, got, in_memory = embed(original, batch), embed(reloaded, batch), embed(model, batch)
     cosine = F.cosine_similarity(expected, got)
     before, after = nearest(expected), nearest(got)
-    batch_ms, single_ms = (median_ms([original, reloaded], tokens, arguments.rounds) for tokens in (batch, single))
+    batch_ms, single_ms = (measure([original, reloaded], tokens, arguments.rounds) for tokens in (batch, single))
 
     print(f"all-MiniLM-L6-v2, {len(quantized)} of {len(linears)} linear layers in int8, {len(SENTENCES)} sentences")
     print()
@@ -153,12 +160,16 @@ def main() -> None:
         ("", "float32", "int8"),
         ("weights on disk", size([original_file]), quantized_size),
         ("  of these, linear layers", f"{linear_bytes / 1e6:.1f} MB", f"{quantized_bytes / 1e6:.1f} MB"),
-        (f"time of all {len(SENTENCES)} sentences", *(f"{ms:.1f} ms" for ms in batch_ms)),
-        ("time of one sentence", *(f"{ms:.1f} ms" for ms in single_ms)),
+        (f"time of all {len(SENTENCES)} sentences", *(f"{statistics.median(ms):.1f} ms" for ms in batch_ms)),
+        ("time of one sentence", *(f"{statistics.median(ms):.1f} ms" for ms in single_ms)),
     ]
     # Nearly all of the rest is the table of word embeddings, which stays in float.
     for name, *values in rows:
         print(f"{name:<30}" + "".join(f"{value:>12}" for value in values))
+    if (most := max(map(spread, batch_ms + single_ms))) > MOST_SPREAD:
+        print(
+            f"The times vary by {most:.0%}: the machine is busy, which slows int8 down most. Try again when it is idle."
+        )
     print()
     print(f"{'minimum cosine similarity':<30}{cosine.min().item():>12.4f}   to the float embeddings")
     print(f"{'mean cosine similarity':<30}{cosine.mean().item():>12.4f}")
