@@ -249,8 +249,6 @@ def _consume(
                 for i in gl.static_range(AT_ONCE):
                     w = _values(packed[i % 2], phase * AT_ONCE + i, factors, zeros, SCALE, DTYPE, mma, FORM, SUMS)
                     values = values + (w,)
-                if phase == 0:
-                    mbarrier.arrive(w_empty.index(w_slot), count=1)
                 sums = acc
                 of_halves = ()
                 for i in gl.static_range(AT_ONCE):
@@ -263,6 +261,9 @@ def _consume(
                     sums = warpgroup_mma(values[i], x, sums, use_acc=not SUMS or i % 2 > 0, is_async=True)
                     if i % 2 == 1:
                         of_halves = of_halves + (sums,)
+                # Products wait for the loads of the slot; TMA, which writes it next, doesn't.
+                if phase == 0:
+                    mbarrier.arrive(w_empty.index(w_slot), count=1)
                 for i in gl.static_range(AT_ONCE):
                     if SUMS:
                         if i % 2 == 1:
