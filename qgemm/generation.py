@@ -22,8 +22,12 @@ def fast_generate(model: Model, enabled: bool = True, *, cache_dtype: torch.dtyp
     Raises ``TypeError`` for a model that has no ``generate`` of transformers, ``ValueError`` for a dtype that a
     ``KeyValueCache`` can't have.
     """
-    from qgemm.integrations.transformers import generate as integration
-
+    try:
+        from qgemm.integrations.transformers import generate as integration
+    except ImportError as error:
+        raise ImportError(
+            f'fast_generate needs transformers 5.17 or later: pip install "transformers>=5.17" ({error})'
+        ) from error
     integration.fast_generate(model, enabled, cache_dtype)
     return model
 

@@ -303,9 +303,9 @@ def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
     known = _find(scheme if isinstance(scheme, str) else scheme.name)
     if known is None or (isinstance(scheme, QuantScheme) and scheme != known):
         raise ValueError(
-            f"scheme is {scheme!r}; it must be one of {sorted(SCHEMES)}, or like 'int8-outliers-16' or "
+            f"scheme is {scheme!r}{_meant(scheme)} it must be one of {sorted(SCHEMES)}, or like 'int8-outliers-16' or "
             "'int8-static-outliers-16' with any multiple of 16, or like 'int4-32', 'int4-asymmetric', 'int4-int8' or "
-            f"'int8-weight-128' with groups of any multiple of 16{_meant(scheme)}"
+            "'int8-weight-128' with groups of any multiple of 16"
         )
     return known
 
@@ -315,13 +315,13 @@ _BITS = {"w8a8": "int8", "w8a16": "int8-weight", "w4a16": "int4", "w4a8": "int4-
 
 
 def _meant(scheme: str | QuantScheme) -> str:
-    """What a name may stand for, as the end of an error; empty if that isn't known."""
+    """What goes on an error after a name: what that may stand for, if there is something near."""
     if not isinstance(scheme, str):
-        return ""
+        return ";"
     name = scheme.lower().replace("_", "-")
     names = [*SCHEMES, "int4-int8", *_BITS]
     near = difflib.get_close_matches(name, names, 1, cutoff=0.8)
-    return f". Did you mean {_BITS.get(near[0], near[0])!r}?" if near else ""
+    return f" (did you mean {_BITS.get(near[0], near[0])!r}?);" if near else ";"
 
 
 def _find(name: str) -> QuantScheme | None:

@@ -40,7 +40,7 @@ def fuse(model: Model, inputs: Mapping[str, Any] | None = None) -> Model:
     """
     check_model(model)
     if not any(isinstance(module, QuantLayer) for module in model.modules()):
-        raise ValueError(f"{type(model).__name__} holds no quantized layer to fuse: quantize_model makes them")
+        raise ValueError(f"{type(model).__name__} holds no quantized layer to fuse: call quantize_model first")
     modules = dict(model.named_modules())
     layers = {name: module for name, module in modules.items() if is_layer(module)}
     mlps = {name: module for name, module in modules.items() if is_mlp(module) and name not in layers}

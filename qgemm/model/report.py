@@ -181,7 +181,7 @@ def report(model: nn.Module) -> QuantReport:
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} holds no quantized layer: quantize_model or load_quantized makes one that does"
+            f"{type(model).__name__} holds no quantized layer: call quantize_model or load_quantized first"
         )
     return QuantReport(tuple(_derive_record(name, layer) for name, layer in layers.items()))
 
