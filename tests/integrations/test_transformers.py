@@ -309,12 +309,13 @@ def test_lazy_name() -> None:
 import sys
 sys.modules["transformers"] = None
 import qgemm
-try:
-    qgemm.QGemmConfig
-except ImportError as error:
-    assert 'pip install "transformers>=5.17"' in str(error)
-else:
-    raise AssertionError
+for use in (lambda: qgemm.QGemmConfig, lambda: qgemm.fast_generate(None)):
+    try:
+        use()
+    except ImportError as error:
+        assert 'pip install "transformers>=5.17"' in str(error)
+    else:
+        raise AssertionError
 """
     run_code(code)
 
