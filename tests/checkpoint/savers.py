@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from checkpoint.rewriting import save_of
 from qgemm import CheckpointError
@@ -37,6 +39,7 @@ def savers(folder: Path, save: Callable[[Path, int], object], count: int) -> Ite
 
 def _save(folder: Path, save: Callable[[Path, int], object], number: int, step: int) -> None:
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # the other one is the caller's too, who would wait for it when this one is killed
     while True:
         try:
             save(folder, number)
