@@ -16,11 +16,12 @@ from streaming.peak_memory import measure, write_llama, write_mixtral
 NBYTES = 300_000_000
 
 
-# What is allowed beyond the imports, which differ from machine to machine: 60 MB for PyTorch's own buffers and the
+# What is allowed beyond the imports, which differ from machine to machine: 30 MB for PyTorch's own buffers and the
 # modules of the model, and three times the largest tensor of Llama, 8 MB; or for Mixtral's experts, of 3 MB each, what
-# is worked on at a time, 25 MB. With all experts of a layer in memory as the tensors that they become, it takes 226 MB.
+# is worked on at a time, 35 MB. It takes 29 and 44 MB; with all experts of a layer in memory as the tensors that they
+# become, 226 MB.
 @pytest.mark.slow
-@pytest.mark.parametrize(("write", "hidden_size", "allowed"), [(write_llama, 1024, 85e6), (write_mixtral, 512, 90e6)])
+@pytest.mark.parametrize(("write", "hidden_size", "allowed"), [(write_llama, 1024, 55e6), (write_mixtral, 512, 65e6)])
 def test_peak_memory(
     write: Callable[[Path, int, int], int],
     hidden_size: int,
