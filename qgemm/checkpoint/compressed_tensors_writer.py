@@ -22,6 +22,7 @@ from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.linear_layer import is_conv1d
 from qgemm.numerics.packing import unpack_codes
 from qgemm.scheme import QuantScheme, TensorScheme
+from qgemm.warn import warn_user
 
 _MIXED = "mixed-precision"
 # By the name of the dtype of scales, what the library calls it.
@@ -60,6 +61,13 @@ def tensors_to_write(
         raise ValueError(
             f"{transposed[0]} is a Conv1D in {type(model).__name__}, and compressed-tensors supports only nn.Linear: "
             'save it with format="qgemm"'
+        )
+    experts = [name for name, layer in layers.items() if isinstance(layer, QuantExperts)]
+    if lossy := [name for name in experts if format_of(layers[name].scheme) == NVFP4]:
+        warn_user(
+            f"transformers leaves out the global scales of nvfp4 experts, such as {lossy[0]}, where it reads "
+            "compressed-tensors, and would give wrong outputs without an error. qgemm.load_quantized reads them. For "
+            'from_pretrained, save the model with format="qgemm"'
         )
     written = tensors_for_others(model, tensors, ties, "compressed-tensors")
     for name, layer in layers.items():

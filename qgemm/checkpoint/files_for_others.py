@@ -7,9 +7,11 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from qgemm.checkpoint.model_names import loses_single_experts
 from qgemm.checkpoint.tensors import transient_names
 from qgemm.nn import LinearLayer, QuantExperts, QuantMultiheadAttention
 from qgemm.nn.experts import split_leaf
+from qgemm.warn import warn_user
 
 
 def tensors_for_others(
@@ -18,12 +20,19 @@ def tensors_for_others(
     """Those of ``tensors`` that are written, as they are here.
 
     Of two that are ``ties`` only those that transformers ties by itself are left out, and buffers that ``state_dict``
-    leaves out. Raises ``ValueError`` for projections of an ``nn.MultiheadAttention``.
+    leaves out. Raises ``ValueError`` for projections of an ``nn.MultiheadAttention``; warns of experts that
+    transformers wouldn't read.
     """
     if packed := [name for name, module in model.named_modules() if isinstance(module, QuantMultiheadAttention)]:
         raise ValueError(
             f"{packed[0]} was an nn.MultiheadAttention, whose packed weights {library} can't store: pass it in skip, "
             'or save the model with format="qgemm"'
+        )
+    if any(isinstance(module, QuantExperts) for module in model.modules()) and loses_single_experts(model):
+        warn_user(
+            f"transformers reads no files with a layer for each expert of a {type(model).__name__}, as {library} has "
+            "them: its from_pretrained would make up experts at random. qgemm.load_quantized reads them. For "
+            'from_pretrained, save the model with format="qgemm"'
         )
     known_ties = getattr(model, "all_tied_weights_keys", None)
     known = dict(known_ties) if isinstance(known_ties, dict) else {}

@@ -27,6 +27,15 @@ _LEAVES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 def expert_leaves(model: nn.Module) -> tuple[str, str, str]:
     """What files of the family of ``model`` call the gate, up and down layers of an expert."""
+    return _leaves_that_transformers_fuses(model) or _LEAVES[0]
+
+
+def loses_single_experts(model: nn.Module) -> bool:
+    """Whether transformers would make up the experts of ``model`` beside files with a layer for each expert."""
+    return is_pretrained(model) and _leaves_that_transformers_fuses(model) is None
+
+
+def _leaves_that_transformers_fuses(model: nn.Module) -> tuple[str, str, str] | None:
     if is_pretrained(model):
         from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -34,7 +43,7 @@ def expert_leaves(model: nn.Module) -> tuple[str, str, str]:
             for leaves in _LEAVES:
                 if any(source.endswith(f"experts.*.{leaves[2]}.weight") for source in transform.source_patterns):
                     return leaves
-    return _LEAVES[0]
+    return None
 
 
 def rename_as_model(contents: Contents, model: nn.Module) -> None:

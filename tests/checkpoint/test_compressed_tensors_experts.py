@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,20 @@ def test_experts_are_written_as_a_layer_each(family: str, tmp_path: Path) -> Non
     loaded = qgemm.load_quantized(tmp_path / "ours")
     assert_same(loaded, model)
     assert torch.equal(Example(loaded, example.inputs).output(), example.output())
+
+
+@pytest.mark.parametrize(
+    ("family", "reads"), [("qwen3_moe", True), ("mixtral", True), ("gpt_oss", False), ("llama4", False)]
+)
+@pytest.mark.parametrize("format", ["compressed-tensors", "gptq"])
+def test_experts_that_transformers_would_make_up(family: str, reads: bool, format: str, tmp_path: Path) -> None:
+    model: Any = qgemm.quantize_model(MIXTURES[family]().model, "int4-32")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        qgemm.save_quantized(model, tmp_path, format=format)
+    messages = [str(warning.message) for warning in caught if "make up experts" in str(warning.message)]
+    assert len(messages) == (0 if reads else 1)
+    assert reads or type(model).__name__ in messages[0]
 
 
 @pytest.mark.parametrize("scheme", ["int4-32", "int4-32-asymmetric", "int8-weight", "mxfp4", "fp8"])
@@ -231,6 +246,21 @@ def test_transformers_loads_experts(scheme: str, tmp_path: Path) -> None:
     theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert relative(Example(theirs.eval(), example.inputs).output(), example.output()) < TRANSFORMERS[scheme]
+
+
+@needs_the_library
+@pytest.mark.parametrize(("scheme", "is_lost"), [("mxfp4", False), ("nvfp4", True)])
+def test_a_scale_that_transformers_leaves_out(scheme: str, is_lost: bool, tmp_path: Path) -> None:
+    example = MIXTURES["mixtral"]()
+    model: Any = qgemm.quantize_model(example.model.bfloat16(), scheme)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    said = [str(warning.message) for warning in caught if "global scales of nvfp4 experts" in str(warning.message)]
+    assert len(said) == is_lost
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    error = relative(Example(theirs, example.inputs).output(), example.output())
+    assert error > 0.5 if is_lost else error < 0.05
 
 
 def test_layers_that_transformers_skips_are_left_out(tmp_path: Path) -> None:

@@ -323,6 +323,7 @@ def test_damage_is_found(name: str, int8_folder: Path, float_folder: Path) -> No
     assert found["layers"]
     shown = run("inspect", int8_folder, exit_code=1).stdout
     assert "problem: " in shown
+    assert "\nqgemm loads it\n" not in shown
 
 
 def test_values_are_not_read_where_that_is_not_wanted(int8_folder: Path) -> None:
