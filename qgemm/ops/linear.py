@@ -12,6 +12,10 @@
 The gradient for ``x`` of the others goes through the dequantized weight (rounding ``x`` counts as the identity):
 ``grad_x = grad_y @ (weight * weight_scale)``. Adapters on top of a frozen quantized model train with it. In forward
 mode (``torch.func.jvp``) it is the same linear map.
+
+On Hopper a weight and its scales are loaded while the kernels ahead in the stream may still run. One that a kernel of
+qgemm has written, as ``quantize_rows`` does, must be waited for before its first product
+(``torch.cuda.synchronize()``). Layers do so where they are made; ``scaled_mm`` waits unless told ``constant_b``.
 """
 
 from collections.abc import Callable

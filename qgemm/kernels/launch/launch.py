@@ -50,7 +50,7 @@ class Launch:
 
         ``pdl``: programmatic dependent launch. The kernel may start before the one ahead of it in the stream has ended,
         so it must wait (``tl.extra.cuda.gdc_wait()``) before it reads what that one writes, or writes what it reads.
-        Without effect on devices that have no such thing.
+        Weights don't change, and are read before. Without effect on devices that have no such thing.
         """
         self.kernel = kernel
         self._grid = grid
