@@ -68,6 +68,80 @@ class Items:
         else:
             return part * 0, part * 0 + self.blocks
 
+    @gluon.jit
+    def after(self, item):
+        """Of the program's next item, or the last one if there is none, its tile's ``n`` and its first block of K."""
+        item = gl.minimum(item + gl.num_programs(0), self.tiles * self.parts - 1)
+        _, n = self.tile(item)
+        k, _ = self.range_of(item)
+        return n, k
+
+
+@aggregate
+class Share:
+    """What a consumer has of every tile: some of the weight's rows, and every ``splits``-th block of K."""
+
+    rows: gl.tensor
+    owner: gl.constexpr
+    """Which of the ``owners``, each of whom has rows of its own, and adds up the sums of all ``splits`` of K."""
+    owners: gl.constexpr
+    first_block: gl.constexpr
+    """0 for an owner."""
+    splits: gl.constexpr
+
+    @gluon.jit
+    def index(self, tile):
+        """Of the owner's rows of a tile, among those of all tiles."""
+        return tile * self.owners + self.owner
+
+
+@aggregate
+class PartialSums:
+    """Sums of the parts of tiles, in memory, of an owner's rows; of each piece of the columns."""
+
+    sums: gl.tensor
+    counts: gl.tensor
+    """How many parts of each tile are there."""
+    items: Items
+    share: Share
+
+    @gluon.jit
+    def store(self, item, sums):
+        """Stores those of an item, and returns whether all parts of its tile are there."""
+        SIZE: gl.constexpr = sums[0].shape[0] * sums[0].shape[1]
+        where = _places(sums[0])
+        own = self.sums + (self.share.index(item) * len(sums)).to(gl.int64) * SIZE
+        for i in gl.static_range(len(sums)):
+            gl.store(own + i * SIZE + where, sums[i].to(gl.float32, bitcast=True))
+        thread_barrier()
+        count = self.counts + self.share.index(item % self.items.tiles)
+        return gl.atomic_add(count, 1, sem="acq_rel", scope="gpu") == self.items.parts - 1
+
+    @gluon.jit
+    def add_up(self, item, sums, NUMBER: gl.constexpr):
+        """The sum of all parts of a tile, in their order, of one piece; those of ``item`` are ``sums``."""
+        own = sums[NUMBER]
+        SIZE: gl.constexpr = own.shape[0] * own.shape[1]
+        where = _places(own)
+        tile = item % self.items.tiles
+        total = gl.zeros_like(own)
+        for part in range(self.items.parts):
+            if part == item // self.items.tiles:
+                total += own
+            else:
+                index = self.share.index(tile + part * self.items.tiles) * len(sums) + NUMBER
+                other = self.sums + index.to(gl.int64) * SIZE
+                total += gl.load(other + where).to(own.dtype, bitcast=True)
+        return total
+
+
+@gluon.jit
+def _places(sums):
+    """Where among partial sums each is: in blocks of 8 x 8 values, which a warp writes at a time."""
+    n = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
+    m = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
+    return (n // 8 * (sums.shape[1] // 8 * 64) + n % 8 * 8)[:, None] + (m // 8 * 64 + m % 8)[None, :]
+
 
 @gluon.jit
 def _load_many(A, barrier, to, slot, row, at, WIDTH: gl.constexpr):
@@ -127,6 +201,131 @@ def _produce_many(A, B, weights, ring, items, ready, handed, READERS: gl.constex
 
 
 @gluon.jit
+def _unpack_block(weights, ring, slot, rows, k, OWNER: gl.constexpr):
+    """int8 of an owner's ``rows`` of block ``k``, which are in a slot: a tensor for each group, or half of the block.
+
+    ``rows``: in the layout that they are multiplied in.
+    """
+    w, _, _, _ = ring
+    SUBS: gl.constexpr = PANEL // w.shape[2]
+    ROWS: gl.constexpr = rows.shape[0]
+    values = ()
+    for part in gl.static_range(2 * SUBS):
+        packed = w.index(slot * SUBS + part % SUBS).slice(OWNER * ROWS, ROWS).load(rows.type.layout)
+        values = values + (weights.unpacked(packed, rows, k * 2 * SUBS + part, part // SUBS),)
+    return values
+
+
+@gluon.jit
+def _add_scaled(sums, values, scales, ring, slot):
+    """``sums``, one for each piece of the columns, plus the products of a block: those of a group times its scale."""
+    _, x, _, empty = ring
+    PIECES: gl.constexpr = len(sums)
+    PIECE: gl.constexpr = sums[0].shape[1]
+    PARTS: gl.constexpr = len(values)
+    UNITS: gl.constexpr = PARTS * PIECES
+    zero = gl.zeros_like(sums[0], dtype=gl.int32)
+    products = ()
+    for unit in gl.static_range(UNITS + IN_FLIGHT):
+        if unit >= IN_FLIGHT:
+            started = (products[unit - IN_FLIGHT],)
+            made = warpgroup_mma_wait(IN_FLIGHT - 1 if unit <= UNITS else 0, deps=started)
+            if unit == UNITS + IN_FLIGHT - 1:
+                mbarrier.arrive(empty.index(slot), count=1)
+        if unit < UNITS:
+            b = x.index(slot * PARTS + unit // PIECES).slice(unit % PIECES * PIECE, PIECE).permute((1, 0))
+            product = warpgroup_mma(values[unit // PIECES], b, zero, use_acc=False, is_async=True)
+            products = products + (product,)
+        if unit >= IN_FLIGHT:
+            scale = gl.broadcast(scales[(unit - IN_FLIGHT) // PIECES][:, None], sums[0])[0]
+            # The piece that is next comes first.
+            sums = sums[1:] + (gl.fma(made.to(gl.float32), scale, sums[0]),)
+    return sums
+
+
+@gluon.jit
+def _add_unscaled(sums, values, ring, slot):
+    """As ``_add_scaled``, where all of a row has one scale, which comes last: sums are integers."""
+    _, x, _, empty = ring
+    PIECES: gl.constexpr = len(sums)
+    PIECE: gl.constexpr = sums[0].shape[1]
+    for part in gl.static_range(2):
+        new = ()
+        for i in gl.static_range(PIECES):
+            b = x.index(slot * 2 + part).slice(i * PIECE, PIECE).permute((1, 0))
+            new = new + (warpgroup_mma(values[part], b, sums[i], is_async=True),)
+        sums = new
+    done = warpgroup_mma_wait(0, deps=sums)
+    mbarrier.arrive(empty.index(slot), count=1)
+    return (done,) if PIECES == 1 else done
+
+
+@gluon.jit
+def _multiply(sums, scales, weights, ring, share, a_rows, own, after, step):
+    """``(sums, scales)``: ``sums`` plus the products of a consumer's blocks of an item, which begins at ``step``.
+
+    ``scales``: of the first of those blocks; then of that of the next item. ``own``: the item's tile and blocks of K;
+    ``after``: those of the next.
+    """
+    w, _, full, _ = ring
+    STAGES: gl.constexpr = full.shape[0]
+    GROUPS: gl.constexpr = len(scales)
+    n, start, end = own
+    next_n, next_start = after
+    for k in range(start + share.first_block, end, share.splits):
+        # Scales of the next step: from memory they take as long as a step.
+        ends = k + share.splits >= end
+        following = gl.where(ends, next_n, n) * w.shape[1] + share.rows
+        next_block = gl.where(ends, next_start + share.first_block, k + share.splits)
+        next_scales = weights.scales_of_block(following, next_block, GROUPS)
+        current = step + k - start
+        slot = current % STAGES
+        mbarrier.wait(full.index(slot), current // STAGES & 1)
+        # Registers of A aren't written again before all products have read them: nothing is in flight where the next
+        # step begins.
+        values = _unpack_block(weights, ring, slot, a_rows, k, share.owner)
+        sums = _add_scaled(sums, values, scales, ring, slot) if GROUPS else _add_unscaled(sums, values, ring, slot)
+        scales = next_scales
+    return sums, scales
+
+
+@gluon.jit
+def _hand_over(sums, handed, share, turn):
+    """The owner's ``sums`` plus those of the other consumers that share its rows, which hand theirs over."""
+    others, given, taken = handed
+    PIECES: gl.constexpr = len(sums)
+    if share.first_block > 0:
+        at: gl.constexpr = (share.first_block - 1) * share.owners + share.owner
+        mbarrier.wait(taken.index(at), (turn & 1) ^ 1)
+        for i in gl.static_range(PIECES):
+            others.index(at * PIECES + i).store(sums[i].to(gl.float32, bitcast=True))
+        mbarrier.arrive(given.index(at), count=1)
+    else:
+        for split in gl.static_range(share.splits - 1):
+            at: gl.constexpr = split * share.owners + share.owner
+            mbarrier.wait(given.index(at), turn & 1)
+            both = ()
+            for i in gl.static_range(PIECES):
+                found = others.index(at * PIECES + i).load(sums[i].type.layout)
+                both = both + (sums[i] + found.to(sums[i].dtype, bitcast=True),)
+            sums = both
+            mbarrier.arrive(taken.index(at), count=1)
+    return sums
+
+
+@gluon.jit
+def _store_sums(C, staging, sums, weights, of_rows, x_scale, m, n, M):
+    """Scales ``sums`` and stores them as ``C[m:, n:]``."""
+    cols = m + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
+    scaled = weights.finish(sums, gl.load(x_scale + cols, mask=cols < M, other=0.0), of_rows)
+    # The store before has read the staging memory.
+    tma.store_wait(0)
+    staging.permute((1, 0)).store(scaled.to(C.dtype))
+    fence_async_shared()
+    store_block(C, [m, n], staging)
+
+
+@gluon.jit
 def _consume_many(
     out, x_scale, weights, ring, items, M, ready,
     WHO: gl.constexpr, CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, PIECES: gl.constexpr,
@@ -137,148 +336,75 @@ def _consume_many(
     it, in ``handed``.
     """
     C, staging, handed, partial, counts = out
-    w, x, full, empty = ring
-    STAGES: gl.constexpr = full.shape[0]
-    OWNERS: gl.constexpr = CONSUMERS // SPLITS  # of a tile's sums
+    w, x, _, _ = ring
+    OWNERS: gl.constexpr = CONSUMERS // SPLITS
     OWNER: gl.constexpr = WHO % OWNERS
     FIRST_BLOCK: gl.constexpr = WHO // OWNERS
-    STORES: gl.constexpr = WHO < OWNERS
+    STORES: gl.constexpr = FIRST_BLOCK == 0
     ROWS: gl.constexpr = w.shape[1] // OWNERS
-    FIRST_ROW: gl.constexpr = OWNER * ROWS
-    COLS: gl.constexpr = x.shape[1]
-    PIECE: gl.constexpr = COLS // PIECES
-    SUBS: gl.constexpr = PANEL // w.shape[2]
-    GROUPS: gl.constexpr = weights.group > 0
-    UNITS: gl.constexpr = 2 * SUBS * PIECES
+    PIECE: gl.constexpr = x.shape[1] // PIECES
+    GROUPS: gl.constexpr = 2 * PANEL // w.shape[2] if weights.group > 0 else 0  # of a block of K
     SUMS: gl.constexpr = gl.float32 if GROUPS else gl.int32
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, PIECE, 32])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
 
     total, stride = items.tiles * items.parts, gl.num_programs(0)
-    own_rows = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    own_rows = OWNER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    share = Share(own_rows, OWNER, OWNERS, FIRST_BLOCK, SPLITS)
+    partial_sums = PartialSums(partial, counts, items, share)
     _, tile_n = items.tile(gl.program_id(0))
     start, _ = items.range_of(gl.program_id(0))
-    scales = ()
-    if GROUPS:
-        scales = weights.scales_of_block(tile_n * w.shape[1] + own_rows, start + FIRST_BLOCK, 2 * SUBS)
+    scales = weights.scales_of_block(tile_n * w.shape[1] + own_rows, start + FIRST_BLOCK, GROUPS)
     gdc_wait()
     mbarrier.wait(ready, 0)
-    first_step = 0
+    step = 0
     turn = 0
     for item in range(gl.program_id(0), total, stride):
         tile_m, tile_n = items.tile(item)
         start, end = items.range_of(item)
-        next_item = gl.minimum(item + stride, total - 1)
-        _, next_n = items.tile(next_item)
-        next_start, _ = items.range_of(next_item)
-        first = tile_n * w.shape[1] + FIRST_ROW
+        after = items.after(item)
+        first = tile_n * w.shape[1] + OWNER * ROWS
         rows = tile_n * w.shape[1] + own_rows
         a_rows = (first + gl.arange(0, ROWS, gl.SliceLayout(1, a_layout)))[:, None]
         of_rows = weights.of_rows(rows)
-        zero = gl.zeros([ROWS, PIECE], gl.int32, layout)
         sums = ()
         for _piece in gl.static_range(PIECES):
             sums = sums + (gl.zeros([ROWS, PIECE], SUMS, layout),)
-        for k in range(start + FIRST_BLOCK, end, SPLITS):
-            if GROUPS:
-                # Those of the next step: from memory they take as long as a step.
-                ends = k + SPLITS >= end
-                following = gl.where(ends, next_n, tile_n) * w.shape[1] + own_rows
-                next_block = gl.where(ends, next_start + FIRST_BLOCK, k + SPLITS)
-                next_scales = weights.scales_of_block(following, next_block, 2 * SUBS)
-            step = first_step + k - start
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), step // STAGES & 1)
-            # Registers of A aren't written again before all products have read them: nothing is in flight where the
-            # next step begins.
-            values = ()
-            for part in gl.static_range(2 * SUBS):
-                packed = w.index(slot * SUBS + part % SUBS).slice(FIRST_ROW, ROWS).load(a_layout)
-                values = values + (weights.unpacked(packed, a_rows, k * 2 * SUBS + part, part // SUBS),)
-            if GROUPS:
-                products = ()
-                for unit in gl.static_range(UNITS + IN_FLIGHT):
-                    if unit >= IN_FLIGHT:
-                        started = (products[unit - IN_FLIGHT],)
-                        made = warpgroup_mma_wait(IN_FLIGHT - 1 if unit <= UNITS else 0, deps=started)
-                        if unit == UNITS + IN_FLIGHT - 1:
-                            mbarrier.arrive(empty.index(slot), count=1)
-                    if unit < UNITS:
-                        b = x.index(slot * 2 * SUBS + unit // PIECES).slice(unit % PIECES * PIECE, PIECE)
-                        b = b.permute((1, 0))
-                        product = warpgroup_mma(values[unit // PIECES], b, zero, use_acc=False, is_async=True)
-                        products = products + (product,)
-                    if unit >= IN_FLIGHT:
-                        scale = gl.broadcast(scales[(unit - IN_FLIGHT) // PIECES][:, None], sums[0])[0]
-                        # The piece that is next comes first.
-                        sums = sums[1:] + (gl.fma(made.to(gl.float32), scale, sums[0]),)
-            else:
-                for part in gl.static_range(2):
-                    new = ()
-                    for i in gl.static_range(PIECES):
-                        b = x.index(slot * 2 + part).slice(i * PIECE, PIECE).permute((1, 0))
-                        new = new + (warpgroup_mma(values[part], b, sums[i], is_async=True),)
-                    sums = new
-                done = warpgroup_mma_wait(0, deps=sums)
-                sums = (done,) if PIECES == 1 else done
-                mbarrier.arrive(empty.index(slot), count=1)
-            if GROUPS:
-                scales = next_scales
-        first_step += end - start
-
-        is_last = True
+        sums, scales = _multiply(sums, scales, weights, ring, share, a_rows, (tile_n, start, end), after, step)
+        step += end - start
         if SPLITS > 1:
-            others, given, taken = handed
-            if not STORES:
-                at: gl.constexpr = WHO - OWNERS
-                mbarrier.wait(taken.index(at), (turn & 1) ^ 1)
-                for i in gl.static_range(PIECES):
-                    others.index(at * PIECES + i).store(sums[i].to(gl.float32, bitcast=True))
-                mbarrier.arrive(given.index(at), count=1)
-            else:
-                for split in gl.static_range(SPLITS - 1):
-                    at: gl.constexpr = split * OWNERS + OWNER
-                    mbarrier.wait(given.index(at), turn & 1)
-                    both = ()
-                    for i in gl.static_range(PIECES):
-                        found = others.index(at * PIECES + i).load(layout)
-                        both = both + (sums[i] + found.to(SUMS, bitcast=True),)
-                    sums = both
-                    mbarrier.arrive(taken.index(at), count=1)
+            sums = _hand_over(sums, handed, share, turn)
             turn += 1
+        is_last = True
         if items.cut and STORES:
-            # Blocks of 8 x 8 values, which a warp writes at a time.
-            n_at = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-            m_at = gl.arange(0, PIECE, gl.SliceLayout(0, layout))
-            where = (n_at // 8 * (PIECE // 8 * 64) + n_at % 8 * 8)[:, None] + (m_at // 8 * 64 + m_at % 8)[None, :]
-            own = partial + ((item * OWNERS + OWNER) * PIECES).to(gl.int64) * (ROWS * PIECE)
-            for i in gl.static_range(PIECES):
-                gl.store(own + i * (ROWS * PIECE) + where, sums[i].to(gl.float32, bitcast=True))
-            thread_barrier()
-            tile = item % items.tiles
-            arrived = gl.atomic_add(counts + (tile * OWNERS + OWNER), 1, sem="acq_rel", scope="gpu")
-            is_last = arrived == items.parts - 1
+            is_last = partial_sums.store(item, sums)
         if is_last and STORES:
             for i in gl.static_range(PIECES):
-                sum_of_parts = sums[i]
-                if items.cut:
-                    sum_of_parts = gl.zeros([ROWS, PIECE], SUMS, layout)
-                    for part in range(items.parts):
-                        if part == item // items.tiles:
-                            sum_of_parts += sums[i]
-                        else:
-                            other = (tile + part * items.tiles) * OWNERS + OWNER
-                            other = partial + (other * PIECES + i).to(gl.int64) * (ROWS * PIECE)
-                            sum_of_parts += gl.load(other + where).to(SUMS, bitcast=True)
-                cols = tile_m * COLS + i * PIECE + gl.arange(0, PIECE, gl.SliceLayout(0, layout))
-                own_x_scale = gl.load(x_scale + cols, mask=cols < M, other=0.0)
-                scaled = weights.finish(sum_of_parts, own_x_scale, of_rows)
-                # The store before has read the staging memory.
-                tma.store_wait(0)
-                staging.index(OWNER).permute((1, 0)).store(scaled.to(C.dtype))
-                fence_async_shared()
-                store_block(C, [tile_m * COLS + i * PIECE, first], staging.index(OWNER))
+                sum_of_parts = partial_sums.add_up(item, sums, i) if items.cut else sums[i]
+                m = tile_m * x.shape[1] + i * PIECE
+                _store_sums(C, staging.index(OWNER), sum_of_parts, weights, of_rows, x_scale, m, first, M)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _allocate(
+    A, B, C, STAGES: gl.constexpr, PIECES: gl.constexpr, OWNERS: gl.constexpr, SPLITS: gl.constexpr
+):  # fmt: skip
+    """Shared memory: the ring, where outputs wait to be stored, and sums that consumers hand over, with barriers."""
+    STEP: gl.constexpr = B.block_shape[1]
+    SUBS: gl.constexpr = PANEL // STEP
+    w = gl.allocate_shared_memory(B.dtype, [STAGES * SUBS, B.block_shape[0], STEP], B.layout)
+    x = gl.allocate_shared_memory(A.dtype, [STAGES * SUBS * 2, A.block_shape[0], STEP], A.layout)
+    ring = (w, x, barriers(STAGES), barriers(STAGES))
+    staging = gl.allocate_shared_memory(C.dtype, [OWNERS, C.block_shape[0], C.block_shape[1]], C.layout)
+    HANDED: gl.constexpr = OWNERS * (SPLITS - 1)
+    if SPLITS > 1:
+        plain: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
+        shape: gl.constexpr = [HANDED * PIECES, C.block_shape[1], C.block_shape[0]]
+        handed = (gl.allocate_shared_memory(gl.float32, shape, plain), barriers(HANDED), barriers(HANDED))
+    else:
+        handed = (staging, barriers(1), barriers(1))
+    return ring, staging, handed
 
 
 @gluon.jit(do_not_specialize=["M", "parts"])
@@ -297,20 +423,8 @@ def _int4_int8_many_kernel(
     there are several. ``REGISTERS``: of a thread that multiplies.
     """
     weights = Weights(scale, zero_point, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0)
-    STEP: gl.constexpr = B.block_shape[1]
-    SUBS: gl.constexpr = PANEL // STEP
     OWNERS: gl.constexpr = CONSUMERS // SPLITS
-    w = gl.allocate_shared_memory(B.dtype, [STAGES * SUBS, B.block_shape[0], STEP], B.layout)
-    x = gl.allocate_shared_memory(A.dtype, [STAGES * SUBS * 2, A.block_shape[0], STEP], A.layout)
-    ring = (w, x, barriers(STAGES), barriers(STAGES))
-    staging = gl.allocate_shared_memory(C.dtype, [OWNERS, C.block_shape[0], C.block_shape[1]], C.layout)
-    HANDED: gl.constexpr = OWNERS * (SPLITS - 1)
-    if SPLITS > 1:
-        plain: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [1, 0])
-        shape: gl.constexpr = [HANDED * PIECES, C.block_shape[1], C.block_shape[0]]
-        handed = (gl.allocate_shared_memory(gl.float32, shape, plain), barriers(HANDED), barriers(HANDED))
-    else:
-        handed = (staging, barriers(1), barriers(1))
+    ring, staging, handed = _allocate(A, B, C, STAGES, PIECES, OWNERS, SPLITS)
     ready = barriers(1)
     initialize(ready, 1)
     tiles_m = gl.cdiv(M, A.block_shape[0])
