@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages.activations import gate_value, up_value
+from qgemm.kernels.stages.aggregate import OPTIONAL, aggregate
 from qgemm.kernels.stages.unpack import scale_value, unpack, unpack_scaled, widen
 
 # Renamed in Triton 3.9.
@@ -25,6 +26,134 @@ copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_cop
 
 BLOCK = gl.constexpr(128)  # bytes of a row
 COLUMNS = gl.constexpr(8)  # tokens at a time
+
+
+@aggregate
+class Rows:
+    """The rows of an expert's weight that a program has, in tiles.
+
+    ``first``: the expert's first row among those of all. ``start``: the program's first output of ``columns``; a tile
+    has ``outputs``. ``gated``: of gates and ups.
+    """
+
+    first: gl.tensor
+    start: gl.tensor
+    columns: gl.tensor
+    outputs: gl.constexpr
+    gated: gl.constexpr
+
+    @gluon.jit
+    def output(self, r, tile):
+        """Which outputs rows ``r`` of a tile are for; with gates and ups, 8 and 8, two each."""
+        return self.start + tile * self.outputs + (r // 16 * 8 + r % 8 if self.gated else r)
+
+    @gluon.jit
+    def row(self, r, tile):
+        """Which rows of the weights of all experts are rows ``r`` of a tile."""
+        n = self.output(r, tile)
+        return self.first + (n + r // 8 % 2 * self.columns if self.gated else n)
+
+
+@aggregate
+class Blocks:
+    """The blocks of a program's rows, which warps copy to shared memory, one each a step.
+
+    ``weight``: where the first step's bytes lie. ``row``: how many rows before the first that a program hasn't.
+    ``column``: of bytes in a step's part of a row, of ``row_bytes``. ``tiles``: the ``FewTokens``.
+    """
+
+    slots: gl.shared_memory_descriptor
+    weight: gl.tensor
+    row: gl.tensor
+    column: gl.tensor
+    stride: gl.tensor
+    row_bytes: gl.tensor
+    steps: gl.tensor
+    outputs: gl.constexpr
+    tiles: gl.constexpr
+
+    @gluon.jit
+    def copy(self, index, place):
+        """Starts copying each warp's block at ``place``, a tile and a step, to its slot, the ``index``-th."""
+        tile, step = place
+        start = step * (self.tiles.splits * BLOCK)
+        inside = (self.row + tile * self.outputs < 0) & (self.column + start < self.row_bytes)
+        copy_to_shared(
+            self.slots.index(index % self.tiles.depth),
+            self.weight + (tile * self.outputs).to(gl.int64) * self.stride + start,
+            mask=inside & (tile < self.tiles.count),
+            cache_modifier=".cg",
+        )
+        async_copy.commit_group()
+
+    @gluon.jit
+    def following(self, place):
+        """The tile and step after these."""
+        tile, step = place
+        last = step + 1 == self.steps
+        return gl.where(last, tile + 1, tile), gl.where(last, 0, step + 1)
+
+
+@aggregate
+class Scales:
+    """Where the scales and zero points of a program's rows lie; None where a row has one.
+
+    ``row``: as in ``Blocks``. ``group``: of the first step's, of ``groups`` in a row.
+    """
+
+    scale: OPTIONAL
+    zero_point: OPTIONAL
+    row: gl.tensor
+    group: gl.tensor
+    groups: gl.tensor
+    outputs: gl.constexpr
+    tiles: gl.constexpr
+    form: gl.constexpr
+
+    @gluon.jit
+    def load(self, place):
+        """``(scales, zero points)`` of the blocks at ``place``, a tile and a step."""
+        return self.load_halves(self.scale, place), self.load_halves(self.zero_point, place)
+
+    @gluon.jit
+    def load_halves(self, pointers, place):
+        """What lies at ``pointers`` for each half of the blocks, if anything."""
+        tile, step = place
+        HALVES: gl.constexpr = 2 if self.form.bits == 4 else 1
+        loaded = ()
+        if pointers is not None:
+            for half in gl.static_range(HALVES):
+                if self.form.scaled:
+                    at = self.group + (step * self.tiles.splits * HALVES + half) * (BLOCK // self.form.group)
+                else:
+                    at = (self.group + (step * self.tiles.splits * HALVES + half)) * BLOCK // self.form.group
+                inside = (self.row + tile * self.outputs < 0) & (at < self.groups) & (tile < self.tiles.count)
+                own = pointers + (tile * (self.outputs * self.groups) + at)
+                loaded = loaded + (gl.load(own, mask=inside, other=0),)
+        return loaded
+
+
+@aggregate
+class Columns:
+    """Rows of x, ``K`` long, that are multiplied together: where they lie, and whether they are ``there``.
+
+    ``k``: of values in a step's part of a row.
+    """
+
+    x: gl.tensor
+    there: gl.tensor
+    k: gl.tensor
+    K: gl.tensor
+
+    @gluon.jit
+    def load(self, step, SPLITS: gl.constexpr, HALVES: gl.constexpr):
+        """What each half of a step's blocks is multiplied by."""
+        xs = ()
+        for half in gl.static_range(HALVES):
+            begin = step * (SPLITS * BLOCK * HALVES) + half * BLOCK
+            inside = self.there[None, None, :] & (self.k + begin < self.K)
+            xs = xs + (gl.load(self.x + begin, mask=inside, other=0.0),)
+        return xs
 
 
 @gluon.jit
@@ -47,16 +176,21 @@ def _pairs_of(rank, pairs, first, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _outputs(r, GATED: gl.constexpr):
-    """Which of a tile's outputs rows ``r`` of the weight in a tile are for; with gates and ups, 8 and 8, two each."""
-    return r // 16 * 8 + r % 8 if GATED else r
+def _find_pairs(ids, expert, known, item, P, E, BY_PAIR: gl.constexpr, PAIRS: gl.constexpr, LAYOUT: gl.constexpr):
+    """``(pairs, rank, count)``: all pairs, each one's rank among the expert's, else -1, and how many these are.
 
-
-@gluon.jit
-def _rows(start, r, columns, GATED: gl.constexpr):
-    """Which rows of an expert's weight are rows ``r`` of a tile whose outputs begin at ``start``."""
-    n = start + _outputs(r, GATED)
-    return n + r // 8 % 2 * columns if GATED else n
+    ``BY_PAIR``: none, unless the expert is ``known`` and pair ``item`` is its first.
+    """
+    pairs = gl.arange(0, PAIRS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    found = _expert_ids(ids, pairs, P, E)
+    if BY_PAIR:
+        earlier = gl.max(((found == expert) & (pairs < item)).to(gl.int32), axis=0)
+        expert = gl.where(known & (earlier == 0), expert, -2)
+    chosen = (found == expert).to(gl.int32)
+    count = gl.sum(chosen, axis=0)
+    rank = gl.where(chosen > 0, gl.associative_scan(chosen, 0, _add) - 1, -1)
+    rank = gl.convert_layout(rank, gl.SliceLayout(1, LAYOUT))
+    return gl.arange(0, PAIRS, gl.SliceLayout(1, LAYOUT)), rank, count
 
 
 @gluon.jit
@@ -66,45 +200,91 @@ def _in_order(j, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def _following(tile, step, steps):
-    """The tile and step after these, of a program that takes one tile after the other."""
-    last = step + 1 == steps
-    return gl.where(last, tile + 1, tile), gl.where(last, 0, step + 1)
-
-
-@gluon.jit
-def _copy_weight(
-    slots, index, weight, tile, step, stride, row, column, row_bytes, TILE: gl.constexpr, OUT_ROWS: gl.constexpr
-):
-    """Starts copying each warp's block of a step of a tile to its slot, the ``index``-th.
-
-    ``row``: how many rows before the first that a program hasn't. ``column``: of bytes in a step's part of a row.
-    """
-    start = step * (TILE.splits * BLOCK)
-    inside = (row + tile * OUT_ROWS < 0) & (column + start < row_bytes) & (tile < TILE.count)
-    copy_to_shared(
-        slots.index(index % TILE.depth),
-        weight + (tile * OUT_ROWS).to(gl.int64) * stride + start,
-        mask=inside,
-        cache_modifier=".cg",
-    )
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _load_scales(scale, tile, step, row, group, groups, FORM: gl.constexpr, TILE: gl.constexpr, OUT_ROWS: gl.constexpr):
-    """The scales, or zero points, of each half of a step's blocks; none where rows have one."""
+def _blocks_of(rows, weight, K, FORM: gl.constexpr, TILE: gl.constexpr):
+    """The ``Blocks`` of a program's rows."""
+    SPLITS: gl.constexpr = TILE.splits
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
-    loaded = ()
-    if scale is not None and FORM.group > 0:
-        for half in gl.static_range(HALVES):
-            if FORM.scaled:
-                at = group + (step * TILE.splits * HALVES + half) * (BLOCK // FORM.group)
-            else:
-                at = (group + (step * TILE.splits * HALVES + half)) * BLOCK // FORM.group
-            inside = (row + tile * OUT_ROWS < 0) & (at < groups) & (tile < TILE.count)
-            loaded = loaded + (gl.load(scale + (tile * (OUT_ROWS * groups) + at), mask=inside, other=0),)
-    return loaded
+    WIDTH: gl.constexpr = BLOCK * HALVES
+    # Threads side by side copy 16 bytes each of a row.
+    cl: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 4, 8], [SPLITS, gl.num_warps() // SPLITS, 1], [2, 1, 0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(64, 1, 2, [2, 1, 0])
+    slots = gl.allocate_shared_memory(weight.dtype.element_ty, [TILE.depth, SPLITS, TILE.rows, BLOCK], shared)
+    r = gl.arange(0, TILE.rows, gl.SliceLayout(0, gl.SliceLayout(2, cl)))
+    split = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, cl)))
+    j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, cl)))
+    # The compiler doesn't see that 16 neighbours stay together.
+    j = gl.max_contiguous(gl.multiple_of(_in_order(j, FORM.scaled), 16), 16)
+    column = split[:, None, None] * BLOCK + j[None, None, :]
+    stride = K
+    row_bytes = K
+    if HALVES == 2:
+        stride = gl.cdiv(K, WIDTH) * BLOCK
+        row_bytes = (K // WIDTH * (BLOCK // 16) + gl.minimum(gl.cdiv(K % WIDTH, 16), BLOCK // 16)) * 16
+    row = (rows.output(r, 0) - rows.columns)[None, :, None]
+    weight += rows.row(r, 0)[None, :, None] * stride + column
+    steps = gl.cdiv(gl.cdiv(K, WIDTH), SPLITS)
+    return Blocks(slots, weight, row, column, stride, row_bytes, steps, rows.outputs, TILE)
+
+
+@gluon.jit
+def _scales_of(rows, scale, zero_point, K, FORM: gl.constexpr, TILE: gl.constexpr, mma: gl.constexpr):
+    """The ``Scales`` of a program's rows."""
+    SPLITS: gl.constexpr = TILE.splits
+    ROWS: gl.constexpr = TILE.rows
+    HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
+    groups = gl.cdiv(K, FORM.group) if FORM.group > 0 else 1
+    if FORM.scaled:
+        # Where a thread's two pieces of 16 bytes lie along K.
+        wl: gl.constexpr = gl.DotOperandLayout(0, mma, 16)
+        pieces: gl.constexpr = (
+            gl.zeros([SPLITS, ROWS, BLOCK], gl.uint8, wl).reshape([SPLITS, ROWS, 2, 4, 16]).type.layout
+        )
+        sl: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, pieces))
+        rl: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, sl))
+        group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, sl)))[None, None, :]
+        group = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, sl)))[:, None, None] * (4 * HALVES) + group
+    else:
+        sl: gl.constexpr = gl.SliceLayout(2, mma)
+        rl: gl.constexpr = gl.SliceLayout(0, sl)
+        group = gl.arange(0, SPLITS, gl.SliceLayout(1, sl))[:, None] * HALVES
+    r = gl.arange(0, ROWS, rl)
+    row = rows.output(r, 0) - rows.columns
+    row = row[None, :, None] if FORM.scaled else row[None, :]
+    scales = None
+    zeros = None
+    if FORM.group > 0:
+        at = rows.row(r, 0) * groups
+        at = at[None, :, None] if FORM.scaled else at[None, :]
+        scales = scale + at
+        if FORM.has_zeros:
+            zeros = zero_point + at
+    return Scales(scales, zeros, row, group, groups, rows.outputs, TILE, FORM)
+
+
+@gluon.jit
+def _columns_and_k(FORM: gl.constexpr, SPLITS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Which columns threads have, and which values of a step's part of K."""
+    WIDTH: gl.constexpr = BLOCK * (2 if FORM.bits == 4 else 1)
+    c = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    k = _in_order(gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), FORM.scaled)[None, :, None]
+    return c, gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None] * WIDTH + k
+
+
+@gluon.jit
+def _begin(blocks, scales, copies):
+    """Starts loading for the first steps, one less than there are slots; blocks only if it ``copies`` them.
+
+    Returns the place after these, a tile and a step, and what ``scales`` loads for each of them.
+    """
+    place = gl.to_tensor(0), gl.to_tensor(0)
+    ahead = ()
+    for i in gl.static_range(blocks.tiles.depth - 1):
+        if copies:
+            blocks.copy(i, place)
+        if scales is not None:
+            ahead = ahead + (scales.load(place),)
+        place = blocks.following(place)
+    return place, ahead
 
 
 @gluon.jit
@@ -172,6 +352,69 @@ def _add_block(acc, total_x, packed, xs, scales, zeros, FORM: gl.constexpr):
     return acc, total_x
 
 
+@gluon.jit
+def _multiply(columns, blocks, scales, place, ahead, index, mma: gl.constexpr):
+    """``(sums, sums of x, place, ahead, index)`` of a tile: of each warp's part of K, and where the next one begins.
+
+    ``place``, ``ahead``: as ``_begin`` returns them. ``index``: of the first step's slots.
+    """
+    SPLITS: gl.constexpr = blocks.tiles.splits
+    ROWS: gl.constexpr = blocks.tiles.rows
+    DEPTH: gl.constexpr = blocks.tiles.depth
+    FORM: gl.constexpr = scales.form
+    HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
+    acc = gl.zeros([SPLITS, ROWS, COLUMNS], gl.float32, mma)
+    total_x = gl.zeros([SPLITS, ROWS, COLUMNS], gl.float32, mma)
+    for step in range(blocks.steps):
+        xs = columns.load(step, SPLITS, HALVES)
+        own_scales, own_zeros = ahead[0]
+        ahead = ahead[1:] + (scales.load(place),)
+        async_copy.wait_group(DEPTH - 2)
+        blocks.copy(index + DEPTH - 1, place)
+        place = blocks.following(place)
+        packed = blocks.slots.index(index % DEPTH).load(gl.DotOperandLayout(0, mma, 16))
+        acc, total_x = _add_block(acc, total_x, packed, xs, own_scales, own_zeros, FORM)
+        index += 1
+    return acc, total_x, place, ahead, index
+
+
+@gluon.jit
+def _sum_splits(acc, total_x, scale, zero_point, row, n, columns, FORM: gl.constexpr):
+    """A tile's sums over all of K, and where a row has one scale and zero point, with these; ``n``: its outputs."""
+    total = gl.sum(acc, 0)
+    if FORM.group == 0:
+        if FORM.has_zeros:
+            zero = gl.load(zero_point + row, mask=n < columns, other=0).to(gl.float32)
+            total = total - gl.sum(total_x, 0) * zero[:, None]
+        total = total * scale_value(gl.load(scale + row, mask=n < columns, other=0))[:, None]
+    return total
+
+
+@gluon.jit
+def _activated(total, DTYPE: gl.constexpr, FUNCTION: gl.constexpr, ACTIVATION: gl.constexpr):
+    """A tile's outputs of its sums: what ``ACTIVATION`` makes of gates and ups, rounded to ``DTYPE`` first."""
+    if ACTIVATION is None:
+        return total
+    elif ACTIVATION.gated:
+        ROWS: gl.constexpr = total.shape[0]
+        halves = total.reshape([ROWS // 16, 2, 8, COLUMNS]).permute(0, 2, 3, 1).split()
+        gate = halves[0].reshape([ROWS // 2, COLUMNS]).to(DTYPE).to(gl.float32)
+        up = halves[1].reshape([ROWS // 2, COLUMNS]).to(DTYPE).to(gl.float32)
+        return gate_value(gate, FUNCTION, ACTIVATION) * up_value(up, ACTIVATION)
+    else:
+        return gate_value(total.to(DTYPE).to(gl.float32), FUNCTION, ACTIVATION)
+
+
+@gluon.jit
+def _store(out, total, pair, start, columns):
+    """Stores a tile's outputs, from column ``start`` on, to the rows of its pairs."""
+    ol: gl.constexpr = total.type.layout
+    column = start + gl.arange(0, total.shape[0], gl.SliceLayout(1, ol))
+    row = gl.convert_layout(pair, gl.SliceLayout(0, ol))
+    to = out + gl.maximum(row, 0).to(gl.int64)[None, :] * columns + column[:, None]
+    gl.store(to, total.to(out.dtype.element_ty), mask=(row >= 0)[None, :] & (column < columns)[:, None])
+
+
 @gluon.jit(do_not_specialize=["P"])
 def _few_tokens_kernel(
     x, ids, weight, scale, zero_point, bias, out,
@@ -187,193 +430,58 @@ def _few_tokens_kernel(
     2, at least ``P`` and 32 for each warp.
     """
     SPLITS: gl.constexpr = TILE.splits
-    DEPTH: gl.constexpr = TILE.depth
-    ROWS: gl.constexpr = TILE.rows
-    WARPS: gl.constexpr = TILE.warps
-    COUNT: gl.constexpr = TILE.count
-    WARPS_N: gl.constexpr = WARPS // SPLITS
-    HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
-    WIDTH: gl.constexpr = BLOCK * HALVES
     FIRST: gl.constexpr = ACTIVATION is not None
-    GATED: gl.constexpr = ACTIVATION is not None and ACTIVATION.gated
-    OUT_ROWS: gl.constexpr = ROWS // 2 if GATED else ROWS
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SPLITS, WARPS_N, 1], [1, 16, 8])
-    wl: gl.constexpr = gl.DotOperandLayout(0, mma, 16)
-    xl: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
-    # Threads side by side copy 16 bytes each of a row.
-    cl: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 4, 8], [SPLITS, WARPS_N, 1], [2, 1, 0])
-    w_shared: gl.constexpr = gl.SwizzledSharedLayout(64, 1, 2, [2, 1, 0])
-    pl: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [WARPS, 1], [1, 0])
-    w_slots = gl.allocate_shared_memory(weight.dtype.element_ty, [DEPTH, SPLITS, ROWS, BLOCK], w_shared)
+    GATED: gl.constexpr = FIRST and ACTIVATION.gated
+    OUTPUTS: gl.constexpr = TILE.rows // 2 if GATED else TILE.rows  # of a tile
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SPLITS, TILE.warps // SPLITS, 1], [1, 16, 8])
+    pl: gl.constexpr = gl.BlockedLayout([1, COLUMNS], [32, 1], [TILE.warps, 1], [1, 0])
     columns = N // 2 if GATED else N
-    programs = gl.cdiv(columns, OUT_ROWS * COUNT)
+    programs = gl.cdiv(columns, OUTPUTS * TILE.count)
     item = gl.program_id(0) // programs
-    start = gl.program_id(0) % programs * (OUT_ROWS * COUNT)
-    if PDL:
-        # The ids are there once the kernel before this one has begun: then the one that wrote them has ended.
-        if BY_PAIR:
-            if FIRST:
-                gdc_wait()
+    start = gl.program_id(0) % programs * (OUTPUTS * TILE.count)
+    # After the first product the ids are there once this kernel may begin: the one that wrote them has ended.
+    if PDL and FIRST and BY_PAIR:
+        gdc_wait()
+    expert = item
+    known = True
     if BY_PAIR:
         expert = gl.load(ids + item).to(gl.int32)
         known = (expert >= 0) & (expert < E)
-        first_row = gl.where(known, expert, 0).to(gl.int64) * N
-    else:
-        expert = item
-        first_row = expert.to(gl.int64) * N
-
-    r = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, cl)))
-    w_split = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, cl)))
-    j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, cl)))
-    # The compiler doesn't see that 16 neighbours stay together.
-    j = gl.max_contiguous(gl.multiple_of(_in_order(j, FORM.scaled), 16), 16)
-    w_column = w_split[:, None, None] * BLOCK + j[None, None, :]
-    if HALVES == 2:
-        stride = gl.cdiv(K, WIDTH) * BLOCK
-        row_bytes = (K // WIDTH * (BLOCK // 16) + gl.minimum(gl.cdiv(K % WIDTH, 16), BLOCK // 16)) * 16
-    else:
-        stride = K
-        row_bytes = K
-    w_row = (start + _outputs(r, GATED) - columns)[None, :, None]
-    weight += (first_row + _rows(start, r, columns, GATED))[None, :, None] * stride + w_column
-    num_blocks = gl.cdiv(K, WIDTH)
-    steps = gl.cdiv(num_blocks, SPLITS)
+    rows = Rows(gl.where(known, expert, 0).to(gl.int64) * N, start, columns, OUTPUTS, GATED)
+    blocks = _blocks_of(rows, weight, K, FORM, TILE)
     if EAGER:
-        tile_ahead = start * 0
-        step_ahead = start * 0
-        for i in gl.static_range(DEPTH - 1):
-            _copy_weight(w_slots, i, weight, tile_ahead, step_ahead, stride, w_row, w_column, row_bytes, TILE, OUT_ROWS)
-            tile_ahead, step_ahead = _following(tile_ahead, step_ahead, steps)
-    if PDL:
-        if not BY_PAIR:
-            if FIRST:
-                gdc_wait()
+        # The loop below begins at the same place: it isn't computed again.
+        place, _ = _begin(blocks, None, True)
+    if PDL and FIRST and not BY_PAIR:
+        gdc_wait()
 
-    pairs = gl.arange(0, PAIRS, gl.BlockedLayout([1], [32], [WARPS], [0]))
-    found = _expert_ids(ids, pairs, P, E)
-    if BY_PAIR:
-        earlier = gl.max(((found == expert) & (pairs < item)).to(gl.int32), axis=0)
-        chosen = (found == gl.where(known & (earlier == 0), expert, -2)).to(gl.int32)
-    else:
-        chosen = (found == expert).to(gl.int32)
-    count = gl.sum(chosen, axis=0)
-    rank = gl.where(chosen > 0, gl.associative_scan(chosen, 0, _add) - 1, -1)
-    rank = gl.convert_layout(rank, gl.SliceLayout(1, pl))
-    pairs = gl.arange(0, PAIRS, gl.SliceLayout(1, pl))
+    pairs, rank, count = _find_pairs(ids, expert, known, item, P, E, BY_PAIR, PAIRS, pl)
     if PDL:
         if not FIRST:
             gdc_wait()
         # Not earlier: the kernel after the next relies on what this one has waited for.
         gdc_launch_dependents()
 
-    groups = gl.cdiv(K, FORM.group) if FORM.group > 0 else 1
-    if FORM.scaled:
-        # Where a thread's two pieces of 16 bytes lie along K.
-        pieces: gl.constexpr = (
-            gl.zeros([SPLITS, ROWS, BLOCK], gl.uint8, wl).reshape([SPLITS, ROWS, 2, 4, 16]).type.layout
-        )
-        sl: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, pieces))
-        rl: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, sl))
-        group = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, sl)))[None, None, :]
-        group = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, sl)))[:, None, None] * (4 * HALVES) + group
-    else:
-        sl: gl.constexpr = gl.SliceLayout(2, mma)
-        rl: gl.constexpr = gl.SliceLayout(0, sl)
-        group = gl.arange(0, SPLITS, gl.SliceLayout(1, sl))[:, None] * HALVES
-    r = gl.arange(0, ROWS, rl)
-    s_row = start + _outputs(r, GATED) - columns
-    s_row = s_row[None, :, None] if FORM.scaled else s_row[None, :]
-    if FORM.group > 0:
-        at = (first_row + _rows(start, r, columns, GATED)) * groups
-        at = at[None, :, None] if FORM.scaled else at[None, :]
-        scale += at
-        if FORM.has_zeros:
-            zero_point += at
-
-    c = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, xl)))
-    k = _in_order(gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(2, xl))), FORM.scaled)[None, :, None]
-    k = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, xl)))[:, None, None] * WIDTH + k
-    ll: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, mma))
-    sum_rows = gl.arange(0, ROWS, ll)
-    DTYPE: gl.constexpr = out.dtype.element_ty
+    scales = _scales_of(rows, scale, zero_point, K, FORM, TILE, mma)
+    c, k = _columns_and_k(FORM, SPLITS, gl.DotOperandLayout(1, mma, 16))
+    r = gl.arange(0, TILE.rows, gl.SliceLayout(1, gl.SliceLayout(0, mma)))
     for first in range(0, count, COLUMNS):
-        tile_ahead = start * 0
-        step_ahead = start * 0
-        scales_ahead = ()
-        zeros_ahead = ()
-        for i in gl.static_range(DEPTH - 1):
-            if EAGER:
-                if first > 0:
-                    _copy_weight(
-                        w_slots, i, weight, tile_ahead, step_ahead, stride, w_row, w_column, row_bytes, TILE, OUT_ROWS
-                    )
-            else:
-                _copy_weight(
-                    w_slots, i, weight, tile_ahead, step_ahead, stride, w_row, w_column, row_bytes, TILE, OUT_ROWS
-                )
-            own = _load_scales(scale, tile_ahead, step_ahead, s_row, group, groups, FORM, TILE, OUT_ROWS)
-            scales_ahead = scales_ahead + (own,)
-            own = _load_scales(zero_point, tile_ahead, step_ahead, s_row, group, groups, FORM, TILE, OUT_ROWS)
-            zeros_ahead = zeros_ahead + (own,)
-            tile_ahead, step_ahead = _following(tile_ahead, step_ahead, steps)
+        place, ahead = _begin(blocks, scales, not EAGER or first > 0)
         pair = _pairs_of(rank, pairs, first, pl)
-        token = gl.convert_layout(pair, gl.SliceLayout(0, gl.SliceLayout(1, xl))) // PAIRS_OF_ROW
+        token = gl.convert_layout(pair, c.type.layout) // PAIRS_OF_ROW
         there = first + c < count
-        x_rows = x + gl.where(there, token, 0).to(gl.int64)[None, None, :] * K + k
-        index = start * 0
-        for tile in range(COUNT):
-            n = start + tile * OUT_ROWS + _outputs(sum_rows, GATED)
-            of_sum = first_row + _rows(start + tile * OUT_ROWS, sum_rows, columns, GATED)
+        tokens = Columns(x + gl.where(there, token, 0).to(gl.int64)[None, None, :] * K + k, there, k, K)
+        index = 0
+        for tile in range(TILE.count):
+            n = rows.output(r, tile)
+            row = rows.row(r, tile)
             if bias is not None:
-                added = gl.load(bias + of_sum, mask=n < columns, other=0.0)
-            acc = gl.zeros([SPLITS, ROWS, COLUMNS], gl.float32, mma)
-            total_x = gl.zeros([SPLITS, ROWS, COLUMNS], gl.float32, mma)
-            for step in range(steps):
-                xs = ()
-                for half in gl.static_range(HALVES):
-                    begin = step * (SPLITS * WIDTH) + half * BLOCK
-                    inside = there[None, None, :] & (k + begin < K)
-                    xs = xs + (gl.load(x_rows + begin, mask=inside, other=0.0),)
-                scales = scales_ahead[0]
-                zeros = zeros_ahead[0]
-                next_scales = ()
-                next_zeros = ()
-                for i in gl.static_range(DEPTH - 2):
-                    next_scales = next_scales + (scales_ahead[i + 1],)
-                    next_zeros = next_zeros + (zeros_ahead[i + 1],)
-                own = _load_scales(scale, tile_ahead, step_ahead, s_row, group, groups, FORM, TILE, OUT_ROWS)
-                scales_ahead = next_scales + (own,)
-                own = _load_scales(zero_point, tile_ahead, step_ahead, s_row, group, groups, FORM, TILE, OUT_ROWS)
-                zeros_ahead = next_zeros + (own,)
-                async_copy.wait_group(DEPTH - 2)
-                _copy_weight(
-                    w_slots, index + DEPTH - 1, weight, tile_ahead, step_ahead, stride, w_row, w_column, row_bytes,
-                    TILE, OUT_ROWS,
-                )  # fmt: skip
-                tile_ahead, step_ahead = _following(tile_ahead, step_ahead, steps)
-                packed = w_slots.index(index % DEPTH).load(wl)
-                acc, total_x = _add_block(acc, total_x, packed, xs, scales, zeros, FORM)
-                index += 1
-
-            total = gl.sum(acc, 0)
-            if FORM.group == 0:
-                if FORM.has_zeros:
-                    zero = gl.load(zero_point + of_sum, mask=n < columns, other=0).to(gl.float32)
-                    total = total - gl.sum(total_x, 0) * zero[:, None]
-                total = total * scale_value(gl.load(scale + of_sum, mask=n < columns, other=0))[:, None]
+                added = gl.load(bias + row, mask=n < columns, other=0.0)
+            acc, total_x, place, ahead, index = _multiply(tokens, blocks, scales, place, ahead, index, mma)
+            total = _sum_splits(acc, total_x, scale, zero_point, row, n, columns, FORM)
             if bias is not None:
                 total += added.to(gl.float32)[:, None]
-            if GATED:
-                halves = total.reshape([ROWS // 16, 2, 8, COLUMNS]).permute(0, 2, 3, 1).split()
-                gate = halves[0].reshape([OUT_ROWS, COLUMNS]).to(DTYPE).to(gl.float32)
-                up = halves[1].reshape([OUT_ROWS, COLUMNS]).to(DTYPE).to(gl.float32)
-                total = gate_value(gate, FUNCTION, ACTIVATION) * up_value(up, ACTIVATION)
-            elif ACTIVATION is not None:
-                total = gate_value(total.to(DTYPE).to(gl.float32), FUNCTION, ACTIVATION)
-            ol: gl.constexpr = total.type.layout
-            column = start + tile * OUT_ROWS + gl.arange(0, OUT_ROWS, gl.SliceLayout(1, ol))
-            row = gl.convert_layout(pair, gl.SliceLayout(0, ol))
-            to = out + gl.maximum(row, 0).to(gl.int64)[None, :] * columns + column[:, None]
-            gl.store(to, total.to(DTYPE), mask=(row >= 0)[None, :] & (column < columns)[:, None])
+            total = _activated(total, out.dtype.element_ty, FUNCTION, ACTIVATION)
+            _store(out, total, pair, start + tile * OUTPUTS, columns)
     if EAGER:
         async_copy.wait_group(0)
