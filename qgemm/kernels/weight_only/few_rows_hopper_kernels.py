@@ -6,8 +6,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
-from qgemm.kernels.stages.epilogue import added
+from qgemm.kernels.stages.aggregate import OPTIONAL, aggregate
 from qgemm.kernels.stages.unpack_words import INT4_BIAS, times_of_words, unpack_words, zero_of_words
+from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 
 WORDS = gl.constexpr(BLOCK.value // 4)
@@ -23,24 +24,125 @@ def how_scaled(scales_values, scale, dtype):
     return " exact" if scale in (gl.bfloat16, gl.int8, gl.uint8) else " rest"
 
 
+@constexpr_function
+def sums_layout(tile):
+    """Of each of the warps that share K, rows of the weight and of x."""
+    return gl.NVMMADistributedLayout([2, 0], [tile.splits, tile.warps // tile.splits, 1], [1, 16, 8])
+
+
+@constexpr_function
+def copy_layout(tile, values, width):
+    """Threads side by side copy ``values`` each of a row of ``width``, 16 bytes."""
+    threads = width // values
+    warps = [tile.splits, tile.warps // tile.splits, 1]
+    return gl.BlockedLayout([1, 1, values], [1, 32 // threads, threads], warps, [2, 1, 0])
+
+
+@aggregate
+class Blocks:
+    """Blocks of a matrix's rows on their way to shared memory: in each step one for each warp that shares K."""
+
+    slots: gl.shared_memory_descriptor
+    """For the blocks of so many steps, in turn."""
+    pointers: gl.tensor
+    column: gl.tensor
+    end: gl.tensor
+    """Columns there are; zeros take the place of others."""
+    split: gl.tensor
+    cache: gl.constexpr
+    """Through which caches a copy goes, in PTX."""
+
+    @gluon.jit
+    def copy(self, step):
+        """Starts copying a step's blocks to their slot."""
+        SPLITS: gl.constexpr = self.slots.shape[1]
+        WIDTH: gl.constexpr = self.slots.shape[3]
+        start = (step * SPLITS + self.split)[:, None, None] * WIDTH
+        slot = self.slot(step)
+        inside = start + self.column < self.end
+        async_copy.async_copy_global_to_shared(slot, self.pointers + start, mask=inside, cache_modifier=self.cache)
+
+    @gluon.jit
+    def slot(self, step):
+        """Where a step's blocks are."""
+        DEPTH: gl.constexpr = self.slots.shape[0]
+        return self.slots.index(step % DEPTH)
+
+
 @gluon.jit
-def _copy_words(slots, weight, word, step, split, num_blocks, K, FORM: gl.constexpr, TILE: gl.constexpr):
-    """Starts copying each warp's block of a step to its slot, by words of four bytes."""
-    block = (step * TILE.splits + split)[:, None, None]
+def _weight_blocks(weight, row, N, num_blocks, K, stride, FORM: gl.constexpr, TILE: gl.constexpr):
+    """Of the weight's rows from ``row`` on, by words of four bytes. Rows beyond the last are as good as any."""
+    layout: gl.constexpr = copy_layout(TILE, 4, WORDS)
+    # Threads that read the same part of neighbouring rows meet no bank twice.
+    shape: gl.constexpr = [TILE.depth, TILE.splits, TILE.rows, WORDS]
+    slots = gl.allocate_shared_memory(gl.int32, shape, gl.SwizzledSharedLayout(16, 1, 2, [2, 1, 0]))
+    n = gl.minimum(row + gl.arange(0, TILE.rows, gl.SliceLayout(0, gl.SliceLayout(2, layout))), N - 1)
+    word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    split = gl.arange(0, TILE.splits, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    words = weight.cast(gl.pointer_type(gl.int32), bitcast=True)
+    words += n.to(gl.int64)[None, :, None] * (stride // 4) + word
     # Rows of 8-bit values end with K, which may be inside a block.
     end = num_blocks * WORDS if FORM.bits == 4 else K // 16 * 4
-    inside = block * WORDS + word < end
-    slot = slots.index(step % TILE.depth)
-    async_copy.async_copy_global_to_shared(slot, weight + block * WORDS, mask=inside, cache_modifier=".cg")
+    return Blocks(slots, words, word, end, split, ".cg")
 
 
 @gluon.jit
-def _copy_x(slots, x, step, split, k, K, FORM: gl.constexpr, TILE: gl.constexpr):
-    """Starts copying what a step's blocks are multiplied by; zeros beyond K."""
-    WIDTH: gl.constexpr = BLOCK * (2 if FORM.bits == 4 else 1)
-    start = (step * TILE.splits + split)[:, None, None] * WIDTH
-    slot = slots.index(step % TILE.depth)
-    async_copy.async_copy_global_to_shared(slot, x + start, mask=start + k < K)
+def _x_blocks(x, M, K, stride, WIDTH: gl.constexpr, TILE: gl.constexpr):
+    """Of the rows of x. Rows beyond the last are as good as any."""
+    layout: gl.constexpr = copy_layout(TILE, 8, WIDTH)
+    shape: gl.constexpr = [TILE.depth, TILE.splits, TILE.x_rows, WIDTH]
+    slots = gl.allocate_shared_memory(x.dtype.element_ty, shape, gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+    m = gl.minimum(gl.arange(0, TILE.x_rows, gl.SliceLayout(0, gl.SliceLayout(2, layout))), M - 1)[None, :, None]
+    k = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    split = gl.arange(0, TILE.splits, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    x += m.to(gl.int64) * (stride // 8 * 8) + k
+    return Blocks(slots, x, k, K, split, "")
+
+
+@aggregate
+class Groups:
+    """Scales of a program's rows of the weight, and zero points: pointers to those of the rows' first groups."""
+
+    scale: gl.tensor
+    zero_point: OPTIONAL
+    split: gl.tensor
+    part: OPTIONAL
+    """Of half a block, the begin of each 16 bytes, or None if half a block has one group."""
+    K: gl.tensor
+    form: gl.constexpr
+
+    @gluon.jit
+    def load(self, step):
+        """``(scales, zero points)`` of a step's halves of blocks."""
+        SPLITS: gl.constexpr = self.split.shape[0]
+        GROUP: gl.constexpr = self.form.group
+        ZERO_GROUP: gl.constexpr = GROUP if GROUP > 0 else 1 << 30  # one for a row
+        block = step * SPLITS + self.split
+        scales = _load_groups(self.scale, self.part, block, self.K, GROUP, self.form)
+        return scales, _load_groups(self.zero_point, self.part, block, self.K, ZERO_GROUP, self.form)
+
+
+@gluon.jit
+def _groups(scale, zero_point, row, N, K, stride, FORM: gl.constexpr, TILE: gl.constexpr):
+    """The ``Groups`` of the weight's rows from ``row`` on."""
+    mma: gl.constexpr = sums_layout(TILE)
+    # Of each 16 bytes of a row, or of rows.
+    layout: gl.constexpr = gl.DotOperandLayout(0, mma, 1) if FORM.scales_values else mma
+    rows: gl.constexpr = gl.SliceLayout(2, layout)
+    split = gl.arange(0, TILE.splits, gl.SliceLayout(1, rows))
+    n = gl.minimum(row + gl.arange(0, TILE.rows, gl.SliceLayout(0, rows)), N - 1).to(gl.int64)[None, :]
+    part = None
+    if FORM.scales_values:
+        part = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :] * 16
+        n = n[:, :, None]
+    zero_pointers = None
+    if FORM.has_zeros:
+        zero_pointers = zero_point + n * stride
+    if FORM.paired:
+        scale_pointers = scale.cast(gl.pointer_type(gl.int32), bitcast=True) + n * (stride // 2)
+    else:
+        scale_pointers = scale + n * stride
+    return Groups(scale_pointers, zero_pointers, split, part, K, FORM)
 
 
 @gluon.jit
@@ -167,6 +269,53 @@ def _add_half(acc, w, b, scale, minus_bias, BIAS: gl.constexpr):
     return sums
 
 
+@gluon.jit
+def _minus_bias(M, DTYPE: gl.constexpr, TILE: gl.constexpr):
+    """Operand A of a product that takes ``INT4_BIAS`` from half a block."""
+    SPLITS: gl.constexpr = TILE.splits
+    ROWS: gl.constexpr = TILE.rows
+    ml: gl.constexpr = gl.DotOperandLayout(0, sums_layout(TILE), 2)
+    # Not constants to the assembler, which would make them anew for each product.
+    n = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, ml)))[None, :, None]
+    j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, ml)))[None, None, :]
+    same = gl.zeros([SPLITS, ROWS, BLOCK], gl.int32, ml) + (1 | (M + (n & 8) + (j & 8)) >> 31)
+    return (same * -INT4_BIAS).to(gl.float32).to(DTYPE)
+
+
+@gluon.jit
+def _unpack(
+    words, scales, zeros, SCALE: gl.constexpr, DTYPE: gl.constexpr, BIASED: gl.constexpr, FORM: gl.constexpr
+):  # fmt: skip
+    """What ``unpack_words`` makes of a step's blocks: less zero points, and times the scales of small groups."""
+    FORMAT: gl.constexpr = FORM.name
+    SCALES: gl.constexpr = how_scaled(FORM.scales_values, SCALE, DTYPE)
+    layout: gl.constexpr = words.type.layout
+    factors = ()
+    if FORM.scales_values:
+        factors = _factors(scales, layout, DTYPE, SCALES)
+    zero_points = ()
+    if FORM.has_zeros:
+        zero_points = _zero_points(zeros, layout, FORM, DTYPE)
+    return unpack_words(words, zero_points, factors, FORMAT, DTYPE, BIASED, SCALES)
+
+
+@gluon.jit
+def _add_products(acc, values, slot, scales, minus_bias, BIASED: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr):
+    """``acc`` of each half of the blocks, and the products of a step's unpacked ``values`` with its ``slot`` of x."""
+    mma: gl.constexpr = acc[0].type.layout
+    xl: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
+    BIAS: gl.constexpr = INT4_BIAS if BIASED else 0
+    sums = ()
+    for half in gl.static_range(len(acc)):
+        b = _in_words(_load_x(slot, half, xl, TILE), mma)
+        w = _operand(values[half], mma)
+        factor = None
+        if FORM.group > 0 and not FORM.scales_values:
+            factor = scales[half]
+        sums = sums + (_add_half(acc[half], w, b, factor, minus_bias, (1 - half) * BIAS),)
+    return sums
+
+
 @gluon.jit(do_not_specialize=["M"])
 def _few_rows_kernel(
     x, weight, scale, zero_point, global_scale, bias, residual, out,
@@ -182,137 +331,62 @@ def _few_rows_kernel(
     WIDTH: gl.constexpr = BLOCK * HALVES
     FORMAT: gl.constexpr = FORM.name
     DTYPE: gl.constexpr = x.dtype.element_ty
+    SCALE: gl.constexpr = scale.dtype.element_ty
     # Of few columns a product of x takes the bias away at less cost than subtractions.
     PLAIN: gl.constexpr = FORM.name == "int4" and not FORM.scales_values and not FORM.has_zeros
     BIASED: gl.constexpr = PLAIN and gl.bfloat16 == DTYPE and COLS == 8
-    BIAS: gl.constexpr = INT4_BIAS if BIASED else 0
-    SCALE: gl.constexpr = scale.dtype.element_ty
-    PAIRED: gl.constexpr = FORM.paired
-    SCALES: gl.constexpr = how_scaled(FORM.scales_values, SCALE, DTYPE)
-    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [SPLITS, TILE.warps // SPLITS, 1], [1, 16, 8])
+    mma: gl.constexpr = sums_layout(TILE)
     wl: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
-    xl: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
-    ml: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     if PDL:
         gdc_launch_dependents()
-    start = gl.program_id(0) * ROWS
+    row = gl.program_id(0) * ROWS
     num_blocks = gl.cdiv(K, WIDTH)
     # Multiples of 8, which the compiler knows only of multiples of 16.
     K = K // 8 * 8
-    # Threads side by side copy 16 bytes each of a row.
-    cl: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 4, 8], [SPLITS, TILE.warps // SPLITS, 1], [2, 1, 0])
-    # Threads that read the same part of neighbouring rows meet no bank twice.
-    w_slots = gl.allocate_shared_memory(
-        gl.int32, [DEPTH, SPLITS, ROWS, WORDS], gl.SwizzledSharedLayout(16, 1, 2, [2, 1, 0])
-    )
-    n = gl.minimum(start + gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, cl))), N - 1)
-    word = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, cl)))[None, None, :]
-    w_split = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, cl)))
-    weight = weight.cast(gl.pointer_type(gl.int32), bitcast=True)
-    weight += n.to(gl.int64)[None, :, None] * (stride_wn // 4) + word
+    w_blocks = _weight_blocks(weight, row, N, num_blocks, K, stride_wn, FORM, TILE)
     for i in gl.static_range(DEPTH - 1):
-        _copy_words(w_slots, weight, word, i, w_split, num_blocks, K, FORM, TILE)
+        w_blocks.copy(i)
     async_copy.commit_group()
-
-    # The layout of scales: of each 16 bytes of a row, or of rows.
-    fl: gl.constexpr = gl.DotOperandLayout(0, mma, 1) if FORM.scales_values else mma
-    sl: gl.constexpr = gl.SliceLayout(2, fl)
-    split = gl.arange(0, SPLITS, gl.SliceLayout(1, sl))
-    n = gl.minimum(start + gl.arange(0, ROWS, gl.SliceLayout(0, sl)), N - 1).to(gl.int64)[None, :]
-    part = None
-    if FORM.scales_values:
-        part = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, fl)))[None, None, :] * 16
-        n = n[:, :, None]
-    GROUP: gl.constexpr = FORM.group
-    ZERO_GROUP: gl.constexpr = FORM.group if FORM.group > 0 else 1 << 30  # one for a row
-    zero_pointers = None
-    if FORM.has_zeros:
-        zero_pointers = zero_point + n * stride_sn
-    if PAIRED:
-        scale_pointers = scale.cast(gl.pointer_type(gl.int32), bitcast=True) + n * (stride_sn // 2)
-    else:
-        scale_pointers = scale + n * stride_sn
-    scales = ()
-    zeros = ()
+    groups = _groups(scale, zero_point, row, N, K, stride_sn, FORM, TILE)
+    loaded = ()
     for i in gl.static_range(DEPTH - 1):
-        scales = scales + (_load_groups(scale_pointers, part, i * SPLITS + split, K, GROUP, FORM),)
-        zeros = zeros + (_load_groups(zero_pointers, part, i * SPLITS + split, K, ZERO_GROUP, FORM),)
-
-    xc: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 8], [1, 256 // WIDTH, WIDTH // 8], [SPLITS, TILE.warps // SPLITS, 1], [2, 1, 0]
-    )
-    x_slots = gl.allocate_shared_memory(
-        DTYPE, [DEPTH, SPLITS, TILE.x_rows, WIDTH], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    )
-    # Rows beyond the last are as good as any.
-    m = gl.minimum(gl.arange(0, TILE.x_rows, gl.SliceLayout(0, gl.SliceLayout(2, xc))), M - 1)[None, :, None]
-    k = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, xc)))[None, None, :]
-    x_split = gl.arange(0, SPLITS, gl.SliceLayout(1, gl.SliceLayout(2, xc)))
-    x += m.to(gl.int64) * (stride_xm // 8 * 8) + k
+        loaded = loaded + (groups.load(i),)
+    x_blocks = _x_blocks(x, M, K, stride_xm, WIDTH, TILE)
     acc = ()
     for _half in gl.static_range(HALVES):
         acc = acc + (gl.zeros([SPLITS, ROWS, COLS], gl.float32, mma),)
-    # Not constants to the assembler, which would make them anew for each product.
-    n = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, ml)))[None, :, None]
-    j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, ml)))[None, None, :]
-    same = gl.zeros([SPLITS, ROWS, BLOCK], gl.int32, ml) + (1 | (M + (n & 8) + (j & 8)) >> 31)
-    minus_bias = (same * -INT4_BIAS).to(gl.float32).to(DTYPE)
+    minus_bias = _minus_bias(M, DTYPE, TILE)
     if PDL:
         gdc_wait()
     for i in gl.static_range(DEPTH - 1):
-        _copy_x(x_slots, x, i, x_split, k, K, FORM, TILE)
+        x_blocks.copy(i)
         async_copy.commit_group()
     for step in range(gl.cdiv(num_blocks, SPLITS)):
         ahead = step + DEPTH - 1
-        now_scales = _halves(scales[0][0], SCALE) if PAIRED else scales[0]
-        now_zeros = zeros[0]
-        next_scales = ()
-        next_zeros = ()
-        for i in gl.static_range(DEPTH - 2):
-            next_scales = next_scales + (scales[i + 1],)
-            next_zeros = next_zeros + (zeros[i + 1],)
-        scales = next_scales + (_load_groups(scale_pointers, part, ahead * SPLITS + split, K, GROUP, FORM),)
-        zeros = next_zeros + (_load_groups(zero_pointers, part, ahead * SPLITS + split, K, ZERO_GROUP, FORM),)
+        scales, zeros = loaded[0]
+        if FORM.paired:
+            scales = _halves(scales[0], SCALE)
+        loaded = loaded[1:] + (groups.load(ahead),)
         async_copy.wait_group(DEPTH - 2)
-        _copy_words(w_slots, weight, word, ahead, w_split, num_blocks, K, FORM, TILE)
-        _copy_x(x_slots, x, ahead, x_split, k, K, FORM, TILE)
+        w_blocks.copy(ahead)
+        x_blocks.copy(ahead)
         async_copy.commit_group()
-        x_slot = x_slots.index(step % DEPTH)
-        words = w_slots.index(step % DEPTH).load(wl)
-        factors = ()
-        if FORM.scales_values:
-            factors = _factors(now_scales, wl, DTYPE, SCALES)
-        zero_points = ()
-        if FORM.has_zeros:
-            zero_points = _zero_points(now_zeros, wl, FORM, DTYPE)
-        values = unpack_words(words, zero_points, factors, FORMAT, DTYPE, BIASED, SCALES)
-        sums = ()
-        for half in gl.static_range(HALVES):
-            b = _in_words(_load_x(x_slot, half, xl, TILE), mma)
-            w = _operand(values[half], mma)
-            factor = None
-            if FORM.group > 0 and not FORM.scales_values:
-                factor = now_scales[half]
-            sums = sums + (_add_half(acc[half], w, b, factor, minus_bias, (1 - half) * BIAS),)
-        acc = sums
+        x_slot = x_blocks.slot(step)
+        values = _unpack(w_blocks.slot(step).load(wl), scales, zeros, SCALE, DTYPE, BIASED, FORM)
+        acc = _add_products(acc, values, x_slot, scales, minus_bias, BIASED, FORM, TILE)
 
     of_splits = acc[0] * times_of_words(FORMAT, DTYPE, 0)
     if HALVES == 2:
         of_splits = of_splits + acc[1] * times_of_words(FORMAT, DTYPE, 1)
     total = gl.sum(of_splits, 0)
-    rl: gl.constexpr = gl.SliceLayout(0, mma)
-    n = start + gl.arange(0, ROWS, gl.SliceLayout(1, rl))
+    rl: gl.constexpr = total.type.layout
+    n = row + gl.arange(0, ROWS, gl.SliceLayout(1, rl))
     m = gl.arange(0, COLS, gl.SliceLayout(0, rl))
     if FORM.group == 0:
         factor = scale_value(gl.load(scale + n.to(gl.int64) * stride_sn, mask=n < N, other=0))
         total = total * factor[:, None]
-    if global_scale is not None:
-        total = total * gl.load(global_scale) / gl.load(global_scale + 1)
-    if bias is not None:
-        total += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    epilogue = SwappedEpilogue(global_scale, bias, residual, stride_residual, M, N)
+    total = epilogue.add(epilogue.scale(total), n, 0)
     inside = (m < M)[None, :] & (n < N)[:, None]
-    if residual is not None:
-        pointers = residual + m.to(gl.int64)[None, :] * stride_residual + n[:, None]
-        total = added(total, gl.load(pointers, mask=inside, other=0.0))
     pointers = out + m.to(gl.int64)[None, :] * stride_out + n[:, None]
     gl.store(pointers, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,42 @@
+"""``SwappedEpilogue``: from sums ``[n, m]``, rows of the weight by rows of x, to outputs, for Hopper, in Gluon."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from qgemm.kernels.stages.aggregate import OPTIONAL, aggregate
+from qgemm.kernels.stages.epilogue import added
+
+
+@aggregate
+class SwappedEpilogue:
+    """``sums[n, m] * global_scale[0] / global_scale[1] + bias[n]``, to what is rounded of that ``residual[m, n]``.
+
+    Each may be None. The residual has contiguous columns; ``stride`` is that of its rows.
+    """
+
+    global_scale: OPTIONAL
+    bias: OPTIONAL
+    residual: OPTIONAL
+    stride: gl.tensor
+    M: gl.tensor
+    N: gl.tensor
+
+    @gluon.jit
+    def scale(self, sums):
+        """``sums`` times the global scale."""
+        if self.global_scale is not None:
+            sums = sums * gl.load(self.global_scale) / gl.load(self.global_scale + 1)
+        return sums
+
+    @gluon.jit
+    def add(self, sums, n, row):
+        """Scaled ``sums`` of rows ``n`` of the weight and those of x from ``row`` on, plus bias and residual."""
+        if self.bias is not None:
+            sums += gl.load(self.bias + n, mask=n < self.N, other=0.0).to(gl.float32)[:, None]
+        if self.residual is not None:
+            COLUMNS: gl.constexpr = sums.shape[1]
+            m = row + gl.arange(0, COLUMNS, gl.SliceLayout(0, sums.type.layout))
+            there = self.residual + m.to(gl.int64)[None, :] * self.stride + n[:, None]
+            inside = (n < self.N)[:, None] & (m < self.M)[None, :]
+            sums = added(sums, gl.load(there, mask=inside, other=0.0))
+        return sums
