@@ -19,10 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages.activations import gate_value, up_value
 from qgemm.kernels.stages.aggregate import OPTIONAL, aggregate
+from qgemm.kernels.stages.ring import copy_to_shared
 from qgemm.kernels.stages.unpack import scale_value, unpack, unpack_scaled, widen
-
-# Renamed in Triton 3.9.
-copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 BLOCK = gl.constexpr(128)  # bytes of a row
 COLUMNS = gl.constexpr(8)  # tokens at a time

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
@@ -23,6 +24,8 @@ from qgemm.kernels.stages.aggregate import aggregate
 # Renamed in Triton 3.8.
 load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Renamed in Triton 3.9.
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 # Renamed in Triton 3.7.
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 

@@ -7,6 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime.jit import constexpr_function
 
 from qgemm.kernels.stages.aggregate import OPTIONAL, aggregate
+from qgemm.kernels.stages.ring import copy_to_shared
 from qgemm.kernels.stages.unpack_words import INT4_BIAS, times_of_words, unpack_words, zero_of_words
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
@@ -60,7 +61,7 @@ class Blocks:
         start = (step * SPLITS + self.split)[:, None, None] * WIDTH
         slot = self.slot(step)
         inside = start + self.column < self.end
-        async_copy.async_copy_global_to_shared(slot, self.pointers + start, mask=inside, cache_modifier=self.cache)
+        copy_to_shared(slot, self.pointers + start, mask=inside, cache_modifier=self.cache)
 
     @gluon.jit
     def slot(self, step):
