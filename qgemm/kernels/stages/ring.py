@@ -258,7 +258,10 @@ class Ring:
                     slot = number % self.depth
                     if i == 0 and panel % self.panels == 0:
                         mbarrier.wait(self.full.index(slot), number // self.depth & 1)
-                    own = self._multiply_panel(slot, panel % self.panels, own, FIRST + i * MMA_ROWS, link > 0)
+                    # A constant, which ``panel`` isn't: no variable is.
+                    own = self._multiply_panel(
+                        slot, (chain * CHAIN + link) % self.panels, own, FIRST + i * MMA_ROWS, link > 0
+                    )
                 parts = parts + own
             total = ()
             for piece in gl.static_range(PIECES):
