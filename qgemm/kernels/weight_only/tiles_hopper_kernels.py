@@ -21,10 +21,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import aggregate
-from qgemm.kernels.stages.epilogue import added
 from qgemm.kernels.stages.ring import PRODUCER_REGISTERS, barriers, initialize, load_block, store_block
 from qgemm.kernels.stages.unpack import unpack_pairs, widen_pairs
 from qgemm.kernels.weight_only.config import TILE_ROWS
+from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 
 PANEL = gl.constexpr(64)  # values of K, of x
@@ -65,16 +65,30 @@ class Items:
         return tile.pid_m * tile.block_m, tile.pid_n * tile.block_n, first, last
 
 
-@gluon.jit
-def _load_weight(W, w_slots, w_full, slot, col, block):
-    mbarrier.expect(w_full.index(slot), 2 * W.block_type.nbytes)
-    for i in gl.static_range(2):
-        load_block(W, [col + i * 64, block * (BLOCK // 2)], w_full.index(slot), w_slots.index(slot * 2 + i))
+@aggregate
+class Rings:
+    """Slots of shared memory for panels of x and blocks of the weight, used in turn, with the barriers that count them.
+
+    As in ``Ring``, but with steps of their own.
+    """
+
+    x: gl.shared_memory_descriptor
+    w: gl.shared_memory_descriptor
+    x_full: gl.shared_memory_descriptor
+    x_empty: gl.shared_memory_descriptor
+    w_full: gl.shared_memory_descriptor
+    w_empty: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def load_weight(self, W, slot, col, block):
+        """Starts loading a block of the weight, half of its rows for each group of warps."""
+        mbarrier.expect(self.w_full.index(slot), 2 * W.block_type.nbytes)
+        for i in gl.static_range(2):
+            load_block(W, [col + i * 64, block * (BLOCK // 2)], self.w_full.index(slot), self.w.index(slot * 2 + i))
 
 
 @gluon.jit
-def _produce(X, W, x_slots, w_slots, bars, items, FORM: gl.constexpr, TILE: gl.constexpr):
-    x_full, x_empty, w_full, w_empty = bars
+def _produce(X, W, rings, items, FORM: gl.constexpr, TILE: gl.constexpr):
     PANELS: gl.constexpr = TILE.panels
     SLOTS: gl.constexpr = (4 if FORM.bits == 4 else 2) // PANELS
     start, stride = gl.program_id(0), gl.num_programs(0)
@@ -82,7 +96,7 @@ def _produce(X, W, x_slots, w_slots, bars, items, FORM: gl.constexpr, TILE: gl.c
     # Weights don't change: the first come while the kernel ahead in the stream ends.
     ahead = gl.minimum(last - first, TILE.w_depth)
     for step in range(ahead):
-        _load_weight(W, w_slots, w_full, step, col, first + step)
+        rings.load_weight(W, step, col, first + step)
     gdc_wait()
     w_step = 0
     x_step = 0
@@ -91,17 +105,17 @@ def _produce(X, W, x_slots, w_slots, bars, items, FORM: gl.constexpr, TILE: gl.c
         for block in range(first, last):
             if w_step >= ahead:
                 slot = w_step % TILE.w_depth
-                mbarrier.wait(w_empty.index(slot), (w_step // TILE.w_depth + 1) & 1)
-                _load_weight(W, w_slots, w_full, slot, col, block)
+                mbarrier.wait(rings.w_empty.index(slot), (w_step // TILE.w_depth + 1) & 1)
+                rings.load_weight(W, slot, col, block)
             w_step += 1
             for i in gl.static_range(SLOTS):
                 slot = x_step % TILE.x_depth
-                full = x_full.index(slot)
-                mbarrier.wait(x_empty.index(slot), (x_step // TILE.x_depth + 1) & 1)
+                full = rings.x_full.index(slot)
+                mbarrier.wait(rings.x_empty.index(slot), (x_step // TILE.x_depth + 1) & 1)
                 mbarrier.expect(full, PANELS * X.block_type.nbytes)
                 for panel in gl.static_range(PANELS):
                     k = ((block * SLOTS + i) * PANELS + panel) * PANEL
-                    load_block(X, [row, k], full, x_slots.index(slot * PANELS + panel))
+                    load_block(X, [row, k], full, rings.x.index(slot * PANELS + panel))
                 x_step += 1
 
 
@@ -194,24 +208,114 @@ def _values(
 
 
 @gluon.jit
-def _consume(
-    Y, partial, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, bars, staging, items,
-    stride_sn, stride_residual, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+def _start(values, acc, rings, x_step, SUMS: gl.constexpr, TILE: gl.constexpr):
+    """Starts the products of panels of the weight with the next ones of x.
+
+    Their sums: with ``SUMS`` those of every two panels, which are half a block, else ``acc`` plus all.
+    """
+    PANELS: gl.constexpr = TILE.panels
+    mma: gl.constexpr = acc.type.layout
+    sums = acc
+    of_halves = ()
+    for i in gl.static_range(len(values)):
+        step = x_step + i // PANELS
+        if i % PANELS == 0:
+            mbarrier.wait(rings.x_full.index(step % TILE.x_depth), step // TILE.x_depth & 1)
+        x = rings.x.index(step % TILE.x_depth * PANELS + i % PANELS).permute((1, 0))
+        if SUMS and i % 2 == 0:
+            sums = gl.zeros(acc.shape, gl.float32, mma)
+        sums = warpgroup_mma(values[i], x, sums, use_acc=not SUMS or i % 2 > 0, is_async=True)
+        if i % 2 == 1:
+            of_halves = of_halves + (sums,)
+    if SUMS:
+        return of_halves
+    else:
+        return (sums,)
+
+
+@gluon.jit
+def _finish(
+    started, acc, scales, rings, x_step, COUNT: gl.constexpr, SUMS: gl.constexpr, TILE: gl.constexpr
 ):  # fmt: skip
-    x_full, x_empty, w_full, w_empty = bars
-    sched = items.sched
+    """``acc`` with the products of ``COUNT`` panels that ``_start`` has started; releases those of x.
+
+    ``scales``: of each half of a block that the panels are from, if there are ``SUMS`` to be scaled.
+    """
+    PANELS: gl.constexpr = TILE.panels
+    sums = started[0]
+    for i in gl.static_range(COUNT):
+        if SUMS:
+            if i % 2 == 1:
+                sums = warpgroup_mma_wait(COUNT - 1 - i, deps=(started[i // 2],))
+        elif i % PANELS == PANELS - 1:
+            sums = warpgroup_mma_wait(COUNT - 1 - i, deps=(sums,))
+        if i % PANELS == PANELS - 1:
+            mbarrier.arrive(rings.x_empty.index((x_step + i // PANELS) % TILE.x_depth), count=1)
+        if SUMS and i % 2 == 1:
+            factor = scale_value(scales[i // 2])[:, None]
+            acc = gl.fma(sums, gl.broadcast(factor, sums)[0], acc)
+    return acc if SUMS else sums
+
+
+@gluon.jit
+def _multiply(
+    w_step, x_step, acc, scales, zero_points, rings, first, last, groups,
+    FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    """``(w_step, x_step, acc)``: the next steps of the rings, and ``acc`` plus the products of blocks of K.
+
+    ``scales``, ``zero_points``: pointers to those of each row's first group; or None.
+    """
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     # Panels that are unpacked at a time.
     AT_ONCE: gl.constexpr = 2 * HALVES if TILE.unpacks_blocks else 2
-    PANELS: gl.constexpr = TILE.panels
     SUMS: gl.constexpr = TILE.sums and FORM.group >= BLOCK
+    # Two blocks: one of few rows takes less time than a load from memory.
+    AHEAD: gl.constexpr = 2 if FORM.group >= BLOCK else 1
+    mma: gl.constexpr = acc.type.layout
+    pl: gl.constexpr = gl.DotOperandLayout(0, mma, 1)
+    DTYPE: gl.constexpr = rings.x.dtype
+    SCALE: gl.constexpr = scales.dtype.element_ty
+    next_factors = ()
+    for i in gl.static_range(AHEAD):
+        next_factors = next_factors + (_load_factors(scales, first + i, groups, FORM),)
+    next_zeros = _load_factors(zero_points, first, groups, FORM)
+    for block in range(first, last):
+        factors = next_factors[0]
+        next_factors = next_factors[1:] + (_load_factors(scales, block + AHEAD, groups, FORM),)
+        zeros = next_zeros
+        next_zeros = _load_factors(zero_points, block + 1, groups, FORM)
+        w_slot = w_step % TILE.w_depth
+        mbarrier.wait(rings.w_full.index(w_slot), w_step // TILE.w_depth & 1)
+        slot = rings.w.index(w_slot * 2 + WHO)
+        packed = (slot.slice(0, 32, 1).load(pl), slot.slice(32, 32, 1).load(pl))
+        for panel in gl.static_range(0, 2 * HALVES, AT_ONCE):
+            values = ()
+            for i in gl.static_range(AT_ONCE):
+                w = _values(packed[i % 2], panel + i, factors, zeros, SCALE, DTYPE, mma, FORM, SUMS)
+                values = values + (w,)
+            started = _start(values, acc, rings, x_step, SUMS, TILE)
+            # Products wait for the loads of the slot; TMA, which writes it next, doesn't.
+            if panel == 0:
+                mbarrier.arrive(rings.w_empty.index(w_slot), count=1)
+            acc = _finish(started, acc, factors[panel // 2 :], rings, x_step, AT_ONCE, SUMS, TILE)
+            x_step += AT_ONCE // TILE.panels
+        w_step += 1
+    return w_step, x_step, acc
+
+
+@gluon.jit
+def _consume(
+    Y, partial, scale, zero_point, global_scale, bias, residual, rings, staging, items, stride_sn, stride_residual,
+    FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    sched = items.sched
+    epilogue = SwappedEpilogue(global_scale, bias, residual, stride_residual, sched.M, sched.N)
     BLOCK_M: gl.constexpr = sched.ctx.block_m
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    pl: gl.constexpr = gl.DotOperandLayout(0, mma, 1)
+    # Zero points are those of values, and so are scales if no sums are scaled.
     zl: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, mma, 2))
-    rl: gl.constexpr = gl.SliceLayout(1, mma) if SUMS else zl
-    DTYPE: gl.constexpr = x_slots.dtype
-    SCALE: gl.constexpr = scale.dtype.element_ty
+    rl: gl.constexpr = gl.SliceLayout(1, mma) if TILE.sums and FORM.group >= BLOCK else zl
     groups = gl.cdiv(sched.K, FORM.group) if FORM.group > 0 else 1
     w_step = 0
     x_step = 0
@@ -219,89 +323,38 @@ def _consume(
         row, col, first, last = items.place(item)
         col += WHO * 64
         n = gl.minimum(col + gl.arange(0, 64, rl), sched.N - 1)
-        pointers = scale + n.to(gl.int64) * stride_sn
-        zero_pointers = None
+        scales = scale + n.to(gl.int64) * stride_sn
+        zero_points = None
         if FORM.has_zeros:
             n = gl.minimum(col + gl.arange(0, 64, zl), sched.N - 1)
-            zero_pointers = zero_point + n.to(gl.int64) * stride_sn
+            zero_points = zero_point + n.to(gl.int64) * stride_sn
         acc = gl.zeros([64, BLOCK_M], gl.float32, mma)
-        next_factors = _load_factors(pointers, first, groups, FORM)
-        more_factors = ()
-        if FORM.group >= BLOCK:
-            more_factors = _load_factors(pointers, first + 1, groups, FORM)
-        next_zeros = _load_factors(zero_pointers, first, groups, FORM)
-        for block in range(first, last):
-            factors = next_factors
-            if FORM.group >= BLOCK:
-                # Two blocks ahead: a block of few rows takes less time than a load from memory.
-                next_factors = more_factors
-                more_factors = _load_factors(pointers, block + 2, groups, FORM)
-            else:
-                next_factors = _load_factors(pointers, block + 1, groups, FORM)
-            zeros = next_zeros
-            next_zeros = _load_factors(zero_pointers, block + 1, groups, FORM)
-            w_slot = w_step % TILE.w_depth
-            mbarrier.wait(w_full.index(w_slot), w_step // TILE.w_depth & 1)
-            slot = w_slots.index(w_slot * 2 + WHO)
-            packed = (slot.slice(0, 32, 1).load(pl), slot.slice(32, 32, 1).load(pl))
-            for phase in gl.static_range(2 * HALVES // AT_ONCE):
-                values = ()
-                for i in gl.static_range(AT_ONCE):
-                    w = _values(packed[i % 2], phase * AT_ONCE + i, factors, zeros, SCALE, DTYPE, mma, FORM, SUMS)
-                    values = values + (w,)
-                sums = acc
-                of_halves = ()
-                for i in gl.static_range(AT_ONCE):
-                    step = x_step + i // PANELS
-                    if i % PANELS == 0:
-                        mbarrier.wait(x_full.index(step % TILE.x_depth), step // TILE.x_depth & 1)
-                    x = x_slots.index(step % TILE.x_depth * PANELS + i % PANELS).permute((1, 0))
-                    if SUMS and i % 2 == 0:
-                        sums = gl.zeros([64, BLOCK_M], gl.float32, mma)
-                    sums = warpgroup_mma(values[i], x, sums, use_acc=not SUMS or i % 2 > 0, is_async=True)
-                    if i % 2 == 1:
-                        of_halves = of_halves + (sums,)
-                # Products wait for the loads of the slot; TMA, which writes it next, doesn't.
-                if phase == 0:
-                    mbarrier.arrive(w_empty.index(w_slot), count=1)
-                for i in gl.static_range(AT_ONCE):
-                    if SUMS:
-                        if i % 2 == 1:
-                            made = warpgroup_mma_wait(AT_ONCE - 1 - i, deps=(of_halves[i // 2],))
-                    elif i % PANELS == PANELS - 1:
-                        sums = warpgroup_mma_wait(AT_ONCE - 1 - i, deps=(sums,))
-                    if i % PANELS == PANELS - 1:
-                        mbarrier.arrive(x_empty.index((x_step + i // PANELS) % TILE.x_depth), count=1)
-                    if SUMS and i % 2 == 1:
-                        factor = scale_value(factors[(phase * AT_ONCE + i) // 2])[:, None]
-                        acc = gl.fma(made, gl.broadcast(factor, made)[0], acc)
-                if not SUMS:
-                    acc = sums
-                x_step += AT_ONCE // PANELS
-            w_step += 1
+        w_step, x_step, acc = _multiply(
+            w_step, x_step, acc, scales, zero_points, rings, first, last, groups, FORM, TILE, WHO
+        )
         n = col + gl.arange(0, 64, gl.SliceLayout(1, mma))
         if FORM.group == 0:
             factor = gl.load(scale + gl.minimum(n, sched.N - 1).to(gl.int64) * stride_sn)
             acc = acc * scale_value(factor)[:, None]
-        if global_scale is not None:
-            acc = acc * gl.load(global_scale) / gl.load(global_scale + 1)
+        acc = epilogue.scale(acc)
         if items.shares and item >= items.alone:
-            # Blocks of 8 x 8 values, which a warp writes at a time.
-            i = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None]
-            j = gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))[None, :]
-            at = i // 8 * (8 * BLOCK_M) + j // 8 * 64 + i % 8 * 8 + j % 8
-            own = (item - items.alone) * 2 + WHO
-            gl.store(partial + own.to(gl.int64) * (64 * BLOCK_M) + at, acc)
+            _store_part(partial, acc, item - items.alone, WHO)
         else:
-            if bias is not None:
-                acc = acc + gl.load(bias + n, mask=n < sched.N, other=0.0).to(gl.float32)[:, None]
-            if residual is not None:
-                m = row + gl.arange(0, BLOCK_M, gl.SliceLayout(0, mma))
-                there = residual + m.to(gl.int64)[None, :] * stride_residual + n[:, None]
-                inside = (n < sched.N)[:, None] & (m < sched.M)[None, :]
-                acc = added(acc, gl.load(there, mask=inside, other=0.0))
+            if epilogue.bias is not None or epilogue.residual is not None:
+                acc = epilogue.add(acc, n, row)
             _store_across(Y, staging, row, col, acc.to(Y.dtype))
     tma.store_wait(0)
+
+
+@gluon.jit
+def _store_part(partial, sums, part, WHO: gl.constexpr):
+    """Stores sums over a part of K, of half a tile, in blocks of 8 x 8 values, which a warp writes at a time."""
+    COLUMNS: gl.constexpr = sums.shape[1]
+    i = gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))[:, None]
+    j = gl.arange(0, COLUMNS, gl.SliceLayout(0, sums.type.layout))[None, :]
+    at = i // 8 * (8 * COLUMNS) + j // 8 * 64 + i % 8 * 8 + j % 8
+    own = part * 2 + WHO
+    gl.store(partial + own.to(gl.int64) * (64 * COLUMNS) + at, sums)
 
 
 @gluon.jit
@@ -340,7 +393,7 @@ def _tiles_kernel(
     initialize(w_full, TILE.w_depth)
     initialize(x_empty, TILE.x_depth, 2)
     initialize(w_empty, TILE.w_depth, 2)
-    bars = (x_full, x_empty, w_full, w_empty)
+    rings = Rings(x_slots, w_slots, x_full, x_empty, w_full, w_empty)
     staging = gl.allocate_shared_memory(Y.dtype, [2, Y.block_shape[0], 64], Y.layout)
     gdc_launch_dependents()
     # Constants stay constants only in tuples that are written here.
@@ -349,18 +402,18 @@ def _tiles_kernel(
             (
                 _consume,
                 (
-                    Y, partial, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, bars,
-                    staging.index(0), items, stride_sn, stride_residual, FORM, TILE, 0,
+                    Y, partial, scale, zero_point, global_scale, bias, residual, rings, staging.index(0), items,
+                    stride_sn, stride_residual, FORM, TILE, 0,
                 ),
             ),
             (
                 _consume,
                 (
-                    Y, partial, scale, zero_point, global_scale, bias, residual, x_slots, w_slots, bars,
-                    staging.index(1), items, stride_sn, stride_residual, FORM, TILE, 1,
+                    Y, partial, scale, zero_point, global_scale, bias, residual, rings, staging.index(1), items,
+                    stride_sn, stride_residual, FORM, TILE, 1,
                 ),
             ),
-            (_produce, (X, W, x_slots, w_slots, bars, items, FORM, TILE)),
+            (_produce, (X, W, rings, items, FORM, TILE)),
         ],
         [4, 1],
         [232, PRODUCER_REGISTERS],
