@@ -9,7 +9,7 @@ from qgemm.kernels.stages.epilogue import added
 
 @aggregate
 class SwappedEpilogue:
-    """``sums[n, m] * global_scale[0] / global_scale[1] + bias[n]``, to what is rounded of that ``residual[m, n]``.
+    """``sums[n, m] * global_scale[0] / global_scale[1] + bias[n]``, rounded, plus ``residual[m, n]``.
 
     Each may be None. The residual has contiguous columns; ``stride`` is that of its rows.
     """
