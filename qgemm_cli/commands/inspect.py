@@ -117,7 +117,7 @@ def _summary(document: dict[str, Any]) -> Iterable[str]:
     if share is not None:
         yield f"quantized: {share:.1%} of the weights of linear layers and experts"
     refusal = printable(document["refusal"] or "see the problems", 500)
-    loads = "qgemm loads it" + ", unless a problem below stops it" * bool(document["problems"])
+    loads = "qgemm loads it, unless a problem below stops it" if document["problems"] else "qgemm loads it"
     yield loads if document["loads"] else f"qgemm doesn't load it: {refusal}"
     yield from (f"note: {printable(note, 500)}" for note in document["notes"])
     for alias, name in list(document["tied"].items())[:MOST_TIES]:
