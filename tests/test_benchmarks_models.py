@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,10 @@ import torch
 
 import qgemm
 from benchmarks.models import __main__ as runner
-from benchmarks.models import measure, plots, tables, timeline
+from benchmarks.models import measure, plots, tables, timeline, vllm_worker
 from benchmarks.models.measure import Sizes
 from benchmarks.models.providers import PROVIDERS, Provider
-from benchmarks.models.results import DECODE, ENCODE, FIRST_CALL, FIRST_TOKEN, PREFILL, Figure, Run, extrapolated
+from benchmarks.models.results import DECODE, ENCODE, FIRST_CALL, FIRST_TOKEN, PREFILL, SERVE, Figure, Run, extrapolated
 from benchmarks.models.shapes import MODELS, ModelShape
 from benchmarks.models.vllm_worker import _config
 from benchmarks.models.worker import Job
@@ -27,7 +29,8 @@ CPU = torch.device("cpu")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 211}
 DECODER = ModelShape("tiny", "LlamaConfig", 2, {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 256})
 ENCODER = ModelShape("tiny-bert", "BertConfig", 2, SMALL, is_decoder=False)
-SIZES = Sizes((1, 3), (8,), (2, 16), new=6, first=5, sentences=(1, 4), sentence=8, rounds=1)
+SERVED: dict[str, Any] = {"requests": (3, 5), "prompts": (4, 20), "answers": (2, 6)}
+SIZES = Sizes((1, 3), (8,), (2, 16), new=6, **SERVED, first=5, sentences=(1, 4), sentence=8, rounds=1)
 
 SIZES_OF = ((PREFILL, 2, 16), (DECODE, 1, 8), (DECODE, 3, 8))
 
@@ -60,6 +63,38 @@ def test_coarse_weights_are_compared_with_float_products_of_them(monkeypatch: py
     provider = replace(PROVIDERS["qgemm int4"], is_coarse=False)
     monkeypatch.setitem(PROVIDERS, "qgemm int4", provider)
     assert next(iter(measure_job(job("qgemm int4"), DECODER, CPU))).cosine < 0.999  # type: ignore[operator]
+
+
+@pytest.mark.slow
+def test_requests_of_unlike_lengths_are_served_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[list[measure.Request]] = []
+    clock = [0.0]
+    real = measure._answers
+
+    def answers(manager: Any, requests: list[measure.Request]) -> list[list[int]]:
+        clock[0] += (100.0, 1.0, 2.0, 9.0)[len(batches) % 4]
+        batches.append(requests)
+        return real(manager, requests)
+
+    monkeypatch.setattr(measure, "_answers", answers)
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    served = replace(job("bf16", "qgemm", measures=(SERVE,)), sizes=replace(SIZES, rounds=3))
+    found = list(measure_job(served, DECODER, CPU))
+    assert [(one.provider, one.measure, one.batch, one.context) for one in found] == [
+        (name, SERVE, count, 20) for name in ("bf16", "qgemm") for count in (3, 5)
+    ]
+    for one, requests in zip(found, batches[::4], strict=True):
+        assert one.value == sum(request.new for request in requests) / 2, "the first doesn't count, the median does"
+        assert not one.reason
+        assert one.note.endswith("serves with paged|sdpa")
+    assert batches[:8] == batches[8:], "providers get the same requests"
+    for turns in (batches[:4], batches[4:8]):
+        assert len({tuple((len(one.prompt), one.new) for one in requests) for requests in turns}) == 1
+    starts = [tuple(one.prompt[:4]) for requests in batches[:8] for one in requests]
+    assert len(set(starts)) == len(starts), "keys and values of prompts that were seen are kept"
+    many = measure.draw_requests(128, SIZES, 211, 0)
+    assert {len(one.prompt) for one in many} == set(range(4, 21))
+    assert {one.new for one in many} == set(range(2, 7))
 
 
 def test_every_measure_of_an_encoder() -> None:
@@ -99,6 +134,54 @@ def test_wrong_outputs_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (prefill.note, decode.note) == ("", "another loop than qgemm's runs")
 
 
+@pytest.mark.slow
+def test_wrong_answers_of_served_requests_are_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = measure._answers
+    served = replace(job("bf16", measures=(SERVE,)), sizes=replace(SIZES, requests=(3,)))
+    monkeypatch.setattr(measure, "_answers", lambda *given: [each[:-1] for each in real(*given)])
+    (short,) = measure_job(served, DECODER, CPU)
+    new = measure.draw_requests(3, SIZES, 211, 0)[0].new
+    assert short.value is None
+    assert short.reason == f"RuntimeError: wrong output: a request has {new - 1} new tokens, not {new}"
+
+    def says_zero(*given: Any) -> list[list[int]]:
+        warnings.warn("another attention than qgemm's runs", stacklevel=2)
+        return [[*each[:-1], 0] for each in real(*given)]
+
+    monkeypatch.setattr(measure, "_answers", says_zero)
+    (wrong,) = measure_job(served, DECODER, CPU)
+    assert wrong.value is None
+    assert "wrong output: a generated token's logit is" in wrong.reason
+    assert wrong.note == "serves with paged|sdpa; another attention than qgemm's runs"
+
+
+@pytest.mark.parametrize(
+    ("cache", "reason"),
+    [
+        ({"num_blocks": 1, "block_size": 4}, "RuntimeError: No requests can be scheduled"),
+        ({"num_blocks": 2**50}, "MemoryError: "),
+    ],
+    ids=["when requests come", "when the manager starts"],
+)
+def test_a_batch_that_cannot_be_served_leaves_the_others(
+    cache: dict[str, int], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = measure._options_of_a_cpu
+
+    def options(requests: list[measure.Request]) -> dict[str, Any]:
+        found = real(requests)
+        if len(requests) == 3:
+            vars(found["continuous_batching_config"]).update(cache)
+        return found
+
+    monkeypatch.setattr(measure, "_options_of_a_cpu", options)
+    failed, done = measure_job(job("bf16", measures=(SERVE,)), DECODER, CPU)
+    assert failed.value is None
+    assert failed.reason.startswith(reason)
+    assert done.value
+    assert not done.reason
+
+
 def test_a_size_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     real = measure._decode
 
@@ -120,7 +203,8 @@ def figures() -> list[Figure]:
         replace(one, measure=FIRST_TOKEN, batch=1, value=value, cache="cold")
         for one, value in ((base, 2.0), (ours, 4.0))
     ]
-    return [base, ours, *first, replace(base, provider="torchao int8", value=None, reason="it broke")]
+    served = [replace(one, measure=SERVE, batch=64, context=1024) for one in (base, ours)]
+    return [base, ours, *served, *first, replace(base, provider="torchao int8", value=None, reason="it broke")]
 
 
 def test_tables_and_plot(tmp_path: Path) -> None:
@@ -128,6 +212,7 @@ def test_tables_and_plot(tmp_path: Path) -> None:
     lines = tables.report(run, markdown=True).splitlines()
     assert "`python -m x`" in lines
     assert "| decode, 16 x 512 | 100 | 250 (2.50) | - |" in lines
+    assert "| serve, 64 requests of up to 1024 tokens | 100 | 250 (2.50) | - |" in lines
     assert "| first token, 1 x 512, cold kernel cache, seconds | 2.0 | 4.0 (0.50) | - |" in lines
     assert "| qgemm | 1.00 | 3.00 | 0.9900 |" in lines
     assert "- qgemm: one by one" in lines
@@ -168,6 +253,7 @@ def test_what_the_command_line_asks_for() -> None:
     jobs = list(runner._jobs(args))
     assert [(one.providers[0], one.measures, one.cache) for one in jobs] == [
         ("bf16", (PREFILL, DECODE), ""),
+        ("bf16", (SERVE,), ""),
         ("bf16", (FIRST_TOKEN,), "cold"),
         ("bf16", (FIRST_TOKEN,), "warm"),
         ("bf16 compiled", (DECODE,), ""),
@@ -176,9 +262,10 @@ def test_what_the_command_line_asks_for() -> None:
     ]
     assert all(one.layers == 32 and Job.from_json(one.to_json()) == one for one in jobs)
     few = ["--layers", "4", "--layers", "8", "--measure", "decode", "--batch", "16", "--context", "4096", "--new", "40"]
+    few += ["--measure", "serve", "--requests", "5"]
     jobs = list(runner._jobs(runner._parse(["--model", "llama-3.2-1b", "--provider", "qgemm", *few])))
-    assert [one.layers for one in jobs] == [4, 8]
-    assert jobs[0].sizes == Sizes(batches=(16,), contexts=(4096,), new=40)
+    assert [(one.layers, *one.measures) for one in jobs] == [(4, DECODE), (8, DECODE), (8, SERVE)]
+    assert all(one.sizes == Sizes(batches=(16,), contexts=(4096,), new=40, requests=(5,)) for one in jobs)
     (encoder,) = runner._jobs(runner._parse(["--model", "minilm-l6"]))
     assert encoder.providers == ("bf16", "qgemm")
 
@@ -231,6 +318,48 @@ def test_bytes_of_keys_and_values() -> None:
 def test_long_prompts_are_followed_by_more_tokens() -> None:
     assert Sizes().new_tokens(1, 512) == 66
     assert Sizes().new_tokens(16, 16384) == Sizes().new_tokens(64, 16384) == 322
+
+
+def test_vllm_serves_requests_of_unlike_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts: list[dict[str, Any]] = []
+    calls: list[list[tuple[int, dict[str, Any]]]] = []
+    clock = [0.0]
+    missing = [0]
+
+    class Engine:
+        def __init__(self, **options: Any) -> None:
+            starts.append(options)
+
+        def generate(self, prompts: list[Any], settings: Any, use_tqdm: bool) -> list[SimpleNamespace]:
+            every = settings if isinstance(settings, list) else [settings] * len(prompts)
+            calls.append([(len(one["prompt_token_ids"]), each) for one, each in zip(prompts, every, strict=True)])
+            clock[0] += 4.0 if len(calls) % 2 else 2.0
+            answers = [[0] * (each["max_tokens"] - missing[0]) for each in every]
+            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=each)]) for each in answers]
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))  # type: ignore[arg-type]
+    monkeypatch.setattr(vllm_worker, "ENVIRONMENT", {})
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    sizes = replace(SIZES, prompts=(4, 400))
+    found = list(vllm_worker.measure_vllm(DECODER, "vllm bf16", 2, (SERVE,), sizes))
+    assert [(one.measure, one.batch, one.context, one.reason) for one in found] == [
+        (SERVE, 3, 400, ""),
+        (SERVE, 5, 400, ""),
+    ]
+    for one, call in zip(found, calls[::2], strict=True):
+        requests = measure.draw_requests(one.batch, sizes, 211, 0)
+        assert one.value == sum(request.new for request in requests) / 2, "the first doesn't count"
+        assert [(length, each["max_tokens"], each["min_tokens"], each["ignore_eos"]) for length, each in call] == [
+            (len(request.prompt), request.new, request.new, True) for request in requests
+        ]
+    assert starts[0]["max_model_len"] == 406, "the longest prompt and answer"
+    assert "compilation_config" not in starts[0], "a served batch shrinks, and vLLM has graphs of all sizes"
+    list(vllm_worker.measure_vllm(DECODER, "vllm bf16", 2, (PREFILL,), SIZES))
+    assert starts[1]["compilation_config"] == {"cudagraph_capture_sizes": [1, 3]}
+    missing[0] = 1
+    for one in vllm_worker.measure_vllm(DECODER, "vllm bf16", 2, (SERVE,), SIZES):
+        assert one.value is None
+        assert "wrong output: a request has" in one.reason
 
 
 def test_vllm_gets_the_config_of_the_model() -> None:

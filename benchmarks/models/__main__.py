@@ -21,13 +21,15 @@ from tqdm import tqdm
 from benchmarks.models import plots, tables
 from benchmarks.models.measure import Sizes
 from benchmarks.models.providers import PROVIDERS
-from benchmarks.models.results import DECODE, ENCODE, FIRST_TOKEN, PREFILL, Figure, Run, extrapolated
+from benchmarks.models.results import DECODE, ENCODE, FIRST_TOKEN, PREFILL, SERVE, Figure, Run, extrapolated
 from benchmarks.models.shapes import MODELS
 from benchmarks.models.worker import Job
 from benchmarks.results import environment
 
-MEASURES = (PREFILL, DECODE, FIRST_TOKEN, ENCODE)
-QUICK = Sizes(batches=(1, 16), contexts=(512,), new=34, first=64, rounds=1)
+MEASURES = (PREFILL, DECODE, SERVE, FIRST_TOKEN, ENCODE)
+QUICK = Sizes(
+    batches=(1, 16), contexts=(512,), new=34, requests=(8,), prompts=(16, 128), answers=(8, 32), first=64, rounds=1
+)
 ROOT = Path(__file__).parents[2]
 _SECONDS_BETWEEN_LOOKS = 2.0
 
@@ -76,6 +78,7 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
         batches=tuple(args.batch or sizes.batches),
         contexts=tuple(args.context or sizes.contexts),
         new=args.new or sizes.new,
+        requests=tuple(args.requests or sizes.requests),
     )
     missing = [name for name in args.provider or () if not PROVIDERS[name].is_installed]
     if missing:
@@ -91,10 +94,12 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
             continue
         for name in named:
             measures = tuple(each for each in args.measure if each in PROVIDERS[name].measures and each != ENCODE)
-            steady = tuple(each for each in measures if each != FIRST_TOKEN)
+            steady = tuple(each for each in measures if each not in (SERVE, FIRST_TOKEN))
             for layers in args.layers or [shape.layers]:
                 if steady:
                     yield Job(model, layers, (name,), steady, sizes=sizes)
+            if SERVE in measures:  # by itself, so that its cache of keys and values finds all memory free
+                yield Job(model, full, (name,), (SERVE,), sizes=sizes)
             if FIRST_TOKEN in measures:
                 yield Job(model, full, (name,), (FIRST_TOKEN,), "cold", sizes)
                 yield Job(model, full, (name,), (FIRST_TOKEN,), "warm", sizes)
@@ -154,10 +159,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=MODELS, action="append", help="(default: decoders on a GPU, encoders on a CPU)")
     add("--provider", choices=PROVIDERS, action="append", help="(default: all that are installed)")
-    add("--measure", choices=MEASURES, action="append", help="(default: all)")
+    add("--measure", choices=MEASURES, action="append", help="serve: many requests at once (default: all)")
     add("--batch", type=int, action="append", help="of decode (default: 1, 16 and 64)")
     add("--context", type=int, action="append", help="of decode (default: 512, 4096 and 16384)")
     add("--new", type=int, metavar="TOKENS", help="that are decoded")
+    add("--requests", type=int, action="append", help="of serve, handed over at once (default: 64 and 256)")
     add(
         "--layers",
         type=int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import time
@@ -16,11 +17,13 @@ from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
 from benchmarks.models.providers import BASE, Provider
-from benchmarks.models.results import DECODE, ENCODE, FIRST_CALL, FIRST_TOKEN, PREFILL, Figure
+from benchmarks.models.results import DECODE, ENCODE, FIRST_CALL, FIRST_TOKEN, PREFILL, SERVE, Figure
 from benchmarks.models.shapes import ModelShape
 from benchmarks.peers import first_line
 
 CALLS_IN_TURN = 4
+CHECKED_REQUESTS = 4
+"""Those of a served batch whose tokens are compared with the model's forward."""
 MAX_GAP = 1.5
 """How far the logit of a generated token may be below the largest of the same model's forward, in standard
 deviations: rounding moves logits by a few tenths of one, and a wrong token is four below."""
@@ -32,6 +35,7 @@ class Sizes:
 
     - ``prefill``: sequences and tokens of each.
     - ``new``: tokens of the longer of two calls of ``generate``, whose difference counts. ``first``: of a first call.
+    - ``requests``: how many are served at once. ``prompts``, ``answers``: their fewest and most tokens, given and new.
     - ``sentences``, ``sentence``: sentences in a batch, and tokens in each.
     - ``rounds``: the median of so many counts.
     """
@@ -40,6 +44,9 @@ class Sizes:
     contexts: tuple[int, ...] = (512, 4096, 16384)
     prefill: tuple[int, int] = (8, 2048)
     new: int = 66
+    requests: tuple[int, ...] = (64, 256)
+    prompts: tuple[int, int] = (64, 1024)
+    answers: tuple[int, int] = (32, 256)
     first: int = 256
     sentences: tuple[int, ...] = (1, 48)
     sentence: int = 24
@@ -48,6 +55,38 @@ class Sizes:
     def new_tokens(self, batch: int, context: int) -> int:
         """Those of the longer call: more where the prompt, whose time is taken off, takes long itself."""
         return self.new + min(batch * context // 1024, 256)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how many tokens are to follow it."""
+
+    prompt: list[int]
+    new: int
+
+
+def draw_requests(count: int, sizes: Sizes, vocabulary: int, turn: int) -> list[Request]:
+    """Requests of unlike lengths, the same in every turn and for every provider.
+
+    The prompts are other ones in every turn: engines keep the keys and values of prompts that they have seen.
+    """
+    generator = torch.Generator().manual_seed(count)
+    prompts, answers = (
+        torch.randint(fewest, most + 1, (count,), generator=generator).tolist()
+        for fewest, most in (sizes.prompts, sizes.answers)
+    )
+    generator.manual_seed(count * 100003 + turn)
+    return [
+        Request(torch.randint(1, vocabulary, (length,), generator=generator).tolist(), new)
+        for length, new in zip(prompts, answers, strict=True)
+    ]
+
+
+def check_lengths(requests: Sequence[Request], answers: Sequence[Sequence[int]]) -> None:
+    """Raises ``RuntimeError`` if an answer hasn't the number of tokens that was asked for."""
+    for request, answer in zip(requests, answers, strict=True):
+        if len(answer) != request.new:
+            raise RuntimeError(f"wrong output: a request has {len(answer)} new tokens, not {request.new}")
 
 
 def measure_decoder(
@@ -75,19 +114,20 @@ def measure_decoder(
     cosine = F.cosine_similarity(reference, _logits(model, ids), dim=-1).min().item()
     base = replace(base, cosine=cosine)
     if not cosine >= shape.min_cosine:
-        yield replace(base, measure=PREFILL, reason=f"wrong output: a cosine of {cosine:.4f}, not {shape.min_cosine}")
+        reason = f"wrong output: a cosine of {cosine:.4f}, not {shape.min_cosine}"
+        yield replace(base, measure=wanted[0], reason=reason)
         return
     if PREFILL in wanted:
         yield _measured(replace(base, measure=PREFILL), device, _prefill, model, *sizes.prefill, sizes.rounds)
+    for count in sizes.requests if SERVE in wanted else ():
+        figure = replace(base, measure=SERVE, batch=count, context=sizes.prompts[1])
+        yield replace(_measured(figure, device, _serve, model, sizes), peak_bytes=None)
     if DECODE not in wanted:
         return
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with _noting(notes):
         gap = _decoded_gap(model, provider, sizes)
-    told = [str(each.message) for each in said if "qgemm" in str(each.message)]  # that another loop runs, say
-    base = replace(base, note="; ".join(dict.fromkeys([*notes, *told])))
-    if not gap <= MAX_GAP:
-        reason = f"wrong output: a generated token's logit is {gap:.2g} standard deviations below the largest"
+    base = replace(base, note="; ".join(dict.fromkeys(notes)))
+    if reason := _wrong(gap):
         yield replace(base, measure=DECODE, reason=reason)
         return
     for context in sizes.contexts:
@@ -124,6 +164,66 @@ def _decode(figure: Figure, model: Any, provider: Provider, batch: int, context:
     long = median_seconds(lambda: _generate(model, provider, ids, new), sizes.rounds)
     short = median_seconds(lambda: _generate(model, provider, ids, 2), sizes.rounds)
     return replace(figure, value=batch * (new - 2) / (long - short))
+
+
+def _serve(figure: Figure, model: Any, sizes: Sizes) -> Figure:
+    """New tokens a second of a whole batch, prompts included: from handing it over to the last token.
+
+    As a server does, the manager starts before, and the first batch, in which graphs of further sizes are captured,
+    isn't counted.
+    """
+    from transformers import GenerationConfig
+
+    batches = [draw_requests(figure.batch, sizes, model.config.vocab_size, turn) for turn in range(sizes.rounds + 1)]
+    greedy = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)  # no token has the number -1
+    options = _options_of_a_cpu(batches[0]) if model.device.type == "cpu" else {}
+    before, seconds, notes = model.config._attn_implementation, [], [figure.note] if figure.note else []
+    try:
+        with _noting(notes), model.continuous_batching_context_manager(generation_config=greedy, **options) as manager:
+            notes.append(f"serves with {model.config._attn_implementation}")  # which one depends on what is installed
+            for requests in batches:
+                # Nothing waits for the GPU here: the manager's thread may be capturing a graph, and tokens that have
+                # come are there.
+                start = time.perf_counter()
+                answers = _answers(manager, requests)
+                seconds.append(time.perf_counter() - start)
+                check_lengths(requests, answers)
+    finally:
+        if model.config._attn_implementation != before:  # a manager that couldn't start leaves its own
+            model.set_attn_implementation(before)
+    figure = replace(figure, note="; ".join(dict.fromkeys(notes)))
+    gaps = [
+        _gap(model, torch.tensor([request.prompt + answer], device=model.device), request.new)
+        for request, answer in zip(requests[:CHECKED_REQUESTS], answers, strict=False)
+    ]
+    if reasons := list(filter(None, map(_wrong, gaps))):
+        return replace(figure, reason=reasons[0])
+    return replace(figure, value=sum(request.new for request in batches[0]) / statistics.median(seconds[1:]))
+
+
+def _answers(manager: Any, requests: Sequence[Request]) -> list[list[int]]:
+    """The new tokens of each. Raises ``RuntimeError`` if one fails."""
+    names = [manager.add_request(request.prompt, max_new_tokens=request.new) for request in requests]
+    found: dict[str, list[int]] = {}
+    while len(found) < len(names):
+        result = manager.get_result(timeout=1)
+        if result is None:
+            if not manager.is_running():
+                raise RuntimeError(f"continuous batching ended after {len(found)} of {len(names)} requests")
+        elif result.error is not None:
+            raise RuntimeError(result.error)
+        else:
+            found[result.request_id] = result.generated_tokens
+    return [found[name] for name in names]
+
+
+def _options_of_a_cpu(requests: Sequence[Request]) -> dict[str, Any]:
+    """A cache that fits: transformers would make one of nearly all memory, as it does on a GPU."""
+    from transformers import ContinuousBatchingConfig
+
+    size = ContinuousBatchingConfig().block_size
+    blocks = sum((len(request.prompt) + request.new) // size + 2 for request in requests)
+    return {"continuous_batching_config": ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=512)}
 
 
 def _first_call(model: Any, provider: Provider, sizes: Sizes, base: Figure) -> Iterator[Figure]:
@@ -223,10 +323,30 @@ def _decoded_gap(model: Any, provider: Provider, sizes: Sizes) -> float:
     batch, context = sizes.batches[0], sizes.contexts[0]
     ids, new = _tokens(model, batch, context), sizes.new_tokens(batch, context)
     with torch.no_grad():
-        tokens = _generate(model, provider, ids, new)
-        logits = model(tokens, logits_to_keep=new + 1).logits[:, :-1].float()
-    chosen = logits.gather(-1, tokens[:, ids.shape[1] :, None]).squeeze(-1)
+        return _gap(model, _generate(model, provider, ids, new), new)
+
+
+def _gap(model: Any, tokens: Tensor, new: int) -> float:
+    """As ``MAX_GAP`` has it, the largest of the last ``new`` tokens."""
+    logits = model(tokens, logits_to_keep=new + 1).logits[:, :-1].float()
+    chosen = logits.gather(-1, tokens[:, -new:, None]).squeeze(-1)
     return float(((logits.amax(-1) - chosen) / logits.std(-1)).max())
+
+
+def _wrong(gap: float) -> str:
+    """The reason why tokens with that gap, NaN too, have no figure; empty if they are right."""
+    if gap <= MAX_GAP:
+        return ""
+    return f"wrong output: a generated token's logit is {gap:.2g} standard deviations below the largest"
+
+
+@contextlib.contextmanager
+def _noting(notes: list[str]) -> Iterator[None]:
+    """Adds what qgemm warns of: that another loop runs, say."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        yield
+    notes += [str(each.message) for each in said if "qgemm" in str(each.message)]
 
 
 @torch.no_grad()

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models.measure import Sizes, median_seconds
-from benchmarks.models.results import DECODE, PREFILL, Figure
+from benchmarks.models.measure import Request, Sizes, check_lengths, draw_requests, median_seconds
+from benchmarks.models.results import DECODE, PREFILL, SERVE, Figure
 from benchmarks.models.shapes import ModelShape
 from benchmarks.peers import first_line
 from qgemm.checkpoint.manifest import Manifest
@@ -42,6 +42,9 @@ def measure_vllm(shape: ModelShape, name: str, layers: int, measures: Sequence[s
     vllm = importlib.import_module("vllm")
     base = Figure(shape.name, layers, name, "", note=NOTE)
     longest = max(*sizes.contexts, sizes.prefill[1]) + sizes.new_tokens(1024, 1024)
+    longest = max(longest, sizes.prompts[1] + sizes.answers[1])
+    # CUDA graphs of the batches that are measured, but of vLLM's choice where batches shrink as requests end.
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": sorted({1, *sizes.batches})}}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(_config(shape, layers, name)), encoding="utf-8")
         engine = vllm.LLM(
@@ -52,22 +55,38 @@ def measure_vllm(shape: ModelShape, name: str, layers: int, measures: Sequence[s
             gpu_memory_utilization=0.85,
             enable_prefix_caching=False,
             max_num_batched_tokens=16384,
-            compilation_config={"cudagraph_capture_sizes": sorted({1, *sizes.batches})},
+            **({} if SERVE in measures else graphs),
         )
+
+    def settings(new: int) -> Any:
+        return vllm.SamplingParams(max_tokens=new, min_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False)
 
     def generate(batch: int, length: int, new: int) -> None:
         prompts = [
             {"prompt_token_ids": [(7 * row + column) % 30000 + 10 for column in range(length)]} for row in range(batch)
         ]
-        settings = vllm.SamplingParams(
-            max_tokens=new, min_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False
-        )
-        engine.generate(prompts, settings, use_tqdm=False)
+        engine.generate(prompts, settings(new), use_tqdm=False)
+
+    def serve(turns: Iterator[Sequence[Request]]) -> None:
+        requests = next(turns)
+        prompts = [{"prompt_token_ids": request.prompt} for request in requests]
+        done = engine.generate(prompts, [settings(request.new) for request in requests], use_tqdm=False)
+        check_lengths(requests, [one.outputs[0].token_ids for one in done])
 
     if PREFILL in measures:
         batch, length = sizes.prefill
         seconds = median_seconds(lambda: generate(batch, length, 1), sizes.rounds)
         yield replace(base, measure=PREFILL, batch=batch, context=length, value=batch * length / seconds)
+    for count in sizes.requests if SERVE in measures else ():
+        figure = replace(base, measure=SERVE, batch=count, context=sizes.prompts[1])
+        vocabulary = shape.make_config().vocab_size
+        turns = [draw_requests(count, sizes, vocabulary, turn) for turn in range(sizes.rounds + 1)]
+        try:
+            seconds = median_seconds(partial(serve, iter(turns)), sizes.rounds)
+        except Exception as error:
+            yield replace(figure, reason=first_line(error))
+            continue
+        yield replace(figure, value=sum(request.new for request in turns[0]) / seconds)
     for context in sizes.contexts if DECODE in measures else ():
         for batch in sizes.batches:
             figure = replace(base, measure=DECODE, batch=batch, context=context)
