@@ -16,6 +16,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def fast_generate(model: Model, enabled: bool = True, *, cache_dtype: torch.dtype | None = None) -> Model:
     """Makes ``model.generate`` of a transformers model fast, with the same arguments and tokens; returns ``model``.
 
+    ``model.generate_batch`` and ``transformers serve --continuous-batching`` get attention that reads keys where they
+    lie and needs no mask, unless a flash attention is installed or chosen.
+
     ``cache_dtype=torch.int8`` keeps keys and values in int8, in half the memory. ``enabled=False`` restores the
     original ``generate`` and frees the caches and CUDA graphs that were kept between calls.
 

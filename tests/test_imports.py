@@ -49,7 +49,6 @@ ALLOWED: dict[str, set[str]] = {
     },
     "qgemm.kernels.cpu": {
         "qgemm.kernels.activations",
-        "qgemm.kernels.attention",
         "qgemm.kernels.norms",
         "qgemm.kernels.routing",
         "qgemm.numerics",

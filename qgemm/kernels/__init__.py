@@ -1,12 +1,12 @@
 """Quantized matrix products. ``qgemm.kernels.stages`` has the device-side blocks that they are made of."""
 
 from qgemm.kernels.activations import GPT_OSS, GatedActivation
+from qgemm.kernels.attention.dispatch import decode_attention, paged_attention
 from qgemm.kernels.dispatch import (
     activate,
     activation_quantize,
     add_norm,
     add_norm_quantize,
-    decode_attention,
     experts,
     grouped_mm,
     int_mm,
@@ -36,6 +36,7 @@ __all__ = [
     "int_mm",
     "matmul",
     "norm_quantize",
+    "paged_attention",
     "quantize_rows",
     "route",
     "scaled_mm",

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from qgemm.kernels.activations import ACTIVATIONS, activated
-from qgemm.kernels.attention.cpu import decode_attention  # noqa: F401
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.routing import Routing
 from qgemm.numerics.blocks import BLOCK, grouped, spread_groups

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from qgemm.kernels import checks, cpu
 from qgemm.kernels.activations import GatedActivation
-from qgemm.kernels.attention.checks import AttentionCall, check_decode_attention
 from qgemm.kernels.expert_weights import ExpertWeights, WeightOnlyExperts
 from qgemm.kernels.gemm.config import GemmConfig
 from qgemm.kernels.launch.plans import remember
@@ -389,54 +388,6 @@ def weight_only_experts(
         checks.on_gpu(x)
     where = _gpu() if has_kernel else moe_cpu
     out: Tensor = where.weight_only_experts(x, top_k_index, top_k_weights, weights, residual)
-    return out
-
-
-def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    length: Tensor,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    start: Tensor | None = None,
-    sinks: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float = 0.0,
-    window: int = 0,
-    max_length: int | None = None,
-) -> Tensor:
-    """Attention of the newest tokens to all keys of a cache: ``softmax(scale * q @ k.T) @ v``, ``[B, S, Hq, D]``.
-
-    Returns a contiguous tensor of q's dtype. Query ``i`` is at position ``length - S + i`` and sees the keys up to its
-    own; only those are read. A query that sees none gives zeros. The same bits every time.
-
-    - ``q``: float16, bfloat16 or float32 ``[B, S, Hq, D]``, S from 1 to 16, D up to 512, any strides.
-    - ``k``, ``v``: ``[B, Hkv, L, D]``, of q's dtype, or int8 with ``k_scale`` and ``v_scale``, float32 ``[B, Hkv, L]``.
-      Hq is a multiple of Hkv: so many heads of q in a row share a head of k. Any strides, but the last is 1.
-    - ``length``: int32 ``[1]`` or ``[B]``, on the device: how many keys there are, with those of ``q`` itself.
-    - ``start``: int32 ``[B]`` or ``[1]``: keys before that are padding.
-    - ``sinks``: ``[Hq]``: a score for each head that takes part in the softmax, but has no value.
-    - ``scale``: ``D ** -0.5`` if None. ``softcap``: scores become ``softcap * tanh(scores / softcap)``; 0 for none.
-    - ``window``: how many keys a query sees at most, the last ones; 0 for all.
-    - ``max_length``: ``length`` is at most that; L if None. A GPU shares out the work by it: the same ``max_length``
-      gives the same launches, so a CUDA graph is good for all lengths up to it.
-
-    A value of NaN or Inf makes NaN or Inf of its column for the queries that see it; with S > 1 also for those before
-    them, if the device computes all S together.
-    """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    max_length = k.shape[2] if max_length is None else max_length
-    call = AttentionCall(q, k, v, k_scale, v_scale, length, start, sinks, scale, softcap, window, max_length)
-    return attend(call)
-
-
-def attend(call: AttentionCall) -> Tensor:
-    """``decode_attention``, of arguments that are a value."""
-    if not call.q.is_cuda:  # on a GPU, once for every kind of call
-        check_decode_attention(call)
-    out: Tensor = _backend(call.q).decode_attention(call)
     return out
 
 

@@ -2,7 +2,6 @@
 
 # ruff: noqa: F401
 from qgemm.kernels.activation.launcher import activate, activation_quantize
-from qgemm.kernels.attention.launcher import decode_attention
 from qgemm.kernels.gemm.launcher import int_mm, matmul, scaled_mm
 from qgemm.kernels.grouped.launcher import grouped_mm
 from qgemm.kernels.linear.launcher import quant_linear

@@ -24,7 +24,8 @@ Written for clarity; ``cpu.py`` and the GPU kernels are the fast ones.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -334,7 +335,7 @@ def decode_attention_reference(
     softcap: float = 0.0,
     window: int = 0,
 ) -> Tensor:
-    """``softmax(scale * q @ k.T) @ v`` over the keys that each query sees; see ``dispatch.decode_attention``.
+    """``softmax(scale * q @ k.T) @ v`` over the keys that each query sees; see ``attention/dispatch.decode_attention``.
 
     In float32, or float64 for a ``q`` of that type.
     """
@@ -362,4 +363,29 @@ def decode_attention_reference(
         # Memory of keys that nobody sees may hold anything.
         summed = torch.einsum("bhl,bhld->bhd", weights, values.masked_fill(~visible[:, None, :, None], 0.0))
         out[:, i] = summed / total.masked_fill(total == 0, 1.0)[..., None]  # a query that sees nothing gives zeros
+    return out
+
+
+def paged_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    *,
+    pages: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> Tensor:
+    """``decode_attention_reference`` of each sequence by itself; see ``attention/dispatch.paged_attention``."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    options: dict[str, Any] = {"sinks": sinks, "scale": scale, "softcap": softcap, "window": window}
+    bounds = zip(pairwise(query_starts.tolist()), pairwise(key_starts.tolist()), strict=True)
+    for (first, end), (first_key, end_key) in bounds:
+        places = slice(first_key, end_key) if pages is None else pages[first_key:end_key]
+        keys, values = (each[places].transpose(0, 1)[None] for each in (k, v))
+        length = torch.tensor([end_key - first_key], dtype=torch.int32, device=q.device)
+        out[first:end] = decode_attention_reference(q[None, first:end], keys, values, length, **options)[0]
     return out

@@ -1,15 +1,15 @@
-"""Attention to a cache of keys and values.
+"""Attention to a cache of keys and values, without gradients.
 
-- ``decode_attention(q, k, v, k_scale, v_scale, length, start, sinks, scale, softcap, window, max_length)``: without
-  gradients.
+- ``decode_attention(q, k, v, k_scale, v_scale, length, start, sinks, scale, softcap, window, max_length)``.
+- ``paged_attention(q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys)``.
 """
 
 from typing import Any
 
 from torch import Tensor
 
-from qgemm.kernels import dispatch
-from qgemm.kernels.attention.checks import AttentionCall, check_decode_attention
+from qgemm.kernels.attention import dispatch
+from qgemm.kernels.attention.checks import AttentionCall, PagedCall, check_decode_attention, check_paged_attention
 from qgemm.ops.declare import operator
 
 
@@ -23,9 +23,19 @@ def _fake(*arguments: Any) -> Tensor:
     return call.q.new_empty(call.q.shape)
 
 
+def _paged_attention(*arguments: Any) -> Tensor:
+    return dispatch.attend_paged(PagedCall(*arguments))
+
+
+def _fake_paged(*arguments: Any) -> Tensor:
+    call = PagedCall(*arguments)
+    check_paged_attention(call)
+    return call.q.new_empty(call.q.shape)
+
+
 def _no_backward(ctx: Any, wanted: tuple[bool, ...], *grads: Tensor) -> Any:
     raise NotImplementedError(
-        "decode_attention has no gradient: train with torch.nn.functional.scaled_dot_product_attention"
+        "attention to a cache has no gradient: train with torch.nn.functional.scaled_dot_product_attention"
     )
 
 
@@ -35,6 +45,15 @@ operator(
     cpu=_decode_attention,
     cuda=_decode_attention,
     fake=_fake,
+    setup_context=lambda ctx, inputs, output: None,
+    backward=_no_backward,
+)
+operator(
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor query_starts, Tensor key_starts, Tensor? pages, "
+    "Tensor? sinks, float scale, float softcap, int window, SymInt max_queries, SymInt max_keys) -> Tensor",
+    cpu=_paged_attention,
+    cuda=_paged_attention,
+    fake=_fake_paged,
     setup_context=lambda ctx, inputs, output: None,
     backward=_no_backward,
 )

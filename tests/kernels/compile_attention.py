@@ -6,9 +6,9 @@ import torch
 from assumed_devices import META, Case
 
 from qgemm.kernels.attention import launcher
-from qgemm.kernels.attention.checks import AttentionCall
+from qgemm.kernels.attention.checks import AttentionCall, PagedCall
 
-ATTEND = ("_attend_kernel",)
+ATTEND, PAGED = ("_attend_kernel",), ("_attend_paged_kernel",)
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -34,6 +34,13 @@ def attention_cases() -> Iterator[Case]:
     # Few keys, in larger blocks, and in one part.
     yield Case("attention few", lambda: attend(1, 32, 8, 128, BF16, True, B=1))
     yield Case("attention one block", lambda: attend(16, 64, 8, 256, BF16, False, B=1, L=32), only=ATTEND)
+    # Decoding, prompts, every option at once, and the largest heads.
+    yield Case("attention pages", lambda: attend_pages(1, 16, 128, BF16))
+    yield Case("attention pages prompt", lambda: attend_pages(2048, 1, 128, BF16, paged=False), only=PAGED)
+    yield Case("attention pages options", lambda: attend_pages(64, 64, 80, HALF, window=1024, softcap=30.0), only=PAGED)
+    yield Case("attention pages 256", lambda: attend_pages(64, 64, 256, HALF), only=PAGED)
+    yield Case("attention pages 512", lambda: attend_pages(64, 64, 512, BF16), only=PAGED)
+    yield Case("attention pages float32", lambda: attend_pages(64, 64, 128, FLOAT), only=PAGED)
 
 
 def attend(
@@ -48,3 +55,14 @@ def attend(
     sinks = torch.empty(Hq, device=META) if window else None
     call = AttentionCall(q, k, v, scale, scale, length, start, sinks, D**-0.5, softcap, window, L)
     launcher.decode_attention(call)
+
+
+def attend_pages(
+    queries: int, B: int, D: int, dtype: torch.dtype, paged: bool = True, window: int = 0, softcap: float = 0.0
+) -> None:
+    q = torch.empty(B * queries, 32, D, dtype=dtype, device=META)
+    k, v = torch.empty(2, 8192, 8, D, dtype=dtype, device=META)
+    starts = torch.empty(B + 1, dtype=torch.int32, device=META)
+    pages = torch.empty(B * 4096, dtype=torch.int64, device=META) if paged else None
+    sinks = torch.empty(32, device=META) if window else None
+    launcher.paged_attention(PagedCall(q, k, v, starts, starts, pages, sinks, D**-0.5, softcap, window, queries, 4096))

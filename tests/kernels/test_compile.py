@@ -145,9 +145,9 @@ def test_hoppers_kernels_of_experts_read_weights_as_they_are_stored(results: lis
 
 @EVERY_TARGET
 def test_half_precision_products_run_on_tensor_cores(target: str, results: list[Result]) -> None:
-    attention = [r for r in of(results, target, "attention") if r["kernel"] == "_attend_kernel"]
+    attention = [r for r in of(results, target, "attention") if r["kernel"].startswith("_attend")]
     for r in [*of(results, target, "matmul float16", "matmul bfloat16"), *attention]:
-        if r["case"] == "attention 128 float32":
+        if r["case"].endswith("float32"):
             continue
         assert any(r[unit] for unit in ("mfma", "wgmma", "mma_sync", "tcgen05")), r["case"]
 
@@ -156,11 +156,11 @@ def test_half_precision_products_run_on_tensor_cores(target: str, results: list[
 def test_operands_are_copied_16_bytes_at_a_time(target: str, results: list[Result]) -> None:
     # Narrower copies would mean that the compiler lost sight of an alignment that the arguments have.
     for r in of(results, target, *INT8, "matmul", "attention"):
-        if "hopper" in r["case"] or r["kernel"] == "_combine_kernel":
+        if "hopper" in r["case"] or r["kernel"].startswith("_combine"):
             continue
         assert r["cp_async_16"], r["case"]
-        # The scales of int8 keys and values: a number each.
-        assert not r["cp_async_narrow"] or r["kernel"] == "_attend_kernel", r["case"]
+        # The scales of int8 keys and values, and the places of keys: a number each.
+        assert not r["cp_async_narrow"] or r["kernel"].startswith("_attend"), r["case"]
 
 
 @pytest.mark.parametrize("target", NVIDIA)

@@ -1,4 +1,4 @@
-"""``torch.ops.qgemm.decode_attention``: tracing, and that it has no gradient."""
+"""``torch.ops.qgemm.decode_attention`` and ``paged_attention``: tracing, and that they have no gradient."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import decode_attention, quantize_rows
+from qgemm.kernels import decode_attention, paged_attention, quantize_rows
 
 ops = torch.ops.qgemm
 
@@ -20,6 +20,44 @@ def arguments(device: torch.device, int8: bool = False, S: int = 2) -> tuple[Any
         sinks, start = torch.randn(4, device=device), torch.tensor([3, 0], dtype=torch.int32, device=device)
     length = torch.tensor([17], dtype=torch.int32, device=device)
     return q, k, v, k_scale, v_scale, length, start, sinks, 0.2, 3.0 if int8 else 0.0, 9 if int8 else 0, 20
+
+
+def paged_arguments(device: torch.device, pages: bool = True) -> tuple[Any, ...]:
+    q = torch.randn(5, 4, 32, device=device).bfloat16()
+    k, v = torch.randn(2, 40, 2, 32, device=device).bfloat16()
+    starts = [torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, 1, 5], [0, 9, 20])]
+    places = torch.randperm(40, device=device)[:20] if pages else None
+    return q, k, v, *starts, places, torch.randn(4, device=device), 0.2, 3.0, 9, 4, 11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pages", [False, True])
+def test_opcheck_of_pages(pages: bool, device: torch.device) -> None:
+    torch.library.opcheck(ops.paged_attention.default, paged_arguments(device, pages))
+
+
+def test_the_operator_of_pages_is_the_kernel_function(device: torch.device) -> None:
+    given = paged_arguments(device)
+    q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys = given
+    wanted = paged_attention(
+        q, k, v, query_starts, key_starts, pages=pages, sinks=sinks, scale=scale, softcap=softcap, window=window,
+        max_queries=max_queries, max_keys=max_keys,
+    )  # fmt: skip
+    assert torch.equal(ops.paged_attention(*given), wanted)
+    meta = ops.paged_attention(*[each.to("meta") if isinstance(each, Tensor) else each for each in given])
+    assert (meta.shape, meta.dtype) == (wanted.shape, wanted.dtype)
+
+
+@pytest.mark.slow
+def test_pages_compiled_for_all_bounds(device: torch.device) -> None:
+    q, *rest, max_queries, max_keys = paged_arguments(device)
+
+    def step(q: Tensor, max_queries: int, max_keys: int) -> Tensor:
+        return ops.paged_attention(q * 2, *rest, max_queries, max_keys) + 1
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for bound in (max_keys, 50):
+        assert torch.equal(compiled(q, max_queries, bound), step(q, max_queries, bound))
 
 
 @pytest.mark.slow
@@ -67,3 +105,6 @@ def test_there_is_no_gradient(device: torch.device) -> None:
     out = ops.decode_attention(q.requires_grad_(), *rest)
     with pytest.raises(NotImplementedError, match="scaled_dot_product_attention"):
         out.sum().backward()
+    q, *rest = paged_arguments(device)
+    with pytest.raises(NotImplementedError, match="scaled_dot_product_attention"):
+        ops.paged_attention(q.requires_grad_(), *rest).sum().backward()

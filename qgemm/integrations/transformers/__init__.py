@@ -9,9 +9,9 @@
 - A folder that another library has quantized, and a ``QGemmConfig`` for it: its layers run through qgemm.
 - ``attach_quantizer`` is for a model that was quantized in place: ``save_pretrained`` then writes that manifest.
 
-Importing this package registers the method ``"qgemm"`` with transformers, once, and an attention of that name, which
-``KeyValueCache`` goes with. Versions 5.17 to 5.23 are served: what
-they call differently (plans for tensor parallelism, conversions of names) is left to the base class.
+Importing this package registers the method ``"qgemm"`` with transformers, once, an attention of that name, which
+``KeyValueCache`` goes with, and one for continuous batching. Versions 5.17 to 5.23 are served: what they call
+differently (plans for tensor parallelism, conversions of names) is left to the base class.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from transformers.quantizers.auto import (
 )
 
 from qgemm.checkpoint.manifest import QUANT_METHOD
+from qgemm.integrations.transformers import batching
 from qgemm.integrations.transformers.attention import attention, mask
 from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache
 from qgemm.integrations.transformers.config import QGemmConfig
@@ -41,6 +42,7 @@ AUTO_QUANTIZER_MAPPING.pop(QUANT_METHOD, None)
 register_quantization_config(QUANT_METHOD)(QGemmConfig)
 register_quantizer(QUANT_METHOD)(QGemmQuantizer)
 AttentionInterface.register(ATTENTION, attention)
+AttentionInterface.register(batching.PAGED_ATTENTION, batching.attention)
 AttentionMaskInterface.register(ATTENTION, mask)
 # The one place where transformers compares a given config with the checkpoint's, and raises if their classes differ.
 merge = AutoHfQuantizer.merge_quantization_configs

@@ -1,4 +1,4 @@
-"""What ``decode_attention`` takes: its arguments as one value, and as ``kernels/checks.py`` what is wrong with them."""
+"""What ``decode_attention`` and ``paged_attention`` take: arguments as one value, and what is wrong with them."""
 
 from typing import NamedTuple
 
@@ -65,12 +65,7 @@ def check_decode_attention(call: AttentionCall) -> None:
             raise ValueError(
                 f"{name} is {index.dtype} {list(index.shape)}; it must be torch.int32 [{B}] (or [1]), a number of keys"
             )
-    if sinks is not None and (sinks.dtype not in FLOAT_DTYPES or sinks.shape != (Hq,)):
-        raise ValueError(f"sinks are {sinks.dtype} {list(sinks.shape)}; they must be floats [{Hq}], one for each head")
-    if not 0 <= softcap < float("inf"):
-        raise ValueError(f"softcap is {softcap}; it must be 0, for none, or a positive number")
-    if window < 0:
-        raise ValueError(f"window is {window}; it must be 0, for none, or a number of keys")
+    _check_scores(sinks, Hq, softcap, window)
     if not 0 < max_length <= L:
         raise ValueError(f"max_length is {max_length}; it must be from 1 to k's length, {L}")
     check_same_device(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, length=length, start=start, sinks=sinks)
@@ -92,3 +87,78 @@ def _check_cached(name: str, cached: Tensor, scale: Tensor | None, dtype: torch.
         raise ValueError(
             f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be torch.float32 {list(cached.shape[:3])}"
         )
+
+
+def _check_scores(sinks: Tensor | None, Hq: int, softcap: float, window: int) -> None:
+    if sinks is not None and (sinks.dtype not in FLOAT_DTYPES or sinks.shape != (Hq,)):
+        raise ValueError(f"sinks are {sinks.dtype} {list(sinks.shape)}; they must be floats [{Hq}], one for each head")
+    if not 0 <= softcap < float("inf"):
+        raise ValueError(f"softcap is {softcap}; it must be 0, for none, or a positive number")
+    if window < 0:
+        raise ValueError(f"window is {window}; it must be 0, for none, or a number of keys")
+
+
+class PagedCall(NamedTuple):
+    """The arguments of a call, in the order of the operator's; see ``dispatch.paged_attention``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    query_starts: Tensor
+    key_starts: Tensor
+    pages: Tensor | None
+    sinks: Tensor | None
+    scale: float
+    softcap: float
+    window: int
+    max_queries: int
+    max_keys: int
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that are tensors, or may be."""
+        return self[:7]
+
+
+def check_paged_attention(call: PagedCall) -> None:
+    """Raises if ``paged_attention`` can't take it."""
+    q, k, v, query_starts, key_starts, pages, sinks, _, softcap, window, max_queries, max_keys = call
+    if q.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"q is {q.dtype}; paged_attention accepts {names_of(FLOAT_DTYPES)}: {conversion(q)}")
+    for name, tensor, shape in (("q", q, "[T, Hq, D]"), ("k", k, "[P, Hkv, D]"), ("v", v, "[P, Hkv, D]")):
+        check_strided(name, tensor)
+        if tensor.ndim != 3 or 0 in tensor.shape[1:]:
+            raise ValueError(f"{name} is {list(tensor.shape)}; it must be {shape}, with heads that aren't empty")
+    (_, Hq, D), Hkv = q.shape, k.shape[1]
+    if k.shape != v.shape or k.shape[2] != D:
+        raise ValueError(
+            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}; k and v must be [P, Hkv, {D}], "
+            "as q is [T, Hq, D]"
+        )
+    if Hq % Hkv:
+        raise ValueError(f"q has {Hq} heads and k has {Hkv}: q's must be a multiple of k's")
+    if D > MAX_HEAD_SIZE:
+        raise ValueError(f"q has heads of {D} values; paged_attention takes {MAX_HEAD_SIZE} at most")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"{name} is {tensor.dtype}; it must be {q.dtype}, as q is")
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}; the values of a head must lie side by side")
+    for name, starts in (("query_starts", query_starts), ("key_starts", key_starts)):
+        if starts.dtype != torch.int32 or starts.ndim != 1 or not len(starts) or starts.stride(0) != 1:
+            raise ValueError(
+                f"{name} is {starts.dtype} {list(starts.shape)}; it must be torch.int32 [B + 1], side by side"
+            )
+    if len(query_starts) != len(key_starts):
+        raise ValueError(
+            f"query_starts has {len(query_starts)} numbers and key_starts {len(key_starts)}: both must have one for "
+            "each sequence, and one more"
+        )
+    if pages is not None and (pages.dtype != torch.int64 or pages.ndim != 1 or (len(pages) and pages.stride(0) != 1)):
+        raise ValueError(f"pages is {pages.dtype} {list(pages.shape)}; it must be torch.int64 [N], side by side")
+    _check_scores(sinks, Hq, softcap, window)
+    if max_queries < 1:
+        raise ValueError(f"max_queries is {max_queries}; it must be the most queries that a sequence has, at least 1")
+    if max_keys < 1:
+        raise ValueError(f"max_keys is {max_keys}; it must be the most keys that a sequence has, at least 1")
+    check_same_device(q=q, k=k, v=v, query_starts=query_starts, key_starts=key_starts, pages=pages, sinks=sinks)

@@ -1,17 +1,17 @@
-"""``decode_attention`` on the CPU: PyTorch's attention over the keys in use, which are all that is read.
+"""``decode_attention`` and ``paged_attention`` on the CPU: PyTorch's attention over the keys in use.
 
 In float32: for one query PyTorch's takes 8 to 20 times as long in bfloat16 (torch 2.13, an AMD EPYC with AVX512-BF16).
 Other types are converted a sequence at a time.
 """
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qgemm.kernels.attention.checks import AttentionCall
+from qgemm.kernels.attention.checks import AttentionCall, PagedCall
 
 
 @torch.no_grad()
@@ -30,13 +30,30 @@ def decode_attention(call: AttentionCall) -> Tensor:
             keys = keys.mul_(k_scale[rows, :, first:end, None])
             values = values.mul_(v_scale[rows, :, first:end, None])
         visible = _visible(S, first, end, window) if S > 1 else None
-        if softcap or sinks is not None:
-            found = _attend(queries, keys, values, visible, sinks, scale, softcap)
-        else:
-            found = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=visible, scale=scale, enable_gqa=q.shape[2] != k.shape[1]
-            )
-        out[rows] = found.transpose(1, 2)
+        out[rows] = _attend(queries, keys, values, visible, sinks, scale, softcap).transpose(1, 2)
+    return out
+
+
+@torch.no_grad()
+@torch.autocast("cpu", enabled=False)
+def paged_attention(call: PagedCall) -> Tensor:
+    """``dispatch.paged_attention`` on the CPU, where ``max_queries`` and ``max_keys`` make no difference."""
+    q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, _, _ = call
+    out = q.new_zeros(q.shape)
+    bounds = zip(pairwise(query_starts.tolist()), pairwise(key_starts.tolist()), strict=True)
+    for (first_query, end_query), (first_key, end_key) in bounds:
+        S, L = end_query - first_query, end_key - first_key
+        first = max(L - S - window + 1, 0) if window else 0
+        if S < 1 or first >= L:
+            continue
+        places = slice(first_key + first, end_key) if pages is None else pages[first_key + first : end_key]
+        queries, keys, values = (
+            each[part].transpose(0, 1)[None].float()
+            for each, part in ((q, slice(first_query, end_query)), (k, places), (v, places))
+        )
+        visible = _visible(S, first, L, window) if S > 1 else None
+        found = _attend(queries, keys, values, visible, sinks, scale, softcap)
+        out[first_query:end_query] = found[0].transpose(0, 1)
     return out
 
 
@@ -71,8 +88,10 @@ def _visible(S: int, first: int, end: int, window: int) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, sinks: Tensor | None, scale: float, softcap: float
 ) -> Tensor:
-    """What PyTorch's attention has no arguments for: soft caps and sinks. Heads before positions."""
+    """Heads before positions; by its formula where PyTorch's attention has no arguments: soft caps and sinks."""
     (B, Hq, S, D), (Hkv, L) = q.shape, k.shape[1:3]
+    if not softcap and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=Hq != Hkv)
     scores = (q.reshape(B, Hkv, -1, D) @ k.mT).view(B, Hq, S, L) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap

@@ -4,8 +4,7 @@
 group, row ``s * GROUP + g``), and one part of its keys, block by block with an online softmax. So every key and value
 is read once. A part's result is normalized and has the ``lse`` of its scores, to the base 2.
 
-``_combine_kernel``: a row of the output a program. That is a softmax too, whose scores are the ``lse`` of the parts and
-whose values are their results.
+``_combine_kernel``: a row of the output a program, from its parts.
 
 ``Keys`` says which keys are in use and how they are shared out. Both kernels ask it, so nothing has to be counted or
 cleared: parts beyond those with keys are neither written nor read.
@@ -21,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.cache import FloatKeys, FloatValues, Int8Values, int8_keys
 from qgemm.kernels.stages.epilogue import rounded
-from qgemm.kernels.stages.softmax import add_scores, normalize
+from qgemm.kernels.stages.softmax import add_scores, add_up_parts, normalize
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -54,7 +53,7 @@ def _keys_of(batch, length, start, stride_length, stride_start, max_length, part
 
 
 @triton.jit
-def _capped(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+def capped(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """Scores to the base 2 of products of q and k."""
     if SOFTCAP > 0:
         # tanh(x) = 1 - 2 / (exp(2 * x) + 1)
@@ -65,7 +64,7 @@ def _capped(scores, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
-def _beside_sink(out, lse, sinks, heads, mask):
+def beside_sink(out, lse, sinks, heads, mask):
     """``out`` after a score without a value has joined the softmax."""
     sink = tl.load(sinks + heads, mask=mask, other=0.0).to(tl.float32) * LOG2E
     return out * (1.0 / (1.0 + tl.exp2(sink - lse)))[:, None]
@@ -135,7 +134,7 @@ def _attend_kernel(
             visible = visible & (key <= position[:, None])
             if WINDOW:
                 visible = visible & (key > position[:, None] - WINDOW)
-        scores = _capped(cached_k.products(n, offsets, last), SCALE, SOFTCAP)
+        scores = capped(cached_k.products(n, offsets, last), SCALE, SOFTCAP)
         scores = tl.where(visible, scores, float("-inf"))
         order = None
         if v_scale is not None:
@@ -150,7 +149,7 @@ def _attend_kernel(
         tl.store(part_out + row[:, None] * D + d[None, :], result, mask=inside)
     else:
         if sinks is not None:
-            result = _beside_sink(result, lse, sinks, heads, rows < ROWS)
+            result = beside_sink(result, lse, sinks, heads, rows < ROWS)
         row = (batch * S + s) * (Hkv * GROUP) + heads
         tl.store(out + row[:, None] * D + d[None, :], rounded(result, out.dtype.element_ty), mask=inside)
 
@@ -174,21 +173,9 @@ def _combine_kernel(
     keys = _keys_of(batch, length, start, stride_length, stride_start, max_length, parts, S, WINDOW, BLOCK_N)
     used = keys.parts()
     d = tl.arange(0, BLOCK_D)
-    top = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    sums = tl.zeros((1, BLOCK_D), tl.float32)
-    of_head = (batch * Hkv + q_head // GROUP) * parts
-    for start_of_block in tl.range(0, used, PARTS):
-        part = start_of_block + tl.arange(0, PARTS)
-        place = (of_head + part) * ROWS + s * GROUP + q_head % GROUP
-        lse = tl.load(part_lse + place, mask=part < used, other=float("-inf"))
-        results = tl.load(
-            part_out + place[:, None] * D + d[None, :], mask=(part < used)[:, None] & (d < D)[None, :], other=0.0
-        )
-        top, total, decay, weights = add_scores(top, total, lse[None, :])
-        sums = sums * decay[:, None] + tl.sum(tl.trans(weights) * results, axis=0)[None, :]
-    lse, result = normalize(top, total, sums)
+    first = (batch * Hkv + q_head // GROUP) * parts * ROWS + s * GROUP + q_head % GROUP
+    lse, result = add_up_parts(part_out, part_lse, first, ROWS, used, D, PARTS, BLOCK_D)
     if sinks is not None:
-        result = _beside_sink(result, lse, sinks, q_head + tl.arange(0, 1), tl.arange(0, 1) < 1)
+        result = beside_sink(result, lse, sinks, q_head + tl.arange(0, 1), tl.arange(0, 1) < 1)
     place = row * D + d[None, :]
     tl.store(out + place, rounded(result, out.dtype.element_ty), mask=(d < D)[None, :])

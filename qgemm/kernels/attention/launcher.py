@@ -1,8 +1,8 @@
-"""Launcher of ``decode_attention`` on GPU tensors, CPU tensors in Triton's interpreter: one launch, or two.
+"""Launchers of ``decode_attention`` and ``paged_attention`` on GPU tensors, CPU tensors in Triton's interpreter.
 
-How many parts the keys of a head are shared out in follows from ``B``, ``Hkv`` and ``max_length`` alone, how large the
-parts are from the length on the device. So a CUDA graph is good for every length, and a result has the same bits every
-time.
+One launch, or two. How many parts the keys of a head are shared out in follows from shapes and the bounds that the
+caller gives, how large the parts are from the lengths on the device. So a CUDA graph is good for every length, and a
+result has the same bits every time.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qgemm.kernels.attention.checks import AttentionCall, check_decode_attention
+from qgemm.kernels.attention.checks import AttentionCall, PagedCall, check_decode_attention, check_paged_attention
 from qgemm.kernels.attention.kernels import _attend_kernel, _combine_kernel
+from qgemm.kernels.attention.paged_kernels import _attend_paged_kernel, _combine_paged_kernel
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
@@ -27,6 +28,9 @@ FEW_KEYS = 64
 PROGRAMS_PER_SM = 4  # that there should be
 MAX_COMBINED = 8192  # values at a time
 MAX_TOKENS_TO_OVERLAP = 64  # see quantize.MAX_ROWS_TO_OVERLAP
+# Of prompts: BLOCK_R, BLOCK_N, num_warps and num_stages, by the BLOCK_D up to which registers suffice.
+PROMPT_BLOCKS = {128: (64, 32, 4, 2), 256: (64, 32, 8, 2)}
+PROMPT_BLOCKS_HOPPER = {128: (128, 64, 8, 3), 256: (64, 32, 8, 3)}
 
 
 class Plan(NamedTuple):
@@ -35,7 +39,15 @@ class Plan(NamedTuple):
     attend: Launch
     combine: Launch | None
     """None if keys aren't split."""
-    part_rows: int
+    parts: int
+
+
+class PagedPlan(NamedTuple):
+    """The launches of calls of a kind: for sequences of few queries, and of many."""
+
+    few: Plan
+    many: Launch | None
+    """None if no sequence has more than a few."""
 
 
 def decode_attention(call: AttentionCall) -> Tensor:
@@ -55,11 +67,51 @@ def decode_attention(call: AttentionCall) -> Tensor:
     if plan.combine is None:
         plan.attend(*tensors, out, None, None)
         return out
-    part_out = torch.empty((plan.part_rows, q.shape[-1]), dtype=torch.float32, device=q.device)
-    part_lse = torch.empty((plan.part_rows,), dtype=torch.float32, device=q.device)
+    part_out, part_lse = _results_of_parts(q, plan.parts)
     plan.attend(*tensors, None, part_out, part_lse)
     plan.combine(part_out, part_lse, call.length, call.start, call.sinks, out)
     return out
+
+
+def paged_attention(call: PagedCall) -> Tensor:
+    """``dispatch.paged_attention`` on a GPU, which checks its arguments itself.
+
+    Numbers of tokens, and bounds that aren't powers of 2, are different at almost every call: plans don't know them.
+    """
+    q, k, v, query_starts, key_starts, _, sinks, scale, softcap, window, max_queries, max_keys = call
+    max_queries, max_keys = next_power_of_2(max_queries), next_power_of_2(max_keys)
+    kind = (
+        paged_attention, q.shape[1:], q.stride(), k.shape[1:], k.stride(), v.shape[1:], v.stride(),
+        query_starts.shape, key_starts.shape,
+        *[each is None or (each.dtype, each.device, each.ndim) for each in call.tensors],
+        sinks is None or sinks.shape, scale, softcap, window, max_queries, max_keys,
+    )  # fmt: skip
+    plan: PagedPlan | None = plans.get(kind)
+    if plan is None or min(call.max_queries, call.max_keys) < 1:
+        check_paged_attention(call)
+        if q.stride(-1) != 1:
+            return paged_attention(call._replace(q=q.contiguous()))
+        plan = plans.keep(kind, _make_paged_plan(call._replace(max_queries=max_queries, max_keys=max_keys)))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not q.numel() or len(query_starts) < 2:
+        return out
+    attend, combine, parts = plan.few
+    if plan.many is not None:
+        plan.many(*call.tensors, out, None, None)
+    if combine is None:
+        attend(*call.tensors, out, None, None)
+        return out
+    part_out, part_lse = _results_of_parts(q, parts)
+    attend(*call.tensors, None, part_out, part_lse)
+    combine(part_out, part_lse, query_starts, key_starts, sinks, out)
+    return out
+
+
+def _results_of_parts(q: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+    """Memory for ``parts`` results of each head of each token, and for their ``lse``."""
+    rows = q.numel() // q.shape[-1] * parts
+    part_out = torch.empty((rows, q.shape[-1]), dtype=torch.float32, device=q.device)
+    return part_out, torch.empty((rows,), dtype=torch.float32, device=q.device)
 
 
 def _make_plan(call: AttentionCall) -> Plan:
@@ -84,13 +136,57 @@ def _make_plan(call: AttentionCall) -> Plan:
         num_warps=warps, num_stages=stages, pdl=limits.pdl,
     )  # fmt: skip
     if parts == 1:
-        return Plan(attend, None, 0)
+        return Plan(attend, None, 1)
     combined = min(next_power_of_2(parts), MAX_COMBINED // block_d)
     combine = Launch(
         _combine_kernel, B * S * Hq, (parts, max_length, Hkv, *strides[-2:]),
         (S, group, D, window, block_n, combined, block_d, limits.pdl, next_early), num_warps=4, pdl=limits.pdl,
     )  # fmt: skip
-    return Plan(attend, combine, B * Hkv * parts * S * group)
+    return Plan(attend, combine, parts)
+
+
+def _make_paged_plan(call: PagedCall) -> PagedPlan:
+    q, k, v, query_starts, _, _, _, scale, softcap, window, max_queries, max_keys = call
+    (_, Hq, D), Hkv, limits = q.shape, k.shape[1], device_limits(q.device)
+    B, group, block_d = len(query_starts) - 1, Hq // Hkv, max(32, next_power_of_2(D))
+    few = max(1, MIN_ROWS // group)
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+
+    def attend(queries: int, parts: int, block: tuple[int, int, int, int], next_early: bool) -> Launch:
+        block_r, block_n, warps, stages = block
+        row_blocks = cdiv(queries * group, block_r)
+        return Launch(
+            _attend_paged_kernel, B * Hkv * row_blocks * parts, (parts, row_blocks, Hkv, *strides),
+            (few, queries > few, group, D, scale, softcap, window, parts > 1, block_r, block_n, block_d, limits.pdl,
+             next_early),
+            num_warps=warps, num_stages=stages, pdl=limits.pdl,
+        )  # fmt: skip
+
+    many = None
+    if max_queries > few:
+        many = attend(max_queries, 1, _prompt_block(max_queries * group, block_d, k.dtype, limits), False)
+    longest = min(max_keys, window + few - 1) if window else max_keys
+    block = _block(few * group, block_d, k.dtype, B * Hkv * longest // limits.num_sms, limits)
+    parts = _parts(max(1, B * Hkv * cdiv(few * group, block[0])), longest, block[1], limits)
+    next_early = limits.pdl and many is None and B * few <= MAX_TOKENS_TO_OVERLAP
+    attend_few = attend(few, parts, block, next_early)
+    if parts == 1:
+        return PagedPlan(Plan(attend_few, None, 1), many)
+    combined = min(next_power_of_2(parts), MAX_COMBINED // block_d)
+    combine = Launch(
+        _combine_paged_kernel, B * few * Hq, (parts, Hkv),
+        (few, group, D, window, *block[:2], combined, block_d, limits.pdl, next_early), num_warps=4, pdl=limits.pdl,
+    )  # fmt: skip
+    return PagedPlan(Plan(attend_few, combine, parts), many)
+
+
+def _prompt_block(rows: int, block_d: int, dtype: torch.dtype, limits: DeviceLimits) -> tuple[int, int, int, int]:
+    """As ``_block``, for the queries of a prompt, ``rows`` with those of all heads of a group."""
+    blocks = PROMPT_BLOCKS_HOPPER if limits.hopper else PROMPT_BLOCKS
+    fit = [block for most, block in blocks.items() if block_d <= most]
+    if not fit or dtype == torch.float32 or limits.warp_size == 64:
+        return _block(rows, block_d, dtype, limits.num_sms * PROGRAMS_PER_SM * FEW_KEYS, limits)
+    return fit[0]
 
 
 def _block(
@@ -103,7 +199,7 @@ def _block(
     """
     few = keys_per_sm <= PROGRAMS_PER_SM * FEW_KEYS
     amd = limits.warp_size == 64
-    most_rows = MAX_ROWS_HOPPER if limits.hopper and block_d <= 128 else MAX_ROWS
+    most_rows = MAX_ROWS_HOPPER if limits.hopper and block_d <= 128 and dtype != torch.float32 else MAX_ROWS
     most_keys = MAX_KEYS
     if block_d > 256:
         most_rows = MIN_ROWS

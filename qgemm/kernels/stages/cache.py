@@ -1,5 +1,7 @@
 """Keys and values of a head in a cache, ``[L, D]``, block by block: ``FloatKeys``, ``Int8Keys``, ``...Values``.
 
+Float ones may lie anywhere: ``pages[i]`` is then the place of the ``i``-th.
+
 Keys are multiplied by queries, values are summed with weights. Int8 ones have a float32 scale for each of the ``L`` and
 aren't dequantized one by one, which would take longer than reading them:
 
@@ -13,7 +15,7 @@ aren't dequantized one by one, which would take longer than reading them:
 import triton
 import triton.language as tl
 
-from qgemm.kernels.stages.aggregate import INTERPRETING, aggregate
+from qgemm.kernels.stages.aggregate import INTERPRETING, OPTIONAL, aggregate
 from qgemm.kernels.stages.epilogue import rounded
 
 PARTS_OF_STEP = tl.constexpr(254)  # from -127 to 127
@@ -28,12 +30,13 @@ class FloatKeys:
     ptr: tl.tensor
     stride: tl.tensor
     D: tl.constexpr
+    pages: OPTIONAL = None
 
     @triton.jit
     def products(self, start, offsets, last):
         """Queries times the keys at ``start + offsets``, float32 ``[rows, block]``; 0 from ``last`` on."""
         BLOCK_D: tl.constexpr = self.queries.shape[1]
-        keys = _load_transposed(self.ptr, self.stride, start, offsets, last, self.D, BLOCK_D)
+        keys = _load_transposed(self.ptr, self.stride, start, offsets, last, self.D, BLOCK_D, self.pages)
         return _dot(self.queries, keys, tl.zeros((self.queries.shape[0], offsets.shape[0]), tl.float32))
 
 
@@ -85,6 +88,7 @@ class FloatValues:
     stride: tl.tensor
     D: tl.constexpr
     BLOCK_D: tl.constexpr
+    pages: OPTIONAL = None
 
     @triton.jit
     def zeros(self, ROWS: tl.constexpr):
@@ -94,7 +98,7 @@ class FloatValues:
     @triton.jit
     def add(self, sums, decay, weights, start, offsets, last):
         """``sums * decay + weights @ values``, for the values at ``start + offsets``."""
-        values = _load(self.ptr, self.stride, start, offsets, last, self.D, self.BLOCK_D)
+        values = _load(self.ptr, self.stride, start, offsets, last, self.D, self.BLOCK_D, self.pages)
         return (_dot(rounded(weights, values.dtype), values, sums[0] * decay[:, None]),)
 
     @triton.jit
@@ -144,19 +148,29 @@ class Int8Values:
 
 
 @triton.jit
-def _load(ptr, stride, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load(ptr, stride, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr, pages=None):
     """Rows ``start + offsets`` as ``[block, BLOCK_D]``, zeros from ``last`` on."""
     d = tl.arange(0, BLOCK_D)
-    ptrs = ptr + start.to(tl.int64) * stride + offsets[:, None] * stride + d[None, :]
-    return tl.load(ptrs, mask=(start + offsets < last)[:, None] & (d < D)[None, :], other=0)
+    rows = _rows(ptr, stride, start, offsets[:, None], last, pages)
+    return tl.load(rows + d[None, :], mask=(start + offsets < last)[:, None] & (d < D)[None, :], other=0)
 
 
 @triton.jit
-def _load_transposed(ptr, stride, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def _load_transposed(ptr, stride, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr, pages=None):
     """Rows ``start + offsets`` as ``[BLOCK_D, block]``, zeros from ``last`` on."""
     d = tl.arange(0, BLOCK_D)
-    ptrs = ptr + start.to(tl.int64) * stride + offsets[None, :] * stride + d[:, None]
-    return tl.load(ptrs, mask=(start + offsets < last)[None, :] & (d < D)[:, None], other=0)
+    rows = _rows(ptr, stride, start, offsets[None, :], last, pages)
+    return tl.load(rows + d[:, None], mask=(start + offsets < last)[None, :] & (d < D)[:, None], other=0)
+
+
+@triton.jit
+def _rows(ptr, stride, start, offsets, last, pages):
+    """Pointers to the rows ``start + offsets``, in the shape of ``offsets``."""
+    if pages is None:
+        return ptr + start.to(tl.int64) * stride + offsets * stride
+    else:
+        places = tl.load(pages + start + offsets, mask=start + offsets < last, other=0)
+        return ptr + places * stride
 
 
 @triton.jit

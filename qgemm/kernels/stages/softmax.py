@@ -30,3 +30,26 @@ def normalize(top, total, sums):
     """``(lse, sums / total)``, ``lse = log2(sum(2 ** score))``; -Inf and zeros for a row without scores."""
     total = tl.where(total == 0.0, 1.0, total)
     return top + tl.log2(total), sums / total[:, None]
+
+
+@triton.jit
+def add_up_parts(part_out, part_lse, first, stride, count, D: tl.constexpr, PARTS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """``(lse [1], out [1, BLOCK_D])`` of a row whose ``count`` parts are at ``first + part * stride``.
+
+    Each part is the result of ``normalize`` for some of the scores. That is a softmax too, of the parts' ``lse``, with
+    their results for values; ``PARTS`` at a time.
+    """
+    d = tl.arange(0, BLOCK_D)
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    sums = tl.zeros((1, BLOCK_D), tl.float32)
+    for start_of_block in tl.range(0, count, PARTS):
+        part = start_of_block + tl.arange(0, PARTS)
+        place = first + part * stride
+        lse = tl.load(part_lse + place, mask=part < count, other=float("-inf"))
+        results = tl.load(
+            part_out + place[:, None] * D + d[None, :], mask=(part < count)[:, None] & (d < D)[None, :], other=0.0
+        )
+        top, total, decay, weights = add_scores(top, total, lse[None, :])
+        sums = sums * decay[:, None] + tl.sum(tl.trans(weights) * results, axis=0)[None, :]
+    return normalize(top, total, sums)

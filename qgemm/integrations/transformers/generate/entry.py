@@ -19,6 +19,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput, GenerationMixin
 
+from qgemm.integrations.transformers.batching import use_in_batches
 from qgemm.integrations.transformers.cache import check_cache_dtype
 from qgemm.integrations.transformers.generate.contexts import Context, make_context, use_context
 from qgemm.integrations.transformers.generate.covered import NotCovered
@@ -60,7 +61,7 @@ class _Kept:
 
 
 def fast_generate(model: nn.Module, enabled: bool, cache_dtype: torch.dtype | None) -> None:
-    """``model.generate`` goes through the loop; or as before, and what is kept between calls is freed."""
+    """``generate`` goes through the loop, batches through qgemm's attention; or as before, and memory is freed."""
     base: Any = model
     if hasattr(model, "get_base_model"):  # PEFT's models call the generate of their base
         base = base.get_base_model()
@@ -70,6 +71,7 @@ def fast_generate(model: nn.Module, enabled: bool, cache_dtype: torch.dtype | No
         )
     check_cache_dtype("cache_dtype", cache_dtype)
     attributes = vars(base)
+    use_in_batches(base, enabled)
     if enabled:
         attributes["generate"] = MethodType(_generate, base)
         _kept(base).cache_dtype = cache_dtype

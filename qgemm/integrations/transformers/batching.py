@@ -1,0 +1,161 @@
+"""Continuous batching of transformers (``generate_batch``, ``transformers serve``) with ``paged_attention``.
+
+transformers puts the tokens of all requests one after the other, prompts and new tokens mixed, and says for each layer
+where the keys of every request lie in its paged cache. ``torch.ops.qgemm.paged_attention`` reads them there; of layers
+with a sliding window, transformers gathers them.
+
+``use_in_batches`` has a model's ``init_continuous_batching`` choose that attention, by a name with "flash" in it: by
+that word transformers knows attention that needs no mask, which is what CUDA graphs of the steps and preparing a batch
+beside the one before depend on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import import_utils
+
+from qgemm.integrations.transformers.cache import ATTENTION
+
+# 5.19 and later have no prefix for attention of a paged cache.
+PAGED_ATTENTION = ("paged|" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "") + ATTENTION + "_flash"
+_UPDATES_ARGUMENTS = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters  # from 5.19 on
+_START = "init_continuous_batching"
+
+
+class _Layer(NamedTuple):
+    """What a paged cache says of a layer: its kind, which indices are for it, and keys and values if they stay."""
+
+    kind: str
+    group: int
+    window: int
+    k: Tensor | None
+    v: Tensor | None
+
+
+def attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cache: PagedAttentionCache | None = None,
+    **batch: Any,
+) -> tuple[Tensor, None]:
+    """As transformers calls it: ``query [1, heads, T, D]`` of all requests; returns ``[1, T, heads, D]``, no weights.
+
+    ``key``, ``value``: of the same tokens, which the cache doesn't have yet. Raises ``ValueError`` without a ``cache``.
+    """
+    if cache is None:
+        raise ValueError(
+            "the model runs continuous batching, whose attention needs its cache: stop it first, or call another model"
+        )
+    size = value.shape[-1]
+    if size != query.shape[-1]:
+        value = F.pad(value, (0, query.shape[-1] - size))
+    layer = _layer_of(cache, module.layer_idx)
+    max_queries: int = batch.get("max_seqlen_q", batch.get("max_length_q", 1))  # renamed in 5.20
+    max_keys: Any = batch.get("max_seqlen_k", batch.get("max_length_k", 1))
+    key_starts = batch["cu_seq_lens_k"]
+    if isinstance(key_starts, dict):
+        key_starts = key_starts[layer.kind]
+    if isinstance(max_keys, dict):
+        max_keys = max_keys[layer.kind]
+    read, write = batch["read_index"][layer.group], batch["write_index"][layer.group]
+    if layer.k is not None and layer.v is not None:
+        pages = read if len(read) else None
+        new_k, new_v = (each.squeeze(0).transpose(0, 1) for each in (key, value))
+        k, v = layer.k.index_copy_(0, write, new_k), layer.v.index_copy_(0, write, new_v)
+        if pages is None:  # prompts from their beginning on
+            k, v = new_k, new_v
+    else:
+        pages = None
+        k, v = _gathered(cache, module, key, value, batch)
+    out: Tensor = torch.ops.qgemm.paged_attention(
+        query.squeeze(0).transpose(0, 1), k, v, batch["cu_seq_lens_q"], key_starts, pages, s_aux,
+        query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, layer.window,
+        max(1, max_queries), max(1, max_keys),
+    )  # fmt: skip
+    return out[..., :size].unsqueeze(0), None
+
+
+def _layer_of(cache: Any, layer: int) -> _Layer:
+    if hasattr(cache, "layer_to_allocator"):
+        allocator = cache.layer_to_allocator[layer]
+        group, window = allocator.index, getattr(allocator, "sliding_window", 0)
+    else:  # 5.17
+        group, place = cache.layer_index_to_group_indices[layer]
+        window = 0 if cache.sliding_windows[layer] == 1 else cache.sliding_windows[layer]
+    if window:
+        return _Layer("sliding_attention", group, window, None, None)
+    if hasattr(cache, "layer_to_allocator"):
+        k, v = (each.flatten(0, 1) for each in allocator.get_cache_for_block_table(layer))
+    else:
+        k, v = cache.key_cache[place], cache.value_cache[place]
+    return _Layer("full_attention", group, 0, k, v)
+
+
+def _gathered(cache: Any, module: Any, key: Tensor, value: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """All keys and values that some query sees, ``[N, heads, D]``, one request after the other."""
+    if _UPDATES_ARGUMENTS:
+        k, v = cache.update(key, value, module.layer_idx, dict(batch))
+        return k.squeeze(0).transpose(0, 1), v.squeeze(0).transpose(0, 1)
+    found: tuple[Tensor, Tensor] = cache.update(
+        key, value, module.layer_idx, read_index=batch["read_index"], write_index=batch["write_index"]
+    )
+    return found
+
+
+def use_in_batches(model: Any, enabled: bool) -> None:
+    """Continuous batching of ``model`` goes through ``paged_attention``; or as before."""
+    attributes = vars(model)
+    if enabled and hasattr(model, _START):
+        attributes[_START] = MethodType(_start, model)
+    elif getattr(attributes.get(_START), "__func__", None) is _start:
+        del attributes[_START]
+
+
+def _start(model: Any, *arguments: Any, **options: Any) -> Any:
+    """``init_continuous_batching``, with that attention until its manager stops."""
+    before = model.config._attn_implementation
+    if not _is_covered(model, before):
+        return type(model).init_continuous_batching(model, *arguments, **options)
+    _set_attention(model, PAGED_ATTENTION)
+    try:
+        manager = type(model).init_continuous_batching(model, *arguments, **options)
+    except BaseException:
+        _set_attention(model, before)
+        raise
+    manager._original_attn_impl = before  # which its stop() sets again
+    return manager
+
+
+def _is_covered(model: PreTrainedModel, attention: str) -> bool:
+    """Whether attention can be replaced, and neither the caller nor transformers chooses a flash attention."""
+    config: Any = model.config.get_text_config(decoder=True)
+    if not model._supports_attention_backend or getattr(config, "kv_lora_rank", None) is not None:
+        return False
+    if attention == ATTENTION:
+        return True
+    installed = (import_utils.is_flash_attn_2_available, import_utils.is_flash_attn_3_available)
+    chosen = model._supports_flash_attn and any(each(kernels_fallback_ok=True) for each in installed)
+    default = "sdpa" if model._supports_sdpa else "eager"
+    return attention == default and not chosen
+
+
+def _set_attention(model: PreTrainedModel, name: str) -> None:
+    """Without ``set_attn_implementation``, which looks for a package of flash attention by such a name."""
+    for config in (model.config, model.config.get_text_config(decoder=True)):
+        config._attn_implementation_internal = name

@@ -1,0 +1,149 @@
+"""Continuous batching of models with ``fast_generate`` runs through ``paged_attention``, with ``generate``'s tokens."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, VOCABULARY
+from families.mixtures import MIXTURES
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
+from transformers.utils import import_utils
+
+import qgemm
+from qgemm.integrations.transformers import batching
+from qgemm.integrations.transformers.batching import PAGED_ATTENTION
+from qgemm.kernels.attention import dispatch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# One is longer than a batch, so its later parts come beside new tokens of the others.
+PROMPTS = [(torch.arange(3, 3 + length) * 11 % 90 + 5).tolist() for length in (7, 1, 23, 12)]
+SETTINGS = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=VOCABULARY, pad_token_id=0)
+
+
+def small() -> ContinuousBatchingConfig:
+    return ContinuousBatchingConfig(num_blocks=32, block_size=8, max_batch_tokens=16)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Of ``paged_attention``: queries of the longest request, and whether keys were read where they lie."""
+    seen: list[tuple[int, bool]] = []
+
+    def attend(call: Any) -> Any:
+        seen.append((call.max_queries, call.pages is not None))
+        return run(call)
+
+    run = dispatch.attend_paged
+    monkeypatch.setattr(dispatch, "attend_paged", attend)
+    return seen
+
+
+def in_batches(model: Any, **options: Any) -> list[list[int]]:
+    options = {"generation_config": SETTINGS, "continuous_batching_config": small()} | options
+    done = model.generate_batch(PROMPTS, progress_bar=False, **options)
+    assert all(result.error is None for result in done.values())
+    return [result.generated_tokens for result in done.values()]
+
+
+def one_by_one(model: Any) -> list[list[int]]:
+    prompts = [torch.tensor([prompt], device=DEVICE) for prompt in PROMPTS]
+    return [model.generate(ids, generation_config=SETTINGS)[0, ids.shape[1] :].tolist() for ids in prompts]
+
+
+@pytest.mark.slow(quick=["llama-fused"])
+@pytest.mark.parametrize("fused", [False, True], ids=["float", "fused"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe"])
+def test_tokens_are_those_of_generate(family: str, fused: bool, calls: list[tuple[int, bool]]) -> None:
+    model: Any = (FAMILIES | MIXTURES)[family]().model.to(DEVICE)
+    if fused:
+        qgemm.quantize_model(model, fuse=True, progress=False)
+    expected = one_by_one(model)
+    before = model.config._attn_implementation
+    qgemm.fast_generate(model)
+    assert in_batches(model) == expected
+    assert model.config._attn_implementation == before
+    assert min(calls)[0] == 1  # steps of new tokens alone
+    assert max(calls)[0] > 1
+    # Layers with a window are gathered by transformers, all others are read from the cache.
+    windows = {"llama": False, "mistral": True, "qwen3_moe": False}
+    if family in windows:
+        assert any(pages for _, pages in calls) != windows[family]
+
+
+@pytest.mark.slow
+def test_padded_batches(calls: list[tuple[int, bool]]) -> None:
+    """As transformers has them for CUDA graphs: with tokens, requests and keys that aren't there."""
+    model: Any = FAMILIES["llama"]().model.to(DEVICE)
+    expected = one_by_one(model)
+    config = small()
+    config.q_padding_interval_size, config.kv_padding_interval_size = 4, 16
+    config.varlen_compile_config = CompileConfig(backend="eager", mode=None, fullgraph=False, dynamic=True)
+    assert in_batches(qgemm.fast_generate(model), continuous_batching_config=config) == expected
+    assert min(calls)[0] > 1
+
+
+def test_a_model_with_the_attention_of_the_cache(calls: list[tuple[int, bool]]) -> None:
+    model: Any = FAMILIES["llama"]().model.to(DEVICE)
+    expected = one_by_one(model)
+    model.set_attn_implementation("qgemm")
+    qgemm.fast_generate(model)
+    assert in_batches(model) == expected
+    assert calls
+    assert model.config._attn_implementation == "qgemm"
+    assert one_by_one(model) == expected
+
+
+def test_a_manager_that_is_kept_is_used_again(calls: list[tuple[int, bool]]) -> None:
+    model: Any = qgemm.fast_generate(FAMILIES["llama"]().model.to(DEVICE))
+    expected = one_by_one(model)
+    for _ in range(2):
+        calls.clear()
+        assert in_batches(model, persistent_manager=True) == expected
+        assert calls
+        assert model.config._attn_implementation == "sdpa"
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_a_copy_batches_by_itself(calls: list[tuple[int, bool]]) -> None:
+    model: Any = qgemm.fast_generate(FAMILIES["llama"]().model.to(DEVICE))
+    copied = copy.deepcopy(model)
+    assert in_batches(copied) == one_by_one(model)
+    assert calls
+    assert model.config._attn_implementation == copied.config._attn_implementation == "sdpa"
+
+
+def test_other_attention_is_left_to_transformers(
+    calls: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that the caller chose, flash attention that transformers would take, and without ``fast_generate``."""
+    model: Any = FAMILIES["llama"]().model.to(DEVICE)
+    expected = one_by_one(model)
+    assert in_batches(model) == expected
+    qgemm.fast_generate(model)
+    model.set_attn_implementation("eager")
+    assert in_batches(model) == expected
+    model.set_attn_implementation("sdpa")
+    monkeypatch.setattr(import_utils, "is_flash_attn_2_available", lambda **options: True)
+    assert not batching._is_covered(model, "sdpa")
+    assert batching._is_covered(model, "qgemm")
+    monkeypatch.undo()
+    assert batching._is_covered(model, "sdpa")
+    qgemm.fast_generate(model, enabled=False)
+    assert "init_continuous_batching" not in vars(model)
+    assert not calls
+
+
+def test_a_start_that_fails_leaves_the_attention() -> None:
+    model: Any = qgemm.fast_generate(FAMILIES["llama"]().model.to(DEVICE))
+    with pytest.raises(AttributeError):
+        model.init_continuous_batching(continuous_batching_config=object())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_forward_of_its_own_meanwhile_is_refused() -> None:
+    model: Any = qgemm.fast_generate(FAMILIES["llama"]().model.to(DEVICE))
+    model.init_continuous_batching(generation_config=SETTINGS, continuous_batching_config=small())
+    assert model.config._attn_implementation == PAGED_ATTENTION
+    with pytest.raises(ValueError, match="runs continuous batching"):
+        model(torch.tensor([PROMPTS[0]], device=DEVICE))

@@ -1,0 +1,276 @@
+"""``paged_attention``: the Triton kernels and the CPU function against ``reference.py`` and float64."""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qgemm.kernels import decode_attention, paged_attention
+from qgemm.kernels.attention import launcher
+from qgemm.kernels.attention.checks import PagedCall
+from qgemm.kernels.launch.plans import plans
+from qgemm.kernels.reference import paged_attention_reference
+from tests.kernels.devices import H200
+
+
+def kernels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    max_queries: int,
+    max_keys: int,
+    pages: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> Tensor:
+    """The kernels themselves (interpreted on a CPU)."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    call = PagedCall(q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys)
+    return launcher.paged_attention(call)
+
+
+# And what a user's call runs.
+FUNCTIONS = pytest.mark.parametrize("function", [kernels, paged_attention], ids=["kernels", "user"])
+PAGED = pytest.mark.parametrize("paged", [False, True], ids=["in order", "pages"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+
+Attention = Callable[..., Tensor]
+
+
+def starts(counts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+
+
+def batch(
+    queries: Sequence[int],
+    keys: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    Hq: int = 4,
+    Hkv: int = 2,
+    D: int = 32,
+    paged: bool = True,
+) -> dict[str, Any]:
+    """Arguments for sequences of so many queries and keys; with pages, keys are scattered over twice as many places."""
+    N = sum(keys)
+    q = torch.randn(sum(queries), Hq, D, device=device).to(dtype)
+    k, v = torch.randn(2, 2 * N if paged else N, Hkv, D, device=device).to(dtype)
+    pages = torch.randperm(2 * N, device=device)[:N] if paged else None
+    bounds = {"max_queries": max(queries), "max_keys": max(keys)}
+    return {
+        "q": q, "k": k, "v": v, "pages": pages,
+        "query_starts": starts(queries, device), "key_starts": starts(keys, device), **bounds,
+    }  # fmt: skip
+
+
+def assert_accurate(function: Attention, **arguments: Any) -> Tensor:
+    """The error against float64 is at most twice that of the reference, and what rounding the weights may add."""
+    out = function(**arguments)
+    q, v = arguments["q"], arguments["v"]
+    assert out.is_contiguous()
+    assert (out.dtype, out.shape) == (q.dtype, q.shape)
+    options = {name: value for name, value in arguments.items() if not name.startswith("max_")}
+    doubled = options | {name: options[name].double() for name in ("q", "k", "v")}
+    exact = paged_attention_reference(**doubled)
+    error_of_reference = (paged_attention_reference(**options).double() - exact).abs().max()
+    magnitudes = paged_attention_reference(**doubled | {"v": v.double().abs()}).max()
+    rounding = torch.finfo(q.dtype).eps / 2
+    assert (out.double() - exact).abs().max() <= 2 * error_of_reference + (rounding + 2.0**-22) * magnitudes
+    return out
+
+
+@FUNCTIONS
+@DTYPES
+@PAGED
+def test_dtypes(paged: bool, dtype: torch.dtype, function: Attention, device: torch.device) -> None:
+    assert_accurate(function, **batch([1, 3, 20], [40, 60, 20], device, dtype, paged=paged))
+
+
+@FUNCTIONS
+@PAGED
+@pytest.mark.parametrize(
+    ("queries", "keys", "Hq", "Hkv", "D"),
+    [
+        ([1, 1, 1], [300, 5, 1], 4, 2, 64),  # decoding: many parts, few, one key
+        ([1], [200], 3, 3, 80),  # as many heads of keys; D is no power of 2
+        ([70], [70], 4, 1, 32),  # a prompt: more rows than a program takes
+        ([33, 0, 1, 0], [150, 0, 90, 0], 8, 2, 32),  # a part of a prompt, sequences with nothing, a new token
+        ([2, 1], [40, 33], 71, 1, 64),  # more rows of one query than a program takes
+        ([1, 4], [40, 33], 2, 2, 256),
+        ([1, 2], [40, 33], 4, 1, 512),
+        ([1] * 20, [70] * 20, 2, 1, 32),  # as many heads as programs: no parts
+    ],
+)
+def test_shapes(
+    queries: list[int], keys: list[int], Hq: int, Hkv: int, D: int, paged: bool, function: Attention,
+    device: torch.device,
+) -> None:  # fmt: skip
+    assert_accurate(function, **batch(queries, keys, device, Hq=Hq, Hkv=Hkv, D=D, paged=paged))
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("queries", [[1, 1, 1], [3, 40, 1]], ids=["decode", "mixed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 20},
+        {"window": 1},
+        {"window": 1000},  # longer than any sequence
+        {"softcap": 2.0},
+        {"scale": 0.7},
+        {"sinks": True},
+        {"window": 50, "softcap": 5.0, "sinks": True},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options(options: dict[str, Any], queries: list[int], function: Attention, device: torch.device) -> None:
+    if "sinks" in options:
+        options = options | {"sinks": torch.randn(4, device=device)}
+    assert_accurate(function, **batch(queries, [110, 150, 1], device), **options)
+
+
+@FUNCTIONS
+def test_bounds_may_be_larger(function: Attention, device: torch.device) -> None:
+    """As in a CUDA graph, which is captured for as many sequences, queries and keys as there may be."""
+    given = batch([1, 5, 0, 0], [30, 5, 0, 0], device)
+    assert_accurate(function, **given | {"max_queries": 64, "max_keys": 4096})
+
+
+@FUNCTIONS
+def test_rows_beyond_the_sequences_change_nothing(function: Attention, device: torch.device) -> None:
+    given = batch([1, 5], [30, 5], device)
+    wanted = function(**given)
+    more = given | {name: torch.cat([given[name], torch.full_like(given[name], torch.nan)]) for name in ("q", "k", "v")}
+    more["pages"] = torch.cat([given["pages"], torch.full_like(given["pages"], 2**40)])
+    assert torch.equal(function(**more)[:6], wanted)
+
+
+@FUNCTIONS
+@PAGED
+def test_only_own_and_visible_keys_count(paged: bool, function: Attention, device: torch.device) -> None:
+    given = batch([1, 3], [60, 50], device, paged=paged)
+    wanted = function(**given, window=20)
+    place = torch.arange(110, device=device) if given["pages"] is None else given["pages"]
+    for name in ("k", "v"):
+        poisoned = torch.full_like(given[name], torch.nan)
+        seen = torch.cat([place[40:60], place[60 + 28 :]])
+        poisoned[seen] = given[name][seen]
+        given[name] = poisoned
+    assert torch.equal(function(**given, window=20), wanted)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nan_stays_in_its_row(name: str, function: Attention, device: torch.device) -> None:
+    given = batch([1, 1], [70, 50], device)
+    clean = function(**given)
+    # A head of q; one key of a head of k, whose two heads of q see it.
+    given[name] = given[name].clone()
+    given[name][(1, 1) if name == "q" else (given["pages"][70 + 30], 0)] = torch.nan
+    out, bad = function(**given), torch.zeros(2, 4, 1, dtype=torch.bool, device=device)
+    bad[1, 1] = True
+    bad[1, 0] = name != "q"
+    assert torch.equal(out.isnan(), bad.expand(out.shape))
+    assert torch.equal(out.nan_to_num(), clean.masked_fill(bad, 0.0))
+
+
+@FUNCTIONS
+def test_strides(function: Attention, device: torch.device) -> None:
+    # Heads taken from a merged product, whose tokens come after heads once they are rotated.
+    given = batch([5, 7], [5, 7], device, paged=False)
+    for name in ("q", "k", "v"):
+        given[name] = given[name].transpose(0, 1).contiguous().transpose(0, 1)
+    assert_accurate(function, **given)
+    given["q"] = given["q"].mT.contiguous().mT
+    assert_accurate(function, **given)
+
+
+@FUNCTIONS
+def test_decoding_is_decode_attention(function: Attention, device: torch.device) -> None:
+    """What continuous batching computes is what ``generate`` does."""
+    given = batch([1, 1], [40, 33], device, torch.float32)
+    k, v = torch.zeros(2, 2, 2, 40, 32, device=device)
+    for row, places in enumerate([given["pages"][:40], given["pages"][40:]]):
+        k[row, :, : len(places)] = given["k"][places].transpose(0, 1)
+        v[row, :, : len(places)] = given["v"][places].transpose(0, 1)
+    length = torch.tensor([40, 33], dtype=torch.int32, device=device)
+    wanted = decode_attention(given["q"][:, None], k, v, length)[:, 0]
+    torch.testing.assert_close(function(**given), wanted, atol=1e-6, rtol=1e-6)
+
+
+@FUNCTIONS
+def test_the_same_bits_every_time(function: Attention, device: torch.device) -> None:
+    given = batch([1, 20, 1], [300, 60, 90], device)
+    assert torch.equal(function(**given), function(**given))
+
+
+def test_one_plan_for_all_lengths_and_numbers_of_tokens(device: torch.device) -> None:
+    kernels(**batch([60, 1], [60, 64], device))
+    before = len(plans)
+    for queries, keys in (([33, 0], [33, 12]), ([64, 64], [64, 64])):
+        kernels(**batch(queries, keys, device))
+    assert len(plans) == before
+
+
+@pytest.mark.parametrize(
+    ("B", "max_queries", "max_keys", "parts"),
+    [
+        (1, 1, 512, 8),  # a part has a block at least
+        (1, 1, 16_384, 66),  # as many programs as are wanted
+        (16, 1, 4096, 4),
+        (16, 512, 4096, 4),  # what is beside prompts, in a graph that is good for both
+        (64, 1, 4096, 1),
+    ],
+)
+def test_parts_fill_the_device(
+    B: int, max_queries: int, max_keys: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "device_limits", lambda device: H200)
+    q, k = (torch.empty(B, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
+    bounds = torch.empty(B + 1, dtype=torch.int32, device="meta")
+    call = PagedCall(q, k, k, bounds, bounds, None, None, 0.1, 0.0, 0, max_queries, max_keys)
+    plan = launcher._make_paged_plan(call)
+    assert plan.few.parts == parts
+    assert (plan.few.combine is None) == (parts == 1)
+    assert (plan.many is None) == (max_queries == 1)
+
+
+@FUNCTIONS
+def test_nothing_to_do(function: Attention, device: torch.device) -> None:
+    given = batch([0, 0], [0, 0], device, paged=False) | {"max_queries": 1, "max_keys": 1}
+    assert function(**given).shape == (0, 4, 32)
+    given |= {name: starts([], device) for name in ("query_starts", "key_starts")}
+    assert function(**given).shape == (0, 4, 32)
+
+
+def test_what_is_refused(device: torch.device) -> None:
+    given = batch([1, 2], [5, 6], device)
+
+    def refused(kind: type[Exception], message: str, **arguments: Any) -> None:
+        for function in (paged_attention, kernels):
+            with pytest.raises(kind, match=message):
+                function(**(given | arguments))
+
+    refused(TypeError, "q is torch.float64", q=given["q"].double())
+    refused(ValueError, r"q is \[3, 128\]", q=given["q"].flatten(1))
+    refused(ValueError, "k and v must be", v=given["v"][..., :5])
+    refused(ValueError, "q has 3 heads and k has 2", q=given["q"][:, :3])
+    refused(TypeError, "k is torch.float32; it must be torch.bfloat16", k=given["k"].float())
+    refused(ValueError, "side by side", k=given["k"].mT.contiguous().mT)
+    refused(ValueError, "query_starts is torch.int64", query_starts=given["query_starts"].long())
+    refused(ValueError, "query_starts has 3 numbers and key_starts 2", key_starts=given["key_starts"][:2])
+    refused(ValueError, "pages is torch.int32", pages=given["pages"].int())
+    refused(ValueError, "sinks are", sinks=torch.zeros(2, device=device))
+    refused(ValueError, "softcap is -1.0", softcap=-1.0)
+    refused(ValueError, "window is -1", window=-1)
+    refused(ValueError, "max_queries is 0", max_queries=0)
+    refused(ValueError, "max_keys is 0", max_keys=0)
+    wide = torch.empty(3, 4, 513, dtype=torch.bfloat16, device=device)
+    refused(ValueError, "heads of 513 values", q=wide, k=wide, v=wide)
