@@ -63,7 +63,8 @@ def test_tokens_are_those_of_generate(family: str, fused: bool, calls: list[tupl
     qgemm.fast_generate(model)
     assert in_batches(model) == expected
     assert model.config._attn_implementation == before
-    assert min(calls)[0] == 1  # steps of new tokens alone
+    if DEVICE == "cpu":  # in CUDA graphs, bounds are those of padded batches
+        assert min(calls)[0] == 1  # steps of new tokens alone
     assert max(calls)[0] > 1
     # Layers with a window are gathered by transformers, all others are read from the cache.
     windows = {"llama": False, "mistral": True, "qwen3_moe": False}
@@ -97,10 +98,10 @@ def test_a_model_with_the_attention_of_the_cache(calls: list[tuple[int, bool]]) 
 def test_a_manager_that_is_kept_is_used_again(calls: list[tuple[int, bool]]) -> None:
     model: Any = qgemm.fast_generate(FAMILIES["llama"]().model.to(DEVICE))
     expected = one_by_one(model)
-    for _ in range(2):
+    for turn in range(2):
         calls.clear()
         assert in_batches(model, persistent_manager=True) == expected
-        assert calls
+        assert calls or (turn and DEVICE == "cuda")  # which replays graphs
         assert model.config._attn_implementation == "sdpa"
     model.destroy_cached_continuous_batching_manager()
 
