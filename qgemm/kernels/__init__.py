@@ -1,7 +1,7 @@
 """Quantized matrix products. ``qgemm.kernels.stages`` has the device-side blocks that they are made of."""
 
 from qgemm.kernels.activations import GPT_OSS, GatedActivation
-from qgemm.kernels.attention.dispatch import decode_attention, paged_attention
+from qgemm.kernels.attention.dispatch import decode_attention, paged_attention, store_in_pages
 from qgemm.kernels.dispatch import (
     activate,
     activation_quantize,
@@ -41,4 +41,5 @@ __all__ = [
     "route",
     "scaled_mm",
     "select_config",
+    "store_in_pages",
 ]

@@ -383,8 +383,13 @@ def paged_attention_reference(
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     options: dict[str, Any] = {"sinks": sinks, "scale": scale, "softcap": softcap, "window": window}
     bounds = zip(pairwise(query_starts.tolist()), pairwise(key_starts.tolist()), strict=True)
-    for (first, end), (first_key, end_key) in bounds:
-        places = slice(first_key, end_key) if pages is None else pages[first_key:end_key]
+    for row, ((first, end), (first_key, end_key)) in enumerate(bounds):
+        places: Any = slice(first_key, end_key)
+        if k.ndim == 4 and pages is not None:
+            i = torch.arange(end_key - first_key, device=q.device)
+            places = pages[row, i // k.shape[1]], i % k.shape[1]
+        elif pages is not None:
+            places = pages[places]
         keys, values = (each[places].transpose(0, 1)[None] for each in (k, v))
         length = torch.tensor([end_key - first_key], dtype=torch.int32, device=q.device)
         out[first:end] = decode_attention_reference(q[None, first:end], keys, values, length, **options)[0]

@@ -9,7 +9,7 @@ A file that declares operators is imported here:
   ``multiply``.
 - ``experts``: ``quant_experts``, ``weight_only_experts``.
 - ``router``: ``route``.
-- ``attention``: ``decode_attention``, ``paged_attention``.
+- ``attention``: ``decode_attention``, ``paged_attention``, ``store_in_pages``.
 - ``sampling``: ``choose_tokens``.
 - ``rotary``: ``rotate``, ``rotate_and_store``, ``store_key_value``, ``rotary_angles``.
 

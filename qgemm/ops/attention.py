@@ -2,6 +2,7 @@
 
 - ``decode_attention(q, k, v, k_scale, v_scale, length, start, sinks, scale, softcap, window, max_length)``.
 - ``paged_attention(q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys)``.
+- ``store_in_pages(key, value, k, v, key_starts, pages)``, which changes ``k`` and ``v``.
 """
 
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from qgemm.kernels.attention import dispatch
-from qgemm.kernels.attention.checks import AttentionCall, PagedCall, check_decode_attention, check_paged_attention
+from qgemm.kernels.attention.checks import (
+    AttentionCall,
+    PagedCall,
+    check_decode_attention,
+    check_paged_attention,
+    check_store_in_pages,
+)
 from qgemm.ops.declare import operator
 
 
@@ -56,4 +63,10 @@ operator(
     fake=_fake_paged,
     setup_context=lambda ctx, inputs, output: None,
     backward=_no_backward,
+)
+operator(
+    "store_in_pages(Tensor key, Tensor value, Tensor(a!) k, Tensor(b!) v, Tensor key_starts, Tensor pages) -> ()",
+    cpu=dispatch.store_in_pages,
+    cuda=dispatch.store_in_pages,
+    fake=check_store_in_pages,
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qgemm.kernels import decode_attention, paged_attention
+from qgemm.kernels import decode_attention, paged_attention, store_in_pages
 from qgemm.kernels.attention import launcher
 from qgemm.kernels.attention.checks import PagedCall
 from qgemm.kernels.launch.plans import plans
@@ -38,7 +38,8 @@ def kernels(
 
 # And what a user's call runs.
 FUNCTIONS = pytest.mark.parametrize("function", [kernels, paged_attention], ids=["kernels", "user"])
-PAGED = pytest.mark.parametrize("paged", [False, True], ids=["in order", "pages"])
+PAGED = pytest.mark.parametrize("paged", [0, 1, 16], ids=["in order", "places", "pages"])
+STORES = pytest.mark.parametrize("store", [launcher.store_in_pages, store_in_pages], ids=["kernel", "user"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 
 Attention = Callable[..., Tensor]
@@ -56,13 +57,25 @@ def batch(
     Hq: int = 4,
     Hkv: int = 2,
     D: int = 32,
-    paged: bool = True,
+    paged: int = 1,
 ) -> dict[str, Any]:
-    """Arguments for sequences of so many queries and keys; with pages, keys are scattered over twice as many places."""
-    N = sum(keys)
+    """Arguments for sequences of so many queries and keys.
+
+    ``paged``: how many keys are together; what there is has twice as much room. 0: all, one sequence after the other.
+    """
+    N, pages = sum(keys), None
     q = torch.randn(sum(queries), Hq, D, device=device).to(dtype)
-    k, v = torch.randn(2, 2 * N if paged else N, Hkv, D, device=device).to(dtype)
-    pages = torch.randperm(2 * N, device=device)[:N] if paged else None
+    room: tuple[int, ...] = (2 * N if paged else N,)
+    if paged == 1:
+        pages = torch.randperm(2 * N, device=device)[:N]
+    elif paged:
+        most = -(-max(keys) // paged) + 1
+        room = (2 * most * len(keys), paged)
+        free = torch.randperm(room[0], device=device)[: most * len(keys)]
+        # Beyond a sequence's keys a row of the table may hold anything.
+        used = torch.tensor([-(-count // paged) for count in keys], device=device)[:, None]
+        pages = free.view(-1, most).masked_fill(torch.arange(most, device=device) >= used, -1).int()
+    k, v = torch.randn(2, *room, Hkv, D, device=device).to(dtype)
     bounds = {"max_queries": max(queries), "max_keys": max(keys)}
     return {
         "q": q, "k": k, "v": v, "pages": pages,
@@ -89,7 +102,7 @@ def assert_accurate(function: Attention, **arguments: Any) -> Tensor:
 @FUNCTIONS
 @DTYPES
 @PAGED
-def test_dtypes(paged: bool, dtype: torch.dtype, function: Attention, device: torch.device) -> None:
+def test_dtypes(paged: int, dtype: torch.dtype, function: Attention, device: torch.device) -> None:
     assert_accurate(function, **batch([1, 3, 20], [40, 60, 20], device, dtype, paged=paged))
 
 
@@ -109,7 +122,7 @@ def test_dtypes(paged: bool, dtype: torch.dtype, function: Attention, device: to
     ],
 )
 def test_shapes(
-    queries: list[int], keys: list[int], Hq: int, Hkv: int, D: int, paged: bool, function: Attention,
+    queries: list[int], keys: list[int], Hq: int, Hkv: int, D: int, paged: int, function: Attention,
     device: torch.device,
 ) -> None:  # fmt: skip
     assert_accurate(function, **batch(queries, keys, device, Hq=Hq, Hkv=Hkv, D=D, paged=paged))
@@ -154,14 +167,18 @@ def test_rows_beyond_the_sequences_change_nothing(function: Attention, device: t
 
 @FUNCTIONS
 @PAGED
-def test_only_own_and_visible_keys_count(paged: bool, function: Attention, device: torch.device) -> None:
+def test_only_own_and_visible_keys_count(paged: int, function: Attention, device: torch.device) -> None:
     given = batch([1, 3], [60, 50], device, paged=paged)
     wanted = function(**given, window=20)
     place = torch.arange(110, device=device) if given["pages"] is None else given["pages"]
+    if paged > 1:
+        rows = [place[row, i // paged] * paged + i % paged for row, i in ((0, torch.arange(60)), (1, torch.arange(50)))]
+        place = torch.cat(rows).long()
+    seen = torch.cat([place[40:60], place[60 + 28 :]])
     for name in ("k", "v"):
         poisoned = torch.full_like(given[name], torch.nan)
-        seen = torch.cat([place[40:60], place[60 + 28 :]])
-        poisoned[seen] = given[name][seen]
+        where = (seen // paged, seen % paged) if paged > 1 else seen
+        poisoned[where] = given[name][where]
         given[name] = poisoned
     assert torch.equal(function(**given, window=20), wanted)
 
@@ -184,7 +201,7 @@ def test_nan_stays_in_its_row(name: str, function: Attention, device: torch.devi
 @FUNCTIONS
 def test_strides(function: Attention, device: torch.device) -> None:
     # Heads taken from a merged product, whose tokens come after heads once they are rotated.
-    given = batch([5, 7], [5, 7], device, paged=False)
+    given = batch([5, 7], [5, 7], device, paged=0)
     for name in ("q", "k", "v"):
         given[name] = given[name].transpose(0, 1).contiguous().transpose(0, 1)
     assert_accurate(function, **given)
@@ -244,7 +261,7 @@ def test_parts_fill_the_device(
 
 @FUNCTIONS
 def test_nothing_to_do(function: Attention, device: torch.device) -> None:
-    given = batch([0, 0], [0, 0], device, paged=False) | {"max_queries": 1, "max_keys": 1}
+    given = batch([0, 0], [0, 0], device, paged=0) | {"max_queries": 1, "max_keys": 1}
     assert function(**given).shape == (0, 4, 32)
     given |= {name: starts([], device) for name in ("query_starts", "key_starts")}
     assert function(**given).shape == (0, 4, 32)
@@ -260,13 +277,19 @@ def test_what_is_refused(device: torch.device) -> None:
 
     refused(TypeError, "q is torch.float64", q=given["q"].double())
     refused(ValueError, r"q is \[3, 128\]", q=given["q"].flatten(1))
-    refused(ValueError, "k and v must be", v=given["v"][..., :5])
+    refused(ValueError, r"k is .* and v .*: they must be alike", v=given["v"][..., :5])
+    refused(ValueError, "heads of 16 values and k and v of 32", q=given["q"][..., :16])
     refused(ValueError, "q has 3 heads and k has 2", q=given["q"][:, :3])
-    refused(TypeError, "k is torch.float32; it must be torch.bfloat16", k=given["k"].float())
+    refused(TypeError, "k is torch.float32; it must be torch.bfloat16", k=given["k"].float(), v=given["v"].float())
     refused(ValueError, "side by side", k=given["k"].mT.contiguous().mT)
     refused(ValueError, "query_starts is torch.int64", query_starts=given["query_starts"].long())
     refused(ValueError, "query_starts has 3 numbers and key_starts 2", key_starts=given["key_starts"][:2])
     refused(ValueError, "pages is torch.int32", pages=given["pages"].int())
+    tables = batch([1, 2], [5, 6], device, paged=4)
+    refused(ValueError, "pages is None; with k of 4 dimensions", k=tables["k"], v=tables["v"], pages=None)
+    refused(ValueError, r"torch.int32 \[2, most pages\]", k=tables["k"], v=tables["v"], pages=tables["pages"].long())
+    apart = tables["k"][::2], tables["v"][::2]
+    refused(ValueError, "one after the other", k=apart[0], v=apart[1], pages=tables["pages"])
     refused(ValueError, "sinks are", sinks=torch.zeros(2, device=device))
     refused(ValueError, "softcap is -1.0", softcap=-1.0)
     refused(ValueError, "window is -1", window=-1)
@@ -274,3 +297,30 @@ def test_what_is_refused(device: torch.device) -> None:
     refused(ValueError, "max_keys is 0", max_keys=0)
     wide = torch.empty(3, 4, 513, dtype=torch.bfloat16, device=device)
     refused(ValueError, "heads of 513 values", q=wide, k=wide, v=wide)
+
+
+@STORES
+def test_new_keys_are_stored_in_their_pages(store: Callable[..., None], device: torch.device) -> None:
+    given = batch([1, 1, 1, 1], [33, 1, 0, 16], device, Hkv=3, D=40, paged=16)
+    k, v, pages, key_starts = (given[name] for name in ("k", "v", "pages", "key_starts"))
+    # As rotated heads are: tokens after heads. One more than there are sequences.
+    key, value = torch.randn(2, 3, 5, 40, device=device).bfloat16().transpose(1, 2)
+    wanted_k, wanted_v = k.clone(), v.clone()
+    for row, (page, place) in {0: (2, 0), 1: (0, 0), 3: (0, 15)}.items():
+        wanted_k[pages[row, page], place], wanted_v[pages[row, page], place] = key[row], value[row]
+    store(key, value, k, v, key_starts, pages)
+    assert torch.equal(k, wanted_k)
+    assert torch.equal(v, wanted_v)
+
+
+def test_what_is_not_stored(device: torch.device) -> None:
+    given = batch([1, 1], [33, 5], device, paged=16)
+    given = {name: given[name] for name in ("k", "v", "key_starts", "pages")}
+    new = {"key": torch.randn(2, 2, 32, device=device).bfloat16(), "value": torch.randn(2, 2, 32, device=device)}
+    for store in (launcher.store_in_pages, store_in_pages):
+        with pytest.raises(ValueError, match=r"value is torch\.float32"):
+            store(**new, **given)
+        with pytest.raises(ValueError, match=r"key is \[1, 2, 32\]; it must be \[2, 2, 32\]"):
+            store(**new | {"key": new["key"][:1]}, **given)
+        with pytest.raises(ValueError, match="pages, keys of a page"):
+            store(**new, **given | {"k": given["k"].flatten(0, 1)})

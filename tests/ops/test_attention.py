@@ -36,6 +36,18 @@ def test_opcheck_of_pages(pages: bool, device: torch.device) -> None:
     torch.library.opcheck(ops.paged_attention.default, paged_arguments(device, pages))
 
 
+@pytest.mark.slow
+def test_opcheck_of_storing(device: torch.device) -> None:
+    key, value = torch.randn(2, 2, 3, 32, device=device)
+    k, v = torch.zeros(2, 9, 16, 3, 32, device=device)
+    starts = torch.tensor([0, 20, 21], dtype=torch.int32, device=device)
+    pages = torch.tensor([[3, 7], [1, -1]], dtype=torch.int32, device=device)
+    torch.library.opcheck(ops.store_in_pages.default, (key, value, k, v, starts, pages))
+    ops.store_in_pages(key, value, k, v, starts, pages)
+    assert torch.equal(k[7, 3], key[0])
+    assert torch.equal(v[1, 0], value[1])
+
+
 def test_the_operator_of_pages_is_the_kernel_function(device: torch.device) -> None:
     given = paged_arguments(device)
     q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys = given

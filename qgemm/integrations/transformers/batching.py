@@ -6,7 +6,8 @@ with a sliding window, transformers gathers them.
 
 ``use_in_batches`` has a model's ``init_continuous_batching`` choose that attention, by a name with "flash" in it: by
 that word transformers knows attention that needs no mask, which is what CUDA graphs of the steps and preparing a batch
-beside the one before depend on.
+beside the one before depend on. Batches of new tokens alone come with tables of pages, for which transformers knows its
+own flash attention only: ``_start`` turns them on. Without them the host lists the place of every key at every step.
 """
 
 from __future__ import annotations
@@ -29,10 +30,15 @@ from qgemm.integrations.transformers.cache import ATTENTION
 PAGED_ATTENTION = ("paged|" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "") + ATTENTION + "_flash"
 _UPDATES_ARGUMENTS = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters  # from 5.19 on
 _START = "init_continuous_batching"
+MAX_PAGES = 32
+"""Of a request whose steps come with tables of pages, as transformers has it for its own flash attention."""
 
 
 class _Layer(NamedTuple):
-    """What a paged cache says of a layer: its kind, which indices are for it, and keys and values if they stay."""
+    """What a paged cache says of a layer: its kind, which indices are for it, and where keys and values are.
+
+    ``k``, ``v``: ``[pages, keys of a page, heads, D]``; None with a window, whose keys transformers moves.
+    """
 
     kind: str
     group: int
@@ -73,16 +79,23 @@ def attention(
         key_starts = key_starts[layer.kind]
     if isinstance(max_keys, dict):
         max_keys = max_keys[layer.kind]
-    read, write = batch["read_index"][layer.group], batch["write_index"][layer.group]
-    if layer.k is not None and layer.v is not None:
-        pages = read if len(read) else None
-        new_k, new_v = (each.squeeze(0).transpose(0, 1) for each in (key, value))
-        k, v = layer.k.index_copy_(0, write, new_k), layer.v.index_copy_(0, write, new_v)
-        if pages is None:  # prompts from their beginning on
-            k, v = new_k, new_v
-    else:
-        pages = None
+    new_k, new_v = (each.squeeze(0).transpose(0, 1) for each in (key, value))
+    pages, tables = None, batch.get("block_table")
+    if layer.k is None or layer.v is None:
         k, v = _gathered(cache, module, key, value, batch)
+    elif tables is not None:
+        k, v, pages = layer.k, layer.v, tables[layer.group]
+        torch.ops.qgemm.store_in_pages(new_k, new_v, k, v, key_starts, pages)
+        max_keys = pages.shape[1] * k.shape[1]
+    else:
+        read, write = batch["read_index"][layer.group], batch["write_index"][layer.group]
+        k, v = (each.flatten(0, 1) for each in (layer.k, layer.v))
+        k.index_copy_(0, write, new_k)
+        v.index_copy_(0, write, new_v)
+        if len(read):
+            pages = read
+        else:  # prompts from their beginning on
+            k, v = new_k, new_v
     out: Tensor = torch.ops.qgemm.paged_attention(
         query.squeeze(0).transpose(0, 1), k, v, batch["cu_seq_lens_q"], key_starts, pages, s_aux,
         query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, layer.window,
@@ -101,9 +114,9 @@ def _layer_of(cache: Any, layer: int) -> _Layer:
     if window:
         return _Layer("sliding_attention", group, window, None, None)
     if hasattr(cache, "layer_to_allocator"):
-        k, v = (each.flatten(0, 1) for each in allocator.get_cache_for_block_table(layer))
+        k, v = allocator.get_cache_for_block_table(layer)
     else:
-        k, v = cache.key_cache[place], cache.value_cache[place]
+        k, v = (each[place].unflatten(0, (-1, cache.block_size)) for each in (cache.key_cache, cache.value_cache))
     return _Layer("full_attention", group, 0, k, v)
 
 
@@ -133,13 +146,33 @@ def _start(model: Any, *arguments: Any, **options: Any) -> Any:
     if not _is_covered(model, before):
         return type(model).init_continuous_batching(model, *arguments, **options)
     _set_attention(model, PAGED_ATTENTION)
+    given = inspect.signature(type(model).init_continuous_batching).bind_partial(model, *arguments, **options).arguments
     try:
         manager = type(model).init_continuous_batching(model, *arguments, **options)
     except BaseException:
         _set_attention(model, before)
         raise
     manager._original_attn_impl = before  # which its stop() sets again
+    if manager.batch_processor is None:  # else it is one that was kept
+        _configure(model, manager, given.get("continuous_batching_config"))
     return manager
+
+
+def _configure(model: PreTrainedModel, manager: Any, given: Any) -> None:
+    """What transformers decides by the kind of attention, as ``given``, or as it is best for this one."""
+    config, asked = manager.continuous_batching_config, getattr(given, "max_blocks_per_request", None)
+    text: Any = model.config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None)
+    has_window = getattr(text, "sliding_window", None) is not None if kinds is None else "sliding_attention" in kinds
+    if config.max_blocks_per_request == 0 and not has_window:
+        config.max_blocks_per_request = MAX_PAGES if asked is None else asked
+    if getattr(given, "use_cuda_graph", None) is None and _waits(model):
+        config.use_cuda_graph, config.use_async_batching = (False, False), False
+
+
+def _waits(model: PreTrainedModel) -> bool:
+    """Whether a forward copies to the host, as PyTorch's grouped products of experts in float32 do."""
+    return any(parameter.ndim == 3 and parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
 def _is_covered(model: PreTrainedModel, attention: str) -> bool:

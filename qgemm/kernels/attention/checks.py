@@ -125,40 +125,74 @@ def check_paged_attention(call: PagedCall) -> None:
     q, k, v, query_starts, key_starts, pages, sinks, _, softcap, window, max_queries, max_keys = call
     if q.dtype not in FLOAT_DTYPES:
         raise TypeError(f"q is {q.dtype}; paged_attention accepts {names_of(FLOAT_DTYPES)}: {conversion(q)}")
-    for name, tensor, shape in (("q", q, "[T, Hq, D]"), ("k", k, "[P, Hkv, D]"), ("v", v, "[P, Hkv, D]")):
-        check_strided(name, tensor)
-        if tensor.ndim != 3 or 0 in tensor.shape[1:]:
-            raise ValueError(f"{name} is {list(tensor.shape)}; it must be {shape}, with heads that aren't empty")
-    (_, Hq, D), Hkv = q.shape, k.shape[1]
-    if k.shape != v.shape or k.shape[2] != D:
-        raise ValueError(
-            f"q is {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}; k and v must be [P, Hkv, {D}], "
-            "as q is [T, Hq, D]"
-        )
+    check_strided("q", q)
+    if q.ndim != 3 or 0 in q.shape[1:]:
+        raise ValueError(f"q is {list(q.shape)}; it must be [T, Hq, D], with heads that aren't empty")
+    _check_pages(k, v, key_starts, pages)
+    (_, Hq, D), Hkv = q.shape, k.shape[-2]
+    if k.shape[-1] != D:
+        raise ValueError(f"q has heads of {D} values and k and v of {k.shape[-1]}: they must be of one size")
     if Hq % Hkv:
         raise ValueError(f"q has {Hq} heads and k has {Hkv}: q's must be a multiple of k's")
     if D > MAX_HEAD_SIZE:
         raise ValueError(f"q has heads of {D} values; paged_attention takes {MAX_HEAD_SIZE} at most")
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype:
-            raise TypeError(f"{name} is {tensor.dtype}; it must be {q.dtype}, as q is")
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has strides {tensor.stride()}; the values of a head must lie side by side")
-    for name, starts in (("query_starts", query_starts), ("key_starts", key_starts)):
-        if starts.dtype != torch.int32 or starts.ndim != 1 or not len(starts) or starts.stride(0) != 1:
-            raise ValueError(
-                f"{name} is {starts.dtype} {list(starts.shape)}; it must be torch.int32 [B + 1], side by side"
-            )
+    if k.dtype != q.dtype:
+        raise TypeError(f"k is {k.dtype}; it must be {q.dtype}, as q is")
+    _check_starts("query_starts", query_starts)
     if len(query_starts) != len(key_starts):
         raise ValueError(
             f"query_starts has {len(query_starts)} numbers and key_starts {len(key_starts)}: both must have one for "
             "each sequence, and one more"
         )
-    if pages is not None and (pages.dtype != torch.int64 or pages.ndim != 1 or (len(pages) and pages.stride(0) != 1)):
-        raise ValueError(f"pages is {pages.dtype} {list(pages.shape)}; it must be torch.int64 [N], side by side")
     _check_scores(sinks, Hq, softcap, window)
     if max_queries < 1:
         raise ValueError(f"max_queries is {max_queries}; it must be the most queries that a sequence has, at least 1")
     if max_keys < 1:
         raise ValueError(f"max_keys is {max_keys}; it must be the most keys that a sequence has, at least 1")
     check_same_device(q=q, k=k, v=v, query_starts=query_starts, key_starts=key_starts, pages=pages, sinks=sinks)
+
+
+def check_store_in_pages(key: Tensor, value: Tensor, k: Tensor, v: Tensor, key_starts: Tensor, pages: Tensor) -> None:
+    """Raises if ``store_in_pages`` can't take it."""
+    if k.ndim != 4:
+        raise ValueError(f"k is {list(k.shape)}; it must be [pages, keys of a page, Hkv, D]")
+    _check_pages(k, v, key_starts, pages)
+    B = len(key_starts) - 1
+    for name, new, cached in (("key", key, k), ("value", value, v)):
+        if new.ndim != 3 or new.shape[1:] != cached.shape[2:] or len(new) < B:
+            raise ValueError(f"{name} is {list(new.shape)}; it must be {[B, *cached.shape[2:]]}, or have more rows")
+        if new.dtype != cached.dtype or new.stride(-1) != 1:
+            raise ValueError(
+                f"{name} is {new.dtype} with strides {new.stride()}; it must be {cached.dtype}, the last 1"
+            )
+    check_same_device(key=key, value=value, k=k, v=v, key_starts=key_starts, pages=pages)
+
+
+def _check_pages(k: Tensor, v: Tensor, key_starts: Tensor, pages: Tensor | None) -> None:
+    for name, tensor in (("k", k), ("v", v)):
+        check_strided(name, tensor)
+        if tensor.ndim not in (3, 4) or 0 in tensor.shape[-2:]:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)}; it must be [P, Hkv, D], or [pages, keys of a page, Hkv, D]"
+            )
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has strides {tensor.stride()}; the values of a head must lie side by side")
+        if tensor.ndim == 4 and tensor.stride(0) != tensor.shape[1] * tensor.stride(1):
+            raise ValueError(f"{name} has strides {tensor.stride()}; pages must lie one after the other")
+    if k.shape != v.shape or k.dtype != v.dtype:
+        raise ValueError(f"k is {k.dtype} {list(k.shape)} and v {v.dtype} {list(v.shape)}: they must be alike")
+    _check_starts("key_starts", key_starts)
+    if k.ndim == 4:
+        B = len(key_starts) - 1
+        if pages is None or pages.dtype != torch.int32 or pages.ndim != 2 or len(pages) != B or pages.stride(1) != 1:
+            found = None if pages is None else f"{pages.dtype} {list(pages.shape)}"
+            raise ValueError(
+                f"pages is {found}; with k of {k.ndim} dimensions it must be torch.int32 [{B}, most pages]"
+            )
+    elif pages is not None and (pages.dtype != torch.int64 or pages.ndim != 1 or pages.stride(0) != 1):
+        raise ValueError(f"pages is {pages.dtype} {list(pages.shape)}; it must be torch.int64 [N], side by side")
+
+
+def _check_starts(name: str, starts: Tensor) -> None:
+    if starts.dtype != torch.int32 or starts.ndim != 1 or not len(starts) or starts.stride(0) != 1:
+        raise ValueError(f"{name} is {starts.dtype} {list(starts.shape)}; it must be torch.int32 [B + 1], side by side")

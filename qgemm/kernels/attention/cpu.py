@@ -6,6 +6,7 @@ Other types are converted a sequence at a time.
 
 from collections.abc import Iterator
 from itertools import groupby, pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,12 +42,17 @@ def paged_attention(call: PagedCall) -> Tensor:
     q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, _, _ = call
     out = q.new_zeros(q.shape)
     bounds = zip(pairwise(query_starts.tolist()), pairwise(key_starts.tolist()), strict=True)
-    for (first_query, end_query), (first_key, end_key) in bounds:
+    for row, ((first_query, end_query), (first_key, end_key)) in enumerate(bounds):
         S, L = end_query - first_query, end_key - first_key
         first = max(L - S - window + 1, 0) if window else 0
         if S < 1 or first >= L:
             continue
-        places = slice(first_key + first, end_key) if pages is None else pages[first_key + first : end_key]
+        if k.ndim == 4 and pages is not None:
+            i = torch.arange(first, L)
+            places: Any = pages[row, i // k.shape[1]], i % k.shape[1]
+        else:
+            places = slice(first_key + first, end_key)
+            places = places if pages is None else pages[places]
         queries, keys, values = (
             each[part].transpose(0, 1)[None].float()
             for each, part in ((q, slice(first_query, end_query)), (k, places), (v, places))
@@ -55,6 +61,16 @@ def paged_attention(call: PagedCall) -> Tensor:
         found = _attend(queries, keys, values, visible, sinks, scale, softcap)
         out[first_query:end_query] = found[0].transpose(0, 1)
     return out
+
+
+@torch.no_grad()
+def store_in_pages(key: Tensor, value: Tensor, k: Tensor, v: Tensor, key_starts: Tensor, pages: Tensor) -> None:
+    """``dispatch.store_in_pages`` on the CPU."""
+    last = key_starts.diff().long() - 1
+    rows = (last >= 0).nonzero().flatten()
+    last = last[rows]
+    places = pages[rows, last // k.shape[1]].long(), last % k.shape[1]
+    k[places], v[places] = key[rows], value[rows]
 
 
 def _spans(

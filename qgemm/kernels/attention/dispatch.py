@@ -10,7 +10,13 @@ from torch import Tensor
 
 from qgemm.kernels import checks
 from qgemm.kernels.attention import cpu
-from qgemm.kernels.attention.checks import AttentionCall, PagedCall, check_decode_attention, check_paged_attention
+from qgemm.kernels.attention.checks import (
+    AttentionCall,
+    PagedCall,
+    check_decode_attention,
+    check_paged_attention,
+    check_store_in_pages,
+)
 
 
 def decode_attention(
@@ -83,12 +89,14 @@ def paged_attention(
     belong to no sequence may hold anything. The same bits every time.
 
     - ``q``: float16, bfloat16 or float32 ``[T, Hq, D]``, D up to 512, any strides.
-    - ``k``, ``v``: ``[P, Hkv, D]``, of q's dtype. Hq is a multiple of Hkv: so many heads of q in a row share a head of
-      k. Any strides, but the last is 1.
+    - ``k``, ``v``: ``[P, Hkv, D]``, or ``[pages, keys of a page, Hkv, D]``, of q's dtype. Hq is a multiple of Hkv: so
+      many heads of q in a row share a head of k. The last stride is 1, and pages lie one after the other.
     - ``query_starts``, ``key_starts``: int32 ``[B + 1]``, on the device: queries of sequence ``b`` are those from
       ``query_starts[b]`` to ``query_starts[b + 1]``, its keys likewise. It has at least as many keys as queries, or no
       queries at all.
-    - ``pages``: int64 ``[N]``: key ``i`` is ``k[pages[i]]``; ``k[i]`` if None.
+    - ``pages``: int64 ``[N]``: key ``i`` is ``k[pages[i]]``; ``k[i]`` if None. With keys in pages int32 ``[B, most]``:
+      sequence ``b`` has its keys in ``k[pages[b, 0]]``, ``k[pages[b, 1]]``, and so on; only differences of
+      ``key_starts`` count then.
     - ``sinks``, ``scale``, ``softcap``, ``window``: as of ``decode_attention``.
     - ``max_queries``, ``max_keys``: bounds of what a sequence has. A GPU shares out the work by them and by B: the same
       ones give the same launches, so a CUDA graph is good for all lengths up to them.
@@ -108,6 +116,18 @@ def attend_paged(call: PagedCall) -> Tensor:
         check_paged_attention(call)
     out: Tensor = _backend(call.q).paged_attention(call)
     return out
+
+
+def store_in_pages(key: Tensor, value: Tensor, k: Tensor, v: Tensor, key_starts: Tensor, pages: Tensor) -> None:
+    """Stores the newest key and value of each sequence in its pages.
+
+    - ``key``, ``value``: ``[B, Hkv, D]``, of k's dtype, any strides but the last is 1; further rows are ignored.
+    - ``k``, ``v``, ``key_starts``, ``pages``: as of ``paged_attention``, with keys in pages. The lengths count the new
+      keys. A sequence without keys has none.
+    """
+    if not k.is_cuda:  # on a GPU, once for every kind of call
+        check_store_in_pages(key, value, k, v, key_starts, pages)
+    _backend(k).store_in_pages(key, value, k, v, key_starts, pages)
 
 
 def _backend(tensor: Tensor) -> Any:

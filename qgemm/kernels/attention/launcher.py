@@ -12,9 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qgemm.kernels.attention.checks import AttentionCall, PagedCall, check_decode_attention, check_paged_attention
+from qgemm.kernels.attention.checks import (
+    AttentionCall,
+    PagedCall,
+    check_decode_attention,
+    check_paged_attention,
+    check_store_in_pages,
+)
 from qgemm.kernels.attention.kernels import _attend_kernel, _combine_kernel
-from qgemm.kernels.attention.paged_kernels import _attend_paged_kernel, _combine_paged_kernel
+from qgemm.kernels.attention.paged_kernels import _attend_paged_kernel, _combine_paged_kernel, _store_kernel
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.plans import plans
@@ -78,12 +84,13 @@ def paged_attention(call: PagedCall) -> Tensor:
 
     Numbers of tokens, and bounds that aren't powers of 2, are different at almost every call: plans don't know them.
     """
-    q, k, v, query_starts, key_starts, _, sinks, scale, softcap, window, max_queries, max_keys = call
+    q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys = call
     max_queries, max_keys = next_power_of_2(max_queries), next_power_of_2(max_keys)
     kind = (
         paged_attention, q.shape[1:], q.stride(), k.shape[1:], k.stride(), v.shape[1:], v.stride(),
         query_starts.shape, key_starts.shape,
         *[each is None or (each.dtype, each.device, each.ndim) for each in call.tensors],
+        pages is None or pages.ndim == 1 or (pages.shape, pages.stride()),
         sinks is None or sinks.shape, scale, softcap, window, max_queries, max_keys,
     )  # fmt: skip
     plan: PagedPlan | None = plans.get(kind)
@@ -105,6 +112,24 @@ def paged_attention(call: PagedCall) -> Tensor:
     attend(*call.tensors, None, part_out, part_lse)
     combine(part_out, part_lse, query_starts, key_starts, sinks, out)
     return out
+
+
+def store_in_pages(key: Tensor, value: Tensor, k: Tensor, v: Tensor, key_starts: Tensor, pages: Tensor) -> None:
+    """``dispatch.store_in_pages`` on a GPU, which checks its arguments itself."""
+    tensors = (key, value, k, v, key_starts, pages)
+    kind = (store_in_pages, *[(each.shape, each.stride(), each.dtype, each.device) for each in tensors])
+    launch: Launch | None = plans.get(kind)
+    if launch is None:
+        check_store_in_pages(*tensors)
+        (_, page, Hkv, D), limits = k.shape, device_limits(k.device)
+        strides = (*key.stride()[:2], *value.stride()[:2], *k.stride()[1:3], *v.stride()[1:3], pages.stride(0))
+        blocks = next_power_of_2(Hkv), next_power_of_2(D)
+        launch = Launch(
+            _store_kernel, len(pages), strides, (Hkv, D, page, *blocks, limits.pdl), num_warps=4, pdl=limits.pdl
+        )
+        plans.keep(kind, launch)
+    if len(pages):
+        launch(*tensors)
 
 
 def _results_of_parts(q: Tensor, parts: int) -> tuple[Tensor, Tensor]:
@@ -146,19 +171,20 @@ def _make_plan(call: AttentionCall) -> Plan:
 
 
 def _make_paged_plan(call: PagedCall) -> PagedPlan:
-    q, k, v, query_starts, _, _, _, scale, softcap, window, max_queries, max_keys = call
-    (_, Hq, D), Hkv, limits = q.shape, k.shape[1], device_limits(q.device)
+    q, k, v, query_starts, _, pages, _, scale, softcap, window, max_queries, max_keys = call
+    (_, Hq, D), Hkv, limits = q.shape, k.shape[-2], device_limits(q.device)
     B, group, block_d = len(query_starts) - 1, Hq // Hkv, max(32, next_power_of_2(D))
     few = max(1, MIN_ROWS // group)
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    page = k.shape[1] if k.ndim == 4 else 0
+    strides = (*q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], pages.stride(0) if pages is not None else 0)
 
     def attend(queries: int, parts: int, block: tuple[int, int, int, int], next_early: bool) -> Launch:
         block_r, block_n, warps, stages = block
         row_blocks = cdiv(queries * group, block_r)
         return Launch(
             _attend_paged_kernel, B * Hkv * row_blocks * parts, (parts, row_blocks, Hkv, *strides),
-            (few, queries > few, group, D, scale, softcap, window, parts > 1, block_r, block_n, block_d, limits.pdl,
-             next_early),
+            (few, queries > few, group, D, scale, softcap, window, page, parts > 1, block_r, block_n, block_d,
+             limits.pdl, next_early),
             num_warps=warps, num_stages=stages, pdl=limits.pdl,
         )  # fmt: skip
 

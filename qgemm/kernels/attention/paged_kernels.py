@@ -10,6 +10,8 @@ It has a head of keys, ``BLOCK_R`` rows that look at it (queries of a sequence t
 of its first one on, so prompts don't multiply what they mask. Only keys of few queries are in more than one part.
 
 ``_combine_paged_kernel``: a row of the output a program, from its parts, as in ``kernels.py``.
+
+``_store_kernel``: the newest key and value of a sequence a program, to their place in its pages.
 """
 
 import triton
@@ -56,14 +58,15 @@ def _sequence(query_starts, key_starts, batch):
 def _attend_paged_kernel(
     q, k, v, query_starts, key_starts, pages, sinks, out, part_out, part_lse,
     parts, row_blocks, Hkv,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh,
+    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_pages,
     FEW: tl.constexpr, MANY: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part of a head's keys a program, to ``part_out [T, Hkv * GROUP, parts, D]``; to ``out`` unless ``SPLIT``.
 
-    ``MANY``: of sequences that have more than ``FEW`` queries; else of the others.
+    ``MANY``: of sequences that have more than ``FEW`` queries; else of the others. ``PAGE``: how many keys a page has,
+    with a row of ``pages`` for each sequence; 0 for a place for each key.
     ``BLOCK_R``, ``BLOCK_N``, ``BLOCK_D``: powers of 2, rows, keys, and at least ``D``.
     """
     if NEXT_EARLY:
@@ -94,9 +97,12 @@ def _attend_paged_kernel(
     if pages is None:
         k += own.first_key.to(tl.int64) * stride_kt
         v += own.first_key.to(tl.int64) * stride_vt
+    elif PAGE > 0:
+        pages += batch.to(tl.int64) * stride_pages
     else:
         pages += own.first_key
-    cached_k, cached_v = FloatKeys(queries, k, stride_kt, D, pages), FloatValues(v, stride_vt, D, BLOCK_D, pages)
+    cached_k = FloatKeys(queries, k, stride_kt, D, pages, PAGE)
+    cached_v = FloatValues(v, stride_vt, D, BLOCK_D, pages, PAGE)
 
     offsets = tl.arange(0, BLOCK_N)
     position = own.keys - own.queries + s
@@ -152,3 +158,28 @@ def _combine_paged_kernel(
         result = beside_sink(result, lse, sinks, q_head + tl.arange(0, 1), tl.arange(0, 1) < 1)
     d = tl.arange(0, BLOCK_D)
     tl.store(out + row * D + d[None, :], rounded(result, out.dtype.element_ty), mask=(d < D)[None, :])
+
+
+@triton.jit
+def _store_kernel(
+    key, value, k, v, key_starts, pages,
+    stride_key_t, stride_key_h, stride_value_t, stride_value_h, stride_kt, stride_kh, stride_vt, stride_vh,
+    stride_pages,
+    Hkv: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK_H``, ``BLOCK_D``: powers of 2, at least ``Hkv`` and ``D``."""
+    if PDL:
+        gdc_wait()
+    batch = tl.program_id(0).to(tl.int64)
+    last = tl.load(key_starts + batch + 1) - tl.load(key_starts + batch) - 1
+    if last < 0:
+        return
+    page = tl.load(pages + batch * stride_pages + last // PAGE).to(tl.int64)
+    place = page * PAGE + last % PAGE
+    h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+    inside = (h < Hkv) & (d < D)
+    new_key = tl.load(key + batch * stride_key_t + h * stride_key_h + d, mask=inside)
+    new_value = tl.load(value + batch * stride_value_t + h * stride_value_h + d, mask=inside)
+    tl.store(k + place * stride_kt + h * stride_kh + d, new_key, mask=inside)
+    tl.store(v + place * stride_vt + h * stride_vh + d, new_value, mask=inside)

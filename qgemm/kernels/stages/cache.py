@@ -1,6 +1,7 @@
 """Keys and values of a head in a cache, ``[L, D]``, block by block: ``FloatKeys``, ``Int8Keys``, ``...Values``.
 
-Float ones may lie anywhere: ``pages[i]`` is then the place of the ``i``-th.
+Float ones may lie anywhere: the place of the ``i``-th is then ``pages[i]``, or with ``PAGE`` of them side by side the
+``i % PAGE``-th of page ``pages[i // PAGE]``.
 
 Keys are multiplied by queries, values are summed with weights. Int8 ones have a float32 scale for each of the ``L`` and
 aren't dequantized one by one, which would take longer than reading them:
@@ -31,12 +32,13 @@ class FloatKeys:
     stride: tl.tensor
     D: tl.constexpr
     pages: OPTIONAL = None
+    PAGE: tl.constexpr = 0
 
     @triton.jit
     def products(self, start, offsets, last):
         """Queries times the keys at ``start + offsets``, float32 ``[rows, block]``; 0 from ``last`` on."""
         BLOCK_D: tl.constexpr = self.queries.shape[1]
-        keys = _load_transposed(self.ptr, self.stride, start, offsets, last, self.D, BLOCK_D, self.pages)
+        keys = _load_transposed(self.ptr, self.stride, start, offsets, last, self.D, BLOCK_D, self.pages, self.PAGE)
         return _dot(self.queries, keys, tl.zeros((self.queries.shape[0], offsets.shape[0]), tl.float32))
 
 
@@ -89,6 +91,7 @@ class FloatValues:
     D: tl.constexpr
     BLOCK_D: tl.constexpr
     pages: OPTIONAL = None
+    PAGE: tl.constexpr = 0
 
     @triton.jit
     def zeros(self, ROWS: tl.constexpr):
@@ -98,7 +101,7 @@ class FloatValues:
     @triton.jit
     def add(self, sums, decay, weights, start, offsets, last):
         """``sums * decay + weights @ values``, for the values at ``start + offsets``."""
-        values = _load(self.ptr, self.stride, start, offsets, last, self.D, self.BLOCK_D, self.pages)
+        values = _load(self.ptr, self.stride, start, offsets, last, self.D, self.BLOCK_D, self.pages, self.PAGE)
         return (_dot(rounded(weights, values.dtype), values, sums[0] * decay[:, None]),)
 
     @triton.jit
@@ -148,26 +151,34 @@ class Int8Values:
 
 
 @triton.jit
-def _load(ptr, stride, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr, pages=None):
+def _load(
+    ptr, stride, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr, pages=None, PAGE: tl.constexpr = 0
+):
     """Rows ``start + offsets`` as ``[block, BLOCK_D]``, zeros from ``last`` on."""
     d = tl.arange(0, BLOCK_D)
-    rows = _rows(ptr, stride, start, offsets[:, None], last, pages)
+    rows = _rows(ptr, stride, start, offsets[:, None], last, pages, PAGE)
     return tl.load(rows + d[None, :], mask=(start + offsets < last)[:, None] & (d < D)[None, :], other=0)
 
 
 @triton.jit
-def _load_transposed(ptr, stride, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr, pages=None):
+def _load_transposed(
+    ptr, stride, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr, pages=None, PAGE: tl.constexpr = 0
+):
     """Rows ``start + offsets`` as ``[BLOCK_D, block]``, zeros from ``last`` on."""
     d = tl.arange(0, BLOCK_D)
-    rows = _rows(ptr, stride, start, offsets[None, :], last, pages)
+    rows = _rows(ptr, stride, start, offsets[None, :], last, pages, PAGE)
     return tl.load(rows + d[:, None], mask=(start + offsets < last)[None, :] & (d < D)[:, None], other=0)
 
 
 @triton.jit
-def _rows(ptr, stride, start, offsets, last, pages):
+def _rows(ptr, stride, start, offsets, last, pages, PAGE: tl.constexpr):
     """Pointers to the rows ``start + offsets``, in the shape of ``offsets``."""
     if pages is None:
         return ptr + start.to(tl.int64) * stride + offsets * stride
+    elif PAGE > 0:
+        row = start + offsets
+        page = tl.load(pages + row // PAGE, mask=row < last, other=0).to(tl.int64)
+        return ptr + (page * PAGE + row % PAGE) * stride
     else:
         places = tl.load(pages + start + offsets, mask=start + offsets < last, other=0)
         return ptr + places * stride
