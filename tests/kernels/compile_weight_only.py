@@ -15,7 +15,7 @@ BF16, HALF = torch.bfloat16, torch.float16
 
 
 def weight_only_cases() -> Iterator[Case]:
-    """On Hopper few rows, and tiles with and without a second launch; elsewhere few rows and a float weight."""
+    """On Hopper few rows, and tiles that are whole and shared; elsewhere few rows and a float weight."""
     for label, M, K, format, group, scale, dtype, zeros in (
         ("few int4", 8, 4096, "int4", 128, BF16, BF16, True),
         ("few nf4", 1, 4096, "nf4", 64, torch.float32, HALF, False),

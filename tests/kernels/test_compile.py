@@ -94,10 +94,16 @@ def test_stored_weights_are_multiplied_on_tensor_cores(results: list[Result]) ->
         for r in of(results, target, "weight_only few"):
             assert r["mfma"] or r["mma_sync"] or r["wgmma"] or r["tcgen05"], r["case"]
     hopper = of(results, "sm_90", "weight_only few", "weight_only tiles")
-    assert {r["kernel"] for r in hopper} == {"_few_rows_kernel", "_tiles_kernel", "_sum_splits_kernel"}
+    assert {r["kernel"] for r in hopper} == {"_few_rows_kernel", "_tiles_kernel"}
     for r in hopper:
         assert r["wgmma"] or r["kernel"] != "_tiles_kernel", r["case"]
         assert r["mma_sync"] or r["kernel"] != "_few_rows_kernel", r["case"]
+
+
+def test_slots_of_weights_are_given_back_after_products_have_started(results: list[Result]) -> None:
+    tiles = [r for r in of(results, "sm_90", "weight_only tiles") if r["kernel"] == "_tiles_kernel"]
+    assert tiles
+    assert not [r["case"] for r in tiles if r["given_back_early"]]
 
 
 def test_hoppers_kernel_copies_by_descriptor_and_multiplies_from_shared_memory(results: list[Result]) -> None:

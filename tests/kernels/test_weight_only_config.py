@@ -2,7 +2,16 @@
 
 import pytest
 
-from qgemm.kernels.weight_only.config import BLOCK_BYTES, TILE_ROWS, TILES, Stored, select_few_rows, select_tiles
+from qgemm.kernels.weight_only.config import (
+    BLOCK_BYTES,
+    MAX_PARTS,
+    MAX_SHARED,
+    TILE_ROWS,
+    TILES,
+    Stored,
+    select_few_rows,
+    select_tiles,
+)
 from qgemm.numerics.integers import cdiv
 from tests.kernels.devices import H200
 
@@ -41,11 +50,14 @@ def test_the_shorter_the_weight_the_more_warps_share_its_rows() -> None:
 def test_tiles(M: int, form: Stored) -> None:
     for N, K in SIZES:
         tile = select_tiles(M, N, K, form, H200)
-        assert 1 <= tile.splits <= cdiv(K, form.block)
         # Shared tiles are fewer than programs, after rounds of whole ones.
-        assert tile.shared < H200.num_sms
-        assert (tile.shared > 0) == (tile.splits > 1)
-        assert tile.splits == 1 or (tile.tiles(M, N) - tile.shared) % H200.num_sms == 0
+        assert 0 <= tile.shared <= MAX_SHARED < H200.num_sms
+        assert (tile.shared > 0) == (tile.sharers > 0)
+        if tile.shared:
+            assert tile.shared <= tile.sharers <= H200.num_sms
+            assert tile.sharers <= tile.shared * cdiv(K, form.block)
+            assert tile.parts <= MAX_PARTS
+            assert (tile.tiles(M, N) - tile.shared) % H200.num_sms == 0
 
 
 @FORMS
@@ -73,7 +85,16 @@ def test_zero_points_and_small_groups_have_narrower_tiles(form: Stored) -> None:
 
 def test_programs_fill_the_device() -> None:
     tile = select_tiles(32, 4096, 4096, INT4, H200)
-    assert tile.shared * tile.splits > 0.7 * H200.num_sms
+    assert tile.sharers > 0.7 * H200.num_sms
     # 160 tiles of 128 columns: a round of whole ones, then 28 that four programs share each.
-    tile = select_tiles(256, 10240, 8192, INT4, H200)
-    assert (tile.columns, tile.splits, tile.shared) == (128, 4, 28)
+    tile = select_tiles(578, 4096, 14336, INT4, H200)
+    assert (tile.columns, tile.shared, tile.sharers) == (128, 28, 112)
+
+
+def test_ways_to_share_tiles() -> None:
+    """By as many programs each, or by all; never by more than there are blocks, or than a count holds."""
+    tile = TILES[0]
+    assert [(way.sharers, way.parts) for way in tile.shared_by(48, 132, 16)] == [(96, 2), (132, 4)]
+    assert [way.sharers for way in tile.shared_by(32, 132, 3)] == [64, 96]
+    assert max(way.parts for way in tile.shared_by(1, 132, 1000)) == MAX_PARTS
+    assert tile.shared_by(0, 132, 16) == tile.shared_by(131, 132, 16) == []

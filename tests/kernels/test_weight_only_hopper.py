@@ -7,6 +7,7 @@ import torch
 from numerics.test_groups import stored
 
 from kernels.test_weight_only import before_garbage
+from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.weight_only import float_launcher
@@ -14,6 +15,8 @@ from qgemm.kernels.weight_only.config import Stored, Tiles
 from qgemm.kernels.weight_only.dispatch import weight_only_linear
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import round_scale, spread, store_scale
+from qgemm.numerics.integers import cdiv
+from qgemm.numerics.packing import packed_width
 from tests.kernels.devices import H200
 from tests.kernels.test_weight_only_config import WHOLE_AND_SHARED
 
@@ -124,7 +127,7 @@ def test_up_to_16_rows_are_one_launch(device: torch.device) -> None:
     for M in (1, 16):
         x = torch.zeros(M, K, dtype=torch.bfloat16, device=device)
         plan = float_launcher._make_plan(x, weight, scale, None, None, "int4", 128, True)
-        assert plan.adds is None
+        assert not plan.in_tiles
         assert plan.made is None
 
 
@@ -140,20 +143,69 @@ class Recorder:
         self.tensors = tensors
 
 
-@pytest.mark.parametrize(("splits", "shared"), [(1, 0), (2, 1), (2, 3)])
-def test_each_launch_that_finishes_tiles_takes_bias_and_residual(splits: int, shared: int) -> None:
-    """Of three tiles the last are shared, and those that aren't are the product's. On any machine: nothing computes."""
+@pytest.mark.parametrize(("sharers", "shared"), [(0, 0), (2, 1), (5, 3)])
+def test_the_launch_takes_all_that_finishes_tiles(sharers: int, shared: int) -> None:
+    """Three tiles of which the last are shared. On any machine: nothing computes."""
     M, N, K = 64, 384, 512
-    tile, form = Tiles(64, 7, 5, splits=splits, shared=shared), Stored("int4", 4, 128)
+    tile, form = Tiles(64, 7, 5, shared=shared, sharers=sharers), Stored("int4", 4, 128)
     plan = float_launcher.tiles_plan(tile, form, M, N, K, (K, K // 2, K // 128, N), torch.bfloat16, H200)
-    product, adds = Recorder(), Recorder()
+    product = Recorder()
     x, bias, residual = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((M, K), (N,), (M, N)))
     weight, scale = torch.zeros(N, K // 2, dtype=torch.uint8), torch.ones(N, K // 128, dtype=torch.bfloat16)
-    plan = replace(plan, product=product, adds=None if plan.adds is None else adds)
-    plan.run(x, weight, scale, None, None, bias, residual)
-    if shared < 3:
-        assert product.tensors[-2] is bias
-        assert product.tensors[-1] is residual
+    replace(plan, product=product).run(x, weight, scale, None, None, bias, residual)
+    _, _, out, partial, counts, *_, own_bias, own_residual = product.tensors
+    assert out is not None
+    assert out.shape == (M, N)
+    assert own_bias is bias
+    assert own_residual is residual
     if shared:
-        assert adds.tensors[1] is bias
-        assert adds.tensors[2] is residual
+        assert partial is not None
+        # Of the last program's part of the last tile, and before it.
+        assert partial.numel() >= (sharers - 1 + shared - 1 + 1) * 128 * 64
+        assert counts is not None
+        assert not counts.any()
+    else:
+        assert partial is counts is None
+
+
+# Some tiles of each are shared, as test_weight_only_config.py checks.
+@pytest.mark.parametrize(("M", "N", "K"), [(32, 4096, 4096), *WHOLE_AND_SHARED])
+def test_counts_are_zeros_again(M: int, N: int, K: int, device: torch.device) -> None:
+    """Eagerly and in graphs that take turns, the same bits every time."""
+    skip_elsewhere(device)
+    weight = torch.randint(0, 256, (N, packed_width(K)), dtype=torch.uint8, device=device)
+    scale = torch.rand(N, cdiv(K, 128), device=device).bfloat16()
+    layer = QuantizedWeight(weight, scale, None, None, None, None, K, "int4", 128)
+    x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
+    wanted, graphs, outs = weight_only_linear(x, layer), [], []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outs.append([weight_only_linear(x, layer) for _ in range(3)])
+        graphs.append(graph)
+    for _ in range(5):
+        for graph, several in zip(graphs, outs, strict=True):
+            graph.replay()
+            assert all(torch.equal(out, wanted) for out in several)
+        assert torch.equal(weight_only_linear(x, layer), wanted)
+    counts = memory.stream_buffer(torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream, 1)
+    assert not counts[: memory.COUNTS_BYTES].any()
+
+
+@pytest.mark.parametrize("M", [33, 578])
+def test_slots_are_written_again_only_when_they_were_read(M: int, device: torch.device) -> None:
+    """Long sums of a weight that was written just before, and comes from the cache: TMA fills a slot at once."""
+    skip_elsewhere(device)
+    N, K = 4096, 14336
+    values, scale, zero_point = stored(N, K, 128, device, FORMATS["int8"])[1:]
+    x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
+    scale, zero_point = scale.bfloat16(), zero_point.to(torch.int8)
+    first, wrong = None, torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(300):
+        copy = torch.empty_like(values).copy_(values)
+        torch.cuda.synchronize()  # weights are read while the kernels ahead in the stream may still run
+        layer = QuantizedWeight(copy, scale, zero_point, None, None, None, K, "int8", 128)
+        out = weight_only_linear(x, layer)
+        first = out if first is None else first
+        wrong += (out != first).any()
+    assert not wrong

@@ -113,6 +113,12 @@ def _programs():
     for nibble, (out, scale) in enumerate((("u", "$5"), ("v", "$6"))):
         lines.append(_scaled_nibble("a", nibble, out, scale))
     found["scaled fp4 bf16 pair"] = " ".join([*lines, "mov.b32 {$0, $1}, u; mov.b32 {$2, $3}, v;"])
+    # Codes as the last bits of a subnormal number, or four bits on, where the smallest normal numbers go on as evenly.
+    for half, mask, flip in ((0, 0x000F000F, 0x00080008), (1, 0x00F000F0, 0x00800080)):
+        found[f"scaled int4 bf16 {half}"] = (
+            f"prmt.b32 t, $2, 0, 0x4140; lop3.b32 t, t, {mask:#x}, {flip:#x}, {AND_XOR}; "
+            "mov.b32 a, {$3, $3}; mov.b32 b, {$4, $4}; fma.rn.bf16x2 u, t, a, b; mov.b32 {$0, $1}, u;"
+        )
     for name, kind in (("bf16", "bf16"), ("fp16", "f16")):
         for format in ("int4", "fp4", "nf4"):
             both = [unpacked(format, kind, "$4", pair, f"${pair}", f"${2 + pair}") for pair in (0, 1)]
@@ -252,6 +258,28 @@ def unpack_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
     else:
         packed = tl.join((pairs & 255).to(tl.uint8), (pairs >> 8).to(tl.uint8)).reshape(SHAPE)
         return unpack(packed, FORMAT, DTYPE)
+
+
+SCALED_BY = tl.constexpr(2.0**-32)
+"""What ``unpack_times_scale`` gives is multiplied by, so that its factors are no larger than bfloat16's largest."""
+_STEPS = tl.constexpr((2.0**133 * 2.0**-32, 2.0**129 * 2.0**-32))
+
+
+@triton.jit
+def unpack_times_scale(pairs, scale, HALF: tl.constexpr):
+    """``q * scale * SCALED_BY`` of int4 as bfloat16, rounded once: ``[n, 2 k]`` of a half of ``pairs``, ``[n, k]``.
+
+    ``scale``: of rows, float32 of bfloat16 values, below 2^27. ``q + 8``, as bits, is a subnormal number: that many of
+    the smallest steps. A product and a sum make ``(q + 8) * scale - 8 * scale`` of it, and nothing is taken away first.
+    """
+    SHAPE: tl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
+    factor = (scale * _STEPS.value[HALF]).to(tl.bfloat16)[:, None]
+    minus = (scale * (-8 * SCALED_BY)).to(tl.bfloat16)[:, None]
+    ASSEMBLY: tl.constexpr = assembly("scaled int4", tl.bfloat16, " 0" if HALF == 0 else " 1")
+    a, b = tl.inline_asm_elementwise(
+        ASSEMBLY, "=h,=h,r,h,h", [pairs.to(tl.uint32), factor, minus], (tl.bfloat16, tl.bfloat16), is_pure=True, pack=1
+    )
+    return tl.join(a, b).reshape(SHAPE)
 
 
 @triton.jit

@@ -9,18 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from qgemm.kernels.launch.device import DeviceLimits
+from qgemm.kernels.launch.memory import COUNTS_BYTES
 from qgemm.numerics.integers import cdiv, next_power_of_2
 
 BLOCK_BYTES = 128
 """Of a row of the weight, that are multiplied at a time."""
 MAX_FEW_ROWS = 16
 TILE_ROWS = 128  # of the weight
-MAX_SPLITS = 8
-# In microseconds, on an H200.
-BLOCK_TIMES = {32: 1.06, 64: 1.23, 128: 1.62, 256: 2.8}  # for a tile's 256 values of K, by rows of x
-SECOND_LAUNCH = 1.5
-SPLIT = 0.6
-PARTIAL_SUM = 1.8e-6
+COUNT_BITS = 4  # of a count of the programs that have finished their part of a shared tile, for each half of it
+COUNTS_IN_A_WORD = 32 // COUNT_BITS
+MAX_PARTS = 2**COUNT_BITS - 1
+MAX_SHARED = COUNTS_BYTES // 4 * COUNTS_IN_A_WORD // 2
+# In microseconds, as they choose best of what was timed on an H200.
+BLOCK_TIMES = {4: {32: 1.1, 64: 1.23, 128: 1.62, 256: 2.95}, 8: {32: 1.1, 64: 1.3, 128: 1.9, 256: 2.8}}
+"""Of 256 values of K in a tile, by the weight's bits and rows of x."""
+HANDOVER = 2.3
+PARTIAL_SUM = 0.0057  # for a part's row of x
+# Where programs have parts of two tiles, they are at other values of K than their neighbours, which load the same.
+SECOND_PART = 3.0
+APART = 1.28
 
 
 @dataclass(frozen=True)
@@ -95,16 +102,29 @@ class Tiles:
     unpacks_blocks: bool = True
     """Whether a block is unpacked at a time, not half of one."""
     panels: int = 2
-    splits: int = 1
-    """How many programs share K of a tile that is shared. Their sums are added in order, by a second kernel."""
     shared: int = 0
-    """How many of the last tiles are."""
+    """How many of the last tiles programs share. Whichever is last to finish its part adds those of all, in order."""
+    sharers: int = 0
+    """How many programs share them, as ``Items`` has it."""
     group_size_m: int = 8
     """Rows of tiles that are computed together."""
+
+    @property
+    def parts(self) -> int:
+        """How many programs share a tile, at most."""
+        return cdiv(self.sharers, self.shared) + (self.sharers % self.shared > 0)
 
     def tiles(self, M: int, N: int) -> int:
         """How many an output of ``[M, N]`` has."""
         return cdiv(M, self.columns) * cdiv(N, TILE_ROWS)
+
+    def shared_by(self, shared: int, num_sms: int, blocks: int) -> list[Tiles]:
+        """Ways to share the last ``shared`` tiles of so many blocks of K: each by as many programs, or all by all."""
+        if not 0 < shared <= MAX_SHARED:
+            return []
+        sharers = {*range(2 * shared, num_sms + 1, shared), num_sms}
+        ways = [replace(self, shared=shared, sharers=each) for each in sorted(sharers) if each <= shared * blocks]
+        return [way for way in ways if way.parts <= MAX_PARTS]
 
 
 TILES = (
@@ -134,18 +154,17 @@ def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits, exa
         if one.columns > min(max(32, next_power_of_2(M)), widest):
             continue
         last = one.tiles(M, N) % limits.num_sms
-        most = min(MAX_SPLITS, cdiv(K, form.block)) if last else 1
-        candidates += [replace(one, splits=splits, shared=last if splits > 1 else 0) for splits in range(1, most + 1)]
+        candidates += [one, *one.shared_by(last, limits.num_sms, cdiv(K, form.block))]
     return min(candidates, key=lambda tile: _microseconds(tile, M, N, K, form, limits))
 
 
 def _microseconds(tile: Tiles, M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> float:
     """About how long a product takes, but for what all take. Tiles that aren't shared come first."""
     blocks = cdiv(K, form.block)
-    rounds = cdiv(tile.tiles(M, N) - tile.shared, limits.num_sms) * blocks
+    rounds = float(cdiv(tile.tiles(M, N) - tile.shared, limits.num_sms) * blocks)
     time = 0.0
-    if tile.splits > 1:
-        rounds += cdiv(tile.shared * tile.splits, limits.num_sms) * cdiv(blocks, tile.splits)
-        sums = tile.shared * tile.splits * TILE_ROWS * tile.columns
-        time = SECOND_LAUNCH + tile.splits * SPLIT + sums * PARTIAL_SUM
-    return time + rounds * BLOCK_TIMES[tile.columns] * form.block / 256
+    if tile.shared:
+        apart = tile.sharers % tile.shared > 0
+        rounds += cdiv(tile.shared * blocks, tile.sharers) * (APART if apart else 1)
+        time = HANDOVER + tile.parts * tile.columns * PARTIAL_SUM + (SECOND_PART if apart else 0)
+    return time + rounds * BLOCK_TIMES[form.bits][tile.columns] * form.block / 256

@@ -1,7 +1,7 @@
 """Launcher of ``weight_only_linear`` with rows in float on GPU tensors; calls of a kind share the choice of kernels.
 
 - Hopper, up to 16 rows: one launch that reads the weight once (``_few_rows_kernel``); more rows: tiles that unpack the
-  weight between shared memory and the tensor cores (``_tiles_kernel``), and where programs share K a launch that adds.
+  weight between shared memory and the tensor cores (``_tiles_kernel``).
 - Any other GPU, and what Hopper's kernels don't accept (float32, groups that are no multiple of 16, K or strides that
   are no multiples of 16 bytes; in tiles, small groups but of 16, 32 and 64, their scales if they are no multiple of 4
   bytes a row, and more than 16 rows for each value of a small group): plain Triton up to 64 rows; more rows are
@@ -40,7 +40,6 @@ from qgemm.numerics.integers import cdiv, next_power_of_2
 MAX_PLAIN_ROWS = 64  # from more rows on PyTorch's product with a float weight is faster
 PLAIN_COLUMNS = 16
 DEQUANTIZED_ROWS = 16
-SUMMED = (64, 32)  # of the weight and of x, that a program adds the parts of
 PANEL = 64  # columns of x that are copied at a time
 VECTOR_BYTES = 16  # that a thread reads of a row, with one scale
 SMALL_GROUPS = (16, 32, 64)  # of tiles
@@ -103,11 +102,10 @@ class Plan:
     shape: tuple[int, int]
     product: Launch | None
     """None where there is nothing to compute."""
+    in_tiles: bool = False
+    """Whether it is ``_tiles_kernel``, which reads the weight as words of 16 bits."""
     partial: int = 0
-    """float32 sums that programs which share K leave to ``adds``."""
-    adds: Launch | None = None
-    words: bool = False
-    """Whether the weight is read as words of 16 bits."""
+    """float32 sums that programs which share tiles leave to one another."""
     made: tuple[int, int] | None = None
     """The shape of the float weight, where ``product`` makes that and no more."""
 
@@ -134,20 +132,17 @@ class Plan:
             with torch.cuda.device(device):
                 return self.run(x, weight, scale, zero_point, global_scale, bias, residual)
         out = _empty(x, self.shape, x.dtype)
-        if not self.words:
+        if not self.in_tiles:
             given = x, weight, scale, zero_point, global_scale, bias, residual, out
             if not _by_driver(self.product, given):
                 self.product(*given)
             return out
-        partial = None if self.adds is None else _empty(x, (self.partial,), torch.float32)
-        # The product finishes tiles that no programs share, so bias and residual are for both launches.
-        tensors = x, weight, out, partial, scale, zero_point, global_scale, bias, residual
+        partial = counts = None
+        if self.partial:
+            partial, counts = _empty(x, (self.partial,), torch.float32), _counts(x)
+        tensors = x, weight, out, partial, counts, scale, zero_point, global_scale, bias, residual
         if not _by_driver(self.product, tensors):
             self.product(x, weight.view(torch.uint16), *tensors[2:])
-        if self.adds is not None:
-            parts = partial, bias, residual, out
-            if not _by_driver(self.adds, parts):
-                self.adds(*parts)
         return out
 
     def reads_any_input(self) -> bool:
@@ -180,6 +175,21 @@ def _empty(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if not x.is_cuda:
         return x.new_empty(shape, dtype=dtype)
     return memory.empty(shape, (shape[-1], 1)[-len(shape) :], dtype)
+
+
+def _counts(x: Tensor) -> Tensor:
+    """``COUNTS_BYTES`` of zeros, or more bytes, for programs that share tiles."""
+    if not x.is_cuda:
+        return x.new_zeros(memory.COUNTS_BYTES, dtype=torch.int8)
+    device = x.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    # The default stream, 0, is never captured.
+    if not (stream and memory.is_capturing()):
+        return memory.stream_buffer(device, stream, memory.COUNTS_BYTES)
+    counts = memory.graph_counts(device)
+    if counts is None:  # a kernel of the graph makes them zeros
+        counts = torch.zeros(memory.COUNTS_BYTES // 4, dtype=torch.int32, device=x.device)
+    return counts.view(torch.int8)
 
 
 def _by_driver(launch: Launch, tensors: tuple[Tensor | None, ...]) -> bool:
@@ -218,6 +228,8 @@ def _make_plan(
         if N % 8 == 0 and _fits_tiles(M, form, scale) and (zero_point is None or _fits_tiles(M, form, zero_point)):
             exact = scale.dtype == x.dtype or (scale.itemsize == 1 and x.dtype == torch.bfloat16)
             config = select_tiles(M, N, K, form, limits, exact)
+            if config.shared and x.is_cuda:
+                memory.keep_graph_counts(x.get_device())
             return tiles_plan(config, form, M, N, K, strides, x.dtype, limits)
     if M <= MAX_PLAIN_ROWS:
         return Plan((M, N), _plain_launch(form, M, N, K, strides))
@@ -291,7 +303,7 @@ def tiles_plan(
     from qgemm.kernels.stages.ring import block_layout
     from qgemm.kernels.weight_only.tiles_hopper_kernels import _tiles_kernel
 
-    stride_xm, stride_wn, stride_sn, stride_residual = strides
+    stride_xm, stride_wn = strides[:2]
     width = cdiv(K, form.block) * BLOCK_BYTES // 2 if form.bits == 4 else K // 2
     stored = min(tile.columns, PANEL)
     maps = {
@@ -301,20 +313,12 @@ def tiles_plan(
         ),
         2: TensorMap((M, N), (N, 1), (stored, 64), block_layout(stored, 64, dtype)),
     }
-    items = tile.tiles(M, N) + tile.shared * (tile.splits - 1)
     # A kernel for each kind of tile, however they are shared.
-    kind = replace(tile, splits=1, shared=0)
+    kind = replace(tile, shared=0, sharers=0)
     alone = tile.tiles(M, N) - tile.shared
     product = Launch(
-        _tiles_kernel, min(limits.num_sms, items), (M, N, K, alone, tile.splits, stride_sn, stride_residual),
-        (form, kind, tile.splits > 1), 4, pdl=limits.pdl, maps=maps,
+        _tiles_kernel, min(limits.num_sms, alone) or tile.sharers, (M, N, K, alone, tile.sharers, *strides[2:]),
+        (form, kind, tile.shared > 0), 4, pdl=limits.pdl, maps=maps,
     )  # fmt: skip
-    if tile.splits == 1:
-        return Plan((M, N), product, words=True)
-    rows, columns = SUMMED
-    pieces = TILE_ROWS // rows * (tile.columns // columns)
-    adds = Launch(
-        kernels._sum_splits_kernel, tile.shared * pieces, (M, N, alone, stride_residual, N),
-        (tile.splits, TILE_ROWS, tile.columns, tile.group_size_m, rows, columns), 4, pdl=limits.pdl,
-    )  # fmt: skip
-    return Plan((M, N), product, tile.shared * tile.splits * TILE_ROWS * tile.columns, adds, words=True)
+    partial = (tile.sharers + tile.shared) * TILE_ROWS * tile.columns
+    return Plan((M, N), product, in_tiles=True, partial=partial)

@@ -1,4 +1,4 @@
-"""Products with weights of 4 and 8 bits on any GPU, in plain Triton, the float weight, and sums over parts of K.
+"""Products with weights of 4 and 8 bits on any GPU, in plain Triton, and the float weight.
 
 A weight is made float in registers: ``(q - z) * s`` in float32, rounded once to the dtype of x, as a float weight would
 be. Rows of a stored weight are read by blocks of ``BLOCK`` bytes; a packed one's have two halves, neighbours in K.
@@ -6,9 +6,7 @@ be. Rows of a stored weight are read by blocks of ``BLOCK`` bytes; a packed one'
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import INTERPRETING
 from qgemm.kernels.stages.epilogue import added, rounded
 from qgemm.kernels.stages.unpack import scale_value, unpack, widen
@@ -125,40 +123,3 @@ def _dequantize_kernel(
         k = (block * HALVES + half) * SIZE + tl.arange(0, SIZE)
         inside = (n < N)[:, None] & (k < K)[None, :]
         tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], values[half], mask=inside)
-
-
-@triton.jit(do_not_specialize=["M", "alone"])
-def _sum_splits_kernel(
-    partial, bias, residual, out, M, N, alone, stride_residual, stride_out,
-    SPLITS: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr, GROUP_SIZE_M: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """``out`` of the tiles that programs share, those after the first ``alone``: their parts' sums, in order, and more.
-
-    ``partial``: as ``_tiles_kernel`` leaves it, in blocks of 8 x 8 values. A program adds ``ROWS`` by ``COLS`` values.
-    """
-    PIECES_N: tl.constexpr = TILE_N // ROWS
-    PIECES: tl.constexpr = PIECES_N * (TILE_M // COLS)
-    shared = tl.program_id(0) // PIECES
-    piece = tl.program_id(0) % PIECES
-    sched = ScheduleContext(M, N, 1, GemmContext(TILE_M, TILE_N, 1, 1, 1, GROUP_SIZE_M))
-    tile = sched.get_tile_from_idx(alone + shared)
-    i = piece % PIECES_N * ROWS + tl.arange(0, ROWS)
-    j = piece // PIECES_N * COLS + tl.arange(0, COLS)
-    at = (i // 8 * (8 * TILE_M) + i % 8 * 8)[:, None] + (j // 8 * 64 + j % 8)[None, :]
-    n = tile.pid_n * TILE_N + i
-    m = tile.pid_m * TILE_M + j
-    gdc_launch_dependents()
-    gdc_wait()
-    total = tl.zeros((ROWS, COLS), tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(partial + ((shared * SPLITS + split).to(tl.int64) * (TILE_N * TILE_M) + at))
-    if bias is not None:
-        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-    values = tl.trans(total)
-    inside = (m < M)[:, None] & (n < N)[None, :]
-    if residual is not None:
-        there = residual + m.to(tl.int64)[:, None] * stride_residual + n[None, :]
-        values = added(values, tl.load(there, mask=inside, other=0.0))
-    to = out + m.to(tl.int64)[:, None] * stride_out + n[None, :]
-    tl.store(to, values.to(out.dtype.element_ty), mask=inside)

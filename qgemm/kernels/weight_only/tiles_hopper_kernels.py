@@ -4,8 +4,8 @@ A tile is 128 rows of the weight by up to 256 rows of x. One warp has TMA fill t
 weight, and panels of x. Each of two groups of four warps unpacks its rows of the weight into the registers that
 ``wgmma`` takes its operand A from, while the other's products run.
 
-Registers of the weight are written again only when all products have read them: assemblers before CUDA 13.3 may move
-them too early.
+Registers of the weight are written again only when all products have read them, and panels that are unpacked while
+others' products run have registers of their own: assemblers before CUDA 13.3 may move them too early.
 """
 
 from triton.experimental import gluon
@@ -18,51 +18,44 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.jit import constexpr_function
 
 from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import aggregate
-from qgemm.kernels.stages.ring import PRODUCER_REGISTERS, barriers, initialize, load_block, store_block
-from qgemm.kernels.stages.unpack import unpack_pairs, widen_pairs
-from qgemm.kernels.weight_only.config import TILE_ROWS
+from qgemm.kernels.stages.ring import (
+    PRODUCER_REGISTERS,
+    barriers,
+    initialize,
+    load_block,
+    store_block,
+    thread_barrier,
+)
+from qgemm.kernels.stages.unpack import SCALED_BY, unpack_pairs, unpack_times_scale, widen_pairs
+from qgemm.kernels.weight_only import config
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
+from qgemm.kernels.weight_only.items import Items
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
 
 PANEL = gl.constexpr(64)  # values of K, of x
-ROWS = gl.constexpr(TILE_ROWS)
+ROWS = gl.constexpr(config.TILE_ROWS)
+COUNT_BITS = gl.constexpr(config.COUNT_BITS)
+COUNTS_IN_A_WORD = gl.constexpr(config.COUNTS_IN_A_WORD)
 
 
-@aggregate
-class Items:
-    """What programs compute in turn: the first ``alone`` tiles, then those whose K ``splits`` programs share."""
+@constexpr_function
+def how_scaled(form, tile, scale, dtype):
+    """What scales of groups are applied to; nothing if a scale is of a row.
 
-    sched: ScheduleContext
-    alone: gl.tensor
-    blocks: gl.tensor
-    """Of K."""
-    splits: gl.tensor
-    shares: gl.constexpr
-    """Whether there are shared tiles."""
-
-    @gluon.jit
-    def total(self):
-        """How many there are."""
-        tiles = gl.cdiv(self.sched.M, self.sched.ctx.block_m) * gl.cdiv(self.sched.N, self.sched.ctx.block_n)
-        if self.shares:
-            tiles = self.alone + (tiles - self.alone) * self.splits
-        return tiles
-
-    @gluon.jit
-    def place(self, item):
-        """``(row, col, first, last)``: where its tile begins, and its blocks of K."""
-        first, last = 0 * item, self.blocks
-        if self.shares:
-            shared = gl.maximum(item - self.alone, 0)
-            if item >= self.alone:
-                split = shared % self.splits
-                first, last = self.blocks * split // self.splits, self.blocks * (split + 1) // self.splits
-            item = gl.minimum(item, self.alone + shared // self.splits)
-        tile = self.sched.get_tile_from_idx(item)
-        return tile.pid_m * tile.block_m, tile.pid_n * tile.block_n, first, last
+    "sums" of groups; "values", before the first products are started; or "codes" of int4, as they are unpacked: a
+    multiply-add scales them and takes away what makes them positive.
+    """
+    if form.group == 0:
+        return ""
+    if form.group < BLOCK.value:
+        return "values"
+    if form.name == "int4" and not form.has_zeros and scale == gl.bfloat16 and dtype == gl.bfloat16:
+        return "codes"
+    return "sums" if tile.sums else "values"
 
 
 @aggregate
@@ -91,8 +84,7 @@ class Rings:
 def _produce(X, W, rings, items, FORM: gl.constexpr, TILE: gl.constexpr):
     PANELS: gl.constexpr = TILE.panels
     SLOTS: gl.constexpr = (4 if FORM.bits == 4 else 2) // PANELS
-    start, stride = gl.program_id(0), gl.num_programs(0)
-    _, col, first, last = items.place(start)
+    _, col, first, last, _ = items.place(gl.program_id(0) * 0)
     # Weights don't change: the first come while the kernel ahead in the stream ends.
     ahead = gl.minimum(last - first, TILE.w_depth)
     for step in range(ahead):
@@ -100,8 +92,8 @@ def _produce(X, W, rings, items, FORM: gl.constexpr, TILE: gl.constexpr):
     gdc_wait()
     w_step = 0
     x_step = 0
-    for item in range(start, items.total(), stride):
-        row, col, first, last = items.place(item)
+    for turn in range(items.turns()):
+        row, col, first, last, _ = items.place(turn)
         for block in range(first, last):
             if w_step >= ahead:
                 slot = w_step % TILE.w_depth
@@ -180,11 +172,11 @@ def _spread(own, w):
 @gluon.jit
 def _values(
     packed, INDEX: gl.constexpr, factors, zeros, SCALE: gl.constexpr, DTYPE: gl.constexpr, mma: gl.constexpr,
-    FORM: gl.constexpr, SUMS: gl.constexpr,
+    FORM: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """A panel of a block, 64 values of K, as ``wgmma`` takes it; ``packed``: its bytes, two by two.
 
-    It is scaled, unless ``SUMS`` of groups are.
+    It is scaled if ``SCALED``, by ``how_scaled``, says so.
     """
     FORMAT: gl.constexpr = FORM.name
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -196,7 +188,7 @@ def _values(
         for i in gl.static_range(len(of_groups)):
             own = own + (of_groups[i].to(gl.float32).to(DTYPE),)
         w = w - _spread(own, w)
-    if FORM.group > 0 and not SUMS:
+    if SCALED == "values":
         # Exponents and e4m3 are exact in bfloat16. Else a product is rounded once, from float32.
         EXACT: gl.constexpr = SCALE == DTYPE or (SCALE.primitive_bitwidth == 8 and gl.bfloat16 == DTYPE)
         own = ()
@@ -208,23 +200,39 @@ def _values(
 
 
 @gluon.jit
-def _start(values, acc, rings, x_step, SUMS: gl.constexpr, TILE: gl.constexpr):
-    """Starts the products of panels of the weight with the next ones of x.
+def _scaled_codes(packed, INDEX: gl.constexpr, factors, mma: gl.constexpr):
+    """As ``_values``, of symmetric int4, times its scales in bfloat16 and ``SCALED_BY``."""
+    own = gl.convert_layout(
+        scale_value(factors[INDEX // 2]), gl.SliceLayout(1, packed.type.layout), assert_trivial=True
+    )
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    return gl.convert_layout(unpack_times_scale(packed, own, INDEX // 2), LAYOUT, assert_trivial=True)
 
-    Their sums: with ``SUMS`` those of every two panels, which are half a block, else ``acc`` plus all.
+
+@gluon.jit
+def _start(
+    values, packed, factors, acc, rings, x_step,
+    FIRST: gl.constexpr, COUNT: gl.constexpr, SCALED: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """Starts the products of ``COUNT`` panels of a block, from ``FIRST`` on, with the next ones of x.
+
+    ``values``: the panels. Codes that are scaled are unpacked here: each panel while products of those before it run.
+    Sums: with "sums" ``SCALED`` those of every two panels, which are half a block, else ``acc`` plus all.
     """
     PANELS: gl.constexpr = TILE.panels
+    SUMS: gl.constexpr = SCALED == "sums"
     mma: gl.constexpr = acc.type.layout
     sums = acc
     of_halves = ()
-    for i in gl.static_range(len(values)):
+    for i in gl.static_range(COUNT):
         step = x_step + i // PANELS
         if i % PANELS == 0:
             mbarrier.wait(rings.x_full.index(step % TILE.x_depth), step // TILE.x_depth & 1)
         x = rings.x.index(step % TILE.x_depth * PANELS + i % PANELS).permute((1, 0))
         if SUMS and i % 2 == 0:
             sums = gl.zeros(acc.shape, gl.float32, mma)
-        sums = warpgroup_mma(values[i], x, sums, use_acc=not SUMS or i % 2 > 0, is_async=True)
+        w = _scaled_codes(packed[i % 2], FIRST + i, factors, mma) if SCALED == "codes" else values[i]
+        sums = warpgroup_mma(w, x, sums, use_acc=not SUMS or i % 2 > 0, is_async=True)
         if i % 2 == 1:
             of_halves = of_halves + (sums,)
     if SUMS:
@@ -269,13 +277,13 @@ def _multiply(
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     # Panels that are unpacked at a time.
     AT_ONCE: gl.constexpr = 2 * HALVES if TILE.unpacks_blocks else 2
-    SUMS: gl.constexpr = TILE.sums and FORM.group >= BLOCK
     # Two blocks: one of few rows takes less time than a load from memory.
     AHEAD: gl.constexpr = 2 if FORM.group >= BLOCK else 1
     mma: gl.constexpr = acc.type.layout
     pl: gl.constexpr = gl.DotOperandLayout(0, mma, 1)
     DTYPE: gl.constexpr = rings.x.dtype
     SCALE: gl.constexpr = scales.dtype.element_ty
+    SCALED: gl.constexpr = how_scaled(FORM, TILE, SCALE, DTYPE)
     next_factors = ()
     for i in gl.static_range(AHEAD):
         next_factors = next_factors + (_load_factors(scales, first + i, groups, FORM),)
@@ -291,14 +299,15 @@ def _multiply(
         packed = (slot.slice(0, 32, 1).load(pl), slot.slice(32, 32, 1).load(pl))
         for panel in gl.static_range(0, 2 * HALVES, AT_ONCE):
             values = ()
-            for i in gl.static_range(AT_ONCE):
-                w = _values(packed[i % 2], panel + i, factors, zeros, SCALE, DTYPE, mma, FORM, SUMS)
-                values = values + (w,)
-            started = _start(values, acc, rings, x_step, SUMS, TILE)
+            if SCALED != "codes":
+                for i in gl.static_range(AT_ONCE):
+                    w = _values(packed[i % 2], panel + i, factors, zeros, SCALE, DTYPE, mma, FORM, SCALED)
+                    values = values + (w,)
+            started = _start(values, packed, factors, acc, rings, x_step, panel, AT_ONCE, SCALED, TILE)
             # Products wait for the loads of the slot; TMA, which writes it next, doesn't.
             if panel == 0:
                 mbarrier.arrive(rings.w_empty.index(w_slot), count=1)
-            acc = _finish(started, acc, factors[panel // 2 :], rings, x_step, AT_ONCE, SUMS, TILE)
+            acc = _finish(started, acc, factors[panel // 2 :], rings, x_step, AT_ONCE, SCALED == "sums", TILE)
             x_step += AT_ONCE // TILE.panels
         w_step += 1
     return w_step, x_step, acc
@@ -306,21 +315,22 @@ def _multiply(
 
 @gluon.jit
 def _consume(
-    Y, partial, scale, zero_point, global_scale, bias, residual, rings, staging, items, stride_sn, stride_residual,
-    FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+    Y, partial, counts, scale, zero_point, global_scale, bias, residual, rings, staging, items,
+    stride_sn, stride_residual, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
     sched = items.sched
     epilogue = SwappedEpilogue(global_scale, bias, residual, stride_residual, sched.M, sched.N)
+    SCALED: gl.constexpr = how_scaled(FORM, TILE, scale.dtype.element_ty, rings.x.dtype)
     BLOCK_M: gl.constexpr = sched.ctx.block_m
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     # Zero points are those of values, and so are scales if no sums are scaled.
     zl: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(0, mma, 2))
-    rl: gl.constexpr = gl.SliceLayout(1, mma) if TILE.sums and FORM.group >= BLOCK else zl
+    rl: gl.constexpr = gl.SliceLayout(1, mma) if SCALED == "sums" else zl
     groups = gl.cdiv(sched.K, FORM.group) if FORM.group > 0 else 1
     w_step = 0
     x_step = 0
-    for item in range(gl.program_id(0), items.total(), gl.num_programs(0)):
-        row, col, first, last = items.place(item)
+    for turn in range(items.turns()):
+        row, col, first, last, shared = items.place(turn)
         col += WHO * 64
         n = gl.minimum(col + gl.arange(0, 64, rl), sched.N - 1)
         scales = scale + n.to(gl.int64) * stride_sn
@@ -336,55 +346,85 @@ def _consume(
         if FORM.group == 0:
             factor = gl.load(scale + gl.minimum(n, sched.N - 1).to(gl.int64) * stride_sn)
             acc = acc * scale_value(factor)[:, None]
+        if SCALED == "codes":
+            acc = acc * (1 / SCALED_BY)
         acc = epilogue.scale(acc)
-        if items.shares and item >= items.alone:
-            _store_part(partial, acc, item - items.alone, WHO)
-        else:
-            if epilogue.bias is not None or epilogue.residual is not None:
-                acc = epilogue.add(acc, n, row)
-            _store_across(Y, staging, row, col, acc.to(Y.dtype))
+        finishes = turn >= 0
+        if items.shares:
+            if shared >= 0:
+                acc, finishes = _add_parts(acc, partial, counts, items, shared, WHO)
+        if finishes:
+            _store_across(Y, staging, row, col, epilogue.add_bias(acc, n), epilogue)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _store_part(partial, sums, part, WHO: gl.constexpr):
-    """Stores sums over a part of K, of half a tile, in blocks of 8 x 8 values, which a warp writes at a time."""
-    COLUMNS: gl.constexpr = sums.shape[1]
-    i = gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))[:, None]
-    j = gl.arange(0, COLUMNS, gl.SliceLayout(0, sums.type.layout))[None, :]
+def _add_parts(acc, partial, counts, items, shared, WHO: gl.constexpr):
+    """Leaves sums of a part of a shared tile to the program that comes last, and gets all parts' if that is this one.
+
+    ``(sums, finishes)``. Parts are added in their order, whoever adds them: the same bits every time.
+    """
+    COLUMNS: gl.constexpr = acc.shape[1]
+    mma: gl.constexpr = acc.type.layout
+    # Blocks of 8 x 8 values, which a warp writes at a time.
+    i = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None]
+    j = gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))[None, :]
     at = i // 8 * (8 * COLUMNS) + j // 8 * 64 + i % 8 * 8 + j % 8
-    own = part * 2 + WHO
-    gl.store(partial + own.to(gl.int64) * (64 * COLUMNS) + at, sums)
+    own = (gl.program_id(0) + shared) * 2 + WHO
+    gl.store(partial + own.to(gl.int64) * (64 * COLUMNS) + at, acc)
+    thread_barrier()
+    first, last = items.sharers_of(shared)
+    count = shared * 2 + WHO
+    word = counts + count // COUNTS_IN_A_WORD
+    shift = count % COUNTS_IN_A_WORD * COUNT_BITS
+    arrived = gl.atomic_add(word, 1 << shift, sem="acq_rel", scope="gpu") >> shift & ((1 << COUNT_BITS) - 1)
+    finishes = arrived == last - first
+    if finishes:
+        # Zeros for the next launch.
+        gl.atomic_add(word, -((last - first + 1) << shift), sem="relaxed", scope="gpu")
+        acc = gl.zeros([64, COLUMNS], gl.float32, mma)
+        for program in range(first, last + 1):
+            part = (program + shared) * 2 + WHO
+            acc += gl.load(partial + part.to(gl.int64) * (64 * COLUMNS) + at, cache_modifier=".cg")
+    return acc, finishes
 
 
 @gluon.jit
-def _store_across(Y, staging, row, col, values):
-    """Has the copy engine store what is the other way round, by as many columns at a time as ``staging`` has rows."""
+def _store_across(Y, staging, row, col, values, epilogue):
+    """Has the copy engine store what is the other way round, by as many columns at a time as ``staging`` has rows.
+
+    A residual is added to so many: registers hold no more of it.
+    """
     if values.shape[1] == staging.shape[0]:
+        n = col + gl.arange(0, 64, gl.SliceLayout(1, values.type.layout))
+        values = epilogue.add_residual(values, n, row)
         tma.store_wait(0)
-        staging.store(values.permute((1, 0)))
+        staging.store(values.to(Y.dtype).permute((1, 0)))
         fence_async_shared()
         store_block(Y, [row, col], staging)
     else:
         HALF: gl.constexpr = values.shape[1] // 2
         halves = values.reshape([64, 2, HALF]).permute(0, 2, 1).split()
         for i in gl.static_range(2):
-            _store_across(Y, staging, row + i * HALF, col, halves[i])
+            _store_across(Y, staging, row + i * HALF, col, halves[i], epilogue)
 
 
-@gluon.jit(do_not_specialize=["M", "alone", "splits"])
+@gluon.jit(do_not_specialize=["M", "alone", "sharers"])
 def _tiles_kernel(
-    X, W, Y, partial, scale, zero_point, global_scale, bias, residual,
-    M, N, K, alone, splits, stride_sn, stride_residual,
+    X, W, Y, partial, counts, scale, zero_point, global_scale, bias, residual,
+    M, N, K, alone, sharers, stride_sn, stride_residual,
     FORM: gl.constexpr, TILE: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
     """``X``, ``W``, ``Y``: tensor maps of ``[M, K]``, the stored weight, and ``[M, N]``.
 
-    ``alone``, ``splits``: as in ``Items``. ``partial``: float32 for each part of a shared tile.
+    ``alone``, ``sharers``: as in ``Items``. ``partial``: float32 for each part of a shared tile. ``counts``:
+    ``COUNTS_BYTES`` of zeros, which they are again in the end.
     """
     ctx = GemmContext(X.block_shape[0], ROWS, 64, 1, 1, TILE.group_size_m)
     sched = ScheduleContext(M, N, K, ctx)
-    items = Items(sched, alone, gl.cdiv(K, BLOCK * (2 if FORM.bits == 4 else 1)), splits, SHARES)
+    if SHARES:
+        counts = counts.cast(gl.pointer_type(gl.int32), bitcast=True)
+    items = Items(sched, alone, gl.cdiv(K, BLOCK * (2 if FORM.bits == 4 else 1)), sharers, SHARES)
     x_slots = gl.allocate_shared_memory(X.dtype, [TILE.x_depth * TILE.panels, X.block_shape[0], PANEL], X.layout)
     w_slots = gl.allocate_shared_memory(W.dtype, [TILE.w_depth * 2, 64, BLOCK // 2], W.layout)
     x_full, x_empty = barriers(TILE.x_depth), barriers(TILE.x_depth)
@@ -402,15 +442,15 @@ def _tiles_kernel(
             (
                 _consume,
                 (
-                    Y, partial, scale, zero_point, global_scale, bias, residual, rings, staging.index(0), items,
-                    stride_sn, stride_residual, FORM, TILE, 0,
+                    Y, partial, counts, scale, zero_point, global_scale, bias, residual, rings, staging.index(0),
+                    items, stride_sn, stride_residual, FORM, TILE, 0,
                 ),
             ),
             (
                 _consume,
                 (
-                    Y, partial, scale, zero_point, global_scale, bias, residual, rings, staging.index(1), items,
-                    stride_sn, stride_residual, FORM, TILE, 1,
+                    Y, partial, counts, scale, zero_point, global_scale, bias, residual, rings, staging.index(1),
+                    items, stride_sn, stride_residual, FORM, TILE, 1,
                 ),
             ),
             (_produce, (X, W, rings, items, FORM, TILE)),

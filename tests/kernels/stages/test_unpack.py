@@ -126,6 +126,20 @@ def test_the_assembly_of_int8_halves() -> None:
         assert found == (16 * expected).view(torch.int32).tolist()
 
 
+@pytest.mark.parametrize("half", [0, 1])
+def test_the_assembly_that_scales(half: int) -> None:
+    """One rounding, of the exact product, for scales of any size and sign."""
+    program = unpack.PTX.value[f"scaled int4 bf16 {half}"]
+    scales = torch.tensor([0.0117, -0.0153, 1.0, -3.5e-12, 1.0e6]).bfloat16()
+    for scale in scales:
+        factors = [scale.float() * unpack._STEPS.value[half], scale.float() * (-8 * unpack.SCALED_BY.value)]
+        words = [each.bfloat16().view(torch.int16).item() & 0xFFFF for each in factors]
+        found = [execute(program, 2, word & 0xFFFF, *words) for word in BYTES.view(torch.int16).tolist()]
+        found_values = torch.tensor(found).reshape(-1).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+        expected = (halves(torch.float32, "int4")[half] * scale.float()).bfloat16()
+        assert torch.equal(found_values.float(), expected.float() * unpack.SCALED_BY.value)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_the_assembly_that_widens(format: str, dtype: str) -> None:
@@ -144,8 +158,8 @@ def run(assembly: str, outputs: int) -> list[list[int]]:
     return [[value - (value >> 31 << 32) for value in each] for each in zip(*found, strict=True)]
 
 
-def execute(assembly: str, outputs: int, word: int) -> list[int]:
-    registers = {f"${outputs}": word}
+def execute(assembly: str, outputs: int, *words: int) -> list[int]:
+    registers = {f"${outputs + index}": word for index, word in enumerate(words)}
 
     def value(operand: str) -> int:
         return registers[operand] if operand in registers else int(operand, 0)
@@ -155,6 +169,9 @@ def execute(assembly: str, outputs: int, word: int) -> list[int]:
         if lanes := re.fullmatch(r"{(.*), (.*)}, (.*)", operands):
             low, high, given = lanes.groups()
             registers |= {low: value(given) & 0xFFFF, high: value(given) >> 16}
+        elif lanes := re.fullmatch(r"(.*), {(.*), (.*)}", operands):
+            to, low, high = lanes.groups()
+            registers[to] = value(low) | value(high) << 16
         elif name != ".reg":
             to, *rest = (operand.strip() for operand in operands.split(","))
             registers[to] = OPERATIONS[name.split(".")[0]](*map(value, rest), *name.split(".")[1:]) & 0xFFFFFFFF
@@ -177,7 +194,15 @@ def in_lanes(a: int, b: int, kind: str, factor: bool) -> int:
     return (first * second if factor else first - second).view(torch.int32).item() & 0xFFFFFFFF
 
 
+def fused(a: int, b: int, c: int, _rounding: str, _kind: str) -> int:
+    """Exact in float64: bfloat16 values of few steps each."""
+    values = [torch.tensor(list(struct.pack("<I", each)), dtype=torch.uint8).view(torch.bfloat16) for each in (a, b, c)]
+    first, second, third = (each.double() for each in values)
+    return (first * second + third).bfloat16().view(torch.int32).item() & 0xFFFFFFFF
+
+
 OPERATIONS = {
+    "fma": fused,
     "prmt": prmt,
     "lop3": lop3,
     "mov": lambda a, _type: a,
