@@ -200,6 +200,15 @@ def test_products_of_fp8_are_computed_while_others_are_added(results: list[Resul
     assert not any(waits.values()), waits
 
 
+def test_slots_are_given_back_when_loads_of_them_have_ended(results: list[Result]) -> None:
+    """The assembler lets loads end after an arrival at a barrier if what needs their values can come later, too."""
+    found = [r for r in of(results, "sm_90") if "unfinished_loads" in r]
+    many = {"_tiles_kernel", "_int4_int8_many_kernel", "_grouped_hopper_kernel", "_grouped_weight_hopper_kernel"}
+    few = {f"_int4_int8_{rows}_kernel" for rows in ("few", "layer", "row")}
+    assert {r["kernel"] for r in found} >= many | few | {"_gemm_hopper_kernel", "_quant_linear_hopper_kernel"}
+    assert not {r["case"]: r["unfinished_loads"] for r in found if r["unfinished_loads"]}
+
+
 @EVERY_TARGET
 def test_functions_of_a_norm_add_up_a_row_in_one_order(target: str, results: list[Result]) -> None:
     sums: dict[tuple[str, ...], list[list[str]]] = {}

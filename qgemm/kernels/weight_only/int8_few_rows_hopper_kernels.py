@@ -157,9 +157,13 @@ def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, read
     else:
         own_x_scale = gl.load(x_scale + m, mask=m < M, other=0.0)
     step = 0
+    # Of the step before. It is given back in the next step, or after the last one: within its own the assembler would
+    # let loads end after that, since what multiplies their values may wait, and TMA doesn't wait for loads.
+    slot = step
     for tile in range(start, gl.cdiv(weights.N, ROWS), stride):
         sums = gl.zeros([WARPS, ROWS, COLS], SUMS, layout)
         for k in range(steps):
+            mbarrier.arrive(empty.index(slot), count=1, pred=k > 0)
             slot = step % STAGES
             if GROUPS:
                 # Those of the next step: from memory they take as long as a step.
@@ -184,10 +188,10 @@ def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, read
                     sums = gl.fma(made.to(gl.float32), scale, sums)
                 else:
                     sums = mma_v2(a, b, sums)
-            mbarrier.arrive(empty.index(slot), count=1)
             if GROUPS:
                 scales = next_scales
             step += 1
+        mbarrier.arrive(empty.index(slot), count=1)
         total = gl.sum(gl.convert_layout(sums, gathered), 0)
         n = tile * ROWS + out_rows
         out = weights.finish(total, own_x_scale, of_rows)

@@ -291,7 +291,10 @@ def _multiply(sums, scales, weights, ring, share, a_rows, own, after, step):
 
 @gluon.jit
 def _hand_over(sums, handed, share, turn):
-    """The owner's ``sums`` plus those of the other consumers that share its rows, which hand theirs over."""
+    """The owner's ``sums`` plus those of the other consumers that share its rows, which hand theirs over.
+
+    The owner calls ``_take`` when it has stored them.
+    """
     others, given, taken = handed
     PIECES: gl.constexpr = len(sums)
     if share.first_block > 0:
@@ -309,8 +312,15 @@ def _hand_over(sums, handed, share, turn):
                 found = others.index(at * PIECES + i).load(sums[i].type.layout)
                 both = both + (sums[i] + found.to(sums[i].dtype, bitcast=True),)
             sums = both
-            mbarrier.arrive(taken.index(at), count=1)
     return sums
+
+
+@gluon.jit
+def _take(handed, share):
+    """Lets the others hand over again: an owner whose sums are stored has loaded all of theirs."""
+    _, _, taken = handed
+    for split in gl.static_range(share.splits - 1):
+        mbarrier.arrive(taken.index(split * share.owners + share.owner), count=1)
 
 
 @gluon.jit
@@ -383,6 +393,8 @@ def _consume_many(
                 sum_of_parts = partial_sums.add_up(item, sums, i) if items.cut else sums[i]
                 m = tile_m * x.shape[1] + i * PIECE
                 _store_sums(C, staging.index(OWNER), sum_of_parts, weights, of_rows, x_scale, m, first, M)
+        if SPLITS > 1 and STORES:
+            _take(handed, share)
     tma.store_wait(0)
 
 
