@@ -302,18 +302,6 @@ def barriers_in_staging(ptx: str, config: GemmConfig) -> int:
     )
 
 
-def given_back_early(ptx: str) -> int:
-    """How often a slot of shared memory is given back between loads of it and the first product of what they loaded.
-
-    TMA may then write it while loads aren't finished: the assembler moves what they are needed for past the arrival.
-    """
-    found, loaded = 0, False
-    for each in re.findall(r"ld\.shared|wgmma\.mma_async|mbarrier\.arrive\.shared", ptx):
-        found += loaded and each == "mbarrier.arrive.shared"
-        loaded = each == "ld.shared" or (loaded and each != "wgmma.mma_async")
-    return found
-
-
 def layouts_of_sums(ttgir: str) -> list[str]:
     """How what is reduced to a float32 number is spread over threads."""
     layouts = dict(re.findall(r"(#\w+) = (#ttg\.\w+<.*>)", ttgir))
@@ -378,8 +366,6 @@ def measured(launched: Launched, label: str, config: GemmConfig | None, target: 
         result = {key: len(re.findall(pattern, assembly)) for key, pattern in INSTRUCTIONS.items()}
         result |= {"spilled": spilled(compiled, target), "shared": compiled.metadata.shared}
         result["sums"] = layouts_of_sums(compiled.asm["ttgir"])
-        if launched.kernel == "_tiles_kernel":
-            result["given_back_early"] = given_back_early(assembly)
         if label.startswith("fp8") and "hopper" in launched.kernel:
             result["waits_more"] = waits_more(compiled)
         if target.arch == 90 and "mbarrier.arrive.shared" in assembly:

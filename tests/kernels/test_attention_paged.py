@@ -172,7 +172,8 @@ def test_only_own_and_visible_keys_count(paged: int, function: Attention, device
     wanted = function(**given, window=20)
     place = torch.arange(110, device=device) if given["pages"] is None else given["pages"]
     if paged > 1:
-        rows = [place[row, i // paged] * paged + i % paged for row, i in ((0, torch.arange(60)), (1, torch.arange(50)))]
+        i = torch.arange(60, device=device)
+        rows = [place[row, j // paged] * paged + j % paged for row, j in ((0, i), (1, i[:50]))]
         place = torch.cat(rows).long()
     seen = torch.cat([place[40:60], place[60 + 28 :]])
     for name in ("k", "v"):

@@ -100,12 +100,6 @@ def test_stored_weights_are_multiplied_on_tensor_cores(results: list[Result]) ->
         assert r["mma_sync"] or r["kernel"] != "_few_rows_kernel", r["case"]
 
 
-def test_slots_of_weights_are_given_back_after_products_have_started(results: list[Result]) -> None:
-    tiles = [r for r in of(results, "sm_90", "weight_only tiles") if r["kernel"] == "_tiles_kernel"]
-    assert tiles
-    assert not [r["case"] for r in tiles if r["given_back_early"]]
-
-
 def test_hoppers_kernel_copies_by_descriptor_and_multiplies_from_shared_memory(results: list[Result]) -> None:
     for r in of(results, "sm_90", "hopper", "linear hopper", "grouped hopper"):
         assert all(r[name] for name in ("wgmma", "tma_load", "tma_store")), r["case"]
