@@ -1,6 +1,7 @@
 """Continuous batching of models with ``fast_generate`` runs through ``paged_attention``, with ``generate``'s tokens."""
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -127,6 +128,20 @@ def test_a_copy_batches_by_itself(calls: list[tuple[int, int]]) -> None:
     assert in_batches(copied) == one_by_one(model)
     assert calls
     assert model.config._attn_implementation == copied.config._attn_implementation == "sdpa"
+
+
+def test_a_model_that_was_pickled_is_as_transformers_has_it(calls: list[tuple[int, int]]) -> None:
+    model: Any = qgemm.fast_generate(FAMILIES["llama"]().model.to(DEVICE))
+    memory = io.BytesIO()
+    torch.save(model, memory)
+    memory.seek(0)
+    again = torch.load(memory, weights_only=False)
+    expected = one_by_one(model)
+    assert in_batches(again) == expected
+    assert one_by_one(again) == expected
+    assert not calls
+    assert in_batches(qgemm.fast_generate(again)) == expected
+    assert calls
 
 
 def test_other_attention_is_left_to_transformers(calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ own flash attention only: ``_start`` turns them on. Without them the host lists 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from types import MethodType
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
 
@@ -140,6 +142,7 @@ def use_in_batches(model: Any, enabled: bool) -> None:
         del attributes[_START]
 
 
+@functools.wraps(GenerationMixin.init_continuous_batching)  # whose name pickle finds it by
 def _start(model: Any, *arguments: Any, **options: Any) -> Any:
     """``init_continuous_batching``, with that attention until its manager stops."""
     before = model.config._attn_implementation
