@@ -1,6 +1,7 @@
 """Continuous batching of models with ``fast_generate`` runs through ``paged_attention``, with ``generate``'s tokens."""
 
 import copy
+import functools
 import io
 from typing import Any
 
@@ -174,5 +175,8 @@ def test_a_forward_of_its_own_meanwhile_is_refused() -> None:
     model: Any = qgemm.fast_generate(FAMILIES["llama"]().model.to(DEVICE))
     model.init_continuous_batching(generation_config=SETTINGS, continuous_batching_config=small())
     assert model.config._attn_implementation == PAGED_ATTENTION
-    with pytest.raises(ValueError, match="runs continuous batching"):
-        model(torch.tensor([PROMPTS[0]], device=DEVICE))
+    ids = torch.tensor([PROMPTS[0]], device=DEVICE)
+    for call in (model, functools.partial(model.generate, generation_config=SETTINGS)):
+        with pytest.raises(ValueError, match="runs continuous batching"):
+            call(ids)
+    assert model.config._attn_implementation == PAGED_ATTENTION

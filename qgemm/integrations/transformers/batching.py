@@ -26,12 +26,13 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
 
-from qgemm.integrations.transformers.cache import ATTENTION
+from qgemm.integrations.transformers.cache import ATTENTION, fits_key_value_cache
 
 # 5.19 and later have no prefix for attention of a paged cache.
 PAGED_ATTENTION = ("paged|" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "") + ATTENTION + "_flash"
 _UPDATES_ARGUMENTS = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters  # from 5.19 on
 _START = "init_continuous_batching"
+_RUNNING = "the model runs continuous batching, whose attention needs its cache: stop it first, or call another model"
 MAX_PAGES = 32
 """Of a request whose steps come with tables of pages, as transformers has it for its own flash attention."""
 
@@ -67,14 +68,12 @@ def attention(
     ``key``, ``value``: of the same tokens, which the cache doesn't have yet. Raises ``ValueError`` without a ``cache``.
     """
     if cache is None:
-        raise ValueError(
-            "the model runs continuous batching, whose attention needs its cache: stop it first, or call another model"
-        )
+        raise ValueError(_RUNNING)
     size = value.shape[-1]
     if size != query.shape[-1]:
         value = F.pad(value, (0, query.shape[-1] - size))
     layer = _layer_of(cache, module.layer_idx)
-    max_queries: int = batch.get("max_seqlen_q", batch.get("max_length_q", 1))  # renamed in 5.20
+    max_queries: int = batch.get("max_seqlen_q", batch.get("max_length_q", 1))  # renamed in 5.19
     max_keys: Any = batch.get("max_seqlen_k", batch.get("max_length_k", 1))
     key_starts = batch["cu_seq_lens_k"]
     if isinstance(key_starts, dict):
@@ -106,19 +105,22 @@ def attention(
     return out[..., :size].unsqueeze(0), None
 
 
+def check_no_batches(model: Any) -> None:
+    """Raises ``ValueError`` while ``model`` runs continuous batching through ``paged_attention``."""
+    if model.config._attn_implementation == PAGED_ATTENTION:
+        raise ValueError(_RUNNING)
+
+
 def _layer_of(cache: Any, layer: int) -> _Layer:
     if hasattr(cache, "layer_to_allocator"):
         allocator = cache.layer_to_allocator[layer]
-        group, window = allocator.index, getattr(allocator, "sliding_window", 0)
-    else:  # 5.17
-        group, place = cache.layer_index_to_group_indices[layer]
-        window = 0 if cache.sliding_windows[layer] == 1 else cache.sliding_windows[layer]
-    if window:
+        if window := getattr(allocator, "sliding_window", 0):
+            return _Layer("sliding_attention", allocator.index, window, None, None)
+        return _Layer("full_attention", allocator.index, 0, *allocator.get_cache_for_block_table(layer))
+    group, place = cache.layer_index_to_group_indices[layer]  # 5.17
+    if (window := cache.sliding_windows[layer]) != 1:
         return _Layer("sliding_attention", group, window, None, None)
-    if hasattr(cache, "layer_to_allocator"):
-        k, v = allocator.get_cache_for_block_table(layer)
-    else:
-        k, v = (each[place].unflatten(0, (-1, cache.block_size)) for each in (cache.key_cache, cache.value_cache))
+    k, v = (each[place].unflatten(0, (-1, cache.block_size)) for each in (cache.key_cache, cache.value_cache))
     return _Layer("full_attention", group, 0, k, v)
 
 
@@ -180,8 +182,7 @@ def _waits(model: PreTrainedModel) -> bool:
 
 def _is_covered(model: PreTrainedModel, attention: str) -> bool:
     """Whether attention can be replaced, and neither the caller nor transformers chooses a flash attention."""
-    config: Any = model.config.get_text_config(decoder=True)
-    if not model._supports_attention_backend or getattr(config, "kv_lora_rank", None) is not None:
+    if not fits_key_value_cache(model):
         return False
     if attention == ATTENTION:
         return True

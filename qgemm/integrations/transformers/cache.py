@@ -39,6 +39,13 @@ def check_cache_dtype(name: str, dtype: torch.dtype | None) -> None:
         raise ValueError(f"{name} is {dtype}; it must be one of {names}, or None")
 
 
+def fits_key_value_cache(model: Any) -> bool:
+    """Whether attention of ``model`` can be replaced, and isn't latent, with keys of another size than values."""
+    config: Any = model.config.get_text_config(decoder=True)
+    replaceable: bool = model._supports_attention_backend
+    return replaceable and getattr(config, "kv_lora_rank", None) is None
+
+
 class Tokens:
     """How many tokens a cache holds, on the device and on the host, and where each of its sequences begins."""
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache
+from qgemm.integrations.transformers.batching import check_no_batches
+from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache, fits_key_value_cache
 from qgemm.integrations.transformers.generate.covered import NotCovered
 
 
@@ -139,7 +140,7 @@ class StaticContext:
 
 def make_context(model: PreTrainedModel, batch: int, capacity: int, dtype: torch.dtype | None) -> Context:
     """A new cache for ``batch`` sequences of up to ``capacity`` tokens; ``dtype`` as of KeyValueCache."""
-    if _fits_key_value_cache(model):
+    if fits_key_value_cache(model):
         with contextlib.suppress(ValueError):
             cache = KeyValueCache(model.config, batch, capacity, dtype, model.device)
             return KeyValueContext(cache, batch, model.device)
@@ -159,7 +160,11 @@ def use_context(cache: Cache, model: PreTrainedModel, batch: int) -> Context:
 
 @contextlib.contextmanager
 def attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
-    """With the attention of that name, whatever ``model`` has otherwise."""
+    """With the attention of that name, whatever ``model`` has otherwise.
+
+    Raises ``ValueError`` while ``model`` runs continuous batching.
+    """
+    check_no_batches(model)
     before = model.config._attn_implementation
     if attention == before:
         yield
@@ -169,10 +174,3 @@ def attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(before)
-
-
-def _fits_key_value_cache(model: PreTrainedModel) -> bool:
-    """Attention can be replaced, and isn't a latent one, where keys have another size than values."""
-    config: Any = model.config.get_text_config(decoder=True)
-    replaceable: bool = model._supports_attention_backend
-    return replaceable and getattr(config, "kv_lora_rank", None) is None
