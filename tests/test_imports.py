@@ -57,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.kernels.stages",
         "qgemm.kernels.launch",
         "qgemm.kernels.checks",
+        "qgemm.kernels.cpu",
         "qgemm.numerics",
     },
     "qgemm.kernels.rotary": {

@@ -94,7 +94,7 @@ PROVIDERS = {
         Provider("bf16", _float),
         Provider("bf16 compiled", _float, STATIC_CACHE, (DECODE, FIRST_TOKEN)),
         Provider("qgemm", _qgemm),
-        Provider("qgemm int8 cache", _qgemm_int8_cache, measures=(DECODE,)),
+        Provider("qgemm int8 cache", _qgemm_int8_cache, measures=(DECODE, SERVE)),
         Provider("qgemm int4", _qgemm_int4, measures=(PREFILL, DECODE, SERVE, FIRST_TOKEN), is_coarse=True),
         Provider("qgemm int4-int8", _qgemm_int4_int8, measures=(PREFILL, DECODE, SERVE, FIRST_TOKEN), is_coarse=True),
         Provider("torchao int8", _torchao, STATIC_CACHE, (PREFILL, DECODE, SERVE, FIRST_TOKEN), "torchao"),

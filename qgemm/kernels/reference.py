@@ -374,6 +374,8 @@ def paged_attention_reference(
     key_starts: Tensor,
     *,
     pages: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -385,12 +387,15 @@ def paged_attention_reference(
     bounds = zip(pairwise(query_starts.tolist()), pairwise(key_starts.tolist()), strict=True)
     for row, ((first, end), (first_key, end_key)) in enumerate(bounds):
         places: Any = slice(first_key, end_key)
-        if k.ndim == 4 and pages is not None:
+        if pages is not None and pages.ndim == 2:
             i = torch.arange(end_key - first_key, device=q.device)
             places = pages[row, i // k.shape[1]], i % k.shape[1]
         elif pages is not None:
             places = pages[places]
+            places = places if k.ndim == 3 else (places // k.shape[1], places % k.shape[1])
         keys, values = (each[places].transpose(0, 1)[None] for each in (k, v))
+        for name, scales in (("k_scale", k_scale), ("v_scale", v_scale)):
+            options[name] = None if scales is None else scales[places].mT[None]
         length = torch.tensor([end_key - first_key], dtype=torch.int32, device=q.device)
         out[first:end] = decode_attention_reference(q[None, first:end], keys, values, length, **options)[0]
     return out

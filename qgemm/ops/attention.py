@@ -1,8 +1,9 @@
 """Attention to a cache of keys and values, without gradients.
 
 - ``decode_attention(q, k, v, k_scale, v_scale, length, start, sinks, scale, softcap, window, max_length)``.
-- ``paged_attention(q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys)``.
-- ``store_in_pages(key, value, k, v, key_starts, pages)``, which changes ``k`` and ``v``.
+- ``paged_attention(q, k, v, k_scale, v_scale, query_starts, key_starts, pages, sinks, scale, softcap, window,
+  max_queries, max_keys)``.
+- ``store_in_pages(key, value, k, v, k_scale, v_scale, key_starts, pages)``, which changes ``k``, ``v`` and the scales.
 """
 
 from typing import Any
@@ -13,6 +14,7 @@ from qgemm.kernels.attention import dispatch
 from qgemm.kernels.attention.checks import (
     AttentionCall,
     PagedCall,
+    StoreCall,
     check_decode_attention,
     check_paged_attention,
     check_store_in_pages,
@@ -40,6 +42,14 @@ def _fake_paged(*arguments: Any) -> Tensor:
     return call.q.new_empty(call.q.shape)
 
 
+def _store_in_pages(*arguments: Any) -> None:
+    dispatch.store(StoreCall(*arguments))
+
+
+def _fake_store(*arguments: Any) -> None:
+    check_store_in_pages(StoreCall(*arguments))
+
+
 def _no_backward(ctx: Any, wanted: tuple[bool, ...], *grads: Tensor) -> Any:
     raise NotImplementedError(
         "attention to a cache has no gradient: train with torch.nn.functional.scaled_dot_product_attention"
@@ -56,8 +66,9 @@ operator(
     backward=_no_backward,
 )
 operator(
-    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor query_starts, Tensor key_starts, Tensor? pages, "
-    "Tensor? sinks, float scale, float softcap, int window, SymInt max_queries, SymInt max_keys) -> Tensor",
+    "paged_attention(Tensor q, Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor query_starts, "
+    "Tensor key_starts, Tensor? pages, Tensor? sinks, float scale, float softcap, int window, SymInt max_queries, "
+    "SymInt max_keys) -> Tensor",
     cpu=_paged_attention,
     cuda=_paged_attention,
     fake=_fake_paged,
@@ -65,8 +76,9 @@ operator(
     backward=_no_backward,
 )
 operator(
-    "store_in_pages(Tensor key, Tensor value, Tensor(a!) k, Tensor(b!) v, Tensor key_starts, Tensor pages) -> ()",
-    cpu=dispatch.store_in_pages,
-    cuda=dispatch.store_in_pages,
-    fake=check_store_in_pages,
+    "store_in_pages(Tensor key, Tensor value, Tensor(a!) k, Tensor(b!) v, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
+    "Tensor? key_starts, Tensor pages) -> ()",
+    cpu=_store_in_pages,
+    cuda=_store_in_pages,
+    fake=_fake_store,
 )

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import gc
 import io
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from families import FAMILIES, VOCABULARY
 from families.mixtures import MIXTURES
 from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.utils import import_utils
 
 import qgemm
@@ -74,7 +77,7 @@ def test_tokens_are_those_of_generate(family: str, fused: bool, calls: list[tupl
 
 
 @pytest.mark.slow
-def test_padded_batches(calls: list[tuple[int, int]]) -> None:
+def test_padded_batches(calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers has them for CUDA graphs: with tokens, requests and keys that aren't there."""
     model: Any = FAMILIES["llama"]().model.to(DEVICE)
     expected = one_by_one(model)
@@ -82,9 +85,61 @@ def test_padded_batches(calls: list[tuple[int, int]]) -> None:
     config.q_padding_interval_size, config.kv_padding_interval_size = 4, 16
     config.varlen_compile_config = CompileConfig(backend="eager", mode=None, fullgraph=False, dynamic=True)
     config.decode_compile_config = config.varlen_compile_config
+    warmed, warm_up = [], ModelRunner.run_one_warmup
+    monkeypatch.setattr(
+        ModelRunner, "run_one_warmup", lambda self, **given: (warmed.append(given), warm_up(self, **given))[1]
+    )
     assert in_batches(qgemm.fast_generate(model), continuous_batching_config=config) == expected
     assert (1, 2) in calls
     assert (1, 1) not in calls
+    # The cache has room for 256 keys, and would be read whole.
+    assert (16, 16) in {(given["num_q_tokens"], given["max_kv_read"]) for given in warmed}
+    assert max(given["max_kv_read"] or 0 for given in warmed) == 16
+
+
+def test_int8_takes_half_the_memory_and_can_be_forked() -> None:
+    model: Any = FAMILIES["llama"]().model.to(DEVICE)
+    settings = copy.deepcopy(SETTINGS)
+    settings.num_return_sequences, settings.do_sample, settings.top_k = 2, True, 1
+    sizes, answers = [], []
+    for dtype in (None, torch.int8):
+        qgemm.fast_generate(model, cache_dtype=dtype)
+        options = {"generation_config": settings, "continuous_batching_config": small()}
+        with model.continuous_batching_context_manager(**options) as manager:
+            cache = manager.batch_processor.cache
+            kept = [cache.cache_tensor] if hasattr(cache, "cache_tensor") else cache.key_cache + cache.value_cache
+            sizes.append(sum(each.nbytes for each in kept))
+            manager.add_requests(PROMPTS)
+            results = [manager.get_result(timeout=60) for _ in range(2 * len(PROMPTS))]
+        answers.append(sorted((result.request_id.partition("__")[0], result.generated_tokens) for result in results))
+    assert sizes[1] <= 0.51 * sizes[0]
+    assert answers[1] == answers[0]
+
+
+@pytest.mark.slow(quick=["llama-True"])
+@pytest.mark.parametrize("tables", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mistral"])
+def test_int8(family: str, tables: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the memory, and the logits of each token are close to those of the float cache."""
+    model: Any = (FAMILIES | MIXTURES)[family]().model.to(DEVICE)
+    dtypes: set[torch.dtype] = set()
+    run = dispatch.attend_paged
+    monkeypatch.setattr(dispatch, "attend_paged", lambda call: (dtypes.add(call.k.dtype), run(call))[1])
+    config = small()
+    if not tables:
+        config.max_blocks_per_request = 0
+    qgemm.fast_generate(model, cache_dtype=torch.int8)
+    found = in_batches(model, continuous_batching_config=config)
+    if family == "mistral":  # windows
+        assert dtypes == {torch.float32}
+    else:
+        assert torch.int8 in dtypes  # with CUDA graphs, prompts read their keys there as well
+    qgemm.fast_generate(model, enabled=False)
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        ids = torch.tensor([prompt + tokens], device=DEVICE)
+        logits = model(ids).logits[0, len(prompt) - 1 : -1]
+        chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        assert (logits.amax(1) - chosen).max() <= 0.05 * logits.std()
 
 
 def test_a_model_with_the_attention_of_the_cache(calls: list[tuple[int, int]]) -> None:
@@ -107,6 +162,24 @@ def test_a_manager_that_is_kept_is_used_again(calls: list[tuple[int, int]]) -> N
         assert calls or (turn and DEVICE == "cuda")  # which replays graphs
         assert model.config._attn_implementation == "sdpa"
     model.destroy_cached_continuous_batching_manager()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int8])
+def test_memory_is_free_after_batches(dtype: torch.dtype | None) -> None:
+    """Without the garbage collector, which may come late."""
+    model: Any = qgemm.fast_generate(FAMILIES["llama"]().model.to(DEVICE), cache_dtype=dtype)
+    options = {"generation_config": SETTINGS, "continuous_batching_config": small()}
+    gc.collect()
+    gc.disable()
+    try:
+        with model.continuous_batching_context_manager(**options) as manager:
+            processor = manager.batch_processor
+            kept = [weakref.ref(each) for each in (manager, processor, processor.cache, processor.model_runner)]
+            del processor
+        del manager
+        assert [each() for each in kept] == [None] * len(kept)
+    finally:
+        gc.enable()
 
 
 def test_tables_are_left_out_where_they_are_not_wanted(calls: list[tuple[int, int]]) -> None:

@@ -6,7 +6,7 @@ import torch
 from assumed_devices import META, Case
 
 from qgemm.kernels.attention import launcher
-from qgemm.kernels.attention.checks import AttentionCall, PagedCall
+from qgemm.kernels.attention.checks import AttentionCall, PagedCall, StoreCall
 
 ATTEND, PAGED = ("_attend_kernel",), ("_attend_paged_kernel",)
 BF16, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -36,9 +36,12 @@ def attention_cases() -> Iterator[Case]:
     yield Case("attention one block", lambda: attend(16, 64, 8, 256, BF16, False, B=1, L=32), only=ATTEND)
     # Decoding, prompts, every option at once, and the largest heads.
     yield Case("attention pages", lambda: attend_pages(1, 16, 128, BF16))
-    yield Case("attention pages of 256", lambda: attend_pages(1, 64, 128, BF16, page=256), only=PAGED)
+    yield Case("attention tables", lambda: attend_pages(1, 64, 128, BF16, page=256), only=PAGED)
+    yield Case("attention tables int8", lambda: attend_pages(1, 64, 128, BF16, page=256, int8=True), only=PAGED)
     yield Case("attention pages store", lambda: store_pages(64, 128, BF16))
+    yield Case("attention pages store int8", lambda: store_pages(64, 128, BF16, int8=True))
     yield Case("attention pages prompt", lambda: attend_pages(2048, 1, 128, BF16, paged=False), only=PAGED)
+    yield Case("attention pages prompt int8", lambda: attend_pages(512, 64, 128, BF16, int8=True), only=PAGED)
     yield Case("attention pages options", lambda: attend_pages(64, 64, 80, HALF, window=1024, softcap=30.0), only=PAGED)
     yield Case("attention pages 256", lambda: attend_pages(64, 64, 256, HALF), only=PAGED)
     yield Case("attention pages 512", lambda: attend_pages(64, 64, 512, BF16), only=PAGED)
@@ -61,20 +64,24 @@ def attend(
 
 def attend_pages(
     queries: int, B: int, D: int, dtype: torch.dtype,
-    paged: bool = True, page: int = 0, window: int = 0, softcap: float = 0.0,
+    paged: bool = True, page: int = 0, window: int = 0, softcap: float = 0.0, int8: bool = False,
 ) -> None:  # fmt: skip
     q = torch.empty(B * queries, 32, D, dtype=dtype, device=META)
-    k, v = torch.empty(2, *([512, page] if page else [8192]), 8, D, dtype=dtype, device=META)
+    k, v = torch.empty(2, *([512, page] if page else [8192]), 8, D, dtype=torch.int8 if int8 else dtype, device=META)
+    scale = torch.empty(k.shape[:-1], device=META) if int8 else None
     starts = torch.empty(B + 1, dtype=torch.int32, device=META)
     pages = torch.empty(B * 4096, dtype=torch.int64, device=META) if paged else None
     if page:
         pages = torch.empty(B, 32, dtype=torch.int32, device=META)
     sinks = torch.empty(32, device=META) if window else None
-    launcher.paged_attention(PagedCall(q, k, v, starts, starts, pages, sinks, D**-0.5, softcap, window, queries, 4096))
+    call = PagedCall(q, k, v, scale, scale, starts, starts, pages, sinks, D**-0.5, softcap, window, queries, 4096)
+    launcher.paged_attention(call)
 
 
-def store_pages(B: int, D: int, dtype: torch.dtype) -> None:
+def store_pages(B: int, D: int, dtype: torch.dtype, int8: bool = False) -> None:
     key, value = torch.empty(2, B, 8, D, dtype=dtype, device=META)
-    k, v = torch.empty(2, 512, 256, 8, D, dtype=dtype, device=META)
+    k, v = torch.empty(2, 512, 256, 8, D, dtype=torch.int8 if int8 else dtype, device=META)
+    scale = torch.empty(k.shape[:-1], device=META) if int8 else None
     starts = torch.empty(B + 1, dtype=torch.int32, device=META)
-    launcher.store_in_pages(key, value, k, v, starts, torch.empty(B, 32, dtype=torch.int32, device=META))
+    tables = torch.empty(B, 32, dtype=torch.int32, device=META)
+    launcher.store_in_pages(StoreCall(key, value, k, v, scale, scale, starts, tables))

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from qgemm.kernels import decode_attention, paged_attention, store_in_pages
 from qgemm.kernels.attention import launcher
-from qgemm.kernels.attention.checks import PagedCall
+from qgemm.kernels.attention.checks import PagedCall, StoreCall
 from qgemm.kernels.launch.plans import plans
-from qgemm.kernels.reference import paged_attention_reference
+from qgemm.kernels.reference import paged_attention_reference, quantize_rows_reference
 from tests.kernels.devices import H200
 
 
@@ -25,6 +25,8 @@ def kernels(
     max_queries: int,
     max_keys: int,
     pages: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -32,14 +34,24 @@ def kernels(
 ) -> Tensor:
     """The kernels themselves (interpreted on a CPU)."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    call = PagedCall(q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys)
+    starts = (query_starts, key_starts)
+    call = PagedCall(q, k, v, k_scale, v_scale, *starts, pages, sinks, scale, softcap, window, max_queries, max_keys)
     return launcher.paged_attention(call)
+
+
+def store_kernel(
+    key: Tensor, value: Tensor, k: Tensor, v: Tensor, key_starts: Tensor | None, pages: Tensor,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+) -> None:  # fmt: skip
+    """The kernel itself."""
+    launcher.store_in_pages(StoreCall(key, value, k, v, k_scale, v_scale, key_starts, pages))
 
 
 # And what a user's call runs.
 FUNCTIONS = pytest.mark.parametrize("function", [kernels, paged_attention], ids=["kernels", "user"])
 PAGED = pytest.mark.parametrize("paged", [0, 1, 16], ids=["in order", "places", "pages"])
-STORES = pytest.mark.parametrize("store", [launcher.store_in_pages, store_in_pages], ids=["kernel", "user"])
+HEADS_FIRST = pytest.mark.parametrize("heads_first", [False, True], ids=["", "heads first"])
+STORES = pytest.mark.parametrize("store", [store_kernel, store_in_pages], ids=["kernel", "user"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 
 Attention = Callable[..., Tensor]
@@ -83,6 +95,26 @@ def batch(
     }  # fmt: skip
 
 
+def in_int8(given: dict[str, Any], heads_first: bool = False) -> dict[str, Any]:
+    """The same with int8 keys and values. ``heads_first``: in a page, with its scales after them, as in batches."""
+    found = dict(given)
+    for name in ("k", "v"):
+        numbers, scale = quantize_rows_reference(given[name])
+        if heads_first and numbers.ndim == 4:
+            P, keys, heads, D = numbers.shape
+            held = torch.full((P, heads * keys * (D + 4) + 8), 77, dtype=torch.int8, device=scale.device)
+            ends = heads * keys * D, heads * keys * (D + 4)
+            moved = (
+                held[:, : ends[0]].view(P, heads, keys, D).transpose(1, 2),
+                held[:, ends[0] : ends[1]].view(torch.float32).unflatten(1, (heads, keys)).transpose(1, 2),
+            )
+            for each, values in zip(moved, (numbers, scale), strict=True):
+                each.copy_(values)
+            numbers, scale = moved
+        found |= {name: numbers, f"{name}_scale": scale}
+    return found
+
+
 def assert_accurate(function: Attention, **arguments: Any) -> Tensor:
     """The error against float64 is at most twice that of the reference, and what rounding the weights may add."""
     out = function(**arguments)
@@ -90,11 +122,14 @@ def assert_accurate(function: Attention, **arguments: Any) -> Tensor:
     assert out.is_contiguous()
     assert (out.dtype, out.shape) == (q.dtype, q.shape)
     options = {name: value for name, value in arguments.items() if not name.startswith("max_")}
-    doubled = options | {name: options[name].double() for name in ("q", "k", "v")}
+    doubled = options | {name: options[name].double() for name in ("q", "k", "v") if options[name].is_floating_point()}
+    doubled |= {"q": q.double()}
     exact = paged_attention_reference(**doubled)
     error_of_reference = (paged_attention_reference(**options).double() - exact).abs().max()
     magnitudes = paged_attention_reference(**doubled | {"v": v.double().abs()}).max()
     rounding = torch.finfo(q.dtype).eps / 2
+    if "k_scale" in arguments:  # weights are float16, queries have 16 bits
+        rounding = max(rounding, 2.0**-11)
     assert (out.double() - exact).abs().max() <= 2 * error_of_reference + (rounding + 2.0**-22) * magnitudes
     return out
 
@@ -115,6 +150,7 @@ def test_dtypes(paged: int, dtype: torch.dtype, function: Attention, device: tor
         ([1], [200], 3, 3, 80),  # as many heads of keys; D is no power of 2
         ([70], [70], 4, 1, 32),  # a prompt: more rows than a program takes
         ([33, 0, 1, 0], [150, 0, 90, 0], 8, 2, 32),  # a part of a prompt, sequences with nothing, a new token
+        ([0, 16, 16, 17, 1, 33, 9], [0, 16, 40, 17, 3, 70, 9], 4, 1, 32),  # blocks that are full, or hold a row more
         ([2, 1], [40, 33], 71, 1, 64),  # more rows of one query than a program takes
         ([1, 4], [40, 33], 2, 2, 256),
         ([1, 2], [40, 33], 4, 1, 512),
@@ -147,6 +183,17 @@ def test_options(options: dict[str, Any], queries: list[int], function: Attentio
     if "sinks" in options:
         options = options | {"sinks": torch.randn(4, device=device)}
     assert_accurate(function, **batch(queries, [110, 150, 1], device), **options)
+
+
+@FUNCTIONS
+@PAGED
+@HEADS_FIRST
+@pytest.mark.parametrize("options", [{}, {"window": 30, "softcap": 5.0}], ids=["", "options"])
+def test_int8(
+    options: dict[str, Any], heads_first: bool, paged: int, function: Attention, device: torch.device
+) -> None:
+    given = batch([1, 3, 20, 0, 40], [90, 60, 20, 0, 70], device, Hq=6, Hkv=3, D=48, paged=paged)
+    assert_accurate(function, **in_int8(given, heads_first), **options)
 
 
 @FUNCTIONS
@@ -229,10 +276,10 @@ def test_the_same_bits_every_time(function: Attention, device: torch.device) -> 
     assert torch.equal(function(**given), function(**given))
 
 
-def test_one_plan_for_all_lengths_and_numbers_of_tokens(device: torch.device) -> None:
+def test_one_plan_for_all_lengths_up_to_a_power_of_two(device: torch.device) -> None:
     kernels(**batch([60, 1], [60, 64], device))
     before = len(plans)
-    for queries, keys in (([33, 0], [33, 12]), ([64, 64], [64, 64])):
+    for queries, keys in (([33, 0], [33, 12]), ([20, 44], [64, 64])):
         kernels(**batch(queries, keys, device))
     assert len(plans) == before
 
@@ -253,8 +300,8 @@ def test_parts_fill_the_device(
     monkeypatch.setattr(launcher, "device_limits", lambda device: H200)
     q, k = (torch.empty(B, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 8))
     bounds = torch.empty(B + 1, dtype=torch.int32, device="meta")
-    call = PagedCall(q, k, k, bounds, bounds, None, None, 0.1, 0.0, 0, max_queries, max_keys)
-    plan = launcher._make_paged_plan(call)
+    call = PagedCall(q, k, k, None, None, bounds, bounds, None, None, 0.1, 0.0, 0, max_queries, max_keys)
+    plan = launcher._make_paged_plan(call, B)
     assert plan.few.parts == parts
     assert (plan.few.combine is None) == (parts == 1)
     assert (plan.many is None) == (max_queries == 1)
@@ -288,9 +335,13 @@ def test_what_is_refused(device: torch.device) -> None:
     refused(ValueError, "pages is torch.int32", pages=given["pages"].int())
     tables = batch([1, 2], [5, 6], device, paged=4)
     refused(ValueError, "pages is None; with k of 4 dimensions", k=tables["k"], v=tables["v"], pages=None)
-    refused(ValueError, r"torch.int32 \[2, most pages\]", k=tables["k"], v=tables["v"], pages=tables["pages"].long())
-    apart = tables["k"][::2], tables["v"][::2]
-    refused(ValueError, "one after the other", k=apart[0], v=apart[1], pages=tables["pages"])
+    refused(ValueError, "places must be torch.int64", k=tables["k"], v=tables["v"], pages=tables["pages"].long())
+    refused(ValueError, r"torch.int32 \[2, most pages\]", k=tables["k"], v=tables["v"], pages=tables["pages"][:1])
+    long = torch.empty(1, 2**20, 4, 512, dtype=torch.bfloat16, device="meta")
+    refused(ValueError, r"fewer than 2\^31", k=long, v=long, pages=tables["pages"])
+    empty = tables["k"][:, :0]
+    refused(ValueError, "keys of a page", k=empty, v=empty, pages=tables["pages"])
+    refused(ValueError, "most pages", k=tables["k"], v=tables["v"], pages=tables["pages"][:, :0])
     refused(ValueError, "sinks are", sinks=torch.zeros(2, device=device))
     refused(ValueError, "softcap is -1.0", softcap=-1.0)
     refused(ValueError, "window is -1", window=-1)
@@ -314,14 +365,77 @@ def test_new_keys_are_stored_in_their_pages(store: Callable[..., None], device: 
     assert torch.equal(v, wanted_v)
 
 
+@STORES
+@HEADS_FIRST
+def test_new_keys_are_stored_in_int8(heads_first: bool, store: Callable[..., None], device: torch.device) -> None:
+    given = in_int8(batch([1, 1, 1], [33, 0, 16], device, Hkv=3, D=40, paged=16), heads_first)
+    cached = {name: given[name] for name in ("k", "v", "k_scale", "v_scale")}
+    key, value = torch.randn(2, 3, 3, 40, device=device).bfloat16()
+    key[0, 1, 5] = torch.nan
+    wanted = {name: each.clone() for name, each in cached.items()}
+    for row, (page, place) in {0: (2, 0), 2: (0, 15)}.items():
+        at = given["pages"][row, page], place
+        for name, new in (("k", key), ("v", value)):
+            wanted[name][at], wanted[f"{name}_scale"][at] = quantize_rows_reference(new[row])
+    store(key, value, key_starts=given["key_starts"], pages=given["pages"], **cached)
+    for name, each in cached.items():
+        torch.testing.assert_close(each, wanted[name], rtol=0, atol=0, equal_nan=True)
+
+
+def with_places(given: dict[str, Any]) -> dict[str, Any]:
+    """The same pages, with a place for each key instead of tables."""
+    size, pages = given["k"].shape[1], given["pages"]
+    keys = [torch.arange(length, device=pages.device) for length in given["key_starts"].diff().tolist()]
+    places = [pages[row, i // size] * size + i % size for row, i in enumerate(keys)]
+    return given | {"pages": torch.cat(places).long()}
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_places_in_pages(is_int8: bool, function: Attention, device: torch.device) -> None:
+    given = batch([1, 20], [90, 33], device, paged=16)
+    given = in_int8(given, heads_first=True) if is_int8 else given
+    torch.testing.assert_close(function(**with_places(given)), function(**given), atol=0.01, rtol=0.01)
+    assert_accurate(function, **with_places(given))
+    for name in ("k", "v"):  # with gaps between pages
+        given[name] = torch.stack([given[name], given[name]], dim=1)[:, 0]
+    assert_accurate(function, **given)
+
+
+@STORES
+@pytest.mark.parametrize("paged", [1, 16], ids=["", "pages"])
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_keys_are_stored_in_their_places(
+    is_int8: bool, paged: int, store: Callable[..., None], device: torch.device
+) -> None:
+    given = batch([1], [30], device, Hkv=2, D=32, paged=paged)
+    given = in_int8(given, heads_first=True) if is_int8 else given
+    cached = {name: each for name, each in given.items() if name in ("k", "v", "k_scale", "v_scale")}
+    # As rotated heads are, and one more than there are places.
+    key, value = torch.randn(2, 2, 5, 32, device=device).bfloat16().transpose(1, 2)
+    places = torch.tensor([7, 3, 59, 0], device=device)
+    wanted = {name: each.clone() for name, each in cached.items()}
+    at = places if paged == 1 else (places // paged, places % paged)
+    for name, new in (("k", key), ("v", value)):
+        if is_int8:
+            wanted[name][at], wanted[f"{name}_scale"][at] = quantize_rows_reference(new[:4])
+        else:
+            wanted[name][at] = new[:4]
+    store(key, value, key_starts=None, pages=places, **cached)
+    for name, each in cached.items():
+        assert torch.equal(each, wanted[name])
+
+
 def test_what_is_not_stored(device: torch.device) -> None:
     given = batch([1, 1], [33, 5], device, paged=16)
     given = {name: given[name] for name in ("k", "v", "key_starts", "pages")}
     new = {"key": torch.randn(2, 2, 32, device=device).bfloat16(), "value": torch.randn(2, 2, 32, device=device)}
-    for store in (launcher.store_in_pages, store_in_pages):
+    for store in (store_kernel, store_in_pages):
         with pytest.raises(ValueError, match=r"value is torch\.float32"):
             store(**new, **given)
         with pytest.raises(ValueError, match=r"key is \[1, 2, 32\]; it must be \[2, 2, 32\]"):
             store(**new | {"key": new["key"][:1]}, **given)
-        with pytest.raises(ValueError, match="pages, keys of a page"):
-            store(**new, **given | {"k": given["k"].flatten(0, 1)})
+        with pytest.raises(ValueError, match="must be places"):
+            store(**new, **given | {name: given[name].flatten(0, 1) for name in ("k", "v")})
+        with pytest.raises(ValueError, match="int32 with them"):
+            store(**new, **given | {"pages": torch.arange(2, device=device)})

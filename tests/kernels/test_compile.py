@@ -194,6 +194,12 @@ def test_products_of_fp8_are_computed_while_others_are_added(results: list[Resul
     assert not any(waits.values()), waits
 
 
+def test_pages_are_read_as_far_ahead_as_other_caches(results: list[Result]) -> None:
+    """With a load for the number of a page, Triton gives keys and values half as many buffers."""
+    shared = {r["case"]: r["shared"] for r in of(results, "sm_90", "attention") if r["kernel"].startswith("_attend")}
+    assert shared["attention tables"] == shared["attention 128 bfloat16"]
+
+
 def test_slots_are_given_back_when_loads_of_them_have_ended(results: list[Result]) -> None:
     """The assembler lets loads end after an arrival at a barrier if what needs their values can come later, too."""
     found = [r for r in of(results, "sm_90") if "unfinished_loads" in r]

@@ -27,7 +27,7 @@ def paged_arguments(device: torch.device, pages: bool = True) -> tuple[Any, ...]
     k, v = torch.randn(2, 40, 2, 32, device=device).bfloat16()
     starts = [torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, 1, 5], [0, 9, 20])]
     places = torch.randperm(40, device=device)[:20] if pages else None
-    return q, k, v, *starts, places, torch.randn(4, device=device), 0.2, 3.0, 9, 4, 11
+    return q, k, v, None, None, *starts, places, torch.randn(4, device=device), 0.2, 3.0, 9, 4, 11
 
 
 @pytest.mark.slow
@@ -42,15 +42,20 @@ def test_opcheck_of_storing(device: torch.device) -> None:
     k, v = torch.zeros(2, 9, 16, 3, 32, device=device)
     starts = torch.tensor([0, 20, 21], dtype=torch.int32, device=device)
     pages = torch.tensor([[3, 7], [1, -1]], dtype=torch.int32, device=device)
-    torch.library.opcheck(ops.store_in_pages.default, (key, value, k, v, starts, pages))
-    ops.store_in_pages(key, value, k, v, starts, pages)
+    torch.library.opcheck(ops.store_in_pages.default, (key, value, k, v, None, None, starts, pages))
+    ops.store_in_pages(key, value, k, v, None, None, starts, pages)
     assert torch.equal(k[7, 3], key[0])
     assert torch.equal(v[1, 0], value[1])
+    k, v = torch.zeros(2, 9, 16, 3, 32, dtype=torch.int8, device=device)
+    k_scale, v_scale = torch.zeros(2, 9, 16, 3, device=device)
+    torch.library.opcheck(ops.store_in_pages.default, (key, value, k, v, k_scale, v_scale, starts, pages))
+    ops.store_in_pages(key, value, k, v, k_scale, v_scale, starts, pages)
+    torch.testing.assert_close(k[7, 3] * k_scale[7, 3, :, None], key[0], atol=0.02, rtol=0.0)
 
 
 def test_the_operator_of_pages_is_the_kernel_function(device: torch.device) -> None:
     given = paged_arguments(device)
-    q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys = given
+    q, k, v, _, _, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys = given
     wanted = paged_attention(
         q, k, v, query_starts, key_starts, pages=pages, sinks=sinks, scale=scale, softcap=softcap, window=window,
         max_queries=max_queries, max_keys=max_keys,

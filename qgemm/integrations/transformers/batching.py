@@ -8,12 +8,17 @@ with a sliding window, transformers gathers them.
 that word transformers knows attention that needs no mask, which is what CUDA graphs of the steps and preparing a batch
 beside the one before depend on. Batches of new tokens alone come with tables of pages, for which transformers knows its
 own flash attention only: ``_start`` turns them on. Without them the host lists the place of every key at every step.
+
+In int8, the bytes of a page hold the int8 numbers of its keys, and then their scales. transformers takes them for heads
+of fewer numbers in the model's dtype, and all that it does with pages is right: sharing, copying, moving to the host.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
+import weakref
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -22,16 +27,19 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.generation.continuous_batching.cache import find_head_dim
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
 
 from qgemm.integrations.transformers.cache import ATTENTION, fits_key_value_cache
+from qgemm.numerics.formats import INT8
 
 # 5.19 and later have no prefix for attention of a paged cache.
 PAGED_ATTENTION = ("paged|" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "") + ATTENTION + "_flash"
 _UPDATES_ARGUMENTS = "kwargs" in inspect.signature(PagedAttentionCache.update).parameters  # from 5.19 on
 _START = "init_continuous_batching"
+_IS_INT8, _CACHE_DTYPE = "_qgemm_is_int8", "_qgemm_dtype_of_batches"
 _RUNNING = "the model runs continuous batching, whose attention needs its cache: stop it first, or call another model"
 MAX_PAGES = 32
 """Of a request whose steps come with tables of pages, as transformers has it for its own flash attention."""
@@ -48,6 +56,8 @@ class _Layer(NamedTuple):
     window: int
     k: Tensor | None
     v: Tensor | None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 def attention(
@@ -72,7 +82,7 @@ def attention(
     size = value.shape[-1]
     if size != query.shape[-1]:
         value = F.pad(value, (0, query.shape[-1] - size))
-    layer = _layer_of(cache, module.layer_idx)
+    layer = _layer_of(cache, module.layer_idx, query.shape[-1])
     max_queries: int = batch.get("max_seqlen_q", batch.get("max_length_q", 1))  # renamed in 5.19
     max_keys: Any = batch.get("max_seqlen_k", batch.get("max_length_k", 1))
     key_starts = batch["cu_seq_lens_k"]
@@ -81,24 +91,21 @@ def attention(
     if isinstance(max_keys, dict):
         max_keys = max_keys[layer.kind]
     new_k, new_v = (each.squeeze(0).transpose(0, 1) for each in (key, value))
+    stored: tuple[Tensor | None, ...] = (new_k, new_v, None, None)  # prompts from their beginning on, before rounding
     pages, tables = None, batch.get("block_table")
     if layer.k is None or layer.v is None:
-        k, v = _gathered(cache, module, key, value, batch)
+        stored = (*_gathered(cache, module, key, value, batch), None, None)
     elif tables is not None:
-        k, v, pages = layer.k, layer.v, tables[layer.group]
-        torch.ops.qgemm.store_in_pages(new_k, new_v, k, v, key_starts, pages)
-        max_keys = pages.shape[1] * k.shape[1]
+        stored, pages = layer[3:], tables[layer.group]
+        torch.ops.qgemm.store_in_pages(new_k, new_v, *stored, key_starts, pages)
+        max_keys = pages.shape[1] * layer.k.shape[1]
     else:
         read, write = batch["read_index"][layer.group], batch["write_index"][layer.group]
-        k, v = (each.flatten(0, 1) for each in (layer.k, layer.v))
-        k.index_copy_(0, write, new_k)
-        v.index_copy_(0, write, new_v)
+        torch.ops.qgemm.store_in_pages(new_k, new_v, *layer[3:], None, write)
         if len(read):
-            pages = read
-        else:  # prompts from their beginning on
-            k, v = new_k, new_v
+            stored, pages = layer[3:], read
     out: Tensor = torch.ops.qgemm.paged_attention(
-        query.squeeze(0).transpose(0, 1), k, v, batch["cu_seq_lens_q"], key_starts, pages, s_aux,
+        query.squeeze(0).transpose(0, 1), *stored, batch["cu_seq_lens_q"], key_starts, pages, s_aux,
         query.shape[-1] ** -0.5 if scaling is None else scaling, softcap or 0.0, layer.window,
         max(1, max_queries), max(1, max_keys),
     )  # fmt: skip
@@ -111,17 +118,46 @@ def check_no_batches(model: Any) -> None:
         raise ValueError(_RUNNING)
 
 
-def _layer_of(cache: Any, layer: int) -> _Layer:
+def _layer_of(cache: Any, layer: int, size: int) -> _Layer:
+    """``size``: of a head."""
     if hasattr(cache, "layer_to_allocator"):
         allocator = cache.layer_to_allocator[layer]
         if window := getattr(allocator, "sliding_window", 0):
             return _Layer("sliding_attention", allocator.index, window, None, None)
-        return _Layer("full_attention", allocator.index, 0, *allocator.get_cache_for_block_table(layer))
-    group, place = cache.layer_index_to_group_indices[layer]  # 5.17
-    if (window := cache.sliding_windows[layer]) != 1:
-        return _Layer("sliding_attention", group, window, None, None)
-    k, v = (each[place].unflatten(0, (-1, cache.block_size)) for each in (cache.key_cache, cache.value_cache))
-    return _Layer("full_attention", group, 0, k, v)
+        group, (k, v) = allocator.index, allocator.get_cache_for_block_table(layer)
+    else:  # 5.17
+        group, place = cache.layer_index_to_group_indices[layer]
+        if (window := cache.sliding_windows[layer]) != 1:
+            return _Layer("sliding_attention", group, window, None, None)
+        k, v = (each[place].unflatten(0, (-1, cache.block_size)) for each in (cache.key_cache, cache.value_cache))
+    if not hasattr(cache, _IS_INT8):
+        return _Layer("full_attention", group, 0, k, v)
+    (k, k_scale), (v, v_scale) = (_numbers_and_scales(each, size) for each in (k, v))
+    return _Layer("full_attention", group, 0, k, v, k_scale, v_scale)
+
+
+def _numbers_and_scales(pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """What pages ``[pages, keys, heads, n]`` hold: int8 ``[pages, keys, heads, size]`` and float32 without the size.
+
+    Heads come before keys there, as attention reads them.
+    """
+    keys, heads = pages.shape[1:3]
+    held = pages.flatten(1).view(torch.int8)
+    numbers, scales = heads * keys * size, heads * keys * 4
+    first = _round_up(numbers, 4)
+    return (
+        held[:, :numbers].unflatten(1, (heads, keys, size)).transpose(1, 2),
+        held[:, first : first + scales].view(torch.float32).unflatten(1, (heads, keys)).transpose(1, 2),
+    )
+
+
+def _bytes_of_int8(size: int) -> int:
+    """Of a head of a key, with its scale, in whole numbers of any dtype."""
+    return _round_up(size, 4) + 4
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _gathered(cache: Any, module: Any, key: Tensor, value: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -135,9 +171,15 @@ def _gathered(cache: Any, module: Any, key: Tensor, value: Tensor, batch: dict[s
     return found
 
 
-def use_in_batches(model: Any, enabled: bool) -> None:
-    """Continuous batching of ``model`` goes through ``paged_attention``; or as before."""
+def use_in_batches(model: Any, enabled: bool, cache_dtype: torch.dtype | None) -> None:
+    """Continuous batching of ``model`` goes through ``paged_attention``; or as before.
+
+    ``cache_dtype``: int8, or the model's own for everything else. Layers with a sliding window keep theirs.
+    """
     attributes = vars(model)
+    attributes.pop(_CACHE_DTYPE, None)
+    if enabled and cache_dtype == INT8.storage:
+        attributes[_CACHE_DTYPE] = cache_dtype
     if enabled and hasattr(model, _START):
         attributes[_START] = MethodType(_start, model)
     elif getattr(attributes.get(_START), "__func__", None) is _start:
@@ -173,6 +215,61 @@ def _configure(model: PreTrainedModel, manager: Any, given: Any) -> None:
         config.max_blocks_per_request = MAX_PAGES if asked is None else asked
     if getattr(given, "use_cuda_graph", None) is None and _waits(model):
         config.use_cuda_graph, config.use_async_batching = (False, False), False
+    if not has_window:
+        # By a weak reference: else the manager, and the memory of its cache, would wait for the garbage collector.
+        manager._create_batch_processor = functools.partial(_create, weakref.ref(manager), hasattr(model, _CACHE_DTYPE))
+
+
+class _WithConfig:
+    """A model that says to have another config."""
+
+    def __init__(self, model: PreTrainedModel, config: Any) -> None:
+        self.config = config
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _create(reference: Any, is_int8: bool) -> Any:
+    """The processor of batches of a manager."""
+    manager = reference()
+    create = type(manager)._create_batch_processor
+    if manager.batch_processor is not None:  # it is used again
+        return create(manager)
+    processor = _create_in_int8(manager) if is_int8 else create(manager)
+    # 5.17 takes memory as it is, and begins by sampling after what lies there: NaN would end the process.
+    for memory in (*getattr(processor.cache, "key_cache", ()), *getattr(processor.cache, "value_cache", ())):
+        memory.zero_()
+    runner = processor.model_runner
+    runner.run_one_warmup = functools.partial(_warm_up, weakref.ref(runner))
+    return processor
+
+
+def _create_in_int8(manager: Any) -> Any:
+    """The same with a cache whose heads have as many bytes as they take in int8."""
+    model = manager.model
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    text.head_dim = _bytes_of_int8(find_head_dim(text)) // model.dtype.itemsize
+    manager.model = _WithConfig(model, config)
+    try:
+        processor = type(manager)._create_batch_processor(manager)
+    finally:
+        manager.model = model
+    setattr(processor.cache, _IS_INT8, True)
+    return processor
+
+
+def _warm_up(reference: Any, *, num_q_tokens: int, max_kv_read: int | None, **options: Any) -> Any:
+    """With no more keys than new tokens: more take no more memory, which is what transformers warms up for.
+
+    It would attend to all keys that the cache has room for: half a minute with the memory of an H200.
+    """
+    if max_kv_read is not None:
+        max_kv_read = min(max_kv_read, num_q_tokens)
+    runner = reference()
+    return type(runner).run_one_warmup(runner, num_q_tokens=num_q_tokens, max_kv_read=max_kv_read, **options)
 
 
 def _waits(model: PreTrainedModel) -> bool:

@@ -1,4 +1,4 @@
-"""What ``decode_attention`` and ``paged_attention`` take: arguments as one value, and what is wrong with them."""
+"""What the functions of ``dispatch`` take: arguments as one value, and what is wrong with them."""
 
 from typing import NamedTuple
 
@@ -71,21 +71,22 @@ def check_decode_attention(call: AttentionCall) -> None:
     check_same_device(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, length=length, start=start, sinks=sinks)
 
 
-def _check_cached(name: str, cached: Tensor, scale: Tensor | None, dtype: torch.dtype) -> None:
+def _check_cached(name: str, cached: Tensor, scale: Tensor | None, dtype: torch.dtype, of: str = "q") -> None:
+    """``dtype``: that of ``of``."""
     if cached.dtype not in (dtype, INT8.storage):
-        raise TypeError(f"{name} is {cached.dtype}; it must be {dtype}, as q is, or {INT8.storage} with scales")
+        raise TypeError(f"{name} is {cached.dtype}; it must be {dtype}, as {of} is, or {INT8.storage} with scales")
     if (scale is not None) != (cached.dtype == INT8.storage):
         wrong = "has no scales: pass" if scale is None else f"is {cached.dtype}, which has none: omit"
         raise ValueError(f"{name} {wrong} {name}_scale")
-    if cached.dtype == INT8.storage and (cached.shape[-1] % 2 or any(stride % 2 for stride in cached.stride()[:3])):
+    if cached.dtype == INT8.storage and (cached.shape[-1] % 2 or any(stride % 2 for stride in cached.stride()[:-1])):
         raise ValueError(
             f"{name} is {list(cached.shape)} with strides {cached.stride()}; of int8 ones D and strides must be even"
         )
     if cached.stride(-1) != 1:
         raise ValueError(f"{name} has strides {cached.stride()}; the values of a head must lie side by side")
-    if scale is not None and (scale.dtype != torch.float32 or scale.shape != cached.shape[:3]):
+    if scale is not None and (scale.dtype != torch.float32 or scale.shape != cached.shape[:-1]):
         raise ValueError(
-            f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be torch.float32 {list(cached.shape[:3])}"
+            f"{name}_scale is {scale.dtype} {list(scale.shape)}; it must be torch.float32 {list(cached.shape[:-1])}"
         )
 
 
@@ -104,6 +105,8 @@ class PagedCall(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     query_starts: Tensor
     key_starts: Tensor
     pages: Tensor | None
@@ -117,18 +120,19 @@ class PagedCall(NamedTuple):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Those that are tensors, or may be."""
-        return self[:7]
+        return self[:9]
 
 
 def check_paged_attention(call: PagedCall) -> None:
     """Raises if ``paged_attention`` can't take it."""
-    q, k, v, query_starts, key_starts, pages, sinks, _, softcap, window, max_queries, max_keys = call
+    q, k, v, k_scale, v_scale, query_starts, key_starts, pages, sinks, _, softcap, window, max_queries, max_keys = call
     if q.dtype not in FLOAT_DTYPES:
         raise TypeError(f"q is {q.dtype}; paged_attention accepts {names_of(FLOAT_DTYPES)}: {conversion(q)}")
     check_strided("q", q)
     if q.ndim != 3 or 0 in q.shape[1:]:
         raise ValueError(f"q is {list(q.shape)}; it must be [T, Hq, D], with heads that aren't empty")
-    _check_pages(k, v, key_starts, pages)
+    _check_starts("key_starts", key_starts)
+    _check_pages(k, v, pages, len(key_starts) - 1)
     (_, Hq, D), Hkv = q.shape, k.shape[-2]
     if k.shape[-1] != D:
         raise ValueError(f"q has heads of {D} values and k and v of {k.shape[-1]}: they must be of one size")
@@ -136,8 +140,8 @@ def check_paged_attention(call: PagedCall) -> None:
         raise ValueError(f"q has {Hq} heads and k has {Hkv}: q's must be a multiple of k's")
     if D > MAX_HEAD_SIZE:
         raise ValueError(f"q has heads of {D} values; paged_attention takes {MAX_HEAD_SIZE} at most")
-    if k.dtype != q.dtype:
-        raise TypeError(f"k is {k.dtype}; it must be {q.dtype}, as q is")
+    for name, tensor, scale in (("k", k, k_scale), ("v", v, v_scale)):
+        _check_cached(name, tensor, scale, q.dtype)
     _check_starts("query_starts", query_starts)
     if len(query_starts) != len(key_starts):
         raise ValueError(
@@ -149,48 +153,72 @@ def check_paged_attention(call: PagedCall) -> None:
         raise ValueError(f"max_queries is {max_queries}; it must be the most queries that a sequence has, at least 1")
     if max_keys < 1:
         raise ValueError(f"max_keys is {max_keys}; it must be the most keys that a sequence has, at least 1")
-    check_same_device(q=q, k=k, v=v, query_starts=query_starts, key_starts=key_starts, pages=pages, sinks=sinks)
+    starts = {"query_starts": query_starts, "key_starts": key_starts}
+    check_same_device(q=q, k=k, v=v, k_scale=k_scale, v_scale=v_scale, **starts, pages=pages, sinks=sinks)
 
 
-def check_store_in_pages(key: Tensor, value: Tensor, k: Tensor, v: Tensor, key_starts: Tensor, pages: Tensor) -> None:
+class StoreCall(NamedTuple):
+    """The arguments of a call, in the order of the operator's; see ``dispatch.store_in_pages``."""
+
+    key: Tensor
+    value: Tensor
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    key_starts: Tensor | None
+    pages: Tensor
+
+
+def check_store_in_pages(call: StoreCall) -> None:
     """Raises if ``store_in_pages`` can't take it."""
-    if k.ndim != 4:
-        raise ValueError(f"k is {list(k.shape)}; it must be [pages, keys of a page, Hkv, D]")
-    _check_pages(k, v, key_starts, pages)
-    B = len(key_starts) - 1
-    for name, new, cached in (("key", key, k), ("value", value, v)):
-        if new.ndim != 3 or new.shape[1:] != cached.shape[2:] or len(new) < B:
-            raise ValueError(f"{name} is {list(new.shape)}; it must be {[B, *cached.shape[2:]]}, or have more rows")
-        if new.dtype != cached.dtype or new.stride(-1) != 1:
-            raise ValueError(
-                f"{name} is {new.dtype} with strides {new.stride()}; it must be {cached.dtype}, the last 1"
-            )
-    check_same_device(key=key, value=value, k=k, v=v, key_starts=key_starts, pages=pages)
+    key, value, k, v, k_scale, v_scale, key_starts, pages = call
+    if key_starts is not None:
+        _check_starts("key_starts", key_starts)
+    B = len(pages) if key_starts is None else len(key_starts) - 1
+    _check_pages(k, v, pages, B)
+    if (key_starts is None) != (pages.dtype == torch.int64):
+        raise ValueError(f"pages is {pages.dtype}; it must be int64 without key_starts, or int32 with them")
+    for name, new, cached, scale in (("key", key, k, k_scale), ("value", value, v, v_scale)):
+        if new.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"{name} is {new.dtype}; store_in_pages accepts {names_of(FLOAT_DTYPES)}")
+        if new.ndim != 3 or new.shape[1:] != cached.shape[-2:] or len(new) < B:
+            raise ValueError(f"{name} is {list(new.shape)}; it must be {[B, *cached.shape[-2:]]}, or have more rows")
+        if new.dtype != key.dtype or new.stride(-1) != 1:
+            raise ValueError(f"{name} is {new.dtype} with strides {new.stride()}; it must be {key.dtype}, the last 1")
+        _check_cached(name[0], cached, scale, new.dtype, name)
+    check_same_device(**call._asdict())
 
 
-def _check_pages(k: Tensor, v: Tensor, key_starts: Tensor, pages: Tensor | None) -> None:
+def _check_pages(k: Tensor, v: Tensor, pages: Tensor | None, B: int) -> None:
+    """``B``: sequences, each of which has a row of tables."""
     for name, tensor in (("k", k), ("v", v)):
         check_strided(name, tensor)
-        if tensor.ndim not in (3, 4) or 0 in tensor.shape[-2:]:
+        if tensor.ndim not in (3, 4) or 0 in tensor.shape[1:]:
             raise ValueError(
                 f"{name} is {list(tensor.shape)}; it must be [P, Hkv, D], or [pages, keys of a page, Hkv, D]"
             )
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} has strides {tensor.stride()}; the values of a head must lie side by side")
-        if tensor.ndim == 4 and tensor.stride(0) != tensor.shape[1] * tensor.stride(1):
-            raise ValueError(f"{name} has strides {tensor.stride()}; pages must lie one after the other")
+        if tensor.ndim == 4 and tensor.shape[1] * tensor.stride(1) >= 2**31:
+            raise ValueError(f"{name} is {list(tensor.shape)}; a page must have fewer than 2^31 values")
     if k.shape != v.shape or k.dtype != v.dtype:
         raise ValueError(f"k is {k.dtype} {list(k.shape)} and v {v.dtype} {list(v.shape)}: they must be alike")
-    _check_starts("key_starts", key_starts)
-    if k.ndim == 4:
-        B = len(key_starts) - 1
-        if pages is None or pages.dtype != torch.int32 or pages.ndim != 2 or len(pages) != B or pages.stride(1) != 1:
+    if pages is not None and pages.dtype == torch.int64:
+        if pages.ndim != 1 or pages.stride(0) != 1:
+            raise ValueError(
+                f"pages is {pages.dtype} {list(pages.shape)}; places must be torch.int64 [N], side by side"
+            )
+    elif k.ndim == 4:
+        fits = pages is not None and pages.dtype == torch.int32 and pages.ndim == 2 and len(pages) == B
+        if pages is None or not fits or pages.stride(1) != 1 or (B and not pages.shape[1]):
             found = None if pages is None else f"{pages.dtype} {list(pages.shape)}"
             raise ValueError(
-                f"pages is {found}; with k of {k.ndim} dimensions it must be torch.int32 [{B}, most pages]"
+                f"pages is {found}; with k of {k.ndim} dimensions it must be torch.int32 [{B}, most pages], or places, "
+                "torch.int64 [N]"
             )
-    elif pages is not None and (pages.dtype != torch.int64 or pages.ndim != 1 or pages.stride(0) != 1):
-        raise ValueError(f"pages is {pages.dtype} {list(pages.shape)}; it must be torch.int64 [N], side by side")
+    elif pages is not None:
+        raise ValueError(f"pages is {pages.dtype} {list(pages.shape)}; it must be places, torch.int64 [N]")
 
 
 def _check_starts(name: str, starts: Tensor) -> None:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qgemm.kernels.attention.checks import AttentionCall, PagedCall
+from qgemm.kernels.attention.checks import AttentionCall, PagedCall, StoreCall
+from qgemm.kernels.cpu import quantize_rows
 
 
 @torch.no_grad()
@@ -39,7 +40,7 @@ def decode_attention(call: AttentionCall) -> Tensor:
 @torch.autocast("cpu", enabled=False)
 def paged_attention(call: PagedCall) -> Tensor:
     """``dispatch.paged_attention`` on the CPU, where ``max_queries`` and ``max_keys`` make no difference."""
-    q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, _, _ = call
+    q, k, v, k_scale, v_scale, query_starts, key_starts, pages, sinks, scale, softcap, window, _, _ = call
     out = q.new_zeros(q.shape)
     bounds = zip(pairwise(query_starts.tolist()), pairwise(key_starts.tolist()), strict=True)
     for row, ((first_query, end_query), (first_key, end_key)) in enumerate(bounds):
@@ -47,16 +48,19 @@ def paged_attention(call: PagedCall) -> Tensor:
         first = max(L - S - window + 1, 0) if window else 0
         if S < 1 or first >= L:
             continue
-        if k.ndim == 4 and pages is not None:
+        if pages is not None and pages.ndim == 2:
             i = torch.arange(first, L)
             places: Any = pages[row, i // k.shape[1]], i % k.shape[1]
         else:
             places = slice(first_key + first, end_key)
-            places = places if pages is None else pages[places]
+            places = places if pages is None else _in_pages(pages[places], k)
         queries, keys, values = (
             each[part].transpose(0, 1)[None].float()
             for each, part in ((q, slice(first_query, end_query)), (k, places), (v, places))
         )
+        if k_scale is not None and v_scale is not None:
+            keys = keys * k_scale[places].mT[None, :, :, None]
+            values = values * v_scale[places].mT[None, :, :, None]
         visible = _visible(S, first, L, window) if S > 1 else None
         found = _attend(queries, keys, values, visible, sinks, scale, softcap)
         out[first_query:end_query] = found[0].transpose(0, 1)
@@ -64,13 +68,26 @@ def paged_attention(call: PagedCall) -> Tensor:
 
 
 @torch.no_grad()
-def store_in_pages(key: Tensor, value: Tensor, k: Tensor, v: Tensor, key_starts: Tensor, pages: Tensor) -> None:
+def store_in_pages(call: StoreCall) -> None:
     """``dispatch.store_in_pages`` on the CPU."""
-    last = key_starts.diff().long() - 1
-    rows = (last >= 0).nonzero().flatten()
-    last = last[rows]
-    places = pages[rows, last // k.shape[1]].long(), last % k.shape[1]
-    k[places], v[places] = key[rows], value[rows]
+    key, value, k, v, k_scale, v_scale, key_starts, pages = call
+    rows: Any = slice(len(pages))
+    places: Any = _in_pages(pages, k)
+    if key_starts is not None:
+        last = key_starts.diff().long() - 1
+        rows = (last >= 0).nonzero().flatten()
+        last = last[rows]
+        places = pages[rows, last // k.shape[1]].long(), last % k.shape[1]
+    for new, cached, scale in ((key, k, k_scale), (value, v, v_scale)):
+        if scale is None:
+            cached[places] = new[rows]
+        else:
+            cached[places], scale[places] = quantize_rows(new[rows])
+
+
+def _in_pages(places: Tensor, k: Tensor) -> Any:
+    """The indices of ``places`` in a ``k`` that has pages, or none."""
+    return places if k.ndim == 3 else (places // k.shape[1], places % k.shape[1])
 
 
 def _spans(

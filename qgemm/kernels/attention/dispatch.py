@@ -13,6 +13,7 @@ from qgemm.kernels.attention import cpu
 from qgemm.kernels.attention.checks import (
     AttentionCall,
     PagedCall,
+    StoreCall,
     check_decode_attention,
     check_paged_attention,
     check_store_in_pages,
@@ -75,6 +76,8 @@ def paged_attention(
     key_starts: Tensor,
     *,
     pages: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -89,14 +92,15 @@ def paged_attention(
     belong to no sequence may hold anything. The same bits every time.
 
     - ``q``: float16, bfloat16 or float32 ``[T, Hq, D]``, D up to 512, any strides.
-    - ``k``, ``v``: ``[P, Hkv, D]``, or ``[pages, keys of a page, Hkv, D]``, of q's dtype. Hq is a multiple of Hkv: so
-      many heads of q in a row share a head of k. The last stride is 1, and pages lie one after the other.
+    - ``k``, ``v``: ``[P, Hkv, D]``, or ``[pages, keys of a page, Hkv, D]``, of q's dtype, or int8 with ``k_scale`` and
+      ``v_scale``, float32 of the same shape without the D. Hq is a multiple of Hkv: so many heads of q in a row share a
+      head of k. Any strides, but the last one of k and v is 1.
     - ``query_starts``, ``key_starts``: int32 ``[B + 1]``, on the device: queries of sequence ``b`` are those from
       ``query_starts[b]`` to ``query_starts[b + 1]``, its keys likewise. It has at least as many keys as queries, or no
       queries at all.
-    - ``pages``: int64 ``[N]``: key ``i`` is ``k[pages[i]]``; ``k[i]`` if None. With keys in pages int32 ``[B, most]``:
-      sequence ``b`` has its keys in ``k[pages[b, 0]]``, ``k[pages[b, 1]]``, and so on; only differences of
-      ``key_starts`` count then.
+    - ``pages``: int64 ``[N]``: key ``i`` is ``k[pages[i]]``, counted on from page to page if ``k`` has pages; ``k[i]``
+      if None. Or int32 ``[B, most]``, for keys in pages: sequence ``b`` has its keys in ``k[pages[b, 0]]``,
+      ``k[pages[b, 1]]``, and so on; only differences of ``key_starts`` count then.
     - ``sinks``, ``scale``, ``softcap``, ``window``: as of ``decode_attention``.
     - ``max_queries``, ``max_keys``: bounds of what a sequence has. A GPU shares out the work by them and by B: the same
       ones give the same launches, so a CUDA graph is good for all lengths up to them.
@@ -105,7 +109,7 @@ def paged_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     call = PagedCall(
-        q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys
+        q, k, v, k_scale, v_scale, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys
     )  # fmt: skip
     return attend_paged(call)
 
@@ -118,16 +122,35 @@ def attend_paged(call: PagedCall) -> Tensor:
     return out
 
 
-def store_in_pages(key: Tensor, value: Tensor, k: Tensor, v: Tensor, key_starts: Tensor, pages: Tensor) -> None:
-    """Stores the newest key and value of each sequence in its pages.
+def store_in_pages(
+    key: Tensor,
+    value: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_starts: Tensor | None,
+    pages: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Stores the newest key and value of each sequence in its pages; or any keys and values in their places.
 
-    - ``key``, ``value``: ``[B, Hkv, D]``, of k's dtype, any strides but the last is 1; further rows are ignored.
-    - ``k``, ``v``, ``key_starts``, ``pages``: as of ``paged_attention``, with keys in pages. The lengths count the new
-      keys. A sequence without keys has none.
+    - ``key``, ``value``: float16, bfloat16 or float32 ``[B, Hkv, D]``, any strides but the last is 1; further rows are
+      ignored.
+    - ``k``, ``v``, ``k_scale``, ``v_scale``, ``key_starts``, ``pages``: as of ``paged_attention``, with keys in pages.
+      The lengths count the new keys. A sequence without keys has none.
+    - ``key_starts`` None: ``pages`` are int64 ``[B]``, the place of each key.
+
+    Into int8 each head of a token is quantized with a scale of its own, as ``quantize_rows`` has it.
     """
-    if not k.is_cuda:  # on a GPU, once for every kind of call
-        check_store_in_pages(key, value, k, v, key_starts, pages)
-    _backend(k).store_in_pages(key, value, k, v, key_starts, pages)
+    store(StoreCall(key, value, k, v, k_scale, v_scale, key_starts, pages))
+
+
+def store(call: StoreCall) -> None:
+    """``store_in_pages``, of arguments that are a value."""
+    if not call.k.is_cuda:  # on a GPU, once for every kind of call
+        check_store_in_pages(call)
+    _backend(call.k).store_in_pages(call)
 
 
 def _backend(tensor: Tensor) -> Any:

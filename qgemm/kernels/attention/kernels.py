@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages.aggregate import aggregate
-from qgemm.kernels.stages.cache import FloatKeys, FloatValues, Int8Values, int8_keys
+from qgemm.kernels.stages.cache import FloatKeys, FloatValues, Int8Values, Rows, int8_keys
 from qgemm.kernels.stages.epilogue import rounded
 from qgemm.kernels.stages.softmax import add_scores, add_up_parts, normalize
 
@@ -111,15 +111,15 @@ def _attend_kernel(
     k += batch * stride_kb + kv_head * stride_kh
     v += batch * stride_vb + kv_head * stride_vh
     if k_scale is None:
-        cached_k = FloatKeys(queries, k, stride_kl, D)
+        cached_k = FloatKeys(queries, Rows(k, stride_kl), D)
     else:
         k_scale += batch * stride_k_scale_b + kv_head * stride_k_scale_h
-        cached_k = int8_keys(queries, k, k_scale, stride_kl, stride_k_scale_l, D)
+        cached_k = int8_keys(queries, Rows(k, stride_kl), Rows(k_scale, stride_k_scale_l), D)
     if v_scale is None:
-        cached_v = FloatValues(v, stride_vl, D, BLOCK_D)
+        cached_v = FloatValues(Rows(v, stride_vl), D, BLOCK_D)
     else:
         v_scale += batch * stride_v_scale_b + kv_head * stride_v_scale_h
-        cached_v = Int8Values(v, v_scale, stride_vl, stride_v_scale_l, D, BLOCK_D)
+        cached_v = Int8Values(Rows(v, stride_vl), Rows(v_scale, stride_v_scale_l), D, BLOCK_D)
 
     offsets = tl.arange(0, BLOCK_N)
     position = keys.end - S + s

@@ -7,6 +7,7 @@ result has the same bits every time.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from qgemm.kernels.attention.checks import (
     AttentionCall,
     PagedCall,
+    StoreCall,
     check_decode_attention,
     check_paged_attention,
     check_store_in_pages,
@@ -36,7 +38,7 @@ MAX_COMBINED = 8192  # values at a time
 MAX_TOKENS_TO_OVERLAP = 64  # see quantize.MAX_ROWS_TO_OVERLAP
 # Of prompts: BLOCK_R, BLOCK_N, num_warps and num_stages, by the BLOCK_D up to which registers suffice.
 PROMPT_BLOCKS = {128: (64, 32, 4, 2), 256: (64, 32, 8, 2)}
-PROMPT_BLOCKS_HOPPER = {128: (128, 64, 8, 3), 256: (64, 32, 8, 3)}
+PROMPT_BLOCKS_HOPPER = {128: (64, 64, 4, 3), 256: (64, 32, 8, 3)}
 
 
 class Plan(NamedTuple):
@@ -82,23 +84,25 @@ def decode_attention(call: AttentionCall) -> Tensor:
 def paged_attention(call: PagedCall) -> Tensor:
     """``dispatch.paged_attention`` on a GPU, which checks its arguments itself.
 
-    Numbers of tokens, and bounds that aren't powers of 2, are different at almost every call: plans don't know them.
+    Numbers of tokens, and bounds that aren't powers of 2, are different at almost every call: plans know the next one.
     """
-    q, k, v, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys = call
-    max_queries, max_keys = next_power_of_2(max_queries), next_power_of_2(max_keys)
+    q, k, v, _, _, query_starts, key_starts, pages, sinks, scale, softcap, window, max_queries, max_keys = call
+    tokens, max_queries, max_keys = (next_power_of_2(each) for each in (max(1, len(q)), max_queries, max_keys))
+    max_queries = min(max_queries, 2 * MIN_ROWS)  # no more are few
     kind = (
         paged_attention, q.shape[1:], q.stride(), k.shape[1:], k.stride(), v.shape[1:], v.stride(),
+        *[each is None or (each.shape[1:], each.stride()) for each in (call.k_scale, call.v_scale)],
         query_starts.shape, key_starts.shape,
         *[each is None or (each.dtype, each.device, each.ndim) for each in call.tensors],
         pages is None or pages.ndim == 1 or (pages.shape, pages.stride()),
-        sinks is None or sinks.shape, scale, softcap, window, max_queries, max_keys,
+        sinks is None or sinks.shape, scale, softcap, window, max_queries, tokens, max_keys,
     )  # fmt: skip
     plan: PagedPlan | None = plans.get(kind)
     if plan is None or min(call.max_queries, call.max_keys) < 1:
         check_paged_attention(call)
         if q.stride(-1) != 1:
             return paged_attention(call._replace(q=q.contiguous()))
-        plan = plans.keep(kind, _make_paged_plan(call._replace(max_queries=max_queries, max_keys=max_keys)))
+        plan = plans.keep(kind, _make_paged_plan(call._replace(max_queries=max_queries, max_keys=max_keys), tokens))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not q.numel() or len(query_starts) < 2:
         return out
@@ -114,22 +118,33 @@ def paged_attention(call: PagedCall) -> Tensor:
     return out
 
 
-def store_in_pages(key: Tensor, value: Tensor, k: Tensor, v: Tensor, key_starts: Tensor, pages: Tensor) -> None:
+def store_in_pages(call: StoreCall) -> None:
     """``dispatch.store_in_pages`` on a GPU, which checks its arguments itself."""
-    tensors = (key, value, k, v, key_starts, pages)
-    kind = (store_in_pages, *[(each.shape, each.stride(), each.dtype, each.device) for each in tensors])
+    key, value, k, v, k_scale, v_scale, key_starts, pages = call
+    kind = (
+        store_in_pages,
+        *[each is None or (each.shape[1:], each.stride(), each.dtype, each.device) for each in call],
+        len(key), len(value), len(pages), key_starts is None or len(key_starts),
+    )  # fmt: skip
     launch: Launch | None = plans.get(kind)
     if launch is None:
-        check_store_in_pages(*tensors)
-        (_, page, Hkv, D), limits = k.shape, device_limits(k.device)
-        strides = (*key.stride()[:2], *value.stride()[:2], *k.stride()[1:3], *v.stride()[1:3], pages.stride(0))
+        check_store_in_pages(call)
+        (Hkv, D), page, limits = k.shape[-2:], k.shape[1] if k.ndim == 4 else 0, device_limits(k.device)
+        strides = (*key.stride()[:2], *value.stride()[:2], *_strides(k, v, k_scale, v_scale), pages.stride(0))
         blocks = next_power_of_2(Hkv), next_power_of_2(D)
         launch = Launch(
             _store_kernel, len(pages), strides, (Hkv, D, page, *blocks, limits.pdl), num_warps=4, pdl=limits.pdl
         )
         plans.keep(kind, launch)
     if len(pages):
-        launch(*tensors)
+        launch(*call)
+
+
+def _strides(k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> Iterator[int]:
+    """Of each from page to page, or 0, from token to token, and from head to head."""
+    for cached, after in ((k, 1), (v, 1), (k_scale, 0), (v_scale, 0)):
+        strides = () if cached is None else cached.stride()[: cached.ndim - after]
+        yield from (0,) * (3 - len(strides)) + strides
 
 
 def _results_of_parts(q: Tensor, parts: int) -> tuple[Tensor, Tensor]:
@@ -170,32 +185,33 @@ def _make_plan(call: AttentionCall) -> Plan:
     return Plan(attend, combine, parts)
 
 
-def _make_paged_plan(call: PagedCall) -> PagedPlan:
-    q, k, v, query_starts, _, pages, _, scale, softcap, window, max_queries, max_keys = call
+def _make_paged_plan(call: PagedCall, tokens: int) -> PagedPlan:
+    """``tokens``: at most."""
+    q, k, v, k_scale, v_scale, query_starts, _, pages, _, scale, softcap, window, max_queries, max_keys = call
     (_, Hq, D), Hkv, limits = q.shape, k.shape[-2], device_limits(q.device)
     B, group, block_d = len(query_starts) - 1, Hq // Hkv, max(32, next_power_of_2(D))
     few = max(1, MIN_ROWS // group)
     page = k.shape[1] if k.ndim == 4 else 0
-    strides = (*q.stride()[:2], *k.stride()[-3:-1], *v.stride()[-3:-1], pages.stride(0) if pages is not None else 0)
+    strides = (*q.stride()[:2], *_strides(k, v, k_scale, v_scale), pages.stride(0) if pages is not None else 0)
 
-    def attend(queries: int, parts: int, block: tuple[int, int, int, int], next_early: bool) -> Launch:
+    def attend(is_many: bool, parts: int, block: tuple[int, int, int, int], next_early: bool) -> Launch:
         block_r, block_n, warps, stages = block
-        row_blocks = cdiv(queries * group, block_r)
+        row_blocks = B + tokens * group // block_r if is_many else B * cdiv(few * group, block_r)
         return Launch(
-            _attend_paged_kernel, B * Hkv * row_blocks * parts, (parts, row_blocks, Hkv, *strides),
-            (few, queries > few, group, D, scale, softcap, window, page, parts > 1, block_r, block_n, block_d,
-             limits.pdl, next_early),
+            _attend_paged_kernel, row_blocks * Hkv * parts, (parts, B, Hkv, *strides),
+            (few, is_many, group, D, scale, softcap, window, page, parts > 1, block_r, block_n, block_d, limits.pdl,
+             next_early),
             num_warps=warps, num_stages=stages, pdl=limits.pdl,
         )  # fmt: skip
 
     many = None
     if max_queries > few:
-        many = attend(max_queries, 1, _prompt_block(max_queries * group, block_d, k.dtype, limits), False)
+        many = attend(True, 1, _prompt_block(tokens * group, block_d, k.dtype, limits), False)
     longest = min(max_keys, window + few - 1) if window else max_keys
     block = _block(few * group, block_d, k.dtype, B * Hkv * longest // limits.num_sms, limits)
     parts = _parts(max(1, B * Hkv * cdiv(few * group, block[0])), longest, block[1], limits)
     next_early = limits.pdl and many is None and B * few <= MAX_TOKENS_TO_OVERLAP
-    attend_few = attend(few, parts, block, next_early)
+    attend_few = attend(False, parts, block, next_early)
     if parts == 1:
         return PagedPlan(Plan(attend_few, None, 1), many)
     combined = min(next_power_of_2(parts), MAX_COMBINED // block_d)

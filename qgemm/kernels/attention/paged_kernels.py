@@ -3,15 +3,16 @@
 How many queries and keys a sequence has is read on the device, so a CUDA graph is good for every batch of the same
 bounds, new tokens and prompts mixed. ``_attend_paged_kernel`` is launched once for sequences of up to ``FEW`` queries,
 and once for those of more, in larger blocks. A program ends at once if its sequence is of the other kind, or has no
-such queries.
+such queries. Of those of more there are as many programs as so many tokens and sequences can need at most: which
+sequence and which rows a program has, it finds among ``query_starts``.
 
-It has a head of keys, ``BLOCK_R`` rows that look at it (queries of a sequence times heads of a group, row
-``s * GROUP + g``), and one part of the keys that they see: up to those of its last query, and with a window from those
-of its first one on, so prompts don't multiply what they mask. Only keys of few queries are in more than one part.
+It has a head of keys, in float or int8, ``BLOCK_R`` rows that look at it (queries of a sequence times heads of a group,
+row ``s * GROUP + g``), and one part of the keys that they see: up to those of its last query, and with a window from
+those of its first one on, so prompts don't multiply what they mask. Only keys of few queries are in more than one part.
 
 ``_combine_paged_kernel``: a row of the output a program, from its parts, as in ``kernels.py``.
 
-``_store_kernel``: the newest key and value of a sequence a program, to their place in its pages.
+``_store_kernel``: a key and a value of all heads a program, to their place: the newest of a sequence to its last page.
 """
 
 import triton
@@ -20,8 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.attention.kernels import Keys, beside_sink, capped
 from qgemm.kernels.stages.aggregate import aggregate
-from qgemm.kernels.stages.cache import FloatKeys, FloatValues
+from qgemm.kernels.stages.cache import FloatKeys, FloatValues, Int8Values, Rows, int8_keys
 from qgemm.kernels.stages.epilogue import rounded
+from qgemm.kernels.stages.rows import RowQuantization, quantize_rows_of_tile
 from qgemm.kernels.stages.softmax import add_scores, add_up_parts, normalize
 
 
@@ -54,19 +56,38 @@ def _sequence(query_starts, key_starts, batch):
     return Sequence(first_query, queries, first_key, tl.load(key_starts + batch + 1) - first_key)
 
 
-@triton.jit(do_not_specialize=["parts", "row_blocks"])
+@triton.jit
+def _find_block(query_starts, number, B, GROUP: tl.constexpr, BLOCK_R: tl.constexpr):
+    """``(sequence, first row)`` of a block of rows; beyond the last of them, the first row is one that isn't there.
+
+    The blocks of sequence ``i`` are numbered from ``query_starts[i] * GROUP // BLOCK_R + i`` on: that many suffice for
+    those before it, each of which may end in a block that isn't full.
+    """
+    low = tl.zeros((), tl.int32)
+    high = low + B - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        isnt_before = tl.load(query_starts + middle) * GROUP // BLOCK_R + middle <= number
+        low = tl.where(isnt_before, middle, low)
+        high = tl.where(isnt_before, high, middle - 1)
+    return low, (number - tl.load(query_starts + low) * GROUP // BLOCK_R - low) * BLOCK_R
+
+
+@triton.jit(do_not_specialize=["parts", "B"])
 def _attend_paged_kernel(
-    q, k, v, query_starts, key_starts, pages, sinks, out, part_out, part_lse,
-    parts, row_blocks, Hkv,
-    stride_qt, stride_qh, stride_kt, stride_kh, stride_vt, stride_vh, stride_pages,
+    q, k, v, k_scale, v_scale, query_starts, key_starts, pages, sinks, out, part_out, part_lse,
+    parts, B, Hkv,
+    stride_qt, stride_qh, stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
+    stride_k_scale_p, stride_k_scale_t, stride_k_scale_h, stride_v_scale_p, stride_v_scale_t, stride_v_scale_h,
+    stride_pages,
     FEW: tl.constexpr, MANY: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr, NEXT_EARLY: tl.constexpr,
 ):  # fmt: skip
     """A part of a head's keys a program, to ``part_out [T, Hkv * GROUP, parts, D]``; to ``out`` unless ``SPLIT``.
 
-    ``MANY``: of sequences that have more than ``FEW`` queries; else of the others. ``PAGE``: how many keys a page has,
-    with a row of ``pages`` for each sequence; 0 for a place for each key.
+    ``MANY``: of sequences that have more than ``FEW`` queries; else of the others. ``pages``, ``PAGE``: see ``Rows``;
+    each sequence has a row of a table.
     ``BLOCK_R``, ``BLOCK_N``, ``BLOCK_D``: powers of 2, rows, keys, and at least ``D``.
     """
     if NEXT_EARLY:
@@ -75,10 +96,13 @@ def _attend_paged_kernel(
         gdc_wait()
     pid = tl.program_id(0)
     part, rest = pid % parts, pid // parts
-    row_block, head = rest % row_blocks, rest // row_blocks
-    batch, kv_head = head // Hkv, (head % Hkv).to(tl.int64)
+    block, kv_head = rest // Hkv, (rest % Hkv).to(tl.int64)
+    if MANY:
+        batch, first_row = _find_block(query_starts, block, B, GROUP, BLOCK_R)
+    else:
+        ROW_BLOCKS: tl.constexpr = (FEW * GROUP + BLOCK_R - 1) // BLOCK_R
+        batch, first_row = block // ROW_BLOCKS, block % ROW_BLOCKS * BLOCK_R
     own = _sequence(query_starts, key_starts, batch)
-    first_row = row_block * BLOCK_R
     if (own.queries > FEW) != MANY or first_row >= own.queries * GROUP:
         return
     keys = own.seen(first_row // GROUP, (first_row + BLOCK_R - 1) // GROUP, parts, WINDOW, BLOCK_N)
@@ -92,17 +116,26 @@ def _attend_paged_kernel(
     token = (own.first_query + s).to(tl.int64)
     inside = (s < own.queries)[:, None] & (d < D)[None, :]
     queries = tl.load(q + (token * stride_qt + heads * stride_qh)[:, None] + d[None, :], mask=inside, other=0.0)
-    k += kv_head * stride_kh
-    v += kv_head * stride_vh
+    first_key = own.first_key.to(tl.int64)
+    skipped = tl.zeros((), tl.int64)  # keys of other sequences, before these
+    TABLES: tl.constexpr = pages is not None and pages.dtype.element_ty == tl.int32
     if pages is None:
-        k += own.first_key.to(tl.int64) * stride_kt
-        v += own.first_key.to(tl.int64) * stride_vt
-    elif PAGE > 0:
+        skipped = first_key
+    elif TABLES:
         pages += batch.to(tl.int64) * stride_pages
     else:
-        pages += own.first_key
-    cached_k = FloatKeys(queries, k, stride_kt, D, pages, PAGE)
-    cached_v = FloatValues(v, stride_vt, D, BLOCK_D, pages, PAGE)
+        pages += first_key
+    WHOLE: tl.constexpr = TABLES and WINDOW == 0 and PAGE % BLOCK_N == 0  # blocks begin at multiples of their size
+    all_k = Rows(k + skipped * stride_kt + kv_head * stride_kh, stride_kt, stride_kp, pages, PAGE, WHOLE)
+    all_v = Rows(v + skipped * stride_vt + kv_head * stride_vh, stride_vt, stride_vp, pages, PAGE, WHOLE)
+    if k_scale is None:
+        cached_k, cached_v = FloatKeys(queries, all_k, D), FloatValues(all_v, D, BLOCK_D)
+    else:
+        k_scale += skipped * stride_k_scale_t + kv_head * stride_k_scale_h
+        v_scale += skipped * stride_v_scale_t + kv_head * stride_v_scale_h
+        all_k_scales = Rows(k_scale, stride_k_scale_t, stride_k_scale_p, pages, PAGE, WHOLE)
+        all_v_scales = Rows(v_scale, stride_v_scale_t, stride_v_scale_p, pages, PAGE, WHOLE)
+        cached_k, cached_v = int8_keys(queries, all_k, all_k_scales, D), Int8Values(all_v, all_v_scales, D, BLOCK_D)
 
     offsets = tl.arange(0, BLOCK_N)
     position = own.keys - own.queries + s
@@ -115,8 +148,11 @@ def _attend_paged_kernel(
         visible = (key < last) & (key <= position[:, None])
         if WINDOW:
             visible = visible & (key > position[:, None] - WINDOW)
-        scores = capped(cached_k.products(n, offsets, last), SCALE, SOFTCAP)
-        top, total, decay, weights = add_scores(top, total, tl.where(visible, scores, float("-inf")))
+        scores = tl.where(visible, capped(cached_k.products(n, offsets, last), SCALE, SOFTCAP), float("-inf"))
+        order = None
+        if v_scale is not None:
+            order = cached_v.order(n, offsets, last)
+        top, total, decay, weights = add_scores(top, total, scores, order)
         sums = cached_v.add(sums, decay, weights, n, offsets, last)
 
     lse, result = normalize(top, total, cached_v.whole(sums))
@@ -162,8 +198,10 @@ def _combine_paged_kernel(
 
 @triton.jit
 def _store_kernel(
-    key, value, k, v, key_starts, pages,
-    stride_key_t, stride_key_h, stride_value_t, stride_value_h, stride_kt, stride_kh, stride_vt, stride_vh,
+    key, value, k, v, k_scale, v_scale, key_starts, pages,
+    stride_key_t, stride_key_h, stride_value_t, stride_value_h,
+    stride_kp, stride_kt, stride_kh, stride_vp, stride_vt, stride_vh,
+    stride_k_scale_p, stride_k_scale_t, stride_k_scale_h, stride_v_scale_p, stride_v_scale_t, stride_v_scale_h,
     stride_pages,
     Hkv: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
@@ -171,15 +209,35 @@ def _store_kernel(
     """``BLOCK_H``, ``BLOCK_D``: powers of 2, at least ``Hkv`` and ``D``."""
     if PDL:
         gdc_wait()
-    batch = tl.program_id(0).to(tl.int64)
-    last = tl.load(key_starts + batch + 1) - tl.load(key_starts + batch) - 1
-    if last < 0:
-        return
-    page = tl.load(pages + batch * stride_pages + last // PAGE).to(tl.int64)
-    place = page * PAGE + last % PAGE
-    h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    inside = (h < Hkv) & (d < D)
-    new_key = tl.load(key + batch * stride_key_t + h * stride_key_h + d, mask=inside)
-    new_value = tl.load(value + batch * stride_value_t + h * stride_value_h + d, mask=inside)
-    tl.store(k + place * stride_kt + h * stride_kh + d, new_key, mask=inside)
-    tl.store(v + place * stride_vt + h * stride_vh + d, new_value, mask=inside)
+    row = tl.program_id(0).to(tl.int64)
+    page = tl.zeros((), tl.int64)
+    if key_starts is None:
+        place = tl.load(pages + row)
+        if PAGE > 0:
+            page, place = place // PAGE, place % PAGE
+    else:
+        last = tl.load(key_starts + row + 1) - tl.load(key_starts + row) - 1
+        if last < 0:
+            return
+        page = tl.load(pages + row * stride_pages + last // PAGE).to(tl.int64)
+        place = (last % PAGE).to(tl.int64)
+    h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    inside = (h < Hkv)[:, None] & (d < D)[None, :]
+    new_key = tl.load(key + row * stride_key_t + (h * stride_key_h)[:, None] + d[None, :], mask=inside, other=0.0)
+    new_value = tl.load(
+        value + row * stride_value_t + (h * stride_value_h)[:, None] + d[None, :], mask=inside, other=0.0
+    )
+    k += page * stride_kp + place * stride_kt + (h * stride_kh)[:, None] + d[None, :]
+    v += page * stride_vp + place * stride_vt + (h * stride_vh)[:, None] + d[None, :]
+    if k_scale is None:
+        tl.store(k, new_key, mask=inside)
+        tl.store(v, new_value, mask=inside)
+    else:
+        scale, numbers = quantize_rows_of_tile(new_key, RowQuantization(None))
+        tl.store(k, numbers, mask=inside)
+        k_scale += page * stride_k_scale_p + place * stride_k_scale_t + h * stride_k_scale_h
+        tl.store(k_scale, scale, mask=h < Hkv)
+        scale, numbers = quantize_rows_of_tile(new_value, RowQuantization(None))
+        tl.store(v, numbers, mask=inside)
+        v_scale += page * stride_v_scale_p + place * stride_v_scale_t + h * stride_v_scale_h
+        tl.store(v_scale, scale, mask=h < Hkv)

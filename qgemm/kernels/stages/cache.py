@@ -1,7 +1,6 @@
 """Keys and values of a head in a cache, ``[L, D]``, block by block: ``FloatKeys``, ``Int8Keys``, ``...Values``.
 
-Float ones may lie anywhere: the place of the ``i``-th is then ``pages[i]``, or with ``PAGE`` of them side by side the
-``i % PAGE``-th of page ``pages[i // PAGE]``.
+``Rows`` says where they are.
 
 Keys are multiplied by queries, values are summed with weights. Int8 ones have a float32 scale for each of the ``L`` and
 aren't dequantized one by one, which would take longer than reading them:
@@ -24,21 +23,72 @@ MIN_ORDER = tl.constexpr(-100)
 
 
 @aggregate
+class Rows:
+    """The keys of a sequence, its values, or the scales of either: one after the other, or anywhere.
+
+    ``pages``: None; or int64, the place of each; or int32, a page for each ``PAGE`` of them. Without pages, a place is
+    ``stride`` after the one before. With ``PAGE > 0`` so many are in a page, and pages are ``stride_page`` apart.
+    ``WHOLE``: no block is in two pages of a table.
+    """
+
+    ptr: tl.tensor
+    stride: tl.tensor
+    stride_page: tl.tensor = 0  # type: ignore[assignment]
+    pages: OPTIONAL = None
+    PAGE: tl.constexpr = 0
+    WHOLE: tl.constexpr = False
+
+    @triton.jit
+    def at(self, start, offsets, last):
+        """Pointers to what is ``start + offsets``-th, in the shape of ``offsets``; to anything from ``last`` on."""
+        if self.pages is None:
+            return self.ptr + start.to(tl.int64) * self.stride + offsets * self.stride
+        elif self.pages.dtype.element_ty == tl.int64:
+            place = tl.load(self.pages + start + offsets, mask=start + offsets < last, other=0)
+            if self.PAGE > 0:
+                return self.ptr + place // self.PAGE * self.stride_page + place % self.PAGE * self.stride
+            else:
+                return self.ptr + place * self.stride
+        elif self.WHOLE:
+            page = _page(self.pages + tl.minimum(start, last - 1) // self.PAGE).to(tl.int64)
+            return self.ptr + page * self.stride_page + start % self.PAGE * self.stride + offsets * self.stride
+        else:
+            row = start + offsets
+            page = tl.load(self.pages + row // self.PAGE, mask=row < last, other=0).to(tl.int64)
+            return self.ptr + page * self.stride_page + row % self.PAGE * self.stride
+
+    @triton.jit
+    def pairs(self):
+        """The same of two int8 values side by side as int16. Strides are even."""
+        ptr = self.ptr.to(tl.pointer_type(tl.int16))
+        return Rows(ptr, self.stride // 2, self.stride_page // 2, self.pages, self.PAGE, self.WHOLE)
+
+
+@triton.jit
+def _page(ptr):
+    """What a pointer to int32 points to, which nobody changes.
+
+    For a ``tl.load`` here, Triton would pipeline the numbers of pages instead of the keys and values.
+    """
+    if tl.target_info.is_cuda():
+        return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [ptr], tl.int32, is_pure=True, pack=1)
+    else:
+        return tl.load(ptr)
+
+
+@aggregate
 class FloatKeys:
     """Keys of the type of ``queries [rows, BLOCK_D]``."""
 
     queries: tl.tensor
-    ptr: tl.tensor
-    stride: tl.tensor
+    rows: Rows
     D: tl.constexpr
-    pages: OPTIONAL = None
-    PAGE: tl.constexpr = 0
 
     @triton.jit
     def products(self, start, offsets, last):
         """Queries times the keys at ``start + offsets``, float32 ``[rows, block]``; 0 from ``last`` on."""
         BLOCK_D: tl.constexpr = self.queries.shape[1]
-        keys = _load_transposed(self.ptr, self.stride, start, offsets, last, self.D, BLOCK_D, self.pages, self.PAGE)
+        keys = _load_transposed(self.rows, start, offsets, last, self.D, BLOCK_D)
         return _dot(self.queries, keys, tl.zeros((self.queries.shape[0], offsets.shape[0]), tl.float32))
 
 
@@ -49,26 +99,24 @@ class Int8Keys:
     high: tl.tensor
     low: tl.tensor
     query_scale: tl.tensor
-    ptr: tl.tensor
-    scale: tl.tensor
-    stride: tl.tensor
-    stride_scale: tl.tensor
+    rows: Rows
+    scales: Rows
     D: tl.constexpr
 
     @triton.jit
     def products(self, start, offsets, last):
         """As those of ``FloatKeys``."""
         BLOCK_D: tl.constexpr = self.high.shape[1]
-        keys = _load_transposed(self.ptr, self.stride, start, offsets, last, self.D, BLOCK_D)
+        keys = _load_transposed(self.rows, start, offsets, last, self.D, BLOCK_D)
         zeros = tl.zeros((self.high.shape[0], offsets.shape[0]), tl.int32)
         products = tl.dot(self.high, keys, zeros, out_dtype=tl.int32) * PARTS_OF_STEP
         products = tl.dot(self.low, keys, products, out_dtype=tl.int32)
-        scale = _load_vector(self.scale, self.stride_scale, start, offsets, last)
+        scale = _load_vector(self.scales, start, offsets, last)
         return products.to(tl.float32) * self.query_scale[:, None] * scale[None, :]
 
 
 @triton.jit
-def int8_keys(queries, ptr, scale, stride, stride_scale, D: tl.constexpr):
+def int8_keys(queries, rows, scales, D: tl.constexpr):
     """``Int8Keys`` for float ``queries``; a row with NaN or Inf gives NaN."""
     x = queries.to(tl.float32)
     amax = tl.max(tl.abs(x), axis=1)
@@ -79,19 +127,16 @@ def int8_keys(queries, ptr, scale, stride, stride_scale, D: tl.constexpr):
     low = tl.floor((steps - high) * PARTS_OF_STEP + 0.5)
     # NaN and Inf times 0 are NaN.
     query_scale = query_scale * (1.0 / PARTS_OF_STEP) + tl.sum(x * 0.0, axis=1)
-    return Int8Keys(high.to(tl.int8), low.to(tl.int8), query_scale, ptr, scale, stride, stride_scale, D)
+    return Int8Keys(high.to(tl.int8), low.to(tl.int8), query_scale, rows, scales, D)
 
 
 @aggregate
 class FloatValues:
     """Values of a float type."""
 
-    ptr: tl.tensor
-    stride: tl.tensor
+    rows: Rows
     D: tl.constexpr
     BLOCK_D: tl.constexpr
-    pages: OPTIONAL = None
-    PAGE: tl.constexpr = 0
 
     @triton.jit
     def zeros(self, ROWS: tl.constexpr):
@@ -101,7 +146,7 @@ class FloatValues:
     @triton.jit
     def add(self, sums, decay, weights, start, offsets, last):
         """``sums * decay + weights @ values``, for the values at ``start + offsets``."""
-        values = _load(self.ptr, self.stride, start, offsets, last, self.D, self.BLOCK_D, self.pages, self.PAGE)
+        values = _load(self.rows, start, offsets, last, self.D, self.BLOCK_D)
         return (_dot(rounded(weights, values.dtype), values, sums[0] * decay[:, None]),)
 
     @triton.jit
@@ -114,10 +159,8 @@ class FloatValues:
 class Int8Values:
     """Int8 values: ``D``, strides and addresses are even."""
 
-    ptr: tl.tensor
-    scale: tl.tensor
-    stride: tl.tensor
-    stride_scale: tl.tensor
+    rows: Rows
+    scales: Rows
     D: tl.constexpr
     BLOCK_D: tl.constexpr
 
@@ -130,16 +173,15 @@ class Int8Values:
     @triton.jit
     def order(self, start, offsets, last):
         """For ``add_scores``: the exponents of the scales of values at ``start + offsets``."""
-        scale = _load_vector(self.scale, self.stride_scale, start, offsets, last)
+        scale = _load_vector(self.scales, start, offsets, last)
         exponent = (scale.to(tl.int32, bitcast=True) >> 23) - 127
         return tl.maximum(exponent, MIN_ORDER).to(tl.float32)
 
     @triton.jit
     def add(self, sums, decay, weights, start, offsets, last):
         """As that of ``FloatValues``."""
-        scale = _load_vector(self.scale, self.stride_scale, start, offsets, last)
-        ptr, stride = self.ptr.to(tl.pointer_type(tl.int16)), self.stride // 2
-        pairs = _load(ptr, stride, start, offsets, last, self.D // 2, self.BLOCK_D // 2)
+        scale = _load_vector(self.scales, start, offsets, last)
+        pairs = _load(self.rows.pairs(), start, offsets, last, self.D // 2, self.BLOCK_D // 2)
         even, odd = _unpack(pairs)
         weights = (weights * scale[None, :]).to(tl.float16)
         return _dot(weights, even, sums[0] * decay[:, None]), _dot(weights, odd, sums[1] * decay[:, None])
@@ -151,43 +193,25 @@ class Int8Values:
 
 
 @triton.jit
-def _load(
-    ptr, stride, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr, pages=None, PAGE: tl.constexpr = 0
-):
+def _load(rows, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows ``start + offsets`` as ``[block, BLOCK_D]``, zeros from ``last`` on."""
     d = tl.arange(0, BLOCK_D)
-    rows = _rows(ptr, stride, start, offsets[:, None], last, pages, PAGE)
-    return tl.load(rows + d[None, :], mask=(start + offsets < last)[:, None] & (d < D)[None, :], other=0)
+    first = rows.at(start, offsets[:, None], last)
+    return tl.load(first + d[None, :], mask=(start + offsets < last)[:, None] & (d < D)[None, :], other=0)
 
 
 @triton.jit
-def _load_transposed(
-    ptr, stride, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr, pages=None, PAGE: tl.constexpr = 0
-):
+def _load_transposed(rows, start, offsets, last, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows ``start + offsets`` as ``[BLOCK_D, block]``, zeros from ``last`` on."""
     d = tl.arange(0, BLOCK_D)
-    rows = _rows(ptr, stride, start, offsets[None, :], last, pages, PAGE)
-    return tl.load(rows + d[:, None], mask=(start + offsets < last)[None, :] & (d < D)[:, None], other=0)
+    first = rows.at(start, offsets[None, :], last)
+    return tl.load(first + d[:, None], mask=(start + offsets < last)[None, :] & (d < D)[:, None], other=0)
 
 
 @triton.jit
-def _rows(ptr, stride, start, offsets, last, pages, PAGE: tl.constexpr):
-    """Pointers to the rows ``start + offsets``, in the shape of ``offsets``."""
-    if pages is None:
-        return ptr + start.to(tl.int64) * stride + offsets * stride
-    elif PAGE > 0:
-        row = start + offsets
-        page = tl.load(pages + row // PAGE, mask=row < last, other=0).to(tl.int64)
-        return ptr + (page * PAGE + row % PAGE) * stride
-    else:
-        places = tl.load(pages + start + offsets, mask=start + offsets < last, other=0)
-        return ptr + places * stride
-
-
-@triton.jit
-def _load_vector(ptr, stride, start, offsets, last):
+def _load_vector(rows, start, offsets, last):
     """Numbers ``start + offsets``, ones from ``last`` on."""
-    return tl.load(ptr + start.to(tl.int64) * stride + offsets * stride, mask=start + offsets < last, other=1.0)
+    return tl.load(rows.at(start, offsets, last), mask=start + offsets < last, other=1.0)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from qgemm.kernels.stages.cache import Int8Values, int8_keys
+from qgemm.kernels.stages.cache import Int8Values, Rows, int8_keys
 
 ROWS, L, D = 16, 64, 32
 
@@ -12,7 +12,7 @@ ROWS, L, D = 16, 64, 32
 @triton.jit
 def products_kernel(q, k, scale, out, last, ROWS: tl.constexpr, L: tl.constexpr, D: tl.constexpr):
     rows, n = tl.arange(0, ROWS), tl.arange(0, L)
-    keys = int8_keys(tl.load(q + rows[:, None] * D + tl.arange(0, D)[None, :]), k, scale, D, 1, D)
+    keys = int8_keys(tl.load(q + rows[:, None] * D + tl.arange(0, D)[None, :]), Rows(k, D), Rows(scale, 1), D)
     start = tl.zeros((), tl.int32)
     tl.store(out + rows[:, None] * L + n[None, :], keys.products(start, n, last))
 
@@ -20,7 +20,7 @@ def products_kernel(q, k, scale, out, last, ROWS: tl.constexpr, L: tl.constexpr,
 @triton.jit
 def sum_kernel(weights, v, scale, out, last, ROWS: tl.constexpr, L: tl.constexpr, D: tl.constexpr):
     rows, n, d = tl.arange(0, ROWS), tl.arange(0, L), tl.arange(0, D)
-    values = Int8Values(v, scale, D, 1, D, D)
+    values = Int8Values(Rows(v, D), Rows(scale, 1), D, D)
     given = tl.load(weights + rows[:, None] * L + n[None, :])
     start = tl.zeros((), tl.int32)
     sums = values.add(values.zeros(ROWS), tl.zeros((ROWS,), tl.float32), given, start, n, last)

@@ -71,7 +71,7 @@ def fast_generate(model: nn.Module, enabled: bool, cache_dtype: torch.dtype | No
         )
     check_cache_dtype("cache_dtype", cache_dtype)
     attributes = vars(base)
-    use_in_batches(base, enabled)
+    use_in_batches(base, enabled, cache_dtype)
     if enabled:
         attributes["generate"] = MethodType(_generate, base)
         _kept(base).cache_dtype = cache_dtype
