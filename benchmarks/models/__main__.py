@@ -21,12 +21,12 @@ from tqdm import tqdm
 from benchmarks.models import plots, tables
 from benchmarks.models.measure import Sizes
 from benchmarks.models.providers import PROVIDERS
-from benchmarks.models.results import DECODE, ENCODE, FIRST_TOKEN, PREFILL, SERVE, Figure, Run, extrapolated
+from benchmarks.models.results import DECODE, ENCODE, FIRST_TOKEN, HTTP, PREFILL, SERVE, Figure, Run, extrapolated
 from benchmarks.models.shapes import MODELS
 from benchmarks.models.worker import Job
 from benchmarks.results import environment
 
-MEASURES = (PREFILL, DECODE, SERVE, FIRST_TOKEN, ENCODE)
+MEASURES = (PREFILL, DECODE, SERVE, HTTP, FIRST_TOKEN, ENCODE)
 QUICK = Sizes(
     batches=(1, 16), contexts=(512,), new=34, requests=(8,), prompts=(16, 128), answers=(8, 32), first=64, rounds=1
 )
@@ -94,12 +94,13 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
             continue
         for name in named:
             measures = tuple(each for each in args.measure if each in PROVIDERS[name].measures and each != ENCODE)
-            steady = tuple(each for each in measures if each not in (SERVE, FIRST_TOKEN))
+            steady = tuple(each for each in measures if each not in (SERVE, HTTP, FIRST_TOKEN))
             for layers in args.layers or [shape.layers]:
                 if steady:
                     yield Job(model, layers, (name,), steady, sizes=sizes)
-            if SERVE in measures:  # by itself, so that its cache of keys and values finds all memory free
-                yield Job(model, full, (name,), (SERVE,), sizes=sizes)
+            for measure in (SERVE, HTTP):  # by itself, so that its cache of keys and values finds all memory free
+                if measure in measures:
+                    yield Job(model, full, (name,), (measure,), sizes=sizes)
             if FIRST_TOKEN in measures:
                 yield Job(model, full, (name,), (FIRST_TOKEN,), "cold", sizes)
                 yield Job(model, full, (name,), (FIRST_TOKEN,), "warm", sizes)
@@ -159,11 +160,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=MODELS, action="append", help="(default: decoders on a GPU, encoders on a CPU)")
     add("--provider", choices=PROVIDERS, action="append", help="(default: all that are installed)")
-    add("--measure", choices=MEASURES, action="append", help="serve: many requests at once (default: all)")
+    add(
+        "--measure",
+        choices=MEASURES,
+        action="append",
+        help="serve: many requests at once; http: the same from a server (default: all but http)",
+    )
     add("--batch", type=int, action="append", help="of decode (default: 1, 16 and 64)")
     add("--context", type=int, action="append", help="of decode (default: 512, 4096 and 16384)")
     add("--new", type=int, metavar="TOKENS", help="that are decoded")
-    add("--requests", type=int, action="append", help="of serve, handed over at once (default: 64 and 256)")
+    add("--requests", type=int, action="append", help="of serve and http, at once (default: 64 and 256)")
     add(
         "--layers",
         type=int,
@@ -178,7 +184,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--plot", type=Path, metavar="FILE", help="write a PNG plot")
     add("--commit", help="what to call the commit, in a copy of the tree without git")
     args = parser.parse_args(arguments)
-    args.measure = args.measure or list(MEASURES)
+    args.measure = args.measure or [each for each in MEASURES if each != HTTP]
     if args.layers and (len(args.layers) > 2 or args.layers != sorted(set(args.layers))):
         parser.error("--layers is given once, or twice with the smaller number first")
     return args

@@ -192,13 +192,19 @@ def _serve(figure: Figure, model: Any, sizes: Sizes) -> Figure:
         if model.config._attn_implementation != before:  # a manager that couldn't start leaves its own
             model.set_attn_implementation(before)
     figure = replace(figure, note="; ".join(dict.fromkeys(notes)))
-    gaps = [
-        _gap(model, torch.tensor([request.prompt + answer], device=model.device), request.new)
-        for request, answer in zip(requests[:CHECKED_REQUESTS], answers, strict=False)
-    ]
-    if reasons := list(filter(None, map(_wrong, gaps))):
-        return replace(figure, reason=reasons[0])
+    if reason := wrong_answer(model, requests, answers):
+        return replace(figure, reason=reason)
     return replace(figure, value=sum(request.new for request in batches[0]) / statistics.median(seconds[1:]))
+
+
+@torch.no_grad()
+def wrong_answer(model: Any, requests: Sequence[Request], answers: Sequence[list[int]]) -> str:
+    """Why the first wrong one of a few is wrong, by the model's own forward; empty if all are right."""
+    for request, answer in zip(requests[:CHECKED_REQUESTS], answers, strict=False):
+        ids = torch.tensor([request.prompt + answer], device=model.device)
+        if reason := _wrong(_gap(model, ids, request.new)):
+            return reason
+    return ""
 
 
 def _answers(manager: Any, requests: Sequence[Request]) -> list[list[int]]:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models.results import DECODE, ENCODE, FIRST_TOKEN, PREFILL, SERVE
+from benchmarks.models.results import DECODE, ENCODE, FIRST_TOKEN, HTTP, PREFILL, SERVE
 
 STATIC_CACHE: Mapping[str, Any] = {"cache_implementation": "static"}
 """With it transformers compiles the steps of decoding, on a GPU."""
+DEFAULT = (PREFILL, DECODE, SERVE, FIRST_TOKEN, ENCODE)
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Provider:
     name: str
     prepare: Callable[[Any], list[str]]
     options: Mapping[str, Any] = field(default_factory=dict)
-    measures: tuple[str, ...] = (PREFILL, DECODE, SERVE, FIRST_TOKEN, ENCODE)
+    measures: tuple[str, ...] = DEFAULT
     package: str = "torch"
     is_coarse: bool = False
 
@@ -91,18 +92,18 @@ def _is_in_a_layer(module: nn.Module, name: str) -> bool:
 PROVIDERS = {
     provider.name: provider
     for provider in (
-        Provider("bf16", _float),
+        Provider("bf16", _float, measures=(*DEFAULT, HTTP)),
         Provider("bf16 compiled", _float, STATIC_CACHE, (DECODE, FIRST_TOKEN)),
-        Provider("qgemm", _qgemm),
+        Provider("qgemm", _qgemm, measures=(*DEFAULT, HTTP)),
         Provider("qgemm int8 cache", _qgemm_int8_cache, measures=(DECODE, SERVE)),
         Provider("qgemm int4", _qgemm_int4, measures=(PREFILL, DECODE, SERVE, FIRST_TOKEN), is_coarse=True),
         Provider("qgemm int4-int8", _qgemm_int4_int8, measures=(PREFILL, DECODE, SERVE, FIRST_TOKEN), is_coarse=True),
         Provider("torchao int8", _torchao, STATIC_CACHE, (PREFILL, DECODE, SERVE, FIRST_TOKEN), "torchao"),
         Provider("gemlite int8", _gemlite, STATIC_CACHE, (PREFILL, DECODE, SERVE, FIRST_TOKEN), "gemlite"),
         # ``vllm_worker.py`` measures these; they have weights of their own.
-        Provider("vllm bf16", _float, {}, (PREFILL, DECODE, SERVE), "vllm"),
-        Provider("vllm int8", _float, {}, (PREFILL, DECODE, SERVE), "vllm"),
-        Provider("vllm fp8", _float, {}, (PREFILL, DECODE, SERVE), "vllm"),
+        Provider("vllm bf16", _float, {}, (PREFILL, DECODE, SERVE, HTTP), "vllm"),
+        Provider("vllm int8", _float, {}, (PREFILL, DECODE, SERVE, HTTP), "vllm"),
+        Provider("vllm fp8", _float, {}, (PREFILL, DECODE, SERVE, HTTP), "vllm"),
         Provider("vllm qgemm", _float, {}, (PREFILL, DECODE, SERVE), "vllm"),
     )
 }

@@ -9,16 +9,17 @@ from typing import Any
 
 PREFILL, DECODE, SERVE, ENCODE = "prefill", "decode", "serve", "encode"
 FIRST_TOKEN, FIRST_CALL = "first token", "first call"
+HTTP, STREAM = "http", "http stream"
 
 
 @dataclass(frozen=True)
 class Figure:
     """One provider on one model.
 
-    - ``value``: tokens a second of prefill, decode and first call, new ones of serve; sentences a second of encode;
-      seconds to the first token, from the float model in memory on. None if it wasn't measured, and ``reason`` says
-      why.
-    - ``batch``, ``context``: sequences, and the tokens that each has already; of serve the most of a prompt.
+    - ``value``: tokens a second of prefill, decode and first call, new ones of serve and http; sentences a second of
+      encode; seconds to the first token, from the float model in memory on. None if it wasn't measured, and
+      ``reason`` says why.
+    - ``batch``, ``context``: sequences, and the tokens that each has already; of serve and http the most of a prompt.
     - ``cache``: of compiled kernels, ``"cold"`` or ``"warm"``, for first calls.
     - ``weight_bytes``, ``peak_bytes``: allocated on the GPU once the model is prepared, and at most while it was timed;
       not of serve, whose cache takes nearly all that is free.

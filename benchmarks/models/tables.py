@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.models.providers import BASE
-from benchmarks.models.results import ENCODE, FIRST_TOKEN, SERVE, Figure, Run
+from benchmarks.models.results import ENCODE, FIRST_TOKEN, HTTP, SERVE, STREAM, Figure, Run
 from benchmarks.tables import Table, render
 
 
@@ -57,7 +57,7 @@ def memory_table(figures: Sequence[Figure]) -> Table:
 
 def _row_name(size: tuple[str, int, int, str]) -> str:
     measure, batch, context, cache = size
-    if measure == SERVE:
+    if measure in (SERVE, HTTP, STREAM):
         return f"{measure}, {batch} requests of up to {context} tokens"
     unit = ", seconds" if measure == FIRST_TOKEN else ""
     return f"{measure}, {batch} x {context}{f', {cache} kernel cache' if cache else ''}{unit}"

@@ -46,7 +46,7 @@ def measure_vllm(shape: ModelShape, name: str, layers: int, measures: Sequence[s
     # CUDA graphs of the batches that are measured, but of vLLM's choice where batches shrink as requests end.
     graphs = {"compilation_config": {"cudagraph_capture_sizes": sorted({1, *sizes.batches})}}
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(_config(shape, layers, name)), encoding="utf-8")
+        save_config(folder, shape, layers, name)
         engine = vllm.LLM(
             model=folder,
             load_format="dummy",
@@ -98,6 +98,11 @@ def measure_vllm(shape: ModelShape, name: str, layers: int, measures: Sequence[s
                 yield replace(figure, reason=first_line(error))
                 continue
             yield replace(figure, value=batch * (new - 2) / (long - short))
+
+
+def save_config(folder: str, shape: ModelShape, layers: int, name: str) -> None:
+    """Writes all that vLLM needs for dummy weights."""
+    Path(folder, "config.json").write_text(json.dumps(_config(shape, layers, name)), encoding="utf-8")
 
 
 def _config(shape: ModelShape, layers: int, name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.models.measure import Sizes, measure_decoder, measure_encoder
 from benchmarks.models.providers import PROVIDERS
-from benchmarks.models.results import Figure
+from benchmarks.models.results import HTTP, Figure
 from benchmarks.models.shapes import MODELS, ModelShape
 
 
@@ -57,7 +57,11 @@ def main() -> None:
     job, path = Job.from_json(sys.argv[1]), Path(sys.argv[2])
     shape = MODELS[job.model]
     device = torch.device("cuda" if torch.cuda.is_available() and shape.is_decoder else "cpu")
-    if job.providers[0].startswith("vllm"):
+    if HTTP in job.measures:
+        from benchmarks.models.server import measure_server
+
+        figures = measure_server(shape, job.providers[0], job.layers, job.sizes, device)
+    elif job.providers[0].startswith("vllm"):
         from benchmarks.models.vllm_worker import measure_vllm
 
         figures = measure_vllm(shape, job.providers[0], job.layers, job.measures, job.sizes)

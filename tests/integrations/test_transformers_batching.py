@@ -97,6 +97,44 @@ def test_padded_batches(calls: list[tuple[int, int]], monkeypatch: pytest.Monkey
     assert max(given["max_kv_read"] or 0 for given in warmed) == 16
 
 
+@pytest.mark.parametrize(
+    ("options", "kinds"),
+    [
+        ({}, {"tables"}),
+        ({"max_blocks_per_request": 0}, {"new tokens"}),
+        ({"use_cuda_graph": True}, {"tables", "prompts"}),
+        ({"q_padding_interval_size": 4}, {"tables", "prompts"}),
+    ],
+    ids=["default", "without tables", "graphs", "padding"],
+)
+def test_which_batches_are_captured(options: dict[str, Any], kinds: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of new tokens alone; with prompts if the user asks for graphs. Without a GPU nothing else would be."""
+    captured = set()
+
+    def start(self: Any, *arguments: Any, **more: Any) -> None:
+        real_start(self, *arguments, **more)
+        self.use_cuda_graph_varlen = self.use_cuda_graph_decode = self.pad_inputs = True
+
+    def capture(self: Any, forward: Any, stream: Any, *arguments: Any) -> None:
+        batch = getattr(self.inputs_and_outputs, "io_pairs", None)
+        batch = self.inputs_and_outputs if batch is None else batch[self.inputs_and_outputs.current_pair].host_io
+        has_prompts = batch.total_seqlen_q > batch.num_request_in_batch
+        captured.add("tables" if batch.use_block_table else "prompts" if has_prompts else "new tokens")
+        with torch.cuda.stream(stream):
+            forward(*arguments)
+
+    model: Any = FAMILIES["llama"]().model.to(DEVICE)
+    expected = one_by_one(model)
+    qgemm.fast_generate(model)
+    config = small()
+    vars(config).update(options)
+    real_start = ModelRunner.__init__
+    monkeypatch.setattr(ModelRunner, "__init__", start)
+    monkeypatch.setattr(ModelRunner, "_capture_graph", capture)
+    assert in_batches(model, continuous_batching_config=config, warmup=False) == expected
+    assert captured == kinds
+
+
 def test_int8_takes_half_the_memory_and_can_be_forked() -> None:
     model: Any = FAMILIES["llama"]().model.to(DEVICE)
     settings = copy.deepcopy(SETTINGS)
