@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import warnings
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -280,19 +281,32 @@ def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(path.read_text())["command"].startswith("python -m benchmarks.models --model minilm-l6")
 
 
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads the state of a process from /proc")
 def test_a_process_that_fails_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner.sys, "executable", "false")
     *_, (figure,) = runner._run_job(job("bf16"), None, 10)
     assert figure.reason == "exit status 1"
     stuck = tmp_path / "stuck"  # it has written a figure by then, and half of one
     line = json.dumps(asdict(figures()[0]))
-    stuck.write_text(f'#!/bin/sh\necho \'{line}\' >"$4"; printf "{{" >>"$4"; exec sleep 60\n')
+    started = tmp_path / "started"  # as servers are
+    stuck.write_text(f'#!/bin/sh\necho \'{line}\' >"$4"; printf "{{" >>"$4"; sleep 60 & echo $! >{started}; wait\n')
     stuck.chmod(0o755)
     monkeypatch.setattr(runner.sys, "executable", str(stuck))
     monkeypatch.setattr(runner, "_SECONDS_BETWEEN_LOOKS", 0.1)
     *_, (done, late) = runner._run_job(job("bf16"), None, 0.5)
     assert done == figures()[0]
     assert late.reason == "not done after 0.5 s"
+    number, end = int(started.read_text()), time.monotonic() + 10
+    while is_running(number) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not is_running(number)
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)

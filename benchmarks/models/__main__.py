@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -117,7 +119,8 @@ def _run_job(job: Job, caches: Path | None, timeout: float) -> Iterator[list[Fig
         command = [sys.executable, "-m", "benchmarks.models.worker", job.to_json(), str(path)]
         reason = ""
         with said.open("wb") as file:
-            process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=file)
+            options: dict[str, Any] = {"cwd": ROOT, "env": environ, "stdout": subprocess.DEVNULL, "stderr": file}
+            process = subprocess.Popen(command, **options, start_new_session=True)
             try:
                 end = time.monotonic() + timeout
                 while process.poll() is None and time.monotonic() < end:
@@ -126,8 +129,9 @@ def _run_job(job: Job, caches: Path | None, timeout: float) -> Iterator[list[Fig
                     yield _figures_in(path)
             finally:
                 if process.poll() is None:
-                    process.kill()
                     reason = f"not done after {timeout:g} s"
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # with a server that it started
                 process.wait()
         if process.returncode and not reason:
             lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -191,4 +195,5 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are ended on the way out
     main()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -155,8 +154,7 @@ def _running(command: Sequence[str]) -> Iterator[str]:
     environ = {**os.environ, **vllm_worker.ENVIRONMENT, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     del environ["VLLM_ENABLE_V1_MULTIPROCESSING"]  # vLLM's server has processes
     with tempfile.TemporaryFile() as said:
-        command = [*command, "--port", str(port)]
-        server = subprocess.Popen(command, env=environ, stdout=said, stderr=said, start_new_session=True)
+        server = subprocess.Popen([*command, "--port", str(port)], env=environ, stdout=said, stderr=said)
         try:
             end = time.monotonic() + SECONDS_TO_START
             while True:
@@ -174,5 +172,5 @@ def _running(command: Sequence[str]) -> Iterator[str]:
             try:
                 server.wait(20)
             except subprocess.TimeoutExpired:
-                os.killpg(server.pid, signal.SIGKILL)
+                server.kill()
                 server.wait()
