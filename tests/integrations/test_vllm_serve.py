@@ -13,6 +13,7 @@ from integrations.vllm_engine import (
     NEW,
     PROMPTS,
     WORDS,
+    compiled_as_on_a_gpu,
     mixture,
     model,
     save_tokenizer,
@@ -125,6 +126,18 @@ def test_compiled_by_vllm(tmp_path: Path) -> None:
     # nvfp4: parts with global scales of their own are a product each.
     expected = quantized(tmp_path / "nvfp4", "nvfp4", skip="model.layers.1")
     assert tokens_of_vllm(tmp_path / "nvfp4", enforce_eager=False) == expected
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-static", "fp8"])
+def test_compiled_with_fused_kernels(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qgemm.integrations.vllm import fusion
+
+    counts, fuse = [], fusion.fuse
+    monkeypatch.setattr(fusion, "fuse", lambda graph: counts.append(fuse(graph)))
+    expected = quantized(tmp_path / "folder", scheme)
+    with compiled_as_on_a_gpu() as options:
+        assert tokens_of_vllm(tmp_path / "folder", **options) == expected
+    assert counts == [1, 3, 2], "the norms and the activation of two layers, between what attends"
 
 
 def test_prefix_caching_and_chunked_prefill(tmp_path: Path) -> None:

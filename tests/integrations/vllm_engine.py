@@ -105,6 +105,30 @@ def tokens_of_vllm(folder: Path, adapter: Path | None = None, **options: Any) ->
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
+@contextlib.contextmanager
+def compiled_as_on_a_gpu() -> Iterator[dict[str, Any]]:
+    """Options of ``tokens_of_vllm`` with which vLLM's own compiler runs: for a CPU it takes PyTorch's."""
+    from vllm.config import CompilationMode
+    from vllm.platforms.cpu import CpuPlatform
+
+    own = CpuPlatform.check_and_update_config
+
+    def check(config: Any) -> None:
+        compilation, modes = config.compilation_config, CompilationMode
+        compilation.mode = modes.STOCK_TORCH_COMPILE
+        own(config)
+        compilation.mode, compilation.backend = modes.VLLM_COMPILE, "inductor"
+        compilation.compile_sizes, compilation.ir_enable_torch_wrap = [], True
+
+    CpuPlatform.check_and_update_config = staticmethod(check)
+    os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
+    try:
+        yield {"enforce_eager": False, "compilation_config": {"mode": 3, "cudagraph_mode": 0}}
+    finally:
+        del os.environ["VLLM_DISABLE_COMPILE_CACHE"]
+        CpuPlatform.check_and_update_config = own
+
+
 def save_tokenizer(folder: Path) -> None:
     """One of words ``w0``, ``w1``, ..., which a server wants."""
     from tokenizers import Tokenizer

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from qgemm.checkpoint.compressed_tensors_groups import QUANT_METHOD as COMPRESSED_TENSORS
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
+from qgemm.integrations.vllm.compiling import extend_compiler
 from qgemm.integrations.vllm.experts import QGemmExpertsMethod, are_experts
 from qgemm.integrations.vllm.linear import QGemmLinearMethod
 from qgemm.integrations.vllm.loading import extend_loader
@@ -62,6 +63,7 @@ class ServedConfig(MethodConfig):
         Raises ``ValueError`` for a merged layer whose parts differ in their schemes, and for what isn't linear.
         """
         extend_loader()
+        extend_compiler()
         scheme = scheme_of(prefix, self.layers, self.packed_modules_mapping)
         if scheme is not None and are_experts(layer):
             return QGemmExpertsMethod(scheme, prefix, layer)

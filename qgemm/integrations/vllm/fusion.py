@@ -1,0 +1,149 @@
+"""Fused kernels in the graphs that vLLM compiles: what lies ahead of a product quantizes its output.
+
+``fuse`` finds norms, with the sum of a residual before them, and gated activations, all of whose readers are products
+of quantized rows (``torch.ops.qgemm.quant_linear``). It puts ``norm_quantize``, ``add_norm_quantize`` or
+``activation_quantize`` and ``multiply`` in their place, as ``qgemm.fuse`` does in models of transformers. Everything
+else stays as it is, such as a norm that a router or an adapter reads too.
+
+Norms are vLLM's operators ``vllm_ir``, which it makes kernels of after its passes; activations are what PyTorch
+decomposes them to. A sum is rounded before its norm, as transformers rounds it; vLLM's own kernels don't.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import tracing
+from torch._inductor import pattern_matcher
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from qgemm.kernels.activations import ACTIVATIONS
+
+NORMS = {"vllm_ir.rms_norm.default": False, "vllm_ir.fused_add_rms_norm.default": True}
+"""By the name of vLLM's operator, whether a residual is added first."""
+GATED = ("silu", "gelu", "gelu_tanh")
+"""Activations of gates that vLLM's models have."""
+
+
+def fuse(graph: fx.Graph) -> int:
+    """Replaces what can be fused; returns the number of norms and activations that were."""
+    return sum(_fuse_norm(graph, node) or _fuse_activation(graph, node) for node in list(graph.nodes))
+
+
+def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
+    adds = NORMS.get(str(node.target))
+    if adds is None:
+        return False
+    x, *others = _arguments(node)
+    residual = others.pop(0) if adds else None
+    weight, eps, size = (*others, None)[:3]
+    if weight is None or size is not None or _value(weight).dtype != _value(x).dtype:
+        return False
+    outputs: dict[Any, fx.Node] = {0: node}
+    if adds:
+        outputs = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        if len(outputs) != len(node.users):
+            return False
+    if 0 not in outputs or not (products := _products_of(outputs[0])):
+        return False
+    with graph.inserting_before(node):
+        about = (weight, None, "rms", eps, *_kind(products[0]))
+        if adds:
+            done = _call(graph, torch.ops.qgemm.add_norm_quantize.default, x, residual, None, *about)
+            total, *rows = (_call(graph, operator.getitem, done, index) for index in range(3))
+            if 1 in outputs:
+                outputs[1].replace_all_uses_with(total)
+        else:
+            done = _call(graph, torch.ops.qgemm.norm_quantize.default, x, *about)
+            rows = [_call(graph, operator.getitem, done, index) for index in range(2)]
+    _multiply(graph, products, rows)
+    for output in (*(outputs.values() if adds else ()), node):
+        graph.erase_node(output)
+    return True
+
+
+def _fuse_activation(graph: fx.Graph, node: fx.Node) -> bool:
+    """Of one that ends with ``node``, the product of an activated gate with what comes up beside it."""
+    if node.target is not torch.ops.aten.mul.Tensor or not (products := _products_of(node)):
+        return False
+    value = _value(node)
+    for name in GATED:
+        match = _pattern(name, value.ndim, value.shape[-1], value.dtype).match(node)
+        if not match:
+            continue
+        x = match.kwargs["x"]
+        with graph.inserting_before(node):
+            kind = _kind(products[0])
+            done = _call(graph, torch.ops.qgemm.activation_quantize.default, x, name, True, *kind)
+            rows = [_call(graph, operator.getitem, done, index) for index in range(2)]
+        _multiply(graph, products, rows)
+        return True
+    return False
+
+
+@functools.cache
+def _pattern(name: str, ndim: int, columns: int, dtype: torch.dtype) -> Any:
+    """What a gated activation with so many ``columns`` becomes in a graph of PyTorch's compiler."""
+
+    def activate(x: Tensor) -> Tensor:
+        return ACTIVATIONS[name](x[..., :columns]) * x[..., columns:]
+
+    with tracing(None), unset_fake_temporarily():
+        example = torch.zeros([2] * (ndim - 1) + [2 * columns], dtype=dtype)
+        return pattern_matcher.fx_to_pattern(pattern_matcher.fwd_only(activate, [example]), argnames=["x"])
+
+
+def _products_of(node: fx.Node) -> list[fx.Node]:
+    """All that reads ``node``, if these are products of quantized rows that quantize it alike; else none."""
+    products = list(node.users)
+    for each in products:
+        if each.target is not torch.ops.qgemm.quant_linear.default:
+            return []
+        _, *others = _arguments(each)
+        if node in others or others[4] is not None or _kind(each) != _kind(products[0]):
+            return []
+        if others[3] is not None and others[3].op != "placeholder":  # which isn't known yet where node is
+            return []
+    return products
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    """All of an operator, in their order, with those that were left out."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | dict(node.kwargs)
+    return [given.get(argument.name, argument.default_value) for argument in schema]
+
+
+def _kind(product: fx.Node) -> tuple[Any, torch.dtype]:
+    """By which scale the input of a product is quantized, and to which dtype."""
+    _, weight, _, _, input_scale, _ = _arguments(product)
+    return input_scale, _value(weight).dtype
+
+
+def _multiply(graph: fx.Graph, products: list[fx.Node], rows: list[fx.Node]) -> None:
+    """Has ``products`` read quantized ``rows``."""
+    for product in products:
+        _, weight, weight_scale, bias, *_ = _arguments(product)
+        about = (weight, weight_scale, bias, None, _value(product).dtype)
+        with graph.inserting_before(product):
+            out = _call(graph, torch.ops.qgemm.multiply.default, *rows, *about)
+        product.replace_all_uses_with(out)
+        graph.erase_node(product)
+
+
+def _call(graph: fx.Graph, target: Callable[..., Any], *arguments: Any) -> fx.Node:
+    """A new node, with what PyTorch's compiler knows of its value."""
+    node = graph.call_function(target, arguments)
+    values = fx.map_arg(arguments, _value)
+    node.meta["val"] = target(*values)
+    return node
+
+
+def _value(node: fx.Node) -> Any:
+    """The fake tensor that stands for it."""
+    return node.meta["val"]
