@@ -107,7 +107,8 @@ def tokens_of_vllm(folder: Path, adapter: Path | None = None, **options: Any) ->
 
 @contextlib.contextmanager
 def compiled_as_on_a_gpu() -> Iterator[dict[str, Any]]:
-    """Options of ``tokens_of_vllm`` with which vLLM's own compiler runs: for a CPU it takes PyTorch's."""
+    """Options of ``tokens_of_vllm`` with which vLLM's own compiler runs, every time: for a CPU it takes PyTorch's."""
+    from torch._inductor import config as inductor
     from vllm.config import CompilationMode
     from vllm.platforms.cpu import CpuPlatform
 
@@ -119,11 +120,13 @@ def compiled_as_on_a_gpu() -> Iterator[dict[str, Any]]:
         own(config)
         compilation.mode, compilation.backend = modes.VLLM_COMPILE, "inductor"
         compilation.compile_sizes, compilation.ir_enable_torch_wrap = [], True
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # so that a process of 0.22's has what tests patch
 
     CpuPlatform.check_and_update_config = staticmethod(check)
     os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
     try:
-        yield {"enforce_eager": False, "compilation_config": {"mode": 3, "cudagraph_mode": 0}}
+        with inductor.patch(force_disable_caches=True):
+            yield {"enforce_eager": False, "compilation_config": {"mode": 3, "cudagraph_mode": 0}}
     finally:
         del os.environ["VLLM_DISABLE_COMPILE_CACHE"]
         CpuPlatform.check_and_update_config = own
