@@ -124,10 +124,8 @@ def _save_tokenizer(folder: str, vocabulary: int) -> None:
 
 def _vllm(folder: str, sizes: Sizes) -> list[str]:
     module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    longest = str(
-        2 * (sizes.prompts[1] + sizes.answers[1])
-    )  # vLLM estimates tokens by characters before it counts them
-    return [*module, "--load-format", "dummy", "--max-model-len", longest, "--disable-uvicorn-access-log"]
+    longest = 2 * (sizes.prompts[1] + sizes.answers[1])  # vLLM first estimates tokens by characters
+    return [*module, "--load-format", "dummy", "--max-model-len", str(longest), "--disable-uvicorn-access-log"]
 
 
 def _transformers(name: str, folder: str, device: torch.device, sizes: Sizes) -> list[str]:

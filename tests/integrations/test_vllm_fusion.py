@@ -159,6 +159,12 @@ def norm_in_another_dtype(given: Given) -> Any:
     return given.product(torch.ops.vllm_ir.rms_norm(given.x, given.norm.double(), EPS))
 
 
+def residual_in_another_dtype(given: Given) -> Any:
+    return given.product(
+        torch.ops.vllm_ir.fused_add_rms_norm(given.x, given.residual.double(), given.norm, EPS)[0].float()
+    )
+
+
 def ups_before_gates(given: Given) -> Any:
     return given.product(F.silu(given.gates[..., K:]) * given.gates[..., :K])
 
@@ -176,7 +182,7 @@ def some_of_the_columns(given: Given) -> Any:
     "compute",
     [
         reader_in_float, readers_that_quantize_otherwise, scale_that_is_computed, norm_without_weight, norm_of_a_part,
-        norm_in_another_dtype, ups_before_gates, gate_of_another_tensor, some_of_the_columns,
+        norm_in_another_dtype, residual_in_another_dtype, ups_before_gates, gate_of_another_tensor, some_of_the_columns,
     ],
 )  # fmt: skip
 def test_what_stays(compute: Callable[[Given], Any]) -> None:

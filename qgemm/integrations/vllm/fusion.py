@@ -41,8 +41,9 @@ def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     x, *others = _arguments(node)
     residual = others.pop(0) if adds else None
-    weight, eps, size = (*others, None)[:3]
-    if weight is None or size is not None or _value(weight).dtype != _value(x).dtype:
+    weight, eps, size = others
+    floats = [each for each in (x, residual, weight) if each is not None]
+    if weight is None or size is not None or len({_value(each).dtype for each in floats}) > 1:
         return False
     outputs: dict[Any, fx.Node] = {0: node}
     if adds:
