@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,9 @@ def test_compiled_by_vllm(tmp_path: Path) -> None:
     assert tokens_of_vllm(tmp_path / "nvfp4", enforce_eager=False) == expected
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int8-static", "fp8"])
-def test_compiled_with_fused_kernels(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Options with which vLLM compiles as on a GPU; in the end, all of a model of two layers must have been fused."""
     from qgemm.integrations.vllm import fusion
 
     counts, real = tmp_path / "counts", fusion.fuse  # a file: 0.22 computes in a process of its own
@@ -139,10 +141,21 @@ def test_compiled_with_fused_kernels(scheme: str, tmp_path: Path, monkeypatch: p
             file.write(f"{real(graph)} ")
 
     monkeypatch.setattr(fusion, "fuse", fuse)
-    expected = quantized(tmp_path / "folder", scheme)
     with compiled_as_on_a_gpu() as options:
-        assert tokens_of_vllm(tmp_path / "folder", **options) == expected
-    assert counts.read_text() == "1 3 2 ", "the norms and the activation of two layers, between what attends"
+        yield options
+    assert counts.read_text() == "1 3 2 ", "the norms and activations between what attends"
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8-static", "fp8"])
+def test_compiled_with_fused_kernels(scheme: str, fused: dict[str, Any], tmp_path: Path) -> None:
+    expected = quantized(tmp_path / "folder", scheme)
+    assert tokens_of_vllm(tmp_path / "folder", **fused) == expected
+
+
+def test_a_compressed_tensors_checkpoint_with_fused_kernels(fused: dict[str, Any], tmp_path: Path) -> None:
+    made = qgemm.quantize_model(model(attention_bias=True), progress=False)
+    qgemm.save_quantized(made, tmp_path / "theirs", format="compressed-tensors")
+    assert tokens_of_vllm(tmp_path / "theirs", quantization="qgemm", **fused) == tokens_of_transformers(made)
 
 
 def test_prefix_caching_and_chunked_prefill(tmp_path: Path) -> None:

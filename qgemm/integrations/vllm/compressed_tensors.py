@@ -15,6 +15,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import In
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.platforms import current_platform
 
+from qgemm.integrations.vllm.compiling import extend_compiler
 from qgemm.nn.quant_layer import frozen
 from qgemm.numerics.zero_points import correction
 from qgemm.ops import quant_linear
@@ -86,4 +87,5 @@ class QGemmCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[mis
         kernels = _POSSIBLE_INT8_KERNELS.setdefault(current_platform._enum, [])
         if QGemmInt8Kernel not in kernels:
             kernels.insert(0, QGemmInt8Kernel)
+        extend_compiler()
         return super().get_quant_method(layer, prefix)
