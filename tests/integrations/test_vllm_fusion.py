@@ -104,6 +104,22 @@ def test_norms(dtype: torch.dtype, operand: torch.dtype) -> None:
     assert check(given, norm_of_a_sum, 1) == ["add_norm_quantize", "multiply", "multiply"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_norms_of_gemma(dtype: torch.dtype) -> None:
+    def weight(given: Given) -> Tensor:
+        return given.norm.float() + 1.0
+
+    def plain(given: Given) -> Any:
+        return given.product(torch.ops.vllm_ir.rms_norm(given.x, weight(given), EPS))
+
+    def of_a_sum(given: Given) -> Any:
+        normed, total = torch.ops.vllm_ir.fused_add_rms_norm(given.x, given.residual, weight(given), EPS)
+        return given.product(normed), total
+
+    assert check(Given(dtype), plain, 1) == ["norm_quantize", "multiply"]
+    assert check(Given(dtype), of_a_sum, 1) == ["add_norm_quantize", "multiply"]
+
+
 def test_static_scales() -> None:
     def compute(given: Given) -> Any:
         return given.product(torch.ops.vllm_ir.rms_norm(given.x, given.norm, EPS), None, given.input_scale)
@@ -159,6 +175,10 @@ def norm_in_another_dtype(given: Given) -> Any:
     return given.product(torch.ops.vllm_ir.rms_norm(given.x, given.norm.double(), EPS))
 
 
+def weights_and_two(given: Given) -> Any:
+    return given.product(torch.ops.vllm_ir.rms_norm(given.x, given.norm.double() + 2.0, EPS))
+
+
 def residual_in_another_dtype(given: Given) -> Any:
     return given.product(
         torch.ops.vllm_ir.fused_add_rms_norm(given.x, given.residual.double(), given.norm, EPS)[0].float()
@@ -182,7 +202,8 @@ def some_of_the_columns(given: Given) -> Any:
     "compute",
     [
         reader_in_float, readers_that_quantize_otherwise, scale_that_is_computed, norm_without_weight, norm_of_a_part,
-        norm_in_another_dtype, residual_in_another_dtype, ups_before_gates, gate_of_another_tensor, some_of_the_columns,
+        norm_in_another_dtype, weights_and_two, residual_in_another_dtype, ups_before_gates, gate_of_another_tensor,
+        some_of_the_columns,
     ],
 )  # fmt: skip
 def test_what_stays(compute: Callable[[Given], Any]) -> None:

@@ -123,10 +123,11 @@ def test_another_version_of_vllm_is_refused(tmp_path: Path, monkeypatch: pytest.
         tokens_of_vllm(tmp_path / "int8")
 
 
-def test_compiled_by_vllm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["int8", "nvfp4"])
+def test_compiled_by_vllm(scheme: str, tmp_path: Path) -> None:
     # nvfp4: parts with global scales of their own are a product each.
-    expected = quantized(tmp_path / "nvfp4", "nvfp4", skip="model.layers.1")
-    assert tokens_of_vllm(tmp_path / "nvfp4", enforce_eager=False) == expected
+    expected = quantized(tmp_path / scheme, scheme, skip="model.layers.1")
+    assert tokens_of_vllm(tmp_path / scheme, enforce_eager=False) == expected
 
 
 @pytest.fixture

@@ -42,8 +42,10 @@ def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
     x, *others = _arguments(node)
     residual = others.pop(0) if adds else None
     weight, eps, size = others
-    floats = [each for each in (x, residual, weight) if each is not None]
-    if weight is None or size is not None or len({_value(each).dtype for each in floats}) > 1:
+    if weight is None or size is not None:
+        return False
+    weight, kind = _of_gemma(weight, _value(x).dtype) or (weight, "rms")
+    if any(_value(each).dtype != _value(x).dtype for each in (residual, weight) if each is not None):
         return False
     outputs: dict[Any, fx.Node] = {0: node}
     if adds:
@@ -53,7 +55,7 @@ def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
     if 0 not in outputs or not (products := _products_of(outputs[0])):
         return False
     with graph.inserting_before(node):
-        about = (weight, None, "rms", eps, *_kind(products[0]))
+        about = (weight, None, kind, eps, *_how(products[0]))
         if adds:
             done = _call(graph, torch.ops.qgemm.add_norm_quantize.default, x, residual, None, *about)
             total, *rows = (_call(graph, operator.getitem, done, index) for index in range(3))
@@ -68,6 +70,17 @@ def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
+def _of_gemma(weight: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, str] | None:
+    """What lies in ``dtype`` behind ``1 + weight.float()``, and the kind of such a norm."""
+    is_sum = weight.target is torch.ops.aten.add.Tensor and weight.args[1] == 1
+    if not is_sum or _value(weight).dtype != torch.float32:
+        return None
+    wide: Any = weight.args[0]
+    if wide.target is not torch.ops.prims.convert_element_type.default or _value(wide.args[0]).dtype != dtype:
+        return None
+    return wide.args[0], "rms_plus_one"
+
+
 def _fuse_activation(graph: fx.Graph, node: fx.Node) -> bool:
     """Of one that ends with ``node``, the product of an activated gate with what comes up beside it."""
     if node.target is not torch.ops.aten.mul.Tensor or not (products := _products_of(node)):
@@ -79,8 +92,8 @@ def _fuse_activation(graph: fx.Graph, node: fx.Node) -> bool:
             continue
         x = match.kwargs["x"]
         with graph.inserting_before(node):
-            kind = _kind(products[0])
-            done = _call(graph, torch.ops.qgemm.activation_quantize.default, x, name, True, *kind)
+            how = _how(products[0])
+            done = _call(graph, torch.ops.qgemm.activation_quantize.default, x, name, True, *how)
             rows = [_call(graph, operator.getitem, done, index) for index in range(2)]
         _multiply(graph, products, rows)
         return True
@@ -106,7 +119,7 @@ def _products_of(node: fx.Node) -> list[fx.Node]:
         if each.target is not torch.ops.qgemm.quant_linear.default:
             return []
         _, *others = _arguments(each)
-        if node in others or others[4] is not None or _kind(each) != _kind(products[0]):
+        if node in others or others[4] is not None or _how(each) != _how(products[0]):
             return []
         if others[3] is not None and others[3].op != "placeholder":  # which isn't known yet where node is
             return []
@@ -120,7 +133,7 @@ def _arguments(node: fx.Node) -> list[Any]:
     return [given.get(argument.name, argument.default_value) for argument in schema]
 
 
-def _kind(product: fx.Node) -> tuple[Any, torch.dtype]:
+def _how(product: fx.Node) -> tuple[Any, torch.dtype]:
     """By which scale the input of a product is quantized, and to which dtype."""
     _, weight, _, _, input_scale, _ = _arguments(product)
     return input_scale, _value(weight).dtype
