@@ -65,8 +65,10 @@ class Given:
         return OPS.quant_linear(x, self.weight, self.scale, bias, input_scale)
 
 
-def check(given: Given, compute: Callable[[Given], Any], fused: int, **tolerance: float) -> list[str]:
-    """Traces ``compute`` as PyTorch's compiler does, fuses and compares; the names of qgemm's operators then."""
+def check(
+    given: Given, compute: Callable[[Given], Any], fused: int, library: str = "qgemm", **tolerance: float
+) -> list[str]:
+    """Traces ``compute`` as PyTorch's compiler does, fuses and compares; the names of a library's operators then."""
     names, tensors = zip(*vars(given).items(), strict=True)
 
     def run(*values: Tensor) -> Any:
@@ -84,7 +86,7 @@ def check(given: Given, compute: Callable[[Given], Any], fused: int, **tolerance
     module.graph.lint()
     module.recompile()
     torch.testing.assert_close(module(*tensors), expected, **tolerance)
-    return [str(node.target).split(".")[1] for node in module.graph.nodes if str(node.target).startswith("qgemm.")]
+    return [str(node.target).split(".")[1] for node in module.graph.nodes if str(node.target).startswith(f"{library}.")]
 
 
 def plain_norm(given: Given) -> Any:
@@ -118,6 +120,21 @@ def test_norms_of_gemma(dtype: torch.dtype) -> None:
 
     assert check(Given(dtype), plain, 1) == ["norm_quantize", "multiply"]
     assert check(Given(dtype), of_a_sum, 1) == ["add_norm_quantize", "multiply"]
+
+
+@pytest.mark.parametrize("change", ["", "eps", "another reader", "kind"])
+def test_norms_of_branches(change: str) -> None:
+    """Gemma 2 and 3 have a norm behind each branch, too."""
+
+    def compute(given: Given) -> Any:
+        own = given.norm if change == "kind" else given.norm.float() + 1.0
+        branch = torch.ops.vllm_ir.rms_norm(given.x, own, 2 * EPS if change == "eps" else EPS)
+        weight = given.norm.float() + 1.0
+        normed, total = torch.ops.vllm_ir.fused_add_rms_norm(branch, given.residual, weight, EPS)
+        return given.product(normed), total, branch if change == "another reader" else total
+
+    assert check(Given(torch.bfloat16), compute, 1) == ["add_norm_quantize", "multiply"]
+    assert check(Given(torch.bfloat16), compute, 1, "vllm_ir") == (["rms_norm"] if change else [])
 
 
 def test_static_scales() -> None:

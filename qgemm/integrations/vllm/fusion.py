@@ -1,9 +1,9 @@
 """Fused kernels in the graphs that vLLM compiles: what lies ahead of a product quantizes its output.
 
-``fuse`` finds norms, with the sum of a residual before them, and gated activations, all of whose readers are products
-of quantized rows (``torch.ops.qgemm.quant_linear``). It puts ``norm_quantize``, ``add_norm_quantize`` or
-``activation_quantize`` and ``multiply`` in their place, as ``qgemm.fuse`` does in models of transformers. Everything
-else stays as it is, such as a norm that a router or an adapter reads too.
+``fuse`` finds norms, with the sum of a residual and the norm of a branch before them, and gated activations, all of
+whose readers are products of quantized rows (``torch.ops.qgemm.quant_linear``). It puts ``norm_quantize``,
+``add_norm_quantize`` or ``activation_quantize`` and ``multiply`` in their place, as ``qgemm.fuse`` does in models of
+transformers. Everything else stays as it is, such as a norm that a router or an adapter reads too.
 
 Norms are vLLM's operators ``vllm_ir``, which it makes kernels of after its passes; activations are what PyTorch
 decomposes them to. A sum is rounded before its norm, as transformers rounds it; vLLM's own kernels don't.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -35,39 +35,66 @@ def fuse(graph: fx.Graph) -> int:
     return sum(_fuse_norm(graph, node) or _fuse_activation(graph, node) for node in list(graph.nodes))
 
 
+class _Norm(NamedTuple):
+    """``norm(x + residual)``, as vLLM's operators compute it. ``residual``: None if nothing is added."""
+
+    x: fx.Node
+    residual: fx.Node | None
+    weight: fx.Node
+    kind: str
+    eps: float
+
+    @classmethod
+    def of(cls, node: fx.Node) -> _Norm | None:
+        """What ``node`` computes; None if it isn't a norm, or one that qgemm's kernels don't compute."""
+        adds = NORMS.get(str(node.target))
+        if adds is None:
+            return None
+        x, *others = _arguments(node)
+        residual = others.pop(0) if adds else None
+        weight, eps, size = others
+        if weight is None or size is not None:
+            return None
+        weight, kind = _of_gemma(weight, _value(x).dtype) or (weight, "rms")
+        if any(_value(each).dtype != _value(x).dtype for each in (residual, weight) if each is not None):
+            return None
+        return cls(x, residual, weight, kind, eps)
+
+
 def _fuse_norm(graph: fx.Graph, node: fx.Node) -> bool:
-    adds = NORMS.get(str(node.target))
-    if adds is None:
-        return False
-    x, *others = _arguments(node)
-    residual = others.pop(0) if adds else None
-    weight, eps, size = others
-    if weight is None or size is not None:
-        return False
-    weight, kind = _of_gemma(weight, _value(x).dtype) or (weight, "rms")
-    if any(_value(each).dtype != _value(x).dtype for each in (residual, weight) if each is not None):
+    norm = _Norm.of(node)
+    if norm is None:
         return False
     outputs: dict[Any, fx.Node] = {0: node}
-    if adds:
+    if norm.residual is not None:
         outputs = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         if len(outputs) != len(node.users):
             return False
     if 0 not in outputs or not (products := _products_of(outputs[0])):
         return False
     with graph.inserting_before(node):
-        about = (weight, None, kind, eps, *_how(products[0]))
-        if adds:
-            done = _call(graph, torch.ops.qgemm.add_norm_quantize.default, x, residual, None, *about)
+        about = (norm.weight, None, norm.kind, norm.eps, *_how(products[0]))
+        if norm.residual is None:
+            done = _call(graph, torch.ops.qgemm.norm_quantize.default, norm.x, *about)
+            rows = [_call(graph, operator.getitem, done, index) for index in range(2)]
+        else:
+            x, branch_weight = _branch(norm)
+            done = _call(graph, torch.ops.qgemm.add_norm_quantize.default, x, norm.residual, branch_weight, *about)
             total, *rows = (_call(graph, operator.getitem, done, index) for index in range(3))
             if 1 in outputs:
                 outputs[1].replace_all_uses_with(total)
-        else:
-            done = _call(graph, torch.ops.qgemm.norm_quantize.default, x, *about)
-            rows = [_call(graph, operator.getitem, done, index) for index in range(2)]
     _multiply(graph, products, rows)
-    for output in (*(outputs.values() if adds else ()), node):
+    for output in (*(outputs.values() if norm.residual is not None else ()), node):
         graph.erase_node(output)
     return True
+
+
+def _branch(norm: _Norm) -> tuple[fx.Node, fx.Node | None]:
+    """What is added to the residual, and the weight of a norm of it alone where there is one, as Gemma 2 has it."""
+    own = _Norm.of(norm.x)
+    if own is None or own.residual is not None or len(norm.x.users) > 1 or (own.kind, own.eps) != (norm.kind, norm.eps):
+        return norm.x, None
+    return own.x, own.weight
 
 
 def _of_gemma(weight: fx.Node, dtype: torch.dtype) -> tuple[fx.Node, str] | None:
