@@ -22,7 +22,7 @@ class Figure:
     - ``batch``, ``context``: sequences, and the tokens that each has already; of serve and http the most of a prompt.
     - ``cache``: of compiled kernels, ``"cold"`` or ``"warm"``, for first calls.
     - ``weight_bytes``, ``peak_bytes``: allocated on the GPU once the model is prepared, and at most while it was timed;
-      not of serve, whose cache takes nearly all that is free.
+      not of serve and http, whose cache takes nearly all that is free.
     - ``cosine``: of the outputs to the float model's, the minimum.
     - ``note``: what a reader has to know, such as that the value is extrapolated.
     """

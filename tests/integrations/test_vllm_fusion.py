@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from qgemm.integrations.vllm import fusion
 from qgemm.integrations.vllm.fusion import fuse
 from qgemm.kernels import quantize_rows
 
@@ -68,7 +69,19 @@ class Given:
 def check(
     given: Given, compute: Callable[[Given], Any], fused: int, library: str = "qgemm", **tolerance: float
 ) -> list[str]:
-    """Traces ``compute`` as PyTorch's compiler does, fuses and compares; the names of a library's operators then."""
+    """Fuses what ``compute`` becomes, and compares; the names of a library's operators then."""
+    module, tensors = traced(given, compute)
+    expected = module(*tensors)
+    assert fuse(module.graph) == fused
+    module.graph.eliminate_dead_code()
+    module.graph.lint()
+    module.recompile()
+    torch.testing.assert_close(module(*tensors), expected, **tolerance)
+    return [str(node.target).split(".")[1] for node in module.graph.nodes if str(node.target).startswith(f"{library}.")]
+
+
+def traced(given: Given, compute: Callable[[Given], Any]) -> tuple[fx.GraphModule, tuple[Tensor, ...]]:
+    """``compute`` as PyTorch's compiler has it, and the tensors to call that with."""
     names, tensors = zip(*vars(given).items(), strict=True)
 
     def run(*values: Tensor) -> Any:
@@ -80,13 +93,7 @@ def check(
         fake = [mode.from_tensor(tensor) for tensor in tensors]
         module: fx.GraphModule = make_fx(run, select_decomp_table())(*fake)
     remove_noop_ops(module.graph)
-    expected = module(*tensors)
-    assert fuse(module.graph) == fused
-    module.graph.eliminate_dead_code()
-    module.graph.lint()
-    module.recompile()
-    torch.testing.assert_close(module(*tensors), expected, **tolerance)
-    return [str(node.target).split(".")[1] for node in module.graph.nodes if str(node.target).startswith(f"{library}.")]
+    return module, tensors
 
 
 def plain_norm(given: Given) -> Any:
@@ -225,6 +232,34 @@ def some_of_the_columns(given: Given) -> Any:
 )  # fmt: skip
 def test_what_stays(compute: Callable[[Given], Any]) -> None:
     assert set(check(Given(), compute, 0)) == {"quant_linear"}
+
+
+def test_what_a_failure_leaves_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it happens: ``FusionPass`` goes on with such a graph."""
+
+    def raises_at(count: int) -> Callable[..., Any]:
+        calls = iter(range(count))
+
+        def call(*arguments: Any) -> Any:
+            if next(calls, None) is None:
+                raise ValueError("no such operator")
+            return real(*arguments)
+
+        return call
+
+    real = fusion._call
+    for count in range(6):  # an add_norm_quantize, its three outputs, and two products
+        module, tensors = traced(Given(), norm_of_a_sum)
+        expected = module(*tensors)
+        monkeypatch.setattr(fusion, "_call", raises_at(count))
+        with pytest.raises(ValueError, match="no such operator"):
+            fuse(module.graph)
+        assert all("val" in node.meta for node in module.graph.nodes if node.op == "call_function")
+        module.graph.lint()
+        module.recompile()
+        torch.testing.assert_close(module(*tensors), expected)
+    monkeypatch.setattr(fusion, "_call", raises_at(6))
+    assert fuse(traced(Given(), norm_of_a_sum)[0].graph) == 1
 
 
 def test_a_block_in_a_row() -> None:

@@ -35,6 +35,7 @@ from transformers.utils import import_utils
 
 from qgemm.integrations.transformers.cache import ATTENTION, fits_key_value_cache
 from qgemm.numerics.formats import INT8
+from qgemm.numerics.integers import round_up
 
 # 5.19 and later have no prefix for attention of a paged cache.
 PAGED_ATTENTION = ("paged|" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "") + ATTENTION + "_flash"
@@ -147,7 +148,7 @@ def _numbers_and_scales(pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
     keys, heads = pages.shape[1:3]
     held = pages.flatten(1).view(torch.int8)
     numbers, scales = heads * keys * size, heads * keys * 4
-    first = _round_up(numbers, 4)
+    first = round_up(numbers, 4)
     return (
         held[:, :numbers].unflatten(1, (heads, keys, size)).transpose(1, 2),
         held[:, first : first + scales].view(torch.float32).unflatten(1, (heads, keys)).transpose(1, 2),
@@ -156,11 +157,7 @@ def _numbers_and_scales(pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 def _bytes_of_int8(size: int) -> int:
     """Of a head of a key, with its scale, in whole numbers of any dtype."""
-    return _round_up(size, 4) + 4
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    return round_up(size, 4) + 4
 
 
 def _gathered(cache: Any, module: Any, key: Tensor, value: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -282,8 +279,7 @@ def _warm_up(reference: Any, *, num_q_tokens: int, max_kv_read: int | None, **op
 def _pad(reference: Any, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> Any:
     """The sizes of the next batch, which are padded where a CUDA graph of it is captured or replayed.
 
-    Batches with prompts are not: hardly one has the sizes of another, and a capture takes longer than the batch. On an
-    H200, a server with graphs of them needed 1.6 to 4.2 s for what takes 1.5 s without (64 requests, Llama 3 8B).
+    Batches with prompts are not: in a server hardly one has the sizes of another, and each capture also runs the batch.
     """
     processor = reference()
     runner = processor.model_runner

@@ -179,9 +179,9 @@ def _multiply(graph: fx.Graph, products: list[fx.Node], rows: list[fx.Node]) -> 
 
 def _call(graph: fx.Graph, target: Callable[..., Any], *arguments: Any) -> fx.Node:
     """A new node, with what PyTorch's compiler knows of its value."""
+    value = target(*fx.map_arg(arguments, _value))  # which may raise: then nothing has been added
     node = graph.call_function(target, arguments)
-    values = fx.map_arg(arguments, _value)
-    node.meta["val"] = target(*values)
+    node.meta["val"] = value
     return node
 
 
