@@ -27,6 +27,7 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 
 import qgemm
+from qgemm.integrations.transformers.generate import loop
 from qgemm.integrations.transformers.generate.contexts import attending
 from qgemm.integrations.transformers.generate.entry import decode
 from qgemm.integrations.transformers.generate.stopping import Stops
@@ -101,6 +102,71 @@ def test_tokens_are_those_of_transformers(llama: PreTrainedModel, settings: dict
         llama, input_ids=PROMPTS, attention_mask=mask, **{**NO_END, "max_new_tokens": 12, **settings}
     )
     assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=["float", "int8"])
+@pytest.mark.parametrize("padded", [False, True], ids=["even", "padded"])
+def test_prompts_are_computed_in_parts(
+    llama: PreTrainedModel, padded: bool, dtype: torch.dtype | None, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decoded() -> tuple[Any, list[tuple[int, ...]]]:
+        sizes: list[tuple[int, ...]] = []
+        seen = llama.register_forward_pre_hook(
+            lambda _, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+        )
+        qgemm.fast_generate(llama, cache_dtype=dtype)
+        first = llama.generate(PROMPTS.to(DEVICE), attention_mask=mask, return_dict_in_generate=True, **options)
+        more = torch.cat([first.sequences, torch.full_like(first.sequences[:, :2], 9)], dim=1)
+        longer = torch.cat([mask, mask.new_ones(3, more.shape[1] - 7)], dim=1)
+        later = llama.generate(more, attention_mask=longer, past_key_values=first.past_key_values, **options)
+        seen.remove()
+        qgemm.fast_generate(llama, False)
+        return later, sizes
+
+    mask = (PADDED if padded else torch.ones_like(PADDED)).to(DEVICE)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, **NO_END}
+    expected, whole = decoded()
+    monkeypatch.setattr(loop, "MAX_PROMPT_VALUES", together * 7 * llama.config.hidden_size)
+    result, parts = decoded()
+    assert torch.equal(result, expected)
+    assert [size for size in whole if size[1] > 1] == [(3, 7), (3, 3)]
+    assert [size for size in parts if size[1] == 7] == {1: [(1, 7)] * 3, 2: [(2, 7), (1, 7)]}[together]
+    # What already is in a cache stays together.
+    assert [size for size in parts if size[1] == 3] == [(3, 3)]
+
+
+def test_prompts_whose_angles_depend_on_the_longest_stay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = copy.deepcopy(_llama())
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+    sizes = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: sizes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    monkeypatch.setattr(loop, "MAX_PROMPT_VALUES", 1)
+    qgemm.fast_generate(model)
+    model.generate(PROMPTS.to(DEVICE), max_new_tokens=1, do_sample=False, **NO_END)
+    assert sizes == [(3, 7)]
+
+
+def test_a_part_that_fails_harms_no_later_call(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        if len(calls) == 2:
+            raise RuntimeError("no more")
+        calls.append(1)
+
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, **NO_END}
+    expected = llama.generate(PROMPTS.to(DEVICE), **options)
+    monkeypatch.setattr(loop, "MAX_PROMPT_VALUES", 1)
+    cache = qgemm.KeyValueCache(llama.config, 3, 16, device=DEVICE)
+    qgemm.fast_generate(llama)
+    calls: list[int] = []
+    hook = llama.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="no more"):
+        llama.generate(PROMPTS.to(DEVICE), past_key_values=cache, **options)
+    hook.remove()
+    cache.reset()
+    assert torch.equal(llama.generate(PROMPTS.to(DEVICE), past_key_values=cache, **options), expected)
 
 
 @pytest.mark.parametrize("ahead", [1, 3, 50])  # 50 is more than there are steps

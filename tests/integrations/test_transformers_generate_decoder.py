@@ -39,7 +39,7 @@ def _take(decoders: Decoders, batch: int, capacity: int) -> tuple[_Room, Decoder
 
 @pytest.mark.parametrize(
     ("wanted", "rounded"),
-    [(1, 256), (256, 256), (257, 512), (1024, 1024), (1025, 1280), (2048, 2048), (2049, 2560), (16384, 16384)],
+    [(1, 128), (128, 128), (257, 384), (1024, 1024), (1025, 1152), (2048, 2048), (2049, 2304), (16384, 16384)],
 )
 def test_capacities_are_rounded_up(wanted: int, rounded: int) -> None:
     assert bucket(wanted) == rounded
@@ -48,10 +48,10 @@ def test_capacities_are_rounded_up(wanted: int, rounded: int) -> None:
 def test_a_larger_cache_serves_smaller_calls_and_takes_their_place() -> None:
     decoders = Decoders(CPU)
     small, _ = _take(decoders, 2, 100)
-    assert small.capacity == 256
+    assert small.capacity == 128
     decoders.put_back(small, _)  # type: ignore[arg-type]
     large, decoder = _take(decoders, 2, 300)
-    assert large.capacity == 512
+    assert large.capacity == 384
     decoders.put_back(large, decoder)  # type: ignore[arg-type]
     found, same = _take(decoders, 2, 100)
     assert found is large

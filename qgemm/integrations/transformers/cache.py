@@ -13,7 +13,8 @@ Layers with a sliding window keep all tokens as well; attention looks at the las
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,8 @@ class Tokens:
         """Of this forward, by how many queries there are, and the window."""
         self.bound = capacity
         """How long sequences are at most: attention shares out its work by it."""
+        self.first_row = 0
+        """Which sequence of the cache is the first of a forward."""
 
     def advance(self, count: int) -> None:
         """Counts ``count`` tokens more. Raises ``ValueError`` if the cache has no room for them."""
@@ -163,6 +166,7 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
         self._views: tuple[Tensor, Tensor, Tensor | None, Tensor | None] | None = None
+        self._rows = slice(0)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Takes memory for keys and values like these, ``[B, heads, S, D]``."""
@@ -225,16 +229,17 @@ class KeyValueLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def _of_batch(self, batch: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """The parts for the first ``batch`` sequences."""
-        if self._views is None or self._views[0].shape[0] != batch:
-            if batch > self.max_batch:
+        """The parts for ``batch`` sequences."""
+        rows = slice(self.tokens.first_row, self.tokens.first_row + batch)
+        if self._views is None or self._rows != rows:
+            if rows.stop > self.max_batch:
                 raise ValueError(f"{batch} sequences come, and the cache has room for {self.max_batch}: make it larger")
-            keys, values = self.keys[:batch], self.values[:batch]
-            k_scale = None if self.key_scales is None else self.key_scales[:batch]
-            v_scale = None if self.value_scales is None else self.value_scales[:batch]
+            keys, values = self.keys[rows], self.values[rows]
+            k_scale = None if self.key_scales is None else self.key_scales[rows]
+            v_scale = None if self.value_scales is None else self.value_scales[rows]
             # Not self.keys: what is hung on it must not hold it.
             keys.about = Stored(self.tokens, self.window, k_scale, v_scale)
-            self._views, self.batch_size = (keys, values, k_scale, v_scale), batch
+            self._views, self._rows, self.batch_size = (keys, values, k_scale, v_scale), rows, batch
         return self._views
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -364,6 +369,15 @@ class KeyValueCache(Cache):  # type: ignore[misc]
     def start(self, start: Tensor | None) -> None:
         self.tokens.start = start
         self.tokens.masks.clear()
+
+    @contextlib.contextmanager
+    def rows_from(self, first: int) -> Iterator[None]:
+        """For forwards of some of the sequences alone: the cache's from the ``first`` on."""
+        self.tokens.first_row = first
+        try:
+            yield
+        finally:
+            self.tokens.first_row = 0
 
     def advance(self, count: int) -> None:
         """Before a forward of ``count`` tokens: counts them. Without this, the first layer counts them.

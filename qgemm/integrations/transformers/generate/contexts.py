@@ -7,7 +7,7 @@ with the model's own attention over all of its places: for models that qgemm's d
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Generator, Hashable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +39,12 @@ class Context(Protocol):
     def begin(self, attention_mask: Tensor | None) -> None:
         """Before a prompt, whose ``attention_mask`` [B, used + S] is None if it has no padding."""
 
+    def parts(self, rows: int) -> Generator[slice]:
+        """Which sequences to give a forward, one part after the other: ``rows`` at a time, or all together.
+
+        ``advance`` comes with each.
+        """
+
     def prefilled(self) -> Hashable:
         """After the prompt. Steps of two prompts with equal results do the same."""
 
@@ -62,6 +68,7 @@ class KeyValueContext:
         self.cache: Any = cache
         self.capacity = cache.max_length
         self.buffers = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._mask: Tensor | None = None
 
     @property
     def used(self) -> int:
@@ -74,7 +81,21 @@ class KeyValueContext:
         self.cache.used = used
 
     def begin(self, attention_mask: Tensor | None) -> None:
-        """Nothing: attention looks at the mask itself."""
+        """Nothing but keeping it: attention looks at the mask itself."""
+        self._mask = attention_mask
+
+    def parts(self, rows: int) -> Generator[slice]:
+        """``rows`` at a time in an empty cache."""
+        batch = self.buffers.shape[0]
+        if self.used or rows >= batch:
+            yield slice(batch)
+            return
+        for first in range(0, batch, rows):
+            self.rewind(0)
+            with self.cache.rows_from(first):
+                yield slice(first, first + rows)
+        if self._mask is not None:
+            self.cache.start = (~self._mask).sum(-1, dtype=torch.int32)
 
     def prefilled(self) -> Hashable:
         """Whether there is padding."""
@@ -122,6 +143,10 @@ class StaticContext:
         self.buffers.fill_(True)
         if attention_mask is not None:
             self.buffers[:, : attention_mask.shape[1]] = attention_mask
+
+    def parts(self, rows: int) -> Generator[slice]:
+        """All together."""
+        yield slice(None)
 
     def prefilled(self) -> Hashable:
         """All steps are alike."""

@@ -125,8 +125,8 @@ class Decoders:
 
 
 def bucket(capacity: int) -> int:
-    """``capacity`` rounded up, by a quarter at most from 1024 on, so that similar calls share a cache."""
-    step = max(256, 1 << max(0, (capacity - 1).bit_length() - 3))
+    """``capacity`` rounded up, by an eighth at most from 1024 on, so that similar calls share a cache."""
+    step = max(128, 1 << max(0, (capacity - 1).bit_length() - 4))
     return -(-capacity // step) * step
 
 

@@ -6,6 +6,7 @@ their tokens are cut off, the cache and the random generator are as if they had 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,9 @@ from qgemm.integrations.transformers.generate.request import Request
 # On a GPU, steps queued beyond the last that was read. A host that is held up for some steps' time costs nothing then;
 # sequences that end early cost as many steps.
 AHEAD = 4
+MAX_PROMPT_VALUES = 2**25
+"""Prompts of a batch are computed in parts whose hidden states have so many values, 8,192 tokens at Llama 3 8B's sizes:
+what a forward needs besides weights and cache then doesn't grow with the batch."""
 
 
 class Loop:
@@ -102,11 +106,26 @@ class Loop:
         return taken
 
     def _prefill(self) -> None:
-        request, progress, context = self._request, self._decoder.progress, self._context
-        context.begin(request.attention_mask)
-        context.advance(request.new)
-        logits = self._logits(request.prompt, request.position_ids, request.attention_mask)
-        progress.begin(logits, request.position_ids[..., -1:])
+        request, context, mask = self._request, self._context, self._request.attention_mask
+        context.begin(mask)
+        logits = []
+        with contextlib.closing(context.parts(self._rows_together())) as parts:
+            for rows in parts:
+                context.advance(request.new)
+                own = None if mask is None else mask[rows]
+                # A copy: the logits of all other tokens aren't kept.
+                logits.append(self._logits(request.prompt[rows], request.position_ids[..., rows, :], own).clone())
+        self._decoder.progress.begin(torch.cat(logits), request.position_ids[..., -1:])
+
+    def _rows_together(self) -> int:
+        """How many prompts are computed together."""
+        config = self._model.config.get_text_config(decoder=True)
+        rope = getattr(config, "rope_parameters", None)  # nested where layers differ
+        looks_at_lengths = any(kind in str(rope) for kind in ("dynamic", "longrope"))  # those of all prompts
+        if looks_at_lengths or self._model._compiled_call_impl is not None or "forward" in vars(self._model):
+            return self._request.batch
+        together: int = MAX_PROMPT_VALUES // (config.hidden_size * self._request.new)
+        return max(1, together)
 
     def _forward(self) -> None:
         progress, context = self._decoder.progress, self._context
