@@ -31,7 +31,7 @@ from qgemm.streaming.journal import Begun
 from qgemm.streaming.plan import CheckpointPlan
 from qgemm.streaming.shards import bytes_to_read, write_shard
 from qgemm.streaming.source import Source, open_source
-from qgemm.streaming.workers import WorkerError, started_worker
+from qgemm.streaming.workers import Worker, WorkerError, started_worker
 from qgemm.streaming.workspace import Workspace, open_workspace, partial_folder
 
 
@@ -80,7 +80,10 @@ def quantize_checkpoint(
     source, destination = as_path("source", source), as_new_folder("destination", destination).absolute()
     devices = _devices(device, workers)
     job = Job(source.absolute(), wanted, _names(drop), max_shard_size)
-    with _one_thread(), open_source(source) as opened:
+    with _one_thread(), open_source(source) as opened, ExitStack() as processes:
+        # They take some seconds to start: as long as this process takes for its plan.
+        elsewhere = devices[1 : job.most_files(opened)]
+        others = [processes.enter_context(started_worker(job, each)) for each in elsewhere]
         plan = job.plan(opened)
         companions = find_companions_to_copy(source)
         description = job.describe(opened, plan)
@@ -92,8 +95,10 @@ def quantize_checkpoint(
             with _watched(opened, workspace), _interruptible(plan, workspace, resume):
                 with _prepared(plan, workspace, progress) as update:
                     shards = _Shards(opened, plan, workspace, save.metadata, update)
-                    start = partial(started_worker, job, description, workspace.lock)
-                    _write_shards(shards, plan, devices, start)
+                    others = others[: max(0, len(shards.left) - 1)]
+                    for worker in others:
+                        worker.begin(description, workspace.lock)
+                    _write_shards(shards, plan, devices[0], others)
                 errors = {layer: e for file in workspace.finished.values() for layer, e in file.errors.items()}
                 for name, text in plan.text_files(errors, save).items():
                     with workspace.create(name) as file:
@@ -175,26 +180,22 @@ class _Abandoned(Exception):
     """Another thread has failed, and says why."""
 
 
-def _write_shards(
-    shards: _Shards, plan: CheckpointPlan, devices: list[torch.device], start: Callable[[torch.device], Any]
-) -> None:
-    """Writes the files that are left in as many processes as there are ``devices``: on the first one in this process.
-
-    ``start``: the context of a worker on a device.
-    """
+def _write_shards(shards: _Shards, plan: CheckpointPlan, device: torch.device, workers: list[Worker]) -> None:
+    """Writes the files that are left, on ``device`` in this process, and in those of ``workers``, which end then."""
 
     def write_here(file: BinaryIO, names: list[str], *others: Any) -> dict[str, float]:
-        return write_shard(file, plan, names, devices[0], *others)
+        return write_shard(file, plan, names, device, *others)
 
-    elsewhere = devices[1 : len(shards.left)]
-    # Processes end before the threads that wait for them are waited for.
-    with ThreadPoolExecutor(len(devices)) as threads, ExitStack() as processes:
-        workers = [processes.enter_context(start(device)) for device in elsewhere]
-        written = [threads.submit(shards.write, worker.write_shard) for worker in workers]
-        shards.write(write_here)
-        wait(written, return_when=FIRST_EXCEPTION)
-        if shards.failure is not None:
-            raise shards.failure
+    with ThreadPoolExecutor(1 + len(workers)) as threads:
+        try:
+            written = [threads.submit(shards.write, worker.write_shard) for worker in workers]
+            shards.write(write_here)
+            wait(written, return_when=FIRST_EXCEPTION)
+            if shards.failure is not None:
+                raise shards.failure
+        finally:  # before the threads that wait for them are waited for
+            for worker in workers:
+                worker.stop()
 
 
 def _devices(device: torch.device | str, workers: int) -> list[torch.device]:

@@ -30,6 +30,12 @@ class Job:
         """What is to be written; raises as ``plan_checkpoint`` does. ``opened``: the source."""
         return plan_checkpoint(opened, self.wanted, self.drop, self.max_shard_size)
 
+    def most_files(self, opened: Source) -> int:
+        """An upper bound of how many files are written, without a plan."""
+        total = sum(tensor.nbytes for tensor in opened.tensors.values())
+        # Of two files in a row, the tensors wouldn't fit into one.
+        return 2 * total // parse_size(self.max_shard_size) + 1
+
     def describe(self, opened: Source, plan: CheckpointPlan) -> dict[str, Any]:
         """What the plan and the source are, JSON-ready: who finds all the same writes the same bytes."""
         import transformers

@@ -1,9 +1,10 @@
 """Worker processes: each writes files of the checkpoint that another process makes, one after the other.
 
 A worker is a new Python, so it may be started wherever CUDA is in use, and from any script. It makes the plan again
-from the arguments, and ends if it comes to another one. Both talk in lines of JSON through pipes: the caller names a
-file, the worker fills it and says how far it is. Names, journal and what becomes of the files are the caller's. A
-worker ends with its caller, and holds the caller's lock until then, so nobody writes who isn't known of.
+from the arguments, while the caller makes its own, and ends if it comes to another one. Both talk in lines of JSON
+through pipes: the caller names a file, the worker fills it and says how far it is. Names, journal and what becomes of
+the files are the caller's. A worker ends with its caller, and holds the caller's lock from its first file until then,
+so nobody writes who isn't known of.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -36,7 +38,7 @@ from qgemm.streaming.source import Source, open_source
 # The module path is the caller's, however that came about.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from qgemm.streaming.workers import serve_caller; serve_caller()"
+    "from qgemm.streaming.workers import serve_caller; serve_caller(int(sys.argv[2]))"
 )
 
 
@@ -47,12 +49,26 @@ class WorkerError(RuntimeError):
 class Worker:
     """A worker process as its caller sees it. ``started_worker`` starts one."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        """``process``: reads lines from its standard input, and writes some to its standard output."""
+    def __init__(self, process: subprocess.Popen[bytes], files: socket.socket | None) -> None:
+        """``process``: reads lines from its standard input, and writes some to its standard output.
+
+        ``files``: through which it is given open files; None where that can't be done, which has no such locks either.
+        """
         assert process.stdin is not None
         assert process.stdout is not None
         self.process = process
-        self._input, self._output = process.stdin, process.stdout
+        self._input, self._output, self._files = process.stdin, process.stdout, files
+
+    def begin(self, description: Mapping[str, Any], lock: BinaryIO) -> None:
+        """Before the first file.
+
+        ``description``: that of the job, which the process must come to as well. ``lock``: an open file of this
+        process, which the other one keeps open too.
+        """
+        if self._files is not None:
+            with suppress(OSError):  # it has ended, which is found when it doesn't answer
+                socket.send_fds(self._files, [b"."], [lock.fileno()])
+        self.send({"description": description})
 
     def write_shard(
         self,
@@ -93,6 +109,8 @@ class Worker:
         for pipe in (self._input, self._output):
             with suppress(OSError):
                 pipe.close()
+        if self._files is not None:
+            self._files.close()
 
     def _receive(self, file: BinaryIO) -> dict[str, Any]:
         line = self._output.readline()
@@ -107,29 +125,32 @@ class Worker:
 
 
 @contextmanager
-def started_worker(job: Job, description: Mapping[str, Any], lock: BinaryIO, device: torch.device) -> Iterator[Worker]:
-    """A process that quantizes on ``device``, until the block is left.
-
-    ``description``: that of ``job``, which the process must come to as well. ``lock``: an open file of this process,
-    which the other one keeps open too.
-    """
-    worker = Worker(start_process(lock))
+def started_worker(job: Job, device: torch.device) -> Iterator[Worker]:
+    """A process that quantizes on ``device``, until the block is left; it makes its plan of ``job`` meanwhile."""
+    worker = Worker(*start_process())
     try:
-        worker.send({"job": job.to_dict(), "description": description, "device": str(device)})
+        worker.send({"job": job.to_dict(), "device": str(device)})
         yield worker
     finally:
         worker.stop()
 
 
-def start_process(lock: BinaryIO) -> subprocess.Popen[bytes]:
-    """Starts a Python that runs ``serve_caller``."""
+def start_process() -> tuple[subprocess.Popen[bytes], socket.socket | None]:
+    """Starts a Python that runs ``serve_caller``; also returns what gives it open files."""
     command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
-    kept = [lock.fileno()] if os.name == "posix" else []  # elsewhere there are no such locks
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=kept)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    if os.name != "posix":
+        return subprocess.Popen([*command, "-1"], **pipes), None
+    files, theirs = socket.socketpair()
+    with theirs:
+        return subprocess.Popen([*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], **pipes), files
 
 
-def serve_caller() -> None:
-    """What a worker process does: files are asked for through its standard input, until that is closed."""
+def serve_caller(files: int) -> None:
+    """What a worker process does: files are asked for through its standard input, until that is closed.
+
+    ``files``: the descriptor of the socket through which open ones come, or -1.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what libraries print is no answer
@@ -142,7 +163,7 @@ def serve_caller() -> None:
     threading.Thread(target=_receive_all, args=(messages.put,), daemon=True).start()
     try:
         torch.set_num_threads(1)
-        _work(messages.get, answer)
+        _work(messages.get, answer, files)
     except BaseException as error:
         kind = "checkpoint" if isinstance(error, CheckpointError) else "system" if isinstance(error, OSError) else ""
         said = (error.strerror if isinstance(error, OSError) else None) or str(error) or repr(error)
@@ -157,19 +178,22 @@ def _receive_all(put: Callable[[dict[str, Any]], object]) -> None:
     os._exit(0)  # the caller has ended, or needs nobody any more
 
 
-def _work(receive: Callable[[], dict[str, Any]], answer: Callable[..., object]) -> None:
+def _work(receive: Callable[[], dict[str, Any]], answer: Callable[..., object], files: int) -> None:
     first = receive()
     job, device = Job.from_dict(first["job"]), torch.device(first["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)  # or the first GPU would hold something of every process
     with open_source(job.source) as opened:
-        plan = _plan(job, opened, first["description"])
+        plan = _plan(job, opened, lambda: receive()["description"])
+        if files >= 0:
+            with socket.socket(fileno=files) as given:
+                socket.recv_fds(given, 1, 1)  # the lock's file, which stays open until this process ends
         while True:
             _write(plan, device, receive(), answer)
 
 
-def _plan(job: Job, opened: Source, wanted: Mapping[str, Any]) -> CheckpointPlan:
-    """The plan of ``job``; raises ``CheckpointError`` if it is another one than the caller's, ``wanted``."""
+def _plan(job: Job, opened: Source, wanted: Callable[[], Mapping[str, Any]]) -> CheckpointPlan:
+    """The plan of ``job``; raises ``CheckpointError`` if it is another one than the caller's, ``wanted()``."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # the caller has said it all
@@ -178,7 +202,8 @@ def _plan(job: Job, opened: Source, wanted: Mapping[str, Any]) -> CheckpointPlan
             warnings.simplefilter("ignore")
             plan = job.plan(opened)
         found = json.loads(json.dumps(job.describe(opened, plan)))
-        different = [f"it finds another {key}" for key, value in found.items() if value != wanted.get(key)]
+        expected = wanted()
+        different = [f"it finds another {key}" for key, value in found.items() if value != expected.get(key)]
     except (CheckpointError, ValueError) as error:
         different = [str(error)]
     if different:
