@@ -68,8 +68,8 @@ class FusedMlp:
 
     def _compute(self, x: Input, operands: tuple[Operands, ...], residual: Tensor | None, dtype: torch.dtype) -> Tensor:
         into, out_of = operands
-        h = into.product(x, dtype)
-        activated = activate(h, self.activation, self.activation_name, self.gated, out_of)
+        # Nothing holds the first product any more while the second one runs.
+        activated = activate(into.product(x, dtype), self.activation, self.activation_name, self.gated, out_of)
         return out_of.product(activated, dtype, residual)
 
 
