@@ -16,8 +16,8 @@ from qgemm.numerics.integers import cdiv
 
 MAX_INNER_VALUES = 2**28
 """What lies between the products of many rows has so many values at most, 0.5 GB in bfloat16: they are computed in
-parts of equal sizes, up to 9,362 rows at Llama 3 8B's. A prompt of 16 x 2,048 tokens takes as long as at once (417 ms, and
-422), and 1.6 GB less memory."""
+parts of equal sizes, up to 9,362 rows at Llama 3 8B's. A prompt of 16 x 2,048 tokens takes as long as at once (417 ms,
+and 422), and 1.6 GB less memory."""
 
 
 @dataclass(frozen=True, eq=False)
