@@ -160,7 +160,7 @@ def test_two_ranks_with_fused_kernels(fused: dict[str, Any], tmp_path: Path, mon
 
     # With several ranks it asks for operators that a build for CPUs hasn't; it saves copies alone.
     monkeypatch.setattr(FixFunctionalizationPass, "__call__", lambda self, graph: None)
-    expected = quantized(tmp_path / "folder", "int8-static-asymmetric")
+    expected = quantized(tmp_path / "folder", "int8-static")
     assert tokens_of_vllm(tmp_path / "folder", tensor_parallel_size=2, **fused) == expected
 
 
