@@ -33,6 +33,7 @@ from qgemm.streaming.shards import bytes_to_read, write_shard
 from qgemm.streaming.source import Source, open_source
 from qgemm.streaming.workers import Worker, WorkerError, started_worker
 from qgemm.streaming.workspace import Workspace, open_workspace, partial_folder
+from qgemm.warn import warn_user
 
 
 def quantize_checkpoint(
@@ -85,6 +86,11 @@ def quantize_checkpoint(
         elsewhere = devices[1 : job.most_files(opened)]
         others = [processes.enter_context(started_worker(job, each)) for each in elsewhere]
         plan = job.plan(opened)
+        if workers > len(plan.shards):
+            warn_user(
+                f"workers is {workers}, and there are {len(plan.shards)} files to write, each by one process: pass a "
+                f"smaller max_shard_size than {max_shard_size!r}, so that all of them have work"
+            )
         companions = find_companions_to_copy(source)
         description = job.describe(opened, plan)
         with _explained(destination, resume), open_workspace(destination, description) as workspace:
