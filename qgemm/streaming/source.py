@@ -3,6 +3,9 @@
 Values are read into memory of their own, not mapped: pages of a mapped file count as memory that the process uses, and
 a file that shrinks while it is mapped ends the process. Reading may take hours, so each file is known by its identity:
 values come from the file whose header was read, and whether all are as they were can be asked at any time.
+
+Of a checkpoint that is larger than half of the free memory, the system is told to forget what was read: it would
+displace the files of others, and finding room takes time.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import torch
 from torch import Tensor
 
-from qgemm.checkpoint.disk import open_regular, reading
+from qgemm.checkpoint.disk import forget_bytes, open_regular, reading
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
@@ -34,6 +38,7 @@ from qgemm.checkpoint.layout import (
 )
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.safetensors_reader import SafetensorsReader, Stamp, read_bytes
+from qgemm.device import free_memory
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _JSON_FILES = (CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE)
@@ -63,6 +68,8 @@ class Source:
         self.tensors = tensors
         self.identities = identities
         self._files: dict[Path, BinaryIO] = {}
+        # 0 where the system doesn't say.
+        self._is_large = 2 * sum(tensor.nbytes for tensor in tensors.values()) > free_memory(torch.device("cpu")) > 0
 
     @property
     def fingerprints(self) -> dict[str, Any]:
@@ -108,7 +115,10 @@ class Source:
         shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
         row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
         count = math.prod(shape) * tensor.dtype.itemsize
-        values = read_bytes(self._open(tensor), tensor.path, tensor.start + start * row_bytes, count)
+        file, offset = self._open(tensor), tensor.start + start * row_bytes
+        values = read_bytes(file, tensor.path, offset, count)
+        if self._is_large:
+            forget_bytes(file, offset, count)
         return values.view(tensor.dtype).reshape(shape)
 
     def close(self) -> None:

@@ -42,6 +42,23 @@ def test_rows_are_those_of_the_file(tmp_path: Path) -> None:
         assert torch.equal(source.read_rows("cube", 1, 2), TENSORS["cube"][1:2])
 
 
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no such advice")
+@pytest.mark.parametrize("free", [0, 99, 10**9], ids=["unknown", "little", "much"])
+def test_what_was_read_of_a_large_checkpoint_is_forgotten(
+    free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    forgotten = []
+    monkeypatch.setattr(source_module, "free_memory", lambda device: free)
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda file, start, count, advice: forgotten.append((start, count, advice))
+    )
+    with open_source(tmp_path) as source:
+        assert torch.equal(source.read_rows("matrix", 2, 5), TENSORS["matrix"][2:5])
+        start = source.tensors["matrix"].start + 2 * 10
+    assert forgotten == ([(start, 3 * 10, os.POSIX_FADV_DONTNEED)] if free == 99 else [])
+
+
 def test_a_file_that_becomes_shorter(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"matrix": torch.randn(700, 500)}, path)
