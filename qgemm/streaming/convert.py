@@ -101,10 +101,12 @@ def quantize_checkpoint(
             with _watched(opened, workspace), _interruptible(plan, workspace, resume):
                 with _prepared(plan, workspace, progress) as update:
                     shards = _Shards(opened, plan, workspace, save.metadata, update)
-                    others = others[: max(0, len(shards.left) - 1)]
-                    for worker in others:
+                    count = max(0, len(shards.left) - 1)
+                    for worker in others[count:]:  # for whom no file is left
+                        worker.stop()
+                    for worker in others[:count]:
                         worker.begin(description, workspace.lock)
-                    _write_shards(shards, plan, devices[0], others)
+                    _write_shards(shards, plan, devices[0], others[:count])
                 errors = {layer: e for file in workspace.finished.values() for layer, e in file.errors.items()}
                 for name, text in plan.text_files(errors, save).items():
                     with workspace.create(name) as file:
