@@ -64,12 +64,18 @@ class Int8Config:
         return tiles * self.parts * self.rows * self.cols, tiles * self.consumers
 
 
-def select_config(M: int, N: int, K: int, group: int, limits: DeviceLimits) -> Int8Config:
-    """The config for ``[M, K]`` by ``[N, K]``; ``group``: how many values share a scale, 0 for all of a row."""
-    configs = _few(M, group) if M <= MAX_FEW_ROWS else _many(M, N, K, group, limits)
+def select_config(
+    M: int, N: int, K: int, group: int, limits: DeviceLimits, whole_sums: bool | None = None
+) -> Int8Config:
+    """The config for ``[M, K]`` by ``[N, K]``; ``group``: how many values share a scale, 0 for all of a row.
+
+    ``whole_sums``: whether values are integers that have all of a row's scale, by default if a row has one group.
+    """
+    scaled = 0 if group == 0 or whole_sums else group
+    configs = _few(M, group) if M <= MAX_FEW_ROWS else _many(M, N, K, scaled, limits)
     found = (_deepest(config, limits) for config in configs)
     valid = [config for config in found if config is not None]
-    return min(valid, key=lambda config: _microseconds(config, M, N, K, group, limits))
+    return min(valid, key=lambda config: _microseconds(config, M, N, K, scaled, limits))
 
 
 def _few(M: int, group: int) -> list[Int8Config]:

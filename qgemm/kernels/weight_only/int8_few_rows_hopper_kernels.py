@@ -181,7 +181,7 @@ def _consume_few(C, x_scale, weights, rows, row, ring, M, stride_cm, steps, read
                     x = halves.index(slot * SUBS + part % SUBS)
                     b = x.permute((0, 2, 1)).load(b_layout)
                 group = (k * WARPS + a_block) * 2 * SUBS + part
-                a = weights.unpacked(packed, tile * ROWS + a_rows, group, part // SUBS)
+                a = weights.unpacked(packed, tile * ROWS + a_rows, group, None, part // SUBS)
                 if GROUPS:
                     made = mma_v2(a, b, gl.zeros([WARPS, ROWS, COLS], gl.int32, layout))
                     scale = gl.broadcast(scales[part][:, :, None], sums)[0]
@@ -247,7 +247,7 @@ def _int4_int8_few_kernel(
     Their blocks: a block of K for each warp, by 8 or 16 rows of x, or the rows of a tile, and as many bytes as a group
     has values, at most ``PANEL``. ``C [M, N]``: with contiguous columns.
     """
-    weights = Weights(scale, zero_point, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0)
+    weights = Weights(scale, zero_point, None, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0, GROUP == 0)
     _few(A, B, C, x_scale, weights, None, None, M, K, stride_cm, STAGES, NEXT_EARLY)
 
 
@@ -258,7 +258,7 @@ def _int4_int8_layer_kernel(
     ROW: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """The layer in one launch: the programs quantize the rows of ``x`` together, as ``SharedRows`` says."""
-    weights = Weights(scale, zero_point, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0)
+    weights = Weights(scale, zero_point, None, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0, GROUP == 0)
     rows = SharedRows(x, q, q_scale, RowQuantization(None), counts, M, K, stride_xm, stride_xk, ROW)
     _few(A, B, C, q_scale, weights, rows, None, M, K, stride_cm, STAGES, NEXT_EARLY)
 
@@ -273,6 +273,6 @@ def _int4_int8_row_kernel(
 
     ``STEPS``: how often a warp multiplies 256 values of it.
     """
-    weights = Weights(scale, zero_point, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0)
+    weights = Weights(scale, zero_point, None, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0, GROUP == 0)
     row = OwnRow(x, K, stride_xk, STEPS)
     _few(None, B, C, None, weights, None, row, 1, K, N, STAGES, NEXT_EARLY)

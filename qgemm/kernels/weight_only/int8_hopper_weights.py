@@ -17,17 +17,22 @@ BLOCK = gl.constexpr(256)  # values along K of a row that ``PANEL`` bytes hold
 class Weights:
     """What belongs to a weight but its values: scales ``[N, G]``, zero points of that shape or None, and the bias.
 
-    ``group``: how many values share a scale, 128 or a part of it; 0 for all of a row.
+    ``step``: float32 ``[N]``, of which each scale of a row is a whole multiple, 1 to 16; or None. The values times that
+    multiple are int8, so that sums of all groups are integers. ``group``: how many values share a scale, 128 or a part
+    of it; 0 for all of a row.
     """
 
     scale: gl.tensor
     zero_point: OPTIONAL
+    step: OPTIONAL
     bias: OPTIONAL
     N: gl.tensor
     G: gl.tensor
     group: gl.constexpr
     excess: gl.constexpr
     """What products are multiplied by: 1, or 1 / 16."""
+    whole_sums: gl.constexpr
+    """Whether sums of whole rows are integers: of one group, or of a ``step``."""
 
     @gluon.jit
     def scales(self, rows, g):
@@ -44,6 +49,15 @@ class Weights:
         return scales
 
     @gluon.jit
+    def multiples_of_block(self, rows, block, GROUPS: gl.constexpr):
+        """The same scales, in steps of the rows."""
+        step = gl.load(self.step + rows, mask=rows < self.N, other=1.0)
+        multiples = ()
+        for i in gl.static_range(GROUPS):
+            multiples = multiples + (_quotient(self.scales(rows, block * GROUPS + i), step),)
+        return multiples
+
+    @gluon.jit
     def fetch_scales(self, rows, block, GROUPS: gl.constexpr, first):
         """Has the cache load the scales of ``rows`` for a block of K, which others read as late as they need them.
 
@@ -58,12 +72,20 @@ class Weights:
                 gl.inline_asm_elementwise(asm, "=r,l,r", [at, mask.to(gl.int32)], gl.int32, False, 1)
 
     @gluon.jit
-    def unpacked(self, packed, rows, g, HALF: gl.constexpr):
+    def unpacked(self, packed, rows, g, multiple, HALF: gl.constexpr):
         """int8 of the low or high nibbles of ``packed``, which are group ``g`` of ``rows``.
 
-        16 times the value; or the value less the zero point.
+        16 times the value; or the value less the zero point; or ``multiple`` times the value, if that isn't None.
         """
-        if self.zero_point is None:
+        if multiple is not None:
+            LAYOUT: gl.constexpr = packed.type.layout
+            own = gl.convert_layout(multiple, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+            like = gl.zeros(packed.shape, gl.int32, LAYOUT)
+            times = gl.broadcast(own[:, None], like)[0]
+            # 128 - 8 * multiple in each byte.
+            rest = gl.broadcast((own * -0x08080808 - 0x7F7F7F80)[:, None], like)[0]
+            return _low_times(packed, times, rest) if HALF == 0 else _high_times(packed, times, rest)
+        elif self.zero_point is None:
             return _low(packed) if HALF == 0 else _high(packed)
         else:
             group = g if self.group else g * 0
@@ -78,8 +100,9 @@ class Weights:
     def of_rows(self, rows):
         """What ``finish`` needs of ``rows``: their scale, if each has a single one, and their bias, if there is one."""
         found = ()
-        if self.group == 0:
-            found = found + (gl.load(self.scale + rows, mask=rows < self.N, other=0.0).to(gl.float32),)
+        if self.whole_sums:
+            scale = self.scale if self.step is None else self.step
+            found = found + (gl.load(scale + rows, mask=rows < self.N, other=0.0).to(gl.float32),)
         if self.bias is not None:
             found = found + (gl.load(self.bias + rows, mask=rows < self.N, other=0.0).to(gl.float32),)
         return found
@@ -87,7 +110,7 @@ class Weights:
     @gluon.jit
     def finish(self, sums, x_scale, of_rows):
         """The float32 outputs of ``sums [rows, M]``, with M scales; of whole rows they are integers."""
-        if self.group == 0:
+        if self.whole_sums:
             sums = sums.to(gl.float32) * of_rows[0][:, None]
         out = sums * (x_scale * self.excess)[None, :]
         if self.bias is not None:
@@ -104,6 +127,35 @@ def _low(packed):
 @gluon.jit
 def _high(packed):
     return gl.inline_asm_elementwise("and.b32 $0, $1, 0xF0F0F0F0;", "=r,r", [packed], gl.int8, True, 4)
+
+
+@gluon.jit
+def _quotient(scale, step):
+    """``scale / step`` as int32, which it is but for rounding, up to 31."""
+    # Sums with 1.5 * 2^23 are rounded to integers, which are their low bits.
+    asm: gl.constexpr = (
+        "{.reg .f32 q; div.approx.ftz.f32 q, $1, $2; add.f32 q, q, 0f4B400000; mov.b32 $0, q; and.b32 $0, $0, 31;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=r,f,f", [scale, step], gl.int32, True, 1)
+
+
+@gluon.jit
+def _low_times(packed, times, rest):
+    # As 8 more than they are values times 16 fit in a byte, so nothing is carried to the next.
+    asm: gl.constexpr = (
+        "{.reg .b32 t; and.b32 t, $1, 0x0F0F0F0F; xor.b32 t, t, 0x08080808; mad.lo.u32 t, t, $2, $6; "
+        "xor.b32 $0, t, 0x80808080;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r,r,r,r,r,r,r", [packed, times, rest], gl.int8, True, 4)
+
+
+@gluon.jit
+def _high_times(packed, times, rest):
+    asm: gl.constexpr = (
+        "{.reg .b32 t; shr.u32 t, $1, 4; and.b32 t, t, 0x0F0F0F0F; xor.b32 t, t, 0x08080808; "
+        "mad.lo.u32 t, t, $2, $6; xor.b32 $0, t, 0x80808080;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r,r,r,r,r,r,r", [packed, times, rest], gl.int8, True, 4)
 
 
 @gluon.jit

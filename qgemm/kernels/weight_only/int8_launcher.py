@@ -32,11 +32,10 @@ GROUPS = (32, 64, HALF)  # of theirs, or all of a row
 MAX_OWN_ROW = 32_768  # values of a row that every program quantizes for itself
 CLEARED_AT_A_TIME = 256
 
-# In the order of LinearPlan's: the zero points are where other layers have a static scale of their input.
-ARGUMENTS = ("x", "weight", "weight_scale", "bias", "zero_point", "residual", "out")
 PARTS = ("counts", "q", "q_scale")
 # What the launches take.
 PRODUCT = ("q", "weight", "out", "q_scale", "weight_scale", "zero_point", "bias")
+TILES_PRODUCT = ("q", "weight", "out", "q_scale", "weight_scale", "zero_point", "step", "bias")
 ROW = ("x", "weight", "out", "weight_scale", "zero_point", "bias")
 LAYER = ("x", "q", "q_scale", "weight", "out", "weight_scale", "zero_point", "bias", "q", "counts")
 
@@ -51,19 +50,20 @@ def weight_only_linear(
     """
     tensors = [None if tensor is None else tensor.contiguous() for tensor in weight[:6]]
     weight = QuantizedWeight._make((*tensors, *weight[6:]))
-    values, scale, zero_point, _, _, bias, in_features, _, group_size, _ = weight
+    values, scale, zero_point, step, _, bias, in_features, _, group_size, _ = weight
     kind: tuple[object, ...] = (
         weight_only_linear,
         x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device(),
-        values.shape, values.data_ptr() % ALIGNMENT == 0, scale.dtype, zero_point is None,
+        values.shape, values.data_ptr() % ALIGNMENT == 0, scale.dtype, zero_point is None, step is None,
         None if bias is None else bias.dtype, in_features, group_size, config,
     )  # fmt: skip
     plan: LinearPlan | None = plans.get(kind)
     if plan is None:
         plan = plans.keep(kind, _make_plan(x, weight, config))
+    other = zero_point if step is None else step
     if recallable and plan.aligned:
-        remember(plan.run, x, values, scale, bias, zero_point, what=weight[6:])
-    out = plan.run(x, values, scale, bias, zero_point)
+        remember(plan.run, x, values, scale, bias, other, what=weight[6:])
+    out = plan.run(x, values, scale, bias, other)
     assert out is not None  # for such a weight it is made
     return out
 
@@ -92,12 +92,12 @@ def _workspace(M: int, N: int, K: int, config: Int8Config | None) -> Workspace:
 
 
 def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) -> LinearPlan:
-    values, scale, zero_point, _, _, bias, K, _, group_size, _ = weight
+    values, scale, zero_point, step, _, bias, K, _, group_size, _ = weight
     N, M = values.shape[0], math.prod(x.shape[:-1])
     rows, out, device = x.reshape(M, K), x.new_empty((*x.shape[:-1], N)), x.device.index
     limits, group = device_limits(x.device), 0 if group_size >= K else group_size
     if config is None and limits.hopper and _takes_hopper(N, K, group, values, zero_point is None, x.dtype):
-        config = select_config(M, N, K, group, limits)
+        config = select_config(M, N, K, group, limits, whole_sums=group == 0 or step is not None)
     space = _workspace(M, N, K, config)
     parts = (
         Part(0, (COUNTS_BYTES // 4,), torch.int32),
@@ -107,8 +107,7 @@ def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) ->
     two = one = LaunchPlan(device, space.size, parts, ())
     is_one = is_row = False
     if out.numel() and K:
-        absent = {"residual", "none", *(() if zero_point is not None else ("zero_point",))}
-        names = Names((*ARGUMENTS, *PARTS, "none"), absent | (set() if bias is not None else {"bias"}))
+        names = _names(zero_point is not None, step is not None, bias is not None)
         G = scale.shape[1]
         if config is None:
             first = quantize.plan_quantization(rows, None, next_early=M <= quantize.MAX_ROWS_TO_OVERLAP)
@@ -128,6 +127,17 @@ def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) ->
         None if rows.data_ptr() == x.data_ptr() else (M, K), None, space.q_bytes,
         usual=one if is_one else two, captured=one if is_row else two, shares_buffer=is_one, counts=False,
     )  # fmt: skip
+
+
+def _names(has_zeros: bool, has_steps: bool, has_bias: bool) -> Names:
+    """The tensors of a call in the order of ``LinearPlan``'s.
+
+    Zero points, or steps, are where other layers have a static scale of their input.
+    """
+    other, missing = ("step", "zero_point") if has_steps else ("zero_point", "step")
+    absent = {"residual", "none", missing}
+    absent |= (set() if has_zeros or has_steps else {other}) | (set() if has_bias else {"bias"})
+    return Names(("x", "weight", "weight_scale", "bias", other, "residual", "out", *PARTS, "none", missing), absent)
 
 
 def _takes_hopper(N: int, K: int, group: int, weight: Tensor, symmetric: bool, dtype: torch.dtype) -> bool:
@@ -168,10 +178,9 @@ def _two_launches(
         plain = quantize.plan_quantization(rows, None, next_early=hopper.starts_early(M))
         first = names.step(plain, "x", "q", "q_scale", "none", "none")
     if config.warps:
-        product = hopper.few_launch(config, sizes, limits)
-    else:
-        product = hopper.many_launch(config, sizes, dtype, (space.partial_at, space.counts_at), limits)
-    return first, names.step(product, *PRODUCT)
+        return first, names.step(hopper.few_launch(config, sizes, limits), *PRODUCT)
+    product = hopper.many_launch(config, sizes, dtype, (space.partial_at, space.counts_at), limits)
+    return first, names.step(product, *TILES_PRODUCT)
 
 
 def _one_launch(

@@ -201,10 +201,10 @@ def _produce_many(A, B, weights, ring, items, ready, handed, READERS: gl.constex
 
 
 @gluon.jit
-def _unpack_block(weights, ring, slot, rows, k, OWNER: gl.constexpr):
+def _unpack_block(weights, ring, slot, rows, k, multiples, OWNER: gl.constexpr):
     """int8 of an owner's ``rows`` of block ``k``, which are in a slot: a tensor for each group, or half of the block.
 
-    ``rows``: in the layout that they are multiplied in.
+    ``rows``: in the layout that they are multiplied in. ``multiples``: of groups, or None.
     """
     w, _, _, _ = ring
     SUBS: gl.constexpr = PANEL // w.shape[2]
@@ -212,7 +212,8 @@ def _unpack_block(weights, ring, slot, rows, k, OWNER: gl.constexpr):
     values = ()
     for part in gl.static_range(2 * SUBS):
         packed = w.index(slot * SUBS + part % SUBS).slice(OWNER * ROWS, ROWS).load(rows.type.layout)
-        values = values + (weights.unpacked(packed, rows, k * 2 * SUBS + part, part // SUBS),)
+        multiple = multiples[part] if multiples is not None else None
+        values = values + (weights.unpacked(packed, rows, k * 2 * SUBS + part, multiple, part // SUBS),)
     return values
 
 
@@ -249,15 +250,25 @@ def _add_unscaled(sums, values, ring, slot):
     _, x, _, empty = ring
     PIECES: gl.constexpr = len(sums)
     PIECE: gl.constexpr = sums[0].shape[1]
-    for part in gl.static_range(2):
+    PARTS: gl.constexpr = len(values)
+    for part in gl.static_range(PARTS):
         new = ()
         for i in gl.static_range(PIECES):
-            b = x.index(slot * 2 + part).slice(i * PIECE, PIECE).permute((1, 0))
+            b = x.index(slot * PARTS + part).slice(i * PIECE, PIECE).permute((1, 0))
             new = new + (warpgroup_mma(values[part], b, sums[i], is_async=True),)
         sums = new
     done = warpgroup_mma_wait(0, deps=sums)
     mbarrier.arrive(empty.index(slot), count=1)
     return (done,) if PIECES == 1 else done
+
+
+@gluon.jit
+def _scales_of_block(weights, rows, block, GROUPS: gl.constexpr):
+    """What a block's groups are multiplied by: sums by scales, or values by whole numbers."""
+    if weights.step is None:
+        return weights.scales_of_block(rows, block, GROUPS)
+    else:
+        return weights.multiples_of_block(rows, block, GROUPS)
 
 
 @gluon.jit
@@ -277,14 +288,18 @@ def _multiply(sums, scales, weights, ring, share, a_rows, own, after, step):
         ends = k + share.splits >= end
         following = gl.where(ends, next_n, n) * w.shape[1] + share.rows
         next_block = gl.where(ends, next_start + share.first_block, k + share.splits)
-        next_scales = weights.scales_of_block(following, next_block, GROUPS)
+        next_scales = _scales_of_block(weights, following, next_block, GROUPS)
         current = step + k - start
         slot = current % STAGES
         mbarrier.wait(full.index(slot), current // STAGES & 1)
         # Registers of A aren't written again before all products have read them: nothing is in flight where the next
         # step begins.
-        values = _unpack_block(weights, ring, slot, a_rows, k, share.owner)
-        sums = _add_scaled(sums, values, scales, ring, slot) if GROUPS else _add_unscaled(sums, values, ring, slot)
+        multiples = scales if weights.step is not None else None
+        values = _unpack_block(weights, ring, slot, a_rows, k, multiples, share.owner)
+        if weights.whole_sums:
+            sums = _add_unscaled(sums, values, ring, slot)
+        else:
+            sums = _add_scaled(sums, values, scales, ring, slot)
         scales = next_scales
     return sums, scales
 
@@ -354,7 +369,7 @@ def _consume_many(
     ROWS: gl.constexpr = w.shape[1] // OWNERS
     PIECE: gl.constexpr = x.shape[1] // PIECES
     GROUPS: gl.constexpr = 2 * PANEL // w.shape[2] if weights.group > 0 else 0  # of a block of K
-    SUMS: gl.constexpr = gl.float32 if GROUPS else gl.int32
+    SUMS: gl.constexpr = gl.int32 if weights.whole_sums else gl.float32
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, PIECE, 32])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
 
@@ -364,7 +379,7 @@ def _consume_many(
     partial_sums = PartialSums(partial, counts, items, share)
     _, tile_n = items.tile(gl.program_id(0))
     start, _ = items.range_of(gl.program_id(0))
-    scales = weights.scales_of_block(tile_n * w.shape[1] + own_rows, start + FIRST_BLOCK, GROUPS)
+    scales = _scales_of_block(weights, tile_n * w.shape[1] + own_rows, start + FIRST_BLOCK, GROUPS)
     gdc_wait()
     mbarrier.wait(ready, 0)
     step = 0
@@ -421,7 +436,7 @@ def _allocate(
 
 @gluon.jit(do_not_specialize=["M", "parts"])
 def _int4_int8_many_kernel(
-    A, B, C, x_scale, scale, zero_point, bias,
+    A, B, C, x_scale, scale, zero_point, step, bias,
     M, N, K, G, parts, partial_at, counts_at,
     GROUP: gl.constexpr, STAGES: gl.constexpr, CUT: gl.constexpr, PIECES: gl.constexpr, CONSUMERS: gl.constexpr,
     SPLITS: gl.constexpr, GROUP_M: gl.constexpr, REGISTERS: gl.constexpr, NEXT_EARLY: gl.constexpr,
@@ -434,7 +449,9 @@ def _int4_int8_many_kernel(
     ``counts_at`` an int32 zero for the rows of each ``OWNER`` in every tile; neither with one part. ``CUT``: whether
     there are several. ``REGISTERS``: of a thread that multiplies.
     """
-    weights = Weights(scale, zero_point, bias, N, G, GROUP, 1.0 / 16 if zero_point is None else 1.0)
+    WHOLE_SUMS: gl.constexpr = GROUP == 0 or step is not None
+    EXCESS: gl.constexpr = 1.0 if zero_point is not None or step is not None else 1.0 / 16
+    weights = Weights(scale, zero_point, step, bias, N, G, GROUP, EXCESS, WHOLE_SUMS)
     OWNERS: gl.constexpr = CONSUMERS // SPLITS
     ring, staging, handed = _allocate(A, B, C, STAGES, PIECES, OWNERS, SPLITS)
     ready = barriers(1)
