@@ -42,20 +42,25 @@ class Weights:
 
     @gluon.jit
     def scales_of_block(self, rows, block, GROUPS: gl.constexpr):
-        """The scales of the ``GROUPS`` groups of a block of K."""
+        """The scales of the ``GROUPS`` groups of a block of K, and then the step of each row, if there are steps."""
         scales = ()
         for i in gl.static_range(GROUPS):
             scales = scales + (self.scales(rows, block * GROUPS + i),)
+        if self.step is not None:
+            scales = scales + (gl.load(self.step + rows, mask=rows < self.N, other=1.0),)
         return scales
 
     @gluon.jit
-    def multiples_of_block(self, rows, block, GROUPS: gl.constexpr):
-        """The same scales, in steps of the rows."""
-        step = gl.load(self.step + rows, mask=rows < self.N, other=1.0)
-        multiples = ()
-        for i in gl.static_range(GROUPS):
-            multiples = multiples + (_quotient(self.scales(rows, block * GROUPS + i), step),)
-        return multiples
+    def multiples(self, scales):
+        """The scales that ``scales_of_block`` gives, in steps; None if there are none."""
+        if self.step is None:
+            return None
+        else:
+            GROUPS: gl.constexpr = len(scales) - 1
+            found = ()
+            for i in gl.static_range(GROUPS):
+                found = found + (_quotient(scales[i], scales[GROUPS]),)
+            return found
 
     @gluon.jit
     def fetch_scales(self, rows, block, GROUPS: gl.constexpr, first):
@@ -143,7 +148,7 @@ def _quotient(scale, step):
 def _low_times(packed, times, rest):
     # As 8 more than they are values times 16 fit in a byte, so nothing is carried to the next.
     asm: gl.constexpr = (
-        "{.reg .b32 t; and.b32 t, $1, 0x0F0F0F0F; xor.b32 t, t, 0x08080808; mad.lo.u32 t, t, $2, $6; "
+        "{.reg .b32 t; lop3.b32 t, $1, 0x0F0F0F0F, 0x08080808, 0x6A; mad.lo.u32 t, t, $2, $6; "
         "xor.b32 $0, t, 0x80808080;}"
     )
     return gl.inline_asm_elementwise(asm, "=r,r,r,r,r,r,r,r,r,r", [packed, times, rest], gl.int8, True, 4)
@@ -152,8 +157,8 @@ def _low_times(packed, times, rest):
 @gluon.jit
 def _high_times(packed, times, rest):
     asm: gl.constexpr = (
-        "{.reg .b32 t; shr.u32 t, $1, 4; and.b32 t, t, 0x0F0F0F0F; xor.b32 t, t, 0x08080808; "
-        "mad.lo.u32 t, t, $2, $6; xor.b32 $0, t, 0x80808080;}"
+        "{.reg .b32 t; shr.u32 t, $1, 4; lop3.b32 t, t, 0x0F0F0F0F, 0x08080808, 0x6A; mad.lo.u32 t, t, $2, $6; "
+        "xor.b32 $0, t, 0x80808080;}"
     )
     return gl.inline_asm_elementwise(asm, "=r,r,r,r,r,r,r,r,r,r", [packed, times, rest], gl.int8, True, 4)
 

@@ -201,30 +201,30 @@ def _produce_many(A, B, weights, ring, items, ready, handed, READERS: gl.constex
 
 
 @gluon.jit
-def _unpack_block(weights, ring, slot, rows, k, multiples, OWNER: gl.constexpr):
-    """int8 of an owner's ``rows`` of block ``k``, which are in a slot: a tensor for each group, or half of the block.
+def _unpack_part(weights, ring, slot, rows, k, multiples, PART: gl.constexpr, OWNER: gl.constexpr):
+    """int8 of an owner's ``rows`` of a part of block ``k``, which is in a slot: a group of it, or half of it.
 
     ``rows``: in the layout that they are multiplied in. ``multiples``: of groups, or None.
     """
     w, _, _, _ = ring
     SUBS: gl.constexpr = PANEL // w.shape[2]
     ROWS: gl.constexpr = rows.shape[0]
-    values = ()
-    for part in gl.static_range(2 * SUBS):
-        packed = w.index(slot * SUBS + part % SUBS).slice(OWNER * ROWS, ROWS).load(rows.type.layout)
-        multiple = multiples[part] if multiples is not None else None
-        values = values + (weights.unpacked(packed, rows, k * 2 * SUBS + part, multiple, part // SUBS),)
-    return values
+    packed = w.index(slot * SUBS + PART % SUBS).slice(OWNER * ROWS, ROWS).load(rows.type.layout)
+    multiple = multiples[PART] if multiples is not None else None
+    return weights.unpacked(packed, rows, k * 2 * SUBS + PART, multiple, PART // SUBS)
 
 
 @gluon.jit
-def _add_scaled(sums, values, scales, ring, slot):
+def _add_scaled(sums, scales, weights, ring, slot, rows, k, OWNER: gl.constexpr):
     """``sums``, one for each piece of the columns, plus the products of a block: those of a group times its scale."""
-    _, x, _, empty = ring
+    w, x, _, empty = ring
     PIECES: gl.constexpr = len(sums)
     PIECE: gl.constexpr = sums[0].shape[1]
-    PARTS: gl.constexpr = len(values)
+    PARTS: gl.constexpr = 2 * PANEL // w.shape[2]
     UNITS: gl.constexpr = PARTS * PIECES
+    values = ()
+    for part in gl.static_range(PARTS):
+        values = values + (_unpack_part(weights, ring, slot, rows, k, None, part, OWNER),)
     zero = gl.zeros_like(sums[0], dtype=gl.int32)
     products = ()
     for unit in gl.static_range(UNITS + IN_FLIGHT):
@@ -245,17 +245,21 @@ def _add_scaled(sums, values, scales, ring, slot):
 
 
 @gluon.jit
-def _add_unscaled(sums, values, ring, slot):
-    """As ``_add_scaled``, where all of a row has one scale, which comes last: sums are integers."""
-    _, x, _, empty = ring
+def _add_unscaled(sums, multiples, weights, ring, slot, rows, k, OWNER: gl.constexpr):
+    """As ``_add_scaled``, where all of a row has one scale, which comes last: sums are integers.
+
+    ``multiples``: of groups, which their values are multiplied by, or None.
+    """
+    w, x, _, empty = ring
     PIECES: gl.constexpr = len(sums)
     PIECE: gl.constexpr = sums[0].shape[1]
-    PARTS: gl.constexpr = len(values)
+    PARTS: gl.constexpr = 2 * PANEL // w.shape[2]
     for part in gl.static_range(PARTS):
+        values = _unpack_part(weights, ring, slot, rows, k, multiples, part, OWNER)
         new = ()
         for i in gl.static_range(PIECES):
             b = x.index(slot * PARTS + part).slice(i * PIECE, PIECE).permute((1, 0))
-            new = new + (warpgroup_mma(values[part], b, sums[i], is_async=True),)
+            new = new + (warpgroup_mma(values, b, sums[i], is_async=True),)
         sums = new
     done = warpgroup_mma_wait(0, deps=sums)
     mbarrier.arrive(empty.index(slot), count=1)
@@ -263,16 +267,7 @@ def _add_unscaled(sums, values, ring, slot):
 
 
 @gluon.jit
-def _scales_of_block(weights, rows, block, GROUPS: gl.constexpr):
-    """What a block's groups are multiplied by: sums by scales, or values by whole numbers."""
-    if weights.step is None:
-        return weights.scales_of_block(rows, block, GROUPS)
-    else:
-        return weights.multiples_of_block(rows, block, GROUPS)
-
-
-@gluon.jit
-def _multiply(sums, scales, weights, ring, share, a_rows, own, after, step):
+def _multiply(sums, scales, weights, ring, share, a_rows, own, after, step, GROUPS: gl.constexpr):
     """``(sums, scales)``: ``sums`` plus the products of a consumer's blocks of an item, which begins at ``step``.
 
     ``scales``: of the first of those blocks; then of that of the next item. ``own``: the item's tile and blocks of K;
@@ -280,7 +275,6 @@ def _multiply(sums, scales, weights, ring, share, a_rows, own, after, step):
     """
     w, _, full, _ = ring
     STAGES: gl.constexpr = full.shape[0]
-    GROUPS: gl.constexpr = len(scales)
     n, start, end = own
     next_n, next_start = after
     for k in range(start + share.first_block, end, share.splits):
@@ -288,18 +282,17 @@ def _multiply(sums, scales, weights, ring, share, a_rows, own, after, step):
         ends = k + share.splits >= end
         following = gl.where(ends, next_n, n) * w.shape[1] + share.rows
         next_block = gl.where(ends, next_start + share.first_block, k + share.splits)
-        next_scales = _scales_of_block(weights, following, next_block, GROUPS)
+        next_scales = weights.scales_of_block(following, next_block, GROUPS)
+        multiples = weights.multiples(scales)
         current = step + k - start
         slot = current % STAGES
         mbarrier.wait(full.index(slot), current // STAGES & 1)
         # Registers of A aren't written again before all products have read them: nothing is in flight where the next
         # step begins.
-        multiples = scales if weights.step is not None else None
-        values = _unpack_block(weights, ring, slot, a_rows, k, multiples, share.owner)
         if weights.whole_sums:
-            sums = _add_unscaled(sums, values, ring, slot)
+            sums = _add_unscaled(sums, multiples, weights, ring, slot, a_rows, k, share.owner)
         else:
-            sums = _add_scaled(sums, values, scales, ring, slot)
+            sums = _add_scaled(sums, scales, weights, ring, slot, a_rows, k, share.owner)
         scales = next_scales
     return sums, scales
 
@@ -379,7 +372,7 @@ def _consume_many(
     partial_sums = PartialSums(partial, counts, items, share)
     _, tile_n = items.tile(gl.program_id(0))
     start, _ = items.range_of(gl.program_id(0))
-    scales = _scales_of_block(weights, tile_n * w.shape[1] + own_rows, start + FIRST_BLOCK, GROUPS)
+    scales = weights.scales_of_block(tile_n * w.shape[1] + own_rows, start + FIRST_BLOCK, GROUPS)
     gdc_wait()
     mbarrier.wait(ready, 0)
     step = 0
@@ -395,7 +388,7 @@ def _consume_many(
         sums = ()
         for _piece in gl.static_range(PIECES):
             sums = sums + (gl.zeros([ROWS, PIECE], SUMS, layout),)
-        sums, scales = _multiply(sums, scales, weights, ring, share, a_rows, (tile_n, start, end), after, step)
+        sums, scales = _multiply(sums, scales, weights, ring, share, a_rows, (tile_n, start, end), after, step, GROUPS)
         step += end - start
         if SPLITS > 1:
             sums = _hand_over(sums, handed, share, turn)
