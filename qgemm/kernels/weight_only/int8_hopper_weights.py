@@ -52,15 +52,12 @@ class Weights:
 
     @gluon.jit
     def multiples(self, scales):
-        """The scales that ``scales_of_block`` gives, in steps; None if there are none."""
-        if self.step is None:
-            return None
-        else:
-            GROUPS: gl.constexpr = len(scales) - 1
-            found = ()
-            for i in gl.static_range(GROUPS):
-                found = found + (_quotient(scales[i], scales[GROUPS]),)
-            return found
+        """The scales that ``scales_of_block`` gives, in steps."""
+        GROUPS: gl.constexpr = len(scales) - 1
+        found = ()
+        for i in gl.static_range(GROUPS):
+            found = found + (_quotient(scales[i], scales[GROUPS]),)
+        return found
 
     @gluon.jit
     def fetch_scales(self, rows, block, GROUPS: gl.constexpr, first):

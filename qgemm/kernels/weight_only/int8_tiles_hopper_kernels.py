@@ -283,7 +283,7 @@ def _multiply(sums, scales, weights, ring, share, a_rows, own, after, step, GROU
         following = gl.where(ends, next_n, n) * w.shape[1] + share.rows
         next_block = gl.where(ends, next_start + share.first_block, k + share.splits)
         next_scales = weights.scales_of_block(following, next_block, GROUPS)
-        multiples = weights.multiples(scales)
+        multiples = weights.multiples(scales) if weights.step is not None else None
         current = step + k - start
         slot = current % STAGES
         mbarrier.wait(full.index(slot), current // STAGES & 1)
