@@ -18,7 +18,7 @@ from typing import Any, Literal
 from qgemm.numerics.formats import FORMATS, Format
 
 Granularity = Literal["tensor", "channel", "token", "group", "block"]
-ScaleDtype = Literal["float32", "float16", "bfloat16", "e8m0", "e4m3"]
+ScaleDtype = Literal["float32", "float16", "bfloat16", "steps", "e8m0", "e4m3"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TensorScheme:
     - ``outlier_columns``: how many columns of an activation are kept out of it, in 16 bits, with those of the weight.
     - ``rotation``: what an activation is multiplied by before it is quantized, ``"hadamard"``, or None.
     - ``scale_dtype``: what scales are rounded to as a weight is quantized, one of ``qgemm.numerics.groups``. Those of a
-      checkpoint in float32, float16 or bfloat16 are kept as they are.
+      checkpoint in float32, float16 or bfloat16 are kept as they are, multiples of a step or not.
     - ``is_ordered``: whether groups are of columns in another order than the input's, which the layer holds.
     """
 
@@ -155,7 +155,8 @@ class QuantScheme:
           Groups are in the order of the input.
         """
         if self.is_weight_only or self.weight.dtype == "int4":
-            return _scheme(replace(self.weight, is_ordered=False), None)
+            plain = replace(self.weight, scale_dtype=_scale_dtype(self.weight)) if self.activation else self.weight
+            return _scheme(replace(plain, is_ordered=False), None)
         if self.weight.granularity == "block":
             return self
         return SCHEMES[self.weight.dtype]
@@ -169,12 +170,12 @@ class QuantScheme:
     def from_dict(cls, values: dict[str, Any]) -> QuantScheme:
         """The scheme that ``to_dict`` wrote. Raises ``ValueError`` for anything else."""
         try:
-            activation = values["activation"]
-            return cls(
-                name=values["name"],
-                weight=TensorScheme(**values["weight"]),
-                activation=None if activation is None else TensorScheme(**activation),
-            )
+            weight, activation = TensorScheme(**values["weight"]), values["activation"]
+            if activation is not None:
+                activation = TensorScheme(**activation)
+                if weight.dtype == "int4":  # steps came later
+                    weight = replace(weight, scale_dtype=_scale_dtype(weight, activation))
+            return cls(name=values["name"], weight=weight, activation=activation)
         except (KeyError, TypeError, IndexError) as error:
             raise ValueError(f"{values!r} isn't a quantization scheme: {error}") from error
 
@@ -219,6 +220,14 @@ _MICROSCALED = {("fp4", "e8m0"): ("mxfp4", 32), ("fp8", "e8m0"): ("mxfp8", 32), 
 # The dtype of scales of formats whose steps are coarse.
 _SCALE_DTYPES: dict[str, ScaleDtype] = {"int4": "bfloat16", "nf4": "bfloat16"}
 
+
+def _scale_dtype(weight: TensorScheme, activation: TensorScheme | None = None) -> ScaleDtype:
+    """What scales of a weight are rounded to. With activations in int8, those of its groups let sums be integers."""
+    if weight.dtype == "int4" and activation is not None and weight.group_size is not None and weight.symmetric:
+        return "steps"
+    return _SCALE_DTYPES.get(weight.dtype, "float32")
+
+
 INT8_ROWS = TensorScheme("int8", "channel")
 """Weights of 8 bits with a scale a row, which all int8 schemes have."""
 FP8_ROWS = TensorScheme("fp8", "channel")
@@ -229,14 +238,9 @@ INT8_TOKENS = TensorScheme("int8", "token", dynamic=True)
 
 def _weight(dtype: str, size: int | None, symmetric: bool = True, is_ordered: bool = False) -> TensorScheme:
     """A weight with a scale for each group of ``size`` values; None for one for each channel."""
-    return TensorScheme(
-        dtype,
-        "channel" if size is None else "group",
-        symmetric=symmetric,
-        group_size=size,
-        scale_dtype=_SCALE_DTYPES.get(dtype, "float32"),
-        is_ordered=is_ordered,
-    )
+    granularity: Granularity = "channel" if size is None else "group"
+    weight = TensorScheme(dtype, granularity, symmetric=symmetric, group_size=size, is_ordered=is_ordered)
+    return replace(weight, scale_dtype=_scale_dtype(weight))
 
 
 SCHEMES: dict[str, QuantScheme] = {
@@ -338,7 +342,7 @@ def _find(name: str) -> QuantScheme | None:
     base_name, finely, asymmetric, ordered, by_int8 = match.groups()
     dtype = base_name.removesuffix("-weight")
     size = _GROUP_SIZES.get(dtype) if finely is None else None if finely == "channel" else int(finely)
-    weight = _weight(dtype, size, not asymmetric, bool(ordered))
-    found = _scheme(weight, INT8_TOKENS if by_int8 else None)
+    weight, activation = _weight(dtype, size, not asymmetric, bool(ordered)), INT8_TOKENS if by_int8 else None
+    found = _scheme(replace(weight, scale_dtype=_scale_dtype(weight, activation)), activation)
     is_one = (size or 16) % 16 == 0 and not (dtype == "nf4" and (asymmetric or ordered or size is None))
     return found if is_one and found.name == name and (dtype == "int4" or not by_int8) else None

@@ -73,7 +73,9 @@ def mse_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS, second_moment: T
         return plain  # the search is for rows
     dtype = torch.promote_types(weight.dtype, torch.float32)
     unit = _global_scale(weight, scheme)
-    fit = functools.partial(round_scale, dtype=scheme.scale_dtype, form=form, global_scale=unit)
+    # Steps are found for scales of whole rows, once those are known.
+    own_dtype = "bfloat16" if scheme.scale_dtype == "steps" else scheme.scale_dtype
+    fit = functools.partial(round_scale, dtype=own_dtype, form=form, global_scale=unit)
     search: _Search
     if second_moment is not None and second_moment.ndim == 2 and group_size is None and weight.shape[1] > _LONG_ROW:
         search = _RankedSearch(second_moment.to(dtype), form, fit)
@@ -87,6 +89,8 @@ def mse_scale(weight: Tensor, scheme: TensorScheme = INT8_ROWS, second_moment: T
     rows = max(_PIECE // weight.shape[1], 1)
     pieces = zip(weight.split(rows), scales.split(rows), zeros.split(rows), strict=True)
     best = torch.cat([search.best(_grouped(part.to(dtype), group_size), *own) for part, *own in pieces])
+    if scheme.scale_dtype == "steps":
+        best = round_scale(best, "steps")
     return best.reshape(plain.shape)
 
 

@@ -239,7 +239,7 @@ def check_block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, b
 
 def check_weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tensor | None = None) -> None:
     """Raises if ``weight_only_linear`` can't take these."""
-    values, scale, zero_point, global_scale, input_order, bias, in_features, format, group_size, has_int8 = weight
+    values, scale, zero_point, global_scale, input_order, bias, in_features, format, group_size, has_int8, step = weight
     _check_input(x, in_features)
     form = FORMATS.get(format)
     if form is None:
@@ -255,6 +255,7 @@ def check_weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tenso
         ("zero_point", zero_point, (torch.int8,), (N, scales)),
         ("global_scale", global_scale, (torch.float32,), (2,)),
         ("input_order", input_order, (torch.int32,), (in_features,)),
+        ("step", step, (torch.float32,), (N,)),
     ):
         if tensor is not None and (tensor.dtype not in dtypes or tensor.shape != shape):
             wanted = names_of(dtypes)
@@ -266,6 +267,8 @@ def check_weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tenso
         raise ValueError(f"format is {format!r}; int8_activations are for int4")
     if has_int8 and scale.dtype not in FLOAT_DTYPES:
         raise ValueError(f"scale is {scale.dtype}; with int8_activations it must be {names_of(FLOAT_DTYPES)}")
+    if step is not None and not (has_int8 and zero_point is None):
+        raise ValueError("step is for int8_activations, and weights without a zero_point")
     _check_bias(bias, N)
     check_residual(residual, (*x.shape[:-1], N), x.dtype)
     check_same_device(
@@ -276,6 +279,7 @@ def check_weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tenso
         global_scale=global_scale,
         input_order=input_order,
         bias=bias,
+        step=step,
         residual=residual,
     )
 

@@ -37,6 +37,9 @@ class QuantizedWeight(NamedTuple):
     """How many values along K share a scale; ``in_features`` for one scale a row."""
     int8_activations: bool = False
     """Whether rows of the input are quantized too, and sums of groups exact: for int4 with scales in float."""
+    step: Tensor | None = None
+    """float32 ``[N]``, what ``numerics.groups.steps_of`` finds of ``scale``, for products of int8 activations: all of a
+    row are then one sum of integers. None if there is none, or it wasn't looked for."""
 
     @property
     def form(self) -> Format:

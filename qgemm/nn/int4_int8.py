@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import torch
+
+from qgemm.nn.row_steps import RowSteps
 from qgemm.nn.weight_only import WeightOnlyLinear
 from qgemm.scheme import INT8_TOKENS, QuantScheme
 
@@ -11,10 +14,17 @@ class Int4Int8Linear(WeightOnlyLinear):
 
     ``y = x_scale * sum over groups g of (x_q @ (q - z).T)[g] * s[g] + bias``. Each row of the input gets a scale as it
     comes. The sums within a group are exact int32; they are scaled and added in float32. Parameters are those of
-    ``WeightOnlyLinear``, with scales in floats.
+    ``WeightOnlyLinear``, with scales in floats. Where the scales of a row are whole multiples of one step, as those of
+    symmetric groups that are made here, products of many rows on a GPU are one exact sum for all groups, scaled once.
     """
 
     default_scheme = "int4-int8"
+
+    def make_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """As ``WeightOnlyLinear``."""
+        super().make_parameters(device, dtype)
+        if self.scheme.weight.scale_dtype == "steps":
+            self.steps = RowSteps()
 
     @classmethod
     def computes(cls, scheme: QuantScheme) -> bool:

@@ -16,6 +16,7 @@ from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.nn.linear_layer import LinearLayer, largest
 from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import frozen
+from qgemm.nn.row_steps import RowSteps
 from qgemm.numerics import groups
 from qgemm.numerics.formats import Format
 from qgemm.numerics.integers import cdiv
@@ -59,6 +60,8 @@ class WeightOnlyLinear(LinearLayer):
     whole_names: tuple[str, ...] = shared_names
     numbers: tuple[int, str, int, bool]
     """What a ``QuantizedWeight`` has beside these."""
+    steps: RowSteps | None = None
+    """Of the scales, in layers whose products make use of them."""
     weight: nn.Parameter
     weight_scale: nn.Parameter
     weight_zero_point: nn.Parameter | None
@@ -222,7 +225,9 @@ class WeightOnlyLinear(LinearLayer):
         order = own["input_order"] if "input_order" in own else self.input_order  # noqa: SIM401
         bias = own["bias"] if "bias" in own else self.bias  # noqa: SIM401
         stored = weight, scale, zero_point, factor, order, bias
-        return weight_only_linear(x, QuantizedWeight._make((*stored, *self.numbers)))
+        assert scale is not None
+        step = None if self.steps is None else self.steps.of(scale, x.numel() // max(self.in_features, 1))
+        return weight_only_linear(x, QuantizedWeight._make((*stored, *self.numbers, step)))
 
 
 def _beyond(zero_point: Tensor, form: Format) -> str:

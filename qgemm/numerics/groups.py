@@ -3,9 +3,14 @@
 ``W = (q - z) * s``, where ``s`` is what shares a scale with others of its row: ``group_size`` values along K, or the
 whole row. Where K is no multiple of the group's size, the last group of each row is shorter.
 
-A scale is stored in one of five dtypes: float32, float16 or bfloat16; ``e8m0``, uint8 ``e`` for ``2^(e - 127)``, 255
+A scale is stored in one of these dtypes: float32, float16 or bfloat16; ``e8m0``, uint8 ``e`` for ``2^(e - 127)``, 255
 for NaN; ``e4m3``, float8 times the one global scale of the weight. That is a factor and a divisor, of which other
 libraries have one: ``s = e4m3 * factor / divisor``. Values are rounded with the scale as it is stored.
+
+Those called ``steps`` are bfloat16 too, but all of a row are whole multiples, 1 to 16, of one step. So int4 values
+times their multiple are int8, and products of a row with int8 values one sum of integers. (Scales of groups that are
+integers are those of QServe, Lin et al. 2024, https://arxiv.org/abs/2405.04532.) A step has four significant bits, so
+that bfloat16 holds its multiples.
 
 The global scale of a weight quantized here is a power of two, so that ``s`` is exact in float32, and follows from the
 largest scale alone.
@@ -25,10 +30,14 @@ SCALE_DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "steps": torch.bfloat16,
     "e8m0": torch.uint8,
     "e4m3": torch.float8_e4m3fn,
 }
 """The dtype of stored scales, by what schemes call it."""
+
+MAX_STEPS = 16
+"""How often a step goes into a scale, at most: 16 times -8 is still int8."""
 
 # Temporaries are of so many values at a time.
 _PIECE = 1 << 22
@@ -56,7 +65,12 @@ def global_scale_of(amax: Tensor, form: Format) -> Tensor:
 
 
 def round_scale(scale: Tensor, dtype: str, form: Format = INT4, global_scale: Tensor | None = None) -> Tensor:
-    """float32 scales rounded to those that ``dtype`` holds; NaN stays, and none becomes 0."""
+    """float32 scales rounded to those that ``dtype`` holds; NaN stays, and none becomes 0.
+
+    ``[n, groups]`` for ``steps``, which are found for each row, and any shape for the others.
+    """
+    if dtype == "steps":
+        return _in_steps(scale, _nearest_steps(scale)).where(scale.isfinite(), torch.nan)
     if dtype == "e8m0":
         return _power_of_two(scale / form.excess).where(scale.isfinite(), torch.nan)
     if dtype == "e4m3":
@@ -89,6 +103,41 @@ def float_scale(stored: Tensor, global_scale: Tensor | None = None) -> Tensor:
     return scale if global_scale is None else scale * global_scale[0] / global_scale[1]
 
 
+def steps_of(scale: Tensor) -> Tensor | None:
+    """The float32 step ``[n]`` of each row of float scales ``[n, groups]`` that are multiples of one; None if not all.
+
+    That is, of which they are exactly 1 to ``MAX_STEPS`` times as much.
+    """
+    scale = scale.float()
+    largest = scale.amax(1, keepdim=True)
+    step, found = largest, torch.zeros_like(largest, dtype=torch.bool)
+    for count in range(1, MAX_STEPS + 1):
+        candidate = largest / torch.full_like(largest, count)
+        fits = (_in_steps(scale, candidate) == scale).all(1, keepdim=True)
+        step = step.where(found | ~fits, candidate)
+        found |= fits
+    return step.flatten() if bool(found.all()) else None
+
+
+def _in_steps(scale: Tensor, step: Tensor) -> Tensor:
+    return (scale / step).round_().clamp_(1, MAX_STEPS) * step
+
+
+def _nearest_steps(scale: Tensor) -> Tensor:
+    """The step ``[n, 1]`` of each row, of four significant bits, whose multiples are nearest to scales ``[n, groups]``."""
+    scale = scale.where(scale.isfinite(), 0)
+    # From the least step that reaches the largest scale, an octave up: 8 to 15 of a power of two, then even ones.
+    mantissa, exponent = torch.frexp((scale.amax(1, keepdim=True) / MAX_STEPS).clamp(min=MIN_SCALE))
+    least = (mantissa * 16).ceil()
+    best, least_error = torch.ones_like(mantissa), torch.full_like(mantissa, torch.inf)
+    for more in range(8):
+        digits = least + more
+        step = torch.ldexp(digits.where(digits < 16, 2 * (digits - 8)), exponent - 4)
+        error = (_in_steps(scale, step) - scale).square_().sum(1, keepdim=True)
+        best, least_error = torch.where(error < least_error, step, best), torch.minimum(error, least_error)
+    return best
+
+
 def plain_scales(
     weight: Tensor, group_size: int, form: Format, dtype: str = "float32", global_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -101,7 +150,7 @@ def plain_scales(
     if not form.has_zero_point:
         amax = groups.abs().amax(-1)
         scale = form.scale_of(amax)
-        if dtype == "e4m3":  # whose global scale none of zeros may determine
+        if dtype in ("e4m3", "steps"):  # whose global scale, or step, none of zeros may determine
             scale = scale.where(amax != 0, MIN_SCALE)
         return round_scale(scale, dtype, form, global_scale), None
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)

@@ -5,7 +5,7 @@
 - ``quant_linear_asymmetric(x, weight, weight_scale, bias, input_scale, zero_point)``: the same with a zero point.
 - ``block_scaled_linear(x, weight, weight_scale, bias)``: in fp8, with a scale for each 128 x 128 of the weight.
 - ``weight_only_linear(x, weight, scale, zero_point, global_scale, input_order, bias, in_features, format, group_size,
-  int8_activations=False)``: in float, with a quantized weight of 4 or 8 bits.
+  int8_activations=False, step=None)``: in float, with a quantized weight of 4 or 8 bits.
 - ``multiply(q, row_scale, weight, weight_scale, bias, residual, out_dtype)``: ``quant_linear`` of rows that are
   quantized already, plus a residual. Int8 rows have no gradient: there are those of the bias and the residual alone.
 
@@ -68,12 +68,14 @@ def weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tensor | No
     if torch.compiler.is_compiling() or input_order is not None or global_scale is not None:
         out = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
         return out
-    run = recall(x, values, scale, bias, zero_point, residual, weight[6:])
+    step = weight.step
+    other, what = (zero_point, weight[6:10]) if step is None else (step, (*weight[6:10], "step"))
+    run = recall(x, values, scale, bias, other, residual, what)
     if run is not None:
-        recalled = run(x, values, scale, bias, zero_point, residual)
+        recalled = run(x, values, scale, bias, other, residual)
         if recalled is not None:
             return recalled
-    if seen_by_others(x, values, scale, bias, zero_point, residual):
+    if seen_by_others(x, values, scale, bias, other, residual):
         out = torch.ops.qgemm.weight_only_linear(x, *weight, residual)
         return out
     return weight_only.weight_only_linear(x, weight, residual, recallable=True)
@@ -247,12 +249,12 @@ _declare_layer(
 _declare_layer(
     "weight_only_linear(Tensor x, Tensor weight, Tensor scale, Tensor? zero_point, Tensor? global_scale, "
     "Tensor? input_order, Tensor? bias, int in_features, str format, int group_size, bool int8_activations=False, "
-    "Tensor? residual=None) -> Tensor",
+    "Tensor? step=None, Tensor? residual=None) -> Tensor",
     _of_value(weight_only.weight_only_linear),
     _of_value(checks.check_weight_only_linear),
-    lambda dtype, *fields: QuantizedWeight._make((*fields[:5], None, *fields[5:], False)).dequantize(dtype),
+    lambda dtype, *fields: QuantizedWeight._make((*fields[:5], None, *fields[5:], False, None)).dequantize(dtype),
     bias_at=6,
-    residual_at=11,
+    residual_at=12,
     weight_at=slice(1, 6),
     sizes=slice(7, 10),
 )

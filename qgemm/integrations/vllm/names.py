@@ -29,6 +29,9 @@ OLD_MIXTURE = ".block_sparse_moe."
 FOLDED_BIAS = "folded_bias"
 """The parameter for a bias that depends on the weight."""
 
+STEP = "weight_step"
+"""The parameter for what was found out of scales that are multiples of a step."""
+
 # Buffers that transformers' models have and ``state_dict`` leaves out.
 _MADE_BY_MODELS = re.compile(r"(^|\.)(rotary_\w*\.\w+|(original_)?inv_freq|embed_scale)$")
 

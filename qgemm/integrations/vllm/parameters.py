@@ -20,11 +20,12 @@ from vllm.model_executor.parameter import (
     PerTensorScaleParameter,
 )
 
-from qgemm.integrations.vllm.names import FOLDED_BIAS
+from qgemm.integrations.vllm.names import FOLDED_BIAS, STEP
 from qgemm.integrations.vllm.sizes import Sizes
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.parallel import Shard, Split
 from qgemm.nn.quant_layer import frozen
+from qgemm.nn.row_steps import found_steps
 from qgemm.numerics.blocks import BLOCK
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -152,6 +153,8 @@ def finish_parameters(layer: Any, sizes: Sizes) -> int:
         _take_own_part(values, layer.tp_rank, sizes.own_K)
     if FOLDED_BIAS in values and getattr(layer, "bias", None) is not None:
         layer.bias.data.zero_()  # it is in the folded one
+    if sizes.scheme.weight.scale_dtype == "steps" and (step := found_steps(values["weight_scale"])) is not None:
+        values[STEP] = step
     for name, value in values.items():
         setattr(layer, name, frozen(value))
     return parts

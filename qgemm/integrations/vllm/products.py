@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from qgemm.integrations.vllm.names import FOLDED_BIAS
+from qgemm.integrations.vllm.names import FOLDED_BIAS, STEP
 from qgemm.integrations.vllm.sizes import Sizes
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.nn.asymmetric import AsymmetricLinear
@@ -83,7 +83,7 @@ def _blocks(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tenso
 
 def _weight_only(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tensor:
     tensors = [get(name) for name in WeightOnlyLinear.operands[:-1]]
-    return weight_only_linear(x, QuantizedWeight._make((*tensors, bias, *sizes.numbers)))
+    return weight_only_linear(x, QuantizedWeight._make((*tensors, bias, *sizes.numbers, get(STEP))))
 
 
 _PRODUCTS: dict[type[LinearLayer], Callable[..., Tensor]] = {

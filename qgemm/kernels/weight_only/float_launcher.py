@@ -54,7 +54,7 @@ def weight_only_linear(
 
     ``recallable``: remember what is found out about the call, for others. Not where a tensor isn't read as it is.
     """
-    values, scale, zero_point, global_scale, _, bias, K, format, group_size, _ = weight
+    values, scale, zero_point, global_scale, _, bias, K, format, group_size, _, _ = weight
     N = values.shape[0]
     out_shape = (*x.shape[:-1], N)
     rows = _with_contiguous_columns(x.reshape(math.prod(x.shape[:-1]), K))
@@ -87,7 +87,7 @@ def weight_only_linear(
         as_given = as_given and zero_point is weight.zero_point
         if as_given and (residual is None or residual.is_contiguous()):
             tensors = x, values, scale, bias, zero_point, residual
-            remember(plan.recalled(rows.shape, out_shape), *tensors, what=weight[6:])
+            remember(plan.recalled(rows.shape, out_shape), *tensors, what=weight[6:10])
     return plan.run(rows, values, scale, zero_point, global_scale, bias, added).view(out_shape)
 
 

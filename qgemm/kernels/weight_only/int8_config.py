@@ -11,6 +11,7 @@ from qgemm.numerics.packing import HALF
 
 BLOCK = 256  # values along K in 128 bytes of a packed row
 MAX_FEW_ROWS = 16  # of x, for the kernel with the smaller instructions
+MIN_ROWS_FOR_STEPS = 65  # with fewer, scaling sums takes less than multiplying values
 MAX_STAGES = 8
 MAX_PARTS = 8
 RESERVED_BYTES = 2048  # of shared memory, for barriers
@@ -19,6 +20,8 @@ _BLOCK_LATENCY = 0.15, 0.12  # of each; with four groups of warps
 _GROUPS_LATENCY = 0.04  # what scaling adds
 _PRODUCTS = 4.0e-5  # a value of a tile, per block
 _SCALED = 0.87e-5  # a sum of a group
+_MULTIPLIED = 1.0e-3  # a row, whose values are multiplied by the scale of their group,
+_HIDDEN = 128.0  # but for what products of more columns hide
 _BYTES = 32_000.0  # of the weight that a multiprocessor loads from memory in a microsecond
 _TILE_LATENCY = 0.35
 _PARTS = 1.8  # to wait for the partial sums of others
@@ -32,6 +35,7 @@ class Int8Config:
     ``warps``: of a program of the kernel for few rows, each with a block of K of its own; 0 for the other kernel.
     ``parts``: in how many a tile is cut along K. ``pieces``: in how many its columns are multiplied, scaled and stored.
     ``consumers``: how many groups of warps multiply in that kernel, ``splits`` of them the same rows, by turns.
+    ``multiplies``: whether values are multiplied by the scale of their group, in steps, and sums are then integers.
     """
 
     rows: int
@@ -42,6 +46,7 @@ class Int8Config:
     pieces: int = 1
     consumers: int = 2
     splits: int = 1
+    multiplies: bool = False
 
     def shared_memory(self) -> int:
         """Bytes that it takes."""
@@ -64,18 +69,20 @@ class Int8Config:
         return tiles * self.parts * self.rows * self.cols, tiles * self.consumers
 
 
-def select_config(
-    M: int, N: int, K: int, group: int, limits: DeviceLimits, whole_sums: bool | None = None
-) -> Int8Config:
+def select_config(M: int, N: int, K: int, group: int, limits: DeviceLimits, has_steps: bool = False) -> Int8Config:
     """The config for ``[M, K]`` by ``[N, K]``; ``group``: how many values share a scale, 0 for all of a row.
 
-    ``whole_sums``: whether values are integers that have all of a row's scale, by default if a row has one group.
+    ``has_steps``: whether scales of groups are multiples of a step of their row.
     """
-    scaled = 0 if group == 0 or whole_sums else group
-    configs = _few(M, group) if M <= MAX_FEW_ROWS else _many(M, N, K, scaled, limits)
+    if M <= MAX_FEW_ROWS:
+        configs = _few(M, group)
+    elif has_steps and M >= MIN_ROWS_FOR_STEPS:
+        configs = [replace(config, multiplies=True) for config in _many(M, N, K, 0, limits)]
+    else:
+        configs = _many(M, N, K, group, limits)
     found = (_deepest(config, limits) for config in configs)
     valid = [config for config in found if config is not None]
-    return min(valid, key=lambda config: _microseconds(config, M, N, K, scaled, limits))
+    return min(valid, key=lambda config: _microseconds(config, M, N, K, group, limits))
 
 
 def _few(M: int, group: int) -> list[Int8Config]:
@@ -91,6 +98,8 @@ def _many(M: int, N: int, K: int, group: int, limits: DeviceLimits) -> list[Int8
     shapes = [Int8Config(64, cols, MAX_STAGES, splits=2), Int8Config(128, cols, MAX_STAGES)]
     if M > 64 and group in (0, HALF):  # smaller groups need more registers
         shapes.append(Int8Config(128, 128, MAX_STAGES, pieces=2 if group else 1))
+    if M > 128 and group == 0:
+        shapes.append(Int8Config(128, 256, MAX_STAGES, pieces=2))
     if M > 32 and group == 0:  # what scales sums doesn't fit in the registers of four
         shapes.append(Int8Config(256, 64, MAX_STAGES, consumers=4))
     blocks = cdiv(K, BLOCK)
@@ -105,8 +114,8 @@ def _many(M: int, N: int, K: int, group: int, limits: DeviceLimits) -> list[Int8
 
 
 def _deepest(config: Int8Config, limits: DeviceLimits) -> Int8Config | None:
-    """``config`` with as many stages as fit, at least 3; None if they don't."""
-    for stages in range(config.stages, 2, -1):
+    """``config`` with as many stages as fit, at least 3, or 2 of the largest tile; None if they don't."""
+    for stages in range(config.stages, 1 if config.cols == 256 else 2, -1):
         deep = replace(config, stages=stages)
         if deep.shared_memory() <= limits.shared_memory:
             return deep
@@ -122,7 +131,9 @@ def _microseconds(config: Int8Config, M: int, N: int, K: int, group: int, limits
         return rounds * K * (config.rows / 2 + config.cols) / _BYTES
     values = config.rows * config.cols
     computed = _BLOCK_LATENCY[config.consumers > 2] + values * _PRODUCTS
-    if group:
+    if config.multiplies:
+        computed += config.rows * _MULTIPLIED * min(1, _HIDDEN / config.cols)
+    elif group:
         computed += _GROUPS_LATENCY + values * (BLOCK / group) * _SCALED
     # Rows of x beside one another read the weight from the cache.
     busy = min(tiles, limits.num_sms) / limits.num_sms / cdiv(M, config.cols)

@@ -21,7 +21,7 @@ _PIECE = 1 << 20
 @torch.no_grad()
 def weight_only_linear(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """``dispatch.weight_only_linear`` with int8 activations, columns of ``x`` in the weight's order."""
-    stored, scale, zero_point, _, _, bias, K, _, group_size, _ = weight
+    stored, scale, zero_point, _, _, bias, K, _, group_size, _, _ = weight
     q, row_scale = cpu.quantize_rows(x)
     M, N = row_scale.numel(), stored.shape[0]
     q, row_scale = q.reshape(M, K), row_scale.reshape(M, 1)

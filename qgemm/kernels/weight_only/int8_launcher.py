@@ -35,7 +35,6 @@ CLEARED_AT_A_TIME = 256
 PARTS = ("counts", "q", "q_scale")
 # What the launches take.
 PRODUCT = ("q", "weight", "out", "q_scale", "weight_scale", "zero_point", "bias")
-TILES_PRODUCT = ("q", "weight", "out", "q_scale", "weight_scale", "zero_point", "step", "bias")
 ROW = ("x", "weight", "out", "weight_scale", "zero_point", "bias")
 LAYER = ("x", "q", "q_scale", "weight", "out", "weight_scale", "zero_point", "bias", "q", "counts")
 
@@ -50,7 +49,7 @@ def weight_only_linear(
     """
     tensors = [None if tensor is None else tensor.contiguous() for tensor in weight[:6]]
     weight = QuantizedWeight._make((*tensors, *weight[6:]))
-    values, scale, zero_point, step, _, bias, in_features, _, group_size, _ = weight
+    values, scale, zero_point, _, _, bias, in_features, _, group_size, _, step = weight
     kind: tuple[object, ...] = (
         weight_only_linear,
         x.shape, x.is_contiguous() or x.stride(), x.dtype, x.get_device(),
@@ -60,9 +59,9 @@ def weight_only_linear(
     plan: LinearPlan | None = plans.get(kind)
     if plan is None:
         plan = plans.keep(kind, _make_plan(x, weight, config))
-    other = zero_point if step is None else step
+    other, what = (zero_point, weight[6:10]) if step is None else (step, (*weight[6:10], "step"))
     if recallable and plan.aligned:
-        remember(plan.run, x, values, scale, bias, other, what=weight[6:])
+        remember(plan.run, x, values, scale, bias, other, what=what)
     out = plan.run(x, values, scale, bias, other)
     assert out is not None  # for such a weight it is made
     return out
@@ -92,12 +91,12 @@ def _workspace(M: int, N: int, K: int, config: Int8Config | None) -> Workspace:
 
 
 def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) -> LinearPlan:
-    values, scale, zero_point, step, _, bias, K, _, group_size, _ = weight
+    values, scale, zero_point, _, _, bias, K, _, group_size, _, step = weight
     N, M = values.shape[0], math.prod(x.shape[:-1])
     rows, out, device = x.reshape(M, K), x.new_empty((*x.shape[:-1], N)), x.device.index
     limits, group = device_limits(x.device), 0 if group_size >= K else group_size
     if config is None and limits.hopper and _takes_hopper(N, K, group, values, zero_point is None, x.dtype):
-        config = select_config(M, N, K, group, limits, whole_sums=group == 0 or step is not None)
+        config = select_config(M, N, K, group, limits, has_steps=step is not None)
     space = _workspace(M, N, K, config)
     parts = (
         Part(0, (COUNTS_BYTES // 4,), torch.int32),
@@ -180,7 +179,8 @@ def _two_launches(
     if config.warps:
         return first, names.step(hopper.few_launch(config, sizes, limits), *PRODUCT)
     product = hopper.many_launch(config, sizes, dtype, (space.partial_at, space.counts_at), limits)
-    return first, names.step(product, *TILES_PRODUCT)
+    step = "step" if config.multiplies else "none"
+    return first, names.step(product, *PRODUCT[:-1], step, *PRODUCT[-1:])
 
 
 def _one_launch(

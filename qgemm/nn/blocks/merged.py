@@ -125,7 +125,10 @@ class MergedWeights:
 
     def _find_addresses(self) -> list[int]:
         parameters = (layer._parameters.get(name) for layer in self.layers for name in self._placed_names)
-        return [parameter.data_ptr() for parameter in parameters if parameter is not None]
+        found = [parameter.data_ptr() for parameter in parameters if parameter is not None]
+        # Operands hold what was found out of scales, too.
+        scales = [layer._parameters.get("weight_scale") for layer in self.layers if getattr(layer, "steps", None)]
+        return found + [scale._version for scale in scales if scale is not None and not scale.is_inference()]
 
     def _is_placed(self) -> bool:
         """Whether the layers still have the parameters that they had, and the weights are where they were.

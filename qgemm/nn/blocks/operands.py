@@ -14,6 +14,7 @@ from qgemm.nn.block_scaled import BlockScaledLinear
 from qgemm.nn.linear import QuantLinear, quantize_together
 from qgemm.nn.linear_layer import LinearLayer
 from qgemm.nn.parallel import Shard
+from qgemm.nn.row_steps import found_steps
 from qgemm.nn.weight_only import WeightOnlyLinear
 from qgemm.ops import block_scaled_linear, quant_linear
 from qgemm.ops.linear import multiply, weight_only_linear
@@ -165,4 +166,6 @@ def _own_operands(
     if isinstance(layer, BlockScaledLinear):
         return BlockScaledOperands(*(tensors[name] for name in layer.operands))  # type: ignore[arg-type]
     assert isinstance(layer, WeightOnlyLinear)
-    return FloatOperands(QuantizedWeight._make((*map(tensors.get, layer.operands), *layer.numbers)))
+    scale = tensors["weight_scale"]
+    step = None if layer.steps is None or scale is None else found_steps(scale)
+    return FloatOperands(QuantizedWeight._make((*map(tensors.get, layer.operands), *layer.numbers, step)))
