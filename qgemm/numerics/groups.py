@@ -124,7 +124,7 @@ def _in_steps(scale: Tensor, step: Tensor) -> Tensor:
 
 
 def _nearest_steps(scale: Tensor) -> Tensor:
-    """The step ``[n, 1]`` of each row, of four significant bits, whose multiples are nearest to scales ``[n, groups]``."""
+    """The step ``[n, 1]``, of four significant bits, whose multiples are nearest to each row of ``[n, groups]``."""
     scale = scale.where(scale.isfinite(), 0)
     # From the least step that reaches the largest scale, an octave up: 8 to 15 of a power of two, then even ones.
     mantissa, exponent = torch.frexp((scale.amax(1, keepdim=True) / MAX_STEPS).clamp(min=MIN_SCALE))

@@ -34,11 +34,15 @@ def int8_cases(limits: DeviceLimits) -> Iterator[Case]:
         config = select_config(M, N, 4096, size % 4096, limits)
         kind = f"w4a8 hopper {config.rows}x{config.cols} {M} {size}"
         yield Case(kind, lambda m=M, n=N, s=size, z=asymmetric: layer(m, n, 4096, s, z), only=PRODUCTS)
+    for M, size in ((128, 128), (1024, 128), (4096, 128), (4096, 32)):
+        config = select_config(M, 28_672, 4096, size, limits, has_steps=True)
+        kind = f"w4a8 hopper steps {config.rows}x{config.cols} {M} {size}"
+        yield Case(kind, lambda m=M, s=size: layer(m, 28_672, 4096, s, False, steps=True), only=PRODUCTS)
     yield Case("w4a8 hopper layer", lambda: layer(16, 4096, 28_672, 128, False), only=LAYERS)
     yield Case("w4a8 hopper row", lambda: layer(1, 4096, 14_336, 128, True), only=LAYERS)
 
 
-def layer(M: int, N: int, K: int, size: int, asymmetric: bool) -> None:
+def layer(M: int, N: int, K: int, size: int, asymmetric: bool, steps: bool = False) -> None:
     def meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=META)
 
@@ -47,9 +51,10 @@ def layer(M: int, N: int, K: int, size: int, asymmetric: bool) -> None:
     zero_point = meta((N, groups), torch.int8) if asymmetric else None
     bias = meta((N,), torch.bfloat16) if asymmetric else None
     x, scale = meta((M, K), torch.bfloat16), meta((N, groups), torch.bfloat16)
-    stored = QuantizedWeight(weight, scale, zero_point, None, None, bias, K, "int4", size, int8_activations=True)
+    step = meta((N,), torch.float32) if steps else None
+    stored = QuantizedWeight(weight, scale, zero_point, None, None, bias, K, "int4", size, True, step)
     plan = int8_launcher._make_plan(x, stored, None)
-    tensors = (x, weight, scale, bias, zero_point, None, meta((M, N), torch.bfloat16))
+    tensors = (x, weight, scale, bias, step if steps else zero_point, None, meta((M, N), torch.bfloat16))
     for steps in (plan.usual, plan.captured)[: 1 + (plan.usual is not plan.captured)]:
         for step in steps.steps:
             step.run((*tensors, *steps.parts_of(meta((steps.buffer,), torch.int8))))

@@ -47,16 +47,28 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(
-    N: int, K: int, size: int, device: torch.device, asymmetric: bool = False, exact: bool = False
+    N: int,
+    K: int,
+    size: int,
+    device: torch.device,
+    asymmetric: bool = False,
+    exact: bool = False,
+    in_steps: bool = False,
 ) -> QuantizedWeight:
-    """Of random values. ``exact``: with scales that round nothing, and no bias."""
+    """Of random values. ``exact``: with scales that round nothing, and no bias. ``in_steps``: that are multiples."""
     q = torch.randint(-8, 8, (N, K), dtype=torch.int8, device=device)
     shape = N, cdiv(K, size)
     scale = torch.randn(shape, device=device) / 50 if not exact else 2.0 ** torch.randint(-2, 2, shape, device=device)
+    step = None
+    if in_steps:
+        step = 2.0 ** torch.randint(-2, 2, (N, 1), device=device)
+        step = step if exact else step * torch.randint(8, 16, (N, 1), device=device) / 500
+        step = step.bfloat16().float()
+        scale, step = torch.randint(1, 17, shape, device=device) * step, step.flatten()
     zero_point = torch.randint(-8, 9, shape, dtype=torch.int8, device=device) if asymmetric else None
     bias = None if exact else torch.randn(N, device=device).bfloat16()
     return QuantizedWeight(
-        pack_codes(INT4.to_codes(q)), scale.bfloat16(), zero_point, None, None, bias, K, "int4", size, True
+        pack_codes(INT4.to_codes(q)), scale.bfloat16(), zero_point, None, None, bias, K, "int4", size, True, step
     )
 
 
@@ -149,7 +161,17 @@ def test_a_config_fits(M: int, group: int) -> None:
         assert config.parts <= max(K // 512, 1), "a part has two blocks of K"
         assert config.splits == 1 or 512 * config.parts <= K, "each group of warps has one"
         assert config.parts == 1 or config.tiles(M, N) <= 2 * H200.num_sms
-        assert 3 <= config.stages <= MAX_STAGES
+        assert (2 if config.cols == 256 else 3) <= config.stages <= MAX_STAGES
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("M", [16, 64, 65, 1024, 8192])
+def test_values_of_many_rows_are_multiplied_by_scales_in_steps(M: int, group: int) -> None:
+    for N, K in LLAMA:
+        config = select_config(M, N, K, group, H200, has_steps=True)
+        assert config.multiplies == (M > 64)
+        assert config.shared_memory() <= H200.shared_memory
+        assert config == select_config(M, N, K, group, H200) or M > 64
 
 
 def test_few_tiles_are_cut_along_k() -> None:
@@ -176,9 +198,17 @@ CONFIGS = [
 ]
 WHOLE_ROWS = [
     (130, Int8Config(256, 64, 4, consumers=4)),
+    (520, Int8Config(128, 256, 2, pieces=2)),
     (256, Int8Config(128, 128, 4)),
     (300, Int8Config(256, 128, 3, pieces=2)),
 ]
+STEPS = [
+    (70, Int8Config(64, 64, 5, splits=2, multiplies=True)),
+    (100, Int8Config(128, 64, 4, parts=2, multiplies=True)),
+    (256, Int8Config(128, 128, 4, multiplies=True)),
+    (300, Int8Config(128, 256, 2, pieces=2, multiplies=True)),
+]
+STEPS_OF_128 = [*STEPS, (130, Int8Config(256, 64, 4, consumers=4, multiplies=True))]
 SMALL_GROUPS = [*FEW_CONFIGS[1::2], (40, Int8Config(64, 64, 5, splits=2)), (100, Int8Config(128, 64, 4, parts=2))]
 
 
@@ -191,13 +221,21 @@ SMALL_GROUPS = [*FEW_CONFIGS[1::2], (40, Int8Config(64, 64, 5, splits=2)), (100,
         (0, False, CONFIGS + WHOLE_ROWS),
         (64, True, SMALL_GROUPS),
         (32, False, SMALL_GROUPS),
+        (128, None, STEPS_OF_128),
+        (64, None, STEPS),
+        (32, None, STEPS),
     ],
 )
-def test_sums_of_hopper_s_kernels_are_exact(size: int, asymmetric: bool, configs: list[tuple[int, Int8Config]]) -> None:
-    """What an assembler makes of registers that ``wgmma`` still reads would show here."""
+def test_sums_of_hopper_s_kernels_are_exact(
+    size: int, asymmetric: bool | None, configs: list[tuple[int, Int8Config]]
+) -> None:
+    """What an assembler makes of registers that ``wgmma`` still reads would show here.
+
+    ``asymmetric``: None for scales in steps.
+    """
     device = torch.device("cuda")
     for N, K in HOPPER_SIZES:
-        layer = make(N, K, size or K, device, asymmetric, exact=True)
+        layer = make(N, K, size or K, device, bool(asymmetric), exact=True, in_steps=asymmetric is None)
         for M, config in configs:
             for x in (ternary(M, K, device), torch.randn(M, K, device=device)):
                 x = x.bfloat16()
@@ -210,8 +248,8 @@ def test_sums_of_hopper_s_kernels_are_exact(size: int, asymmetric: bool, configs
 @pytest.mark.parametrize("M", [1, 7, 16, 48, 200])
 def test_chosen_configs_in_graphs_and_out(M: int, assert_as_accurate: Any) -> None:
     device = torch.device("cuda")
-    for N, K, size in ((4096, 2048, 128), (1024, 4096, 4096)):
-        layer = make(N, K, size, device, asymmetric=M == 7)
+    for N, K, size in ((4096, 2048, 128), (1024, 4096, 4096), (2048, 4096, 128)):
+        layer = make(N, K, size, device, asymmetric=M == 7, in_steps=N == 2048 and M != 7)
         x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
         out = weight_only_linear(x, layer)
         assert_as_accurate(out, int4_int8_linear_reference(x, layer), exact_product(x, layer))

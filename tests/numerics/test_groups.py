@@ -14,6 +14,7 @@ from qgemm.numerics.groups import (
     quantize_groups,
     round_scale,
     spread,
+    steps_of,
     store_scale,
     store_values,
 )
@@ -193,3 +194,48 @@ def test_nothing_to_round() -> None:
             q, scale, _ = quantize_groups(torch.zeros(N, K), 128, form)
             packed = store_values(q, form)
             assert dequantize(packed, scale, None, None, form, 128, K, torch.float32).shape == (N, K)
+
+
+def test_scales_in_steps_are_multiples_that_bfloat16_holds(device: torch.device) -> None:
+    weight = torch.randn(40, 1024, device=device) * torch.logspace(-30, 30, 40, device=device)[:, None]
+    weight[3, :128], weight[4] = 0, 0
+    scale = quantize_groups(weight, 128, INT4, "steps")[1]
+    assert scale.bfloat16().float().equal(scale)
+    step = steps_of(scale)
+    assert step is not None
+    multiples = scale / step[:, None]
+    assert multiples.equal(multiples.round())
+    assert 1 <= multiples.min() <= multiples.max() <= 16
+    assert steps_of(store_scale(scale, "steps")).equal(step)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("spread_of_groups", [0.0, 0.3, 1.0])
+def test_steps_cost_little(spread_of_groups: float, device: torch.device) -> None:
+    weight = torch.randn(64, 32, 128, device=device)
+    weight = (weight * (spread_of_groups * torch.randn(64, 32, 1, device=device)).exp()).flatten(1)
+    errors = []
+    for dtype in ("bfloat16", "steps"):
+        q, scale, _ = quantize_groups(weight, 128, INT4, dtype)
+        errors.append((q * spread(scale, 128, 4096) - weight).square().mean())
+    assert errors[1] <= errors[0] * (1.01 if spread_of_groups < 1 else 1.2)
+
+
+def test_scales_that_are_no_multiples_of_a_step(device: torch.device) -> None:
+    scale = torch.rand(4, 9, device=device).bfloat16()
+    assert steps_of(scale) is None
+    scale[:] = 1
+    assert steps_of(scale).equal(torch.ones(4, device=device))  # type: ignore[union-attr]
+    scale[2, 3] = 17
+    assert steps_of(scale) is None
+    scale[2, 3] = torch.nan
+    assert steps_of(scale) is None
+    scale[2, 3] = -1
+    assert steps_of(scale) is None
+
+
+def test_rows_with_nan_keep_it(device: torch.device) -> None:
+    weight = torch.randn(3, 256, device=device)
+    weight[1, 5] = torch.nan
+    scale = quantize_groups(weight, 128, INT4, "steps")[1]
+    assert scale[1, 0].isnan()
+    assert scale[[0, 2]].isfinite().all()
