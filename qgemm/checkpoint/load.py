@@ -196,6 +196,8 @@ def _put_in_place(found: Matching, values: dict[str, Tensor], device: torch.devi
     for name, tensor in named_tensors(model).items():
         if name not in placed and name not in tied:
             _put(model, name, tensor.to(device))
+    for layer in found.layers.values():
+        layer.settle()
     for name, extra in found.extras.items():
         setattr(model, name, extra)
 

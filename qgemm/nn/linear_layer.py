@@ -242,6 +242,7 @@ class LinearLayer(QuantLayer):
         if source.device.type != "meta":
             layer.take_weight(source, weight)
         layer.take_bias(None if bias is None else bias.detach())
+        layer.settle()
         return layer.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -91,6 +91,11 @@ class QuantLayer(nn.Module):
         split = self.splits(self.shard.style, self.shard.parts).get(name)
         return own if split is None else self.shard.whole_of(own, split)
 
+    def settle(self) -> None:
+        """Called when parameters have been made, moved or loaded: for what follows from them."""
+        if self.merged is not None:
+            self.merged.place()
+
     def __getattr__(self, name: str) -> Any:
         """As ``nn.Module``; a parameter with quantized values as a ``StoredWeight``, which no float mixes with."""
         value = super().__getattr__(name)
@@ -156,8 +161,7 @@ class QuantLayer(nn.Module):
             return applied
 
         super()._apply(keep_dtype, recurse)
-        if self.merged is not None:
-            self.merged.place()
+        self.settle()
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -182,8 +186,7 @@ class QuantLayer(nn.Module):
                     return
             self.take_dtype(name, value.dtype)
         super()._load_from_state_dict({**state_dict, **scales} if scales else state_dict, prefix, *args)
-        if self.merged is not None:
-            self.merged.place()
+        self.settle()
 
 
 def traced_as_leaf(layer: nn.Module, *inputs: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.kernels.quantized_weight import QuantizedWeight
+from qgemm.kernels.weight_only.int8_config import MIN_ROWS_FOR_STEPS
 from qgemm.nn.linear_layer import LinearLayer, largest
 from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import frozen
@@ -135,6 +136,12 @@ class WeightOnlyLinear(LinearLayer):
         """As ``LinearLayer``."""
         super().take_shard(shard)
         self._take_numbers()
+
+    def settle(self) -> None:
+        """As ``QuantLayer``; looks for steps ahead of calls that mustn't, such as those of a compiler."""
+        super().settle()
+        if self.steps is not None:
+            self.steps.of(self.stored("weight_scale"), MIN_ROWS_FOR_STEPS)
 
     def accepts_dtype(self, name: str, dtype: torch.dtype) -> bool:
         """As ``QuantLayer``; scales in floats have any of the three dtypes."""

@@ -124,3 +124,13 @@ def test_merged_layers_have_those_of_all(layer: Int4Int8Linear) -> None:
     found = new.steps.of(new.weight_scale, MANY)
     assert found is not None
     assert second[24:].equal(found)
+
+
+def test_found_when_a_layer_is_made_or_loaded(layer: Int4Int8Linear, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Int4Int8Linear(512, 24)
+    other.load_state_dict(layer.state_dict())
+    for each in (layer, other):
+        assert each.steps is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(row_steps, "steps_of", None)
+            assert each.steps.of(each.weight_scale, MANY) is not None

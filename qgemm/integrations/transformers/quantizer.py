@@ -114,6 +114,7 @@ class QGemmQuantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, QuantLayer):
                 module.requires_grad_(False)  # transformers makes every float parameter trainable, scales too
+                module.settle()
         self.pre_quantized = True
         manifest = self.quantization_config.manifest
         describe(model, None if manifest is None else manifest.save)

@@ -78,8 +78,8 @@ def select_config(M: int, N: int, K: int, group: int, limits: DeviceLimits, has_
         configs = _few(M, group)
     elif has_steps and M >= MIN_ROWS_FOR_STEPS:
         configs = [replace(config, multiplies=True) for config in _many(M, N, K, 0, limits)]
-        if group < HALF:  # whose multiples four groups of warps have no registers for
-            configs = [config for config in configs if config.consumers == 2]
+        if group < HALF:  # whose multiples leave fewer registers
+            configs = [config for config in configs if config.consumers == 2 and config.cols < 256]
     else:
         configs = _many(M, N, K, group, limits)
     found = (_deepest(config, limits) for config in configs)
