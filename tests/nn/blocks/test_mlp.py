@@ -1,5 +1,6 @@
 """An MLP of many rows is computed in parts: products of quantized rows have the same bits."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ def test_parts_are_the_whole(family: str, scheme: str, monkeypatch: pytest.Monke
         whole = list(sizes)
         sizes.clear()
         monkeypatch.setattr(mlp, "MAX_INNER_VALUES", 5 * 64)
+        monkeypatch.setattr(mlp, "WHOLE_TILES", 1)
         result = model(**example.inputs)[0]
     if scheme == "int4":  # floats, which are added in another order
         torch.testing.assert_close(result, expected)
@@ -36,3 +38,23 @@ def test_parts_are_the_whole(family: str, scheme: str, monkeypatch: pytest.Monke
         assert torch.equal(result, expected)
     assert len(sizes) > len(whole) > 0
     assert sum(sizes) == sum(whole)
+
+
+@pytest.mark.parametrize("rows", [2304, 2305, 4609, 16_384, 65_536])
+def test_parts_are_whole_tiles_of_about_equal_sizes(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At Llama 3 8B's sizes; nothing is computed."""
+    parts: list[int] = []
+
+    def noted(part: mlp.FusedMlp, x: torch.Tensor, *others: Any) -> torch.Tensor:
+        parts.append(len(x))
+        return x
+
+    monkeypatch.setattr(mlp.FusedMlp, "_compute", noted)
+    wide, narrow = (SimpleNamespace(layers=[SimpleNamespace(out_features=size)]) for size in (28_672, 4))
+    block: Any = mlp.FusedMlp(wide, narrow, torch.nn.SiLU(), "silu", True)  # type: ignore[arg-type]
+    x = torch.zeros(rows, 4)
+    assert block(x, (None, None), None, torch.float32, {}).shape == (rows, 4)
+    assert sum(parts) == rows
+    assert max(parts) * 28_672 <= mlp.MAX_INNER_VALUES
+    assert all(part % mlp.WHOLE_TILES == 0 for part in parts[:-1])
+    assert len(parts) == 1 or parts[-1] > parts[0] - 2 * len(parts) * mlp.WHOLE_TILES
