@@ -36,6 +36,7 @@ class Int8Config:
     ``parts``: in how many a tile is cut along K. ``pieces``: in how many its columns are multiplied, scaled and stored.
     ``consumers``: how many groups of warps multiply in that kernel, ``splits`` of them the same rows, by turns.
     ``multiplies``: whether values are multiplied by the scale of their group, in steps, and sums are then integers.
+    ``x_slots``: for halves of blocks of x, where those have slots of their own.
     """
 
     rows: int
@@ -47,13 +48,14 @@ class Int8Config:
     consumers: int = 2
     splits: int = 1
     multiplies: bool = False
+    x_slots: int = 0
 
     def shared_memory(self) -> int:
         """Bytes that it takes."""
         if self.warps:
             loaded = self.stages * self.warps * BLOCK * (self.rows // 2 + self.cols)
             return loaded + self.warps * self.rows * self.cols * 4 + RESERVED_BYTES
-        loaded = self.stages * BLOCK * (self.rows // 2 + self.cols)
+        loaded = BLOCK // 2 * (self.stages * self.rows + (self.x_slots or 2 * self.stages) * self.cols)
         handed = 4 * self.rows * self.cols * (self.splits - 1)
         return loaded + handed + self.rows * self.cols // self.pieces * 2 + RESERVED_BYTES
 

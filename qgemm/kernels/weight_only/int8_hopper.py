@@ -105,7 +105,7 @@ def many_launch(
     }
     registers = MULTIPLYING_REGISTERS_BESIDE if beside else MULTIPLYING_REGISTERS[config.consumers]
     constants = (
-        group, config.stages, config.parts > 1, config.pieces, config.consumers, config.splits,
+        group, config.stages, config.x_slots, config.parts > 1, config.pieces, config.consumers, config.splits,
         max(ROWS_AT_A_TIME // config.cols, 1), registers, M <= MAX_ROWS_TO_START_NEXT,
     )  # fmt: skip
     return Launch(

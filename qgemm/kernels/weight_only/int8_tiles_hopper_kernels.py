@@ -152,19 +152,51 @@ def _load_many(A, barrier, to, slot, row, at, WIDTH: gl.constexpr):
         load_block(A, [row, at + i * STEP], barrier, to.index(slot * PANELS + i))
 
 
+@aggregate
+class Halves:
+    """Barriers of slots for halves of a block of x, where these aren't loaded and given back with the weight's block.
+
+    Tiles of many columns have room for two blocks: so the next ones begin to come before one is read to its end.
+    """
+
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    apart: gl.constexpr
+
+    @gluon.jit
+    def slot(self, step, HALF: gl.constexpr):
+        """``(slot, phase)`` of a half of a step's block."""
+        SLOTS: gl.constexpr = self.full.shape[0]
+        at = 2 * step + HALF
+        return at % SLOTS, at // SLOTS & 1
+
+    @gluon.jit
+    def load(self, A, x, step, row, at, SIZE: gl.constexpr):
+        """Starts loading both halves of a step's block, at ``(row, at)``, of ``SIZE`` bytes each."""
+        for half in gl.static_range(2):
+            slot, phase = self.slot(step, half)
+            mbarrier.wait(self.empty.index(slot), phase ^ 1)
+            mbarrier.expect(self.full.index(slot), SIZE)
+            _load_many(A, self.full.index(slot), x, slot, row, at + half * PANEL, PANEL)
+
+
 @gluon.jit
 def _produce_many(A, B, weights, ring, items, ready, handed, READERS: gl.constexpr, NEXT_EARLY: gl.constexpr):
     """``READERS``: how many consumers read each block."""
-    w, x, full, empty = ring
+    w, x, full, empty, halves = ring
     STAGES: gl.constexpr = full.shape[0]
     ROWS: gl.constexpr = w.shape[1]
     COLS: gl.constexpr = x.shape[1]
     SUBS: gl.constexpr = PANEL // B.block_shape[1]
-    SIZE: gl.constexpr = SUBS * (B.block_type.nbytes + 2 * A.block_type.nbytes)
+    HALF_SIZE: gl.constexpr = SUBS * A.block_type.nbytes
+    SIZE: gl.constexpr = SUBS * B.block_type.nbytes + (0 if halves.apart else 2 * HALF_SIZE)
     if NEXT_EARLY:
         gdc_launch_dependents()
     initialize(full, STAGES)
     initialize(empty, STAGES, READERS)
+    if halves.apart:
+        initialize(halves.full, halves.full.shape[0])
+        initialize(halves.empty, halves.empty.shape[0], READERS)
     _, given, taken = handed
     initialize(given, given.shape[0])
     initialize(taken, taken.shape[0])
@@ -181,7 +213,10 @@ def _produce_many(A, B, weights, ring, items, ready, handed, READERS: gl.constex
     # Nothing else is read before the kernel ahead in the stream has ended; see Launch.
     gdc_wait()
     for step in range(ahead):
-        _load_many(A, full.index(step), x, step, m * COLS, (k + step) * BLOCK, BLOCK)
+        if halves.apart:
+            halves.load(A, x, step, m * COLS, (k + step) * BLOCK, HALF_SIZE)
+        else:
+            _load_many(A, full.index(step), x, step, m * COLS, (k + step) * BLOCK, BLOCK)
     step = ahead
     k += ahead
     for item in range(start, items.tiles * items.parts, stride):
@@ -193,7 +228,10 @@ def _produce_many(A, B, weights, ring, items, ready, handed, READERS: gl.constex
             mbarrier.wait(empty.index(slot), (step // STAGES + 1) & 1)
             mbarrier.expect(full.index(slot), SIZE)
             _load_many(B, full.index(slot), w, slot, n * ROWS, at * PANEL, PANEL)
-            _load_many(A, full.index(slot), x, slot, m * COLS, at * BLOCK, BLOCK)
+            if halves.apart:
+                halves.load(A, x, step, m * COLS, at * BLOCK, HALF_SIZE)
+            else:
+                _load_many(A, full.index(slot), x, slot, m * COLS, at * BLOCK, BLOCK)
             weights.fetch_scales(n * ROWS + rows, at, 2 * SUBS, at == k)
             step += 1
     if not NEXT_EARLY:
@@ -201,30 +239,40 @@ def _produce_many(A, B, weights, ring, items, ready, handed, READERS: gl.constex
 
 
 @gluon.jit
-def _unpack_part(weights, ring, slot, rows, k, multiples, PART: gl.constexpr, OWNER: gl.constexpr):
-    """int8 of an owner's ``rows`` of a part of block ``k``, which is in a slot: a group of it, or half of it.
+def _packed_block(ring, slot, rows, OWNER: gl.constexpr):
+    """The bytes of an owner's ``rows`` of a block, which are in a slot: as many at a time as a group has values.
 
-    ``rows``: in the layout that they are multiplied in. ``multiples``: of groups, or None.
+    ``rows``: in the layout that they are multiplied in.
     """
-    w, _, _, _ = ring
+    w, _, _, _, _ = ring
     SUBS: gl.constexpr = PANEL // w.shape[2]
     ROWS: gl.constexpr = rows.shape[0]
-    packed = w.index(slot * SUBS + PART % SUBS).slice(OWNER * ROWS, ROWS).load(rows.type.layout)
+    packed = ()
+    for sub in gl.static_range(SUBS):
+        packed = packed + (w.index(slot * SUBS + sub).slice(OWNER * ROWS, ROWS).load(rows.type.layout),)
+    return packed
+
+
+@gluon.jit
+def _unpack_part(weights, packed, rows, k, multiples, PART: gl.constexpr):
+    """int8 of a part of block ``k``: a group of it, or half of it. ``multiples``: of groups, or None."""
+    SUBS: gl.constexpr = len(packed)
     multiple = multiples[PART] if multiples is not None else None
-    return weights.unpacked(packed, rows, k * 2 * SUBS + PART, multiple, PART // SUBS)
+    return weights.unpacked(packed[PART % SUBS], rows, k * 2 * SUBS + PART, multiple, PART // SUBS)
 
 
 @gluon.jit
 def _add_scaled(sums, scales, weights, ring, slot, rows, k, OWNER: gl.constexpr):
     """``sums``, one for each piece of the columns, plus the products of a block: those of a group times its scale."""
-    w, x, _, empty = ring
+    w, x, _, empty, _ = ring
     PIECES: gl.constexpr = len(sums)
     PIECE: gl.constexpr = sums[0].shape[1]
     PARTS: gl.constexpr = 2 * PANEL // w.shape[2]
     UNITS: gl.constexpr = PARTS * PIECES
+    packed = _packed_block(ring, slot, rows, OWNER)
     values = ()
     for part in gl.static_range(PARTS):
-        values = values + (_unpack_part(weights, ring, slot, rows, k, None, part, OWNER),)
+        values = values + (_unpack_part(weights, packed, rows, k, None, part),)
     zero = gl.zeros_like(sums[0], dtype=gl.int32)
     products = ()
     for unit in gl.static_range(UNITS + IN_FLIGHT):
@@ -245,24 +293,38 @@ def _add_scaled(sums, scales, weights, ring, slot, rows, k, OWNER: gl.constexpr)
 
 
 @gluon.jit
-def _add_unscaled(sums, multiples, weights, ring, slot, rows, k, OWNER: gl.constexpr):
+def _add_unscaled(sums, multiples, weights, ring, step, rows, k, OWNER: gl.constexpr):
     """As ``_add_scaled``, where all of a row has one scale, which comes last: sums are integers.
 
-    ``multiples``: of groups, which their values are multiplied by, or None.
+    ``multiples``: of groups, which their values are multiplied by, or None. ``step``: of the ring.
     """
-    w, x, _, empty = ring
+    w, x, full, empty, halves = ring
     PIECES: gl.constexpr = len(sums)
     PIECE: gl.constexpr = sums[0].shape[1]
     PARTS: gl.constexpr = 2 * PANEL // w.shape[2]
+    slot = step % full.shape[0]
+    packed = _packed_block(ring, slot, rows, OWNER)
     for part in gl.static_range(PARTS):
-        values = _unpack_part(weights, ring, slot, rows, k, multiples, part, OWNER)
+        values = _unpack_part(weights, packed, rows, k, multiples, part)
+        x_slot = slot * PARTS + part
+        if halves.apart:
+            x_slot, phase = halves.slot(step, part)
+            mbarrier.wait(halves.full.index(x_slot), phase)
         new = ()
         for i in gl.static_range(PIECES):
-            b = x.index(slot * PARTS + part).slice(i * PIECE, PIECE).permute((1, 0))
+            b = x.index(x_slot).slice(i * PIECE, PIECE).permute((1, 0))
             new = new + (warpgroup_mma(values, b, sums[i], is_async=True),)
         sums = new
-    done = warpgroup_mma_wait(0, deps=sums)
-    mbarrier.arrive(empty.index(slot), count=1)
+    if halves.apart:
+        # Products that were started wait for the loads of the weight's slot.
+        mbarrier.arrive(empty.index(slot), count=1)
+        sums = warpgroup_mma_wait(PIECES, deps=sums)
+        mbarrier.arrive(halves.empty.index(halves.slot(step, 0)[0]), count=1)
+        done = warpgroup_mma_wait(0, deps=sums)
+        mbarrier.arrive(halves.empty.index(halves.slot(step, 1)[0]), count=1)
+    else:
+        done = warpgroup_mma_wait(0, deps=sums)
+        mbarrier.arrive(empty.index(slot), count=1)
     return (done,) if PIECES == 1 else done
 
 
@@ -273,7 +335,7 @@ def _multiply(sums, scales, weights, ring, share, a_rows, own, after, step, GROU
     ``scales``: of the first of those blocks; then of that of the next item. ``own``: the item's tile and blocks of K;
     ``after``: those of the next.
     """
-    w, _, full, _ = ring
+    w, _, full, _, _ = ring
     STAGES: gl.constexpr = full.shape[0]
     n, start, end = own
     next_n, next_start = after
@@ -290,7 +352,7 @@ def _multiply(sums, scales, weights, ring, share, a_rows, own, after, step, GROU
         # Registers of A aren't written again before all products have read them: nothing is in flight where the next
         # step begins.
         if weights.whole_sums:
-            sums = _add_unscaled(sums, multiples, weights, ring, slot, a_rows, k, share.owner)
+            sums = _add_unscaled(sums, multiples, weights, ring, current, a_rows, k, share.owner)
         else:
             sums = _add_scaled(sums, scales, weights, ring, slot, a_rows, k, share.owner)
         scales = next_scales
@@ -354,7 +416,7 @@ def _consume_many(
     it, in ``handed``.
     """
     C, staging, handed, partial, counts = out
-    w, x, _, _ = ring
+    w, x, _, _, _ = ring
     OWNERS: gl.constexpr = CONSUMERS // SPLITS
     OWNER: gl.constexpr = WHO % OWNERS
     FIRST_BLOCK: gl.constexpr = WHO // OWNERS
@@ -408,14 +470,24 @@ def _consume_many(
 
 @gluon.jit
 def _allocate(
-    A, B, C, STAGES: gl.constexpr, PIECES: gl.constexpr, OWNERS: gl.constexpr, SPLITS: gl.constexpr
+    A, B, C, STAGES: gl.constexpr, X_SLOTS: gl.constexpr, PIECES: gl.constexpr, OWNERS: gl.constexpr,
+    SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Shared memory: the ring, where outputs wait to be stored, and sums that consumers hand over, with barriers."""
+    """Shared memory: the ring, where outputs wait to be stored, and sums that consumers hand over, with barriers.
+
+    ``X_SLOTS``: for ``Halves`` apart from the weight's blocks, if there are any.
+    """
     STEP: gl.constexpr = B.block_shape[1]
     SUBS: gl.constexpr = PANEL // STEP
+    SLOTS: gl.constexpr = X_SLOTS if X_SLOTS > 0 else STAGES * 2
     w = gl.allocate_shared_memory(B.dtype, [STAGES * SUBS, B.block_shape[0], STEP], B.layout)
-    x = gl.allocate_shared_memory(A.dtype, [STAGES * SUBS * 2, A.block_shape[0], STEP], A.layout)
-    ring = (w, x, barriers(STAGES), barriers(STAGES))
+    x = gl.allocate_shared_memory(A.dtype, [SLOTS * SUBS, A.block_shape[0], STEP], A.layout)
+    full, empty = barriers(STAGES), barriers(STAGES)
+    if X_SLOTS > 0:
+        halves = Halves(barriers(X_SLOTS), barriers(X_SLOTS), True)
+    else:
+        halves = Halves(full, empty, False)
+    ring = (w, x, full, empty, halves)
     staging = gl.allocate_shared_memory(C.dtype, [OWNERS, C.block_shape[0], C.block_shape[1]], C.layout)
     HANDED: gl.constexpr = OWNERS * (SPLITS - 1)
     if SPLITS > 1:
@@ -431,8 +503,8 @@ def _allocate(
 def _int4_int8_many_kernel(
     A, B, C, x_scale, scale, zero_point, step, bias,
     M, N, K, G, parts, partial_at, counts_at,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, CUT: gl.constexpr, PIECES: gl.constexpr, CONSUMERS: gl.constexpr,
-    SPLITS: gl.constexpr, GROUP_M: gl.constexpr, REGISTERS: gl.constexpr, NEXT_EARLY: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, X_SLOTS: gl.constexpr, CUT: gl.constexpr, PIECES: gl.constexpr,
+    CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, GROUP_M: gl.constexpr, REGISTERS: gl.constexpr, NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """``A``, ``B``, ``C``: tensor maps of x ``[M, K]``, the weight ``[N, K / 2]`` and the output ``[M, N]``.
 
@@ -446,7 +518,7 @@ def _int4_int8_many_kernel(
     EXCESS: gl.constexpr = 1.0 if zero_point is not None or step is not None else 1.0 / 16
     weights = Weights(scale, zero_point, step, bias, N, G, GROUP, EXCESS, WHOLE_SUMS)
     OWNERS: gl.constexpr = CONSUMERS // SPLITS
-    ring, staging, handed = _allocate(A, B, C, STAGES, PIECES, OWNERS, SPLITS)
+    ring, staging, handed = _allocate(A, B, C, STAGES, X_SLOTS, PIECES, OWNERS, SPLITS)
     ready = barriers(1)
     initialize(ready, 1)
     tiles_m = gl.cdiv(M, A.block_shape[0])
