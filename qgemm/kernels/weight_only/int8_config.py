@@ -103,7 +103,7 @@ def _many(M: int, N: int, K: int, group: int, limits: DeviceLimits) -> list[Int8
     if M > 64 and group in (0, HALF):  # smaller groups need more registers
         shapes.append(Int8Config(128, 128, MAX_STAGES, pieces=2 if group else 1))
     if M > 128 and group == 0:
-        shapes.append(Int8Config(128, 256, MAX_STAGES, pieces=2))
+        shapes.append(Int8Config(128, 256, 2, pieces=2, x_slots=5))
     if M > 32 and group == 0:  # what scales sums doesn't fit in the registers of four
         shapes.append(Int8Config(256, 64, MAX_STAGES, consumers=4))
     blocks = cdiv(K, BLOCK)
@@ -118,8 +118,8 @@ def _many(M: int, N: int, K: int, group: int, limits: DeviceLimits) -> list[Int8
 
 
 def _deepest(config: Int8Config, limits: DeviceLimits) -> Int8Config | None:
-    """``config`` with as many stages as fit, at least 3, or 2 of the largest tile; None if they don't."""
-    for stages in range(config.stages, 1 if config.cols == 256 else 2, -1):
+    """``config`` with as many stages as fit, at least 3, or 2 beside slots for x; None if they don't."""
+    for stages in range(config.stages, 1 if config.x_slots else 2, -1):
         deep = replace(config, stages=stages)
         if deep.shared_memory() <= limits.shared_memory:
             return deep
