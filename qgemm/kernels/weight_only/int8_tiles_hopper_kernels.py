@@ -483,10 +483,7 @@ def _allocate(
     w = gl.allocate_shared_memory(B.dtype, [STAGES * SUBS, B.block_shape[0], STEP], B.layout)
     x = gl.allocate_shared_memory(A.dtype, [SLOTS * SUBS, A.block_shape[0], STEP], A.layout)
     full, empty = barriers(STAGES), barriers(STAGES)
-    if X_SLOTS > 0:
-        halves = Halves(barriers(X_SLOTS), barriers(X_SLOTS), True)
-    else:
-        halves = Halves(full, empty, False)
+    halves = Halves(barriers(X_SLOTS), barriers(X_SLOTS), True) if X_SLOTS > 0 else Halves(full, empty, False)
     ring = (w, x, full, empty, halves)
     staging = gl.allocate_shared_memory(C.dtype, [OWNERS, C.block_shape[0], C.block_shape[1]], C.layout)
     HANDED: gl.constexpr = OWNERS * (SPLITS - 1)
@@ -504,7 +501,8 @@ def _int4_int8_many_kernel(
     A, B, C, x_scale, scale, zero_point, step, bias,
     M, N, K, G, parts, partial_at, counts_at,
     GROUP: gl.constexpr, STAGES: gl.constexpr, X_SLOTS: gl.constexpr, CUT: gl.constexpr, PIECES: gl.constexpr,
-    CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, GROUP_M: gl.constexpr, REGISTERS: gl.constexpr, NEXT_EARLY: gl.constexpr,
+    CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, GROUP_M: gl.constexpr, REGISTERS: gl.constexpr,
+    NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
     """``A``, ``B``, ``C``: tensor maps of x ``[M, K]``, the weight ``[N, K / 2]`` and the output ``[M, N]``.
 
