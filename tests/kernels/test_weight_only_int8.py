@@ -198,7 +198,7 @@ CONFIGS = [
 ]
 WHOLE_ROWS = [
     (130, Int8Config(256, 64, 4, consumers=4)),
-    (520, Int8Config(128, 256, 2, pieces=2)),
+    (520, Int8Config(128, 256, 2, pieces=2, x_slots=5)),
     (256, Int8Config(128, 128, 4)),
     (300, Int8Config(256, 128, 3, pieces=2)),
 ]
@@ -206,7 +206,7 @@ STEPS = [
     (70, Int8Config(64, 64, 5, splits=2, multiplies=True)),
     (100, Int8Config(128, 64, 4, parts=2, multiplies=True)),
     (256, Int8Config(128, 128, 4, multiplies=True)),
-    (300, Int8Config(128, 256, 2, pieces=2, multiplies=True)),
+    (300, Int8Config(128, 256, 2, pieces=2, multiplies=True, x_slots=5)),
 ]
 STEPS_OF_128 = [*STEPS, (130, Int8Config(256, 64, 4, consumers=4, multiplies=True))]
 SMALL_GROUPS = [*FEW_CONFIGS[1::2], (40, Int8Config(64, 64, 5, splits=2)), (100, Int8Config(128, 64, 4, parts=2))]

@@ -24,7 +24,7 @@ from qgemm.integrations.transformers.generate.request import Request
 # sequences that end early cost as many steps.
 AHEAD = 4
 MAX_PROMPT_VALUES = 2**24
-"""Prompts of a batch are computed in parts whose hidden states have so many values, 8,192 tokens at Llama 3 8B's sizes:
+"""Prompts of a batch are computed in parts whose hidden states have so many values, 4,096 tokens at Llama 3 8B's sizes:
 what a forward needs besides weights and cache then doesn't grow with the batch."""
 
 
