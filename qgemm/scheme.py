@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 from qgemm.numerics.formats import FORMATS, Format
+from qgemm.numerics.groups import SCALE_DTYPES
 
 Granularity = Literal["tensor", "channel", "token", "group", "block"]
 ScaleDtype = Literal["float32", "float16", "bfloat16", "steps", "e8m0", "e4m3"]
@@ -59,6 +60,11 @@ class TensorScheme:
         """The number format of its values."""
         form = FORMATS[self.dtype]
         return form if self.symmetric else form.asymmetric
+
+    def is_stored_as(self, other: TensorScheme) -> bool:
+        """Whether a tensor of the ``other`` scheme is one of this, too, as it is: scales may be of other rounding."""
+        mine, others = (SCALE_DTYPES[each.scale_dtype] for each in (self, other))
+        return mine == others and replace(self, scale_dtype=other.scale_dtype) == other
 
     def to_dict(self) -> dict[str, Any]:
         """The scheme as JSON-ready values. What most schemes don't have is left out."""

@@ -7,7 +7,6 @@ stays as it is, and then finds no place in the model.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -161,8 +160,7 @@ def _check_alike(contents: Contents, gates: list[str], ups: list[str]) -> None:
 
 def _why_apart(scheme: QuantScheme, layer: LinearLayer, parts: int) -> str:
     """Why layers like ``layer``, of which ``parts`` make a weight of an expert, can't be put together."""
-    own = scheme.for_experts().weight
-    if replace(scheme.weight, scale_dtype=own.scale_dtype) != own:
+    if not scheme.weight.is_stored_as(scheme.for_experts().weight):
         return "which qgemm doesn't compute"
     if parts > 1 and layer.out_features % layer.rows_in_step:
         return f"whose blocks of {layer.rows_in_step} rows would hold both gates and ups"

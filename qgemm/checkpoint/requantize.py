@@ -114,7 +114,7 @@ def _note(
         parameter = made.stored(leaf)
         source = f"{name}.{leaf if leaf in before else made.weight_names[0]}"
         dtype = parameter.dtype
-        if leaf in before and old.scheme.weight == made.scheme.weight:
+        if leaf in before and old.scheme.weight.is_stored_as(made.scheme.weight):
             found = contents.headers[source].dtype  # which stays, if it may
             dtype = found if found is not None and made.accepts_dtype(leaf, found) else dtype
         new[f"{name}.{leaf}"] = (source, tuple(parameter.shape), dtype)
@@ -151,6 +151,7 @@ def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
         for leaf, value in kept.items():
             setattr(made, leaf, frozen(value))
         made.take_bias(None if bias is None else bias.detach())
+        made.settle()
         return made.train(layer.training)
     step = _rows_at_a_time(layer, made)
     amax = None
@@ -161,13 +162,16 @@ def in_scheme(layer: LinearLayer, scheme: QuantScheme) -> LinearLayer:
     for leaf in list(pieces[0]):
         setattr(made, leaf, frozen(torch.cat([piece.pop(leaf) for piece in pieces])))
     made.take_bias(None if bias is None else bias.detach())
+    made.settle()
     return made.train(layer.training)
 
 
 def _kept(layer: LinearLayer, made: LinearLayer) -> dict[str, Tensor] | None:
     """The parameters of ``made`` that say of the weight what those of ``layer`` do; None if they can't."""
     schemes = layer.scheme, made.scheme
-    if schemes[0].weight != schemes[1].weight or any(each.rotates or each.outlier_columns for each in schemes):
+    if not schemes[0].weight.is_stored_as(schemes[1].weight) or any(
+        each.rotates or each.outlier_columns for each in schemes
+    ):
         return None
     kept = {}
     for leaf, parameter in made.named_parameters(recurse=False):

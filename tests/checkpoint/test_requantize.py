@@ -126,6 +126,18 @@ def test_weights_stay_where_only_activations_differ(tmp_path: Path) -> None:
     assert same(loaded["b"], by_way_of_float(qgemm.load_quantized(folder, model=linears(**sizes))["b"], "int8"))
 
 
+@pytest.mark.parametrize(("before", "after"), [("int4-32", "int4-32-int8"), ("int4-32-int8", "int4-32")])
+def test_symmetric_weights_stay_where_only_activations_differ(before: str, after: str, tmp_path: Path) -> None:
+    """Though new scales would be rounded otherwise, to multiples of a step."""
+    model = nn.ModuleDict({"a": nn.Linear(96, 16)})
+    quantized: Any = qgemm.quantize_model(model, before)
+    qgemm.save_quantized(quantized, tmp_path)
+    loaded: Any = qgemm.load_quantized(tmp_path, model=linears(a=(16, 96), bias=True), scheme=after)
+    assert loaded["a"].scheme.name == after
+    assert torch.equal(loaded["a"].stored("weight"), quantized["a"].stored("weight"))
+    assert torch.equal(loaded["a"].weight_scale, quantized["a"].weight_scale)
+
+
 def expert_layers(seed: int, **sizes: Any) -> dict[str, Layer]:
     names = [f"model.layers.0.mlp.experts.{e}.{leaf}_proj" for e in range(3) for leaf in ("gate", "up", "down")]
     return {name: Layer(32, 32, seed=seed + i, **sizes) for i, name in enumerate(names)}
