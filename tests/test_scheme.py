@@ -150,3 +150,22 @@ def test_formats() -> None:
     for name, form in FORMATS.items():
         assert TensorScheme(name, "channel").format is form
     assert TensorScheme("int8", "tensor", symmetric=False).format is INT8.asymmetric
+
+
+def test_scales_in_steps() -> None:
+    scheme = resolve_scheme("int4-int8")
+    assert scheme.weight.scale_dtype == "steps"
+    for name in ("int4", "int4-channel-int8", "int4-asymmetric-int8"):
+        assert resolve_scheme(name).weight.scale_dtype == "bfloat16"
+    # Files of before have these.
+    values = scheme.to_dict()
+    values["weight"]["scale_dtype"] = "bfloat16"
+    assert QuantScheme.from_dict(values) == scheme
+
+
+def test_what_is_stored_alike() -> None:
+    weights = {name: resolve_scheme(name).weight for name in ("int4", "int4-int8", "int4-32", "mxfp4", "nf4-32")}
+    assert weights["int4"].is_stored_as(weights["int4-int8"])
+    assert weights["int4-int8"].is_stored_as(weights["int4"])
+    assert not weights["int4"].is_stored_as(weights["int4-32"])
+    assert not weights["mxfp4"].is_stored_as(weights["nf4-32"])
