@@ -8,8 +8,8 @@ depend on another machine's Python: ``tokens.safetensors`` has the ids of held-o
 calibration (``"calibration"``, which the model was trained on), ``sentences.json`` sentences for ``minilm.py``.
 
 On a CPU the same seed gives the same bits with the same versions and as many threads, unless ``--minutes`` cut the run
-short; on a GPU not quite, since the gradient of attention is added up in any order. The weights kept are those with the least loss on the validation split, a tenth of the run apart: the
-text is short, so that a long run learns it by heart.
+short; on a GPU not quite, since the gradient of attention is added up in any order. The weights kept are those with the
+least loss on the validation split, a tenth of the run apart: the text is short, so that a long run learns it by heart.
 """
 
 from __future__ import annotations
