@@ -25,7 +25,7 @@ from compile_rotary import rotary_cases
 from compile_rows import row_cases
 from compile_weight_only import weight_only_cases
 from compile_weight_only_int8 import int8_cases
-from machine_code import unfinished_loads
+from machine_code import overwritten_operands, unfinished_loads
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
@@ -369,7 +369,10 @@ def measured(launched: Launched, label: str, config: GemmConfig | None, target: 
         if label.startswith("fp8") and "hopper" in launched.kernel:
             result["waits_more"] = waits_more(compiled)
         if target.arch == 90 and "mbarrier.arrive.shared" in assembly:
-            result["unfinished_loads"] = unfinished_loads(dumped(compiled, "-sass"))
+            sass = dumped(compiled, "-sass")
+            result["unfinished_loads"] = unfinished_loads(sass)
+            if result["wgmma"]:
+                result["overwritten_operands"] = overwritten_operands(sass)
         if config is not None and "hopper" in launched.kernel:
             result["barriers_in_staging"] = barriers_in_staging(assembly, config)
         if config is not None:

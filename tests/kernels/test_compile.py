@@ -209,6 +209,12 @@ def test_slots_are_given_back_when_loads_of_them_have_ended(results: list[Result
     assert not {r["case"]: r["unfinished_loads"] for r in found if r["unfinished_loads"]}
 
 
+def test_no_product_s_operand_is_overwritten(results: list[Result]) -> None:
+    found = [r for r in of(results, "sm_90") if "overwritten_operands" in r]
+    assert {r["kernel"] for r in found} >= {"_tiles_kernel", "_int4_int8_many_kernel", "_grouped_weight_hopper_kernel"}
+    assert not {r["case"]: r["overwritten_operands"] for r in found if r["overwritten_operands"]}
+
+
 @EVERY_TARGET
 def test_functions_of_a_norm_add_up_a_row_in_one_order(target: str, results: list[Result]) -> None:
     sums: dict[tuple[str, ...], list[list[str]]] = {}
