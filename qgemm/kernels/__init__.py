@@ -2,6 +2,7 @@
 
 from qgemm.kernels.activations import GPT_OSS, GatedActivation
 from qgemm.kernels.attention.dispatch import decode_attention, paged_attention, store_in_pages
+from qgemm.kernels.cpu import has_int8_products
 from qgemm.kernels.dispatch import (
     activate,
     activation_quantize,
@@ -33,6 +34,7 @@ __all__ = [
     "decode_attention",
     "experts",
     "grouped_mm",
+    "has_int8_products",
     "int_mm",
     "matmul",
     "norm_quantize",

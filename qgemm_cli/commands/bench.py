@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from qgemm import QuantLinear
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.device import find_device
+from qgemm.kernels import has_int8_products
 from qgemm_cli.check import largest_errors
 from qgemm_cli.layers import StoredLayer, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar
@@ -67,7 +68,7 @@ def bench(
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "torch": torch.__version__,
         "model": None if path is None else str(path),
-        "warnings": [*bystanders.complaints(), *_unsteady(results)],
+        "warnings": [*bystanders.complaints(), *_unsteady(results), *_without_int8(device)],
         "results": results,
         "totals": [_total(M, results) for M in rows],
     }
@@ -181,6 +182,13 @@ def _unsteady(results: Sequence[dict[str, Any]]) -> list[str]:
         f"the times of {len(over)} of {len(results)} rows vary by more than {MOST_SPREAD:.0%} (interquartile range): "
         "something else ran, or clocks changed; measure again on a quiet machine"
     ]
+
+
+def _without_int8(device: torch.device) -> list[str]:
+    """A sentence, if the device multiplies int8 no faster than float32."""
+    if device.type != "cpu" or has_int8_products():
+        return []
+    return ["this CPU has no int8 dot products (AVX512-VNNI or similar): int8 saves memory here, but no time"]
 
 
 def _largest_spread(result: dict[str, Any]) -> float | None:

@@ -77,8 +77,11 @@ def test_the_spread_is_that_of_the_middle_half(monkeypatch: pytest.MonkeyPatch) 
     assert "warning: the times of 2 of 2 rows vary by more than 20% (interquartile range)" in shown
     monkeypatch.setattr(bench, "all_seconds", lambda passes, *_: {name: [2e-6, 2.1e-6] for name in passes})
     monkeypatch.setattr(timing.Bystanders, "complaints", lambda self: [])
+    monkeypatch.setattr(bench, "has_int8_products", lambda: True)
     assert "warning" not in run(*arguments).stdout
     assert run_json(*arguments)["warnings"] == []
+    monkeypatch.setattr(bench, "has_int8_products", lambda: False)
+    assert "warning: this CPU has no int8 dot products" in " ".join(run(*arguments).stdout.split())
 
 
 def test_a_busy_machine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ PATHS = pytest.mark.parametrize("int_mm", [True, False], ids=["onednn", "float"]
 
 @pytest.fixture
 def _int_mm_path(int_mm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_int_mm_is_of_use", lambda: int_mm)
+    monkeypatch.setattr(cpu, "has_int8_products", lambda: int_mm)
     if not int_mm:
         monkeypatch.setattr(torch, "_int_mm", None)  # calling it would be an error
 
@@ -136,7 +136,7 @@ def test_the_probe_finds_saturating_arithmetic(monkeypatch: pytest.MonkeyPatch) 
         return pairs.clamp(-(2**15), 2**15 - 1).sum(1).int()
 
     monkeypatch.setattr(torch, "_int_mm", saturating)
-    assert cpu._int_mm_is_of_use.__wrapped__() is False
+    assert cpu.has_int8_products.__wrapped__() is False
 
 
 @pytest.mark.parametrize(("seconds", "is_of_use"), [(0.0, True), (0.02, False)])
@@ -147,13 +147,13 @@ def test_the_probe_finds_a_slow_product(seconds: float, is_of_use: bool, monkeyp
 
     sums = int_mm_reference(extremes := torch.tensor([[-128], [127]]).repeat(32, 256).to(torch.int8), extremes.t())
     monkeypatch.setattr(torch, "_int_mm", product)
-    assert cpu._int_mm_is_of_use.__wrapped__() is is_of_use
+    assert cpu.has_int8_products.__wrapped__() is is_of_use
 
 
 def test_default_device_does_not_matter() -> None:
     a = torch.randint(-128, 128, (4, 8), dtype=torch.int8)
     wanted = int_mm_reference(a, a.t())
-    cpu._int_mm_is_of_use.cache_clear()
+    cpu.has_int8_products.cache_clear()
     with torch.device("meta"):
         assert torch.equal(cpu.int_mm(a, a.t()), wanted)
         _, scale = cpu.quantize_rows(torch.empty(3, 0, device="cpu"))
