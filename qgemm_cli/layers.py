@@ -23,11 +23,11 @@ from dataclasses import dataclass
 import torch
 
 from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.recognition import FP8_DTYPES
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.numerics.packing import packed_width
 
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MATRICES = ("linear", "experts")
 """The kinds of layers that take part in matrix products, and so can be quantized."""
 

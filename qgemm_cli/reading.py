@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qgemm.checkpoint import fp8, modelopt
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.formats import own_config, read_contents
+from qgemm.checkpoint.formats import read_contents, settings
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -27,12 +25,11 @@ from qgemm.checkpoint.layout import (
     read_json,
     retry_while_saved,
 )
+from qgemm.checkpoint.recognition import recognize
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_headers
-from qgemm_cli.layers import FP8_DTYPES
 
 FLOAT = "float"
 UNKNOWN = "unknown"
-GPTQ_OR_AWQ = "gptq or awq"  # which of them, only the config says
 
 
 @dataclass
@@ -139,10 +136,10 @@ def _has_weights(folder: Path) -> bool:
 
 
 def _identify(checkpoint: Checkpoint) -> None:
-    quantization = checkpoint.config.get("quantization_config", checkpoint.config.get("compression_config"))
-    if quantization is None and checkpoint.folder is not None:
+    quantization = None
+    if checkpoint.folder is not None:
         try:
-            quantization = own_config(checkpoint.folder)
+            quantization = settings(checkpoint.folder, checkpoint.config)
         except CheckpointError as error:
             checkpoint.problems.append(str(error))
     if not isinstance(quantization, dict):
@@ -179,23 +176,9 @@ def _bits(quantization: dict[str, Any]) -> int | None:
 
 
 def _format_of_tensors(stored: dict[str, StoredTensor]) -> tuple[str, str]:
-    leaves = {name.rpartition(".")[2] for name in stored}
-    if "qweight" in leaves:
-        return ("gptq", "") if "g_idx" in leaves else (GPTQ_OR_AWQ, "")
-    if "weight_packed" in leaves:
-        return "compressed-tensors", "packed"
-    if "_weight_qdata" in leaves:
-        return "torchao", ""
-    if "SCB" in leaves:
-        return "bitsandbytes", "int8"
-    if any(".quant_state.bitsandbytes__" in name for name in stored):
-        return "bitsandbytes", "4 bits"
+    if (found := recognize(stored)) is not None:
+        return found.format, found.variant
     dtypes = {tensor.dtype for tensor in stored.values()}
-    if dtypes & set(FP8_DTYPES):
-        return "fp8", ""
-    if torch.int8 in dtypes and "weight_scale" in leaves:
-        is_flat = all(len(tensor.shape) < 2 for name, tensor in stored.items() if name.endswith(".weight_scale"))
-        return ("qgemm", "") if is_flat else ("compressed-tensors", "int-quantized")
     is_float = all(dtype is not None and (dtype.is_floating_point or dtype.itemsize > 1) for dtype in dtypes)
     return (FLOAT, "") if is_float else (UNKNOWN, "")
 

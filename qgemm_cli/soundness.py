@@ -14,10 +14,10 @@ from qgemm.checkpoint.safetensors_file import StoredTensor, has_checksums, read_
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm_cli.layers import StoredLayer
 from qgemm_cli.patterns import ranges
-from qgemm_cli.reading import GPTQ_OR_AWQ, Checkpoint
+from qgemm_cli.reading import Checkpoint
 
 CHECKED_FORMATS = (
-    *("qgemm", "compressed-tensors", "bitsandbytes", "gptq", "awq", GPTQ_OR_AWQ, "fp8", "auto-round"),
+    *("qgemm", "compressed-tensors", "bitsandbytes", "gptq", "awq", "fp8", "auto-round"),
     *("intel/auto-round", "torchao", "fbgemm_fp8", "modelopt"),
 )
 """Of which it is known what tensors a layer has."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.load import find_matching
+from qgemm.checkpoint.recognition import FP8_DTYPES
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
 from qgemm.nn import QuantExperts, QuantLinear, linear_class
@@ -28,7 +29,7 @@ from qgemm.scheme import QuantScheme
 from qgemm.streaming.float_tensors import FloatTensor, ordered_experts, stored_float
 from qgemm.streaming.loading import plan_loading
 from qgemm.streaming.source import Source
-from qgemm_cli.layers import FP8_DTYPES, StoredLayer, find_layers
+from qgemm_cli.layers import StoredLayer, find_layers
 from qgemm_cli.reading import FLOAT, Checkpoint
 
 MOST_PREFIXES = 32

@@ -6,8 +6,8 @@
 ``<layer>.SCB`` float32 ``[N]``, each row's largest absolute value, so that the scale is ``SCB / 127``;
 ``<layer>.weight_format`` uint8, 0 for rows, the one order that its present versions write.
 
-bitsandbytes keeps activations over ``llm_int8_threshold`` out of int8, in float. qgemm doesn't: it runs all of them in
-int8, each row with its own scale.
+bitsandbytes computes the columns of activations over ``llm_int8_threshold`` in 16 bits. qgemm doesn't: it runs all of
+them in int8, each row with its own scale, and a note says so.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from qgemm.numerics.formats import INT8, MIN_SCALE
 from qgemm.scheme import SCHEMES
 
 QUANT_METHOD = "bitsandbytes"
+_THRESHOLD = 6.0  # transformers' default
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
@@ -35,6 +36,9 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
 
     Raises ``CheckpointError``, naming the layer, for anything but int8 and nf4.
     """
+    threshold = quantization.get("llm_int8_threshold", _THRESHOLD)
+    if type(threshold) not in (int, float):
+        raise CheckpointError(f"{config_path}: llm_int8_threshold is {threshold!r}; it must be a number")
     contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
     for name, tensor in stored.items():
         layer, leaf = split_name(name)
@@ -51,6 +55,11 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
                 raise CheckpointError(f"{tensor.path}: {name} is {tensor}, not a uint8 number")
             problem = "the weight is laid out for one kind of GPU, as old versions of bitsandbytes did; save it again"
             contents.must_be_zero(name, problem)
+    if contents.manifest.layers and threshold > 0:  # 0: without outliers
+        contents.note(
+            f"all activations are computed in int8; bitsandbytes computes columns with values above {threshold:g} "
+            "(llm_int8_threshold) in 16 bits, so that it loses less where a model has such outliers"
+        )
     bitsandbytes_4bit.note_layers(contents)
     return contents
 

@@ -10,7 +10,7 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.tensors import split_name
 
 _LEAVES = ("k_scale", "v_scale", "kv_scale", "k_zero_point", "v_zero_point")
-_NOTE = (
+NOTE = (
     "its scales of keys and values are not used: they stay in the dtype of the cache (qgemm.fast_generate takes "
     "cache_dtype=torch.int8)"
 )
@@ -23,4 +23,4 @@ def leave_to_cache(contents: Contents, is_asked_for: bool = False) -> None:
             contents.look_at(name, lambda value: None)
             is_asked_for = True
     if is_asked_for:
-        contents.note(_NOTE)
+        contents.note(NOTE)

@@ -21,6 +21,7 @@ from qgemm.checkpoint.words import pack_nibbles, pack_words
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.linear_layer import is_conv1d
 from qgemm.numerics.packing import unpack_codes
+from qgemm.numerics.zero_points import correction
 from qgemm.scheme import QuantScheme, TensorScheme
 from qgemm.warn import warn_user
 
@@ -32,7 +33,7 @@ _SCALE_DTYPES = {"e8m0": "torch.uint8", "e4m3": "torch.float8_e4m3fn"}
 def format_of(scheme: QuantScheme) -> str | None:
     """The format in which the library stores layers of ``scheme``; None if it has none."""
     weight = scheme.weight
-    if weight.is_ordered or not (scheme.is_weight_only or scheme.is_plain) or weight.dtype == "nf4":
+    if weight.is_ordered or scheme.rotates or scheme.outlier_columns or weight.dtype == "nf4":
         return None
     if weight.scale_dtype in _SCALE_DTYPES:
         return NVFP4 if weight.scale_dtype == "e4m3" else MXFP4 if weight.dtype == "fp4" else MXFP8
@@ -75,6 +76,8 @@ def tensors_to_write(
             own = {leaf: written.pop(f"{name}.{leaf}") for leaf in layer.fixed_names if f"{name}.{leaf}" in written}
             shape = layer.out_features, layer.in_features
             made = _tensors_of(name, layer.scheme, shape, own)
+            if layer.folds_bias and layer.has_bias:
+                made["bias"] = _unfolded_bias(own)
         elif isinstance(layer, QuantExperts):
             own = {leaf: written.pop(f"{name}.{leaf}") for leaf, _ in layer.named_parameters(recurse=False)}
             made = _tensors_of_experts(name, layer, own, expert_leaves(model))
@@ -114,6 +117,8 @@ def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dic
     made = {"weight_scale": scale[:, None] if scale.ndim == 1 else scale}
     if (input_scale := own.get("input_scale")) is not None:
         made["input_scale"] = input_scale.detach().reshape(1)
+    if (shift := own.get("input_zero_point")) is not None:
+        made["input_zero_point"] = shift.detach().reshape(1)
     zero_point = own.get("weight_zero_point")
     if stored_as in (MXFP4, NVFP4):
         made["weight_packed"] = pack_nibbles(unpack_codes(weight, K))
@@ -134,6 +139,12 @@ def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dic
         if zero_point is not None:
             made["weight_zero_point"] = zero_point.detach()
     return made
+
+
+def _unfolded_bias(own: dict[str, Tensor]) -> Tensor:
+    """The float layer's bias, of one from which the zero point's contribution was subtracted."""
+    names = "weight", "weight_scale", "input_scale", "input_zero_point"
+    return (own["bias"].detach().double() + correction(*(own[name].detach() for name in names))).float()
 
 
 def unpack_int4(packed: Tensor, K: int) -> Tensor:

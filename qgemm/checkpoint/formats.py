@@ -22,9 +22,10 @@ from qgemm.checkpoint import (
 )
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
-from qgemm.checkpoint.layout import INDEX_FILE, WEIGHTS_FILE, WEIGHTS_KEY, checkpoint_file, read_json
+from qgemm.checkpoint.layout import INDEX_FILE, SETTINGS_KEYS, WEIGHTS_FILE, WEIGHTS_KEY, checkpoint_file, read_json
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
+from qgemm.checkpoint.recognition import Recognized, recognize
 from qgemm.checkpoint.requantize import requantize
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.stored_report import read_report
@@ -60,32 +61,69 @@ SUPPORTED = (
 
 
 def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Contents:
-    """What the checkpoint in ``folder`` holds, whose format ``config`` tells; reads headers, no values.
+    """What the checkpoint in ``folder`` holds, whose format ``config`` or the tensors tell; reads headers, no values.
 
     Raises ``CheckpointError`` for an unknown format, naming those supported, and for damaged files.
     """
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        quantization = own_config(folder)
+    quantization = settings(folder, config)
+    recognized = _recognized(folder, config) if quantization is None else None
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if not isinstance(quantization, dict) or method == QUANT_METHOD:
-        manifest = Manifest.from_config(config, config_path)
-        stored = read_headers(folder, config)
-        contents = Contents(manifest, stored, dict(stored))
-        try:
-            contents.report = read_report(folder, manifest, (tensor.path for tensor in stored.values()))
-        except FileNotFoundError:
-            contents.lacks = str(manifest.report)
-        return contents
-    if method is None and ("load_in_8bit" in quantization or "load_in_4bit" in quantization):
-        method = bitsandbytes.QUANT_METHOD  # as its first versions saved it
-    reader = _READERS.get(method) if isinstance(method, str) else None
-    if reader is None:
-        raise unsupported(f"{config_path}: quant_method is {method!r}; the formats supported are {SUPPORTED}")
-    contents = reader(quantization, read_headers(folder, _with_old_name(config, folder)), config_path)
+    if recognized is not None:
+        method, contents = recognized[0].format, _read_recognized(*recognized, config_path)
+    elif not isinstance(quantization, dict) or method == QUANT_METHOD:
+        return _read_own(folder, config, config_path)
+    else:
+        if method is None and ("load_in_8bit" in quantization or "load_in_4bit" in quantization):
+            method = bitsandbytes.QUANT_METHOD  # as its first versions saved it
+        reader = _READERS.get(method) if isinstance(method, str) else None
+        if reader is None:
+            raise unsupported(f"{config_path}: quant_method is {method!r}; the formats supported are {SUPPORTED}")
+        contents = reader(quantization, read_headers(folder, _with_old_name(config, folder)), config_path)
     if not contents.manifest.layers:
         raise CheckpointError(f"{folder} says that it is {method}, but no file holds a quantized layer of that format")
     return contents
+
+
+def _read_own(folder: Path, config: dict[str, Any], config_path: Path) -> Contents:
+    manifest = Manifest.from_config(config, config_path)
+    stored = read_headers(folder, config)
+    contents = Contents(manifest, stored, dict(stored))
+    try:
+        contents.report = read_report(folder, manifest, (tensor.path for tensor in stored.values()))
+    except FileNotFoundError:
+        contents.lacks = str(manifest.report)
+    return contents
+
+
+def is_foreign(folder: Path, config: dict[str, Any]) -> bool:
+    """Whether the checkpoint in ``folder`` is of another library, as its ``config`` or its tensors say."""
+    quantization = settings(folder, config)
+    if quantization is None:
+        found = _recognized(folder, config)
+        return found is not None and found[0].format != QUANT_METHOD
+    return isinstance(quantization, dict) and quantization.get("quant_method") != QUANT_METHOD
+
+
+def _recognized(folder: Path, config: dict[str, Any]) -> tuple[Recognized, dict[str, StoredTensor]] | None:
+    """What the tensors in ``folder`` say of their format; None if they are in float, or can't be read."""
+    try:
+        stored = read_headers(folder, _with_old_name(config, folder))
+    except CheckpointError:
+        return None
+    found = recognize(stored)
+    return None if found is None else (found, stored)
+
+
+def _read_recognized(found: Recognized, stored: dict[str, StoredTensor], config_path: Path) -> Contents:
+    """The contents of files whose config is silent. Raises ``CheckpointError`` for what they don't tell either."""
+    if found.unsaid:
+        raise CheckpointError(
+            f"{config_path} has no quantization_config, and the tensors, which are {found.format}'s, don't tell "
+            f"{found.unsaid}: put the quantization_config there that their library wrote"
+        )
+    if found.format == gptq.QUANT_METHOD:
+        return gptq.read_without_config(stored, config_path)
+    return _READERS[found.format](found.quantization, stored, config_path)
 
 
 def _with_old_name(config: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -96,8 +134,11 @@ def _with_old_name(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return {**config, WEIGHTS_KEY: names[0]} if len(names) == 1 else config
 
 
-def own_config(folder: Path) -> dict[str, Any] | None:
-    """What an older library says of its format in a file of its own; None if there is none."""
+def settings(folder: Path, config: dict[str, Any]) -> Any:
+    """What ``config`` or, of an older library, a file of its own in ``folder`` says of quantization; None: nothing."""
+    for name in SETTINGS_KEYS:
+        if config.get(name) is not None:
+            return config[name]
     for name, method in _OWN_CONFIGS.items():
         if os.path.lexists(folder / name):
             return {"quant_method": method, **read_json(checkpoint_file(folder, name))}

@@ -43,6 +43,14 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     return read_packed(said, stored, config_path)
 
 
+def read_without_config(stored: dict[str, StoredTensor], config_path: Path) -> Contents:
+    """The contents of tensors such as these, of which no config says anything; raises as ``read`` does.
+
+    Raises ``CheckpointError``, too, unless there are symmetric layers, whose zero points tell the version.
+    """
+    return read_packed(Said("GPTQ", 4, -1, True, ("gptq",), is_version_1=None), stored, config_path)
+
+
 def number(quantization: dict[str, Any], names: tuple[str, ...], config_path: Path, default: int | None = None) -> int:
     """The whole number that the config has under the first of ``names`` that it has."""
     name = next((name for name in names if quantization.get(name) is not None), names[0])

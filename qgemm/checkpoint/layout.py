@@ -30,6 +30,9 @@ REPORT_FILE = "qgemm_report.json"
 WEIGHTS_KEY = "transformers_weights"
 """Where a config names the file with the weights, or their index, if that has another name; transformers' own key."""
 
+SETTINGS_KEYS = ("quantization_config", "compression_config")
+"""Where a config says how the weights are quantized; the latter is of compressed-tensors' first versions."""
+
 SAVE_KEY = "save"
 """Where a ``quantization_config`` of any format has the id of the save that wrote it."""
 

@@ -56,7 +56,7 @@ def load_quantized(
 
     The folder may have the format of ``save_quantized``, or that of another library; ``docs/checkpoints.md`` lists
     them. Weights are those in the files, bit for bit. Layers compute in the precision that the checkpoint is made for:
-    int8, fp8, or float with weights of 4 or 8 bits. A warning says where they compute more precisely than it asks for.
+    int8, fp8, or float with weights of 4 or 8 bits. A warning says what it asks for that they don't compute.
 
     - ``model``: None builds a transformers model from its config. For any other model, pass the float model, a module
       (possibly on meta) that is changed in place, or a function that builds it; then its parameters never take memory.

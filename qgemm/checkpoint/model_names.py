@@ -7,10 +7,12 @@ stays as it is, and then finds no place in the model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from qgemm.checkpoint.contents import Contents, read_converted
 from qgemm.checkpoint.errors import CheckpointError
@@ -18,7 +20,7 @@ from qgemm.checkpoint.pretrained import is_pretrained
 from qgemm.checkpoint.tensors import split_name
 from qgemm.nn import LinearLayer, linear_class
 from qgemm.nn.float_experts import FloatExperts, UnknownExperts, describe_experts
-from qgemm.scheme import QuantScheme
+from qgemm.scheme import QuantScheme, TensorScheme
 
 _CPU = torch.device("cpu")
 # What the linear layers of an expert are called: gate, up, down.
@@ -86,7 +88,8 @@ def rename_as_model(contents: Contents, model: nn.Module) -> None:
 def fuse_experts(contents: Contents, model: nn.Module, config_path: Path) -> set[str]:
     """Puts layers of single experts together, as the modules of ``model`` hold them; returns those modules' names.
 
-    Raises ``CheckpointError`` if some experts of a module are int8 and others aren't, or if their shapes differ.
+    Symmetric layers among asymmetric ones get zero points of 0. Raises ``CheckpointError`` if the experts of a module
+    aren't all quantized, and in one scheme, or if their shapes differ.
     """
     fused = set()
     for path, module in model.named_modules():
@@ -105,26 +108,28 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
     layers, E = contents.manifest.layers, source.num_experts
     gate, up, down = next((leaves for leaves in _LEAVES if f"{path}.0.{leaves[2]}" in layers), _LEAVES[0])
     wide, narrow = source.intermediate_size, source.hidden_size
-    schemes = set()
+    halves = [gate, up] if source.activation.gated else [up]
+    singles = [f"{path}.{expert}.{leaf}" for expert in range(E) for leaf in (*halves, down)]
+    if missing := [name for name in singles if name not in layers]:
+        raise CheckpointError(
+            f"{config_path.parent} lacks {missing[0]} quantized: all experts of a layer must be, or none"
+        )
+    fused, activation = _in_one_scheme(contents, path, singles, config_path)
     scales = [[f"{path}.{expert}.{leaf}.weight_global_scale" for expert in range(E)] for leaf in (gate, up)]
     if source.activation.gated and scales[0][0] in contents.headers:
         _check_alike(contents, *scales)
     for name, leaves, shape in (
-        ("gate_up_proj", [gate, up] if source.activation.gated else [up], (wide, narrow)),
+        ("gate_up_proj", halves, (wide, narrow)),
         ("down_proj", [down], (narrow, wide)),
     ):
         for expert in range(E):
             for index, leaf in enumerate(leaves):
                 layer = f"{path}.{expert}.{leaf}"
-                if (scheme := layers.pop(layer, None)) is None:
-                    raise CheckpointError(
-                        f"{config_path.parent} lacks {layer} quantized: all experts of a layer must be, or none"
-                    )
+                scheme = layers.pop(layer)
                 if (found := contents.shapes.pop(layer, shape)) != shape:
                     raise CheckpointError(
                         f"{config_path.parent}: layer {layer} has the shape {list(found)}; the model's is {list(shape)}"
                     )
-                schemes.add(scheme)
                 one = linear_class(scheme)(shape[1], shape[0], source.has_bias, "meta", scheme=scheme)
                 if problem := _why_apart(scheme, one, len(leaves)):
                     raise CheckpointError(f"{config_path}: {layer} is an expert in {scheme.name}, {problem}")
@@ -141,12 +146,57 @@ def _fuse(contents: Contents, path: str, source: FloatExperts, config_path: Path
                     target = f"{path}.{name}{own.removeprefix('weight') if own != 'bias' else '_bias'}"
                     whole = (E, rows * len(leaves), *columns)
                     contents.merge(target, f"{layer}.{own}", (rows, *columns), whole, place)
-    scheme = next(iter(schemes))
-    if len(schemes) > 1 or scheme.is_static:
+    layers[path] = fused
+    if activation is not None and fused.is_weight_only:
+        contents.note(f"activations of experts stay in float, where the checkpoint asks for {activation.dtype}")
+
+
+def _in_one_scheme(
+    contents: Contents, path: str, names: list[str], config_path: Path
+) -> tuple[QuantScheme, TensorScheme | None]:
+    """The scheme of experts ``path`` that the layers ``names`` make, and the activations that one of these asks for.
+
+    Adds zero points to symmetric layers, if others have some: such as those of an expert whose zero points all happen
+    to be in the middle. Raises ``CheckpointError``, naming two layers, for other differences, and for static
+    activations.
+    """
+    layers = contents.manifest.layers
+    if any(layers[name].is_static for name in names):
         raise CheckpointError(f"{config_path}: {path} has static activations, which qgemm doesn't compute for experts")
-    layers[path] = scheme.for_experts()
-    if scheme.activation is not None and layers[path].is_weight_only:
-        contents.note(f"activations of experts stay in float, where the checkpoint asks for {scheme.activation.dtype}")
+    activation = next((layers[name].activation for name in names if layers[name].activation is not None), None)
+    first = next((name for name in names if not layers[name].weight.symmetric), names[0])
+    fused = layers[first].for_experts()
+    for name in names:
+        own = layers[name].for_experts()
+        if own == fused:
+            continue
+        shifted = replace(own.weight, symmetric=fused.weight.symmetric, is_ordered=layers[name].weight.is_ordered)
+        if shifted != fused.weight or own.activation != fused.activation:
+            raise CheckpointError(
+                f"{config_path}: {first} has the scheme {layers[first].name!r}, and {name} {layers[name].name!r}; "
+                "qgemm's experts of a module have one scheme: give one to convert them to as they are loaded, such as "
+                "scheme='int8'"
+            )
+        _add_zero_points(contents, name)
+        layers[name] = fused
+    return fused, activation
+
+
+def _add_zero_points(contents: Contents, layer: str) -> None:
+    """Gives a symmetric ``layer`` zero points of 0."""
+    weight, scale, zero_point = (f"{layer}.{leaf}" for leaf in ("weight", "weight_scale", "weight_zero_point"))
+    headers = contents.headers
+    made = {
+        name: (name, headers[name].shape, dtype)
+        for name in (weight, scale)
+        if (dtype := headers[name].dtype) is not None
+    }
+    made[zero_point] = scale, headers[scale].shape, torch.int8
+
+    def add(values: dict[str, Tensor]) -> Sequence[Tensor]:
+        return values[weight], values[scale], torch.zeros_like(values[scale], dtype=torch.int8)
+
+    contents.convert_further(made, (weight, scale), add)
 
 
 def _check_alike(contents: Contents, gates: list[str], ups: list[str]) -> None:

@@ -38,7 +38,8 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     Raises ``CheckpointError``, naming the layer, for what qgemm can't compute.
     """
     inner = quantization.get("quantization")
-    algorithm = (inner if isinstance(inner, dict) else quantization).get("quant_algo")
+    asked = inner if isinstance(inner, dict) else quantization
+    algorithm = asked.get("quant_algo")
     contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
     for name in stored:
         layer, leaf = split_name(name)
@@ -49,7 +50,7 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
             )
         if leaf == "weight_scale":
             _note_layer(contents, layer, algorithm, config_path)
-    leave_to_cache(contents)
+    leave_to_cache(contents, bool(quantization.get("kv_cache_scheme") or asked.get("kv_cache_quant_algo")))
     return contents
 
 

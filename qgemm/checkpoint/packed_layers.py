@@ -44,14 +44,17 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Said:
-    """What a config says of its layers; ``layouts``: those that they may have. ``group_size``: -1 for a whole row."""
+    """What a config says of its layers; ``layouts``: those that they may have. ``group_size``: -1 for a whole row.
+
+    ``is_version_1``: None if nothing says it but, perhaps, the zero points of symmetric layers.
+    """
 
     method: str
     bits: int
     group_size: int
     symmetric: bool
     layouts: tuple[str, ...]
-    is_version_1: bool = False
+    is_version_1: bool | None = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def read_packed(said: Said, stored: dict[str, StoredTensor], config_path: object
     """
     layers = [_from_headers(split_name(name)[0], said, stored) for name in stored if split_name(name)[1] == "qweight"]
     contents = Contents(Manifest({}, {}), stored, dict(stored), is_foreign=True)
-    for layer in _with_facts(layers, said, stored):
+    for layer in _with_facts(layers, said, stored, config_path):
         try:
             scheme = layer.scheme
         except ValueError:
@@ -167,7 +170,9 @@ def _group_size(said: int, K: int, groups: int) -> int | None:
     return K // groups if K % groups == 0 else 0
 
 
-def _with_facts(layers: list[PackedLayer], said: Said, stored: dict[str, StoredTensor]) -> Iterable[PackedLayer]:
+def _with_facts(
+    layers: list[PackedLayer], said: Said, stored: dict[str, StoredTensor], config_path: object
+) -> Iterable[PackedLayer]:
     """The layers, with what the values of their zero points and ``g_idx`` say."""
     by_tensor = {layer.name_of(leaf): layer for layer in layers for leaf in ("qzeros", "g_idx")}
     wanted = {name: stored[name] for name in by_tensor if name in stored}
@@ -185,10 +190,17 @@ def _with_facts(layers: list[PackedLayer], said: Said, stored: dict[str, StoredT
     if said.symmetric:
         found = ((layer.middle, constants[layer.name]) for layer in layers)
         less_one = {middle - constant for middle, constant in found if constant is not None}
-        if less_one & {0, 1}:
-            is_version_1 = 1 in less_one
+        versions = less_one & {0, 1}
+        if is_version_1 is None and len(versions) != 1:
+            raise CheckpointError(
+                f"{config_path} has no quantization_config, and no symmetric layers tell whether zero points of "
+                f"{said.method}'s are stored less 1 (checkpoint_format 'gptq') or as they are ('gptq_v2'): put the "
+                "quantization_config there that their library wrote"
+            )
+        if versions:
+            is_version_1 = 1 in versions
     for layer in layers:
-        adds_one = is_version_1 and layer.layout == "gptq"
+        adds_one = bool(is_version_1) and layer.layout == "gptq"
         # A symmetric layer, of either version if the config says that it is one.
         middles = {layer.middle - adds_one}
         if said.symmetric and layer.layout == "gptq":

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import WEIGHTS_KEY, read_json
+from qgemm.checkpoint.layout import SETTINGS_KEYS, WEIGHTS_KEY, read_json
 from qgemm.checkpoint.refusal import FUSIONS_KEY, drop_refusal
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
@@ -169,7 +169,7 @@ def _drop_controls(values: dict[str, Any]) -> None:
 
 def _drop_of_a_save(config: dict[str, Any]) -> None:
     """Removes what isn't the model's own, but of the checkpoint that it was read from, or is to be written to."""
-    for key in ("quantization_config", WEIGHTS_KEY):
+    for key in (*SETTINGS_KEYS, WEIGHTS_KEY):
         config.pop(key, None)
     if (fusions := drop_refusal(config.pop(FUSIONS_KEY, None))) is not None:
         config[FUSIONS_KEY] = fusions

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from qgemm.checkpoint.cache_scales import NOTE
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import unfit
@@ -45,11 +46,13 @@ def requantize(contents: Contents, model: nn.Module, scheme: QuantScheme) -> Non
     the checkpoint doesn't have.
     """
     layers, tied = contents.manifest.layers, contents.manifest.tied
+    are_all_new = True
     for name, own in list(layers.items()):
         module = find_module(model, name)
         # Without a module it is an expert's, which others will be put together with.
         wanted = scheme if module is not None and _is_linear(module) else scheme.for_experts()
         if own == wanted:
+            are_all_new = False
             continue
         old, made = (_layer_like(contents, name, module, each) for each in (own, wanted))
         layers[name] = wanted
@@ -63,6 +66,9 @@ def requantize(contents: Contents, model: nn.Module, scheme: QuantScheme) -> Non
             _check(contents, name, old, before)
             _note(contents, name, old, made, before, after)
     contents.report = contents.lacks = None  # it was of the schemes before
+    if are_all_new:
+        # What the checkpoint asks for of activations isn't asked for anymore.
+        contents.notes = [note for note in contents.notes if note == NOTE]
 
 
 def _layer_like(contents: Contents, name: str, module: nn.Module | None, scheme: QuantScheme) -> QuantLayer:

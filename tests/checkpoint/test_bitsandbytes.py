@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,26 @@ def test_a_row_of_zeros(folder: Path) -> None:
 def test_older_configs_have_no_quant_method(folder: Path) -> None:
     edit_quantization(folder, lambda quantization: quantization.pop("quant_method"))
     assert isinstance(qgemm.load_quantized(folder).get_submodule(LAYER), QuantLinear)
+
+
+@pytest.mark.parametrize(("threshold", "asked"), [(None, "6 "), (6.0, "6 "), (2.5, "2.5 "), (0.0, None), (0, None)])
+def test_outliers_in_16_bits_are_asked_for(threshold: float | None, asked: str | None, folder: Path) -> None:
+    if threshold is not None:  # without one it is transformers' default
+        assert transformers.BitsAndBytesConfig().llm_int8_threshold == 6.0
+        edit_quantization(folder, lambda quantization: quantization.update(llm_int8_threshold=threshold))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        qgemm.load_quantized(folder)
+    notes = [str(each.message) for each in caught if "llm_int8_threshold" in str(each.message)]
+    assert len(notes) == (asked is not None)
+    assert asked is None or f"computes columns with values above {asked}" in notes[0]
+
+
+@pytest.mark.parametrize("threshold", ["x", None, True])
+def test_a_threshold_that_is_no_number(threshold: object, folder: Path) -> None:
+    edit_quantization(folder, lambda quantization: quantization.update(llm_int8_threshold=threshold))
+    with pytest.raises(CheckpointError, match=rf"llm_int8_threshold is {threshold!r}; it must be a number"):
+        qgemm.load_quantized(folder)
 
 
 def put(leaf: str, make: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:

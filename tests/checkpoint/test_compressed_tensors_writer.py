@@ -28,6 +28,8 @@ WRITTEN = {
     "int8-weight": "pack-quantized",
     "int8-weight-64-asymmetric": "pack-quantized",
     "int8": "int-quantized",
+    "int8-static": "int-quantized",
+    "int8-static-asymmetric": "int-quantized",
     "int4-int8": "int-quantized",
     "int4-32-asymmetric-int8": "int-quantized",
     "int4-channel-int8": "int-quantized",
@@ -43,7 +45,7 @@ WRITTEN = {
 
 def test_every_scheme_with_a_format_is_here() -> None:
     assert {scheme: format_of(resolve_scheme(scheme)) for scheme in WRITTEN} == WRITTEN
-    for scheme in ("nf4", "int4-ordered", "int8-static-asymmetric", "int8-hadamard", "int8-outliers-16"):
+    for scheme in ("nf4", "int4-ordered", "int8-hadamard", "int8-outliers-16"):
         assert format_of(resolve_scheme(scheme)) is None
 
 
@@ -51,7 +53,8 @@ def quantized(scheme: str) -> nn.Module:
     torch.manual_seed(0)
     shape = (9, 384) if resolve_scheme(scheme).weight.group_size else (9, 30)
     model = linears((130, 200) if scheme == "fp8-block" else shape)
-    input_scale = 0.03 if scheme.endswith("-static") else None
+    has_zero_point = resolve_scheme(scheme).has_zero_point
+    input_scale = (0.03, -20) if has_zero_point else 0.03 if scheme.endswith("-static") else None
     model[0] = linear_class(scheme).from_linear(model[0], scheme, input_scale)
     return model.eval()
 
@@ -80,6 +83,26 @@ def test_one_layer_read_by_the_library(scheme: str, tmp_path: Path) -> None:
         assert torch.equal(theirs, ours)
     else:  # of fp4 and mx formats it gives bfloat16, and rounds scales to that before
         torch.testing.assert_close(theirs, ours.to(theirs.dtype), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.1, 1000.0])
+def test_a_bias_without_the_share_of_the_zero_point(bias: float, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(30, 9)
+    linear.bias.data = torch.randn(9) * bias
+    model = nn.Sequential(
+        linear_class("int8-static-asymmetric").from_linear(linear, "int8-static-asymmetric", (0.03, -20))
+    )
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    stored = load_file(tmp_path / "model.safetensors")
+    torch.testing.assert_close(stored["0.bias"], linear.bias, rtol=1e-6, atol=1e-6)
+    again = qgemm.load_quantized(tmp_path, model=lambda: nn.Sequential(nn.Linear(30, 9)))
+    assert again[0].has_bias
+    x = torch.randn(5, 30)
+    q = (torch.round(x / stored["0.input_scale"]) + stored["0.input_zero_point"]).clamp(-128, 127)
+    product = (q.double() + 20) * 0.03 @ (stored["0.weight"] * stored["0.weight_scale"]).double().T
+    for layer in (model[0], again[0]):
+        torch.testing.assert_close(layer(x).double(), product + stored["0.bias"], rtol=1e-6, atol=1e-5)
 
 
 def llama(dtype: torch.dtype = torch.bfloat16) -> nn.Module:

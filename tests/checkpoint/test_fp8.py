@@ -37,6 +37,9 @@ def test_samples(name: str) -> None:
     if name == "fbgemm-fp8":
         assert type(model.model.layers[0].self_attn.q_proj) is nn.Linear
         assert "activations are not cut off at activation_scale_ub (1200.0)" in warnings[0]
+    elif name == "fp8-block128-ue8m0":
+        assert len(warnings) == 1
+        assert "scales of activations stay in float32, where the checkpoint asks for powers of two" in warnings[0]
     else:
         assert warnings == []
 
@@ -90,6 +93,11 @@ def test_one_scale_for_a_tensor_or_a_channel(
     assert torch.equal(layer.dequantize(torch.float32).weight, tensors["weight"].float() / 2)
     if scheme == "fp8-static":
         assert layer.input_scale.item() == 0.25
+
+
+def test_a_quantized_cache_is_asked_for(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="its scales of keys and values are not used"):
+        load(tmp_path, layer_with(weight_scale=torch.tensor(0.5)), {**TENSOR, "kv_cache_scheme": "static"})  # AutoFP8's
 
 
 EXPERTS = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,12 @@ import pytest
 import torch
 from families.experts import ALL, inputs
 from families.mixtures import MIXTURES
+from integrations.folders import assert_same
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import qgemm
+from checkpoint.foreign import edit_quantization, edit_tensors
 from checkpoint.rewriting import rewrite_file
 from qgemm import CheckpointError, QuantExperts
 from qgemm.checkpoint.name_ranges import expand
@@ -99,6 +103,64 @@ def test_experts_that_are_not_understood_are_refused(folder: Path, monkeypatch: 
     monkeypatch.setattr(GptOssExperts, "_apply_gate", lambda self, h: h[..., ::2])
     with pytest.raises(CheckpointError, match="nor experts that can be quantized: its activation isn't one that qgemm"):
         qgemm.load_quantized(folder)
+
+
+def saved_as(folder: Path, scheme: str, format: str) -> Any:
+    model: Any = qgemm.quantize_model(MIXTURES["qwen3_moe"]().model, scheme)
+    qgemm.save_quantized(model, folder, format=format)
+    return model
+
+
+# Of the first expert's gates the others would take the scheme.
+@pytest.mark.slow
+@pytest.mark.parametrize("single", ["0.gate_proj", "2.down_proj"])
+@pytest.mark.parametrize("format", ["gptq", "compressed-tensors"])
+def test_a_symmetric_layer_beside_asymmetric_ones(single: str, format: str, tmp_path: Path) -> None:
+    model = saved_as(tmp_path, "int4-32-asymmetric", format)
+    expert, leaf = single.split(".")
+    experts, layer = model.get_submodule(EXPERTS), f"{EXPERTS}.{single}"
+    ours = "down_proj" if leaf == "down_proj" else "gate_up_proj"
+    rows = slice(None, experts.intermediate_size if leaf == "gate_proj" else None)
+    zero_points = experts.get_parameter(f"{ours}_zero_point")[int(expert), rows]
+    assert bool((zero_points != 0).any())
+    zero_points.zero_()
+    if format == "gptq":  # each zero point is 8 of 0 to 15
+        edit_tensors(tmp_path, lambda tensors: tensors[f"{layer}.qzeros"].fill_(0x88888888 - 2**32))
+    else:
+        edit_tensors(tmp_path, lambda tensors: tensors.pop(f"{layer}.weight_zero_point"))
+        tensors = load_file(tmp_path / "model.safetensors")
+        names = [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]
+        edit_quantization(tmp_path, lambda quantization: split_group(quantization["config_groups"], names, layer))
+    assert_same(qgemm.load_quantized(tmp_path), model)
+
+
+def split_group(groups: dict[str, Any], names: list[str], layer: str) -> None:
+    group = groups["group_0"]
+    groups["group_1"] = {**group, "targets": [layer], "weights": {**group["weights"], "symmetric": True}}
+    group["targets"] = [name for name in names if name != layer]
+
+
+@pytest.mark.slow
+def test_projections_in_two_schemes(tmp_path: Path) -> None:
+    folders = {scheme: tmp_path / scheme for scheme in ("int4-32", "int8-weight")}
+    for scheme, folder in folders.items():
+        saved_as(folder, scheme, "gptq")
+    wide = load_file(folders["int8-weight"] / "model.safetensors")
+    mixed = Path(shutil.copytree(folders["int4-32"], tmp_path / "mixed"))
+    is_wide = re.compile(r"experts\.\d+\.down_proj")
+    edit_tensors(mixed, lambda tensors: tensors.update({k: v for k, v in wide.items() if is_wide.search(k)}))
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{EXPERTS}\.0\.gate_proj has the scheme 'int4-32', and {EXPERTS}\.0\.down_proj 'int8-weight'; "
+        ".* such as scheme='int8'",
+    ):
+        qgemm.load_quantized(mixed)
+    loaded, *alone = (
+        qgemm.load_quantized(folder, scheme="int8").get_submodule(EXPERTS).state_dict()
+        for folder in (mixed, *folders.values())
+    )
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, alone[name.startswith("down_proj")][name]), name
 
 
 class Twice(nn.Module):

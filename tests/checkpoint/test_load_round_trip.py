@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +15,16 @@ from families import FAMILIES, Example
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from checkpoint.models import Net, quantized_net, swap_linears, tiny_llama
+from checkpoint.samples import SAMPLES
 from qgemm import QuantLinear
-from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
+from qgemm.checkpoint import CheckpointError, load_quantized, requantize, save_quantized
 from qgemm.checkpoint.load import find_matching
 from qgemm.checkpoint.pretrained import model_config, parameters_on_meta
 from qgemm.model.report import LayerRecord, QuantReport
+from qgemm.nn import LinearLayer, QuantExperts
 from qgemm.quantize import quantize_model
 
 IDS = torch.arange(12).reshape(2, 6)
@@ -297,8 +301,9 @@ class FloatShapes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.is_floating_point() and out.device.type != "meta":
-            self.shapes.add(tuple(out.shape))
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor) and each.is_floating_point() and each.device.type != "meta":
+                self.shapes.add(tuple(each.shape))
         return out
 
 
@@ -313,6 +318,31 @@ def test_float_weights_are_never_made(family: str, tmp_path: Path) -> None:
     weights = {tuple(layer.weight.shape) for layer in layers} | {tuple(layer.weight.shape)[::-1] for layer in layers}
     assert made.shapes & float_part  # it does see the tensors that are read
     assert not made.shapes & (weights - float_part)
+
+
+@pytest.mark.slow(quick=["gptq"])
+@pytest.mark.parametrize("scheme", [None, "int8"])
+@pytest.mark.parametrize("sample", ["gptq-4bit-g32-desc-act", "bnb-nf4-double", "mxfp4-gpt-oss"])
+def test_float_weights_of_other_libraries_are_never_made(
+    sample: str, scheme: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requantize, "_PIECE", 1 << 10)  # a few rows of these small weights, as 2^22 are of large ones
+    with FloatShapes() as made:
+        model = load_quantized(SAMPLES / sample, scheme=scheme)
+    layers = [module for module in model.modules() if isinstance(module, LinearLayer | QuantExperts)]
+    assert scheme is None or {layer.scheme.name for layer in layers} == {scheme}
+    smallest = min(
+        layer.out_features * layer.in_features
+        if isinstance(layer, LinearLayer)
+        else 2
+        * layer.intermediate_size
+        * layer.hidden_size  # of one expert; finding out what they are takes floats, too
+        for layer in layers
+    )
+    float_part = {tuple(tensor.shape) for tensor in model.state_dict().values() if tensor.is_floating_point()}
+    assert max(math.prod(shape) for shape in made.shapes & float_part) >= smallest  # such as the embedding
+    float_part |= {(math.prod(shape),) for shape in float_part}  # as they are read
+    assert [shape for shape in made.shapes - float_part if math.prod(shape) >= smallest] == []
 
 
 def test_weights_that_take_no_memory_are_not_started(tmp_path: Path) -> None:

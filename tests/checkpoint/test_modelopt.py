@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ def test_its_own_config_alone(tmp_path: Path) -> None:
 E4M3 = torch.ones(32, 64).to(torch.float8_e4m3fn)
 
 
-def load(folder: Path, tensors: dict[str, Tensor], algorithm: str = "FP8") -> Any:
+def load(folder: Path, tensors: dict[str, Tensor], algorithm: str = "FP8", **others: Any) -> Any:
     save_file({f"0.{leaf}": tensor for leaf, tensor in tensors.items()}, folder / "model.safetensors")
-    quantization = {"quant_method": "modelopt", "quant_algo": algorithm}
+    quantization = {"quant_method": "modelopt", "quant_algo": algorithm, **others}
     (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     return qgemm.load_quantized(folder, model=lambda: nn.Sequential(nn.Linear(64, 32, bias=False)))[0]
 
@@ -63,6 +64,26 @@ def test_layers_in_fp8(scales: dict[str, Tensor], algorithm: str, scheme: str, t
     layer = load(tmp_path, {"weight": E4M3, **scales}, algorithm)
     assert layer.scheme.name == scheme
     assert torch.equal(layer.dequantize(torch.float32).weight, torch.full((32, 64), 0.5))
+
+
+NO_CACHE = {"kv_cache_scheme": None, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": None}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "count"),
+    [
+        ({"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}, 1),
+        ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, 1),
+        (NO_CACHE, 0),
+    ],
+)
+def test_a_quantized_cache_is_asked_for(asked: dict[str, Any], count: int, tmp_path: Path) -> None:
+    # Scales of keys and values may be missing: a server then takes 1.
+    tensors = {"weight": E4M3, "weight_scale": torch.tensor(0.5), "input_scale": torch.tensor(0.25)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(tmp_path, tensors, **asked)
+    assert ["its scales of keys and values are not used" in str(each.message) for each in caught] == [True] * count
 
 
 def test_a_key_value_cache_is_left_to_the_cache(tmp_path: Path) -> None:

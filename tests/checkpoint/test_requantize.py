@@ -19,6 +19,7 @@ from checkpoint.packers import Layer, linears, write
 from checkpoint.samples import IDS, SAMPLES, load_sample
 from qgemm import CheckpointError, QuantLinear
 from qgemm.checkpoint import requantize
+from qgemm.checkpoint.load import find_matching
 from qgemm.nn import LinearLayer, linear_class
 from qgemm.scheme import resolve_scheme
 
@@ -206,6 +207,21 @@ def test_experts_of_gpt_oss_become_int8() -> None:
                 scale = experts.stored(f"{name}_scale")[..., None]
                 assert float((experts.stored(name) * scale - weight).abs().max()) < float(scale.max()) * 0.51
         assert torch.equal(experts.down_proj_bias.float(), wanted.down_proj_bias.float())
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "kept"),
+    [
+        ("nvfp4-modelopt", "int8", []),
+        ("ct-w4afp8-packed", "int4-int8", []),
+        ("fp8-block128-ue8m0", "fp8-block", ["scales of activations stay in float32"]),
+        ("ct-fp8-kv", "int8", ["its scales of keys and values are not used"]),
+    ],
+)
+def test_what_is_asked_of_activations_is_noted_where_they_stay(name: str, scheme: str, kept: list[str]) -> None:
+    notes = find_matching(SAMPLES / name, scheme=resolve_scheme(scheme)).contents.notes
+    assert len(notes) == len(kept)
+    assert all(text in note for text, note in zip(kept, notes, strict=True))
 
 
 def test_schemes_that_need_data_are_refused() -> None:

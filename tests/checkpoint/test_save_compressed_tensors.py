@@ -24,8 +24,10 @@ LAYER = "model.layers.0.self_attn.q_proj"
 LIMITS = {
     (torch.float32, "int8"): 0.006,
     (torch.float32, "int8-static"): 1e-5,
+    (torch.float32, "int8-static-asymmetric"): 1e-5,
     (torch.bfloat16, "int8"): 0.012,
     (torch.bfloat16, "int8-static"): 0.06,
+    (torch.bfloat16, "int8-static-asymmetric"): 0.12,  # zero points are added in bfloat16, too
 }
 
 
@@ -33,8 +35,8 @@ def quantized_llama(scheme: str = "int8", dtype: torch.dtype = torch.float32, ti
     torch.manual_seed(0)
     model = tiny_llama(tied).to(dtype).eval()
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear]
-    scales = dict.fromkeys(names, 0.03) if scheme == "int8-static" else None
-    return qgemm.quantize_model(model, scheme, skip=["model.layers.1.mlp.up_proj"], input_scales=scales)
+    scales = {"int8-static": dict.fromkeys(names, 0.03), "int8-static-asymmetric": dict.fromkeys(names, (0.03, -20))}
+    return qgemm.quantize_model(model, scheme, skip=["model.layers.1.mlp.up_proj"], input_scales=scales.get(scheme))
 
 
 def test_the_files(tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def test_a_checkpoint_that_took_the_place_of_another(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_the_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", ["int8", "int8-static"])
+@pytest.mark.parametrize("scheme", ["int8", "int8-static", "int8-static-asymmetric"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_library_loads_it(scheme: str, dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
     model = quantized_llama(scheme, dtype, tied)
@@ -94,7 +96,7 @@ def test_the_library_loads_it(scheme: str, dtype: torch.dtype, tied: bool, tmp_p
     torch.testing.assert_close(dequantized.weight, ours.dequantize(dtype).weight, rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "int8-static"])
+@pytest.mark.parametrize("scheme", ["int8", "int8-static", "int8-static-asymmetric"])
 def test_qgemm_loads_it_bit_for_bit(scheme: str, tmp_path: Path) -> None:
     model = quantized_llama(scheme, tied=True)
     qgemm.save_quantized(model, tmp_path, format="compressed-tensors", max_shard_size="10KB")

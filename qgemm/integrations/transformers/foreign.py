@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from qgemm.checkpoint import formats
 from qgemm.checkpoint.contents import read_converted
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.formats import fit_to_model, own_config, read_contents
+from qgemm.checkpoint.formats import fit_to_model, read_contents
 from qgemm.checkpoint.layout import CONFIG_FILE, checkpoint_file, read_json
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.matching import match
@@ -37,14 +38,9 @@ _WAITING = "qgemm_waiting"
 
 
 def is_foreign(files: list[Path]) -> bool:
-    """Whether ``files`` are of a checkpoint that says that another library has quantized it."""
+    """Whether ``files`` are of a checkpoint that another library has quantized, as its config or tensors say."""
     path = files[0].parent / CONFIG_FILE if files else None
-    if path is None or not path.is_file():
-        return False
-    quantization = read_json(path).get("quantization_config")
-    if quantization is None:
-        quantization = own_config(path.parent)
-    return isinstance(quantization, dict) and quantization.get("quant_method") != QUANT_METHOD
+    return path is not None and path.is_file() and formats.is_foreign(path.parent, read_json(path))
 
 
 def prefer_qgemm(merge: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,107 @@
+"""``recognize``: the format of a checkpoint by its tensors, for a config that says nothing of quantization.
+
+Names, dtypes and shapes tell most formats. Of some they also tell everything that a reader needs; of others they leave
+open what only the config says, such as whether activations are quantized: those can be named, and not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from qgemm.checkpoint import awq, bitsandbytes, compressed_tensors_groups, fp8, gpt_oss, gptq, modelopt, torchao
+from qgemm.checkpoint.bitsandbytes_4bit import STATE
+from qgemm.checkpoint.manifest import QUANT_METHOD
+from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.tensors import split_name
+from qgemm.numerics.formats import FP8, INT8
+from qgemm.numerics.integers import cdiv
+
+FP8_DTYPES = (FP8.storage, torch.float8_e5m2)
+_ACTIVATIONS = "whether activations are quantized, and how"
+_BLOCK = 128
+_OTHER_BLOCKS = (32, 64, 256, 512)
+
+
+@dataclass(frozen=True)
+class Recognized:
+    """What tensors show.
+
+    - ``format``: as ``quant_method`` names it. ``variant``: more of it in words.
+    - ``quantization``: a ``quantization_config`` that says no more than the tensors do.
+    - ``unsaid``: what they don't tell, though a reader must know it; empty if they tell everything.
+    """
+
+    format: str
+    variant: str = ""
+    quantization: dict[str, Any] = field(default_factory=dict)
+    unsaid: str = ""
+
+
+def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
+    """The format of ``stored``, the tensors of files; None if they are in float, or of no format that is known."""
+    leaves = {split_name(name)[1] for name in stored}
+    if "qweight" in leaves:
+        return _packed(stored)
+    if "weight_packed" in leaves:
+        return Recognized(compressed_tensors_groups.QUANT_METHOD, "packed", unsaid=_ACTIVATIONS)
+    if "_weight_qdata" in leaves:
+        return Recognized(torchao.QUANT_METHOD)
+    if "SCB" in leaves:
+        return Recognized(bitsandbytes.QUANT_METHOD, "int8")
+    if any(STATE in name for name in stored):
+        return Recognized(bitsandbytes.QUANT_METHOD, "4 bits")
+    if any(name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in stored for name in stored):
+        return Recognized(gpt_oss.QUANT_METHOD)
+    if "weight_scale_2" in leaves:
+        return Recognized(modelopt.QUANT_METHOD)
+    dtypes = {tensor.dtype for tensor in stored.values()}
+    if dtypes & set(FP8_DTYPES):
+        return _fp8(stored, leaves)
+    if INT8.storage in dtypes and "weight_scale" in leaves:
+        is_flat = all(len(tensor.shape) < 2 for name, tensor in stored.items() if name.endswith(".weight_scale"))
+        if is_flat:
+            return Recognized(QUANT_METHOD, unsaid="the scheme of each layer")
+        return Recognized(compressed_tensors_groups.QUANT_METHOD, compressed_tensors_groups.INT, unsaid=_ACTIVATIONS)
+    return None
+
+
+def _packed(stored: Mapping[str, StoredTensor]) -> Recognized:
+    """GPTQ, whose words of a weight are along K, or AWQ, whose words are along N: AutoRound has either.
+
+    The version of GPTQ is in the values of zero points.
+    """
+    for name, weight in stored.items():
+        layer, leaf = split_name(name)
+        scales = stored.get(f"{layer}.scales")
+        if leaf == "qweight" and scales is not None and weight.shape[1:] != scales.shape[1:]:
+            return Recognized(awq.QUANT_METHOD)
+    return Recognized(gptq.QUANT_METHOD)
+
+
+def _fp8(stored: Mapping[str, StoredTensor], leaves: set[str]) -> Recognized:
+    """Of fp8 the name ``..._scale_inv`` alone belongs to one library, which always quantizes activations."""
+    grids = {name: tensor for name, tensor in stored.items() if name.endswith("_scale_inv")}
+    if not grids or "weight_scale" in leaves:
+        return Recognized(fp8.QUANT_METHOD, unsaid=_ACTIVATIONS)
+    pairs: dict[int, list[tuple[int, int]]] = {-2: [], -1: []}  # by axis: how long it is, and how many blocks it has
+    for name, grid in grids.items():
+        weight = stored.get(name.removesuffix("_scale_inv"))
+        if weight is not None and 2 <= len(weight.shape) == len(grid.shape):
+            for axis, of_axis in pairs.items():
+                of_axis.append((weight.shape[axis], grid.shape[axis]))
+    has_blocks = bool(pairs[-1])
+    quantization = {
+        "activation_scheme": "static" if "activation_scale" in leaves else "dynamic",
+        "weight_block_size": [_BLOCK, _BLOCK] if has_blocks else None,
+    }
+    is_settled = not has_blocks or not any(
+        all(cdiv(size, block) == count for size, count in of_axis)
+        for of_axis in pairs.values()
+        for block in _OTHER_BLOCKS
+    )
+    variant = "blocks" if has_blocks else ""
+    return Recognized(fp8.QUANT_METHOD, variant, quantization, "" if is_settled else "how large its blocks are")

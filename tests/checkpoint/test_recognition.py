@@ -1,0 +1,190 @@
+"""Formats told by tensors alone: the samples without their ``quantization_config``, and what tensors don't tell."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import qgemm
+from checkpoint.foreign import same_tensors
+from checkpoint.packers import Layer, linears, write
+from checkpoint.samples import SAMPLES, load_sample
+from qgemm import CheckpointError
+from qgemm.checkpoint.contents import Contents, read_converted
+from qgemm.checkpoint.formats import read_contents
+from qgemm.checkpoint.layout import read_json
+from qgemm.checkpoint.recognition import recognize
+from qgemm.checkpoint.safetensors_file import read_header
+
+VERSION = "no symmetric layers tell whether zero points of GPTQ's are stored less 1"
+ACTIVATIONS = "don't tell whether activations are quantized"
+# The format by the tensors, and why they aren't enough.
+SAMPLES_ALONE = {
+    "auto-round-asym": ("awq", ""),
+    "auto-round-gptq": ("gptq", ""),
+    "awq-gemm-g128": ("awq", ""),
+    "awq-gemm-g32-skip": ("awq", ""),
+    "bnb-nf4": ("bitsandbytes", ""),
+    "bnb-nf4-double": ("bitsandbytes", ""),
+    "ct-fp8-block": ("fp8", ACTIVATIONS),
+    "ct-nvfp4": ("compressed-tensors", ACTIVATIONS),
+    "ct-w4a16-g128": ("compressed-tensors", ACTIVATIONS),
+    "ct-w4a8-int": ("compressed-tensors", ACTIVATIONS),
+    "fbgemm-fp8": ("fp8", ACTIVATIONS),
+    "fp8-block128": ("fp8", ""),
+    "fp8-block128-ue8m0": ("fp8", ""),
+    "fp8-tensor-static": ("fp8", ""),
+    "gptq-4bit-g128-sym": ("gptq", ""),
+    "gptq-4bit-g32-desc-act": ("gptq", ""),
+    "gptq-4bit-g64-asym-desc-act": ("gptq", VERSION),
+    "gptq-8bit-channel": ("gptq", ""),
+    "gptq-8bit-g128-asym": ("gptq", VERSION),
+    "gptq-v2-4bit-g64-asym": ("gptq", VERSION),
+    "mxfp4-gpt-oss": ("mxfp4", ""),
+    "nvfp4-modelopt": ("modelopt", ""),
+    "torchao-fp8wo": ("torchao", ""),
+    "torchao-int8wo": ("torchao", ""),
+}
+
+
+def without_settings(name: str, folder: Path) -> Path:
+    """A folder with the files of a sample, and nothing that says how it is quantized."""
+    folder.mkdir()
+    shutil.copy(SAMPLES / name / "model.safetensors", folder)
+    config = read_json(SAMPLES / name / "config.json")
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def contents_of(folder: Path) -> Contents:
+    return read_contents(folder, read_json(folder / "config.json"), folder / "config.json")
+
+
+def values(contents: Contents) -> dict[str, Tensor]:
+    return {target.name: value for target, value in read_converted(contents, torch.device("cpu"))}
+
+
+def octets(value: Tensor) -> tuple[Any, ...]:
+    return value.dtype, value.shape, value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", SAMPLES_ALONE)
+def test_samples_without_their_config(name: str, tmp_path: Path) -> None:
+    folder, (format, unsaid) = without_settings(name, tmp_path / "copy"), SAMPLES_ALONE[name]
+    found = recognize(read_header(folder / "model.safetensors"))
+    assert found is not None
+    assert found.format == format
+    if unsaid:
+        with pytest.raises(CheckpointError, match=rf"config.json has no quantization_config, and .*{unsaid}"):
+            contents_of(folder)
+        return
+    alone, wanted = contents_of(folder), contents_of(SAMPLES / name)
+    # Of a row with one group, tensors don't tell that it is as long as groups of other layers: the values are the same.
+    assert alone.manifest.layers.keys() == wanted.manifest.layers.keys()
+    for layer, scheme in alone.manifest.layers.items():
+        assert scheme.activation == wanted.manifest.layers[layer].activation
+    assert alone.shapes == wanted.shapes
+    ours, theirs = values(alone), values(wanted)
+    assert ours.keys() == theirs.keys()
+    assert all(octets(value) == octets(theirs[key]) for key, value in ours.items())
+
+
+@pytest.mark.slow
+def test_a_model_without_its_config(tmp_path: Path) -> None:
+    name = "gptq-4bit-g32-desc-act"
+    folder, (wanted, _) = without_settings(name, tmp_path / "copy"), load_sample(name)
+    assert same_tensors(qgemm.load_quantized(folder).float(), wanted)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=qgemm.QGemmConfig())
+    assert same_tensors(loaded, wanted)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_symmetric_layers_tell_the_version_of_gptq(version: int, bits: int, tmp_path: Path) -> None:
+    # Of AutoRound, whose layers have no g_idx, and the scales of which may be negative.
+    layers = {"a": Layer(symmetric=True, bits=bits), "b": Layer(bits=bits, seed=1)}
+    tensors = {name: layer.gptq(version) for name, layer in layers.items()}
+    model: Any = qgemm.load_quantized(write(tmp_path, tensors, None), model=linears(a=(16, 64), b=(16, 64)))
+    for name, layer in layers.items():
+        assert torch.equal(model[name].dequantize(torch.float32).weight, layer.weight)
+    with pytest.raises(CheckpointError, match=VERSION):
+        contents_of(write(tmp_path, {"b": tensors["b"]}, None))
+
+
+def test_layers_that_tell_two_versions_of_gptq(tmp_path: Path) -> None:
+    tensors = {f"layer{version}": Layer(symmetric=True).gptq(version) for version in (1, 2)}
+    with pytest.raises(CheckpointError, match=VERSION):
+        contents_of(write(tmp_path, tensors, None))
+
+
+E4M3, U8 = torch.float8_e4m3fn, torch.uint8
+
+
+def fp8(N: int, K: int, grid: tuple[int, ...], **others: Tensor) -> dict[str, Tensor]:
+    return {"weight": torch.ones(N, K).to(E4M3), "weight_scale_inv": torch.ones(grid), **others}
+
+
+@pytest.mark.parametrize(
+    ("layers", "unsaid"),
+    [
+        ([fp8(320, 320, (3, 3))], ""),
+        ([fp8(64, 320, (1, 3)), fp8(320, 64, (3, 1))], ""),
+        ([fp8(64, 320, (1, 3))], "how large its blocks are"),  # of 128 rows or more
+        ([fp8(320, 64, (3, 1))], "how large its blocks are"),
+        ([fp8(64, 64, ())], ""),
+        (
+            [fp8(320, 320, (3, 3)), {"weight": torch.ones(4, 4).to(E4M3), "weight_scale": torch.ones(4, 1)}],
+            "activations",
+        ),
+    ],
+)
+def test_blocks_of_fp8(layers: list[dict[str, Tensor]], unsaid: str, tmp_path: Path) -> None:
+    folder = write(tmp_path, {str(index): layer for index, layer in enumerate(layers)}, None)
+    if unsaid:
+        with pytest.raises(CheckpointError, match=f"the tensors, which are fp8's, don't tell .*{unsaid}"):
+            contents_of(folder)
+    else:
+        name = "fp8" if layers[0]["weight_scale_inv"].ndim == 0 else "fp8-block"
+        assert {scheme.name for scheme in contents_of(folder).manifest.layers.values()} == {name}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"weight": torch.ones(4, 4)}, "this is not a quantized checkpoint"),
+        ({"weight": torch.ones(4, 4).bfloat16(), "scales": torch.ones(4)}, "this is not a quantized checkpoint"),
+        (
+            {"weight": torch.ones(4, 4).char(), "weight_scale": torch.ones(4)},
+            "which are qgemm's, don't tell the scheme",
+        ),
+        ({"weight": torch.ones(4, 4).char(), "weight_scale": torch.ones(4, 1)}, f"compressed-tensors's, {ACTIVATIONS}"),
+        ({"a_scale_inv": torch.ones(1), "b": torch.ones(2).to(E4M3)}, "no file holds a quantized layer of that format"),
+        ({"qweight": torch.ones(4, 4).int()}, r"0.scales is missing"),
+    ],
+)
+def test_what_tensors_do_not_tell(tensors: dict[str, Tensor], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        contents_of(write(tmp_path, {"0": tensors}, None))
+
+
+def test_bitsandbytes_by_its_tensors(tmp_path: Path) -> None:
+    tensors = {"weight": torch.ones(16, 16).char(), "SCB": torch.ones(16), "weight_format": torch.zeros((), dtype=U8)}
+    contents = contents_of(write(tmp_path, {"0": tensors}, None))
+    assert contents.manifest.layers["0"].name == "int8"
+    assert "above 6 (llm_int8_threshold)" in contents.notes[0]  # its default
+
+
+def test_the_old_name_of_the_settings(tmp_path: Path) -> None:
+    folder = without_settings("ct-w4a16-g128", tmp_path / "copy")
+    config = read_json(SAMPLES / "ct-w4a16-g128" / "config.json")
+    config["compression_config"] = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    assert contents_of(folder).manifest == contents_of(SAMPLES / "ct-w4a16-g128").manifest
