@@ -10,6 +10,8 @@ quantized products are fast with, and one kernel then serves every model.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
@@ -279,12 +281,8 @@ class QuantExperts(QuantLayer):
         return shard.sum(self._compute(hidden_states, index, top_k_weights, None if shard.rank else residual))
 
     def _compute(self, hidden_states: Tensor, index: Tensor, top_k_weights: Tensor, residual: Tensor | None) -> Tensor:
-        if self.scheme.is_weight_only:
-            form = self.scheme.weight.dtype, self.scheme.weight.group_size or 0
-            packed = WeightOnlyExperts._make((*map(self.stored, _WEIGHT_ONLY_OPERANDS), self.activation, *form))
-            return weight_only_experts(hidden_states, index, top_k_weights, packed, residual)
-        weights = ExpertWeights._make((*map(self.stored, _OPERANDS), self.activation))
-        return quant_experts(hidden_states, index, top_k_weights, weights, residual)
+        weights = expert_weights(self.scheme, self.activation, self.stored)
+        return compute_experts(hidden_states, index, top_k_weights, weights, residual)
 
     def extra_repr(self) -> str:
         """Sizes, activation and scheme, for ``print``."""
@@ -320,6 +318,29 @@ class QuantSortedExperts(QuantExperts):
         experts = torch.arange(E, device=hidden_states.device)[:, None].expand(E, rows // E).reshape(rows)
         index = torch.where((hidden_states != 0).any(-1), experts, E)
         return super().forward(hidden_states, index[:, None], hidden_states.new_ones((rows, 1)))
+
+
+def expert_weights(
+    scheme: QuantScheme, activation: GatedActivation, get: Callable[[str], Tensor | None]
+) -> ExpertWeights | WeightOnlyExperts:
+    """The weights of experts as one value; ``get`` gives a parameter of ``QuantExperts`` by its name."""
+    if not scheme.is_weight_only:
+        return ExpertWeights._make((*map(get, _OPERANDS), activation))
+    form = scheme.weight.dtype, scheme.weight.group_size or 0
+    return WeightOnlyExperts._make((*map(get, _WEIGHT_ONLY_OPERANDS), activation, *form))
+
+
+def compute_experts(
+    hidden_states: Tensor,
+    index: Tensor,
+    top_k_weights: Tensor,
+    weights: ExpertWeights | WeightOnlyExperts,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """As ``QuantExperts``, of int64 ``index``."""
+    if isinstance(weights, WeightOnlyExperts):
+        return weight_only_experts(hidden_states, index, top_k_weights, weights, residual)
+    return quant_experts(hidden_states, index, top_k_weights, weights, residual)
 
 
 def split_leaf(name: str) -> tuple[str, str]:

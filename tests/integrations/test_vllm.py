@@ -90,8 +90,8 @@ def test_fused_experts_become_a_layer_each() -> None:
         assert torch.equal(found[f"{own}.gate_proj.weight"], gate)
         assert torch.equal(found[f"{own}.up_proj.weight"], up)
         assert torch.equal(found[f"{own}.down_proj.weight"], stored["mlp.experts.down_proj"][expert])
-        assert found[f"{own}.up_proj.weight_scale"].shape == (8, 1)
-        assert found[f"{own}.down_proj.weight_scale"].shape == (16, 1)
+        assert found[f"{own}.up_proj.weight_scale"].shape == (8,)
+        assert found[f"{own}.down_proj.weight_scale"].shape == (16,)
     old = dict(
         for_vllm(
             iter([("model.layers.0." + name, value) for name, value in tensors]),
@@ -104,6 +104,16 @@ def test_fused_experts_become_a_layer_each() -> None:
         assert torch.equal(weight, found[f"mlp.experts.1.{name}.weight"])
     # Those in float stay as they are.
     assert [name for name, _ in for_vllm(iter(tensors), Manifest({}, {}))] == [name for name, _ in tensors]
+
+
+def test_a_global_scale_of_experts_is_that_of_gates_and_of_ups() -> None:
+    stored = QuantExperts(2, 32, 16, scheme="nvfp4").state_dict()
+    stored["gate_up_proj_global_scale"] = torch.rand(2, 2)
+    tensors = ((f"mlp.experts.{name}", value) for name, value in stored.items())
+    found = dict(for_vllm(tensors, Manifest({"mlp.experts": SCHEMES["nvfp4"]}, {})))
+    for part in ("gate_proj", "up_proj"):
+        own = found[f"mlp.experts.1.{part}.weight_global_scale"]
+        assert torch.equal(own, stored["gate_up_proj_global_scale"][1])
 
 
 def test_the_manifest_is_found_in_a_config() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.nn.experts import split_leaf
+from qgemm.nn.kinds import linear_class
 from qgemm.scheme import QuantScheme
 
 OLD_MIXTURE = ".block_sparse_moe."
@@ -79,7 +80,8 @@ def for_vllm(
         if leaf == "bias" and layer in folded:
             yield f"{layer}.{FOLDED_BIAS}", tensor
         elif layer in manifest.layers and leaf.startswith(("gate_up_proj", "down_proj")):
-            parts = _of_each_expert(layer, leaf, tensor, _OLD_LEAVES if old_mixture else _LEAVES)
+            is_whole = split_leaf(leaf)[1] in linear_class(manifest.layers[layer]).whole_names
+            parts = _of_each_expert(layer, leaf, tensor, _OLD_LEAVES if old_mixture else _LEAVES, is_whole)
             yield from ((_old(part) if old_mixture else part, value) for part, value in parts)
         elif not _MADE_BY_MODELS.search(name):
             yield _old(name) if old_mixture else name, tensor
@@ -93,12 +95,15 @@ def _old(name: str) -> str:
 
 
 def _of_each_expert(
-    experts: str, leaf: str, tensor: Tensor, leaves: tuple[str, str, str]
+    experts: str, leaf: str, tensor: Tensor, leaves: tuple[str, str, str], is_whole: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """The rows of gates, ups or down of each expert, ``[E, N, K]`` and their scales ``[E, N]``, as a layer each."""
+    """The rows of gates, ups or down of each expert, ``[E, N, K]``, and what belongs to them, as a layer each.
+
+    ``is_whole``: whether an expert's value belongs to all of its rows, as a global scale does.
+    """
     weight, own = split_leaf(leaf)
     parts = leaves[:2] if weight == "gate_up_proj" else leaves[2:]
     for expert, rows in enumerate(tensor):
-        for part, value in zip(parts, rows.chunk(len(parts)), strict=True):
-            # vLLM's loader takes a column for scales of rows.
-            yield f"{experts}.{expert}.{part}.{own}", value if value.ndim > 1 else value[:, None]
+        values = [rows] * len(parts) if is_whole else rows.chunk(len(parts))
+        for part, value in zip(parts, values, strict=True):
+            yield f"{experts}.{expert}.{part}.{own}", value

@@ -91,15 +91,20 @@ def _exactly(load: Callable[..., Any], name: str) -> Callable[..., Any]:
     """
 
     def load_exactly(parameter: Any, value: Tensor, *arguments: Any, **options: Any) -> Any:
-        known = parameter.data
-        if value.dtype != known.dtype:
-            if not {value.dtype, known.dtype} <= set(_FLOATS):
-                raise ValueError(f"{name} is {value.dtype} in the files, but the layer has {known.dtype}")
-            is_new = bool(known.isnan().all())
-            parameter.data = known.to(value.dtype if is_new else torch.promote_types(known.dtype, value.dtype))
+        take_dtype(parameter, value, name)
         return load(parameter, value, *arguments, **options)
 
     return load_exactly
+
+
+def take_dtype(parameter: Any, value: Tensor, name: str) -> None:
+    """Gives ``parameter`` a dtype that holds a ``value`` of the files; raises ``ValueError`` if that isn't a float."""
+    known = parameter.data
+    if value.dtype != known.dtype:
+        if not {value.dtype, known.dtype} <= set(_FLOATS):
+            raise ValueError(f"{name} is {value.dtype} in the files, but the layer has {known.dtype}")
+        is_new = bool(known.isnan().all())
+        parameter.data = known.to(value.dtype if is_new else torch.promote_types(known.dtype, value.dtype))
 
 
 class SharedParameter(PerTensorScaleParameter):  # type: ignore[misc]
