@@ -19,8 +19,12 @@ from transformers import (
     CohereForCausalLM,
     ContinuousBatchingConfig,
     GenerationConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -56,6 +60,21 @@ def float_model(experts: bool = False) -> Example:
     return example(LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True), input_ids=tokens() % 96)
 
 
+def gathering_model() -> Example:
+    """Whose layers gather their outputs, or read their part of a whole input; in int8."""
+    made = example(Phi3ForCausalLM, Phi3Config(**SIZES, pad_token_id=0), input_ids=tokens() % 96)
+    qgemm.quantize_model(made.model, "int8")
+    return made
+
+
+def gpt_oss() -> Example:
+    """Whose experts have biases; in mxfp4."""
+    few: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"]}
+    made = example(GptOssForCausalLM, GptOssConfig(**SIZES, **few), input_ids=tokens() % 96)
+    qgemm.quantize_model(made.model, "mxfp4", skip="*.self_attn")
+    return made
+
+
 def quantized(scheme: str, experts: bool = False) -> Example:
     made = float_model(experts)
     scales = None
@@ -66,8 +85,10 @@ def quantized(scheme: str, experts: bool = False) -> Example:
     return made
 
 
-def parallel(folder: Path, kind: Any = LlamaForCausalLM, by_expert: bool = False, **options: Any) -> Any:
-    config = DistributedConfig(tp_plan="auto", enable_expert_parallel=by_expert)
+def parallel(
+    folder: Path, kind: Any = LlamaForCausalLM, by_expert: bool = False, plan: Any = "auto", **options: Any
+) -> Any:
+    config = DistributedConfig(tp_plan=plan, enable_expert_parallel=by_expert)
     return kind.from_pretrained(folder, distributed_config=config, **options)
 
 
@@ -93,6 +114,8 @@ def one_process(rank: int, folder: Path) -> None:
             look_at_layers(scheme, most, folder)
         for scheme, most in EXPERTS.items():
             look_at_experts(scheme, most, folder)
+        look_at_gathered_outputs(folder)
+        look_at_experts_with_biases(folder)
         look_at_branches_side_by_side(folder)
         look_at_tokens(rank, folder)
         look_at_quantizing(folder)
@@ -140,6 +163,39 @@ def look_at_experts(scheme: str, most: float, folder: Path) -> None:
         assert "mixture" in qgemm.fusion_report(qgemm.fuse(model)).records[0].parts
         assert error(cut.output(), before) < 1e-5, scheme
         model.save_pretrained(folder / f"experts-{scheme}-{by_expert}-again")
+
+
+def look_at_gathered_outputs(folder: Path) -> None:
+    whole, model = gathering_model(), parallel(folder / "phi3", Phi3ForCausalLM)
+    expected, cut = whole.output(), Example(model, whole.inputs)
+    layers = [layer for layer in model.modules() if isinstance(layer, LinearLayer)]
+    assert [layer.shard.is_open for layer in layers if layer.shard is not None] == [False] * 4
+    assert error(cut.output(), expected) < SCHEMES["int8"]
+    assert error(gradient(model), gradient(whole.model)) < 2 * SCHEMES["int8"]
+    before = cut.output()
+    assert error(Example(qgemm.fuse(model), whole.inputs).output(), before) < 1e-5
+    qgemm.share_scales(model)
+    assert error(cut.output(), expected) < 2e-6
+    model.save_pretrained(folder / "phi3-again")
+
+
+# transformers has no such plan for it up to 5.23.
+COLUMNS = {f"model.layers.*.mlp.experts{leaf}": style for leaf, style in (
+    ("", "moe_tp_experts"), (".gate_up_proj", "packed_colwise"), (".gate_up_proj_bias", "packed_colwise"),
+    (".down_proj", "rowwise"))}  # fmt: skip
+
+
+def look_at_experts_with_biases(folder: Path) -> None:
+    whole = gpt_oss()
+    for by_expert in (False, True):
+        model = parallel(folder / "gpt-oss", GptOssForCausalLM, by_expert, "auto" if by_expert else dict(COLUMNS))
+        shard = model.model.layers[0].mlp.experts.shard
+        assert (shard.style, shard.size) == ("expert" if by_expert else "column", 2)
+        cut = Example(model, whole.inputs)
+        assert error(cut.output(), whole.output()) < 2e-6
+        before = cut.output()
+        assert error(Example(qgemm.fuse(model), whole.inputs).output(), before) < 1e-5
+        model.save_pretrained(folder / f"gpt-oss-{by_expert}-again")
 
 
 def look_at_branches_side_by_side(folder: Path) -> None:
@@ -207,6 +263,8 @@ def test_two_processes(tmp_path: Path) -> None:
     float_model().model.save_pretrained(tmp_path / "float")
     qgemm.save_quantized(quantized("int8").model, tmp_path / "foreign", format="compressed-tensors")
     qgemm.quantize_model(CohereForCausalLM(CohereConfig(**SIZES))).save_pretrained(tmp_path / "cohere")
+    gathering_model().model.save_pretrained(tmp_path / "phi3")
+    gpt_oss().model.save_pretrained(tmp_path / "gpt-oss")
     torch.multiprocessing.start_processes(one_process, (tmp_path,), nprocs=2, start_method=FORKED.get_start_method())
     for scheme in SCHEMES:
         assert_same(qgemm.load_quantized(tmp_path / f"{scheme}-again"), quantized(scheme).model)
@@ -215,6 +273,9 @@ def test_two_processes(tmp_path: Path) -> None:
         for by_expert in (False, True):
             saved = qgemm.load_quantized(tmp_path / f"experts-{scheme}-{by_expert}-again")
             assert_same(saved, quantized(scheme, experts=True).model)
+    assert_same(qgemm.load_quantized(tmp_path / "phi3-again"), gathering_model().model)
+    for by_expert in (False, True):
+        assert_same(qgemm.load_quantized(tmp_path / f"gpt-oss-{by_expert}-again"), gpt_oss().model)
 
 
 def planned(model: Any, plan: dict[str, str], by_expert: bool = False) -> dict[str, str]:
