@@ -14,7 +14,7 @@ import safetensors
 import torch
 from families.example import example
 from families.schemes import EVERY_LAYER, quantized_layer
-from torch import distributed, nn
+from torch import nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -26,6 +26,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 import qgemm
+from integrations.folders import load_part
 from qgemm import QuantExperts
 from qgemm.checkpoint.safetensors_file import read_headers
 from qgemm.nn import QuantLayer
@@ -82,21 +83,6 @@ def llama() -> LlamaForCausalLM:
 def mixture() -> Qwen3MoeForCausalLM:
     config = Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, head_dim=128)
     return Qwen3MoeForCausalLM(config)
-
-
-def load_part(folder: Path, kind: Any, by_expert: bool = False, config: DistributedConfig | None = None) -> Any:
-    """What the second of two processes loads, of which the first isn't there."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
-            patch.setenv(name, value)
-        distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
-        try:
-            config = config or DistributedConfig(tp_plan="auto", enable_expert_parallel=by_expert)
-            return kind.from_pretrained(folder, distributed_config=config)
-        finally:
-            distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -192,6 +178,15 @@ def test_an_order_of_columns_is_refused_by_name(scheme: str, tmp_path: Path) -> 
         ValueError, match=r"would split model\.layers\.0\.self_attn\.o_proj, a \w+, .*its columns are in an order of"
     ):
         load_part(tmp_path, LlamaForCausalLM)
+
+
+def test_groups_that_would_be_cut_are_refused_by_name(tmp_path: Path) -> None:
+    """Of a float folder, before anything is read of it."""
+    biased_llama().save_pretrained(tmp_path)  # type: ignore[operator]
+    with pytest.raises(
+        ValueError, match=r"o_proj, a WeightOnlyLinear, .*its 512 inputs aren't a multiple of 1024, 2 blocks of 512"
+    ):
+        load_part(tmp_path, LlamaForCausalLM, quantization_config=qgemm.QGemmConfig("int4-512"))
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])

@@ -31,7 +31,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 import qgemm
-from integrations.folders import assert_same
+from integrations.folders import assert_same, load_part
 from qgemm import QuantExperts
 from qgemm.integrations.transformers.tensor_parallel import WHOLE, plan_layers
 from qgemm.nn import LinearLayer, QuantLayer
@@ -278,8 +278,8 @@ def test_two_processes(tmp_path: Path) -> None:
         assert_same(qgemm.load_quantized(tmp_path / f"gpt-oss-{by_expert}-again"), gpt_oss().model)
 
 
-def planned(model: Any, plan: dict[str, str], by_expert: bool = False) -> dict[str, str]:
-    config = SimpleNamespace(tp_plan=plan, tp_size=2, enable_expert_parallel=by_expert)
+def planned(model: Any, plan: dict[str, str], by_expert: bool = False, **options: Any) -> dict[str, str]:
+    config = SimpleNamespace(tp_plan=plan, tp_size=2, enable_expert_parallel=by_expert, **options)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
     like = SimpleNamespace(
         config=SimpleNamespace(distributed_config=config), tp_plan={}, named_modules=model.named_modules
@@ -337,3 +337,21 @@ def test_experts_in_float_beside_quantized_ones() -> None:
         planned(model, plan, by_expert=True)
     assert isinstance(model.model.layers[0].mlp.experts, QuantExperts)
     assert isinstance(model.model.layers[0].self_attn.q_proj, LinearLayer)
+
+
+def test_experts_among_other_processes_than_tensors() -> None:
+    model = quantized("int8", experts=True).model
+    with pytest.raises(ValueError, match=r"has ep_size 4 and tp_size 2; quantized experts .* make them equal"):
+        planned(model, {}, by_expert=True, ep_size=4)
+
+
+def test_a_part_is_no_float_model(tmp_path: Path) -> None:
+    qgemm.save_quantized(quantized("int8").model, tmp_path)
+    model = load_part(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"split among processes: save it, load it in one process, and dequantize that"
+    ):
+        model.dequantize()
+    with pytest.raises(ValueError, match=r"split among processes: call model.save_pretrained\(folder\) in all of them"):
+        qgemm.save_quantized(model, tmp_path / "again")
+    assert isinstance(model.model.layers[0].mlp.up_proj, LinearLayer)
