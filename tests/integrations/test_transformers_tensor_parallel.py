@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +106,47 @@ def gradient(model: Any) -> torch.Tensor:
     return x.grad
 
 
+@contextmanager
+def sums(expected: int) -> Iterator[None]:
+    """So often processes add something up."""
+    found, add = [], distributed.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        found.append(args)
+        return add(*args, **kwargs)
+
+    distributed.all_reduce = counted
+    try:
+        yield
+    finally:
+        distributed.all_reduce = add
+    assert len(found) == expected
+
+
+def same_tokens(rank: int, model: Any) -> torch.Tensor:
+    """The fast loop has the tokens of transformers', and sampled ones are the same in both processes."""
+    ids = tokens() % 90 + 1
+    expected: torch.Tensor = model.generate(ids, **GREEDY)
+    qgemm.fast_generate(qgemm.fuse(model))
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+    assert model._qgemm_generate.told == set()
+    torch.manual_seed(rank)
+    drawn = model.generate(ids, **{**GREEDY, "do_sample": True})
+    both = [torch.empty_like(drawn) for _ in range(2)]
+    distributed.all_gather(both, drawn)
+    assert torch.equal(*both)
+    return expected[:, ids.shape[1] :]
+
+
+def batched(model: Any) -> torch.Tensor:
+    """The tokens of ``generate_batch``."""
+    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    settings = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1)
+    prompts = (tokens() % 90 + 1).tolist()
+    done = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=small)
+    return torch.tensor([each.generated_tokens for each in done.values()])
+
+
 def one_process(rank: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
@@ -113,11 +156,12 @@ def one_process(rank: int, folder: Path) -> None:
         for scheme, most in SCHEMES.items():
             look_at_layers(scheme, most, folder)
         for scheme, most in EXPERTS.items():
-            look_at_experts(scheme, most, folder)
+            look_at_experts(rank, scheme, most, folder)
         look_at_gathered_outputs(folder)
         look_at_experts_with_biases(folder)
         look_at_branches_side_by_side(folder)
         look_at_tokens(rank, folder)
+        look_at_int8_keys(folder)
         look_at_quantizing(folder)
     finally:
         distributed.destroy_process_group()
@@ -139,17 +183,19 @@ def look_at_layers(scheme: str, most: float, folder: Path) -> None:
     model.save_pretrained(folder / f"{scheme}-again")
     with pytest.raises(ValueError, match=r"this model is split among processes: call model.save_pretrained"):
         qgemm.save_quantized(model, folder / "own")
-    before = cut.output()
+    with sums(2):
+        before = cut.output()
     qgemm.fuse(model)
     assert scheme == "int8-hadamard" or qgemm.fusion_report(model).fused
-    assert error(cut.output(), before) < 1e-5, scheme
+    with sums(2):
+        assert error(cut.output(), before) < 1e-5, scheme
     # With the scales of whole rows it is the whole model, but for the order of additions.
     qgemm.share_scales(model)
     assert error(cut.output(), expected) < 2e-6, scheme
     assert error(Example(qgemm.unfuse(model), whole.inputs).output(), cut.output()) < 1e-5, scheme
 
 
-def look_at_experts(scheme: str, most: float, folder: Path) -> None:
+def look_at_experts(rank: int, scheme: str, most: float, folder: Path) -> None:
     whole = quantized(scheme, experts=True)
     for by_expert in (False, True):
         model = parallel(folder / f"experts-{scheme}", Qwen3MoeForCausalLM, by_expert)
@@ -159,9 +205,13 @@ def look_at_experts(scheme: str, most: float, folder: Path) -> None:
         # From 5.20 on, transformers splits attention beside experts too.
         is_exact = by_expert and model.model.layers[0].self_attn.o_proj.shard is None
         assert error(cut.output(), whole.output()) < (2e-6 if is_exact else most), scheme
-        before = cut.output()
+        number = 1 if is_exact else 2
+        with sums(number):
+            before = cut.output()
         assert "mixture" in qgemm.fusion_report(qgemm.fuse(model)).records[0].parts
-        assert error(cut.output(), before) < 1e-5, scheme
+        with sums(number):
+            assert error(cut.output(), before) < 1e-5, scheme
+        same_tokens(rank, qgemm.unfuse(model))
         model.save_pretrained(folder / f"experts-{scheme}-{by_expert}-again")
 
 
@@ -201,36 +251,30 @@ def look_at_experts_with_biases(folder: Path) -> None:
 def look_at_branches_side_by_side(folder: Path) -> None:
     """Their products are added up first by each process, and then among all."""
     model = parallel(folder / "cohere", CohereForCausalLM)
-    cut, sums = Example(model, {"input_ids": tokens() % 96}), []
+    cut = Example(model, {"input_ids": tokens() % 96})
     before = cut.output()
     qgemm.fuse(model)
-    add, distributed.all_reduce = distributed.all_reduce, lambda *args, **kwargs: sums.append(add(*args, **kwargs))
-    try:
+    with sums(1):
         assert error(cut.output(), before) < 1e-5
-    finally:
-        distributed.all_reduce = add
-    assert len(sums) == 1
 
 
 def look_at_tokens(rank: int, folder: Path) -> None:
-    """The fast loop has the tokens of transformers', and sampled ones are the same in both processes."""
     model = parallel(folder / "int8")
-    ids = tokens() % 90 + 1
-    expected = model.generate(ids, **GREEDY)
-    qgemm.fast_generate(qgemm.fuse(model))
-    assert torch.equal(model.generate(ids, **GREEDY), expected)
-    assert model._qgemm_generate.told == set()
-    torch.manual_seed(rank)
-    drawn = model.generate(ids, **{**GREEDY, "do_sample": True})
-    both = [torch.empty_like(drawn) for _ in range(2)]
-    distributed.all_gather(both, drawn)
-    assert torch.equal(*both)
+    expected = same_tokens(rank, model)
     with pytest.warns(UserWarning, match="max_time is set"):
-        model.generate(ids, **GREEDY, max_time=60.0)
-    small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
-    settings = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1)
-    done = model.generate_batch(ids.tolist(), generation_config=settings, continuous_batching_config=small)
-    assert [each.generated_tokens for each in done.values()] == expected[:, ids.shape[1] :][:, :4].tolist()
+        model.generate(tokens() % 90 + 1, **GREEDY, max_time=60.0)
+    assert torch.equal(batched(model), expected[:, :4])
+
+
+def look_at_int8_keys(folder: Path) -> None:
+    """Each process has some heads' keys and values, with scales of their own, so the tokens are one process's."""
+    whole, model = quantized("int8-static").model, parallel(folder / "int8-static")
+    ids = tokens() % 90 + 1
+    for each in (whole, model):
+        qgemm.fast_generate(qgemm.fuse(each), cache_dtype=torch.int8)
+    assert torch.equal(model.generate(ids, **GREEDY), whole.generate(ids, **GREEDY))
+    assert model._qgemm_generate.told == set()
+    assert torch.equal(batched(model), batched(whole))
 
 
 def look_at_quantizing(folder: Path) -> None:
