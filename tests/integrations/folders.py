@@ -44,12 +44,12 @@ def load(folder: Path, **kwargs: Any) -> LlamaForCausalLM:
 def load_part(
     folder: Path, kind: Any = LlamaForCausalLM, by_expert: bool = False, config: Any = None, **options: Any
 ) -> Any:
-    """What the second of two processes loads, of which the first isn't there."""
+    """What the second of two processes loads, the only one on its machine, of which the first isn't there."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers.distributed import DistributedConfig
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
             patch.setenv(name, value)
         distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
         try:

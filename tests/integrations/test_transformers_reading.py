@@ -149,16 +149,17 @@ def assert_parts(model: nn.Module, whole: nn.Module, is_open: bool = True, by_ex
         style: Any = "row" if name.endswith(ROWS) else "expert" if by_expert else "column"
         wanted.cut(Shard(style, None, 1, 2, is_open))
         assert isinstance(part, type(layer))
+        assert {type(each) for each in part.parameters()} == {nn.Parameter}
         assert part.shard is not None
         assert (part.shard.style, part.shard.rank, part.shard.size) == (style, 1, 2), name
         assert (part.shard.is_open, part.shard.parts) == (is_open, 1), name
         assert part.extra_repr() == wanted.extra_repr()  # its sizes
         bias = part._parameters.get("bias")
         assert style != "row" or bias is None or not bias.any()  # the first process adds it
-        values, parameters = dict(wanted.named_parameters()), dict(part.named_parameters())
+        values = dict(wanted.named_parameters())
+        parameters = {leaf: parameter.cpu() for leaf, parameter in part.named_parameters()}
         assert parameters.keys() == values.keys(), name
         for leaf, value in values.items():
-            assert type(parameters[leaf]) is nn.Parameter
             assert parameters[leaf].dtype == value.dtype, f"{name}.{leaf}"
             assert torch.equal(parameters[leaf], value), f"{name}.{leaf}"
 

@@ -1,4 +1,7 @@
-"""Tensor and expert parallelism: two processes, each with its part of every layer, against one with the whole model."""
+"""Tensor and expert parallelism: two processes, each with its part of every layer, against one with the whole model.
+
+Each has a GPU where there are two, and both compute on the CPU elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -55,26 +58,45 @@ EXPERTS = {"int8": 0.04}
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
+def here() -> torch.device:
+    """Where this process computes."""
+    has_gpu = distributed.is_initialized() and distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    return {"input_ids": (tokens() % 96).to(here())}
+
+
+def prompts() -> torch.Tensor:
+    return (tokens() % 90 + 1).to(here())
+
+
+def placed(made: Example) -> Example:
+    made.model.to(here())
+    return made
+
+
 def float_model(experts: bool = False) -> Example:
     if experts:
         few = {"moe_intermediate_size": 512, "num_experts": 4, "num_experts_per_tok": 2}
-        return example(Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **few), input_ids=tokens() % 96)
-    return example(LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True), input_ids=tokens() % 96)
+        return example(Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **few), **inputs())
+    return example(LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True), **inputs())
 
 
 def gathering_model() -> Example:
     """Whose layers gather their outputs, or read their part of a whole input; in int8."""
-    made = example(Phi3ForCausalLM, Phi3Config(**SIZES, pad_token_id=0), input_ids=tokens() % 96)
+    made = example(Phi3ForCausalLM, Phi3Config(**SIZES, pad_token_id=0), **inputs())
     qgemm.quantize_model(made.model, "int8")
-    return made
+    return placed(made)
 
 
 def gpt_oss() -> Example:
     """Whose experts have biases; in mxfp4."""
     few: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": ["full_attention"]}
-    made = example(GptOssForCausalLM, GptOssConfig(**SIZES, **few), input_ids=tokens() % 96)
+    made = example(GptOssForCausalLM, GptOssConfig(**SIZES, **few), **inputs())
     qgemm.quantize_model(made.model, "mxfp4", skip="*.self_attn")
-    return made
+    return placed(made)
 
 
 def quantized(scheme: str, experts: bool = False) -> Example:
@@ -84,7 +106,7 @@ def quantized(scheme: str, experts: bool = False) -> Example:
         scales = {name: 0.05 for name, module in made.model.named_modules() if type(module) is nn.Linear}
         del scales["lm_head"]
     qgemm.quantize_model(made.model, scheme, input_scales=scales)
-    return made
+    return placed(made)
 
 
 def parallel(
@@ -100,7 +122,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def gradient(model: Any) -> torch.Tensor:
     """Of the embeddings."""
-    x = model.get_input_embeddings()(tokens() % 96).detach().requires_grad_()
+    x = model.get_input_embeddings()(inputs()["input_ids"]).detach().requires_grad_()
     model(inputs_embeds=x, use_cache=False).logits.square().sum().backward()
     assert x.grad is not None
     return x.grad
@@ -125,7 +147,7 @@ def sums(expected: int) -> Iterator[None]:
 
 def same_tokens(rank: int, model: Any) -> torch.Tensor:
     """The fast loop has the tokens of transformers', and sampled ones are the same in both processes."""
-    ids = tokens() % 90 + 1
+    ids = prompts()
     expected: torch.Tensor = model.generate(ids, **GREEDY)
     qgemm.fast_generate(qgemm.fuse(model))
     assert torch.equal(model.generate(ids, **GREEDY), expected)
@@ -142,16 +164,24 @@ def batched(model: Any) -> torch.Tensor:
     """The tokens of ``generate_batch``."""
     small = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1)
-    prompts = (tokens() % 90 + 1).tolist()
-    done = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=small)
+    done = model.generate_batch(prompts().tolist(), generation_config=settings, continuous_batching_config=small)
     return torch.tensor([each.generated_tokens for each in done.values()])
 
 
-def one_process(rank: int, folder: Path) -> None:
+def join(rank: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
-    store = f"file://{folder / 'store'}"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    options: dict[str, Any] = {"init_method": f"file://{folder / 'store'}", "rank": rank, "world_size": 2}
+    if torch.cuda.device_count() < 2:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or transformers would look for one for each process
+        distributed.init_process_group("gloo", **options)
+        return
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank), **options)
+
+
+def one_process(rank: int, folder: Path) -> None:
+    join(rank, folder)
     try:
         for scheme, most in SCHEMES.items():
             look_at_layers(scheme, most, folder)
@@ -251,7 +281,7 @@ def look_at_experts_with_biases(folder: Path) -> None:
 def look_at_branches_side_by_side(folder: Path) -> None:
     """Their products are added up first by each process, and then among all."""
     model = parallel(folder / "cohere", CohereForCausalLM)
-    cut = Example(model, {"input_ids": tokens() % 96})
+    cut = Example(model, inputs())
     before = cut.output()
     qgemm.fuse(model)
     with sums(1):
@@ -262,19 +292,20 @@ def look_at_tokens(rank: int, folder: Path) -> None:
     model = parallel(folder / "int8")
     expected = same_tokens(rank, model)
     with pytest.warns(UserWarning, match="max_time is set"):
-        model.generate(tokens() % 90 + 1, **GREEDY, max_time=60.0)
-    assert torch.equal(batched(model), expected[:, :4])
+        model.generate(prompts(), **GREEDY, max_time=60.0)
+    assert torch.equal(batched(model), expected[:, :4].cpu())
 
 
 def look_at_int8_keys(folder: Path) -> None:
     """Each process has some heads' keys and values, with scales of their own, so the tokens are one process's."""
     whole, model = quantized("int8-static").model, parallel(folder / "int8-static")
-    ids = tokens() % 90 + 1
+    ids = prompts()
     for each in (whole, model):
         qgemm.fast_generate(qgemm.fuse(each), cache_dtype=torch.int8)
-    assert torch.equal(model.generate(ids, **GREEDY), whole.generate(ids, **GREEDY))
+    expected = whole.generate(ids, **GREEDY)
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
     assert model._qgemm_generate.told == set()
-    assert torch.equal(batched(model), batched(whole))
+    assert torch.equal(batched(model), expected[:, ids.shape[1] :][:, :4].cpu())
 
 
 def look_at_quantizing(folder: Path) -> None:
