@@ -259,7 +259,7 @@ def look_at_gathered_outputs(folder: Path) -> None:
     model.save_pretrained(folder / "phi3-again")
 
 
-# transformers has no such plan for it up to 5.23.
+# transformers (5.17 and 5.19) has no such plan for it.
 COLUMNS = {f"model.layers.*.mlp.experts{leaf}": style for leaf, style in (
     ("", "moe_tp_experts"), (".gate_up_proj", "packed_colwise"), (".gate_up_proj_bias", "packed_colwise"),
     (".down_proj", "rowwise"))}  # fmt: skip
