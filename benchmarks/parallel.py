@@ -32,6 +32,9 @@ from benchmarks.tables import Table, render
 
 PROVIDERS = ("bf16", "qgemm", "qgemm, shared scales")
 """What follows a comma is another way to run the same parts."""
+_SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+          "head_dim": 32, "vocab_size": 512}  # fmt: skip
+_QWEN = MODELS["qwen3-30b-a3b"]
 SHAPES = {
     "llama-3-8b": MODELS["llama-3-8b"],
     "llama-3-70b": replace(
@@ -49,17 +52,18 @@ SHAPES = {
         MODELS["llama-3-8b"],
         name="tiny",
         layers=2,
-        config={
-            **MODELS["llama-3-8b"].config,
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "vocab_size": 512,
-        },
+        config={**MODELS["llama-3-8b"].config, **_SMALL},
+    ),
+    "qwen3-30b-a3b": replace(_QWEN, layers=48),
+    "tiny-mixture": replace(
+        _QWEN,
+        name="tiny-mixture",
+        layers=2,
+        config={**_QWEN.config, **_SMALL, "moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2},
     ),
 }
+LAYERS = {"qwen3-30b-a3b": 12}
+"""How many are run by default, where it isn't 8."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +156,7 @@ def _process(rank: int, folder: str, args: argparse.Namespace) -> None:
 
 
 def _measure(shape: ModelShape, args: argparse.Namespace, device: torch.device, path: Path | None) -> None:
-    layers = args.layers or shape.layers
+    layers = min(args.layers or LAYERS.get(shape.name, 8), shape.layers)
     vocabulary = max(512, shape.config["vocab_size"] * layers // shape.layers // 32 * 32)
     shape = replace(shape, config={**shape.config, "vocab_size": vocabulary})
     sizes = Sizes() if device.type == "cuda" else Sizes((2, 64), context=16, new=10, rounds=1)
@@ -170,7 +174,7 @@ def _measure(shape: ModelShape, args: argparse.Namespace, device: torch.device, 
                 if variant:
                     qgemm.share_scales(model)
                 elif gpus > 1:
-                    _cut(model, args.processes, kind)
+                    _cut(model, args.processes, args.by_expert)
                 logits, tokens, gap = _look(model, sizes)
                 prefill = _prefill(model, sizes)
                 steps = tuple(_step(model, batch, sizes) for batch in sizes.batches)
@@ -180,8 +184,9 @@ def _measure(shape: ModelShape, args: argparse.Namespace, device: torch.device, 
             whole_logits, whole_tokens = found[kind]
             is_same = (tokens == whole_tokens).long().cumprod(-1).sum(-1)
             note = "; ".join(dict.fromkeys(str(each.message)[:150] for each in said if "generate" in str(each.message)))
+            told = provider + (", by expert" if args.by_expert and gpus > 1 else "")
             figure = Figure(
-                shape.name, layers, provider, gpus, prefill * 1e3, tuple(s * 1e6 for s in steps), gap,
+                shape.name, layers, told, gpus, prefill * 1e3, tuple(s * 1e6 for s in steps), gap,
                 is_same.float().mean().item(), _kl(whole_logits, logits),
                 float("nan") if of_float is None else _kl(of_float, logits),
                 "wrong output" if not gap <= MAX_GAP else note,
@@ -198,7 +203,7 @@ def _prepare(model: Any, kind: str) -> None:
     qgemm.fast_generate(model)
 
 
-def _cut(model: Any, size: int, kind: str) -> None:
+def _cut(model: Any, size: int, by_expert: bool) -> None:
     """Leaves this process its part of a model, as loading does."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -209,7 +214,9 @@ def _cut(model: Any, size: int, kind: str) -> None:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLayer)}
     if layers:
         qgemm.unfuse(model)
-    config = model.config.distributed_config = DistributedConfig(tp_size=size, tp_plan="auto")
+    config = model.config.distributed_config = DistributedConfig(
+        tp_size=size, tp_plan="auto", enable_expert_parallel=by_expert
+    )
     mesh = init_device_mesh(model.device.type, (size,))
     plan_layers(model, layers)
     type(model).maybe_distribute_model(model, config, mesh)
@@ -268,13 +275,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", choices=SHAPES, action="append", help="(default: llama-3-70b)")
     add("--provider", choices=PROVIDERS, action="append", help="(default: all)")
-    add("--layers", type=int, default=8, help="of the model (default: 8)")
+    add("--layers", type=int, help="of the model (default: 8; of qwen3-30b-a3b 12)")
+    add("--by-expert", action="store_true", help="give each process whole experts, not columns of all")
     add("--processes", type=int, default=2, help="each with a GPU of its own (default: 2)")
     add("--json", type=Path, metavar="FILE", help="write all that was measured")
     add("--commit", help="what to call the commit, in a copy of the tree without git")
     args = parser.parse_args(arguments)
     args.model = args.model or ["llama-3-70b"]
-    args.provider = args.provider or list(PROVIDERS)
+    others = [provider for provider in PROVIDERS if ", " in provider]
+    args.provider = args.provider or [each for each in PROVIDERS if not args.by_expert or each not in others]
+    if args.by_expert:
+        if without := [name for name in args.model if "num_experts" not in SHAPES[name].config]:
+            parser.error(f"{without[0]} has no experts")
+        if set(args.provider) & set(others):
+            parser.error(f"with --by-expert no layer is split along K, so there is no {others[0]!r}")
     return args
 
 

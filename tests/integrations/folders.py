@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkpoint.rewriting import rewrite_file
 from safetensors.torch import load_file
-from torch import nn
+from torch import distributed, nn
 from transformers import LlamaForCausalLM
 
 import qgemm
@@ -38,6 +39,24 @@ def quantized_names(model: nn.Module) -> set[str]:
 
 def load(folder: Path, **kwargs: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(folder, **kwargs)
+
+
+def load_part(
+    folder: Path, kind: Any = LlamaForCausalLM, by_expert: bool = False, config: Any = None, **options: Any
+) -> Any:
+    """What the second of two processes loads, the only one on its machine, of which the first isn't there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers.distributed import DistributedConfig
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+            patch.setenv(name, value)
+        distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+        try:
+            config = config or DistributedConfig(tp_plan="auto", enable_expert_parallel=by_expert)
+            return kind.from_pretrained(folder, distributed_config=config, **options)
+        finally:
+            distributed.destroy_process_group()
 
 
 def load_int8(folder: Path, **kwargs: Any) -> LlamaForCausalLM:

@@ -21,11 +21,13 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.rewriting import contents
 
 import qgemm
 from qgemm import CheckpointError, quantize_checkpoint
 from qgemm.calibration.quantization import Quantization
 from qgemm.checkpoint.disk import lock_file
+from qgemm.checkpoint.layout import REPORT_FILE
 from qgemm.streaming import convert, workers
 from qgemm.streaming.job import Job
 from qgemm.streaming.journal import Begun
@@ -295,3 +297,20 @@ def test_devices_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     for count in (0, -1):
         with pytest.raises(ValueError, match=f"workers is {count}; it must be a number of processes, 1 or more"):
             devices("cpu", count)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("scheme", ["int8", "int8-hadamard", "fp8", "int4", "mxfp4"])
+def test_two_processes_on_gpus_write_the_files_of_one(scheme: str, source: Path, tmp_path: Path) -> None:
+    """With a GPU each, or one for both; and all but the errors in the report are those of the CPU."""
+    on_cpu = quantize_checkpoint(source, tmp_path / "cpu", scheme, **OPTIONS)
+    quantize_checkpoint(source, tmp_path / "one", scheme, **OPTIONS, device="cuda")  # in use when a worker starts
+    on_gpus = quantize_checkpoint(source, tmp_path / "two", scheme, **OPTIONS, device="cuda", workers=2)
+    assert_same_files(tmp_path / "one", tmp_path / "two")
+    files, expected = contents(tmp_path / "two"), contents(tmp_path / "cpu")
+    assert len([name for name in expected if name.endswith(".safetensors")]) > 2
+    assert files.keys() == expected.keys()
+    assert [name for name in files if files[name] != expected[name] and name != REPORT_FILE] == []
+    errors = [[record.weight_error or 0 for record in report.records] for report in (on_gpus, on_cpu)]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-12)

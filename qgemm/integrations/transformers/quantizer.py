@@ -22,7 +22,7 @@ from qgemm.integrations.transformers.foreign import ForeignLoad, is_foreign
 from qgemm.integrations.transformers.quantizing import QuantizeOnLoad, start_quantizing
 from qgemm.integrations.transformers.reading import QuantizedLoad
 from qgemm.integrations.transformers.saving import admit, describe, tensors_and_metadata
-from qgemm.integrations.transformers.tensor_parallel import cut_layers
+from qgemm.integrations.transformers.tensor_parallel import cut_layers, go_by
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.attention import close_attention
 from qgemm.nn.float_experts import describe_experts
@@ -41,6 +41,7 @@ class QGemmQuantizer(HfQuantizer):
         # While a checkpoint is read: one of float weights, or a quantized one.
         self._quantizing: QuantizeOnLoad | None = None
         self._reading: QuantizedLoad | ForeignLoad | None = None
+        self._distributed_config: Any = None
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Whether ``save_pretrained`` may be called."""
@@ -67,6 +68,7 @@ class QGemmQuantizer(HfQuantizer):
     def update_tp_plan(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """Lets transformers go on with a checkpoint that it refuses without qgemm; 5.17 shows the config here."""
         admit(config)
+        self._distributed_config = getattr(config, "distributed_config", None)
         return config
 
     update_attn_implementation = update_tp_plan  # where 5.18 and later show it
@@ -92,6 +94,8 @@ class QGemmQuantizer(HfQuantizer):
         files = [Path(file) for file in checkpoint_files or ()]
         for file in files:
             check_regular(file)  # transformers opens whatever is there
+        if self._distributed_config is not None:
+            go_by(model, self._distributed_config)
         if self.quantization_config.foreign or (not self.pre_quantized and is_foreign(files)):
             self._reading = ForeignLoad(model, self.quantization_config, files)
         elif self.pre_quantized:
@@ -109,7 +113,7 @@ class QGemmQuantizer(HfQuantizer):
             # Or the batches would be copied with it.
             del model.config.quantization_config
             quantize(model, config.quantization, calibration=config.calibration)
-        self._reading = self._quantizing = None
+        self._reading = self._quantizing = self._distributed_config = None
         cut_layers(model)
         for module in model.modules():
             if isinstance(module, QuantLayer):

@@ -62,6 +62,26 @@ def is_cut(model: PreTrainedModel) -> bool:
     return config is not None and ((config.tp_size or 1) > 1 or bool(config.enable_expert_parallel))
 
 
+class _Plan(dict[str, str]):
+    """A plan that a ``distributed_config`` was given, in which styles are replaced; ``given`` stays as it is."""
+
+    def __init__(self, given: dict[str, str]) -> None:
+        super().__init__(given)
+        self.given = given
+
+
+def go_by(model: PreTrainedModel, config: Any) -> None:
+    """Puts ``config``, the ``distributed_config`` that transformers goes by, in the place of the model's copy of it.
+
+    So that the plans in it are those that ``plan_layers`` changes.
+    """
+    for name in ("tp_plan", "ep_plan"):
+        plan = getattr(config, name, None)
+        if isinstance(plan, dict):
+            setattr(config, name, _Plan(plan.given if isinstance(plan, _Plan) else plan))
+    model.config.distributed_config = config
+
+
 def process_group(model: PreTrainedModel) -> Any:
     """The processes that ``model`` is cut among; None for a model that one process has whole."""
     mesh = getattr(model, "_device_mesh", None)

@@ -184,7 +184,8 @@ def why_apart(layers: Sequence[nn.Module]) -> str:
         if type(layer._parameters.get("weight")) is not nn.Parameter:
             return f"the weight of {_name(layer)} is computed, or split among processes"
         if layer.shard is not None and not layer.shard.is_open:
-            return f"{_name(layer)} is split among processes, and the layers beside it aren't"
+            does = "gathers its outputs" if layer.shard.style == "column" else "takes its part of a whole input"
+            return f"{_name(layer)} is split among processes, and {does}"
         linear.append(layer)
     for layer in linear[:-1]:
         if layer.out_features % layer.rows_in_step:

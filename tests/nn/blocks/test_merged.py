@@ -12,6 +12,7 @@ from torch import nn
 from qgemm import QuantLinear
 from qgemm.nn import linear_class
 from qgemm.nn.blocks.merged import MergedWeights, why_apart
+from qgemm.nn.parallel import Shard, Style
 from qgemm.ops import quant_linear
 
 SIZES = (64, 32, 48)
@@ -153,9 +154,17 @@ def _hooked() -> QuantLinear:
     return layer
 
 
+def _shard(style: Style, columns: int = 64, is_open: bool = False) -> QuantLinear:
+    layer = QuantLinear.from_linear(nn.Linear(columns, 64))
+    layer.cut(Shard(style, None, 0, 2, is_open))
+    return layer
+
+
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
+        (lambda: _shard("column"), "a layer is split among processes, and gathers its outputs"),
+        (lambda: _shard("row", 128), "a layer is split among processes, and takes its part of a whole input"),
         (lambda: nn.Linear(64, 32), "of class Linear, not QuantLinear"),
         (lambda: QuantLinear.from_linear(nn.Linear(32, 32)), "has 64 inputs, a layer 32"),
         (lambda: _static(0.1), "is int8, a layer int8-static"),
@@ -165,6 +174,14 @@ def _hooked() -> QuantLinear:
 def test_what_cant_be_merged(other: Any, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         MergedWeights([QuantLinear.from_linear(nn.Linear(64, 32)), other()])
+
+
+def test_a_shard_beside_whole_layers() -> None:
+    """Its outputs are those that the layer beside it reads, as without a merge."""
+    layers, x = [_shard("column", is_open=True), QuantLinear.from_linear(nn.Linear(64, 48))], torch.randn(3, 64)
+    expected = torch.cat([layer(x) for layer in layers], dim=-1)
+    assert expected.shape == (3, 32 + 48)
+    assert torch.equal(compute(MergedWeights(layers), x), expected)
 
 
 def test_a_bias_that_some_layers_have() -> None:
