@@ -8,7 +8,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -146,7 +146,9 @@ class _Shards:
         update: Callable[[int], object],
     ) -> None:
         """``metadata``: as for ``write_shard``. ``update`` is told the bytes of float values that were dealt with."""
-        self.left = [file_name for file_name in plan.shards if file_name not in workspace.finished]
+        left = (file_name for file_name in plan.shards if file_name not in workspace.finished)
+        # The largest first: at the end, others wait for whoever has the last one.
+        self.left = sorted(left, key=lambda file_name: -bytes_to_read(plan, plan.shards[file_name]))
         self.failure: BaseException | None = None
         self._source, self._plan, self._workspace, self._metadata = source, plan, workspace, metadata
         self._update = update
@@ -158,18 +160,31 @@ class _Shards:
         ``write``: ``write_shard`` without ``plan`` and ``device``.
         """
         try:
-            while (file_name := self._take()) is not None:
-                names = self._plan.shards[file_name]
-                with self._workspace.open_shard(file_name) as (file, begun):
-                    errors = write(file, names, self._done, begun, partial(self._note, file), self._metadata)
-                self._source.check_unchanged()
-                self._workspace.note_finished(file_name, errors)
+            # While one file reaches the disk the next one is made.
+            with ThreadPoolExecutor(1) as behind:
+                finished: Future[None] | None = None
+                while (file_name := self._take()) is not None:
+                    with ExitStack() as opened:
+                        file, begun = opened.enter_context(self._workspace.open_shard(file_name))
+                        note = partial(self._note, file)
+                        errors = write(file, self._plan.shards[file_name], self._done, begun, note, self._metadata)
+                        if finished is not None:
+                            finished.result()
+                        finished = behind.submit(self._finish, opened.pop_all(), file_name, errors)
+                if finished is not None:
+                    finished.result()
         except _Abandoned:
             return
         except BaseException as error:
             with self._lock:
                 self.failure = self.failure or error
             raise
+
+    def _finish(self, opened: ExitStack, file_name: str, errors: dict[str, float]) -> None:
+        """Sees a file to the disk, which was ``opened``, and notes that it is done."""
+        opened.close()
+        self._source.check_unchanged()
+        self._workspace.note_finished(file_name, errors)
 
     def _take(self) -> str | None:
         with self._lock:

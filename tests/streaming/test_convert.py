@@ -21,7 +21,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForCondi
 import qgemm
 from qgemm import CheckpointError, quantize_checkpoint
 from qgemm.streaming import convert
-from qgemm.streaming.shards import write_shard
+from qgemm.streaming.shards import bytes_to_read, write_shard
 from streaming.files import Stopped, assert_same_files, edit_tensors, quantize_whole, stop_after
 
 # One of each way in which names, ties, dtypes or layouts differ.
@@ -297,3 +297,28 @@ def test_progress_counts_the_bytes_that_are_read(
     assert re.search(rf"quantize: 100%.* {(total + 64) / 1000:.0f}k/{(total + 64) / 1000:.0f}k .*B/s", shown)
     quantize_checkpoint(source, tmp_path / "hidden", progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_the_largest_files_are_made_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def record(file: Any, plan: Any, names: list[str], *others: Any) -> Any:
+        sizes.append(bytes_to_read(plan, names))
+        return write_shard(file, plan, names, *others)
+
+    monkeypatch.setattr(convert, "write_shard", record)
+    quantize_checkpoint(source, tmp_path / "int8", max_shard_size="20KB")
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1]
+
+
+def test_a_file_that_does_not_reach_the_disk_ends_the_run(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(file: Any) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr("qgemm.streaming.workspace.sync_file", fail)
+    with pytest.raises(OSError, match="can't be written: the disk is broken"):
+        quantize_checkpoint(source, tmp_path / "int8", max_shard_size="20KB")
+    assert not (tmp_path / "int8").exists()

@@ -76,12 +76,13 @@ def test_finished_files_are_not_made_again(
     source: Path, stopped: Path, partial: Path, written: list[list[str]], tmp_path: Path
 ) -> None:
     model = quantize_whole(source, tmp_path / "whole", **OPTIONS)
-    files = sorted(path.name for path in (partial / "content").iterdir())
-    total = len(list((tmp_path / "whole").glob("model-*.safetensors")))
-    assert files == [f"model-{number:05d}-of-{total:05d}.safetensors" for number in (1, 2, 3)]
+    files = {path.name for path in (partial / "content").iterdir()}
+    whole = {path.name for path in (tmp_path / "whole").glob("model-*.safetensors")}
+    assert files < whole
+    assert len(files) == 3
     # The errors of weights in those files come from the journal.
     assert quantize_checkpoint(source, stopped, **OPTIONS) == qgemm.report(model)
-    assert len(written) == total - 3
+    assert len(written) == len(whole) - 3
     assert_same_files(tmp_path / "whole", stopped)
     assert not partial.exists()
 
