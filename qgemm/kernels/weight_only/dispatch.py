@@ -21,6 +21,7 @@ def weight_only_linear(
     """``x @ W.T + bias`` in the dtype of ``x``; ``W`` is what ``weight.dequantize`` gives in that dtype.
 
     ``x``: float ``[..., K]``. With ``weight.int8_activations``, the numbers of ``int4_int8_linear_reference``.
+    Groups are then of up to 131,071 values: of more, ``ValueError``, for int32 may not hold a sum.
     ``residual``: ``[..., N]`` in the dtype of ``x``, added to the rounded product. ``recallable``: remember what is
     found out about the call on a GPU, for others.
     """
