@@ -48,7 +48,9 @@ EVERY_LAYER = [
 
 OF_WEIGHTS = ["int4-32", "int4-channel", "int4-32-asymmetric", "int4-channel-asymmetric", "int8-weight", "fp8-weight"]
 OF_WEIGHTS += ["int8-weight-64-asymmetric", "mxfp4", "mxfp8", "nvfp4", "nf4"]
-"""Schemes whose weight alone is quantized."""
+# Whose scales are in steps, or of blocks; activations are quantized too, which rounding a weight knows nothing of.
+OF_WEIGHTS += ["int4-32-int8", "int4-64-asymmetric-int8", "fp8-block"]
+"""Schemes of every format and kind of scale that a weight has."""
 
 # What each has is in another scheme, too.
 _FEW_IN_MODELS = {"int4-64-asymmetric-ordered-int8", "int8-weight-64-asymmetric", "fp8-weight"}
