@@ -131,9 +131,7 @@ def _group_of(layer: Layer, groups: list[Group], config_path: Path) -> Group:
     for targets in (*exact, "Linear"):
         named = [group for group in fitting if targets in group.targets]
         others = [group for group in fitting if group not in named]
-        is_clear = targets in exact or not any(
-            target.startswith("re:") for group in others for target in group.targets
-        )
+        is_clear = targets in exact or not any(target.startswith("re:") for group in others for target in group.targets)
         if len(named) == 1 and is_clear:
             return named[0]
     names = " and ".join(group.name for group in fitting)
