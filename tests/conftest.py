@@ -3,10 +3,12 @@
 import gc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is defined, so it is set before anything imports qgemm.
@@ -78,3 +80,20 @@ _manual_seed = torch.manual_seed if torch.cuda.is_available() else torch.default
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     _manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def assert_as_accurate() -> Callable[[Tensor, Tensor, Tensor], None]:
+    """``check(out, reference, exact)``: the error against float64 is at most twice the reference's own."""
+
+    def check(out: Tensor, reference: Tensor, exact: Tensor) -> None:
+        assert out.dtype == reference.dtype
+        assert out.shape == reference.shape == exact.shape
+        if not exact.numel():
+            return
+        error = (out.double() - exact).abs().max()
+        # A reference that happens to be exact still leaves the last bit of float32 arithmetic.
+        allowed = 2 * (reference.double() - exact).abs().max() + 2.0**-22 * exact.abs().max()
+        assert error <= allowed, f"error {error:.3g}, allowed {allowed:.3g}"
+
+    return check

@@ -2,7 +2,7 @@
 
 The files say which layers are quantized: those with a ``weight_scale``. What their numbers mean, the config's groups
 say; a layer is of the group that its tensors fit. Targets decide only between groups that a layer fits alike, and there
-names and classes alone: anyone's regular expressions are not evaluated.
+names and classes alone, and what qgemm writes for experts: anyone's regular expressions are not evaluated.
 
 ``compressed_tensors_groups.py`` has the groups, ``compressed_tensors_layers.py`` one layer, and
 ``compressed_tensors_writer.py`` how qgemm writes such files.
@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from qgemm.checkpoint.cache_scales import leave_to_cache
-from qgemm.checkpoint.compressed_tensors_groups import QUANT_METHOD, SUPPORTED, Group, Unsupported, parse_group
+from qgemm.checkpoint.compressed_tensors_groups import (
+    QUANT_METHOD,
+    SUPPORTED,
+    Group,
+    Unsupported,
+    parse_group,
+    target_of_experts,
+)
 from qgemm.checkpoint.compressed_tensors_layers import LEAVES, Layer, note_layer, problem_with
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
@@ -119,12 +126,12 @@ def _group_of(layer: Layer, groups: list[Group], config_path: Path) -> Group:
         raise CheckpointError(f"{path}: layer {layer.name} fits none of the groups in {config_path.name}: {listed}")
     if len({(group.scheme, group.note) for group in fitting}) == 1:
         return fitting[0]
-    for targets in (layer.name, "Linear"):
+    experts, _, number = layer.name.rpartition(".")[0].rpartition(".")
+    exact = [layer.name, *([target_of_experts(experts)] if number.isdecimal() else [])]
+    for targets in (*exact, "Linear"):
         named = [group for group in fitting if targets in group.targets]
         others = [group for group in fitting if group not in named]
-        is_clear = targets == layer.name or not any(
-            target.startswith("re:") for group in others for target in group.targets
-        )
+        is_clear = targets in exact or not any(target.startswith("re:") for group in others for target in group.targets)
         if len(named) == 1 and is_clear:
             return named[0]
     names = " and ".join(group.name for group in fitting)

@@ -6,11 +6,12 @@ why it is none. Where qgemm has the weights but leaves activations in float that
 ``note``: the result is closer to the float model than the file asks for, and the user is told.
 
 Targets are names, classes, or anyone's regular expressions. Those are not evaluated: the files tell which layers are
-quantized, and mostly as what.
+quantized, and mostly as what. One form is known, which qgemm writes for the layers of experts: ``target_of_experts``.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,14 @@ SUPPORTED = (
     "qgemm reads weights of int4 and int8 (pack-quantized, int-quantized), fp8 (per tensor, channel, or blocks of "
     "128 x 128), mxfp4, mxfp8 and nvfp4, with activations in float, in int8 or in fp8"
 )
+
+
+def target_of_experts(name: str) -> str:
+    """The regular expression for the layers of the module of experts called ``name``, such as ``name.0.up_proj``.
+
+    The library and vLLM match what follows ``re:`` from the beginning.
+    """
+    return rf"re:{re.escape(name)}\.\d+\."
 
 
 class Unsupported(Exception):

@@ -7,13 +7,22 @@ dtype, so that none is rounded. transformers reads them in the model's dtype, as
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qgemm.checkpoint.compressed_tensors_groups import FLOAT, INT, MXFP4, MXFP8, NAIVE, NVFP4, PACKED, QUANT_METHOD
+from qgemm.checkpoint.compressed_tensors_groups import (
+    FLOAT,
+    INT,
+    MXFP4,
+    MXFP8,
+    NAIVE,
+    NVFP4,
+    PACKED,
+    QUANT_METHOD,
+    target_of_experts,
+)
 from qgemm.checkpoint.files_for_others import is_target, parts_of_experts, tensors_for_others
 from qgemm.checkpoint.model_names import expert_leaves
 from qgemm.checkpoint.pretrained import built_again, is_pretrained
@@ -167,9 +176,8 @@ def quantization_config(model: nn.Module, layers: dict[str, QuantLayer]) -> dict
     used = {layer.scheme.name: layer.scheme for layer in layers.values()}
     groups: dict[str, dict[str, Any]] = {}
     for index, scheme in enumerate(used.values()):
-        # Experts are a layer each there; the library and vLLM match what follows "re:" from the beginning.
         names = [
-            name if isinstance(layer, LinearLayer) else rf"re:{re.escape(name)}\.\d+\."
+            name if isinstance(layer, LinearLayer) else target_of_experts(name)
             for name, layer in layers.items()
             if layer.scheme == scheme
         ]

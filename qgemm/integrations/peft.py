@@ -81,13 +81,14 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
 
 
 class _NoneOnExperts(nn.Module):
-    """What PEFT takes for experts, so that it raises: by itself it would round the adapter to int8."""
+    """What PEFT takes for experts, so that it raises: by itself it would round the adapter as the weights are."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, **kwargs: Any) -> None:
         """Raises ``ValueError``."""
+        assert isinstance(base_layer, QuantExperts)
         raise ValueError(
-            f"an adapter can't be put on {type(base_layer).__name__}, whose weights are int8: name the layers around "
-            "the experts in target_modules, and no parameter of experts in target_parameters"
+            f"an adapter can't be put on {type(base_layer).__name__}, whose weights are in {base_layer.scheme.name}: "
+            "name the layers around the experts in target_modules, and no parameter of experts in target_parameters"
         )
 
 

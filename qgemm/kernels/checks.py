@@ -267,6 +267,8 @@ def check_weight_only_linear(x: Tensor, weight: QuantizedWeight, residual: Tenso
         raise ValueError(f"format is {format!r}; int8_activations are for int4")
     if has_int8 and scale.dtype not in FLOAT_DTYPES:
         raise ValueError(f"scale is {scale.dtype}; with int8_activations it must be {names_of(FLOAT_DTYPES)}")
+    if has_int8:
+        check_length(min(group_size, in_features))
     if step is not None and not (has_int8 and zero_point is None):
         raise ValueError("step is for int8_activations, and weights without a zero_point")
     _check_bias(bias, N)

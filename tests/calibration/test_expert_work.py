@@ -22,19 +22,19 @@ from qgemm.kernels import quantize_rows
 from qgemm.model.selection import select_layers
 from qgemm.nn import QuantExperts
 from qgemm.nn.float_experts import describe_experts
-from qgemm.scheme import INT8_ROWS, SCHEMES
+from qgemm.scheme import INT8_ROWS, SCHEMES, resolve_scheme
 
 # Gates before ups; gates and ups in turn, transposed, with biases; rows for each expert.
 FAMILIES = ["mixtral", "gpt_oss", "llama4"]
 
 
-def experts_block(family: str, tokens: int = 600, **more: Any) -> tuple[Any, Block]:
+def experts_block(family: str, tokens: int = 600, scheme: str = "int8", **more: Any) -> tuple[Any, Block]:
     model = MIXTURES[family]().model
     ids = torch.randint(5, 97, (tokens // 20, 20))
     block = block_of(model, {"input_ids": ids, **more})
     for layer in select_layers(model, None):
         if layer.is_experts and not layer.reason:
-            block.experts[layer.name] = ExpertsWork(layer.name, model.get_submodule(layer.name), SCHEMES["int8"])
+            block.experts[layer.name] = ExpertsWork(layer.name, model.get_submodule(layer.name), resolve_scheme(scheme))
     assert block.experts
     return model, block
 
@@ -203,6 +203,32 @@ def test_models_with_decided_experts_are_saved_loaded_and_resumed(
         assert all(torch.equal(left[name], right[name]) for name in left)
         assert qgemm.report(other) == qgemm.report(model)
         assert any(isinstance(module, QuantExperts) for module in other.modules())
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"), [("gpt_oss", "mxfp4"), ("gpt_oss", "int4-32"), ("mixtral", "fp8"), ("gpt_oss", "fp8-block")]
+)
+@torch.no_grad()
+def test_gptq_of_experts_in_other_formats(family: str, scheme: str) -> None:
+    _, block = experts_block(family, scheme=scheme)
+    GPTQ().apply(block)
+    for work in block.experts.values():
+        source, plain = describe_experts(work.module), QuantExperts.from_experts(work.module, scheme)
+        assert work.weights is not None
+        [note] = work.notes
+        assert "nearest" not in note
+        decided = copy.deepcopy(plain)
+        for name, weight in work.weights.items():
+            decided.fill(name, work.module.get_parameter(source.parameters[name]), source, weight.parts)
+        losses = {"gate_up_proj": [0.0, 0.0], "down_proj": [0.0, 0.0]}
+        for expert, both in enumerate(rows_by_hand(block, work)):
+            for (name, sums), x in zip(losses.items(), both, strict=True):
+                weight = source.rows_of(name, work.module.get_parameter(source.parameters[name]), expert)
+                for place, layer in enumerate((decided, plain)):
+                    own = layer.linear_of(name, expert).dequantize(torch.float32).weight
+                    sums[place] += float((x @ (own - weight).T).square().sum())
+        for one, other in losses.values():
+            assert one < 0.7 * other
 
 
 @pytest.mark.parametrize("scheme", ["int4-32-asymmetric", "nvfp4"])

@@ -23,6 +23,7 @@ from qgemm.calibration.rounding import (
 )
 from qgemm.kernels import quantize_rows
 from qgemm.nn import linear_class
+from qgemm.numerics.groups import steps_of
 from qgemm.scheme import SCHEMES, resolve_scheme
 
 GRIDS = [(8, None), (4, None), (8, 32), (4, 32), (4, 128)]
@@ -205,13 +206,14 @@ def test_weights_of_every_scheme(name: str) -> None:
     for importance in (None, moment, torch.diag(moment)):
         best = round_by_mse(weight, importance, scheme)
         assert best.values.dtype == scheme.format.storage
+        assert scheme.scale_dtype != "steps" or steps_of(best.scale) is not None
         decided = linear_class(name).from_linear(linear, name, weight=best.parts)
         assert torch.equal(dequantize(best, scheme), decided.dequantize().weight)
         weights = moment if importance is not None else torch.ones(300)
         losses = [((dequantize(each, scheme) - weight).square() @ weights).sum().item() for each in (best, plain)]
         # Of powers of two the plain ones may be the best; where all scales are fractions of the largest, none is free.
         assert losses[0] <= losses[1] * (1 + 1e-6)
-        if scheme.format.bits == 4 and scheme.scale_dtype == "bfloat16":
+        if scheme.format.bits == 4 and scheme.scale_dtype in ("bfloat16", "steps"):
             assert losses[0] < 0.99 * losses[1]
 
 

@@ -66,14 +66,21 @@ def test_damage_is_that_of_swapping_one_layer(family: str) -> None:
     assert result.other_bytes == sum(tensor.nbytes for tensor in tensors.values()) - inside
 
 
+FOUR_BITS = ["int4", "int4-channel", "int4-32-int8", "nf4"]
+
+
 def test_schemes_of_all_kinds() -> None:
     example = FAMILIES["llama"]()
     schemes = ["int8", "int8-static-asymmetric", "int8-hadamard", "int4", "int4-channel", "int8"]
+    schemes += ["fp8", "fp8-block", "int8-weight", "int4-32-int8", "nf4", "mxfp8"]
     result = sensitivity(example.model, [example.inputs], schemes, skip="*self_attn*", progress=False)
     by_scheme = {scheme: [r.damage for r in result.records if r.scheme == scheme] for scheme in schemes}
-    assert [len(damages) for damages in by_scheme.values()] == [6] * 5
+    assert [len(damages) for damages in by_scheme.values()] == [6] * 11
     assert 0 < max(sum(by_scheme[scheme]) for scheme in schemes[:3]) < sum(by_scheme["int4"])
-    for record in result.records[1::5]:
+    assert sum(by_scheme["int8-weight"]) < sum(by_scheme["fp8"]) < min(sum(by_scheme[each]) for each in FOUR_BITS)
+    checked = result.records[1::5]
+    assert {record.scheme for record in checked} == set(schemes)
+    for record in checked:
         alone = copy.deepcopy(example.model)
         skip = [r.name for r in result.records if r.name != record.name] + ["*self_attn*"]
         calibration = [example.inputs] if "static" in record.scheme else None

@@ -3,8 +3,8 @@
     python tests/checkpoint/fuzz.py --cases 10000 --seed 0
     python tests/checkpoint/fuzz.py --cases 10000 --seed 0 --foreign
 
-Every case starts from one of six good folders of qgemm, or of compressed-tensors and bitsandbytes. It breaks the
-folder in one to three ways, and loads it. What may happen then:
+Every case starts from one of six good folders of qgemm, or of 24 of other libraries. It breaks the folder in one to
+three ways, and loads it. What may happen then:
 
 - ``CheckpointError``;
 - a model whose output equals the good one's;
@@ -46,7 +46,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from checkpoint.fuzz_breaks import Case, Change, content_of, make_case
+from checkpoint.fuzz_experts import make_mixtures
 from checkpoint.fuzz_foreign import make_foreign
+from checkpoint.fuzz_fp8 import make_fp8
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, Good, Link, Special, make_good, output_of
 from checkpoint.fuzz_packed import OWN_CONFIG
 from qgemm.checkpoint import CheckpointError, load_quantized
@@ -294,8 +296,9 @@ def is_held(name: str, stored: Tensor, tensor: Tensor) -> bool:
     """
     if stored.dtype == torch.int8 and tensor.dtype == torch.uint8 and stored.ndim == 2:
         return same_bytes(pack_codes((stored & 15).view(torch.uint8)), tensor)
-    if name.endswith("_scale") and stored.numel() == tensor.numel():
-        return same_bytes(stored.float().flatten(), tensor.float().flatten())
+    if name.endswith("_scale") and stored.numel() in (1, tensor.numel()):  # one for all rows
+        times = tensor.numel() if stored.numel() == 1 else 1
+        return same_bytes(stored.float().flatten().repeat(times), tensor.float().flatten())
     return same_bytes(stored, tensor)
 
 
@@ -319,12 +322,17 @@ def prepare(work: Path, make: Callable[[Path], list[Good]] = make_good) -> tuple
     return good, Watch()
 
 
+def make_every_foreign(folder: Path) -> list[Good]:
+    """Those of other libraries, written into ``folder``."""
+    return make_foreign(folder) + make_fp8(folder) + make_mixtures(folder)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--foreign", action="store_true", help="compressed-tensors and bitsandbytes, not qgemm's own")
+    parser.add_argument("--foreign", action="store_true", help="those of other libraries, not qgemm's own")
     parser.add_argument("--only", type=int, help="run this case alone and show it")
     args = parser.parse_args()
     numbers = range(args.first, args.first + args.cases) if args.only is None else [args.only]
@@ -333,7 +341,7 @@ def main() -> int:
     failures = 0
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as work_name:
         work = Path(work_name)
-        good, watch = prepare(work, make_foreign if args.foreign else make_good)
+        good, watch = prepare(work, make_every_foreign if args.foreign else make_good)
         # Address space that a case may take on top of what PyTorch has mapped by now: what asks for more, fails.
         with open("/proc/self/statm") as statm:
             used = int(statm.read().split()[0]) * resource.getpagesize()

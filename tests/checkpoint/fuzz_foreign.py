@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from families.schemes import input_scale_for
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from qgemm import QuantExperts, QuantLinear
 from qgemm.checkpoint import compressed_tensors_writer, save_quantized
 from qgemm.nn import linear_class
 from qgemm.numerics.packing import pack_codes
+from qgemm.scheme import resolve_scheme
 
 Tensors = dict[str, Tensor]
 
@@ -38,36 +40,37 @@ def make_foreign(folder: Path) -> list[Good]:
         ("net", quantized_fuzz_net(), FuzzNet, "5GB"),
     ):
         save_quantized(model, folder / name, max_shard_size=shard_size, format="compressed-tensors")
-        _edit_shards(folder / name, _as_the_library_has_them)
-        made.append(_good(folder / name, build, from_compressed_tensors))
+        edit_shards(folder / name, _as_the_library_has_them)
+        made.append(good_foreign(folder / name, build, from_compressed_tensors))
     save_quantized(packed_net(), folder / "packed", format="compressed-tensors")
-    made.append(_good(folder / "packed", PackedNet, from_compressed_tensors))
+    made.append(good_foreign(folder / "packed", PackedNet, from_compressed_tensors))
     for name, scheme, rename, quantization in (
         ("fp8", "fp8-block", {"weight_scale": "weight_scale_inv"}, {"weight_block_size": [128, 128]}),
         ("modelopt", "nvfp4", {"weight_packed": "weight", "weight_global_scale": "weight_scale_2"}, {}),
     ):
         save_quantized(net_of(scheme), folder / name, format="compressed-tensors")
-        _edit_shards(folder / name, partial(_renamed, rename))
+        edit_shards(folder / name, partial(renamed, rename))
         path = folder / name / CONFIG
         own = {"quant_method": name, **quantization}
         path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": own}))
-        made.append(_good(folder / name, OneNet, from_compressed_tensors))
+        made.append(good_foreign(folder / name, OneNet, from_compressed_tensors))
     _write_mixture(quantized_mixture(), folder / "mixture")
-    made.append(_good(folder / "mixture", None, mixture_from_compressed_tensors))
+    made.append(good_foreign(folder / "mixture", None, mixture_from_compressed_tensors))
     for name, model, build, shard_size in (
         ("llama8", quantized_llama(), None, 1500),
         ("net8", quantized_fuzz_net("int8"), FuzzNet, "5GB"),
     ):
         save_quantized(model, folder / name, max_shard_size=shard_size, format="compressed-tensors")
-        _edit_shards(folder / name, _to_bitsandbytes)
+        edit_shards(folder / name, _to_bitsandbytes)
         path = folder / name / CONFIG
         quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}
         path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
-        made.append(_good(folder / name, build, from_bitsandbytes))
+        made.append(good_foreign(folder / name, build, from_bitsandbytes))
     return made + make_packed(folder, FOREIGN_BREAKS)
 
 
-def _good(folder: Path, build: Callable[[], nn.Module] | None, meaning: Callable[[Tensors], Tensors]) -> Good:
+def good_foreign(folder: Path, build: Callable[[], nn.Module] | None, meaning: Callable[[Tensors], Tensors]) -> Good:
+    """The checkpoint in ``folder``, whose tensors mean what ``meaning`` makes of them."""
     saved = load_saved(folder, build)
     return Good(saved.files, saved.state, saved.output, build, meaning, FOREIGN_BREAKS)
 
@@ -105,13 +108,15 @@ def packed_net() -> FuzzNet:
 
 
 def net_of(scheme: str) -> FuzzNet:
+    """One layer of ``scheme``."""
     torch.manual_seed(0)
-    model = OneNet()
-    model.layers[0] = linear_class(scheme).from_linear(model.layers[0], scheme)
+    model, found = OneNet(), resolve_scheme(scheme)
+    model.layers[0] = linear_class(found).from_linear(model.layers[0], found, input_scale_for(found))
     return model.eval()
 
 
-def _renamed(leaves: dict[str, str], name: str, tensor: Tensor) -> Tensors:
+def renamed(leaves: dict[str, str], name: str, tensor: Tensor) -> Tensors:
+    """A tensor called by what ``leaves`` has for its last name."""
     layer, _, leaf = name.rpartition(".")
     # ModelOpt multiplies by what compressed-tensors divides by.
     value = 1 / tensor if leaf == "weight_global_scale" else tensor
@@ -158,28 +163,29 @@ def _write_mixture(model: nn.Module, folder: Path) -> None:
 
 
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up|down)_proj(_scale)?")
-_SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight(_scale)?")
+_SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight(_scale|_zero_point|_global_scale)?")
 
 
 def mixture_from_compressed_tensors(files: Tensors) -> Tensors:
     """As ``from_compressed_tensors``, for a model with experts."""
     found = from_compressed_tensors(files)
-    numbers: dict[str, int] = {}
+    experts: dict[tuple[str, str], dict[str, dict[int, Tensor]]] = {}
     for name in list(found):
         if match := _SINGLE.fullmatch(name):
-            numbers[match[1]] = max(numbers.get(match[1], 0), int(match[2]) + 1)
-    for experts, count in numbers.items():
-        for suffix in ("", "_scale"):
-            of = {}
-            for leaf in ("gate", "up", "down"):
-                parts = [found.pop(f"{experts}.{e}.{leaf}_proj.weight{suffix}") for e in range(count)]
-                of[leaf] = torch.stack([part.flatten() for part in parts] if suffix else parts)
-            found[f"{experts}.gate_up_proj{suffix}"] = torch.cat((of["gate"], of["up"]), dim=1)
-            found[f"{experts}.down_proj{suffix}"] = of["down"]
+            name, number, leaf, end = match.groups("")
+            experts.setdefault((name, end), {}).setdefault(leaf, {})[int(number)] = found.pop(match[0])
+    for (name, end), leaves in experts.items():
+        gate, up, down = (
+            torch.stack([parts for _, parts in sorted(leaves[leaf].items())]) for leaf in ("gate", "up", "down")
+        )
+        # A global scale is that of both.
+        found[f"{name}.gate_up_proj{end}"] = gate if end == "_global_scale" else torch.cat((gate, up), dim=1)
+        found[f"{name}.down_proj{end}"] = down
     return found
 
 
-def _edit_shards(folder: Path, edit: Callable[[str, Tensor], Tensors]) -> None:
+def edit_shards(folder: Path, edit: Callable[[str, Tensor], Tensors]) -> None:
+    """Writes the files anew, with what ``edit`` makes of each tensor."""
     index = folder / INDEX
     places = {}
     for path in folder.glob("*.safetensors"):
@@ -235,10 +241,9 @@ def _meaning(own: Tensors) -> Tensors:
     if weight is None:
         return found
     rows = weight.shape[0]
-    scale = scale.repeat(rows) if scale.numel() == 1 else scale
     found["weight_scale"] = scale if scale.dtype in (torch.uint8, torch.float8_e4m3fn) else scale.float()
-    if "input_scale" in own:
-        found["input_scale"] = own["input_scale"].float().squeeze()
+    if (input_scale := own.get("input_scale", own.get("activation_scale"))) is not None:
+        found["input_scale"] = input_scale.float().squeeze()
     if weight.dtype == torch.uint8:
         # Two codes in a byte, the first in its low bits.
         codes = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(1)

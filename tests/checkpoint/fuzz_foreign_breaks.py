@@ -27,7 +27,9 @@ def _layer_in(rng: random.Random, tensors: Tensors, *leaves: str) -> tuple[str, 
 
 
 _SCALES = ("weight_scale", "input_scale", "SCB", "weight_scale_inv", "weight_global_scale", "weight_scale_2")
-_SCALES += ("weight_zero_point",)
+_SCALES += ("weight_zero_point", "activation_scale", "input_zero_point")
+_SCALES += tuple(f"{name}_proj_{end}" for name in ("gate_up", "down") for end in ("scale", "scale_inv", "scales"))
+_VALUES = ("gate_up_proj", "gate_up_proj_blocks", "gate_up_proj_bias", "down_proj", "down_proj_blocks")
 
 
 def break_scale(rng: random.Random, files: Files) -> None:
@@ -84,13 +86,21 @@ def break_weight(rng: random.Random, files: Files) -> None:
 def break_packed(rng: random.Random, files: Files) -> None:
     """Packed values, or the shape that they say they have."""
     shard, tensors = load_shard(rng, files)
-    layer, name = _layer_in(rng, tensors, "weight_packed", "weight_shape", "weight_zero_point")
+    layer, name = _layer_in(rng, tensors, "weight_packed", "weight_shape", "weight_zero_point", *_VALUES)
     value = tensors.pop(name)
     what = rng.randrange(5)
     if what == 0:
         tensors[name] = value.to(rng.choice([torch.int8, torch.int32, torch.int64, torch.float32]))
     elif what == 1:
-        tensors[name] = rng.choice([value.flatten(), value[:1], value[None], torch.cat([value, value]), value.t()])
+        tensors[name] = rng.choice(
+            [
+                value.flatten(),
+                value[:1],
+                value[None],
+                torch.cat([value, value]),
+                value.T if value.ndim < 3 else value.mT,
+            ]
+        )
     elif what == 2 and name.endswith("shape"):
         tensors[name] = torch.tensor(rng.choice([[256, 255], [256, 250], [255, 256], [-256, 256], [2**62, 2**62]]))
     elif what == 3:
@@ -209,7 +219,9 @@ _WHOLE: dict[str, list[Any]] = {
     "weight_block_size": [[128, 128], [64, 64], [128], 128, None, "128x128", [], [2**63, 1]],
     "activation_scheme": ["dynamic", "static", None, []],
     "fmt": ["e4m3", "e5m2", 8],
-    "quant_algo": ["NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_AWQ", None, []],
+    "activation_scale_ub": [1200.0, None, float("nan"), "x", []],
+    "modules_to_not_convert": [None, [], ["lm_head"], "re:(a+)+$", 3],
+    "quant_algo": ["NVFP4", "FP8", "MXFP8", "FP8_PER_CHANNEL_PER_TOKEN", "W4A16_AWQ", None, []],
     "quantization": [{}, {"quant_algo": "FP8"}, []],
 }
 

@@ -134,6 +134,21 @@ def test_experts_beside_layers_of_another_scheme(tmp_path: Path) -> None:
     assert_same(qgemm.load_quantized(tmp_path), model)
 
 
+@pytest.mark.parametrize(("experts", "others"), [("fp8-weight", "fp8"), ("int4-32-asymmetric", "int4-32")])
+def test_experts_that_fit_the_groups_of_other_layers_too(experts: str, others: str, tmp_path: Path) -> None:
+    # Their tensors are alike: which group they are of, its targets say.
+    schemes = {"model.layers.0.mlp.experts": experts, "*": others}
+    model: Any = qgemm.quantize_model(MIXTURES["mixtral"]().model, schemes)
+    qgemm.save_quantized(model, tmp_path, format="compressed-tensors")
+    assert_same(qgemm.load_quantized(tmp_path), model)
+    edit_quantization(
+        tmp_path,
+        lambda q: [group.update(targets=["re:.*experts", "re:.*attn"]) for group in q["config_groups"].values()],
+    )
+    with pytest.raises(CheckpointError, match=r"fits group_\d and group_\d alike, and qgemm evaluates no regular expr"):
+        qgemm.load_quantized(tmp_path)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3"])
 def test_the_names_are_those_that_transformers_splits_experts_into(family: str, tmp_path: Path) -> None:
     # So that gates aren't taken for ups in the tests above.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import qgemm
+from checkpoint.fused_experts import BLOCKS, FBGEMM, in_blocks, transposed, write_experts
 from checkpoint.samples import load_sample, logit_error, wrong_weights
 from qgemm import CheckpointError, QuantExperts
 
@@ -44,10 +44,8 @@ def test_samples(name: str) -> None:
         assert warnings == []
 
 
-BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 TENSOR = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
-FBGEMM = {"quant_method": "fbgemm_fp8"}
 
 
 def layer_with(N: int = 576, K: int = 192, **others: Tensor) -> dict[str, Tensor]:
@@ -139,33 +137,6 @@ GRID = {"weight_scale_inv": torch.ones(5, 2)}
 def test_what_is_refused(scales: dict[str, Tensor], quantization: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         load(tmp_path, {**layer_with(), **scales}, quantization)
-
-
-def write_experts(
-    model: Any, folder: Path, quantization: dict[str, Any], edit: Callable[[str, Tensor], Tensors]
-) -> None:
-    """A float checkpoint's config, and the tensors of a quantized ``model`` as ``edit`` makes them of one."""
-    tensors: Tensors = {}
-    for name, tensor in model.state_dict().items():
-        tensors.update(edit(name, tensor.detach()))
-    folder.mkdir()
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    config = json.loads(model.config.to_json_string(use_diff=False))
-    config |= {"architectures": [type(model).__name__], "dtype": "float32", "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def in_blocks(name: str, tensor: Tensor) -> Tensors:
-    return {f"{name}_inv" if name.endswith("_scale") else name: tensor}
-
-
-def transposed(name: str, tensor: Tensor) -> Tensors:
-    """As FBGEMM has the experts of Llama 4."""
-    if ".experts." not in name:
-        return {name: tensor[:, None] if name.endswith("weight_scale") else tensor}
-    if name.endswith("_scale"):
-        return {name: tensor[:, None] if "gate_up" in name else tensor[:, :, None]}
-    return {name: tensor.transpose(1, 2)}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -29,9 +32,6 @@ EVERY_SCHEME = [
 ]
 """One of each family."""
 
-EVERY_FAMILY = [*EVERY_SCHEME, "int4-32-asymmetric-ordered", "mxfp8", "nvfp4"]
-"""And of each kind of state: zero points and an order, exponents, a global scale. For tests of whole models."""
-
 EVERY_LAYER = [
     *EVERY_SCHEME,
     "int4-32-asymmetric-ordered",
@@ -44,11 +44,24 @@ EVERY_LAYER = [
     "nvfp4",
     "nf4",
 ]
-"""And of each format of weights."""
+"""And of each format of weights, and each kind of state: zero points and an order, exponents, a global scale."""
 
 OF_WEIGHTS = ["int4-32", "int4-channel", "int4-32-asymmetric", "int4-channel-asymmetric", "int8-weight", "fp8-weight"]
 OF_WEIGHTS += ["int8-weight-64-asymmetric", "mxfp4", "mxfp8", "nvfp4", "nf4"]
-"""Schemes whose weight alone is quantized."""
+# Whose scales are in steps, or of blocks; activations are quantized too, which rounding a weight knows nothing of.
+OF_WEIGHTS += ["int4-32-int8", "int4-64-asymmetric-int8", "fp8-block"]
+"""Schemes of every format and kind of scale that a weight has."""
+
+# What each has is in another scheme, too.
+_FEW_IN_MODELS = {"int4-64-asymmetric-ordered-int8", "int8-weight-64-asymmetric", "fp8-weight"}
+
+
+def in_models(schemes: list[str]) -> list[Any]:
+    """Parameters of a test of whole models: ``schemes``, some of them for ``--complete`` alone."""
+    return [
+        pytest.param(scheme, marks=[pytest.mark.complete] if scheme in _FEW_IN_MODELS else []) for scheme in schemes
+    ]
+
 
 ERRORS = {"int8": 0.03, "int4": 0.15, "fp8": 0.05, "fp4": 0.2, "nf4": 0.2}
 """The most that rounding to a format changes a product of random values, as a share of it."""

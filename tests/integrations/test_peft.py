@@ -300,23 +300,35 @@ assert not any(type(finder).__module__.startswith("qgemm") for finder in sys.met
     run_code(code)
 
 
+@pytest.mark.parametrize("scheme", ["int8", "mxfp4"])
 @pytest.mark.parametrize(
     "names", [{"target_modules": ["experts"]}, {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}]
 )
-def test_experts_take_no_adapter(names: dict[str, Any]) -> None:
-    # PEFT by itself would round the adapter to int8.
-    model = qgemm.quantize_model(MIXTURES["mixtral"]().model)
+def test_experts_take_no_adapter(names: dict[str, Any], scheme: str) -> None:
+    # PEFT by itself would round the adapter as the weights are.
+    model = qgemm.quantize_model(MIXTURES["mixtral"]().model, scheme)
     with pytest.raises(
-        ValueError, match="an adapter can't be put on QuantExperts, whose weights are int8: name the lay"
+        ValueError, match=f"an adapter can't be put on QuantExperts, whose weights are in {scheme}: name the lay"
     ):
         get_peft_model(model, LoraConfig(r=4, **names))
 
 
-def test_adapters_around_experts_learn() -> None:
-    example = MIXTURES["mixtral"]()
-    model = get_peft_model(qgemm.quantize_model(example.model), lora(target_modules=["q_proj", "o_proj"]))
-    model(**example.inputs, labels=example.inputs["input_ids"]).loss.backward()
+# With int8, activations are rounded too.
+@pytest.mark.parametrize(
+    ("family", "scheme", "error"), [("mixtral", "int8", 0.1), ("mixtral", "mxfp4", 1e-5), ("gpt_oss", "mxfp4", 1e-5)]
+)
+def test_adapters_around_experts_have_the_gradients_of_float_experts(family: str, scheme: str, error: float) -> None:
+    gradients = []
+    for is_float in (False, True):
+        example = MIXTURES[family]()
+        base: Any = qgemm.quantize_model(example.model, scheme)
+        if is_float:
+            base.dequantize()
+        model = fill(get_peft_model(base, lora(target_modules=["q_proj", "o_proj"])))
+        model(**example.inputs, labels=example.inputs["input_ids"]).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    ours, theirs = gradients
     # Those of the first layer too, through the experts of both.
-    adapters = {name: p for name, p in model.named_parameters() if "lora_B" in name}
-    assert len(adapters) == 4  # of two projections in two blocks
-    assert all(p.grad is not None and p.grad.any() for p in adapters.values())
+    assert len(ours) == 8  # of two projections in two blocks
+    for name, gradient in ours.items():
+        assert (gradient - theirs[name]).norm() / theirs[name].norm() < error, name

@@ -23,25 +23,28 @@ from qgemm.nn import QuantExperts
 from qgemm.numerics.formats import INT8
 
 # A line each for the dtypes, in turn, so that both are seen with many layouts.
-families = pytest.mark.parametrize(
-    ("family", "dtype"),
-    [(name, (torch.float32, torch.bfloat16)[number % 2]) for number, name in enumerate(MIXTURES)],
-)
+DTYPES = torch.float32, torch.bfloat16
+IN_EVERY_FORMAT: list[Any] = [(name, DTYPES[number % 2], "int8") for number, name in enumerate(MIXTURES)]
+IN_EVERY_FORMAT += [
+    pytest.param(name, DTYPES[(number + place) % 2], scheme, marks=[] if number == 2 * place else pytest.mark.complete)
+    for number, scheme in enumerate(("mxfp4", "int4-32", "fp8-block", "fp8"))
+    for place, name in enumerate(("gpt_oss", "mixtral"))
+]
 
 
 def experts_of(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, QuantExperts)]
 
 
-@pytest.mark.slow(quick=["mixtral"])
-@families
-def test_round_trips(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.slow(quick=["mixtral-torch.float32-int8"])
+@pytest.mark.parametrize(("family", "dtype", "scheme"), IN_EVERY_FORMAT, ids=str)
+def test_round_trips(family: str, dtype: torch.dtype, scheme: str, tmp_path: Path) -> None:
     example = MIXTURES[family]()
     cls: Any = type(example.model)
     example.model.to(dtype).save_pretrained(tmp_path / "float")
-    in_place = qgemm.quantize_model(cls.from_pretrained(tmp_path / "float", dtype=dtype))
-    on_load = cls.from_pretrained(tmp_path / "float", dtype=dtype, quantization_config=qgemm.QGemmConfig())
-    assert experts_of(on_load)
+    in_place = qgemm.quantize_model(cls.from_pretrained(tmp_path / "float", dtype=dtype), scheme)
+    on_load = cls.from_pretrained(tmp_path / "float", dtype=dtype, quantization_config=qgemm.QGemmConfig(scheme))
+    assert {on_load.get_submodule(name).scheme.name for name in experts_of(on_load)} == {scheme}
     assert_same(on_load, in_place)
     assert qgemm.report(on_load) == qgemm.report(in_place)
     expected = Example(in_place, example.inputs).output()
@@ -54,7 +57,7 @@ def test_round_trips(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
             assert_same(again, in_place)
             assert torch.equal(Example(again, example.inputs).output(), expected)
             assert again.dtype == dtype
-    qgemm.quantize_checkpoint(tmp_path / "float", tmp_path / "streamed", max_shard_size="20KB", progress=False)
+    qgemm.quantize_checkpoint(tmp_path / "float", tmp_path / "streamed", scheme, max_shard_size="20KB", progress=False)
     assert_same_files(tmp_path / "streamed", tmp_path / "ours")
 
 
@@ -119,10 +122,13 @@ def test_gradients_flow_with_checkpointing(family: str) -> None:
     )
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_a_quantized_folder_is_offloaded_and_run(family: str, tmp_path: Path) -> None:
+OFFLOADED = [("mixtral", "int8"), ("gpt_oss", "int8"), ("gpt_oss", "mxfp4"), ("mixtral", "fp8-block")]
+
+
+@pytest.mark.parametrize(("family", "scheme"), OFFLOADED)
+def test_a_quantized_folder_is_offloaded_and_run(family: str, scheme: str, tmp_path: Path) -> None:
     example = MIXTURES[family]()
-    model: Any = qgemm.quantize_model(example.model)
+    model: Any = qgemm.quantize_model(example.model, scheme)
     model.save_pretrained(tmp_path / "int8")
     expected = example.output()
     device_map = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")

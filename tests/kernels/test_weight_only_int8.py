@@ -16,13 +16,13 @@ from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.plans import PlanCache
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.reference import int4_int8_linear_reference, quantize_rows_reference
-from qgemm.kernels.weight_only import int8_cpu, int8_launcher
+from qgemm.kernels.weight_only import dispatch, int8_cpu, int8_launcher
 from qgemm.kernels.weight_only.int8_config import MAX_FEW_ROWS, MAX_STAGES, Int8Config, select_config
-from qgemm.kernels.weight_only.int8_launcher import weight_only_linear
-from qgemm.numerics.formats import INT4
-from qgemm.numerics.groups import spread
+from qgemm.kernels.weight_only.int8_launcher import MAX_K, weight_only_linear
+from qgemm.numerics.formats import INT4, INT8
+from qgemm.numerics.groups import MAX_STEPS, spread
 from qgemm.numerics.integers import cdiv
-from qgemm.numerics.packing import pack_codes, unpack_codes
+from qgemm.numerics.packing import HALF, pack_codes, unpack_codes
 from tests.kernels.devices import H200
 from tests.kernels.test_gemm_hopper import on_hopper
 
@@ -146,6 +146,75 @@ def test_a_row_with_nan_or_inf_is_one_of_nan(compute: Compute, value: float, dev
     assert out[[0, 2]].isfinite().all()
 
 
+def extreme(kind: str, K: int, size: int, device: torch.device) -> QuantizedWeight:
+    """Rows of the largest differences of either sign; of ``steps``, all scales are the largest multiple of one."""
+    N = 264 if device.type == "cuda" else 8
+    shape = N, cdiv(K, size)
+    low = (torch.arange(N, device=device) % 2 == 0)[:, None]
+    q = torch.where(low, -8, 7).to(torch.int8).repeat(1, K)
+    if HALF < size < K:
+        q[:, ::16] -= q[:, ::16].sign()  # sums of 16 products are odd
+    zero_point = torch.where(low, 8, -8).to(torch.int8).expand(shape).contiguous() if kind == "asymmetric" else None
+    scale = torch.full(shape, MAX_STEPS if kind == "steps" else 1, dtype=torch.bfloat16, device=device)
+    step = torch.ones(N, device=device) if kind == "steps" else None
+    values = pack_codes(INT4.to_codes(q))
+    return QuantizedWeight(values, scale, zero_point, None, None, None, K, "int4", size, True, step)
+
+
+def extreme_rows(M: int, layer: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """All 127 or -127, or half of them each."""
+    K = layer.in_features
+    x = torch.full((M, K), 127, dtype=dtype, device=layer.values.device)
+    x[1::3], x[2::3, K // 2 :] = -127, -127
+    if layer.group_size == K:
+        x[:, 0] = 1  # sums are no round numbers, which float32 would hold
+    return x
+
+
+def exact_sums(x: Tensor, layer: QuantizedWeight) -> Tensor:
+    """The products by int64, where quantized rows are ``x`` itself: of groups, then added in float32."""
+    q = INT4.decode(unpack_codes(layer.values, layer.in_features)[:2]).long()  # all others are as these
+    if layer.zero_point is not None:
+        q -= spread(layer.zero_point[:2].long(), layer.group_size, layer.in_features)
+    total = torch.zeros(3, 2, device=x.device)
+    products = x[:3, None].long() * q
+    for sums in products.split(layer.group_size, dim=-1):
+        total[: len(sums)] += sums.sum(-1).float() * layer.scale.flatten()[0].float()
+    return total[torch.arange(len(x), device=x.device) % 3].repeat(1, len(layer.values) // 2).to(x.dtype)
+
+
+# Whole rows of the most values that a layer may have, or that Hopper's kernels take; groups of no multiple of 32.
+EXTREMES = [
+    pytest.param("symmetric", INT8.max_k, INT8.max_k, marks=pytest.mark.complete),
+    ("asymmetric", MAX_K, MAX_K),
+    ("asymmetric", 1024, 128),
+    ("steps", 1024, 128),
+    pytest.param("symmetric", 20_832, 20_816, marks=pytest.mark.complete),
+    ("asymmetric", 11_232, 11_216),
+]
+
+
+@pytest.mark.slow(quick=["steps-1024-128"])
+@COMPUTE
+@pytest.mark.parametrize(("kind", "K", "size"), EXTREMES)
+def test_the_largest_sums(compute: Compute, kind: str, K: int, size: int, device: torch.device) -> None:
+    layer = extreme(kind, K, size, device)
+    x = extreme_rows(3, layer)
+    assert torch.equal(compute(x, layer), exact_sums(x, layer))
+
+
+def test_a_sum_that_int32_may_not_hold_is_refused() -> None:
+    # Of -16 times 127, 16 more than a million are beyond -2^31.
+    K = 1_056_848
+    layer = extreme("asymmetric", K, K, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"K is 1056848; int32 holds sums of int8 products up to K = 131071"):
+        dispatch.weight_only_linear(extreme_rows(1, layer), layer)
+    layer = extreme("asymmetric", K, INT8.max_k // 16 * 16, torch.device("cpu"))
+    assert torch.equal(
+        dispatch.weight_only_linear(extreme_rows(1, layer), layer), exact_sums(extreme_rows(1, layer), layer)
+    )
+
+
 # Of one row; few rows, whose x fits in shared memory or not; partial sums; whole rows and groups; short sums.
 LLAMA = [(4096, 4096), (28_672, 4096), (4096, 14_336), (57_344, 8192), (8192, 28_672), (512, 128)]
 
@@ -242,6 +311,25 @@ def test_sums_of_hopper_s_kernels_are_exact(
                 out = weight_only_linear(x, layer, config)
                 assert torch.equal(out, int4_int8_linear_reference(x, layer)), (N, K, M, config)
                 assert torch.equal(out, weight_only_linear(x, layer, config)), "the same every time"
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("kind", "size", "configs"),
+    [
+        ("symmetric", MAX_K, CONFIGS + WHOLE_ROWS),
+        ("asymmetric", MAX_K, []),
+        ("asymmetric", 128, CONFIGS),
+        ("steps", 128, STEPS_OF_128),
+    ],
+)
+def test_the_largest_sums_of_hopper_s_kernels(kind: str, size: int, configs: list[tuple[int, Int8Config]]) -> None:
+    device = torch.device("cuda")
+    layer = extreme(kind, MAX_K, size, device)
+    chosen: list[tuple[int, Int8Config | None]] = [(1, None), (16, None), (64, None), (300, None)]
+    for M, config in chosen + configs:
+        x = extreme_rows(M, layer, torch.bfloat16)
+        assert torch.equal(weight_only_linear(x, layer, config), exact_sums(x, layer)), (M, config)
 
 
 @on_hopper

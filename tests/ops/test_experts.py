@@ -70,6 +70,21 @@ def test_opcheck(bias: bool, device: torch.device) -> None:
     torch.library.opcheck(torch.ops.qgemm.quant_experts_backward.default, arguments)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [pytest.param("fp8", marks=pytest.mark.complete), "fp8-block"])
+def test_opcheck_in_fp8(scheme: str, device: torch.device) -> None:
+    layer = QuantExperts.from_experts(ALL["gpt_oss"](), scheme).to(device)
+    x, index, weights = (each.to(device) for each in inputs(layer, 9))
+    names = [f"{weight}{end}" for weight in layer.weight_names for end in ("", "_scale", "_bias")]
+    rest = *map(layer.stored, names), *fields(GPT_OSS)
+    whole = x.requires_grad_(), index, weights.requires_grad_(), *rest, torch.randn_like(x).requires_grad_()
+    # PyTorch's check of schemas multiplies arguments by numbers, which float8 can't be.
+    kinds = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
+    torch.library.opcheck(torch.ops.qgemm.quant_experts.default, whole, test_utils=kinds)
+    arguments = torch.randn_like(x), x.detach(), index, weights.detach(), *rest
+    torch.library.opcheck(torch.ops.qgemm.quant_experts_backward.default, arguments, test_utils=kinds)
+
+
 def weight_only_operands(scheme: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
     """Arguments of ``weight_only_experts`` before the activation, for 9 tokens, and what comes after its fields."""
     layer = QuantExperts.from_experts(ALL["gpt_oss"]().to(dtype), scheme).to(device)
@@ -220,10 +235,15 @@ def test_forward_mode_is_refused_and_torch_func_grad_works() -> None:
     assert torch.equal(torch.func.grad(call)(x), tracked.grad)
 
 
+# Of a kind of weights each, in both layouts.
+COMPILED = [("int8", "gpt_oss"), ("int8", "llama4"), ("mxfp4", "gpt_oss"), ("fp8-block", "gpt_oss")]
+COMPILED += [pytest.param(scheme, "llama4", marks=pytest.mark.complete) for scheme in ("int4-32", "fp8")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gpt_oss", "llama4"])
-def test_compiled_in_one_graph(family: str, device: torch.device) -> None:
-    layer = QuantExperts.from_experts(ALL[family]()).to(device)
+@pytest.mark.parametrize(("scheme", "family"), COMPILED)
+def test_compiled_in_one_graph(scheme: str, family: str, device: torch.device) -> None:
+    layer = QuantExperts.from_experts(ALL[family](), scheme).to(device)
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (5, 9):
@@ -236,12 +256,14 @@ def test_compiled_in_one_graph(family: str, device: torch.device) -> None:
         assert torch.equal(compiled_x.grad, eager_x.grad)
 
 
-def test_exported_with_a_dynamic_number_of_tokens(device: torch.device) -> None:
-    layer = QuantExperts.from_experts(ALL["mixtral"]()).to(device)
+@pytest.mark.parametrize("scheme", ["int8", "int4-32", "mxfp4", "fp8", "fp8-block"])
+def test_exported_with_a_dynamic_number_of_tokens(scheme: str, device: torch.device) -> None:
+    layer = QuantExperts.from_experts(ALL["mixtral"](), scheme).to(device)
     tokens = torch.export.Dim("tokens", min=2)
     example = tuple(t.to(device) for t in inputs(layer, 5))
     program = torch.export.export(layer, example, dynamic_shapes=tuple({0: tokens} for _ in example))
-    assert "qgemm.quant_experts" in str(program.graph)
+    name = "weight_only_experts" if layer.scheme.is_weight_only else "quant_experts"
+    assert f"qgemm.{name}" in str(program.graph)
     other = tuple(t.to(device) for t in inputs(layer, 8))
     assert torch.equal(program.module()(*other), layer(*other))
 

@@ -1,9 +1,14 @@
 """``torch.ops.qgemm.quant_linear`` and ``weight_only_linear``: gradients, tracing, checks."""
 
+import shutil
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 from families.schemes import quantized_layer
 from torch import Tensor, nn
+from torch._inductor import metrics
 
 from ops.test_declare import DTYPES, int8, operands, operators_in
 from qgemm.numerics.formats import INT4
@@ -153,6 +158,31 @@ def test_compile_traces_forward_and_backward(device: torch.device) -> None:
         out.sum().backward()
         wanted.sum().backward()
         assert torch.equal(ours.grad, eager.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="PyTorch compiles C++ for a CPU")
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.complete)])
+def test_compiled_by_the_default_backend(trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor's own code runs between qgemm's operators; its gradient through both is the eager one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    int8_layer, int4_layer = (quantized_layer(nn.Linear(48, 48), scheme) for scheme in ("int8", "int4"))
+    model = nn.Sequential(int8_layer, nn.GELU(), int4_layer, nn.Softmax(-1))
+    metrics.reset()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of caches that are off
+        compiled = torch.compile(model, fullgraph=True, dynamic=True)
+        for rows in (5, 9):
+            x = torch.randn(rows, 48)
+            ours, eager = x.clone().requires_grad_(trains), x.clone().requires_grad_(trains)
+            out, wanted = compiled(ours), model(eager)
+            torch.testing.assert_close(out, wanted)
+            if trains:
+                out.square().sum().backward()
+                wanted.square().sum().backward()
+                torch.testing.assert_close(ours.grad, eager.grad)
+    assert metrics.generated_kernel_count >= 2 + trains  # GELU, softmax, a gradient
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -22,7 +22,7 @@ def _int4_int8_kernel(
     """A tile a program. ``x``: int8 ``[M, K]``, contiguous. ``width``: the bytes of a row of the weight.
 
     ``STEP``: values along K at a time, of one group and one half of a block: a power of 2. int8 products take 32 at
-    least; of fewer values they are float16, and their sums exact as well.
+    least; of fewer values they are float16, whose sums of a step are exact as well.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     m = tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -37,8 +37,7 @@ def _int4_int8_kernel(
     for g in range(G):
         if zero_point is not None:
             zeros = tl.load(zero_point + n.to(tl.int64) * G + g, mask=n < N, other=0)[None, :]
-        SUMS: tl.constexpr = tl.float32 if STEP < 32 else tl.int32
-        sums = tl.zeros((BLOCK_M, BLOCK_N), SUMS)
+        sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
         for start in range(g * group, min((g + 1) * group, K), STEP):
             k = start + j
             a = tl.load(x_rows + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0)
@@ -50,7 +49,7 @@ def _int4_int8_kernel(
             if zero_point is not None:
                 q = q - zeros
             if STEP < 32:
-                sums = tl.dot(a.to(tl.float16), q.to(tl.float16), sums)
+                sums += tl.dot(a.to(tl.float16), q.to(tl.float16)).to(tl.int32)
             else:
                 sums = tl.dot(a, q, sums, out_dtype=tl.int32)
         total += sums.to(tl.float32) * tl.load(scales + g, mask=n < N, other=0.0).to(tl.float32)[None, :]

@@ -1,0 +1,73 @@
+"""Good checkpoints in fp8 of FBGEMM, AutoFP8 and ModelOpt for the fuzzer, and one whose inputs have a zero point."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoint.fuzz_foreign import OneNet, edit_shards, from_compressed_tensors, good_foreign, net_of, renamed
+from checkpoint.fuzz_models import CONFIG, Good
+from qgemm.checkpoint import save_quantized
+
+Tensors = dict[str, Tensor]
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+# The name of a folder, the scheme of its layer, what its tensors are called there, and the config.
+FOLDERS: list[tuple[str, str, dict[str, str], dict[str, Any]]] = [
+    ("fbgemm", "fp8", {}, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+    ("fp8-tensor", "fp8", {"weight_scale": "weight_scale_inv"}, {"quant_method": "fp8"}),
+    ("fp8-static", "fp8-static", {"input_scale": "activation_scale"}, STATIC),
+    ("modelopt-fp8", "fp8-static", {}, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    ("modelopt-mxfp8", "mxfp8", {}, {"quant_method": "modelopt", "quant_algo": "MXFP8"}),
+]
+
+
+def make_fp8(folder: Path) -> list[Good]:
+    """A scale a row, one for all, static ones; exponents; int8 with zero points; written into ``folder``."""
+    made = []
+    for name, scheme, leaves, quantization in FOLDERS:
+        save_quantized(net_of(scheme), folder / name, format="compressed-tensors")
+        edit_shards(folder / name, partial(renamed, leaves))
+        if name not in ("fbgemm", "modelopt-mxfp8"):
+            edit_shards(folder / name, _of_the_whole_tensor)
+        path = folder / name / CONFIG
+        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
+        made.append(good_foreign(folder / name, OneNet, from_compressed_tensors))
+    save_quantized(net_of("int8-static"), folder / "shifted", format="compressed-tensors")
+    edit_shards(folder / "shifted", _with_a_zero_point)
+    path = folder / "shifted" / CONFIG
+    config = json.loads(path.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["symmetric"] = False
+    path.write_text(json.dumps(config))
+    return [*made, good_foreign(folder / "shifted", OneNet, from_shifted)]
+
+
+def _of_the_whole_tensor(name: str, tensor: Tensor) -> Tensors:
+    """A scale of rows becomes one."""
+    return {name: tensor.flatten()[0] if name.endswith(("weight_scale", "weight_scale_inv")) else tensor}
+
+
+def _with_a_zero_point(name: str, tensor: Tensor) -> Tensors:
+    own = {name: tensor}
+    if name.endswith("input_scale"):
+        own[name.replace("input_scale", "input_zero_point")] = torch.tensor([-20], dtype=torch.int8)
+    return own
+
+
+def from_shifted(files: Tensors) -> Tensors:
+    """As ``from_compressed_tensors``, where inputs have a zero point: the bias takes off what it adds to products."""
+    found = from_compressed_tensors(files)
+    for name in [name for name in files if name.endswith(".input_zero_point")]:
+        layer = name.rpartition(".")[0]
+        weight, scale = found[f"{layer}.weight"], found[f"{layer}.weight_scale"]
+        number = files[name].reshape(())
+        added = weight.long().sum(1).double() * scale.flatten().double()
+        added = added * found[f"{layer}.input_scale"].double() * number.double()
+        bias = files.get(f"{layer}.bias")
+        found[f"{layer}.bias"] = (-added if bias is None else bias.double() - added).float()
+        found[name] = number
+    return found
