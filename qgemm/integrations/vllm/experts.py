@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.utils import set_weight_attrs
 
 from qgemm.integrations.vllm.parameters import take_dtype
 from qgemm.kernels.activations import GatedActivation
@@ -69,8 +70,8 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
         experts = QuantExperts(num_experts, hidden_size, inner, scheme=self.scheme)
         self.names = {name: _name(name) for name, _ in experts.named_parameters()}
         for name, parameter in experts.named_parameters():
-            parameter.weight_loader = self._loader(layer, name, shard, splits.get(name))
             layer.register_parameter(self.names[name], parameter)
+            set_weight_attrs(parameter, {"weight_loader": self._loader(layer, name, shard, splits.get(name))})
 
     def _loader(self, layer: Any, name: str, shard: Shard, split: Split | None) -> Callable[..., bool | None]:
         """What vLLM calls for each expert's value of the parameter ``name``, which is cut as ``split`` says."""
