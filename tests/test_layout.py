@@ -14,6 +14,7 @@ EXCEPTIONS = {
     "calibration/test_accuracy.py",
     "checkpoint/test_crashes.py",
     "checkpoint/test_fuzz.py",
+    "checkpoint/test_samples.py",
     "cli/test_broken_checkpoints.py",
     "cli/test_documents.py",
     "cli/test_schemes.py",

@@ -79,6 +79,7 @@ def tensors_to_write(
             "compressed-tensors, and would give wrong outputs without an error. qgemm.load_quantized reads them. For "
             'from_pretrained, save the model with format="qgemm"'
         )
+    _warn_of_broken_groups(layers)
     written = tensors_for_others(model, tensors, ties, "compressed-tensors")
     for name, layer in layers.items():
         if isinstance(layer, LinearLayer):
@@ -92,6 +93,19 @@ def tensors_to_write(
             made = _tensors_of_experts(name, layer, own, expert_leaves(model))
         written.update({f"{name}.{leaf}": tensor for leaf, tensor in made.items()})
     return written
+
+
+def _warn_of_broken_groups(layers: dict[str, QuantLayer]) -> None:
+    for name, layer in layers.items():
+        activation = layer.scheme.activation
+        size = None if activation is None or activation.granularity != "group" else activation.group_size
+        if isinstance(layer, LinearLayer) and size is not None and layer.in_features % size:
+            warn_user(
+                f"{name} has {layer.in_features} input columns, and compressed-tensors and vLLM round activations in "
+                f"whole groups of {size}: they will raise an error there. qgemm.load_quantized reads and runs it; for "
+                "them, convert the layers to another scheme, such as fp8"
+            )
+            return
 
 
 def _tensors_of_experts(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,6 +19,27 @@ import qgemm
 
 SAMPLES = Path(__file__).parent.parent / "data" / "formats"
 IDS = torch.arange(3, 35).view(2, 16)
+NAMES = sorted(folder.name for folder in SAMPLES.iterdir() if folder.is_dir())
+# Of every library, and of what its files hold, one with the most to it.
+USUAL = [
+    "auto-round-gptq",
+    "awq-gemm-g32-skip",
+    "bnb-nf4-double",
+    "ct-mixed",
+    "fbgemm-fp8",
+    "fp8-block128",
+    "gptq-4bit-g64-asym-desc-act",
+    "mxfp4-gpt-oss",
+    "nvfp4-modelopt",
+    "torchao-fp8wo",
+]
+
+
+def every_sample(usual: Iterable[str] = USUAL) -> list[Any]:
+    """The parameters of a test of all samples, of which those that aren't ``usual`` run with ``--complete`` alone."""
+    usual = set(usual)
+    assert usual <= set(NAMES)
+    return [pytest.param(name, marks=[] if name in usual else pytest.mark.complete) for name in NAMES]
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.foreign import logits, same_tensors
-from checkpoint.samples import SAMPLES, load_sample
+from checkpoint.samples import SAMPLES
 from checkpoint.test_bitsandbytes import float_model, write_by_layout
 
 import qgemm
@@ -42,26 +42,6 @@ def test_from_bitsandbytes(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(qgemm.load_quantized(tmp_path / "out")), logits(qgemm.load_quantized(source)))
 
 
-# Of every library, one with the most to it.
-SAMPLES_OF_LIBRARIES = [
-    "gptq-4bit-g64-asym-desc-act",
-    "awq-gemm-g32-skip",
-    "auto-round-gptq",
-    "bnb-nf4-double",
-    "torchao-fp8wo",
-]
-
-
-@pytest.mark.parametrize("name", SAMPLES_OF_LIBRARIES)
-def test_from_other_libraries(name: str, tmp_path: Path) -> None:
-    run("convert", SAMPLES / name, tmp_path / "out", "--to", "qgemm")
-    assert same_tensors(qgemm.load_quantized(tmp_path / "out").float(), load_sample(name)[0])
-    compared = run_json("compare", SAMPLES / name, tmp_path / "out", "--tolerance", 0)
-    assert compared["same"] == len(compared["layers"]) > 7
-    # What said how the weights were quantized isn't true of these.
-    assert not list((tmp_path / "out").glob("quant*_config.json"))
-
-
 def test_into_another_scheme(tmp_path: Path) -> None:
     source = SAMPLES / "gptq-8bit-g128-asym"
     run("convert", source, tmp_path / "out", "--to", "compressed-tensors", "--scheme", "int8")
@@ -69,14 +49,6 @@ def test_into_another_scheme(tmp_path: Path) -> None:
     assert same_tensors(qgemm.load_quantized(tmp_path / "out"), wanted)
     message = run_failing("convert", source, tmp_path / "x", "--to", "qgemm", "--scheme", "int8-static")
     assert "needs data" in message
-
-
-def test_to_gptq(tmp_path: Path) -> None:
-    # From another library's int4 with zero points, and what it is then.
-    run("convert", SAMPLES / "awq-gemm-g32-skip", tmp_path / "out", "--to", "gptq")
-    assert same_tensors(qgemm.load_quantized(tmp_path / "out").float(), load_sample("awq-gemm-g32-skip")[0])
-    found = run_json("inspect", tmp_path / "out")
-    assert (found["format"], found["variant"], found["problems"]) == ("gptq", "4 bits, groups of 32", [])
 
 
 def test_a_folder_is_replaced_only_when_asked(int8_folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.rewriting import rewrite_file
-from checkpoint.samples import SAMPLES, reference_weights
+from checkpoint.samples import SAMPLES, every_sample, reference_weights
 from safetensors.torch import load_file
 from torch import Tensor
 
 import qgemm
 from cli.command import run, run_failing, run_json, write_checkpoint, zeros
 from qgemm.checkpoint.name_ranges import expand
+from qgemm.nn import QuantExperts, QuantLayer
 from qgemm_cli.reading import open_checkpoint
 from qgemm_cli.soundness import find_problems
 
@@ -106,24 +108,72 @@ FOREIGN: dict[str, tuple[dict[str, Any], dict[str, Tensor], str, list[int]]] = {
 }
 
 
+# What the headline calls each sample; its layers' schemes are those that they are loaded in.
 SAMPLES_OF_LIBRARIES = {
-    "gptq-4bit-g32-desc-act": ("gptq", "4 bits, groups of 32", "int4-32-ordered"),
-    "gptq-8bit-channel": ("gptq", "8 bits", "int8-weight"),
-    "awq-gemm-g32-skip": ("awq", "4 bits, groups of 32", "int4-32-asymmetric"),
-    "auto-round-gptq": ("auto-round", "4 bits, groups of 32", "int4-32"),
-    "bnb-nf4-double": ("bitsandbytes", "nf4", "nf4"),
-    "torchao-int8wo": ("torchao", "", "int8-weight"),
+    "auto-round-asym": "auto-round (4 bits, groups of 32)",
+    "auto-round-gptq": "auto-round (4 bits, groups of 32)",
+    "awq-gemm-g128": "awq (4 bits, groups of 128)",
+    "awq-gemm-g32-skip": "awq (4 bits, groups of 32)",
+    "bnb-nf4": "bitsandbytes (nf4)",
+    "bnb-nf4-double": "bitsandbytes (nf4)",
+    "ct-fp8-block": "compressed-tensors (float-quantized)",
+    "ct-fp8-dynamic": "compressed-tensors (float-quantized)",
+    "ct-fp8-kv": "compressed-tensors (float-quantized)",
+    "ct-fp8-static": "compressed-tensors (float-quantized)",
+    "ct-mixed": "compressed-tensors (mixed-precision)",
+    "ct-mxfp4a16": "compressed-tensors (mxfp4-pack-quantized)",
+    "ct-mxfp8": "compressed-tensors (mxfp8-quantized)",
+    "ct-nvfp4": "compressed-tensors (nvfp4-pack-quantized)",
+    "ct-nvfp4a16": "compressed-tensors (nvfp4-pack-quantized)",
+    "ct-w4a16-actorder-weight": "compressed-tensors (pack-quantized)",
+    "ct-w4a16-g128": "compressed-tensors (pack-quantized)",
+    "ct-w4a16-g32-asym": "compressed-tensors (pack-quantized)",
+    "ct-w4a8-int": "compressed-tensors (int-quantized)",
+    "ct-w4a8-int-packed": "compressed-tensors (pack-quantized)",
+    "ct-w4afp8-packed": "compressed-tensors (pack-quantized)",
+    "ct-w8a16-channel": "compressed-tensors (pack-quantized)",
+    "ct-w8a16-g128-asym": "compressed-tensors (pack-quantized)",
+    "fbgemm-fp8": "fbgemm_fp8",
+    "fp8-block128": "fp8 (blocks)",
+    "fp8-block128-ue8m0": "fp8 (blocks)",
+    "fp8-tensor-static": "fp8",
+    "gptq-4bit-g128-sym": "gptq (4 bits, groups of 128)",
+    "gptq-4bit-g32-desc-act": "gptq (4 bits, groups of 32)",
+    "gptq-4bit-g64-asym-desc-act": "gptq (4 bits, groups of 64)",
+    "gptq-8bit-channel": "gptq (8 bits)",
+    "gptq-8bit-g128-asym": "gptq (8 bits, groups of 128)",
+    "gptq-v2-4bit-g64-asym": "gptq (4 bits, groups of 64)",
+    "mxfp4-gpt-oss": "mxfp4",
+    "nvfp4-modelopt": "modelopt (NVFP4)",
+    "torchao-fp8wo": "torchao",
+    "torchao-int8wo": "torchao",
 }
 
 
-@pytest.mark.parametrize("name", SAMPLES_OF_LIBRARIES)
-def test_samples_of_other_libraries(name: str) -> None:
+@pytest.mark.parametrize("name", every_sample())
+def test_samples_of_other_libraries_are_what_is_loaded(name: str) -> None:
     found = run_json("inspect", SAMPLES / name)
-    (scheme,) = {layer["scheme"] for layer in found["layers"]} - {None}
-    assert (found["format"], found["variant"], scheme) == SAMPLES_OF_LIBRARIES[name]
-    assert (found["loads"], found["problems"]) == (True, [])
-    shapes = {layer["name"]: layer["shape"] for layer in found["layers"] if layer["quantized"]}
-    assert shapes == {layer: wanted["shape"] for layer, wanted in reference_weights(name).items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = qgemm.load_quantized(SAMPLES / name)
+    assert (found["loads"], found["refusal"], found["problems"]) == (True, None, [])
+    assert [str(each.message) for each in caught] == [f"{SAMPLES / name}: {note}" for note in found["notes"]]
+    layers = [layer for layer in found["layers"] if layer["quantized"]]
+    assert {layer["name"]: layer["shape"] for layer in layers} == {
+        layer: wanted["shape"] for layer, wanted in reference_weights(name).items()
+    }
+    loaded = {path: module for path, module in model.named_modules() if isinstance(module, QuantLayer)}
+    for path, experts in [(path, module) for path, module in loaded.items() if isinstance(module, QuantExperts)]:
+        del loaded[path]
+        loaded |= {f"{path}.gate_up_proj": experts, f"{path}.down_proj": experts}
+    assert {layer["name"]: layer["scheme"] for layer in layers} == {
+        path: module.scheme.name for path, module in loaded.items()
+    }
+    assert found["bytes"]["memory"] == sum(tensor.nbytes for tensor in {*model.state_dict(keep_vars=True).values()})
+    headline = f"{SAMPLES_OF_LIBRARIES[name]}, {type(model).__name__}\n"
+    shown = run("inspect", SAMPLES / name).stdout
+    assert shown.startswith(headline)
+    assert "\nqgemm loads it\n" in shown
 
 
 def test_a_config_in_a_file_of_its_own(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,12 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.foreign import edit_quantization, edit_tensors, same_tensors
-from checkpoint.samples import IDS, SAMPLES, load_sample
+from checkpoint.samples import IDS, SAMPLES, every_sample, load_sample
 from checkpoint.test_bitsandbytes import float_model, write_by_layout
+from checkpoint.test_compressed_tensors_experts import write
+from checkpoint.test_fp8 import BLOCKS, FBGEMM, in_blocks, transposed, write_experts
+from families.example import Example
+from families.mixtures import MIXTURES
 from transformers import AutoModel, AutoModelForCausalLM
 
 import qgemm
@@ -20,7 +25,9 @@ from qgemm import CheckpointError, QGemmConfig
 from qgemm.calibration import Recipe, SmoothQuant
 from qgemm.nn import QuantLayer, WeightOnlyLinear
 
-NAMES = ["gptq-4bit-g64-asym-desc-act", "awq-gemm-g32-skip", "auto-round-gptq", "bnb-nf4-double", "torchao-fp8wo"]
+NAME = "gptq-4bit-g64-asym-desc-act"
+# Their config says float16, which transformers makes of everything, and their files hold bfloat16.
+OTHER_DTYPE = {"auto-round-asym", "auto-round-gptq"}
 
 
 def load(folder: Path, config: QGemmConfig | None = None, **options: Any) -> Any:
@@ -33,11 +40,13 @@ def copied(tmp_path: Path) -> Callable[[str], Path]:
     return lambda name: Path(shutil.copytree(SAMPLES / name, tmp_path / "copy"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", every_sample())
 @torch.no_grad()
-def test_samples(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = load(SAMPLES / name, dtype=torch.float32)
-    wanted = load_sample(name)[0]
+def test_samples(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = load(SAMPLES / name, **({"dtype": torch.bfloat16} if name in OTHER_DTYPE else {}))
+        wanted: Any = qgemm.load_quantized(SAMPLES / name)
     assert same_tensors(model, wanted)
     assert torch.equal(model(IDS).logits, wanted(IDS).logits)
     assert not any(
@@ -46,26 +55,67 @@ def test_samples(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         if isinstance(module, QuantLayer)
         for parameter in module.parameters()
     )
+    notes = [str(each.message) for each in caught if name in str(each.message)]
+    assert notes == 2 * notes[: len(notes) // 2]  # as load_quantized warns
     assert not [record for record in caplog.records if "MISSING" in record.message or "UNEXPECTED" in record.message]
-    # It is qgemm's from now on.
+
+
+@pytest.mark.parametrize("name", every_sample([NAME, "mxfp4-gpt-oss", "torchao-fp8wo"]))
+@pytest.mark.filterwarnings("ignore:.*tests/data/formats")  # what the test above compares
+@torch.no_grad()
+def test_samples_in_another_dtype_are_ones_of_qgemm_from_then_on(name: str, tmp_path: Path) -> None:
+    model, wanted = load(SAMPLES / name, dtype=torch.float32), load_sample(name)[0]
+    assert same_tensors(model, wanted)
+    assert torch.equal(model(IDS).logits, wanted(IDS).logits)
     model.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["quant_method"] == "qgemm"
     assert same_tensors(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), model)
 
 
+def write_single_experts(model: Any, folder: Path) -> None:
+    write(model, folder, "mixtral")
+
+
+def write_blocks(model: Any, folder: Path) -> None:
+    write_experts(model, folder, BLOCKS, in_blocks)
+
+
+def write_transposed(model: Any, folder: Path) -> None:
+    write_experts(model, folder, FBGEMM, transposed)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "write_folder"),
+    [
+        ("mixtral", "int8", write_single_experts),
+        ("qwen3_moe", "fp8-block", write_blocks),
+        ("llama4", "fp8", write_transposed),
+    ],
+)
+def test_experts_that_transformers_puts_together_itself(
+    family: str, scheme: str, write_folder: Callable[[Any, Path], None], tmp_path: Path
+) -> None:
+    example = MIXTURES[family]()
+    model: Any = qgemm.quantize_model(example.model, scheme)
+    write_folder(model, tmp_path / "foreign")
+    loaded = load(tmp_path / "foreign", dtype=torch.float32)
+    assert same_tensors(loaded, model)
+    assert torch.equal(Example(loaded, example.inputs).output(), example.output())
+
+
 def test_int8_activations_for_the_same_weights() -> None:
     scheme = "int4-64-asymmetric-ordered-int8"
-    model = load(SAMPLES / NAMES[0], QGemmConfig(scheme), dtype=torch.float32)
-    assert same_tensors(model, qgemm.load_quantized(SAMPLES / NAMES[0], scheme=scheme).float())
-    weights = load_sample(NAMES[0])[0].state_dict()
+    model = load(SAMPLES / NAME, QGemmConfig(scheme), dtype=torch.float32)
+    assert same_tensors(model, qgemm.load_quantized(SAMPLES / NAME, scheme=scheme).float())
+    weights = load_sample(NAME)[0].state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
 @torch.no_grad()
 def test_another_scheme_and_dtype() -> None:
-    model = load(SAMPLES / NAMES[0], QGemmConfig("int8"), dtype=torch.bfloat16, device_map="auto")
+    model = load(SAMPLES / NAME, QGemmConfig("int8"), dtype=torch.bfloat16, device_map="auto")
     assert {module.scheme.name for module in model.modules() if isinstance(module, QuantLayer)} == {"int8"}
-    wanted = qgemm.load_quantized(SAMPLES / NAMES[0], scheme="int8").to(torch.bfloat16)
+    wanted = qgemm.load_quantized(SAMPLES / NAME, scheme="int8").to(torch.bfloat16)
     assert same_tensors(model, wanted)
     assert model.generate(IDS, max_new_tokens=2, do_sample=False).shape == (2, 18)
 
@@ -102,13 +152,13 @@ def test_checkpoints_that_transformers_takes_for_float_ones(case: str, copied: C
 )
 def test_what_is_for_float_models(config: QGemmConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        load(SAMPLES / NAMES[0], config)
+        load(SAMPLES / NAME, config)
 
 
 def test_damage_and_another_class_are_refused(copied: Callable[[str], Path]) -> None:
     with pytest.raises(CheckpointError, match=r"the model is a LlamaModel: load the class that is named"):
-        AutoModel.from_pretrained(SAMPLES / NAMES[0], quantization_config=QGemmConfig())
-    folder, name = copied(NAMES[0]), "model.layers.1.mlp.up_proj.scales"
+        AutoModel.from_pretrained(SAMPLES / NAME, quantization_config=QGemmConfig())
+    folder, name = copied(NAME), "model.layers.1.mlp.up_proj.scales"
     edit_tensors(folder, lambda tensors: tensors[name].fill_(torch.nan))
     with pytest.raises(CheckpointError, match=rf"model.safetensors: {name} holds NaN"):
         load(folder)
@@ -120,6 +170,6 @@ def test_damage_and_another_class_are_refused(copied: Callable[[str], Path]) -> 
 def test_configs_of_one_class_are_still_compared(tmp_path: Path) -> None:
     from transformers import GPTQConfig
 
-    qgemm.save_quantized(load_sample(NAMES[0])[0], tmp_path)
+    qgemm.save_quantized(load_sample(NAME)[0], tmp_path)
     with pytest.raises(ValueError, match="quantized with QGemmConfig but you are passing a GPTQConfig"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=GPTQConfig(bits=4))
