@@ -1,7 +1,9 @@
-"""Devices: the one that somebody names, or a sentence about why it can't be used; and how much memory is free there."""
+"""Devices: the one that somebody names, or a sentence about why it can't be used; their free memory, and threads."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -27,6 +29,17 @@ def find_device(device: torch.device | str) -> torch.device:
     if found is not None and found.type == "cuda" and (found.index or 0) < torch.cuda.device_count():
         return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
     raise ValueError(f'device is "{device}"; it must be "cpu", or "cuda" where PyTorch finds a GPU')
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """PyTorch's operators on the CPU have one thread meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int:

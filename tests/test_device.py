@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qgemm.device import find_device, free_memory
+from qgemm.device import find_device, free_memory, one_thread
 
 
 @pytest.fixture
@@ -98,3 +98,15 @@ def test_free_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
     assert free_memory(torch.device("cuda", 0)) == 1100
+
+
+def test_one_thread() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ZeroDivisionError), one_thread():
+            assert torch.get_num_threads() == 1
+            raise ZeroDivisionError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -48,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.numerics",
     },
     "qgemm.kernels.cpu": {
+        "qgemm.device",
         "qgemm.kernels.activations",
         "qgemm.kernels.norms",
         "qgemm.kernels.routing",

@@ -1,19 +1,21 @@
 """The kernels' functions on the CPU: the numbers of ``reference.py``, at the speed of oneDNN.
 
-Integer products go through ``torch._int_mm``, which uses a CPU's int8 dot product instructions. Processors without
-them saturate at 16 bits inside oneDNN; a product that would show it is computed once per process, and there the sum is
-made of float32 products short enough to be exact. fp8 operands are multiplied in float32, some rows of the weight at
-a time.
+Integer products go through ``torch._int_mm``, which uses a CPU's int8 dot product instructions. On processors without
+them it saturates at 16 bits, or is a plain loop that takes 25 to 40 times as long as a float32 product. A product that
+shows either is computed once per process, and there sums are made of float32 products short enough to be exact: a layer
+then takes about as long as a float32 one. fp8 operands are multiplied in float32 everywhere.
 """
 
 import functools
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from qgemm.device import one_thread
 from qgemm.kernels.activations import ACTIVATIONS, activated
 from qgemm.kernels.norms import Norm
 from qgemm.kernels.routing import Routing
@@ -223,9 +225,8 @@ def _quantize_block(
 
 def int_mm(a: Tensor, b: Tensor) -> Tensor:
     """``dispatch.int_mm`` on the CPU."""
-    if not _int_mm_is_exact():
-        out: Tensor = _int_mm_float(a, b)
-        return out
+    if not _int_mm_is_of_use():
+        return _float_sums(a, b).to(torch.int32)
     if 0 in (*a.shape, *b.shape):
         return a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
     return torch._int_mm(_plain(a), _plain(b))
@@ -327,12 +328,27 @@ def block_scaled_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: T
 
 
 def _sums(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``: int32 of int8, float32 of fp8."""
-    if a.dtype == INT8.storage:
-        return int_mm(a, b)
-    rows, out = a.float(), a.new_empty((a.shape[0], b.shape[1]), dtype=torch.float32)
-    for part in _blocks(b.shape[1], b.shape[0], _VALUES_AT_A_TIME):
-        out[:, part] = _mm(rows, b[:, part].float())
+    """``a @ b``, exact of int8: in int32, or in float32 as ``_float_sums`` has it."""
+    return int_mm(a, b) if a.dtype == INT8.storage and _int_mm_is_of_use() else _float_sums(a, b)
+
+
+def _float_sums(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` by float32 products, in float32; of int8 exact, and in int32 where K is too long for float32.
+
+    Some columns of ``b`` become floats at a time, which stay in the cache until they are multiplied.
+    """
+    (M, K), N = a.shape, b.shape[1]
+    rows = a.float()
+    if a.dtype != INT8.storage or K <= _EXACT_K:
+        out = a.new_empty((M, N), dtype=torch.float32)
+        for part in _blocks(N, K, _VALUES_AT_A_TIME):
+            out[:, part] = _mm(rows, b[:, part].float())
+        return out
+    out = a.new_zeros((M, N), dtype=torch.int32)
+    for part in _blocks(N, _EXACT_K, _VALUES_AT_A_TIME):
+        for start in range(0, K, _EXACT_K):
+            piece = slice(start, start + _EXACT_K)
+            out[:, part] += _mm(rows[:, piece], b[piece, part].float()).to(torch.int32)
     return out
 
 
@@ -349,7 +365,8 @@ def _scaled(
     out_dtype: torch.dtype,
     residual: Tensor | None,
 ) -> Tensor:
-    out = sums.float().mul_(a_scale).mul_(b_scale)  # float32 sums are in memory of their own, too
+    out = sums.mul(a_scale) if sums.dtype == torch.float32 else sums.float().mul_(a_scale)  # no view of the sums
+    out.mul_(b_scale)
     if bias is not None:
         out.add_(bias)
     if out_dtype != torch.float32:
@@ -406,11 +423,26 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
 
 
 @functools.cache
-def _int_mm_is_exact() -> bool:
-    """Whether ``torch._int_mm`` gives the largest sums right, where saturating instructions can't."""
-    a = torch.full((32, 64), -128, dtype=torch.int8, device="cpu")
+def _int_mm_is_of_use() -> bool:
+    """Whether ``torch._int_mm`` gives the largest sums right, where saturating instructions can't, and is fast.
+
+    What is chosen by time has the same results either way.
+    """
+    a = torch.full((64, 256), -128, dtype=torch.int8, device="cpu")
     a[1::2] = 127
-    return torch.equal(torch._int_mm(a, a.t()), _int_mm_float(a, a.t()))
+    integers, floats = (functools.partial(product, a, a.t()) for product in (torch._int_mm, _float_sums))
+    with one_thread():  # several on busy cores would wait for each other
+        return torch.equal(integers().float(), floats()) and _seconds(integers) < 2 * _seconds(floats)
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    """The least of three times that it takes."""
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def _plain(t: Tensor) -> Tensor:
@@ -423,11 +455,3 @@ def _plain(t: Tensor) -> Tensor:
     if (col_stride == 1 and row_stride >= cols) or (row_stride == 1 and col_stride >= max(rows, 2)):
         return t
     return t.clone(memory_format=torch.contiguous_format)
-
-
-@torch.autocast("cpu", enabled=False)
-def _int_mm_float(a: Tensor, b: Tensor) -> Tensor:
-    out = a.new_zeros((a.shape[0], b.shape[1]), dtype=torch.int32)
-    for k in range(0, a.shape[1], _EXACT_K):
-        out += (a[:, k : k + _EXACT_K].float() @ b[k : k + _EXACT_K].float()).to(torch.int32)
-    return out

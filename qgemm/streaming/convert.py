@@ -22,7 +22,7 @@ from qgemm.arguments import as_new_folder, as_path, shown
 from qgemm.calibration.quantization import Quantization
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.save import Save
-from qgemm.device import find_device
+from qgemm.device import find_device, one_thread
 from qgemm.model.report import QuantReport
 from qgemm.model.selection import Patterns, SchemeChoice
 from qgemm.streaming.companions import copy_companion, find_companions_to_copy
@@ -81,7 +81,9 @@ def quantize_checkpoint(
     source, destination = as_path("source", source), as_new_folder("destination", destination).absolute()
     devices = _devices(device, workers)
     job = Job(source.absolute(), wanted, _names(drop), max_shard_size)
-    with _one_thread(), open_source(source) as opened, ExitStack() as processes:
+    # Measured on two cores, 0.4 GB in bfloat16: 1.3 s with one thread and with two; with the cores busy, 9 s with one,
+    # and with two over 100 s, most of it waiting at the end of each operation.
+    with one_thread(), open_source(source) as opened, ExitStack() as processes:
         # They take some seconds to start: as long as this process takes for its plan.
         elsewhere = devices[1 : job.most_files(opened)]
         others = [processes.enter_context(started_worker(job, each)) for each in elsewhere]
@@ -225,18 +227,6 @@ def _check_room(plan: CheckpointPlan, workspace: Workspace) -> None:
     free = shutil.disk_usage(workspace.folder).free
     if needed > free:
         raise OSError(errno.ENOSPC, f"{needed:,} bytes must still be written, but the disk has only {free:,} free")
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    # Measured on two cores, 0.4 GB in bfloat16: 1.3 s with one thread and with two; with the cores busy, 9 s with one,
-    # and with two over 100 s, most of it waiting at the end of each operation.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The CPU functions: the numbers of ``reference.py`` bit for bit, through oneDNN and round what it gets wrong."""
 
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +18,14 @@ from qgemm.kernels.reference import int_mm_reference, matmul_reference, scaled_m
 from qgemm.kernels.rows import QuantizedRows
 from qgemm.numerics.formats import FP8, INT8
 
-# torch._int_mm, and the float32 sums that stand in for it on processors where it saturates.
-PATHS = pytest.mark.parametrize("exact", [True, False], ids=["onednn", "float"])
+# torch._int_mm, and the float32 sums that stand in for it on processors where it saturates or is slow.
+PATHS = pytest.mark.parametrize("int_mm", [True, False], ids=["onednn", "float"])
 
 
 @pytest.fixture
-def _int_mm_path(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not exact:
-        monkeypatch.setattr(cpu, "_int_mm_is_exact", lambda: False)
+def _int_mm_path(int_mm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_int_mm_is_of_use", lambda: int_mm)
+    if not int_mm:
         monkeypatch.setattr(torch, "_int_mm", None)  # calling it would be an error
 
 
@@ -38,7 +39,7 @@ def int8(*shape: int) -> Tensor:
     ("M", "N", "K"),
     [(0, 5, 7), (5, 0, 7), (5, 7, 0), (1, 1, 1), (1, 4096, 33), (17, 53, 101), (2, 3, 3000), (64, 64, 1024)],
 )
-def test_int_mm(M: int, N: int, K: int, exact: bool) -> None:
+def test_int_mm(M: int, N: int, K: int, int_mm: bool) -> None:
     a, b = int8(M, K), int8(N, K).t()
     out = cpu.int_mm(a, b)
     assert out.dtype == torch.int32
@@ -49,7 +50,7 @@ def test_int_mm(M: int, N: int, K: int, exact: bool) -> None:
 @pytest.mark.usefixtures("_int_mm_path")
 @pytest.mark.parametrize("value", [-128, 127, "alternating"])
 @pytest.mark.parametrize("K", [1023, 1024, 1025, 4097])  # either side of the longest exact float32 sum
-def test_extreme_values(K: int, value: int | str, exact: bool) -> None:
+def test_extreme_values(K: int, value: int | str, int_mm: bool) -> None:
     # Pairs of products of the same sign are what 16-bit saturation gets wrong.
     a = torch.full((3, K), 127 if value == "alternating" else value, dtype=torch.int8)
     if value == "alternating":
@@ -62,12 +63,12 @@ def test_float_sums_are_short_enough_to_be_exact() -> None:
     # All of one sign and as often odd as even: a sum past 2^24 loses its last bit in float32.
     a = torch.randint(100, 128, (8, 4097), dtype=torch.int8)
     b = torch.randint(100, 128, (4097, 8), dtype=torch.int8)
-    assert torch.equal(cpu._int_mm_float(a, b), int_mm_reference(a, b))
+    assert torch.equal(cpu._float_sums(a, b), int_mm_reference(a, b))
 
 
 def test_the_longest_sum() -> None:
     a, b = torch.full((1, INT8.max_k), -128, dtype=torch.int8), torch.full((INT8.max_k, 2), -128, dtype=torch.int8)
-    for out in (cpu.int_mm(a, b), cpu._int_mm_float(a, b)):
+    for out in (cpu.int_mm(a, b), cpu._float_sums(a, b)):
         assert out.tolist() == [[2**31 - 2**14] * 2]
 
 
@@ -101,7 +102,7 @@ def test_the_fast_layouts_are_not_copied() -> None:
 @pytest.mark.usefixtures("_int_mm_path")
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_scaled_mm_equals_the_reference(out_dtype: torch.dtype, with_bias: bool, exact: bool) -> None:
+def test_scaled_mm_equals_the_reference(out_dtype: torch.dtype, with_bias: bool, int_mm: bool) -> None:
     a, b = int8(18, 70), int8(40, 70).t()
     bias = torch.randn(40).to(out_dtype) if with_bias else None
     for a_scale in (torch.rand(18), torch.rand(()), torch.rand(1)):
@@ -123,7 +124,7 @@ def test_autocast_does_not_reach_inside() -> None:
     a, b = int8(18, 700), int8(700, 40)
     x, y = torch.randn(18, 70), torch.randn(70, 40)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        integers, product = cpu._int_mm_float(a, b), cpu.matmul(x, y)
+        integers, product = cpu._float_sums(a, b), cpu.matmul(x, y)
     assert torch.equal(integers, int_mm_reference(a, b))
     assert torch.equal(product, matmul_reference(x, y))
 
@@ -135,13 +136,24 @@ def test_the_probe_finds_saturating_arithmetic(monkeypatch: pytest.MonkeyPatch) 
         return pairs.clamp(-(2**15), 2**15 - 1).sum(1).int()
 
     monkeypatch.setattr(torch, "_int_mm", saturating)
-    assert cpu._int_mm_is_exact.__wrapped__() is False
+    assert cpu._int_mm_is_of_use.__wrapped__() is False
+
+
+@pytest.mark.parametrize(("seconds", "is_of_use"), [(0.0, True), (0.02, False)])
+def test_the_probe_finds_a_slow_product(seconds: float, is_of_use: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        time.sleep(seconds)
+        return sums
+
+    sums = int_mm_reference(extremes := torch.tensor([[-128], [127]]).repeat(32, 256).to(torch.int8), extremes.t())
+    monkeypatch.setattr(torch, "_int_mm", product)
+    assert cpu._int_mm_is_of_use.__wrapped__() is is_of_use
 
 
 def test_default_device_does_not_matter() -> None:
     a = torch.randint(-128, 128, (4, 8), dtype=torch.int8)
     wanted = int_mm_reference(a, a.t())
-    cpu._int_mm_is_exact.cache_clear()
+    cpu._int_mm_is_of_use.cache_clear()
     with torch.device("meta"):
         assert torch.equal(cpu.int_mm(a, a.t()), wanted)
         _, scale = cpu.quantize_rows(torch.empty(3, 0, device="cpu"))
