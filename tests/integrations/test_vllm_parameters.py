@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from nn.test_parallel import SCHEMES, error, linear, shards
 from torch import Tensor
 
-from nn.test_parallel import SCHEMES, error, linear, shards
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.integrations.vllm.names import for_vllm
 from qgemm.nn.linear_layer import LinearLayer
