@@ -77,6 +77,16 @@ def test_tensors_that_vllm_would_refuse_or_round() -> None:
     ]
 
 
+def test_weights_that_vllm_transposes() -> None:
+    layers = {f"h.0.{name}": SCHEMES["int8"] for name in ("attn.c_attn", "mlp.c_proj")}
+    tensors = {f"{layer}.{leaf}": torch.zeros(3, 2) for layer in layers for leaf in ("weight", "weight_scale")}
+    tensors |= {"h.0.mlp.c_fc.weight": torch.zeros(3, 2), "lm_head.weight": torch.zeros(3, 2)}  # in float
+    found = dict(for_vllm(tensors.items(), Manifest(layers, {}), transposes=True))
+    swapped = [name for name, tensor in found.items() if tensor.shape == (2, 3)]
+    assert swapped == ["h.0.attn.c_attn.weight", "h.0.mlp.c_proj.weight"]
+    assert all(tensor.shape == (3, 2) for _, tensor in for_vllm(tensors.items(), Manifest(layers, {})))
+
+
 def test_fused_experts_become_a_layer_each() -> None:
     experts = QuantExperts(2, 16, 8)
     tensors = [(f"mlp.experts.{name}", value) for name, value in experts.state_dict().items()]

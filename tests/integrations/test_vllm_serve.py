@@ -14,31 +14,30 @@ from integrations.vllm_engine import (
     NEW,
     PROMPTS,
     WORDS,
+    answers,
+    assert_tokens_of,
+    calibration_data,
     compiled_as_on_a_gpu,
-    mixture,
+    counting_fused,
+    engine,
     model,
+    quantized,
     save_tokenizer,
     server,
+    tokens_of,
     tokens_of_transformers,
     tokens_of_vllm,
 )
 
 pytestmark = pytest.mark.vllm
+BLOCK = 32  # tokens whose keys and values are cached together; a multiple of what a CPU has
+CHUNK = 16  # tokens of a prompt that are computed together
 SCHEMES = (
     "int8", "int8-static", "int8-static-asymmetric", "int8-hadamard", "int8-outliers-16", "int8-weight",
     "fp8", "fp8-static", "fp8-block", "fp8-weight",
     "int4", "int4-channel", "int4-32-asymmetric", "int4-32-asymmetric-ordered", "int4-int8",
     "mxfp4", "mxfp8", "nvfp4", "nf4",
 )  # fmt: skip
-
-
-def quantized(folder: Path, scheme: str, changes: dict[str, Any] | None = None, **options: Any) -> list[list[int]]:
-    """Writes a quantized model to ``folder``. Returns the tokens of transformers."""
-    if qgemm.scheme.resolve_scheme(scheme).needs_data:
-        options["calibration"] = [{"input_ids": torch.randint(0, WORDS, (2, 16))} for _ in range(3)]
-    made = qgemm.quantize_model(model(**(changes or {})), scheme, progress=False, **options)
-    made.save_pretrained(folder)
-    return tokens_of_transformers(made)
 
 
 def test_a_server_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
@@ -60,9 +59,11 @@ def test_a_server_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_gives_the_tokens_of_transformers(scheme: str, tmp_path: Path) -> None:
-    biases = {"attention_bias": True, "mlp_bias": True}
-    expected = quantized(tmp_path / scheme, scheme, biases if "int8" in scheme else None)
-    assert tokens_of_vllm(tmp_path / scheme) == expected
+    biases = {"attention_bias": True, "mlp_bias": True} if "int8" in scheme else {}
+    calibration = calibration_data() if qgemm.scheme.resolve_scheme(scheme).needs_data else None
+    made = qgemm.quantize_model(model(**biases), scheme, calibration=calibration, progress=False)
+    made.save_pretrained(tmp_path / scheme)
+    assert_tokens_of(made, tokens_of_vllm(tmp_path / scheme))
 
 
 def test_a_quantized_head_beside_tied_embeddings(tmp_path: Path) -> None:
@@ -131,18 +132,10 @@ def test_compiled_by_vllm(scheme: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+def fused(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Options with which vLLM compiles as on a GPU; in the end, all of a model of two layers must have been fused."""
-    from qgemm.integrations.vllm import fusion
-
-    counts, real = tmp_path / "counts", fusion.fuse  # a file: 0.22 computes in a process of its own
-
-    def fuse(graph: Any) -> None:
-        with counts.open("a") as file:
-            file.write(f"{real(graph)} ")
-
-    monkeypatch.setattr(fusion, "fuse", fuse)
-    with compiled_as_on_a_gpu() as options:
+    counts = tmp_path / "counts"
+    with counting_fused(counts), compiled_as_on_a_gpu() as options:
         yield options
     assert counts.read_text() == "1 3 2 ", "the norms and activations between what attends"
 
@@ -159,33 +152,38 @@ def test_a_compressed_tensors_checkpoint_with_fused_kernels(fused: dict[str, Any
     assert tokens_of_vllm(tmp_path / "theirs", quantization="qgemm", **fused) == tokens_of_transformers(made)
 
 
-def test_prefix_caching_and_chunked_prefill(tmp_path: Path) -> None:
+def test_prefix_caching(tmp_path: Path) -> None:
+    prefix = [(7 * i) % WORDS for i in range(40)]
+    prompts = [[*prefix, 5, 9], [*prefix, 11], [*prefix, 5, 9]]
+    made = qgemm.quantize_model(model(), progress=False)
+    made.save_pretrained(tmp_path / "int8")
+    expected = tokens_of_transformers(made, prompts)
+    served = engine(tmp_path / "int8", enable_prefix_caching=True, block_size=BLOCK)
+    for at, prompt in enumerate(prompts):
+        (answer,) = answers(served, [prompt])
+        assert answer.num_cached_tokens == (0 if at == 0 else len(prefix) // BLOCK * BLOCK)
+        assert tokens_of([answer]) == expected[at : at + 1]
+
+
+def test_chunked_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    steps, schedule = [], Scheduler.schedule
+
+    def record(self: Any, *arguments: Any, **options: Any) -> Any:
+        out = schedule(self, *arguments, **options)
+        steps.append(list(out.num_scheduled_tokens.values()))
+        return out
+
+    monkeypatch.setattr(Scheduler, "schedule", record)
     expected = quantized(tmp_path / "int8", "int8")
-    options = {"enable_prefix_caching": True, "enable_chunked_prefill": True, "max_num_batched_tokens": 16}
-    assert tokens_of_vllm(tmp_path / "int8", **options) == expected
-
-
-@pytest.mark.parametrize(("family", "scheme"), [("qwen3", "int8"), ("qwen3", "fp8"), ("mixtral", "int8")])
-def test_a_mixture_of_experts(family: str, scheme: str, tmp_path: Path) -> None:
-    made = qgemm.quantize_model(mixture(family), scheme, progress=False)
-    assert {name for name, module in made.named_modules() if isinstance(module, qgemm.QuantExperts)}
-    made.save_pretrained(tmp_path / "mixture")
-    assert tokens_of_vllm(tmp_path / "mixture") == tokens_of_transformers(made)
-
-
-def test_experts_of_another_scheme_are_refused_by_name(tmp_path: Path) -> None:
-    qgemm.quantize_model(mixture(), "int4", progress=False).save_pretrained(tmp_path / "mixture")
-    with pytest.raises(
-        ValueError, match=r"can't compute the experts model.layers.0.mlp.experts with the scheme 'int4'"
-    ):
-        tokens_of_vllm(tmp_path / "mixture")
-
-
-def test_experts_on_two_ranks(tmp_path: Path) -> None:
-    made = qgemm.quantize_model(mixture(), skip="*.self_attn", progress=False)
-    made.save_pretrained(tmp_path / "mixture")
-    found = tokens_of_vllm(tmp_path / "mixture", tensor_parallel_size=2, enable_expert_parallel=True)
-    assert found == tokens_of_transformers(made)
+    served = engine(tmp_path / "int8", enable_prefix_caching=False, max_num_batched_tokens=CHUNK)
+    assert tokens_of(answers(served, PROMPTS[-1:])) == expected[-1:]
+    assert [sum(step) for step in steps if sum(step) > 1] == [CHUNK, CHUNK, 5], "of the 37 tokens of the prompt"
+    # Chunks of one prompt beside new tokens of others.
+    steps.clear()
+    assert tokens_of(answers(served)) == expected
+    assert any(1 in step and max(step) > 1 for step in steps)
 
 
 def test_lora(tmp_path: Path) -> None:
@@ -206,17 +204,10 @@ def test_lora(tmp_path: Path) -> None:
     assert tokens_of_vllm(tmp_path / "base", tmp_path / "adapter", **options) == expected
 
 
-# With scales that don't depend on the row, a cut model computes what the whole one does.
-@pytest.mark.parametrize("scheme", ["int8-static-asymmetric", "int4-32"])
-def test_two_ranks_give_the_tokens_of_one(scheme: str, tmp_path: Path) -> None:
-    expected = quantized(tmp_path / scheme, scheme)
-    assert tokens_of_vllm(tmp_path / scheme, tensor_parallel_size=2) == expected
-
-
 @pytest.mark.parametrize("scheme", ["int8", "int8-static"])
 def test_a_compressed_tensors_checkpoint_on_our_kernel(scheme: str, tmp_path: Path) -> None:
     # In a merged layer, parts with static scales of their own have one of all: here they see the same input.
-    calibration = [{"input_ids": torch.randint(0, WORDS, (2, 16))} for _ in range(3)] if scheme != "int8" else None
+    calibration = calibration_data() if scheme != "int8" else None
     made = qgemm.quantize_model(model(attention_bias=True), scheme, calibration=calibration, progress=False)
     qgemm.save_quantized(made, tmp_path / "theirs", format="compressed-tensors")
     from qgemm.integrations.vllm import compressed_tensors
@@ -230,8 +221,12 @@ def test_a_compressed_tensors_checkpoint_on_our_kernel(scheme: str, tmp_path: Pa
             lambda self, layer, x, bias=None: (used.append(x.shape), apply(self, layer, x, bias))[1],
         )
         found = tokens_of_vllm(tmp_path / "theirs", quantization="qgemm")
-    assert found == tokens_of_transformers(made)
-    assert used
+        assert found == tokens_of_transformers(made)
+        assert used
+        # Another model of the process, without the flag, has vLLM's own kernel.
+        used.clear()
+        tokens_of_vllm(tmp_path / "theirs")
+        assert not used
 
 
 def test_a_compressed_tensors_checkpoint_of_others_stays_theirs(tmp_path: Path) -> None:

@@ -16,18 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import qgemm
 
 PROMPTS = [[3, 14, 25, 36, 47, 5, 9], [58, 69, 1, 2], list(range(3, 40))]
 NEW, WORDS = 12, 320
+MAX_BELOW = 0.05  # standard deviations of the logits; on one machine it was 0.014, in fp8
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -36,73 +31,146 @@ SETTINGS = {
 }
 
 
-def model(**changes: Any) -> Any:
-    """A Llama of two layers whose greedy tokens aren't all the same."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-    made = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, **{**sizes, **heads, **ends, **changes}))
-    for parameter in made.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
-        elif not parameter.any():  # a bias
-            torch.nn.init.normal_(parameter, std=0.3)
-    return made.eval()
+_SIZES: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_OF_A_FAMILY: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 64},
+    "gemma3_text": {
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 64,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gpt2": {"tie_word_embeddings": False, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 256},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+}
 
 
-def mixture(family: str = "qwen3") -> Any:
-    """A Qwen3-MoE or a Mixtral of two layers and eight experts, of which a token goes to two."""
+def model(family: str = "llama", **changes: Any) -> Any:
+    """A model of two layers, by the name that transformers has for its family, whose greedy tokens differ."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    ends = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
-    common = {**sizes, **heads, **ends, "vocab_size": WORDS, "num_experts_per_tok": 2}
-    if family == "qwen3":
-        experts = {"moe_intermediate_size": 128, "num_experts": 8, "norm_topk_prob": True}
-        made: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts))
-    else:
-        made = MixtralForCausalLM(MixtralConfig(**common, num_local_experts=8))
+    sizes = {"vocab_size": WORDS, "eos_token_id": None, "bos_token_id": 1} if family == "gpt2" else _SIZES
+    config = AutoConfig.for_model(family, **{**sizes, **_OF_A_FAMILY.get(family, {}), **changes})
+    # Other attention of transformers' has no limit of the logits, which Gemma 2 has.
+    attention = {"attn_implementation": "eager"} if family == "gemma2" else {}
+    made = AutoModelForCausalLM.from_config(config, **attention)
     for parameter in made.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=2 * parameter.shape[-1] ** -0.5)
+        elif not parameter.any():  # a bias
+            torch.nn.init.normal_(parameter, std=0.3)
+    # Or each token would follow itself (of one embedding), or a few follow all (positions outweigh tokens).
+    factor = 1 / 16 if made.config.tie_word_embeddings else 16 if family == "gpt2" else 1
+    made.get_input_embeddings().weight.data *= factor
     return made.eval()
 
 
-def tokens_of_transformers(model: Any) -> list[list[int]]:
+def calibration_data() -> list[dict[str, torch.Tensor]]:
+    """Three batches of random tokens."""
+    return [{"input_ids": torch.randint(0, WORDS, (2, 16))} for _ in range(3)]
+
+
+def quantized(folder: Path, scheme: str, changes: dict[str, Any] | None = None, **options: Any) -> list[list[int]]:
+    """Writes a quantized model to ``folder``. Returns the tokens of transformers."""
+    if qgemm.scheme.resolve_scheme(scheme).needs_data:
+        options["calibration"] = calibration_data()
+    made = qgemm.quantize_model(model(**(changes or {})), scheme, progress=False, **options)
+    made.save_pretrained(folder)
+    return tokens_of_transformers(made)
+
+
+def tokens_of_transformers(model: Any, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     """The greedy tokens of each prompt."""
     found = []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
         found.append(out[0, len(prompt) :].tolist())
     return found
 
 
+@torch.no_grad()
+def assert_tokens_of(model: Any, found: list[list[int]]) -> None:
+    """Of a prompt and what ``found`` has of its answer, each next token must have the largest logit of ``model``.
+
+    Or nearly so: on some CPUs rounding decides between two. A wrong token's logit is some deviations below.
+    """
+    for prompt, tokens in zip(PROMPTS, found, strict=True):
+        assert len(tokens) == NEW
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        below = (logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]) / logits.std(-1)
+        assert below.max() <= MAX_BELOW, f"{below} standard deviations below the largest"
+
+
 def tokens_of_vllm(folder: Path, adapter: Path | None = None, **options: Any) -> list[list[int]]:
-    """The same of ``vllm.LLM`` in float32, in this process but for several ranks. ``adapter``: LoRA's folder."""
+    """The same of ``vllm.LLM``, an ``engine``. ``adapter``: LoRA's folder."""
+    request = None
+    if adapter is not None:
+        from vllm.lora.request import LoRARequest
+
+        request = LoRARequest("adapter", 1, str(adapter))
+    return tokens_of(answers(engine(folder, **options), lora_request=request))
+
+
+def engine(folder: Path, **options: Any) -> Any:
+    """``vllm.LLM`` in float32, in this process but for several ranks."""
     parallel = max(options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")) > 1
     os.environ.update(SETTINGS, VLLM_ENABLE_V1_MULTIPROCESSING=str(int(parallel)))
     if parallel:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     else:
         os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()  # of the model before: a mixture wants a group that others don't make
 
     settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "enforce_eager": True}
-    engine = LLM(model=str(folder), skip_tokenizer_init=True, **{**settings, **options})
-    sampling = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
-    request = None
-    if adapter is not None:
-        from vllm.lora.request import LoRARequest
+    return LLM(model=str(folder), skip_tokenizer_init=True, **{**settings, **options})
 
-        request = LoRARequest("adapter", 1, str(adapter))
-    outputs = engine.generate(prompts, sampling, use_tqdm=False, lora_request=request)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+
+def answers(engine: Any, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[Any]:
+    """What ``engine`` says of each prompt, with greedy tokens."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, detokenize=False)
+    given = [{"prompt_token_ids": ids} for ids in prompts]
+    outputs: list[Any] = engine.generate(given, sampling, use_tqdm=False, **options)
+    return outputs
+
+
+def tokens_of(answers: list[Any]) -> list[list[int]]:
+    """The new tokens of each answer."""
+    return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
+@contextlib.contextmanager
+def counting_fused(counts: Path) -> Iterator[None]:
+    """Writes what ``fusion.fuse`` returns to a file: there are engines whose models are in a process of their own."""
+    from qgemm.integrations.vllm import fusion
+
+    real = fusion.fuse
+
+    def fuse(graph: Any) -> None:
+        with counts.open("a") as file:
+            file.write(f"{real(graph)} ")
+
+    fusion.fuse = fuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        fusion.fuse = real
 
 
 @contextlib.contextmanager
@@ -159,10 +227,13 @@ def server(folder: Path, scratch: Path, *arguments: str) -> Iterator[str]:
             yield address
         finally:
             process.terminate()
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
-def wait_for(address: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> None:
+def wait_for(address: str, process: subprocess.Popen[bytes], log: Path, seconds: float = 900) -> None:
     """Returns when ``address`` answers; raises with the end of ``log`` if the process ends before."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -1,11 +1,14 @@
 """``--quantization qgemm`` for a checkpoint of compressed-tensors: vLLM's own layers, with qgemm's int8 products.
 
-vLLM reads the checkpoint as ever; of its int8 kernels, the one here comes first. It isn't there before somebody asks.
-All that isn't a linear layer in int8 by int8 stays what it was, experts too.
+vLLM reads the checkpoint as ever; of its int8 kernels, the one here comes first while layers of that model are made,
+and isn't there for other models of the process. All that isn't a linear layer in int8 by int8 stays what it was,
+experts too.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,8 +87,24 @@ class QGemmCompressedTensorsConfig(CompressedTensorsConfig):  # type: ignore[mis
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """As vLLM's, of which the kernel is chosen when weights are made."""
-        kernels = _POSSIBLE_INT8_KERNELS.setdefault(current_platform._enum, [])
-        if QGemmInt8Kernel not in kernels:
-            kernels.insert(0, QGemmInt8Kernel)
         extend_compiler()
-        return super().get_quant_method(layer, prefix)
+        method = super().get_quant_method(layer, prefix)
+        scheme = getattr(layer, "scheme", None)
+        if scheme is not None:
+            scheme.create_weights = _with_our_kernel_first(scheme.create_weights)
+        return method
+
+
+def _with_our_kernel_first(create_weights: Callable[..., None]) -> Callable[..., None]:
+    """``create_weights``, during which ``QGemmInt8Kernel`` is the first of vLLM's: it isn't there for other models."""
+
+    @functools.wraps(create_weights)
+    def create(*arguments: Any, **options: Any) -> None:
+        kernels = _POSSIBLE_INT8_KERNELS.setdefault(current_platform._enum, [])
+        kernels.insert(0, QGemmInt8Kernel)
+        try:
+            create_weights(*arguments, **options)
+        finally:
+            kernels.remove(QGemmInt8Kernel)
+
+    return create

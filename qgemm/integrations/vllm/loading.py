@@ -29,7 +29,8 @@ def extend_loader() -> None:
         manifest = manifest_of(model_config.hf_config) if model_config.quantization == QUANT_METHOD else None
         if manifest is None:
             return tensors
-        return for_vllm(tensors, manifest, any(OLD_MIXTURE in name for name, _ in model.named_modules()))
+        old_mixture = any(OLD_MIXTURE in name for name, _ in model.named_modules())
+        return for_vllm(tensors, manifest, old_mixture, model_config.hf_config.model_type == "gpt2")
 
     get_all_weights._knows_qgemm = True  # type: ignore[attr-defined]
     DefaultModelLoader.get_all_weights = get_all_weights

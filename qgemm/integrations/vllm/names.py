@@ -8,6 +8,7 @@ parts. Files go to it but for these:
   dtype. They get a parameter of their own.
 - Fused experts: vLLM reads those of many models expert by expert only.
 - Mixtures that transformers has renamed to ``mlp``, as Mixtral's: vLLM has the old name.
+- Weights of GPT-2, which vLLM transposes: it takes them for those of a ``Conv1D``, and qgemm stores ``[N, K]``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ STEP = "weight_step"
 
 # Buffers that transformers' models have and ``state_dict`` leaves out.
 _MADE_BY_MODELS = re.compile(r"(^|\.)(rotary_\w*\.\w+|(original_)?inv_freq|embed_scale)$")
+
+# Of GPT-2.
+_CONV1D = re.compile(r"\.(c_attn|c_proj|c_fc)$")
 
 
 def manifest_of(hf_config: Any) -> Manifest | None:
@@ -68,11 +72,12 @@ def scheme_of(name: str, layers: Mapping[str, QuantScheme], merged: Mapping[str,
 
 
 def for_vllm(
-    tensors: Iterable[tuple[str, Tensor]], manifest: Manifest, old_mixture: bool = False
+    tensors: Iterable[tuple[str, Tensor]], manifest: Manifest, old_mixture: bool = False, transposes: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a folder under the names that vLLM is to have.
 
-    ``old_mixture``: whether those of mixtures have their old names in its model.
+    ``old_mixture``: whether those of mixtures have their old names in its model. ``transposes``: whether its model
+    transposes the weights of a ``Conv1D``.
     """
     folded = {layer for layer, scheme in manifest.layers.items() if scheme.has_zero_point}
     for name, tensor in tensors:
@@ -83,6 +88,8 @@ def for_vllm(
             is_whole = split_leaf(leaf)[1] in linear_class(manifest.layers[layer]).whole_names
             parts = _of_each_expert(layer, leaf, tensor, _OLD_LEAVES if old_mixture else _LEAVES, is_whole)
             yield from ((_old(part) if old_mixture else part, value) for part, value in parts)
+        elif transposes and leaf == "weight" and layer in manifest.layers and _CONV1D.search(layer):
+            yield name, tensor.t()
         elif not _MADE_BY_MODELS.search(name):
             yield _old(name) if old_mixture else name, tensor
 

@@ -73,7 +73,7 @@ def _asymmetric(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> T
 def _outliers(get: Tensors, x: Tensor, bias: Tensor | None, sizes: Sizes) -> Tensor:
     columns, weight = get("outlier_columns"), get("outlier_weight")
     out = _plain(get, x.index_fill(-1, columns, 0), bias, sizes)
-    kept = x.index_select(-1, columns).reshape(-1, weight.shape[1])
+    kept = x.reshape(-1, x.shape[-1]).index_select(-1, columns)  # of a rank's part of rows, maybe no column
     return torch.addmm(out.reshape(-1, out.shape[-1]), kept, weight.t().to(x.dtype)).view(out.shape)
 
 
