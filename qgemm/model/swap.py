@@ -6,7 +6,8 @@ Experts can be swapped a tensor at a time (``ExpertsSwap``), for a model that is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear_layer import InputScale, linear_weight
 from qgemm.numerics.integers import round_up
 from qgemm.scheme import QuantScheme
+
+_LEAST_SQUARES = 1e-25
+"""Of some rows of a weight: float32's range then holds squares of the differences, a hundred thousandth of these."""
 
 
 def swap(
@@ -82,7 +86,7 @@ class ExpertsSwap:
                 step = error.rows_at_a_time((self._quantized.num_experts, *rows.shape), one.rows_in_step)
                 for start in range(0, rows.shape[0], step):
                     stop = min(start + step, rows.shape[0])
-                    error.add(rows[start:stop], one.restore_rows(one.rows_from(start, stop), torch.float64))
+                    error.add(rows[start:stop], partial(one.restore_rows, one.rows_from(start, stop)))
             self._errors.append(error.value)
 
     def finish(self) -> LayerRecord:
@@ -129,7 +133,8 @@ def make_unusable(model: nn.Module, error: BaseException) -> None:
 class WeightError:
     """``norm(dequantized - weight) / norm(weight)`` (Frobenius) of a weight ``[N, K]`` that comes a few rows at a time.
 
-    It is summed in float64. Different pieces may give a different last digit: take ``rows_at_a_time``.
+    Sums of rows are added up in float64. Different pieces, and other devices, may give a different sixth digit: take
+    ``rows_at_a_time``.
     """
 
     def __init__(self, squares: tuple[float, float] = (0.0, 0.0)) -> None:
@@ -150,13 +155,18 @@ class WeightError:
         return round_up(max(min(N // 32, 2**19 // K), (2**16 if len(shape) == 2 else 2**20) // K, 1), in_step)
 
     @torch.no_grad()
-    def add(self, weight: Tensor, restored: Tensor) -> None:
-        """Takes in some rows ``[n, K]``: the float ones, and in float64 those quantized, whose memory is used."""
-        wanted = weight.double()
-        error = restored.sub_(wanted)
+    def add(self, weight: Tensor, restore: Callable[[torch.dtype], Tensor]) -> None:
+        """Takes in some rows ``[n, K]``: the float ones, and those quantized, which ``restore`` makes in a dtype.
+
+        A CPU computes differences in float32, in two thirds of the time, unless their squares are beyond its range.
+        """
         self._squares = self._squares.to(weight.device)
-        # Row by row: several threads would each sum a part of it, and their number would be seen in the last digit.
-        self._squares += torch.stack([squares.square_().sum(1).sum() for squares in (error, wanted)])
+        if weight.device.type == "cpu":
+            squares = _squares(weight, restore, torch.float32)
+            if bool(squares[1].isfinite()) and squares[1].item() > _LEAST_SQUARES:
+                self._squares += squares
+                return
+        self._squares += _squares(weight, restore, torch.float64)
 
     @classmethod
     def of_layer(cls, weight: Tensor, layer: LinearLayer) -> WeightError:
@@ -164,7 +174,7 @@ class WeightError:
         error, step = cls(), cls.rows_at_a_time(weight.shape, layer.rows_in_step)
         for start in range(0, weight.shape[0], step):
             rows = layer.rows_from(start, min(start + step, weight.shape[0]))
-            error.add(weight[start : start + step], layer.restore_rows(rows, torch.float64))
+            error.add(weight[start : start + step], partial(layer.restore_rows, rows))
         return error
 
     @property
@@ -178,3 +188,11 @@ class WeightError:
         """The error; 0 for a weight of zeros."""
         difference, norm = self._squares.sqrt().tolist()
         return difference / norm if norm else 0.0
+
+
+def _squares(weight: Tensor, restore: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
+    """float64 ``[2]``: the sums of the squares of the differences, and of the weight, computed in ``dtype``."""
+    wanted = weight.to(dtype, copy=True)
+    error = restore(dtype).sub_(wanted)
+    # Row by row: several threads would each sum a part of it, and their number would be seen in the last digit.
+    return torch.stack([values.square_().sum(1).double().sum() for values in (error, wanted)])

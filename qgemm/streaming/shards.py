@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import BinaryIO
 
 import torch
@@ -111,7 +112,7 @@ def _made(
                 f"the weight of {weight.layer!r} holds NaN or Inf, which can't be quantized: repair the checkpoint, or "
                 "pass this name in skip"
             ) from problem
-        error.add(part, layer.restore_rows(made, torch.float64))
+        error.add(part, partial(layer.restore_rows, made))
         nbytes = part.nbytes
         del part  # of the next expert's weight and this one's only one need be in memory
         if index == 0:  # what the weight has as a whole goes with its first rows

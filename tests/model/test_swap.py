@@ -16,6 +16,7 @@ import qgemm.model.swap
 import qgemm.quantize
 from qgemm import QuantLinear, quantize_model, report
 from qgemm.calibration import GPTQ, SmoothQuant
+from qgemm.model.swap import WeightError
 
 
 class Noted(nn.Module):
@@ -244,3 +245,17 @@ def test_a_layer_that_calibration_never_called_stays_in_float(options: dict[str,
         ("read", "it was never called in calibration: other code may read its weight")
     ]
     assert (model(BATCHES[0]) - wanted).norm() < 0.1 * wanted.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-30, 1e-10, 0.02, 1e10, 1e30])
+def test_the_error_is_that_of_float64(size: float, dtype: torch.dtype) -> None:
+    # Squares of the smallest and of the largest are beyond float32.
+    weight = (torch.randn(48, 200, dtype=torch.float64) * size).to(dtype)
+    linear = nn.Linear(200, 48, bias=False, dtype=dtype)
+    linear.weight.data.copy_(weight)
+    layer = qgemm.QuantLinear.from_linear(linear)
+    wanted = layer.restore_rows(layer.rows_from(0, 48), torch.float64) - weight.double()
+    found = WeightError.of_layer(weight, layer).value
+    assert found == pytest.approx((wanted.norm() / weight.double().norm()).item(), rel=1e-6)
+    assert found > 1e-3
