@@ -160,9 +160,9 @@ def test_compile_traces_forward_and_backward(device: torch.device) -> None:
         assert torch.equal(ours.grad, eager.grad)
 
 
-@pytest.mark.slow
+@pytest.mark.complete
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="PyTorch compiles C++ for a CPU")
-@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.complete)])
+@pytest.mark.parametrize("trains", [False, True])
 def test_compiled_by_the_default_backend(trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's own code runs between qgemm's operators; its gradient through both is the eager one."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
