@@ -23,6 +23,7 @@ from integrations.vllm_engine import (
     model,
     quantized,
     save_tokenizer,
+    saved,
     server,
     tokens_of,
     tokens_of_transformers,
@@ -59,10 +60,8 @@ def test_a_server_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_gives_the_tokens_of_transformers(scheme: str, tmp_path: Path) -> None:
-    biases = {"attention_bias": True, "mlp_bias": True} if "int8" in scheme else {}
-    calibration = calibration_data() if qgemm.scheme.resolve_scheme(scheme).needs_data else None
-    made = qgemm.quantize_model(model(**biases), scheme, calibration=calibration, progress=False)
-    made.save_pretrained(tmp_path / scheme)
+    biases = {"attention_bias": True, "mlp_bias": True}
+    made = saved(tmp_path / scheme, scheme, biases if "int8" in scheme else None)
     assert_tokens_of(made, tokens_of_vllm(tmp_path / scheme))
 
 
@@ -142,8 +141,8 @@ def fused(tmp_path: Path) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("scheme", ["int8", "int8-static", "fp8"])
 def test_compiled_with_fused_kernels(scheme: str, fused: dict[str, Any], tmp_path: Path) -> None:
-    expected = quantized(tmp_path / "folder", scheme)
-    assert tokens_of_vllm(tmp_path / "folder", **fused) == expected
+    made = saved(tmp_path / "folder", scheme)
+    assert_tokens_of(made, tokens_of_vllm(tmp_path / "folder", **fused))
 
 
 def test_a_compressed_tensors_checkpoint_with_fused_kernels(fused: dict[str, Any], tmp_path: Path) -> None:

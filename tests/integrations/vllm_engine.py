@@ -81,13 +81,18 @@ def calibration_data() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": torch.randint(0, WORDS, (2, 16))} for _ in range(3)]
 
 
-def quantized(folder: Path, scheme: str, changes: dict[str, Any] | None = None, **options: Any) -> list[list[int]]:
-    """Writes a quantized model to ``folder``. Returns the tokens of transformers."""
+def saved(folder: Path, scheme: str, changes: dict[str, Any] | None = None, **options: Any) -> Any:
+    """A quantized model, which is written to ``folder``."""
     if qgemm.scheme.resolve_scheme(scheme).needs_data:
         options["calibration"] = calibration_data()
     made = qgemm.quantize_model(model(**(changes or {})), scheme, progress=False, **options)
     made.save_pretrained(folder)
-    return tokens_of_transformers(made)
+    return made
+
+
+def quantized(folder: Path, scheme: str, changes: dict[str, Any] | None = None, **options: Any) -> list[list[int]]:
+    """As ``saved``; the tokens of transformers."""
+    return tokens_of_transformers(saved(folder, scheme, changes, **options))
 
 
 def tokens_of_transformers(model: Any, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
