@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -117,7 +118,8 @@ def _check(args: argparse.Namespace, scheme: str, prompts: list[list[int]], devi
 
 
 def _answers(folder: str, prompts: list[list[int]], new: int, options: dict[str, Any]) -> list[list[int]]:
-    """The greedy tokens of vLLM."""
+    """The greedy tokens of vLLM, whose engine is in this process: one of its own wouldn't end with this."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     engine = LLM(model=folder, skip_tokenizer_init=True, **options)
