@@ -60,6 +60,7 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
         inner, parallel = intermediate_size_per_partition, layer.moe_config.moe_parallel_config
         size = parallel.tp_size
         sizes = num_experts, hidden_size, inner * size
+        self.names: dict[str, str] = {}  # what vLLM calls each parameter
         self.whole = whole = QuantExperts(*sizes, device="meta", scheme=self.scheme)
         problem = whole.why_whole("column", size) if size > 1 else ""
         if not problem and inner % (step := whole.linear_of("gate_up_proj").rows_in_step):
@@ -68,8 +69,9 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
             raise self._refusal(problem)
         shard, splits = Shard("column", None, parallel.tp_rank, size), whole.splits("column")
         experts = QuantExperts(num_experts, hidden_size, inner, scheme=self.scheme)
-        self.names = {name: _name(name) for name, _ in experts.named_parameters()}
         for name, parameter in experts.named_parameters():
+            weight, leaf = split_leaf(name)
+            self.names[name] = f"{_SHORT[weight]}_{leaf}"
             layer.register_parameter(self.names[name], parameter)
             set_weight_attrs(parameter, {"weight_loader": self._loader(layer, name, shard, splits.get(name))})
 
@@ -107,7 +109,7 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
         """Checks that everything has been loaded, and what lies between the products."""
         for name, theirs in self.names.items():
             value = getattr(layer, theirs).data
-            # What was loaded into a new module is NaN where nothing was.
+            # Scales of a new module are NaN until they are loaded.
             if problem := self.whole.problem_with(name, value):
                 raise ValueError(f"{self.name}: {name} {problem}, or isn't in the files, or not all of it")
             setattr(layer, theirs, frozen(value))
@@ -134,11 +136,10 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
         index = topk_ids.to(torch.int64)
         if layer.expert_map is not None:
             index = layer.expert_map.to(torch.int64)[index]  # -1 for those of other ranks, which contribute nothing
-        weights = expert_weights(self.scheme, self.activation, lambda name: getattr(layer, _name(name), None))
+
+        def stored(name: str) -> Tensor | None:
+            theirs = self.names.get(name)
+            return None if theirs is None else getattr(layer, theirs)
+
+        weights = expert_weights(self.scheme, self.activation, stored)
         return compute_experts(x, index, topk_weights, weights)
-
-
-def _name(name: str) -> str:
-    """What vLLM calls the parameter ``name`` of ``QuantExperts``."""
-    weight, leaf = split_leaf(name)
-    return f"{_SHORT[weight]}_{leaf}"
