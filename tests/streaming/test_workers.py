@@ -120,7 +120,9 @@ def test_the_files_are_the_same_however_many_write(
         warnings.simplefilter("always")
         quantize_checkpoint(source, tmp_path / "streamed", max_shard_size="20KB", workers=count, progress=True)
     message = r"workers is 99, and there are \d+ files to write, each by one process: pass a smaller max_shard_size"
-    assert [bool(re.match(message, str(each.message))) for each in said] == [True] * (count == 99)
+    # Python 3.12 says that it forks beside other threads.
+    own = [str(each.message) for each in said if each.category is not DeprecationWarning]
+    assert [bool(re.match(message, each)) for each in own] == [True] * (count == 99)
     assert_same_files(tmp_path / "whole", tmp_path / "streamed")
     files = len(list((tmp_path / "whole").glob("model-*.safetensors")))
     assert min(count, files) - 1 <= len(forked) <= min(count - 1, 4 * files)
@@ -313,4 +315,4 @@ def test_two_processes_on_gpus_write_the_files_of_one(scheme: str, source: Path,
     assert files.keys() == expected.keys()
     assert [name for name in files if files[name] != expected[name] and name != REPORT_FILE] == []
     errors = [[record.weight_error or 0 for record in report.records] for report in (on_gpus, on_cpu)]
-    assert errors[0] == pytest.approx(errors[1], rel=1e-12)
+    assert errors[0] == pytest.approx(errors[1], rel=1e-6)  # sums of float32
