@@ -4,8 +4,8 @@ The block is the first one of a model of ``benchmarks.models`` with random weigh
 prefill: causal attention without a cache. On a GPU passes are CUDA graphs over rotated inputs; providers take turns.
 Outputs are compared with the float block's first.
 
-Operations are two for each weight and token, and those of the lower half of attention's two products. Bytes are the
-fewest that must move: the weights once, the input and the output.
+Operations are two for each token and each weight that it is multiplied by, and those of the lower half of attention's
+two products. Bytes are the fewest that must move: the weights once, the input and the output.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def measure(shape: ModelShape, sizes: Sequence[tuple[int, int]], effort: Effort,
         model = shape.build(device, layers=1)
         PROVIDERS[name].prepare(model)
         models[name] = model.model
-    weights = sum(parameter.numel() for parameter in models["bf16"].layers[0].parameters())
     config = shape.make_config(1)
+    weights = _weights_of_a_token(models["bf16"].layers[0], config)
     results = []
     for batch, length in sizes:
         generator = torch.Generator().manual_seed(0)
@@ -145,6 +145,15 @@ def _block_of(model: Any, x: Tensor) -> Any:
         return result
 
     return run
+
+
+def _weights_of_a_token(block: nn.Module, config: Any) -> float:
+    """How many of a block's weights a token is multiplied by: of a mixture's experts, those that it chooses."""
+    count = 0.0
+    for name, parameter in block.named_parameters():
+        chosen = config.num_experts_per_tok / config.num_experts if ".experts." in f".{name}" else 1
+        count += parameter.numel() * chosen
+    return count
 
 
 def _bytes(module: nn.Module) -> int:

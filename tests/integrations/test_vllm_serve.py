@@ -89,8 +89,9 @@ def test_a_part_of_a_merged_layer_in_float_is_refused_by_name(tmp_path: Path) ->
         tokens_of_vllm(tmp_path / "part")
 
 
-def test_a_lost_scale_is_named(tmp_path: Path) -> None:
-    quantized(tmp_path / "lost", "int8")
+@pytest.mark.parametrize("scheme", ["int8", "mxfp4", "nvfp4"])  # scales are float32, e8m0 and e4m3
+def test_a_lost_scale_is_named(scheme: str, tmp_path: Path) -> None:
+    quantized(tmp_path / "lost", scheme)
     from checkpoint.rewriting import rewrite_file
     from safetensors.torch import load_file
 

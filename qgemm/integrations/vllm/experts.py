@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.utils import set_weight_attrs
 
-from qgemm.integrations.vllm.parameters import take_dtype
+from qgemm.integrations.vllm.parameters import is_missing, no_scale, take_dtype
 from qgemm.kernels.activations import GatedActivation
 from qgemm.nn.experts import QuantExperts, compute_experts, expert_weights, split_leaf
 from qgemm.nn.parallel import Shard, Split
@@ -61,7 +61,8 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
         size = parallel.tp_size
         sizes = num_experts, hidden_size, inner * size
         self.names: dict[str, str] = {}  # what vLLM calls each parameter
-        self.whole = whole = QuantExperts(*sizes, device="meta", scheme=self.scheme)
+        whole = QuantExperts(*sizes, device="meta", scheme=self.scheme)
+        self.scale_names = whole.scale_names
         problem = whole.why_whole("column", size) if size > 1 else ""
         if not problem and inner % (step := whole.linear_of("gate_up_proj").rows_in_step):
             problem = f"the {inner} gates of an expert don't end with a block of {step}"
@@ -71,6 +72,8 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
         experts = QuantExperts(num_experts, hidden_size, inner, scheme=self.scheme)
         for name, parameter in experts.named_parameters():
             weight, leaf = split_leaf(name)
+            if name in self.scale_names and parameter.dtype == torch.uint8:
+                parameter.fill_(no_scale(parameter.dtype))
             self.names[name] = f"{_SHORT[weight]}_{leaf}"
             layer.register_parameter(self.names[name], parameter)
             set_weight_attrs(parameter, {"weight_loader": self._loader(layer, name, shard, splits.get(name))})
@@ -109,9 +112,8 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
         """Checks that everything has been loaded, and what lies between the products."""
         for name, theirs in self.names.items():
             value = getattr(layer, theirs).data
-            # Scales of a new module are NaN until they are loaded.
-            if problem := self.whole.problem_with(name, value):
-                raise ValueError(f"{self.name}: {name} {problem}, or isn't in the files, or not all of it")
+            if is_missing(value, name in self.scale_names):
+                raise ValueError(f"{self.name}.{name} isn't in the files, or not all of it")
             setattr(layer, theirs, frozen(value))
         activation = getattr(layer.activation, "value", layer.activation)
         if activation not in _ACTIVATIONS:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.parameter import (
     BlockQuantScaleParameter,
     ChannelQuantScaleParameter,
@@ -29,6 +30,8 @@ from qgemm.nn.row_steps import found_steps
 from qgemm.numerics.blocks import BLOCK
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_NO_SCALE = {torch.uint8: 255, torch.float8_e4m3fn: 127}
+"""NaN as e8m0 and e4m3."""
 
 
 def add_parameters(layer: Any, sizes: Sizes, dtype: torch.dtype, load: Callable[..., Any]) -> None:
@@ -79,6 +82,8 @@ def _unknown(name: str, data: Tensor, linear: LinearLayer) -> Tensor:
     """Values that show that nothing was loaded, where there are such; and none that would lead out of a tensor."""
     if data.dtype in _FLOATS:
         return data.fill_(torch.nan)
+    if name in linear.scale_names:
+        return data.view(torch.uint8).fill_(no_scale(data.dtype)).view(data.dtype)
     if name in linear.index_names and data.ndim:
         return data.copy_(torch.arange(data.shape[-1]).expand(data.shape)) if data.dtype != torch.int8 else data.zero_()
     return data if name == "weight" else data.view(torch.uint8).fill_(0).view(data.dtype)
@@ -146,7 +151,7 @@ def finish_parameters(layer: Any, sizes: Sizes) -> int:
     for name in shapes:
         own = FOLDED_BIAS if name == "bias" else name
         values[own] = value = layer._parameters[own].data
-        if value.dtype in _FLOATS and bool(value.isnan().any()):
+        if is_missing(value, name in linear.scale_names):
             raise ValueError(f"{sizes.name}.{own} isn't in the files, or not all of it")
     shared, parts = _shared_names(linear), len(sizes.rows)
     if parts > 1 and all(bool((values[name] == values[name][:1]).all()) for name in shared):
@@ -163,6 +168,27 @@ def finish_parameters(layer: Any, sizes: Sizes) -> int:
     for name, value in values.items():
         setattr(layer, name, frozen(value))
     return parts
+
+
+def is_missing(value: Tensor, is_scale: bool) -> bool:
+    """Whether not all of a parameter's ``value`` was loaded: until then floats, and scales of any dtype, are NaN."""
+    if is_scale and value.dtype in _NO_SCALE:
+        mask = _NO_SCALE[value.dtype]
+        return bool((value.view(torch.uint8) & mask == mask).any())
+    return value.dtype in _FLOATS and bool(value.isnan().any())
+
+
+def no_scale(dtype: torch.dtype) -> int:
+    """The byte of a scale that hasn't been loaded: NaN; or 1 as e8m0, which vLLM's dummy weights leave as it is."""
+    return 127 if dtype == torch.uint8 and loads_dummies() else _NO_SCALE[dtype]
+
+
+def loads_dummies() -> bool:
+    """Whether the model that vLLM is making gets weights without meaning: ``load_format="dummy"``."""
+    try:
+        return bool(get_current_vllm_config().load_config.load_format == "dummy")
+    except AssertionError:  # none is being made
+        return False
 
 
 def _take_own_part(values: dict[str, Tensor], rank: int, own_K: int) -> None:
