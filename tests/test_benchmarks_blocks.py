@@ -37,6 +37,17 @@ def test_rates_and_table() -> None:
     assert rows[1][header.index("times bf16")] == f"{theirs.us / ours.us:.2f}"
 
 
+def test_a_token_is_multiplied_by_the_experts_that_it_chooses() -> None:
+    sizes = {**SIZES, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 16}
+    shape = ModelShape("tiny", "Qwen3MoeConfig", 2, sizes)
+    block = shape.build(torch.device("meta"), layers=1).model.layers[0]
+    attention = 2 * 64 * 64 + 2 * 32 * 64 + 2 * 16
+    experts = 2 * 3 * 32 * 64
+    router = 8 * 64
+    found = blocks._weights_of_a_token(block, shape.make_config(1))
+    assert found == attention + experts + router + 2 * 64
+
+
 @torch.no_grad()
 def test_wrong_outputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(model: torch.nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -195,6 +196,23 @@ def test_a_size_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) ->
     _, failed, done = measure_job(job("bf16"), DECODER, CPU)
     assert failed.reason == "OutOfMemoryError: too large"
     assert done.value
+
+
+def test_the_rate_of_decoding_is_no_prompt_and_no_hiccup(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, calls = [0.0], [0]
+
+    def generate(new: int) -> None:
+        assert not gc.isenabled()
+        calls[0] += 1
+        # A prompt of 3 s and tokens of half a second; a call that isn't counted, and one that something disturbs.
+        clock[0] += 3 + new / 2 + (100 if calls[0] in (1, 4) else 0)
+
+    monkeypatch.setattr(measure, "_now", lambda: clock[0])
+    assert measure.decoding_rate(generate, 16, 34, 1) == pytest.approx(32)
+    assert calls == [8]
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="a call with 34 new tokens took 0 s, and one with 2 took 0"):
+        measure.decoding_rate(lambda new: None, 16, 34, 1)
 
 
 def figures() -> list[Figure]:

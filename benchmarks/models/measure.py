@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import statistics
 import time
 import warnings
@@ -24,6 +25,7 @@ from benchmarks.peers import first_line
 CALLS_IN_TURN = 4
 CHECKED_REQUESTS = 4
 """Those of a served batch whose tokens are compared with the model's forward."""
+FEWEST_DECODING_ROUNDS = 3
 MAX_GAP = 1.5
 """How far the logit of a generated token may be below the largest of the same model's forward, in standard
 deviations: rounding moves logits by a few tenths of one, and a wrong token is four below."""
@@ -161,9 +163,8 @@ def _prefill(figure: Figure, model: Any, batch: int, length: int, rounds: int) -
 
 def _decode(figure: Figure, model: Any, provider: Provider, batch: int, context: int, sizes: Sizes) -> Figure:
     ids, new = _tokens(model, batch, context), sizes.new_tokens(batch, context)
-    long = median_seconds(lambda: _generate(model, provider, ids, new), sizes.rounds)
-    short = median_seconds(lambda: _generate(model, provider, ids, 2), sizes.rounds)
-    return replace(figure, value=batch * (new - 2) / (long - short))
+    run = functools.partial(_generate, model, provider, ids)
+    return replace(figure, value=decoding_rate(run, batch, new, sizes.rounds))
 
 
 def _serve(figure: Figure, model: Any, sizes: Sizes) -> Figure:
@@ -301,10 +302,33 @@ def median_seconds(run: Callable[[], object], rounds: int) -> float:
     return statistics.median([_seconds(run) for _ in range(rounds + 1)][1:])
 
 
+def decoding_rate(generate: Callable[[int], object], batch: int, new: int, rounds: int) -> float:
+    """Tokens a second, from how much longer ``generate(new)`` takes than ``generate(2)``: no prompt is in it.
+
+    The calls take turns, and there are at least ``FEWEST_DECODING_ROUNDS``: what disturbs one of them would be the
+    difference. Raises ``RuntimeError`` if there is none.
+    """
+    turns = [
+        (_seconds(functools.partial(generate, new)), _seconds(functools.partial(generate, 2)))
+        for _ in range(max(rounds, FEWEST_DECODING_ROUNDS) + 1)
+    ]
+    long, short = (statistics.median(times) for times in zip(*turns[1:], strict=True))
+    if long <= short:
+        raise RuntimeError(f"a call with {new} new tokens took {long:.3g} s, and one with 2 took {short:.3g}")
+    rate: float = batch * (new - 2) / (long - short)
+    return rate
+
+
 def _seconds(run: Callable[[], object]) -> float:
-    start = _now()
-    run()
-    return _now() - start
+    """Of one run, in which Python doesn't look for garbage: among a model's objects that takes tenths of a second."""
+    gc.collect()
+    gc.disable()
+    try:
+        start = _now()
+        run()
+        return _now() - start
+    finally:
+        gc.enable()
 
 
 def _now() -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.models.measure import Request, Sizes, check_lengths, draw_requests, median_seconds
+from benchmarks.models.measure import Request, Sizes, check_lengths, decoding_rate, draw_requests, median_seconds
 from benchmarks.models.results import DECODE, PREFILL, SERVE, Figure
 from benchmarks.models.shapes import ModelShape
 from benchmarks.peers import first_line
@@ -92,12 +92,11 @@ def measure_vllm(shape: ModelShape, name: str, layers: int, measures: Sequence[s
             figure = replace(base, measure=DECODE, batch=batch, context=context)
             new = sizes.new_tokens(batch, context)
             try:
-                long = median_seconds(partial(generate, batch, context, new), sizes.rounds)
-                short = median_seconds(partial(generate, batch, context, 2), sizes.rounds)
+                rate = decoding_rate(partial(generate, batch, context), batch, new, sizes.rounds)
             except Exception as error:
                 yield replace(figure, reason=first_line(error))
                 continue
-            yield replace(figure, value=batch * (new - 2) / (long - short))
+            yield replace(figure, value=rate)
 
 
 def save_config(folder: str, shape: ModelShape, layers: int, name: str) -> None:
