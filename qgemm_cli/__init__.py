@@ -5,6 +5,8 @@ A package beside ``qgemm``, because importing anything below ``qgemm`` imports P
 every command and imports no PyTorch; ``commands/`` has what each of them does, imported when it runs.
 """
 
+import atexit
+import gc
 import sys
 
 
@@ -17,4 +19,6 @@ def main() -> None:
             raise
         print(f'The qgemm command needs {error.name}: pip install "typer>=0.15" "rich>=13"', file=sys.stderr)
         sys.exit(2)
+    # Python looks for garbage at its end: a second, among all that PyTorch and transformers have made.
+    atexit.register(gc.freeze)
     app(prog_name="qgemm")

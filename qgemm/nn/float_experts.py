@@ -52,6 +52,11 @@ class FloatExperts:
         """Whether both products have biases."""
         return "down_proj_bias" in self.parameters
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> FloatExperts:
+        """What ``dataclasses.asdict`` gave."""
+        return cls(**{**values, "activation": GatedActivation(**values["activation"])})
+
     def rows_of(self, name: str, weight: Tensor, expert: int) -> Tensor:
         """One expert's ``[N, K]`` of the float ``weight`` that ``QuantExperts`` calls ``name``, contiguous."""
         rows = weight[expert].t() if self.is_transposed else weight[expert]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor
-from qgemm.streaming.float_tensors import ConversionTurn, FloatTensor, made_float, stored_float
+from qgemm.streaming.float_tensors import ConversionTurn, FloatTensor, made_float, merged_experts, stored_float
 from qgemm.streaming.source import Source
 
 # A tensor that goes into a conversion: the pattern that it matched, its name in the files, and what to cast it to.
@@ -75,36 +75,29 @@ def find_tensors(model: Any, source: Source) -> tuple[dict[str, FloatTensor], li
         for name, value in shapes.items():
             first = inputs[0][1]
             _check_shape(name, tuple(value.shape), wanted.get(name), first, source.tensors[first].path)
-            by_expert = _split_by_expert(converter, inputs, len(value) if value.ndim else 0)
-            if by_expert and len(shapes) == 1:
-                make = partial(_convert_experts, partial(_convert, model, converter, target), by_expert, source)
-                found[name] = FloatTensor(tuple(value.shape), value.dtype, make)
+            experts = _split_by_expert(converter, inputs, len(value) if value.ndim > 1 else 0)
+            if experts and len(shapes) == 1:
+                found[name] = merged_experts(source, *experts, value.dtype)
             else:
-                found[name] = made_float(value, partial(turn.value, convert, name))
+                described = {"made": name, "dtype": str(value.dtype), "shape": list(value.shape)}
+                found[name] = made_float(value, partial(turn.value, convert, name), partial(dict, described))
     return found, unplaced
 
 
-def _split_by_expert(converter: Any, inputs: list[_Input], count: int) -> list[list[_Input]]:
-    """What each of ``count`` experts is made of, if each is made of its own tensors alone; else nothing."""
-    for operation in converter.operations:
-        kind = type(operation).__name__
-        stacks = kind == "MergeModulelist" and operation.dim == 0
-        if not (stacks or (kind == "Concatenate" and operation.dim > 0)):
-            return []
-    of_pattern: dict[str, list[_Input]] = {}
-    for one in inputs:
-        of_pattern.setdefault(one[0], []).append(one)
-    if type(converter.operations[0]).__name__ != "MergeModulelist" or {len(s) for s in of_pattern.values()} != {count}:
-        return []
-    return [list(of_expert) for of_expert in zip(*of_pattern.values(), strict=True)]
+def _split_by_expert(converter: Any, inputs: list[_Input], count: int) -> tuple[list[list[str]], int] | None:
+    """What each of ``count`` experts is made of, in order, and along which dimension; None if not of its own tensors.
 
-
-def _convert_experts(
-    convert: Callable[..., dict[str, Tensor]], by_expert: list[list[_Input]], source: Source, start: int, stop: int
-) -> Tensor:
-    inputs = [one for of_expert in by_expert[start:stop] for one in of_expert]
-    (value,) = convert(inputs, read=partial(_read, source)).values()
-    return value
+    That is, if those of each pattern are stacked, and the stacks then put together.
+    """
+    stack, *joins = [(type(each).__name__, getattr(each, "dim", 0)) for each in converter.operations]
+    join, dim = joins[0] if joins else ("Concatenate", 1)
+    if stack != ("MergeModulelist", 0) or join != "Concatenate" or dim < 1 or len(joins) > 1:
+        return None
+    of_pattern = {pattern: [name for own, name, _ in inputs if own == pattern] for pattern in converter.source_patterns}
+    given = [names for names in of_pattern.values() if names]
+    if {len(names) for names in given} != {count}:
+        return None
+    return [list(names) for names in zip(*given, strict=True)], dim - 1
 
 
 def _dtype_rule(model: Any, wanted: dict[str, Tensor]) -> Callable[[str], torch.dtype]:

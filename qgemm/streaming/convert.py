@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import json
 import shutil
@@ -29,7 +30,8 @@ from qgemm.streaming.companions import copy_companion, find_companions_to_copy
 from qgemm.streaming.job import Job
 from qgemm.streaming.journal import Begun
 from qgemm.streaming.plan import CheckpointPlan
-from qgemm.streaming.shards import bytes_to_read, write_shard
+from qgemm.streaming.shard_plan import ShardPlan
+from qgemm.streaming.shards import write_shard
 from qgemm.streaming.source import Source, open_source
 from qgemm.streaming.workers import Worker, WorkerError, started_worker
 from qgemm.streaming.workspace import Workspace, open_workspace, partial_folder
@@ -84,10 +86,11 @@ def quantize_checkpoint(
     # Measured on two cores, 0.4 GB in bfloat16: 1.3 s with one thread and with two; with the cores busy, 9 s with one,
     # and with two over 100 s, most of it waiting at the end of each operation.
     with one_thread(), open_source(source) as opened, ExitStack() as processes:
-        # They take some seconds to start: as long as this process takes for its plan.
+        # They start in less time than this process takes for its plan.
         elsewhere = devices[1 : job.most_files(opened)]
-        others = [processes.enter_context(started_worker(job, each)) for each in elsewhere]
-        plan = job.plan(opened)
+        others = [processes.enter_context(started_worker(job.source, job.drop, each)) for each in elsewhere]
+        with _without_collections():
+            plan = job.plan(opened)
         if workers > len(plan.shards):
             warn_user(
                 f"workers is {workers}, and there are {len(plan.shards)} files to write, each by one process: pass a "
@@ -107,8 +110,8 @@ def quantize_checkpoint(
                     for worker in others[count:]:  # for whom no file is left
                         worker.stop()
                     for worker in others[:count]:
-                        worker.begin(description, workspace.lock)
-                    _write_shards(shards, plan, devices[0], others[:count])
+                        worker.begin(workspace.lock)
+                    _write_shards(shards, devices[0], others[:count])
                 errors = {layer: e for file in workspace.finished.values() for layer, e in file.errors.items()}
                 for name, text in plan.text_files(errors, save).items():
                     with workspace.create(name) as file:
@@ -122,13 +125,25 @@ def quantize_checkpoint(
 
 
 @contextmanager
+def _without_collections() -> Iterator[None]:
+    """Without looks for garbage, which are a fifth of the time that importing transformers takes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
 def _prepared(plan: CheckpointPlan, workspace: Workspace, progress: bool | None) -> Iterator[Callable[[int], object]]:
     """Finds what is done already; gives what moves the progress bar, which is shown meanwhile."""
     hide = None if progress is None else not progress
     with tqdm(desc="verify", unit="B", unit_scale=True, disable=hide, leave=False) as bar:
         workspace.recover(plan.shards, bar.update)
     _check_room(plan, workspace)
-    sizes = {file_name: bytes_to_read(plan, names) for file_name, names in plan.shards.items()}
+    sizes = {file_name: plan.shard(file_name).bytes_to_read for file_name in plan.shards}
     done = sum(sizes[file_name] for file_name in workspace.finished)
     with tqdm(total=sum(sizes.values()), initial=done, desc="quantize", unit="B", unit_scale=True, disable=hide) as bar:
         yield bar.update
@@ -148,7 +163,7 @@ class _Shards:
         """``metadata``: as for ``write_shard``. ``update`` is told the bytes of float values that were dealt with."""
         left = (file_name for file_name in plan.shards if file_name not in workspace.finished)
         # The largest first: at the end, others wait for whoever has the last one.
-        self.left = sorted(left, key=lambda file_name: -bytes_to_read(plan, plan.shards[file_name]))
+        self.left = sorted(left, key=lambda file_name: -plan.shard(file_name).bytes_to_read)
         self.failure: BaseException | None = None
         self._source, self._plan, self._workspace, self._metadata = source, plan, workspace, metadata
         self._update = update
@@ -157,7 +172,7 @@ class _Shards:
     def write(self, write: Callable[..., dict[str, float]]) -> None:
         """Writes files until none is left, or another thread has failed.
 
-        ``write``: ``write_shard`` without ``plan`` and ``device``.
+        ``write``: ``write_shard`` without ``device``.
         """
         try:
             # While one file reaches the disk the next one is made.
@@ -167,7 +182,7 @@ class _Shards:
                     with ExitStack() as opened:
                         file, begun = opened.enter_context(self._workspace.open_shard(file_name))
                         note = partial(self._note, file)
-                        errors = write(file, self._plan.shards[file_name], self._done, begun, note, self._metadata)
+                        errors = write(file, self._plan.shard(file_name), self._done, begun, note, self._metadata)
                         if finished is not None:
                             finished.result()
                         finished = behind.submit(self._finish, opened.pop_all(), file_name, errors)
@@ -205,11 +220,11 @@ class _Abandoned(Exception):
     """Another thread has failed, and says why."""
 
 
-def _write_shards(shards: _Shards, plan: CheckpointPlan, device: torch.device, workers: list[Worker]) -> None:
+def _write_shards(shards: _Shards, device: torch.device, workers: list[Worker]) -> None:
     """Writes the files that are left, on ``device`` in this process, and in those of ``workers``, which end then."""
 
-    def write_here(file: BinaryIO, names: list[str], *others: Any) -> dict[str, float]:
-        return write_shard(file, plan, names, device, *others)
+    def write_here(file: BinaryIO, shard: ShardPlan, *others: Any) -> dict[str, float]:
+        return write_shard(file, shard, device, *others)
 
     with ThreadPoolExecutor(1 + len(workers)) as threads:
         try:
@@ -267,7 +282,7 @@ def _interruptible(plan: CheckpointPlan, workspace: Workspace, resume: bool) -> 
     except KeyboardInterrupt as interrupt:
         if not workspace.content.exists():  # it is published
             raise
-        sizes = {file_name: bytes_to_read(plan, names) for file_name, names in plan.shards.items()}
+        sizes = {file_name: plan.shard(file_name).bytes_to_read for file_name in plan.shards}
         done = sum(sizes[file_name] for file_name in workspace.finished)
         done += sum(begun.read for begun in workspace.begun.values())
         raise KeyboardInterrupt(

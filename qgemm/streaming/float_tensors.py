@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +17,15 @@ from qgemm.streaming.source import Source
 
 @dataclass
 class FloatTensor:
-    """One tensor as the float model holds it. ``rows(start, stop)`` reads or makes some rows, on the CPU."""
+    """One tensor as the float model holds it. ``rows(start, stop)`` reads or makes some rows, on the CPU.
+
+    ``describe``: gives JSON-ready values of which ``parse_float`` makes the same tensor in another process.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     rows: Callable[[int, int], Tensor]
+    describe: Callable[[], dict[str, Any]] | None = None
 
     @property
     def row_count(self) -> int:
@@ -31,6 +37,11 @@ class FloatTensor:
         """The size of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def to_dict(self) -> dict[str, Any]:
+        """What ``describe`` gives."""
+        assert self.describe is not None
+        return self.describe()
+
     def spans(self, step: int) -> Iterator[tuple[int, int]]:
         """Where to start and stop to read all rows, ``step`` at a time."""
         for start in range(0, self.row_count, step):
@@ -40,18 +51,46 @@ class FloatTensor:
 def stored_float(source: Source, name: str, dtype: torch.dtype) -> FloatTensor:
     """The tensor ``name`` in a file, in whatever dtype, cast to ``dtype``."""
     return FloatTensor(
-        source.tensors[name].shape, dtype, lambda start, stop: source.read_rows(name, start, stop).to(dtype)
+        source.tensors[name].shape,
+        dtype,
+        lambda start, stop: source.read_rows(name, start, stop).to(dtype),
+        lambda: {"stored": name, "dtype": str(dtype)},
     )
 
 
-def made_float(like: Tensor, make: Callable[[], Tensor]) -> FloatTensor:
+def merged_experts(source: Source, names: list[list[str]], dim: int, dtype: torch.dtype) -> FloatTensor:
+    """The tensors of experts, stacked. ``names``: in the files, of those that make one expert's along ``dim``."""
+
+    def read(name: str) -> Tensor:
+        return source.read_rows(name, 0, source.tensors[name].shape[0]).to(dtype)
+
+    def rows(start: int, stop: int) -> Tensor:
+        experts = [torch.cat([read(name) for name in own], dim) for own in names[start:stop]]
+        return experts[0][None] if len(experts) == 1 else torch.stack(experts)
+
+    shape = list(source.tensors[names[0][0]].shape)
+    shape[dim] = sum(source.tensors[name].shape[dim] for name in names[0])
+    described = {"experts": names, "dim": dim, "dtype": str(dtype)}
+    return FloatTensor((len(names), *shape), dtype, rows, lambda: described)
+
+
+def made_float(like: Tensor, make: Callable[[], Tensor], describe: Callable[[], dict[str, Any]]) -> FloatTensor:
     """The tensor that ``make`` returns, with shape and dtype of ``like``; rows are views of it."""
-    return FloatTensor(tuple(like.shape), like.dtype, lambda start, stop: make()[start:stop] if like.ndim else make())
+
+    def rows(start: int, stop: int) -> Tensor:
+        return make()[start:stop] if like.ndim else make()
+
+    return FloatTensor(tuple(like.shape), like.dtype, rows, describe)
 
 
 def built_float(value: Tensor) -> FloatTensor:
     """A tensor on the CPU that building the model computes, such as rotary frequencies, and that no file holds."""
-    return made_float(value, lambda: value)
+
+    def describe() -> dict[str, Any]:
+        values = bytes(value.contiguous().flatten().view(torch.uint8).tolist())
+        return {"values": base64.b64encode(values).decode(), "dtype": str(value.dtype), "shape": list(value.shape)}
+
+    return made_float(value, lambda: value, describe)
 
 
 def ordered_experts(tensor: FloatTensor, name: str, layout: FloatExperts) -> FloatTensor:
@@ -67,7 +106,25 @@ def ordered_experts(tensor: FloatTensor, name: str, layout: FloatExperts) -> Flo
     shape = tensor.shape
     if layout.is_transposed and len(shape) == 3:
         shape = (shape[0], shape[2], shape[1])
-    return FloatTensor(shape, tensor.dtype, rows)
+    return FloatTensor(
+        shape, tensor.dtype, rows, lambda: {"of": tensor.to_dict(), "name": name, "layout": asdict(layout)}
+    )
+
+
+def parse_float(values: dict[str, Any], source: Source, made: Callable[[dict[str, Any]], FloatTensor]) -> FloatTensor:
+    """What gave ``values`` as its description, also by way of JSON; ``made``: of those that transformers makes."""
+    if "made" in values:
+        return made(values)
+    if "of" in values:
+        inner, layout = parse_float(values["of"], source, made), FloatExperts.from_dict(values["layout"])
+        return ordered_experts(inner, values["name"], layout)
+    dtype = getattr(torch, values["dtype"].removeprefix("torch."))
+    if "values" in values:
+        stored = torch.tensor(list(base64.b64decode(values["values"])), dtype=torch.uint8)
+        return built_float(stored.view(dtype).reshape(values["shape"]))
+    if "experts" in values:
+        return merged_experts(source, values["experts"], values["dim"], dtype)
+    return stored_float(source, values["stored"], dtype)
 
 
 class ConversionTurn:

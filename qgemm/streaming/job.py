@@ -1,4 +1,4 @@
-"""What a run makes of what: planned alike by every process that works on it, and known again by a later run."""
+"""What a run makes of what, by which a later run knows it again."""
 
 from __future__ import annotations
 
@@ -48,14 +48,3 @@ class Job:
             "layout": hashlib.sha256(json.dumps([layout, plan.shards]).encode()).hexdigest(),
             "versions": {"qgemm": __version__, "torch": torch.__version__, "transformers": transformers.__version__},
         }
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values, which ``from_dict`` takes."""
-        own = {"source": str(self.source), "drop": self.drop, "max_shard_size": self.max_shard_size}
-        return {**own, "wanted": self.wanted.to_dict()}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Job:
-        """What ``to_dict`` gave, also by way of JSON."""
-        wanted = Quantization.from_dict(values["wanted"])
-        return cls(Path(values["source"]), wanted, values["drop"], values["max_shard_size"])

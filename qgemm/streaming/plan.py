@@ -27,20 +27,8 @@ from qgemm.nn.linear_layer import InputScale, is_conv1d
 from qgemm.quantize import quantize
 from qgemm.streaming.float_tensors import FloatTensor, built_float, ordered_experts
 from qgemm.streaming.loading import plan_loading
+from qgemm.streaming.shard_plan import FloatWeight, ShardPlan
 from qgemm.streaming.source import Source
-
-
-@dataclass(frozen=True)
-class FloatWeight:
-    """A weight that is to be quantized: its name and its layer's, its float values, and whether they are ``[K, N]``.
-
-    It is called what the quantized layer calls it. That of experts is ``[E, N, K]``.
-    """
-
-    name: str
-    layer: str
-    values: FloatTensor
-    is_transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +48,13 @@ class CheckpointPlan:
     shards: dict[str, list[str]]
     weights: dict[str, FloatWeight]
     copied: dict[str, FloatTensor]
+
+    def shard(self, file_name: str) -> ShardPlan:
+        """What one of the files holds."""
+        names = self.shards[file_name]
+        weights = {each.name: each for name in names if (each := self.weights.get(name)) is not None}
+        copied = {name: self.copied[name] for name in names if name in self.copied}
+        return ShardPlan({name: self.tensors[name] for name in names}, list(weights.values()), copied)
 
     def report(self, errors: Mapping[str, float]) -> QuantReport:
         """The report on the model; ``errors``: of the quantized weights, by name."""
@@ -103,22 +98,30 @@ def plan_checkpoint(
                 copied[name] = built_float(_input_scale(model, quantized, wanted.input_scales or {}))
                 continue
             float_module = loading.model.get_submodule(owner)
-            own, weight_name = leaf, None
+            own, linear = leaf, None
             if isinstance(quantized, QuantExperts):
-                own = leaf
                 if not leaf.endswith("_bias"):
-                    own = weight_name = split_leaf(leaf)[0]
+                    own = split_leaf(leaf)[0]
+                    linear = quantized.linear_of(own)
                 source_of = describe_experts(float_module)
                 theirs = float_module.get_parameter(source_of.parameters[own])
                 found = ordered_experts(floats[id(theirs)], own, source_of)
             else:
                 if isinstance(quantized, LinearLayer) and leaf in quantized.row_names + quantized.whole_names:
-                    own, weight_name = "weight", quantized.row_names[0]
+                    own, linear = "weight", quantized
                 found = floats[id(getattr(float_module, own))]
-            if weight_name is None:
+            if linear is None:
                 copied[name] = found
             else:
-                weights[name] = FloatWeight(f"{owner}.{weight_name}", owner, found, is_conv1d(float_module))
+                is_of_experts = linear is not quantized
+                parameters = {
+                    each: f"{owner}.{own + each.removeprefix('weight') if is_of_experts else each}"
+                    for each in linear.row_names + linear.whole_names
+                }
+                sizes = linear.in_features, linear.out_features
+                weights[name] = FloatWeight(
+                    f"{owner}.{own}", owner, linear.scheme.name, *sizes, parameters, found, is_conv1d(float_module)
+                )
     shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, limit)
     return CheckpointPlan(model, tensors, ties, shards, weights, copied)
 

@@ -6,7 +6,6 @@ writes the same bytes.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import BinaryIO
@@ -17,11 +16,10 @@ from torch import Tensor
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_writer import SafetensorsWriter
 from qgemm.model.swap import WeightError
-from qgemm.nn import LinearLayer, QuantExperts
 from qgemm.nn.linear_layer import largest
 from qgemm.numerics.integers import cdiv
 from qgemm.streaming.journal import Begun
-from qgemm.streaming.plan import CheckpointPlan, FloatWeight
+from qgemm.streaming.shard_plan import FloatWeight, ShardPlan
 from qgemm.warn import warn_user
 
 _BYTES_AT_A_TIME = 16 << 20
@@ -31,36 +29,32 @@ _BYTES_BETWEEN_NOTES = 256 << 20
 
 def write_shard(
     file: BinaryIO,
-    plan: CheckpointPlan,
-    names: list[str],
+    shard: ShardPlan,
     device: torch.device,
     done: Callable[[int], object],
     begun: Begun,
     note: Callable[[Begun], object],
     metadata: Mapping[str, str],
 ) -> dict[str, float]:
-    """Writes the tensors called ``names`` to ``file``; returns the errors of the weights among them, by name.
+    """Writes the tensors of ``shard`` to ``file``; returns the errors of the weights among them, by name.
 
     ``done`` is told the bytes of float values that were dealt with. ``begun``: how far the file is; ``note`` is told of
     that now and then. ``metadata``: what the header says as well. Raises ``CheckpointError`` for a weight that holds
     NaN or Inf, naming the layer.
     """
-    in_shard = {name: plan.tensors[name] for name in names}
-    writer = SafetensorsWriter(file, in_shard, metadata)
+    writer = SafetensorsWriter(file, shard.tensors, metadata)
     if not writer.go_on(begun.written):
         warn_user(f"{file.name} differs from what was written, so it is made again")
         begun = Begun(begun.name)
     done(begun.read)
     errors = dict(begun.errors)
     read = noted = begun.read
-    # What is made in one go: the weights that tensors are made of, and other tensors.
-    units = list(dict.fromkeys(plan.weights[name].name if name in plan.weights else name for name in names))
-    for index, unit in list(enumerate(units))[begun.units :]:
+    for index, unit in list(enumerate(shard.units))[begun.units :]:
         pieces, squares = (begun.pieces, begun.squares) if index == begun.units else (0, (0.0, 0.0))
         error = WeightError(squares)
-        for nbytes, made in _made(plan, unit, device, error, pieces):
+        for nbytes, made in _made(shard, unit, device, error, pieces):
             for name, rows in made.items():
-                if name in in_shard:
+                if name in shard.tensors:
                     writer.write(name, rows)
             pieces += 1
             read += nbytes
@@ -68,38 +62,25 @@ def write_shard(
             if read - noted >= _BYTES_BETWEEN_NOTES:
                 note(Begun(begun.name, writer.written, index, dict(errors), pieces, error.squares, read))
                 noted = read
-        if unit in plan.weights:
+        if shard.units[unit] is not None:
             errors[unit] = error.value
     writer.finish()
     return errors
 
 
-def bytes_to_read(plan: CheckpointPlan, names: list[str]) -> int:
-    """The bytes of float values that ``write_shard`` deals with for these tensors."""
-    weights = {weight.name: weight.values.nbytes for name in names if (weight := plan.weights.get(name)) is not None}
-    return sum(weights.values()) + sum(plan.copied[name].nbytes for name in names if name in plan.copied)
-
-
 def _made(
-    plan: CheckpointPlan, unit: str, device: torch.device, error: WeightError, skip: int
+    shard: ShardPlan, unit: str, device: torch.device, error: WeightError, skip: int
 ) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """The pieces of a unit but the first ``skip``: bytes of float values, and the rows that they become, by name."""
-    weight = plan.weights.get(unit)
+    weight = shard.units[unit]
     if weight is None:
-        tensor = plan.copied[unit]
+        tensor = shard.copied[unit]
         step = max(1, _BYTES_AT_A_TIME * tensor.row_count // max(1, tensor.nbytes))
         for start, stop in list(tensor.spans(step))[skip:]:
             piece = tensor.rows(start, stop)
             yield piece.nbytes, {unit: piece}
         return
-    layer = plan.model.get_submodule(weight.layer)
-    if isinstance(layer, QuantExperts):  # whose rows are those of a linear layer
-        layer, begins = layer.linear_of(weight.name.rpartition(".")[2]), weight.name
-        names = {leaf: f"{begins}{leaf.removeprefix('weight')}" for leaf in layer.row_names + layer.whole_names}
-    else:
-        assert isinstance(layer, LinearLayer)
-        names = {leaf: f"{weight.layer}.{leaf}" for leaf in layer.row_names + layer.whole_names}
-        layer = copy.deepcopy(layer) if layer.whole_names else layer
+    layer = weight.linear()
     started = -1
     for expert, index, part in _rows(weight, device, skip, layer.rows_in_step):
         if layer.whole_names and expert != started:
@@ -117,7 +98,7 @@ def _made(
         del part  # of the next expert's weight and this one's only one need be in memory
         if index == 0:  # what the weight has as a whole goes with its first rows
             made |= {leaf: layer.stored(leaf).detach() for leaf in layer.whole_names}
-        yield nbytes, {names[leaf]: rows for leaf, rows in made.items()}
+        yield nbytes, {weight.parameters[leaf]: rows for leaf, rows in made.items()}
 
 
 def _largest(weight: FloatWeight, device: torch.device, expert: int) -> Tensor:

@@ -1,10 +1,10 @@
 """Worker processes: each writes files of the checkpoint that another process makes, one after the other.
 
-A worker is a new Python, so it may be started wherever CUDA is in use, and from any script. It makes the plan again
-from the arguments, while the caller makes its own, and ends if it comes to another one. Both talk in lines of JSON
-through pipes: the caller names a file, the worker fills it and says how far it is. Names, journal and what becomes of
-the files are the caller's. A worker ends with its caller, and holds the caller's lock from its first file until then,
-so nobody writes who isn't known of.
+A worker is a new Python, so it may be started wherever CUDA is in use, and from any script. It starts while the caller
+plans. Both talk in lines of JSON through pipes: the caller says what is to be in a file, the worker fills it and says
+how far it is. A worker doesn't import transformers, which takes seconds, unless a file holds what only code of
+transformers makes of the source's tensors. Names, journal and what becomes of the files are the caller's. A worker ends
+with its caller, and holds the caller's lock from its first file until then, so nobody writes who isn't known of.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
@@ -29,9 +29,10 @@ from typing import Any, BinaryIO
 import torch
 
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.streaming.job import Job
+from qgemm.streaming.float_tensors import FloatTensor, parse_float
 from qgemm.streaming.journal import Begun, parse_begun
-from qgemm.streaming.plan import CheckpointPlan
+from qgemm.streaming.loading import plan_loading
+from qgemm.streaming.shard_plan import ShardPlan
 from qgemm.streaming.shards import write_shard
 from qgemm.streaming.source import Source, open_source
 
@@ -40,6 +41,9 @@ _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from qgemm.streaming.workers import serve_caller; serve_caller(int(sys.argv[2]))"
 )
+
+# Of float values, a few hundredths of a second: the caller quantizes as well, and reads an answer in between.
+_BYTES_BETWEEN_ANSWERS = 16 << 20
 
 
 class WorkerError(RuntimeError):
@@ -59,21 +63,16 @@ class Worker:
         self.process = process
         self._input, self._output, self._files = process.stdin, process.stdout, files
 
-    def begin(self, description: Mapping[str, Any], lock: BinaryIO) -> None:
-        """Before the first file.
-
-        ``description``: that of the job, which the process must come to as well. ``lock``: an open file of this
-        process, which the other one keeps open too.
-        """
+    def begin(self, lock: BinaryIO) -> None:
+        """Before the first file. ``lock``: an open file of this process, which the other one keeps open too."""
         if self._files is not None:
             with suppress(OSError):  # it has ended, which is found when it doesn't answer
                 socket.send_fds(self._files, [b"."], [lock.fileno()])
-        self.send({"description": description})
 
     def write_shard(
         self,
         file: BinaryIO,
-        names: list[str],
+        shard: ShardPlan,
         done: Callable[[int], object],
         begun: Begun,
         note: Callable[[Begun], object],
@@ -84,7 +83,8 @@ class Worker:
         ``file`` must have a name, by which the process opens it. Raises ``WorkerError`` if the process ends, or for an
         error that isn't a ``CheckpointError`` or an ``OSError``, which are raised as they are.
         """
-        self.send({"file": file.name, "names": names, "begun": asdict(begun), "metadata": dict(metadata)})
+        wanted = {"file": file.name, "shard": shard.to_dict(), "begun": asdict(begun), "metadata": dict(metadata)}
+        self.send(wanted)
         while True:
             message = self._receive(file)
             if "done" in message:
@@ -125,11 +125,11 @@ class Worker:
 
 
 @contextmanager
-def started_worker(job: Job, device: torch.device) -> Iterator[Worker]:
-    """A process that quantizes on ``device``, until the block is left; it makes its plan of ``job`` meanwhile."""
+def started_worker(source: Path, drop: list[str], device: torch.device) -> Iterator[Worker]:
+    """A process that quantizes on ``device``, until the block is left. ``drop``: as for ``plan_loading``."""
     worker = Worker(*start_process())
     try:
-        worker.send({"job": job.to_dict(), "device": str(device)})
+        worker.send({"source": str(source), "drop": drop, "device": str(device)})
         yield worker
     finally:
         worker.stop()
@@ -180,55 +180,69 @@ def _receive_all(put: Callable[[dict[str, Any]], object]) -> None:
 
 def _work(receive: Callable[[], dict[str, Any]], answer: Callable[..., object], files: int) -> None:
     first = receive()
-    job, device = Job.from_dict(first["job"]), torch.device(first["device"])
+    device = torch.device(first["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)  # or the first GPU would hold something of every process
-    with open_source(job.source) as opened:
-        plan = _plan(job, opened, lambda: receive()["description"])
+    with open_source(Path(first["source"])) as opened:
+        parse = partial(parse_float, source=opened, made=_Loading(opened, first["drop"]).find)
         if files >= 0:
             with socket.socket(fileno=files) as given:
                 socket.recv_fds(given, 1, 1)  # the lock's file, which stays open until this process ends
         while True:
-            _write(plan, device, receive(), answer)
+            wanted = receive()
+            _write(ShardPlan.from_dict(wanted["shard"], parse), device, wanted, answer)
 
 
-def _plan(job: Job, opened: Source, wanted: Callable[[], Mapping[str, Any]]) -> CheckpointPlan:
-    """The plan of ``job``; raises ``CheckpointError`` if it is another one than the caller's, ``wanted()``."""
-    from transformers.utils import logging
+class _Loading:
+    """The tensors of the float model that only transformers makes, found as the caller's plan has found them."""
 
-    logging.set_verbosity_error()  # the caller has said it all
-    try:
+    def __init__(self, opened: Source, drop: list[str]) -> None:
+        """Loads nothing yet."""
+        self._opened, self._drop = opened, drop
+
+    def find(self, values: dict[str, Any]) -> FloatTensor:
+        """What is described by ``values``; raises ``CheckpointError`` if it is another one here."""
+        try:
+            found = self._tensors.get(values["made"])
+            difference = f"it finds another {values['made']}"
+        except (CheckpointError, ValueError) as error:
+            found, difference = None, str(error)
+        if found is None or found.to_dict() != values:
+            raise CheckpointError(
+                f"a worker process doesn't come to the plan for {self._opened.folder} that this one has: {difference}. "
+                "If this program changes transformers, by registering a model for example, pass workers=1"
+            )
+        return found
+
+    @cached_property
+    def _tensors(self) -> dict[str, FloatTensor]:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()  # the caller has said it all
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            plan = job.plan(opened)
-        found = json.loads(json.dumps(job.describe(opened, plan)))
-        expected = wanted()
-        different = [f"it finds another {key}" for key, value in found.items() if value != expected.get(key)]
-    except (CheckpointError, ValueError) as error:
-        different = [str(error)]
-    if different:
-        raise CheckpointError(
-            f"a worker process doesn't come to the plan for {job.source} that this one has: {different[0]}. If this "
-            "program changes qgemm or transformers, by registering a model for example, pass workers=1"
-        )
-    return plan
+            return plan_loading(self._opened, self._drop).tensors
 
 
-def _write(plan: CheckpointPlan, device: torch.device, wanted: dict[str, Any], answer: Callable[..., object]) -> None:
+def _write(shard: ShardPlan, device: torch.device, wanted: dict[str, Any], answer: Callable[..., object]) -> None:
     path, begun = Path(wanted["file"]), parse_begun(wanted["begun"])
+    untold = 0
+
+    def tell(count: int, at_least: int = _BYTES_BETWEEN_ANSWERS) -> None:
+        nonlocal untold
+        untold += count
+        if untold >= at_least:
+            answer(done=untold)
+            untold = 0
 
     def note(begun: Begun) -> None:
         file.flush()  # the caller sees to it that it reaches the disk
         answer(begun=asdict(begun))
 
     with path.open("r+b") as file:
-        told = partial(_tell, answer)
-        errors = write_shard(file, plan, wanted["names"], device, told, begun, note, wanted["metadata"])
+        errors = write_shard(file, shard, device, tell, begun, note, wanted["metadata"])
+    tell(0, at_least=0)
     answer(errors=errors)
-
-
-def _tell(answer: Callable[..., object], count: int) -> None:
-    answer(done=count)
 
 
 def _raise(kind: str, number: int | None, said: str, trace: str) -> None:

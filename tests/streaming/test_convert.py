@@ -21,7 +21,8 @@ from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForCondi
 import qgemm
 from qgemm import CheckpointError, quantize_checkpoint
 from qgemm.streaming import convert
-from qgemm.streaming.shards import bytes_to_read, write_shard
+from qgemm.streaming.shard_plan import ShardPlan
+from qgemm.streaming.shards import write_shard
 from streaming.files import Stopped, assert_same_files, edit_tensors, quantize_whole, stop_after
 
 # One of each way in which names, ties, dtypes or layouts differ.
@@ -302,9 +303,9 @@ def test_progress_counts_the_bytes_that_are_read(
 def test_the_largest_files_are_made_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
-    def record(file: Any, plan: Any, names: list[str], *others: Any) -> Any:
-        sizes.append(bytes_to_read(plan, names))
-        return write_shard(file, plan, names, *others)
+    def record(file: Any, shard: ShardPlan, *others: Any) -> Any:
+        sizes.append(shard.bytes_to_read)
+        return write_shard(file, shard, *others)
 
     monkeypatch.setattr(convert, "write_shard", record)
     quantize_checkpoint(source, tmp_path / "int8", max_shard_size="20KB")

@@ -1,6 +1,6 @@
 """Several processes write the files of one; whatever becomes of one of them is said, and the work goes on from there.
 
-A process of its own imports transformers for seconds, so all but two tests fork this one.
+A process of its own imports PyTorch for seconds, so all but two tests fork this one.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from checkpoint.rewriting import contents
 
 import qgemm
 from qgemm import CheckpointError, quantize_checkpoint
-from qgemm.calibration.quantization import Quantization
 from qgemm.checkpoint.disk import lock_file
 from qgemm.checkpoint.layout import REPORT_FILE
 from qgemm.streaming import convert, workers
-from qgemm.streaming.job import Job
 from qgemm.streaming.journal import Begun
+from qgemm.streaming.loading import FloatModel, plan_loading
 from qgemm.streaming.shards import write_shard
 from qgemm.streaming.workspace import Workspace
 from streaming.files import assert_same_files, edit_tensors, quantize_whole
@@ -99,7 +99,13 @@ def in_workers(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> No
 
 
 @pytest.mark.slow
-def test_two_processes_write_the_files_of_one(source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_write_the_files_of_one(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The other process, whose module path is that of this one, imports no transformers.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "transformers.py").write_text("raise ImportError('a worker needs no transformers')")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "other"), *sys.path])
     model = quantize_whole(source, tmp_path / "whole", max_shard_size="10KB", skip=re.compile("LAYERS.0.*_proj", re.I))
     options: dict[str, Any] = {**OPTIONS, "skip": re.compile("LAYERS.0.*_proj", re.I)}
     capfd.readouterr()
@@ -200,16 +206,52 @@ def test_a_weight_with_nan_is_named_whoever_reads_it(source: Path, tmp_path: Pat
         quantize_checkpoint(source, tmp_path / "streamed", **OPTIONS, workers=3)
 
 
+@pytest.fixture
+def converted(tmp_path: Path) -> Path:
+    """A checkpoint of which code of transformers makes weights: those of queries, keys and values from one tensor."""
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    model = transformers.NomicBertModel(transformers.NomicBertConfig(**sizes, num_attention_heads=4))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "float")
+    assert b"Wqkv" in (tmp_path / "float" / "model.safetensors").read_bytes()
+    return tmp_path / "float"
+
+
 @ON_LINUX
-def test_a_worker_that_comes_to_another_plan(
-    source: Path, tmp_path: Path, forked: list[Forked], monkeypatch: pytest.MonkeyPatch
+def test_weights_that_code_of_transformers_makes(converted: Path, tmp_path: Path, forked: list[Forked]) -> None:
+    quantize_whole(converted, tmp_path / "whole", max_shard_size="10KB")
+    quantize_checkpoint(converted, tmp_path / "streamed", **OPTIONS, workers=2)
+    assert_same_files(tmp_path / "whole", tmp_path / "streamed")
+
+
+@ON_LINUX
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.clear(), r"it finds another \S*self_attn\.\w_proj\.weight"),
+        (lambda tensors: fail_to_load(), r"no such model"),
+    ],
+    ids=["other tensors", "none"],
+)
+def test_a_worker_for_which_transformers_makes_something_else(
+    change: Callable[[dict[str, Any]], object],
+    message: str,
+    converted: Path,
+    tmp_path: Path,
+    forked: list[Forked],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    here, describe = os.getpid(), Job.describe
-    monkeypatch.setattr(
-        Job, "describe", lambda *args: {**describe(*args), **({} if os.getpid() == here else {"layout": "x"})}
-    )
-    with pytest.raises(CheckpointError, match=r"doesn't come to the plan .* finds another layout\. .*pass workers=1"):
-        quantize_checkpoint(source, tmp_path / "streamed", **OPTIONS, workers=2)
+    def load(*args: Any) -> FloatModel:
+        found = plan_loading(*args)
+        change(found.tensors)
+        return found
+
+    monkeypatch.setattr(workers, "plan_loading", load)
+    with pytest.raises(CheckpointError, match=rf"doesn't come to the plan .*: {message}\. .*pass workers=1"):
+        quantize_checkpoint(converted, tmp_path / "streamed", **OPTIONS, workers=2)
+
+
+def fail_to_load() -> None:
+    raise CheckpointError("no such model")
 
 
 @ON_LINUX
@@ -265,9 +307,8 @@ def test_a_worker_keeps_the_lock_of_its_caller(source: Path, tmp_path: Path) -> 
     with (tmp_path / "lock").open("ab") as other:
         with (tmp_path / "lock").open("ab") as lock:
             assert lock_file(lock)
-            job = Job(source, Quantization.of("int8"), [], "10KB")
-            with workers.started_worker(job, torch.device("cpu")) as worker:
-                worker.begin({}, lock)
+            with workers.started_worker(source, [], torch.device("cpu")) as worker:
+                worker.begin(lock)
                 lock.close()
                 assert not lock_file(other)
         assert lock_file(other)

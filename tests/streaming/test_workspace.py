@@ -21,6 +21,7 @@ from qgemm import CheckpointError, quantize_checkpoint
 from qgemm.checkpoint.safetensors_writer import SafetensorsWriter
 from qgemm.streaming import convert
 from qgemm.streaming.journal import Begun, Journal
+from qgemm.streaming.shard_plan import ShardPlan
 from qgemm.streaming.shards import write_shard
 from qgemm.streaming.workspace import open_workspace
 from streaming.files import Stopped, assert_same_files, contents, quantize_whole, stop_after
@@ -33,9 +34,9 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The names of the tensors of each file that is written from here on."""
     calls: list[list[str]] = []
 
-    def record(file: Any, plan: Any, names: list[str], *args: Any) -> Any:
-        calls.append(names)
-        return write_shard(file, plan, names, *args)
+    def record(file: Any, shard: ShardPlan, *args: Any) -> Any:
+        calls.append(list(shard.tensors))
+        return write_shard(file, shard, *args)
 
     monkeypatch.setattr(convert, "write_shard", record)
     return calls
@@ -45,12 +46,12 @@ def stop_at(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the next run write so many files and a part of one more."""
     left = [count]
 
-    def stop(file: Any, plan: Any, names: list[str], *args: Any) -> Any:
+    def stop(file: Any, *args: Any) -> Any:
         if not left[0]:
             file.write(b"half")
             raise Stopped
         left[0] -= 1
-        return write_shard(file, plan, names, *args)
+        return write_shard(file, *args)
 
     monkeypatch.setattr(convert, "write_shard", stop)
 
