@@ -61,6 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     gc.freeze()
+    gc.set_threshold(10_000)  # rarely: of what a test makes, little is in circles
     gc.enable()
     if transformers := sys.modules.get("transformers"):
         # It writes out each config that it reads, for a log that isn't kept: a tenth of the time to load one.

@@ -17,6 +17,7 @@ from qgemm.model.report import report
 from qgemm.nn.attention import opened_attention
 from qgemm.quantize import quantize_model
 
+QUICK = ("llama", "bert", "t5", "gpt2")
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
@@ -54,7 +55,7 @@ def kept_in(family: str) -> set[str]:
     return KEPT.get(family, {"lm_head"})
 
 
-@pytest.mark.slow(quick=["llama", "bert", "t5", "gpt2"])
+@pytest.mark.slow(quick=QUICK)
 @families
 def test_output_stays_close_to_the_float_model(family: str) -> None:
     example = FAMILIES[family]()
@@ -70,7 +71,7 @@ def test_output_stays_close_to_the_float_model(family: str) -> None:
     assert not torch.equal(out, expected)
 
 
-@pytest.mark.slow(quick=["llama", "bert", "t5", "gpt2"])
+@pytest.mark.slow(quick=QUICK)
 @families
 def test_each_layer_answers_as_the_float_layer_did(family: str) -> None:
     # Outputs alone would hide a lost bias: attention, for one, is blind to the bias of its keys.
@@ -129,8 +130,12 @@ def test_embeddings_stay_tied(family: str) -> None:
     assert head.weight.dtype == torch.float32
 
 
-@pytest.mark.slow(quick=["llama", "bert", "t5", "gpt2"])
-@families
+# As tests/checkpoint/test_load_round_trip.py has it of more families.
+@pytest.mark.slow(quick=QUICK)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.complete]) for name in FAMILIES],
+)
 def test_reload_is_bit_equal(family: str, tmp_path: Path) -> None:
     example = FAMILIES[family]()
     quantize_model(example.model)

@@ -6,6 +6,7 @@ A layer stays in float if one of these has a name that a quantized layer needs i
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from torch import nn
@@ -56,6 +57,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _LEFT and name not in _SAME}
 
 
+@functools.cache  # it is asked for every layer of a model
 def _names_needed() -> set[str]:
     names = {name for kind in KINDS for name in dir(kind)} - set(dir(nn.Module))
     return names.union(*(vars(base).get("__annotations__", ()) for kind in KINDS for base in kind.__mro__)) - _SAME

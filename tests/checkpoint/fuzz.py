@@ -108,7 +108,16 @@ class Watch:
     ``on_step``, with the number of those before.
     """
 
-    def __init__(self) -> None:
+    _one: Watch | None = None
+
+    def __new__(cls) -> Watch:
+        """The only one of the process: nothing takes back what Python calls, some million times a minute."""
+        if cls._one is None:
+            cls._one = super().__new__(cls)
+            cls._one._begin()
+        return cls._one
+
+    def _begin(self) -> None:
         self.opened: list[str] | None = None
         self.on_step: Callable[[int], None] | None = None
         self._steps = 0

@@ -84,7 +84,8 @@ def test_the_fuzzer_knows_what_other_libraries_files_mean(tmp_path: Path) -> Non
 def test_the_fuzzer_sees_a_hang(waits: bool, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def load_for_ever(*args: Any, **kwargs: Any) -> Any:
         while True:
-            time.sleep(10 if waits else 0)
+            if waits:
+                time.sleep(10)
 
     good = make_good(tmp_path / "good")[0]
     ((number, timer, _),) = fuzz.LIMITS[waits : waits + 1]

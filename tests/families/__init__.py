@@ -6,11 +6,23 @@ aren't zero: otherwise the embedding dominates the output, and a broken layer wo
 """
 
 from collections.abc import Callable
+from typing import Any
+
+import pytest
 
 from families.example import TOKENS, VOCABULARY, Example
 from families.language import LANGUAGE
 from families.perception import PERCEPTION
 
-__all__ = ["FAMILIES", "TOKENS", "VOCABULARY", "Example"]
+__all__ = ["ALIKE", "FAMILIES", "TOKENS", "UNLIKE", "VOCABULARY", "Example"]
 
 FAMILIES: dict[str, Callable[[], Example]] = {**LANGUAGE, **PERCEPTION}
+
+ALIKE = {
+    *("cohere", "gemma2", "mistral", "olmo2", "phi", "qwen2", "qwen3", "stablelm"),
+    *("bert_classifier", "distilbert", "roberta", "clip_vision", "siglip_vision", "gpt_neo", "opt"),
+}
+"""With layers and names of the same kinds as others have, Llama or BERT for the most part."""
+
+UNLIKE: list[Any] = [pytest.param(name, marks=[pytest.mark.complete] if name in ALIKE else []) for name in FAMILIES]
+"""Parameters of a test of families: those that are alike run with ``--complete`` alone."""

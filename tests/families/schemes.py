@@ -54,6 +54,7 @@ OF_WEIGHTS += ["int4-32-int8", "int4-64-asymmetric-int8", "fp8-block"]
 
 # What each has is in another scheme, too.
 _FEW_IN_MODELS = {"int4-64-asymmetric-ordered-int8", "int8-weight-64-asymmetric", "fp8-weight"}
+_FEW_IN_MODELS |= {"int8-static-hadamard", "int8-static-outliers-32", "fp8-static"}
 
 
 def in_models(schemes: list[str]) -> list[Any]:

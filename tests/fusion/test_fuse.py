@@ -80,6 +80,8 @@ NO_CACHE = {
     "ministral3",
     "starcoder2",
 }
+# Layers as llama's, but for constants and norms: with a cache, they run with --complete alone.
+AS_LLAMA = {"mistral", "qwen2", "nemotron", "ministral3", "starcoder2", "granite", "gemma", "olmo2", "glm"}
 OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -103,6 +105,10 @@ def products_in(example: Example) -> int:
     with Counted() as counted:
         example.output()
     return counted.products
+
+
+def with_cache(families: list[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.complete] if name in AS_LLAMA else []) for name in families]
 
 
 def quantized(family: str) -> Example:
@@ -212,9 +218,17 @@ def test_layers_with_scales_of_blocks() -> None:
     torch.testing.assert_close(small.output(), expected, rtol=1e-4, atol=1e-5)
 
 
+# In one dtype and the other; in both with --complete.
 @pytest.mark.slow(quick=["mixtral"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("family", OF_MIXTURES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[] if (number + place) % 2 or name == "llama4" else [pytest.mark.complete])
+        for number, name in enumerate(OF_MIXTURES)
+        for place, dtype in enumerate((torch.float32, torch.bfloat16))
+    ],
+    ids=str,
+)
 def test_mixtures(family: str, dtype: torch.dtype) -> None:
     build = MIXTURES[family]
     example = build()
@@ -229,7 +243,7 @@ def test_mixtures(family: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow(quick=["llama"])
-@pytest.mark.parametrize("family", [*DECODERS, "llama4", "jamba"])
+@pytest.mark.parametrize("family", with_cache([*DECODERS, "llama4", "jamba"]))
 def test_generate_gives_the_same_tokens(family: str) -> None:
     example = quantized(family)
     model: Any = example.model
@@ -285,7 +299,9 @@ def test_generate_with_an_encoder_gives_the_same_tokens(family: str) -> None:
 
 
 @pytest.mark.slow(quick=["qwen3"])
-@pytest.mark.parametrize("family", [name for name in (*DECODERS, "mixtral", "gpt_oss") if name not in NO_CACHE])
+@pytest.mark.parametrize(
+    "family", with_cache([name for name in (*DECODERS, "mixtral", "gpt_oss") if name not in NO_CACHE])
+)
 def test_a_cache_that_takes_rotated_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from qgemm import KeyValueCache
 

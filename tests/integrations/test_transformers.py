@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.rewriting import contents
-from families import FAMILIES, Example
+from families import ALIKE, FAMILIES, Example
 from processes import run_code
 from safetensors.torch import load_file
 from torch import nn
@@ -45,11 +45,6 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-# Layers and names of the same kinds as others have, Llama or BERT for the most part.
-ALIKE = {
-    *("cohere", "gemma2", "mistral", "olmo2", "phi", "qwen2", "qwen3", "stablelm"),
-    *("bert_classifier", "distilbert", "roberta", "clip_vision", "siglip_vision", "gpt_neo", "opt"),
-}
 IN_HALF = ("bert", "gpt2", "llama", "t5", "whisper")
 
 

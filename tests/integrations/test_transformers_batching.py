@@ -26,6 +26,13 @@ PROMPTS = [(torch.arange(3, 3 + length) * 11 % 90 + 5).tolist() for length in (7
 SETTINGS = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=VOCABULARY, pad_token_id=0)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect() -> None:
+    """transformers collects garbage twice a call, and looks through all that the tests before have left."""
+    gc.collect()
+    gc.freeze()
+
+
 def small() -> ContinuousBatchingConfig:
     return ContinuousBatchingConfig(num_blocks=32, block_size=8, max_batch_tokens=16)
 

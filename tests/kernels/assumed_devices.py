@@ -81,6 +81,8 @@ class Case(NamedTuple):
     """Of its product."""
     only: tuple[str, ...] = ()
     """The kernels that it is about; all that it launches if empty."""
+    rare: bool = False
+    """Compiled with ``--complete`` alone."""
 
 
 _launched: list[Launched] = []

@@ -56,12 +56,14 @@ INSTRUCTIONS = {
     "triggers_next": r"griddepcontrol\.launch_dependents",
 }
 # Rows, columns and warps: few values of a thread, which it loads early, and as many as there are.
+# Of Hopper's own kernel: few rows, and the largest tiles. Others are rare.
+USUAL_TILES = ((16, 64), (32, 32), (64, 80), (128, 128), (128, 192), (256, 128))
 WITH_RESIDUAL = ((16, 80, 4), (64, 128, 4), (128, 128, 4), (128, 192, 8), (256, 128, 8))
 FLOATS = (HALF, BF16, FLOAT, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def cases(target: str, limits: DeviceLimits) -> Iterator[Case]:
-    """What to compile for a target: cases of every kernel, of Hopper's own every case; with ``--complete`` of all."""
+    """What to compile for a target: cases of every kernel, of Hopper's own most; with ``--complete`` all."""
     found = itertools.chain(
         scaled_products(limits),
         other_products(target),
@@ -79,9 +81,13 @@ def cases(target: str, limits: DeviceLimits) -> Iterator[Case]:
 
 
 def chosen(found: Iterator[Case]) -> Iterator[Case]:
-    """Hopper's own kernels, and the first case of those whose labels begin with the same two words."""
+    """Of Hopper's own kernels all that aren't rare, and the first case of those whose labels begin with the same two
+    words.
+    """
     kinds = set()
     for case in found:
+        if case.rare:
+            continue
         words = case.label.split()
         kind = " ".join(words[:2])
         if kind == "rows sum":  # which are compared
@@ -127,10 +133,13 @@ def scaled_products(limits: DeviceLimits) -> Iterator[Case]:
         whole = 16 * config.block_m
         M = (whole, 8 if config.block_m <= 64 else whole + 8)[index % 2]
         out = (BF16, HALF)[index % 2]
-        yield Case(f"hopper {label} {M}", lambda c=config, m=M, o=out: scaled_mm(m, 1024, 1024, c, o), config)
+        rare = (config.block_m, config.block_n) not in USUAL_TILES
+        yield Case(
+            f"hopper {label} {M}", lambda c=config, m=M, o=out: scaled_mm(m, 1024, 1024, c, o), config, rare=rare
+        )
         if (config.block_m, config.block_n, config.num_warps) in WITH_RESIDUAL:
-            added = f"hopper residual {label}"
-            yield Case(added, lambda c=config: scaled_mm(1024, 1024, 1024, c, residual=True), config)
+            added, rare = f"hopper residual {label}", config.block_m in (64, 128)
+            yield Case(added, lambda c=config: scaled_mm(1024, 1024, 1024, c, residual=True), config, rare=rare)
         if config.block_m == 256:
             yield Case(f"hopper long {label}", lambda c=config: scaled_mm(8192, 8192, 8192, c), config)
 
@@ -263,6 +272,7 @@ def layers(limits: DeviceLimits) -> Iterator[Case]:
                     lambda c=config, m=M, d=dtype, k=K, s=static, r=residual: quant_linear(m, 1024, k, d, s, c, r),
                     config,
                     only=("_quant_linear_hopper_kernel",),
+                    rare=residual if config is mid else config is few and not residual,
                 )
     config = linear.FUSED_CONFIG
     if is_valid(config, 1, limits):
@@ -319,11 +329,6 @@ def spilled(compiled: Any, target: GPUTarget) -> int:
     return sum(map(int, found))
 
 
-def waits_more(compiled: Any) -> bool:
-    """Whether the assembler has warps wait for products between those that are to be computed at once."""
-    return dumped(compiled, "-sass").count("WARPGROUP.ARRIVE") > compiled.asm["ptx"].count("wgmma.fence")
-
-
 def dumped(compiled: Any, what: str) -> str:
     """What ``cuobjdump`` says of the machine code."""
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -366,10 +371,11 @@ def measured(launched: Launched, label: str, config: GemmConfig | None, target: 
         result = {key: len(re.findall(pattern, assembly)) for key, pattern in INSTRUCTIONS.items()}
         result |= {"spilled": spilled(compiled, target), "shared": compiled.metadata.shared}
         result["sums"] = layouts_of_sums(compiled.asm["ttgir"])
-        if label.startswith("fp8") and "hopper" in launched.kernel:
-            result["waits_more"] = waits_more(compiled)
         if target.arch == 90 and "mbarrier.arrive.shared" in assembly:
             sass = dumped(compiled, "-sass")
+            if label.startswith("fp8") and "hopper" in launched.kernel:
+                # Whether the assembler has warps wait for products between those that are to be computed at once.
+                result["waits_more"] = sass.count("WARPGROUP.ARRIVE") > assembly.count("wgmma.fence")
             result["unfinished_loads"] = unfinished_loads(sass)
             if result["wgmma"]:
                 result["overwritten_operands"] = overwritten_operands(sass)

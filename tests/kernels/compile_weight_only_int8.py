@@ -22,22 +22,22 @@ def int8_cases(limits: DeviceLimits) -> Iterator[Case]:
     if not limits.hopper:
         return
     # Few rows; partial sums; small groups, which take the most registers; whole rows.
-    for M, N, size, asymmetric in (
-        (16, 4096, 128, False),
-        (8, 28_672, 64, True),
-        (32, 4096, 32, True),
-        (64, 4096, 128, True),
-        (64, 28_672, 4096, True),
-        (4096, 4096, 128, False),
-        (4096, 4096, 4096, False),
+    for M, N, size, asymmetric, rare in (
+        (16, 4096, 128, False, True),
+        (8, 28_672, 64, True, False),
+        (32, 4096, 32, True, False),
+        (64, 4096, 128, True, True),
+        (64, 28_672, 4096, True, False),
+        (4096, 4096, 128, False, True),
+        (4096, 4096, 4096, False, False),
     ):
         config = select_config(M, N, 4096, size % 4096, limits)
         kind = f"w4a8 hopper {config.rows}x{config.cols} {M} {size}"
-        yield Case(kind, lambda m=M, n=N, s=size, z=asymmetric: layer(m, n, 4096, s, z), only=PRODUCTS)
-    for M, size in ((128, 128), (1024, 128), (4096, 128), (4096, 32)):
+        yield Case(kind, lambda m=M, n=N, s=size, z=asymmetric: layer(m, n, 4096, s, z), only=PRODUCTS, rare=rare)
+    for M, size, rare in ((128, 128, True), (1024, 128, False), (4096, 128, True), (4096, 32, False)):
         config = select_config(M, 28_672, 4096, size, limits, has_steps=True)
         kind = f"w4a8 hopper steps {config.rows}x{config.cols} {M} {size}"
-        yield Case(kind, lambda m=M, s=size: layer(m, 28_672, 4096, s, False, steps=True), only=PRODUCTS)
+        yield Case(kind, lambda m=M, s=size: layer(m, 28_672, 4096, s, False, steps=True), only=PRODUCTS, rare=rare)
     yield Case("w4a8 hopper layer", lambda: layer(16, 4096, 28_672, 128, False), only=LAYERS)
     yield Case("w4a8 hopper row", lambda: layer(1, 4096, 14_336, 128, True), only=LAYERS)
 

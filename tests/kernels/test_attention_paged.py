@@ -142,7 +142,9 @@ def test_dtypes(paged: int, dtype: torch.dtype, function: Attention, device: tor
 
 
 @FUNCTIONS
-@PAGED
+@pytest.mark.parametrize(
+    "paged", [0, pytest.param(1, marks=pytest.mark.complete), 16], ids=["in order", "places", "pages"]
+)
 @pytest.mark.parametrize(
     ("queries", "keys", "Hq", "Hkv", "D"),
     [

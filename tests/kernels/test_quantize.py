@@ -277,7 +277,7 @@ def test_cpu_quantize_rows_equals_the_reference_on_a_larger_matrix() -> None:
 
 # With a zero point
 
-ZERO_POINTS = pytest.mark.parametrize("zero", [-128, -77, 0, 1, 127])
+ZERO_POINTS = pytest.mark.parametrize("zero", [-128, pytest.param(-77, marks=pytest.mark.complete), 0, 1, 127])
 
 
 @pytest.mark.slow(quick=["0-dtype0"])

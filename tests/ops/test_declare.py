@@ -99,7 +99,8 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
     }
 
 
-VARIANTS = pytest.mark.parametrize("variant", operands(torch.float32, torch.device("cpu")))
+NAMES = list(operands(torch.float32, torch.device("cpu")))
+VARIANTS = pytest.mark.parametrize("variant", NAMES)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 
 
@@ -130,8 +131,13 @@ def function_of(variant: str) -> Any:
     return elsewhere.get(name) or getattr(dispatch, name)
 
 
+# Of the same arguments as others, in other shapes: with --complete alone.
+OTHER_SHAPES = ("vector", "scalars", "batch", "long")
+CHECKED = [pytest.param(name, marks=[pytest.mark.complete] if name.endswith(OTHER_SHAPES) else []) for name in NAMES]
+
+
 @pytest.mark.slow(quick=["dtype0-quant_linear", "dtype0-scaled_mm", "dtype0-quantize_rows"])
-@VARIANTS
+@pytest.mark.parametrize("variant", CHECKED)
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -200,9 +206,16 @@ def operators_in(graph: torch.fx.Graph) -> list[str]:
     return [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.slow(quick=["False-quant_linear"])
-@VARIANTS
-@pytest.mark.parametrize("dynamic", [False, True])
+# The first variant of an operator with sizes that are fixed and that are not; others in turn. All with --complete.
+DYNAMIC = [
+    pytest.param(variant, dynamic, marks=[] if number % 2 == dynamic or " " not in variant else [pytest.mark.complete])
+    for number, variant in enumerate(NAMES)
+    for dynamic in (False, True)
+]
+
+
+@pytest.mark.slow(quick=["quant_linear-False"])
+@pytest.mark.parametrize(("variant", "dynamic"), DYNAMIC)
 def test_compile_keeps_the_operator_whole(variant: str, dynamic: bool, device: torch.device) -> None:
     graphs: list[torch.fx.GraphModule] = []
 
