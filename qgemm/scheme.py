@@ -329,6 +329,9 @@ def _meant(scheme: str | QuantScheme) -> str:
     if not isinstance(scheme, str):
         return ";"
     name = scheme.lower().replace("_", "-")
+    match = _WEIGHTS.fullmatch(name)
+    if match is not None and match[2] is not None and match[2] == str(_GROUP_SIZES.get(match[1])):
+        return f" (did you mean {name.replace('-' + match[2], '', 1)!r}, whose groups have {match[2]} values?);"
     names = [*SCHEMES, "int4-int8", *_BITS]
     near = difflib.get_close_matches(name, names, 1, cutoff=0.8)
     return f" (did you mean {_BITS.get(near[0], near[0])!r}?);" if near else ";"

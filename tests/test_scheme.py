@@ -131,6 +131,18 @@ def test_a_name_that_is_near(name: str, meant: str) -> None:
     assert resolve_scheme(meant).name == meant
 
 
+@pytest.mark.parametrize(
+    ("name", "meant", "size"),
+    [("int4-128", "int4", 128), ("INT4_128_int8", "int4-int8", 128), ("int4-128-asymmetric", "int4-asymmetric", 128)]
+    + [("nf4-64", "nf4", 64)],
+)
+def test_a_size_that_needs_no_name(name: str, meant: str, size: int) -> None:
+    expected = rf"scheme is '{name}' \(did you mean '{meant}', whose groups have {size} values\?\); it must be one of"
+    with pytest.raises(ValueError, match=expected):
+        resolve_scheme(name)
+    assert resolve_scheme(meant).weight.group_size == size
+
+
 def test_nothing_is_guessed_of_a_name_that_is_near_none() -> None:
     with pytest.raises(ValueError, match=r"any multiple of 16$"):
         resolve_scheme("int3")
