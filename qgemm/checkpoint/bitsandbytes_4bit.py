@@ -11,6 +11,9 @@ Of a layer ``[N, K]`` the files hold
 
 A layer here has groups in rows. Where K isn't a multiple of 64 they are as large as every block has whole ones of:
 ``gcd(K, 64)``.
+
+Products are computed in the dtype of the input. So does bitsandbytes, but that it casts a float16 input to
+``bnb_4bit_compute_dtype`` first.
 """
 
 from __future__ import annotations
