@@ -133,7 +133,7 @@ def test_a_time_limit_ends_a_run(corpus: dict[str, str]) -> None:
     assert perplexity < TINY.vocabulary
 
 
-@pytest.mark.slow
+@pytest.mark.complete
 def test_a_saved_model_is_what_the_command_says(
     corpus: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

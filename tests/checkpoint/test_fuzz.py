@@ -25,8 +25,8 @@ from qgemm.checkpoint.checksum import checksum
 from qgemm.checkpoint.name_ranges import expand
 from qgemm.checkpoint.safetensors_file import CHECKSUMS, DTYPE_CODES
 
-CASES = {"own": 150, "foreign": 100}
-"""A seed's first ones, which take some 3 s; ``python tests/checkpoint/fuzz.py --cases 10000`` runs more."""
+CASES = {"own": 80, "foreign": 50}
+"""A seed's first ones; ``python tests/checkpoint/fuzz.py --cases 10000`` runs more."""
 COMPLETE_CASES = {"own": 1000, "foreign": 300}
 """With ``--complete``."""
 

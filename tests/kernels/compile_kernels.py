@@ -55,9 +55,9 @@ INSTRUCTIONS = {
     "packed_max": r"max\.[su]16x2",
     "triggers_next": r"griddepcontrol\.launch_dependents",
 }
-# Rows, columns and warps: few values of a thread, which it loads early, and as many as there are.
 # Of Hopper's own kernel: few rows, and the largest tiles. Others are rare.
 USUAL_TILES = ((16, 64), (32, 32), (64, 80), (128, 128), (128, 192), (256, 128))
+# Rows, columns and warps: few values of a thread, which it loads early, and as many as there are.
 WITH_RESIDUAL = ((16, 80, 4), (64, 128, 4), (128, 128, 4), (128, 192, 8), (256, 128, 8))
 FLOATS = (HALF, BF16, FLOAT, torch.float8_e4m3fn, torch.float8_e5m2)
 

@@ -86,7 +86,7 @@ def _places() -> Iterator[tuple[str, str, str]]:
                 yield cls.name, name, f"{file.name}:{line}"
 
 
-@pytest.mark.slow
+@pytest.mark.complete
 def test_every_read_of_a_linear_weight_in_transformers_has_a_rule() -> None:
     places = list(_places())
     # The scan itself works if it sees the one that everybody knows.
