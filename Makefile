@@ -68,11 +68,11 @@ quick: setup ## Run tests of every part, without those that take longest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not compile"
 
 # Not in CI: what is newest changes. Nothing is pinned, so that pip takes the CUDA build of PyTorch, some gigabytes.
-test-newest: ## Run the tests of kernels, layers and operators with the newest torch, triton and transformers
+test-newest: ## Run the tests of kernels, layers, operators and transformers with the newest torch, triton and transformers
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --no-compile --upgrade torch transformers accelerate peft safetensors tqdm numpy typer rich compressed-tensors pytest pytest-xdist
 	$(NEWEST)/bin/python -m pip list | grep -E "^(torch|triton|transformers) "
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) tests/kernels tests/nn tests/ops
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) tests/kernels tests/nn tests/ops tests/fusion tests/integrations
 
 # Not in CI: these packages and what they bring along take as long to install as they are of use here.
 test-serving: setup ## Run the examples that need sentence-transformers or the packages of transformers serve, too

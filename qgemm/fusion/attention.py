@@ -16,6 +16,7 @@ from qgemm.fusion.probe import find_norm, find_rotation
 from qgemm.fusion.verify import MAX_ERROR, Call, error_of_attention
 from qgemm.kernels.norms import Norm
 from qgemm.nn.blocks.attention import (
+    CACHES,
     SHARED_STATES,
     FusedAttention,
     HeadNorms,
@@ -90,7 +91,7 @@ def find_attention(
     if names is None:
         raise NotFused(f"the projections of {type(attention).__name__} are unknown")
     functions, eager, scaling, head_dim = _told(attention)
-    cache_name = next((name for name in ("past_key_values", "layer_past") if name in defaults), "past_key_values")
+    cache_name = _cache_name(attention, defaults)
     told, constants = {}, constants_of(attention)
     if "sliding_window" in constants:
         told["sliding_window"] = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
@@ -172,9 +173,16 @@ def find_cross_attention(
         1.0 if scales_queries else scaling,
         scaling if scales_queries else 1.0,
         names,
+        _cache_name(attention, defaults),
     )
     found: FusedCrossAttention = _nearest([fused], call, defaults)
     return found
+
+
+def _cache_name(attention: nn.Module, defaults: Mapping[str, Any]) -> str:
+    """What the layer calls its cache, whose arguments are ``defaults``, or else its ``attention``."""
+    names = {*defaults, *inspect.signature(type(attention).forward).parameters}
+    return next((name for name in CACHES if name in names), CACHES[0])
 
 
 def constants_of(module: nn.Module) -> list[Any]:
@@ -285,6 +293,7 @@ def _latent_attention(attention: Any, out: nn.Module, defaults: Mapping[str, Any
         lambda *_: (),  # type: ignore[arg-type, return-value]
         functions,
         eager,
+        cache_name=_cache_name(attention, defaults),
     )
     candidates = [replace(fused, rotate=getattr(module, name)) for name in sorted(rotations)]
     found: FusedLatentAttention = _nearest(candidates or [fused], call, defaults)

@@ -19,6 +19,7 @@ from qgemm.fusion.attention import OUT, constants_of, find_attention, find_cross
 from qgemm.fusion.branches import ACTIVATION, MLP_LAYERS, NotFused, child_of, code_of, dotted
 from qgemm.fusion.probe import find_norm
 from qgemm.fusion.verify import Call
+from qgemm.nn.blocks.attention import CACHES
 from qgemm.nn.blocks.layer import Branch, CalledBranch, Form, FusedLayer, Step
 from qgemm.nn.blocks.layer_input import LAYER_INPUT
 from qgemm.nn.blocks.mlp import FusedMlp
@@ -72,7 +73,7 @@ _OF_ENCODER: dict[str, str | None] = {
     "encoder_hidden_states": "key_value_states",
     "encoder_attention_mask": "attention_mask",
 }
-_CACHES = ("past_key_values", "layer_past", "cache_params")
+_CACHES = (*CACHES, "cache_params")
 _SCALE = "layer_scalar"
 _BERT = ("attention", "intermediate", "output")
 

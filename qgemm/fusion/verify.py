@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qgemm.fusion.siblings import SiblingWatch
-from qgemm.nn.blocks.attention import FusedAttention
+from qgemm.nn.blocks.attention import CACHES, FusedAttention
 from qgemm.nn.blocks.cross_attention import FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.layer import CalledBranch, FusedLayer
@@ -47,7 +47,7 @@ def record_calls(
     calls: dict[Any, Call] = {}
 
     def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        others = {name: value for name, value in kwargs.items() if name not in ("past_key_values", "layer_past")}
+        others = {name: value for name, value in kwargs.items() if name not in CACHES}
         names = list(inspect.signature(type(layer).forward).parameters)[1:]
         named = dict(zip(names, args, strict=False))
         x = named.pop(names[0], None)

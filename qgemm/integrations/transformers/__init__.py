@@ -10,8 +10,9 @@
 - ``attach_quantizer`` is for a model that was quantized in place: ``save_pretrained`` then writes that manifest.
 
 Importing this package registers the method ``"qgemm"`` with transformers, once, an attention of that name, which
-``KeyValueCache`` goes with, and one for continuous batching. Versions 5.17 to 5.23 are served: what they call
-differently (plans for tensor parallelism, conversions of names) is left to the base class.
+``KeyValueCache`` goes with, and one for continuous batching. Versions 5.17 to 5.24 are served: what they call
+differently (plans for tensor parallelism, conversions of names) is left to the base class, and a model's cache has the
+name that they have for it (``ARGUMENT`` in ``cache.py``).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
 
-from qgemm.integrations.transformers.cache import ATTENTION, fits_key_value_cache
+from qgemm.integrations.transformers.cache import ARGUMENT, ATTENTION, fits_key_value_cache
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import round_up
 
@@ -163,7 +163,7 @@ def _bytes_of_int8(size: int) -> int:
 def _gathered(cache: Any, module: Any, key: Tensor, value: Tensor, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """All keys and values that some query sees, ``[N, heads, D]``, one request after the other."""
     if _UPDATES_ARGUMENTS:
-        k, v = cache.update(key, value, module.layer_idx, dict(batch))
+        k, v = type(cache).update(cache, key, value, module.layer_idx, dict(batch))
         return k.squeeze(0).transpose(0, 1), v.squeeze(0).transpose(0, 1)
     found: tuple[Tensor, Tensor] = cache.update(
         key, value, module.layer_idx, read_index=batch["read_index"], write_index=batch["write_index"]
@@ -240,6 +240,8 @@ def _create(reference: Any, is_int8: bool, keeps_graphs: bool) -> Any:
     if manager.batch_processor is not None:  # it is used again
         return create(manager)
     processor = _create_in_int8(manager) if is_int8 else create(manager)
+    if ARGUMENT == "cache":  # models have the cache store their keys; before 5.24 attention has
+        processor.cache.update = functools.partial(_hand_on, weakref.ref(processor.cache))
     # 5.17 takes memory as it is, and begins by sampling after what lies there: NaN would end the process.
     for memory in (*getattr(processor.cache, "key_cache", ()), *getattr(processor.cache, "value_cache", ())):
         memory.zero_()
@@ -248,6 +250,12 @@ def _create(reference: Any, is_int8: bool, keeps_graphs: bool) -> Any:
     if runner.use_cuda_graph_varlen and not keeps_graphs:
         runner.maybe_pad_inputs = functools.partial(_pad, weakref.ref(processor))
     return processor
+
+
+def _hand_on(reference: Any, key: Tensor, value: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """In place of ``PagedAttentionCache.update``: ``attention`` gets the cache, and stores in it."""
+    kwargs["cache"] = reference()
+    return key, value
 
 
 def _create_in_int8(manager: Any) -> Any:

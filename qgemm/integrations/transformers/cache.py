@@ -14,20 +14,26 @@ Layers with a sliding window keep all tokens as well; attention looks at the las
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig, StaticCache
+from transformers import Cache, GenerationMixin, PreTrainedConfig, StaticCache
 from transformers.cache_utils import CacheLayerMixin, StaticLayer, StaticSlidingWindowLayer
 
 from qgemm.kernels.rotary.call import RotaryCall
+from qgemm.nn.blocks.attention import CACHES
 from qgemm.numerics.formats import INT8
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 ATTENTION = "qgemm"
+ARGUMENT = next(
+    name for name in CACHES if name in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+)
+"""What transformers calls the cache among the arguments of a model, and in its output."""
 """The name of the attention that reads this cache."""
 NO_MASK = -1
 """Stands for the first key in a mask that nobody needs, in compiled code, where ``Seen`` can't tell."""

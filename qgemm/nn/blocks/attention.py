@@ -20,6 +20,12 @@ from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.nn.blocks.steps import NormStep, read
 
+CACHES = ("cache", "past_key_values", "layer_past")
+"""What models call a cache of keys and values among the arguments: since transformers 5.24, and before.
+
+Caches of the first name are told what the attention function will be told, and may change it.
+"""
+
 
 @dataclass(frozen=True, eq=False)
 class HeadNorms:
@@ -149,7 +155,7 @@ class FusedAttention:
     shared: SharedStates | None = None
     temperature: Temperature | None = None
     untold: tuple[str, ...] = ()
-    cache_name: str = "past_key_values"
+    cache_name: str = CACHES[0]
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
@@ -183,12 +189,12 @@ class FusedAttention:
             seen = seen.clone() if isinstance(seen, Tensor) else seen  # the cache counts in place
         qkv = into.product(x, dtype)
         if self.shared is None or states is None:
-            q, k, v = self._find_heads(qkv, positions, cache)
+            q, k, v = self._find_heads(qkv, positions, cache, others)
         elif self.shared.stores:
-            q, k, v = self._find_heads(qkv, positions, cache)
+            q, k, v = self._find_heads(qkv, positions, cache, others)
             states[self.shared.key] = k, v
         else:
-            q, _, _ = self._find_heads(qkv, positions, None)
+            q, _, _ = self._find_heads(qkv, positions, None, others)
             k, v = (each.to(q.device) for each in states[self.shared.key])
         if self.temperature is not None:
             q = self.temperature(q, seen)
@@ -209,9 +215,12 @@ class FusedAttention:
         return q, gate
 
     def _find_heads(
-        self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None, cache: Any
+        self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None, cache: Any, others: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of this forward ``[B, H, S, D]``, and all keys and values ``[B, Hkv, length, D]``."""
+        """Queries of this forward ``[B, H, S, D]``, and all keys and values ``[B, Hkv, length, D]``.
+
+        ``others``: what the attention function will be told.
+        """
         call = self._find_call(qkv, positions)
         if call is None or (cache is None and positions is None):
             q, k, v = self._split(qkv, positions)
@@ -227,7 +236,8 @@ class FusedAttention:
             if _takes_as_they_are(cache, self.module.layer_idx, k, v):
                 return q, k, v
         if cache is not None:
-            k, v = cache.update(k, v, self.module.layer_idx)
+            told = {"kwargs": others} if self.cache_name == CACHES[0] else {}
+            k, v = cache.update(k, v, self.module.layer_idx, **told)
         return q, k, v
 
     def _find_call(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> RotaryCall | None:

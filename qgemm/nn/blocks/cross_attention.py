@@ -38,6 +38,7 @@ class FusedCrossAttention:
     scaling: float
     query_scaling: float
     names: Mapping[str, str | None]
+    cache_name: str
 
     @property
     def products(self) -> tuple[MergedWeights, ...]:
@@ -57,7 +58,7 @@ class FusedCrossAttention:
         others: dict[Any, Any] = {self.names.get(name, name): value for name, value in context.items()}
         others.pop(None, None)
         states, mask = others.pop("key_value_states"), others.pop("attention_mask", None)
-        cache = others.pop("past_key_values", None)
+        cache = others.pop(self.cache_name, None)
         q = into.product(x, dtype)
         shape = q.shape[:-1]
         q = self._by_head(q if self.query_scaling == 1.0 else q * self.query_scaling)

@@ -16,7 +16,7 @@ from transformers import Cache, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from qgemm.integrations.transformers.batching import check_no_batches
-from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache, fits_key_value_cache
+from qgemm.integrations.transformers.cache import ARGUMENT, ATTENTION, KeyValueCache, fits_key_value_cache
 from qgemm.integrations.transformers.generate.covered import NotCovered
 
 
@@ -64,7 +64,7 @@ class KeyValueContext:
     def __init__(self, cache: KeyValueCache, batch: int, device: torch.device) -> None:
         """With what is in ``cache``. Raises ``NotCovered`` for masks that aren't padding."""
         if cache.tokens.masked:
-            raise NotCovered("past_key_values has tokens masked that aren't padding on the left")
+            raise NotCovered(f"{ARGUMENT} has tokens masked that aren't padding on the left")
         self.cache: Any = cache
         self.capacity = cache.max_length
         self.buffers = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -180,7 +180,7 @@ def use_context(cache: Cache, model: PreTrainedModel, batch: int) -> Context:
         return KeyValueContext(cache, batch, model.device)
     if isinstance(cache, StaticCache):
         return StaticContext(cache, batch, model)
-    raise NotCovered(f"past_key_values is a {type(cache).__name__}")
+    raise NotCovered(f"{ARGUMENT} is a {type(cache).__name__}")
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerateDecoderOnlyOutput, GenerationMixin
 
 from qgemm.integrations.transformers.batching import use_in_batches
-from qgemm.integrations.transformers.cache import check_cache_dtype
+from qgemm.integrations.transformers.cache import ARGUMENT, check_cache_dtype
 from qgemm.integrations.transformers.generate.contexts import Context, make_context, use_context
 from qgemm.integrations.transformers.generate.covered import NotCovered
 from qgemm.integrations.transformers.generate.decoder import Decoder, Decoders
@@ -179,7 +179,7 @@ def decode(
     home, device = input_ids.device, model.device  # transformers moves inputs to the model, too
     input_ids = input_ids.to(device)
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    with _running(model) as kept, _plain_tensors(model, inputs.get("past_key_values")):
+    with _running(model) as kept, _plain_tensors(model, inputs.get(ARGUMENT)):
         request = read_request(input_ids, logits_processor, stopping_criteria, generation_config, inputs)
         group = process_group(model)
         if group is not None:
@@ -203,10 +203,8 @@ def decode(
         if lent:
             setattr(context.cache, _KEPT, decoder)
     if generation_config.return_dict_in_generate:
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences,  # type: ignore[arg-type]
-            past_key_values=context.cache,
-        )
+        named: dict[str, Any] = {"sequences": sequences, ARGUMENT: context.cache}
+        return GenerateDecoderOnlyOutput(**named)
     return sequences
 
 
@@ -228,7 +226,7 @@ def _take(kept: _Kept, model: PreTrainedModel, request: Request, dtype: torch.dt
     context = use_context(request.cache, model, request.batch)
     if context.used + wanted > context.capacity:
         raise ValueError(
-            f"past_key_values has room for {context.capacity} tokens, but there are {context.used} in it and {wanted} "
+            f"{ARGUMENT} has room for {context.capacity} tokens, but there are {context.used} in it and {wanted} "
             f"to come: make it larger, or ask for fewer new tokens"
         )
     decoder: Decoder | None = getattr(request.cache, _KEPT, None)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from qgemm.integrations.transformers.cache import ARGUMENT
 from qgemm.integrations.transformers.generate.contexts import Context, attending
 from qgemm.integrations.transformers.generate.decoder import Decoder
 from qgemm.integrations.transformers.generate.replay import CaptureError, Replayed
@@ -153,7 +154,7 @@ class Loop:
             input_ids=tokens,
             position_ids=positions,
             attention_mask=mask,
-            past_key_values=self._context.cache,
+            **{ARGUMENT: self._context.cache},
             use_cache=True,
             return_dict=True,
             **({"logits_to_keep": 1} if self._request.keeps_last else {}),

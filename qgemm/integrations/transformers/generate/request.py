@@ -17,12 +17,13 @@ from transformers.generation.utils import (  # type: ignore[attr-defined]
     is_fsdp_managed_module,
 )
 
+from qgemm.integrations.transformers.cache import ARGUMENT
 from qgemm.integrations.transformers.generate.covered import NotCovered
 from qgemm.integrations.transformers.generate.sampling import Sampler
 from qgemm.integrations.transformers.generate.stopping import Stops
 
 # What transformers hands to the loop besides the settings. Others belong to images, sounds and the like.
-_KNOWN = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+_KNOWN = ("attention_mask", "position_ids", ARGUMENT, "use_cache", "logits_to_keep")
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _CACHES = (None, "dynamic", "static")
 
@@ -105,11 +106,11 @@ def read_request(
     inputs: dict[str, Any],
 ) -> Request:
     """The request of a call that transformers has prepared. Raises ``NotCovered``."""
-    cache = inputs.get("past_key_values")
+    cache = inputs.get(ARGUMENT)
     cached = 0 if cache is None else int(cache.get_seq_length())
     if isinstance(cache, DynamicCache):
         if cached:
-            raise NotCovered("past_key_values is a cache that grows; a StaticCache can be continued")
+            raise NotCovered(f"{ARGUMENT} is a cache that grows; a StaticCache can be continued")
         cache = None
     mask = inputs.get("attention_mask")
     length = input_ids.shape[1]
