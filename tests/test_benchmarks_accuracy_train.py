@@ -103,7 +103,7 @@ def data(corpus: dict[str, str]) -> tuple[Tensor, Tensor, int]:
     return encode(tokenizer, texts_of(few, "train")), held_out[:4096], tokenizer.bos_token_id
 
 
-@pytest.mark.slow
+@pytest.mark.complete
 def test_the_same_seed_gives_the_same_bits_and_the_model_learns(corpus: dict[str, str]) -> None:
     tokens, held_out, end = data(corpus)
     models = [train_model(TINY, tokens, held_out, end, seed=seed) for seed in (3, 3, 4)]

@@ -40,7 +40,7 @@ def test_a_kill_at_any_moment(writer: Writer, tmp_path: Path) -> None:
     assert found.keys() == {writer.before, "new"} or step > 1
 
 
-@pytest.mark.slow
+@pytest.mark.complete  # beside a power loss at any moment
 def test_kills_at_random_times(tmp_path: Path) -> None:
     found = kill_at_random(CALIBRATION, tmp_path / "work", 12, 0)
     assert sum(found.values()) == 12

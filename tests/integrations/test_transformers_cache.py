@@ -303,7 +303,7 @@ def test_beams() -> None:
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.int8, marks=pytest.mark.complete)], ids=str)
 def test_compiled_decoding(dtype: torch.dtype | None) -> None:
     model, inputs = model_of("Gemma3"), prompts(padded=True)
     model.set_attn_implementation("qgemm")
