@@ -356,4 +356,4 @@ def test_two_processes_on_gpus_write_the_files_of_one(scheme: str, source: Path,
     assert files.keys() == expected.keys()
     assert [name for name in files if files[name] != expected[name] and name != REPORT_FILE] == []
     errors = [[record.weight_error or 0 for record in report.records] for report in (on_gpus, on_cpu)]
-    assert errors[0] == pytest.approx(errors[1], rel=1e-6)  # sums of float32
+    assert errors[0] == pytest.approx(errors[1], rel=2**-22)  # last bits of sums in float32
