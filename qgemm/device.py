@@ -1,7 +1,8 @@
-"""Devices: the one that somebody names, or a sentence about why it can't be used; their free memory, and threads."""
+"""Devices: the one that somebody names, or a sentence why it can't be used; their free memory. Threads, and garbage."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,18 @@ def find_device(device: torch.device | str) -> torch.device:
     if found is not None and found.type == "cuda" and (found.index or 0) < torch.cuda.device_count():
         return found if found.index is not None else torch.device("cuda", torch.cuda.current_device())
     raise ValueError(f'device is "{device}"; it must be "cpu", or "cuda" where PyTorch finds a GPU')
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Python doesn't look for garbage meanwhile, which takes tenths of a second beside a model or its code."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -6,18 +6,18 @@ it. The passes to compare are timed in turn, round after round, so that clocks a
 a time is the median over all rounds.
 """
 
-import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from qgemm.device import no_garbage_collection
 
 ROTATED_BYTES = {"cuda": 320 << 20, "cpu": 128 << 20}
 """What the copies of a weight pass together."""
@@ -205,7 +205,7 @@ def host_seconds(runs: Mapping[str, Callable[[], object]], calls: int = 300, rep
     measured is the host alone.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    with _no_garbage_collection():
+    with no_garbage_collection():
         for repeat in range(repeats + 2):
             for name, run in runs.items():
                 torch.cuda.synchronize()
@@ -217,14 +217,3 @@ def host_seconds(runs: Mapping[str, Callable[[], object]], calls: int = 300, rep
                     times[name].append(seconds)
     torch.cuda.synchronize()
     return {name: statistics.median(values) for name, values in times.items()}
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

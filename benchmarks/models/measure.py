@@ -21,6 +21,7 @@ from benchmarks.models.providers import BASE, Provider
 from benchmarks.models.results import DECODE, ENCODE, FIRST_CALL, FIRST_TOKEN, PREFILL, SERVE, Figure
 from benchmarks.models.shapes import ModelShape
 from benchmarks.peers import first_line
+from qgemm.device import no_garbage_collection
 
 CALLS_IN_TURN = 4
 CHECKED_REQUESTS = 4
@@ -320,15 +321,11 @@ def decoding_rate(generate: Callable[[int], object], batch: int, new: int, round
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Of one run, in which Python doesn't look for garbage: among a model's objects that takes tenths of a second."""
     gc.collect()
-    gc.disable()
-    try:
+    with no_garbage_collection():
         start = _now()
         run()
         return _now() - start
-    finally:
-        gc.enable()
 
 
 def _now() -> float:

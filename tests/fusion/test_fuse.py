@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion.structures import ENCODERS, STRUCTURES
 from qgemm import fuse, fusion_report, load_quantized, quantize_model, save_quantized, unfuse
-from qgemm.fusion.attention import _cache_name
 from qgemm.fusion.verify import MAX_ERROR
-from qgemm.nn.blocks.binding import fused_of
 from qgemm.nn.blocks.layer import MAX_SMALL_ROWS
 
 BOTH = ("attention", "mlp")
@@ -393,59 +389,6 @@ def test_layers_of_other_schemes_are_named() -> None:
     assert "is of class RotatedLinear" in second.reason
     assert "model.layers.1.mlp.down_proj" in str(fusion_report(example.model))
     assert torch.equal(example.output(), expected)
-
-
-def test_what_attention_is_told() -> None:
-    expected = {"llama": (0.25, 1.0, {}), "opt": (1.0, 0.25, {}), "mistral": (0.25, 1.0, {"sliding_window": 4})}
-    for family, values in expected.items():
-        model = fuse(quantized(family).model)
-        fused = next(found for found in map(fused_of, model.modules()) if found)
-        attention: Any = fused.steps[0].branch
-        assert (attention.scaling, attention.query_scaling, attention.told) == values, family
-
-
-@pytest.mark.parametrize(
-    ("of_layer", "of_attention", "name"),
-    [
-        (["past_key_values"], ["past_key_values"], "past_key_values"),  # transformers before 5.24
-        (["cache"], ["cache"], "cache"),
-        (["layer_past"], ["layer_past"], "layer_past"),
-        ([], ["past_key_values"], "past_key_values"),  # of a layer that hands all on
-        ([], ["cache"], "cache"),
-    ],
-)
-def test_what_a_layer_calls_its_cache(of_layer: list[str], of_attention: list[str], name: str) -> None:
-    attention = type("Attention", (nn.Module,), {})
-    exec(f"def forward(self, x, {', '.join(of_attention)}, **others): pass", found := {})
-    attention.forward = found["forward"]  # type: ignore[attr-defined]
-    assert _cache_name(attention(), dict.fromkeys(of_layer)) == name
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_caches_since_transformers_5_24_may_change_what_attention_is_told(name: str) -> None:
-    example = quantized("llama")
-    fused = next(found for found in map(fused_of, fuse(example.model).modules()) if found)
-    told: list[dict[str, Any]] = []
-
-    def attend(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **others: Any) -> tuple[Any, None]:
-        told.append(others)
-        return q.transpose(1, 2), None
-
-    class Cache:
-        def update(self, k: Any, v: Any, layer: int, kwargs: dict[str, Any] | None = None) -> tuple[Any, Any]:
-            if kwargs is not None:
-                kwargs["place"] = layer
-            return k, v
-
-    functions = SimpleNamespace(get_interface=lambda *_: attend)
-    attention: Any = replace(fused.steps[0].branch, cache_name=name, functions=functions)  # type: ignore[type-var]
-    x = torch.randn(1, 3, example.model.config.hidden_size)
-    angles = example.model.model.rotary_emb(x, torch.arange(3)[None])
-    operands = tuple(product.operands() for product in attention.products)
-    attention(x, operands, None, x.dtype, {name: Cache(), "position_embeddings": angles, "attention_mask": None})
-    assert [others.get("place") for others in told] == [0 if name == "cache" else None]
-    assert name not in told[0]
 
 
 def test_layers_of_one_input_in_modules_that_are_called() -> None:

@@ -236,8 +236,7 @@ class FusedAttention:
             if _takes_as_they_are(cache, self.module.layer_idx, k, v):
                 return q, k, v
         if cache is not None:
-            told = {"kwargs": others} if self.cache_name == CACHES[0] else {}
-            k, v = cache.update(k, v, self.module.layer_idx, **told)
+            k, v = update_cache(cache, self.cache_name, k, v, self.module.layer_idx, others)
         return q, k, v
 
     def _find_call(self, qkv: Tensor, positions: tuple[Tensor, Tensor] | None) -> RotaryCall | None:
@@ -294,6 +293,18 @@ class FusedAttention:
         if norms is not None:
             q, k = norms.of_rotated(q, k)
         return q, k, v
+
+
+def update_cache(
+    cache: Any, name: str, k: Tensor, v: Tensor, layer_idx: int, others: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """All that ``cache`` has of a layer with ``k`` and ``v``; ``name``: of ``CACHES``.
+
+    ``others``: what the attention function will be told.
+    """
+    told = {"kwargs": others} if name == CACHES[0] else {}
+    found: tuple[Tensor, Tensor] = cache.update(k, v, layer_idx, **told)
+    return found
 
 
 def _takes_as_they_are(cache: Any, layer_idx: int, k: Tensor, v: Tensor) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qgemm.nn.blocks.attention import CACHES
+from qgemm.nn.blocks.attention import update_cache
 from qgemm.nn.blocks.merged import MergedWeights
 from qgemm.nn.blocks.operands import Input, Operands
 from qgemm.nn.blocks.steps import NormStep, read
@@ -71,8 +71,7 @@ class FusedLatentAttention:
         latent = module.kv_a_layernorm(latent).view(B, 1, S, rank)
         q_rot, k_rot = self.rotate(q_rot, k_rot.view(B, 1, S, R), cos, sin)
         if cache is not None:
-            told = {"kwargs": others} if self.cache_name == CACHES[0] else {}
-            latent, k_rot = cache.update(latent, k_rot, module.layer_idx, **told)
+            latent, k_rot = update_cache(cache, self.cache_name, latent, k_rot, module.layer_idx, others)
         k, v = module.expand_kv(latent, k_rot)
         attend = self.functions.get_interface(module.config._attn_implementation, self.eager)
         q = torch.cat((q_pass, q_rot), dim=-1)

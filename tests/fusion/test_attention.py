@@ -1,0 +1,75 @@
+"""Fused attention: what its function is told, and what becomes of a cache, whose name depends on transformers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, Example
+from torch import nn
+
+from qgemm import fuse, quantize_model
+from qgemm.fusion.attention import _cache_name
+from qgemm.nn.blocks.binding import fused_of
+
+
+def quantized(family: str) -> Example:
+    example = FAMILIES[family]()
+    quantize_model(example.model)
+    return example
+
+
+def test_what_attention_is_told() -> None:
+    expected = {"llama": (0.25, 1.0, {}), "opt": (1.0, 0.25, {}), "mistral": (0.25, 1.0, {"sliding_window": 4})}
+    for family, values in expected.items():
+        model = fuse(quantized(family).model)
+        fused = next(found for found in map(fused_of, model.modules()) if found)
+        attention: Any = fused.steps[0].branch
+        assert (attention.scaling, attention.query_scaling, attention.told) == values, family
+
+
+@pytest.mark.parametrize(
+    ("of_layer", "of_attention", "name"),
+    [
+        (["past_key_values"], ["past_key_values"], "past_key_values"),  # transformers before 5.24
+        (["cache"], ["cache"], "cache"),
+        (["layer_past"], ["layer_past"], "layer_past"),
+        ([], ["past_key_values"], "past_key_values"),  # of a layer that hands all on
+        ([], ["cache"], "cache"),
+    ],
+)
+def test_what_a_layer_calls_its_cache(of_layer: list[str], of_attention: list[str], name: str) -> None:
+    attention = type("Attention", (nn.Module,), {})
+    exec(f"def forward(self, x, {', '.join(of_attention)}, **others): pass", found := {})
+    attention.forward = found["forward"]  # type: ignore[attr-defined]
+    assert _cache_name(attention(), dict.fromkeys(of_layer)) == name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_caches_since_transformers_5_24_may_change_what_attention_is_told(name: str) -> None:
+    example = quantized("llama")
+    fused = next(found for found in map(fused_of, fuse(example.model).modules()) if found)
+    told: list[dict[str, Any]] = []
+
+    def attend(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **others: Any) -> tuple[Any, None]:
+        told.append(others)
+        return q.transpose(1, 2), None
+
+    class Cache:
+        def update(self, k: Any, v: Any, layer: int, kwargs: dict[str, Any] | None = None) -> tuple[Any, Any]:
+            if kwargs is not None:
+                kwargs["place"] = layer
+            return k, v
+
+    functions = SimpleNamespace(get_interface=lambda *_: attend)
+    attention: Any = replace(fused.steps[0].branch, cache_name=name, functions=functions)  # type: ignore[type-var]
+    x = torch.randn(1, 3, example.model.config.hidden_size)
+    angles = example.model.model.rotary_emb(x, torch.arange(3)[None])
+    operands = tuple(product.operands() for product in attention.products)
+    attention(x, operands, None, x.dtype, {name: Cache(), "position_embeddings": angles, "attention_mask": None})
+    assert [others.get("place") for others in told] == [0 if name == "cache" else None]
+    assert name not in told[0]
