@@ -11,6 +11,7 @@
 - ``save_quantized(model, folder)`` and ``load_quantized(folder)`` store and load a quantized model as safetensors.
 - ``quantize_checkpoint(source, destination)`` quantizes from files to files, for models larger than memory.
 - ``fast_generate(model)`` makes ``generate`` of a transformers model fast.
+- ``offload_embeddings(model)`` moves tables of embeddings to the host's memory, where the GPU reads their rows.
 - ``share_scales(model)`` makes a model in tensor parallelism use the scales of a single process.
 - ``KeyValueCache(config, max_batch, max_length)`` is a static cache for transformers, in float or int8.
 - ``QGemmConfig(...)`` is the ``quantization_config`` for transformers' ``from_pretrained``.
@@ -26,6 +27,7 @@ from qgemm.calibration.sensitivity import sensitivity
 from qgemm.checkpoint import CheckpointError, load_quantized, save_quantized
 from qgemm.fusion import FusionReport, fuse, fusion_report, unfuse
 from qgemm.generation import fast_generate, generate
+from qgemm.model.host_embeddings import offload_embeddings
 from qgemm.model.report import QuantReport, report
 from qgemm.nn import QuantExperts, QuantLinear
 from qgemm.parallel import share_scales
@@ -56,6 +58,7 @@ __all__ = [
     "fusion_report",
     "generate",
     "load_quantized",
+    "offload_embeddings",
     "quantize_checkpoint",
     "quantize_model",
     "report",

@@ -60,6 +60,14 @@ def _qgemm_int8_cache(model: Any) -> list[str]:
     return _qgemm(model, cache_dtype=torch.int8)
 
 
+def _qgemm_host_embeddings(model: Any) -> list[str]:
+    import qgemm
+
+    notes = _qgemm(model)
+    qgemm.offload_embeddings(model)
+    return notes
+
+
 def _qgemm_int4(model: Any) -> list[str]:
     return _qgemm(model, "int4")
 
@@ -96,6 +104,7 @@ PROVIDERS = {
         Provider("bf16 compiled", _float, STATIC_CACHE, (DECODE, FIRST_TOKEN)),
         Provider("qgemm", _qgemm, measures=(*DEFAULT, HTTP)),
         Provider("qgemm int8 cache", _qgemm_int8_cache, measures=(DECODE, SERVE)),
+        Provider("qgemm host embeddings", _qgemm_host_embeddings, measures=(PREFILL, DECODE, SERVE)),
         Provider("qgemm int4", _qgemm_int4, measures=(PREFILL, DECODE, SERVE, FIRST_TOKEN), is_coarse=True),
         Provider("qgemm int4-int8", _qgemm_int4_int8, measures=(PREFILL, DECODE, SERVE, FIRST_TOKEN), is_coarse=True),
         Provider("torchao int8", _torchao, STATIC_CACHE, (PREFILL, DECODE, SERVE, FIRST_TOKEN), "torchao"),
