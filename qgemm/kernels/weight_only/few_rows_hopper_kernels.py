@@ -32,6 +32,13 @@ def sums_layout(tile):
 
 
 @constexpr_function
+def gathered_layout(tile):
+    """A thread has the sums of all warps that share K; threads side by side have rows of the weight side by side."""
+    rows = min(tile.rows, 32)
+    return gl.BlockedLayout([tile.splits, 1, 1], [1, rows, 32 // rows], [1, 1, tile.warps], [1, 2, 0])
+
+
+@constexpr_function
 def copy_layout(tile, values, width):
     """Threads side by side copy ``values`` each of a row of ``width``, 16 bytes."""
     threads = width // values
@@ -379,7 +386,7 @@ def _few_rows_kernel(
     of_splits = acc[0] * times_of_words(FORMAT, DTYPE, 0)
     if HALVES == 2:
         of_splits = of_splits + acc[1] * times_of_words(FORMAT, DTYPE, 1)
-    total = gl.sum(of_splits, 0)
+    total = gl.sum(gl.convert_layout(of_splits, gathered_layout(TILE)), 0)
     rl: gl.constexpr = total.type.layout
     n = row + gl.arange(0, ROWS, gl.SliceLayout(1, rl))
     m = gl.arange(0, COLS, gl.SliceLayout(0, rl))
