@@ -54,6 +54,7 @@ def test_every_block_is_computed_once(
     parts: dict[int, list[int]] = {}
     said: dict[int, list[int]] = {}
     places = []
+    order: dict[int, list[int]] = {}
     for program in range(programs):
         for turn in range(turns[program]):
             row, col, first, last, shared, first_program, last_program = out[program, turn].tolist()
@@ -63,6 +64,7 @@ def test_every_block_is_computed_once(
             if shared >= 0:
                 parts.setdefault(shared, []).append(program)
                 said[shared] = list(range(first_program, last_program + 1))
+                order.setdefault(program, []).append(shared)
                 places.append(program + shared)
             else:
                 assert (first, last) == (0, blocks)
@@ -73,3 +75,5 @@ def test_every_block_is_computed_once(
     assert parts == said
     assert len(set(places)) == len(places)
     assert all(place < sharers + tiles - alone for place in places)
+    # The last sharer of a tile waits for the others, so none of them may wait for another tile before.
+    assert all(own == sorted(own, reverse=True) for own in order.values())

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from qgemm.kernels.stages.aggregate import aggregate
-from qgemm.kernels.stages.ring import thread_barrier
+from qgemm.kernels.stages.ring import load_acquire, thread_barrier
 from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row, quantize_row_groups
 
 
@@ -73,10 +73,10 @@ class SharedRows:
 
         By the warp that loads.
         """
-        done = _load_acquire(self.counts)
+        done = load_acquire(self.counts)
         asked = 0
         while (done < self.M) & (asked < self.row[2]):
-            done = _load_acquire(self.counts)
+            done = load_acquire(self.counts)
             asked += 1
         if done < self.M:
             self.quantize_every(1, 0, 256, 0)
@@ -92,13 +92,6 @@ class SharedRows:
         if others == gl.num_programs(0) - 1:
             gl.store(self.counts, 0)
             gl.store(self.counts + 1, 0)
-
-
-@gluon.jit
-def _load_acquire(pointer):
-    """An int32 that other programs change, and what they wrote before they did. The same in all threads of a warp."""
-    asm: gl.constexpr = "ld.acquire.gpu.global.u32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, -1;"
-    return gl.inline_asm_elementwise(asm, "=r,l", [pointer.to(gl.uint64)], gl.int32, False, 1)
 
 
 @gluon.jit

@@ -442,6 +442,13 @@ def barriers(COUNT: gl.constexpr):
 
 
 @gluon.jit
+def load_acquire(pointer):
+    """An int32 that other programs change, and what they wrote before they did. The same in all threads of a warp."""
+    asm: gl.constexpr = "ld.acquire.gpu.global.u32 $0, [$1]; shfl.sync.idx.b32 $0, $0, 0, 31, -1;"
+    return gl.inline_asm_elementwise(asm, "=r,l", [pointer.to(gl.uint64)], gl.int32, False, 1)
+
+
+@gluon.jit
 def initialize(barriers, COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
     """Sets how many arrivals complete each barrier."""
     for i in gl.static_range(COUNT):

@@ -102,6 +102,8 @@ class Tiles:
     unpacks_blocks: bool = True
     """Whether a block is unpacked at a time, not half of one."""
     panels: int = 2
+    staging: int = 1
+    """Slots of a group of warps for what it stores."""
     shared: int = 0
     """How many of the last tiles programs share. Whichever is last to finish its part adds those of all, in order."""
     sharers: int = 0

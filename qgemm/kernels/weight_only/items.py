@@ -2,7 +2,8 @@
 
 The first tiles are whole: programs compute them in turn. Blocks of K of the others, tile by tile, are cut into as many
 ranges of equal length as there are sharers, which are the first programs: a range ends in the tile that it begins in,
-or in the next.
+or in the next. A program that has parts of two tiles computes that of the second one first: the last sharer of a tile
+waits for the others, all before it, and none of them for anything.
 """
 
 import triton
@@ -63,8 +64,8 @@ class Items:
         program = tl.program_id(0)
         index, first, last = program + turn * tl.num_programs(0), 0 * turn, self.blocks
         if self.shares:
-            part = turn - self.whole()
-            if part >= 0:
+            if turn >= self.whole():
+                part = self.turns() - 1 - turn
                 blocks = self.shared_blocks()
                 start, end = program * blocks // self.sharers, (program + 1) * blocks // self.sharers
                 shared = start // self.blocks + part

@@ -26,6 +26,7 @@ from qgemm.kernels.stages.ring import (
     PRODUCER_REGISTERS,
     barriers,
     initialize,
+    load_acquire,
     load_block,
     store_block,
     thread_barrier,
@@ -354,15 +355,16 @@ def _consume(
             if shared >= 0:
                 acc, finishes = _add_parts(acc, partial, counts, items, shared, WHO)
         if finishes:
-            _store_across(Y, staging, row, col, epilogue.add_bias(acc, n), epilogue)
+            _store_across(Y, staging, row, col, epilogue.add_bias(acc, n), epilogue, WHO, 0)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _add_parts(acc, partial, counts, items, shared, WHO: gl.constexpr):
-    """Leaves sums of a part of a shared tile to the program that comes last, and gets all parts' if that is this one.
+    """Leaves sums of a part of a shared tile to the tile's last sharer, and gets those of all parts if that is this one.
 
-    ``(sums, finishes)``. Parts are added in their order, whoever adds them: the same bits every time.
+    ``(sums, finishes)``. Parts are added in their order, from the last one's on: the same bits every time. Sharers
+    before the last have started before it, and wait for nobody.
     """
     COLUMNS: gl.constexpr = acc.shape[1]
     mma: gl.constexpr = acc.type.layout
@@ -370,43 +372,50 @@ def _add_parts(acc, partial, counts, items, shared, WHO: gl.constexpr):
     i = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None]
     j = gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))[None, :]
     at = i // 8 * (8 * COLUMNS) + j // 8 * 64 + i % 8 * 8 + j % 8
-    own = (gl.program_id(0) + shared) * 2 + WHO
-    gl.store(partial + own.to(gl.int64) * (64 * COLUMNS) + at, acc)
-    thread_barrier()
     first, last = items.sharers_of(shared)
     count = shared * 2 + WHO
     word = counts + count // COUNTS_IN_A_WORD
     shift = count % COUNTS_IN_A_WORD * COUNT_BITS
-    arrived = gl.atomic_add(word, 1 << shift, sem="acq_rel", scope="gpu") >> shift & ((1 << COUNT_BITS) - 1)
-    finishes = arrived == last - first
+    finishes = gl.program_id(0) == last
     if finishes:
-        # Zeros for the next launch.
-        gl.atomic_add(word, -((last - first + 1) << shift), sem="relaxed", scope="gpu")
-        acc = gl.zeros([64, COLUMNS], gl.float32, mma)
-        for program in range(first, last + 1):
+        others = last - first
+        while load_acquire(word) >> shift & ((1 << COUNT_BITS) - 1) < others:
+            pass
+        # All threads know of it before zeros are there for the next launch.
+        thread_barrier()
+        gl.atomic_add(word, -(others << shift), sem="relaxed", scope="gpu")
+        for program in range(first, last):
             part = (program + shared) * 2 + WHO
             acc += gl.load(partial + part.to(gl.int64) * (64 * COLUMNS) + at, cache_modifier=".cg")
+    else:
+        own = (gl.program_id(0) + shared) * 2 + WHO
+        gl.store(partial + own.to(gl.int64) * (64 * COLUMNS) + at, acc)
+        thread_barrier()
+        gl.atomic_add(word, 1 << shift, sem="release", scope="gpu")
     return acc, finishes
 
 
 @gluon.jit
-def _store_across(Y, staging, row, col, values, epilogue):
-    """Has the copy engine store what is the other way round, by as many columns at a time as ``staging`` has rows.
+def _store_across(Y, staging, row, col, values, epilogue, WHO: gl.constexpr, NUMBER: gl.constexpr):
+    """Has the copy engine store what is the other way round, by as many columns at a time as a slot of ``staging`` has.
 
-    A residual is added to so many: registers hold no more of it.
+    A residual is added to so many: registers hold no more of it. ``NUMBER``: how many were stored before.
     """
-    if values.shape[1] == staging.shape[0]:
+    SLOTS: gl.constexpr = staging.shape[0] // 2
+    if values.shape[1] == staging.shape[1]:
         n = col + gl.arange(0, 64, gl.SliceLayout(1, values.type.layout))
         values = epilogue.add_residual(values, n, row)
-        tma.store_wait(0)
-        staging.store(values.to(Y.dtype).permute((1, 0)))
+        slot = staging.index(WHO * SLOTS + NUMBER % SLOTS)
+        tma.store_wait(SLOTS - 1)
+        slot.store(values.to(Y.dtype).permute((1, 0)))
         fence_async_shared()
-        store_block(Y, [row, col], staging)
+        store_block(Y, [row, col], slot)
     else:
         HALF: gl.constexpr = values.shape[1] // 2
         halves = values.reshape([64, 2, HALF]).permute(0, 2, 1).split()
         for i in gl.static_range(2):
-            _store_across(Y, staging, row + i * HALF, col, halves[i], epilogue)
+            before = NUMBER + i * (HALF // staging.shape[1])
+            _store_across(Y, staging, row + i * HALF, col, halves[i], epilogue, WHO, before)
 
 
 @gluon.jit(do_not_specialize=["M", "alone", "sharers"])
@@ -434,7 +443,7 @@ def _tiles_kernel(
     initialize(x_empty, TILE.x_depth, 2)
     initialize(w_empty, TILE.w_depth, 2)
     rings = Rings(x_slots, w_slots, x_full, x_empty, w_full, w_empty)
-    staging = gl.allocate_shared_memory(Y.dtype, [2, Y.block_shape[0], 64], Y.layout)
+    staging = gl.allocate_shared_memory(Y.dtype, [2 * TILE.staging, Y.block_shape[0], 64], Y.layout)
     gdc_launch_dependents()
     # Constants stay constants only in tuples that are written here.
     gl.warp_specialize(
@@ -442,14 +451,14 @@ def _tiles_kernel(
             (
                 _consume,
                 (
-                    Y, partial, counts, scale, zero_point, global_scale, bias, residual, rings, staging.index(0),
+                    Y, partial, counts, scale, zero_point, global_scale, bias, residual, rings, staging,
                     items, stride_sn, stride_residual, FORM, TILE, 0,
                 ),
             ),
             (
                 _consume,
                 (
-                    Y, partial, counts, scale, zero_point, global_scale, bias, residual, rings, staging.index(1),
+                    Y, partial, counts, scale, zero_point, global_scale, bias, residual, rings, staging,
                     items, stride_sn, stride_residual, FORM, TILE, 1,
                 ),
             ),
