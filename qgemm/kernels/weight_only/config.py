@@ -72,6 +72,8 @@ class FewRows:
     """Of x in shared memory, as ``columns``, or 1."""
     registers: int | None = None
     """Of a thread, at most."""
+    parts: int = 1
+    """In how many a block is unpacked."""
 
 
 # 16 to 24 warps a multiprocessor keep enough of the weight on its way: where it has few rows more warps share K. Each

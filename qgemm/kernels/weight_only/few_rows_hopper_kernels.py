@@ -213,8 +213,10 @@ def _factors(raw, layout: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexp
 
 
 @gluon.jit
-def _zero_points(raw, layout: gl.constexpr, FORM: gl.constexpr, DTYPE: gl.constexpr):
-    """What ``unpack_words`` takes for zero points: of each 16 bytes, or of rows ``[s, n]``."""
+def _zero_points(raw, words, FORM: gl.constexpr, DTYPE: gl.constexpr):
+    """What ``unpack_words`` takes for zero points of ``words``: ``raw`` are those of each 16 bytes, or of rows ``[s, n]``."""
+    SHAPE: gl.constexpr = words.shape
+    layout: gl.constexpr = words.type.layout
     FORMAT: gl.constexpr = FORM.name
     zeros = ()
     for half in gl.static_range(len(raw)):
@@ -223,15 +225,14 @@ def _zero_points(raw, layout: gl.constexpr, FORM: gl.constexpr, DTYPE: gl.conste
             zeros = zeros + (_of_words(zero, layout),)
         else:
             rows = gl.convert_layout(zero, gl.SliceLayout(2, layout), assert_trivial=True)[:, :, None]
-            like = gl.zeros([zero.shape[0], zero.shape[1], WORDS], gl.int32, layout)
-            zeros = zeros + (gl.broadcast(rows, like)[0],)
+            zeros = zeros + (gl.broadcast(rows, gl.zeros(SHAPE, gl.int32, layout))[0],)
     return zeros
 
 
 @gluon.jit
-def _load_x(slot, HALF: gl.constexpr, xl: gl.constexpr, TILE: gl.constexpr):
-    """What half a block is multiplied by."""
-    values = slot.slice(HALF * BLOCK, BLOCK, 2).permute((0, 2, 1)).load(xl)
+def _load_x(slot, FIRST: gl.constexpr, COUNT: gl.constexpr, xl: gl.constexpr, TILE: gl.constexpr):
+    """What ``COUNT`` values of the blocks from ``FIRST`` on are multiplied by."""
+    values = slot.slice(FIRST, COUNT, 2).permute((0, 2, 1)).load(xl)
     if TILE.x_rows < TILE.columns:
         # Columns beyond the only one are as good as any.
         COLUMNS: gl.constexpr = TILE.columns
@@ -248,7 +249,7 @@ def _in_words(values, mma: gl.constexpr):
     layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     S: gl.constexpr = values.shape[0]
     COLS: gl.constexpr = values.shape[2]
-    split = values.reshape([S, 2, 4, 4, 2, 2, COLS]).permute(0, 1, 3, 4, 2, 5, 6)
+    split = values.reshape([S, values.shape[1] // 64, 4, 4, 2, 2, COLS]).permute(0, 1, 3, 4, 2, 5, 6)
     return gl.convert_layout(split.reshape(values.shape), layout, assert_trivial=True)
 
 
@@ -259,34 +260,21 @@ def _operand(parts, mma: gl.constexpr):
     S: gl.constexpr = parts[0].shape[0]
     ROWS: gl.constexpr = parts[0].shape[1]
     joined = gl.join(gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3]))
-    split = joined.reshape([S, ROWS, 2, 4, 4, 2, 2]).permute(0, 1, 2, 4, 6, 3, 5)
-    return gl.convert_layout(split.reshape([S, ROWS, 4 * WORDS]), layout, assert_trivial=True)
+    COUNT: gl.constexpr = parts[0].shape[2]
+    split = joined.reshape([S, ROWS, COUNT // 16, 4, 4, 2, 2]).permute(0, 1, 2, 4, 6, 3, 5)
+    return gl.convert_layout(split.reshape([S, ROWS, 4 * COUNT]), layout, assert_trivial=True)
 
 
 @gluon.jit
-def _add_half(acc, w, b, scale, minus_bias, BIAS: gl.constexpr):
-    """``acc`` and the products of half a block, times ``scale`` if there is one. ``w``: ``BIAS`` more than it is."""
-    SUMS: gl.constexpr = acc.type.layout
-    nothing = gl.zeros(acc.shape, gl.float32, SUMS)
-    sums = mma_v2(w, b, acc if scale is None else nothing)
-    if BIAS > 0:
-        # Two chains of products are shorter than one.
-        sums = sums + mma_v2(minus_bias, b, nothing)
-    if scale is not None:
-        sums = gl.fma(sums, gl.broadcast(scale_value(scale)[:, :, None], sums)[0], acc)
-    return sums
-
-
-@gluon.jit
-def _minus_bias(M, DTYPE: gl.constexpr, TILE: gl.constexpr):
-    """Operand A of a product that takes ``INT4_BIAS`` from half a block."""
+def _minus_bias(M, COUNT: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr):
+    """Operand A of a product that takes ``INT4_BIAS`` from ``COUNT`` values of each row."""
     SPLITS: gl.constexpr = TILE.splits
     ROWS: gl.constexpr = TILE.rows
     ml: gl.constexpr = gl.DotOperandLayout(0, sums_layout(TILE), 2)
     # Not constants to the assembler, which would make them anew for each product.
     n = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, ml)))[None, :, None]
-    j = gl.arange(0, BLOCK, gl.SliceLayout(0, gl.SliceLayout(1, ml)))[None, None, :]
-    same = gl.zeros([SPLITS, ROWS, BLOCK], gl.int32, ml) + (1 | (M + (n & 8) + (j & 8)) >> 31)
+    j = gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, ml)))[None, None, :]
+    same = gl.zeros([SPLITS, ROWS, COUNT], gl.int32, ml) + (1 | (M + (n & 8) + (j & 8)) >> 31)
     return (same * -INT4_BIAS).to(gl.float32).to(DTYPE)
 
 
@@ -303,25 +291,49 @@ def _unpack(
         factors = _factors(scales, layout, DTYPE, SCALES)
     zero_points = ()
     if FORM.has_zeros:
-        zero_points = _zero_points(zeros, layout, FORM, DTYPE)
+        zero_points = _zero_points(zeros, words, FORM, DTYPE)
     return unpack_words(words, zero_points, factors, FORMAT, DTYPE, BIASED, SCALES)
 
 
 @gluon.jit
-def _add_products(acc, values, slot, scales, minus_bias, BIASED: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr):
-    """``acc`` of each half of the blocks, and the products of a step's unpacked ``values`` with its ``slot`` of x."""
+def _add_products(
+    acc, w_slot, x_slot, scales, zeros, minus_bias, SCALE: gl.constexpr, BIASED: gl.constexpr,
+    FORM: gl.constexpr, TILE: gl.constexpr, PARTS: gl.constexpr,
+):  # fmt: skip
+    """``acc`` of each half of the blocks, and the products of a step's blocks of the weight and of x.
+
+    ``PARTS``: in how many the blocks are unpacked and multiplied, one after the other.
+    """
     mma: gl.constexpr = acc[0].type.layout
+    wl: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     xl: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
-    BIAS: gl.constexpr = INT4_BIAS if BIASED else 0
+    HALVES: gl.constexpr = len(acc)
+    COUNT: gl.constexpr = WORDS // PARTS
+    SCALES_SUMS: gl.constexpr = FORM.group > 0 and not FORM.scales_values
+    nothing = gl.zeros(acc[0].shape, gl.float32, mma)
     sums = ()
-    for half in gl.static_range(len(acc)):
-        b = _in_words(_load_x(slot, half, xl, TILE), mma)
-        w = _operand(values[half], mma)
-        factor = None
-        if FORM.group > 0 and not FORM.scales_values:
-            factor = scales[half]
-        sums = sums + (_add_half(acc[half], w, b, factor, minus_bias, (1 - half) * BIAS),)
-    return sums
+    for half in gl.static_range(HALVES):
+        sums = sums + ((nothing if SCALES_SUMS else acc[half]),)
+    for part in gl.static_range(PARTS):
+        words = w_slot.slice(part * COUNT, COUNT, 2).load(wl)
+        values = _unpack(words, scales, zeros, SCALE, x_slot.dtype, BIASED, FORM)
+        so_far = sums
+        sums = ()
+        for half in gl.static_range(HALVES):
+            b = _in_words(_load_x(x_slot, half * BLOCK + part * COUNT * 4, COUNT * 4, xl, TILE), mma)
+            own = mma_v2(_operand(values[half], mma), b, so_far[half])
+            if BIASED and half == 0:
+                # Two chains of products are shorter than one.
+                own = own + mma_v2(minus_bias, b, nothing)
+            sums = sums + (own,)
+    if SCALES_SUMS:
+        scaled = ()
+        for half in gl.static_range(HALVES):
+            factor = gl.broadcast(scale_value(scales[half])[:, :, None], nothing)[0]
+            scaled = scaled + (gl.fma(sums[half], factor, acc[half]),)
+        return scaled
+    else:
+        return sums
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -344,7 +356,6 @@ def _few_rows_kernel(
     PLAIN: gl.constexpr = FORM.name == "int4" and not FORM.scales_values and not FORM.has_zeros
     BIASED: gl.constexpr = PLAIN and gl.bfloat16 == DTYPE and COLS == 8
     mma: gl.constexpr = sums_layout(TILE)
-    wl: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     if PDL:
         gdc_launch_dependents()
     row = gl.program_id(0) * ROWS
@@ -363,7 +374,9 @@ def _few_rows_kernel(
     acc = ()
     for _half in gl.static_range(HALVES):
         acc = acc + (gl.zeros([SPLITS, ROWS, COLS], gl.float32, mma),)
-    minus_bias = _minus_bias(M, DTYPE, TILE)
+    # Small groups' factors are of whole blocks.
+    PARTS: gl.constexpr = 1 if FORM.scales_values else TILE.parts
+    minus_bias = _minus_bias(M, 4 * WORDS // PARTS, DTYPE, TILE)
     if PDL:
         gdc_wait()
     for i in gl.static_range(DEPTH - 1):
@@ -379,9 +392,9 @@ def _few_rows_kernel(
         w_blocks.copy(ahead)
         x_blocks.copy(ahead)
         async_copy.commit_group()
-        x_slot = x_blocks.slot(step)
-        values = _unpack(w_blocks.slot(step).load(wl), scales, zeros, SCALE, DTYPE, BIASED, FORM)
-        acc = _add_products(acc, values, x_slot, scales, minus_bias, BIASED, FORM, TILE)
+        acc = _add_products(
+            acc, w_blocks.slot(step), x_blocks.slot(step), scales, zeros, minus_bias, SCALE, BIASED, FORM, TILE, PARTS
+        )
 
     of_splits = acc[0] * times_of_words(FORMAT, DTYPE, 0)
     if HALVES == 2:
