@@ -74,6 +74,8 @@ class FewRows:
     """Of a thread, at most."""
     parts: int = 1
     """In how many a block is unpacked."""
+    programs: int = 0
+    """On a multiprocessor, of the kernel with a ring; 0 for the other one."""
 
 
 # 16 to 24 warps a multiprocessor keep enough of the weight on its way: where it has few rows more warps share K. Each

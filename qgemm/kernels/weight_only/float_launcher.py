@@ -104,6 +104,7 @@ class Plan:
     """None where there is nothing to compute."""
     in_tiles: bool = False
     """Whether it is ``_tiles_kernel``, which reads the weight as words of 16 bits."""
+    in_words: bool = False
     partial: int = 0
     """float32 sums that programs which share tiles leave to one another."""
     made: tuple[int, int] | None = None
@@ -133,7 +134,8 @@ class Plan:
                 return self.run(x, weight, scale, zero_point, global_scale, bias, residual)
         out = _empty(x, self.shape, x.dtype)
         if not self.in_tiles:
-            given = x, weight, scale, zero_point, global_scale, bias, residual, out
+            stored = weight.view(torch.int32) if self.in_words else weight
+            given = x, stored, scale, zero_point, global_scale, bias, residual, out
             if not _by_driver(self.product, given):
                 self.product(*given)
             return out
@@ -224,7 +226,10 @@ def _make_plan(
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
         if M <= MAX_FEW_ROWS:
             form = replace(form, paired=_reads_pairs(form, K, scale))
-            return Plan((M, N), few_rows_launch(select_few_rows(M, N, form, limits), form, M, N, K, strides, limits))
+            tile = select_few_rows(M, N, form, limits)
+            if tile.programs:
+                return Plan((M, N), few_rows_ring_launch(tile, form, M, N, K, strides, x.dtype, limits), in_words=True)
+            return Plan((M, N), few_rows_launch(tile, form, M, N, K, strides, limits))
         if N % 8 == 0 and _fits_tiles(M, form, scale) and (zero_point is None or _fits_tiles(M, form, zero_point)):
             exact = scale.dtype == x.dtype or (scale.itemsize == 1 and x.dtype == torch.bfloat16)
             config = select_tiles(M, N, K, form, limits, exact)
@@ -286,6 +291,33 @@ def few_rows_launch(
     return Launch(
         _few_rows_kernel, cdiv(N, tile.rows), (M, N, K, *strides, N), (form, tile, limits.pdl), tile.warps,
         pdl=limits.pdl, max_registers=tile.registers,
+    )  # fmt: skip
+
+
+def few_rows_ring_launch(
+    tile: FewRows, form: Stored, M: int, N: int, K: int, strides: tuple[int, ...], dtype: torch.dtype, limits: DeviceLimits
+) -> Launch:
+    from triton.experimental.gluon import language as gl
+
+    from qgemm.kernels.weight_only.few_rows_ring_hopper_kernels import _few_rows_ring_kernel
+
+    stride_xm, stride_wn = strides[:2]
+    blocks = cdiv(K, form.block)
+    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    x_block, w_block = (tile.splits, tile.columns, PANEL), (tile.splits, tile.rows, BLOCK_BYTES // 8)
+    maps = {
+        0: TensorMap(
+            (blocks, M, form.block), (form.block, stride_xm, 1), x_block,
+            gl.NVMMASharedLayout.get_default_for(list(x_block), element),
+        ),
+        1: TensorMap(
+            (blocks, N, BLOCK_BYTES // 4), (BLOCK_BYTES // 4, stride_wn // 4, 1), w_block,
+            gl.NVMMASharedLayout.get_default_for(list(w_block), gl.int32),
+        ),
+    }  # fmt: skip
+    return Launch(
+        _few_rows_ring_kernel, min(cdiv(N, tile.rows), tile.programs * limits.num_sms), (M, N, K, *strides[2:], N),
+        (form, tile, tile.depth), tile.warps, pdl=limits.pdl, maps=maps, max_registers=tile.registers,
     )  # fmt: skip
 
 
