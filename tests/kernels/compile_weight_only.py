@@ -18,9 +18,11 @@ def weight_only_cases() -> Iterator[Case]:
     """On Hopper few rows, and tiles that are whole and shared; elsewhere few rows and a float weight."""
     for label, M, K, format, group, scale, dtype, zeros in (
         ("few int4", 8, 4096, "int4", 128, BF16, BF16, True),
+        ("few int8", 16, 4096, "int8", 4096, BF16, BF16, False),
         ("few nf4", 1, 4096, "nf4", 64, torch.float32, HALF, False),
         # Rows are of 16 bytes, but not of 16 values.
         ("one odd", 1, 152, "int4", 32, BF16, BF16, False),
+        ("few small groups", 16, 4096, "int4", 32, BF16, BF16, True),
         ("sixteen odd", 16, 4104, "int4", 128, BF16, HALF, True),
         ("tiles int4", 64, 4096, "int4", 128, BF16, BF16, True),
         ("tiles odd", 64, 4104, "int4", 128, BF16, BF16, False),

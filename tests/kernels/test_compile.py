@@ -93,11 +93,11 @@ def test_stored_weights_are_multiplied_on_tensor_cores(results: list[Result]) ->
     for target in TARGETS:
         for r in of(results, target, "weight_only few"):
             assert r["mfma"] or r["mma_sync"] or r["wgmma"] or r["tcgen05"], r["case"]
-    hopper = of(results, "sm_90", "weight_only few", "weight_only tiles")
-    assert {r["kernel"] for r in hopper} == {"_few_rows_kernel", "_tiles_kernel"}
+    hopper = of(results, "sm_90", *(f"weight_only {what}" for what in ("few", "one", "sixteen", "tiles")))
+    assert {r["kernel"] for r in hopper} == {"_few_rows_kernel", "_few_rows_ring_kernel", "_tiles_kernel"}
     for r in hopper:
-        assert r["wgmma"] or r["kernel"] != "_tiles_kernel", r["case"]
-        assert r["mma_sync"] or r["kernel"] != "_few_rows_kernel", r["case"]
+        assert r["wgmma"] if r["kernel"] == "_tiles_kernel" else r["mma_sync"], r["case"]
+        assert r["tma_load"] or r["kernel"] == "_few_rows_kernel", r["case"]
 
 
 def test_hoppers_kernel_copies_by_descriptor_and_multiplies_from_shared_memory(results: list[Result]) -> None:
@@ -204,7 +204,7 @@ def test_slots_are_given_back_when_loads_of_them_have_ended(results: list[Result
     """The assembler lets loads end after an arrival at a barrier if what needs their values can come later, too."""
     found = [r for r in of(results, "sm_90") if "unfinished_loads" in r]
     many = {"_tiles_kernel", "_int4_int8_many_kernel", "_grouped_hopper_kernel", "_grouped_weight_hopper_kernel"}
-    few = {f"_int4_int8_{rows}_kernel" for rows in ("few", "layer", "row")}
+    few = {f"_int4_int8_{rows}_kernel" for rows in ("few", "layer", "row")} | {"_few_rows_ring_kernel"}
     assert {r["kernel"] for r in found} >= many | few | {"_gemm_hopper_kernel", "_quant_linear_hopper_kernel"}
     assert not {r["case"]: r["unfinished_loads"] for r in found if r["unfinished_loads"]}
 

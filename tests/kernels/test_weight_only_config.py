@@ -8,6 +8,8 @@ from qgemm.kernels.weight_only.config import (
     MAX_SHARED,
     TILE_ROWS,
     TILES,
+    FewRows,
+    FewRowsRing,
     Stored,
     select_few_rows,
     select_tiles,
@@ -30,7 +32,8 @@ def test_a_block_of_packed_values_is_twice_as_long() -> None:
 @pytest.mark.parametrize("M", [1, 2, 8, 9, 16])
 def test_few_rows(M: int, form: Stored) -> None:
     for N, _ in SIZES:
-        tile = select_few_rows(M, N, form, H200)
+        tile = select_few_rows(M, N, 1040, form, H200)  # K ends in a block
+        assert isinstance(tile, FewRows)
         assert tile.columns == (8 if M <= 8 else 16)
         assert tile.x_rows == (1 if M == 1 else tile.columns)
         # A warp has 16 or 32 rows of the weight for itself.
@@ -39,10 +42,42 @@ def test_few_rows(M: int, form: Stored) -> None:
         assert tile.depth * slot <= H200.shared_memory
 
 
+@FORMS
+@pytest.mark.parametrize("M", [1, 2, 8, 9, 16])
+def test_few_rows_of_whole_blocks(M: int, form: Stored) -> None:
+    for N, K in SIZES:
+        tile = select_few_rows(M, N, K // 256 * 256, form, H200)
+        if M == 1 and form.bits == 4:
+            assert isinstance(tile, FewRows)
+            continue
+        assert isinstance(tile, FewRowsRing)
+        assert tile.columns == (8 if M <= 8 else 16)
+        assert tile.rows * tile.splits // tile.warps == 32
+        slot = tile.splits * (tile.rows * BLOCK_BYTES + tile.columns * form.block * 2)
+        exchanged = tile.splits * tile.rows * tile.columns * 4
+        reserved = 1024  # of every program; and barriers
+        assert tile.programs * (tile.depth * slot + exchanged + reserved + 256) <= H200.shared_memory + reserved
+
+
+def test_small_groups_have_no_ring() -> None:
+    assert isinstance(select_few_rows(16, 4096, 4096, Stored("fp4", 4, 32), H200), FewRows)
+
+
 def test_the_shorter_the_weight_the_more_warps_share_its_rows() -> None:
-    splits = [select_few_rows(1, N, INT4, H200).splits for N in (4096, 8192, 28672)]
-    assert splits == sorted(splits, reverse=True)
-    assert splits[0] > splits[-1]
+    for M in (1, 4, 16):
+        splits = [select_few_rows(M, N, 4096, INT4, H200).splits for N in (4096, 8192, 28672)]
+        assert splits == sorted(splits, reverse=True)
+        assert splits[0] > splits[-1]
+
+
+@pytest.mark.parametrize(("N", "rows"), [(8192, 64), (10240, 32), (28672, 32), (57344, 64)])
+def test_tiles_of_8_bits_are_as_large_as_makes_no_more_rounds(N: int, rows: int) -> None:
+    assert select_few_rows(16, N, 4096, INT8, H200).rows == rows
+
+
+@pytest.mark.parametrize(("N", "rows"), [(4096, 32), (10240, 32), (28672, 64), (57344, 32)])
+def test_tiles_of_4_bits_are_as_large_as_makes_no_more_rounds(N: int, rows: int) -> None:
+    assert select_few_rows(16, N, 4096, INT4, H200).rows == rows
 
 
 @FORMS

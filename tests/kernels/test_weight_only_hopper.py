@@ -51,6 +51,16 @@ def test_products(dtype: torch.dtype, M: int, kind: str, device: torch.device) -
     check(dtype, M, K, kind, device)
 
 
+@pytest.mark.parametrize("kind", [kind for kind, (_, size, _) in KINDS.items() if size >= 128])
+@pytest.mark.parametrize("M", [1, 7, 16])
+@pytest.mark.parametrize(("N", "K"), [(200, 256), (520, 2304), (8200, 1280), (17000, 768)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_few_rows_of_whole_blocks(dtype: torch.dtype, N: int, K: int, M: int, kind: str, device: torch.device) -> None:
+    """Programs with one tile and with several, of 32 rows and of 64; steps with fewer blocks than warps."""
+    skip_elsewhere(device)
+    check(dtype, M, K, kind, device, N=N)
+
+
 @pytest.mark.parametrize("kind", [kind for kind, (_, size, _) in KINDS.items() if size < 128])
 @pytest.mark.parametrize("M", [30, 50, 200])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -61,7 +71,7 @@ def test_small_groups_in_tiles(dtype: torch.dtype, M: int, kind: str, device: to
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8 channel"])
-@pytest.mark.parametrize("M", [17, 64, 100, 300])
+@pytest.mark.parametrize("M", [5, 16, 17, 64, 100, 300])
 def test_nan_stays_in_its_row(M: int, kind: str, device: torch.device) -> None:
     skip_elsewhere(device)
     out, _ = check(torch.bfloat16, M, 2048, kind, device, bad_row=3)
@@ -192,11 +202,11 @@ def test_counts_are_zeros_again(M: int, N: int, K: int, device: torch.device) ->
     assert not counts[: memory.COUNTS_BYTES].any()
 
 
-@pytest.mark.parametrize("M", [33, 578])
+@pytest.mark.parametrize("M", [8, 16, 33, 578])
 def test_slots_are_written_again_only_when_they_were_read(M: int, device: torch.device) -> None:
     """Long sums of a weight that was written just before, and comes from the cache: TMA fills a slot at once."""
     skip_elsewhere(device)
-    N, K = 4096, 14336
+    N, K = 8192, 14336
     values, scale, zero_point = stored(N, K, 128, device, FORMATS["int8"])[1:]
     x = torch.randn(M, K, device=device, dtype=torch.bfloat16)
     scale, zero_point = scale.bfloat16(), zero_point.to(torch.int8)

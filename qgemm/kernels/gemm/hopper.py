@@ -183,10 +183,13 @@ def _maps(
     rows, panel = config.stored_rows, PANEL.value // dtype.itemsize
     part, _ = rows_at_a_time(M, config.block_m)
     return (
-        TensorMap((M, K), (strides[0], 1), (part, panel), block_layout(part, panel, dtype)),
-        TensorMap((N, K), (strides[1], 1), (b_part, panel), block_layout(b_part, panel, dtype)),
+        TensorMap((M, K), (strides[0], 1), (part, panel), block_layout((part, panel), dtype)),
+        TensorMap((N, K), (strides[1], 1), (b_part, panel), block_layout((b_part, panel), dtype)),
         TensorMap(
-            (M, N), (strides[2], 1), (rows, config.stored_columns), block_layout(rows, config.stored_columns, out_dtype)
+            (M, N),
+            (strides[2], 1),
+            (rows, config.stored_columns),
+            block_layout((rows, config.stored_columns), out_dtype),
         ),
     )
 

@@ -147,8 +147,8 @@ def _hopper_launch(
 
     rows, cols, part, panel = config.block_m, config.block_n, ROWS_AT_A_TIME, PANEL.value
     maps = {
-        0: TensorMap((T, K), (K, 1), (part, panel), block_layout(part, panel, dtype)),
-        1: TensorMap((G * N, K), (K, 1), (cols, panel), block_layout(cols, panel, dtype)),
-        2: TensorMap((T, N), (N, 1), (rows, cols), block_layout(rows, cols, out_dtype)),
+        0: TensorMap((T, K), (K, 1), (part, panel), block_layout((part, panel), dtype)),
+        1: TensorMap((G * N, K), (K, 1), (cols, panel), block_layout((cols, panel), dtype)),
+        2: TensorMap((T, N), (N, 1), (rows, cols), block_layout((rows, cols), out_dtype)),
     }
     return Launch(_grouped_hopper_kernel, grid, (N, K), (config, grid, blocks), config.num_warps, pdl=True, maps=maps)

@@ -73,9 +73,9 @@ def many_tokens_launch(
     words = cdiv(K, 2 * BLOCK_BYTES) * BLOCK_BYTES // 2
     stored = min(tile.columns, 64)
     maps = {
-        0: TensorMap((P, K), (K, 1), (tile.part, PANEL), block_layout(tile.part, PANEL, dtype)),
-        1: TensorMap((E * N, words), (words, 1), (64, BLOCK_BYTES // 2), block_layout(64, 64, torch.uint16)),
-        2: TensorMap((P, N), (N, 1), (stored, 64), block_layout(stored, 64, dtype)),
+        0: TensorMap((P, K), (K, 1), (tile.part, PANEL), block_layout((tile.part, PANEL), dtype)),
+        1: TensorMap((E * N, words), (words, 1), (64, BLOCK_BYTES // 2), block_layout((64, 64), torch.uint16)),
+        2: TensorMap((P, N), (N, 1), (stored, 64), block_layout((stored, 64), dtype)),
     }
     constants = (tile, limits.num_sms)
     return Launch(_grouped_weight_hopper_kernel, limits.num_sms, (N, K), constants, 4, pdl=limits.pdl, maps=maps)

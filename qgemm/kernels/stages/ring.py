@@ -38,13 +38,15 @@ PRODUCER_REGISTERS = gl.constexpr(40)  # a thread
 
 
 @functools.cache
-def block_layout(rows: int, cols: int, dtype: torch.dtype) -> Any:
+def block_layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
     """The shared-memory layout of a tensor map's blocks."""
-    return gl.NVMMASharedLayout.get_default_for([rows, cols], _ELEMENTS[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(block), _ELEMENTS[dtype])
 
 
 _ELEMENTS = {
     torch.int8: gl.int8,
+    torch.uint8: gl.uint8,
+    torch.int32: gl.int32,
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.uint16: gl.uint16,
     torch.float16: gl.float16,

@@ -72,24 +72,52 @@ class FewRows:
     """Of x in shared memory, as ``columns``, or 1."""
     registers: int | None = None
     """Of a thread, at most."""
-    parts: int = 1
-    """In how many a block is unpacked."""
-    programs: int = 0
-    """On a multiprocessor, of the kernel with a ring; 0 for the other one."""
+
+
+@dataclass(frozen=True)
+class FewRowsRing:
+    """A tile of a product of up to 16 rows, for ``_few_rows_ring_kernel``."""
+
+    splits: int
+    """Warps that share K, block by block in turn."""
+    rows: int
+    """Of the weight: 32 for each of ``warps // splits`` warps."""
+    columns: int
+    """Rows of x, 8 or 16."""
+    depth: int
+    """Slots, each with a block of the weight and of x for all warps that share K."""
+    warps: int
+    programs: int
+    """On a multiprocessor."""
+
+    @property
+    def registers(self) -> int | None:
+        """Of a thread at the start, if there must be room for others; from then on those that multiply have most."""
+        return None if self.programs == 1 else 128
 
 
 # 16 to 24 warps a multiprocessor keep enough of the weight on its way: where it has few rows more warps share K. Each
 # program reads all of x, from 9 rows on more than it reads of 16 rows of the weight: it has 32 or 64 of them.
 FEW_ROWS = {
-    (4, 1): (FewRows(8, 16, 8, 3, 8, 1), FewRows(4, 16, 8, 4, 4, 1), FewRows(4, 16, 8, 4, 4, 1)),
-    (4, 8): (FewRows(4, 16, 8, 4, 4, 8), FewRows(4, 32, 8, 3, 8, 8), FewRows(4, 32, 8, 3, 8, 8)),
+    (4, 1): (FewRows(8, 16, 8, 3, 8, 1), FewRows(4, 32, 8, 3, 8, 1), FewRows(4, 16, 8, 4, 4, 1)),
+    (4, 8): (FewRows(4, 16, 8, 4, 4, 8), FewRows(4, 32, 8, 2, 8, 8), FewRows(2, 32, 8, 4, 4, 8)),
     (4, 16): (FewRows(4, 32, 16, 3, 8, 16), FewRows(4, 32, 16, 2, 8, 16, 128), FewRows(2, 32, 16, 2, 4, 16, 128)),
     (8, 1): (FewRows(8, 16, 8, 4, 8, 1), FewRows(8, 16, 8, 4, 8, 1), FewRows(4, 16, 8, 4, 4, 1)),
-    (8, 8): (FewRows(4, 32, 8, 4, 8, 8), FewRows(4, 32, 8, 3, 8, 8), FewRows(2, 64, 8, 4, 8, 8)),
+    (8, 8): (FewRows(4, 32, 8, 4, 8, 8), FewRows(4, 32, 8, 4, 8, 8), FewRows(4, 32, 8, 3, 8, 8)),
     (8, 16): (FewRows(4, 32, 16, 4, 8, 16), FewRows(4, 32, 16, 3, 8, 16), FewRows(2, 64, 16, 4, 8, 16)),
 }
 """By the weight's bits and the rows of x, at most: of weights with up to 2 and 4 times 16 rows for each multiprocessor,
 and of longer ones."""
+# A slot has 64 or 96 KB, or half of that where there are two programs, and sums of warps are exchanged in 4 to 16 KB.
+RING = {
+    (4, 8): (FewRowsRing(8, 32, 8, 3, 8, 1), FewRowsRing(4, 32, 8, 3, 4, 2), FewRowsRing(2, 64, 8, 4, 4, 2)),
+    (4, 16): (FewRowsRing(8, 32, 16, 2, 8, 1), FewRowsRing(4, 32, 16, 2, 4, 2), FewRowsRing(2, 64, 16, 3, 4, 2)),
+    (8, 8): (FewRowsRing(8, 32, 8, 4, 8, 1), FewRowsRing(4, 64, 8, 5, 8, 1)),
+    (8, 16): (FewRowsRing(8, 32, 16, 3, 8, 1), FewRowsRing(4, 64, 16, 4, 8, 1)),
+}
+"""By the weight's bits and the rows of x, at most. Of 4 bits: for weights with no more tiles of 32 rows than there are
+multiprocessors, for longer ones, and for those of which tiles of 64 rows make no more rounds; of 8 bits: for all others,
+and for the last ones."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +170,23 @@ TILES = (
 """Slots fill shared memory. With more rows of x registers hold no sums of groups, or no unpacked block, besides."""
 
 
-def select_few_rows(M: int, N: int, form: Stored, limits: DeviceLimits) -> FewRows:
+def select_few_rows(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> FewRows | FewRowsRing:
     """The tiles of a product of ``M`` rows, up to 16."""
-    width = sum(cdiv(N, 16) > each * limits.num_sms for each in (2, 4))
-    return FEW_ROWS[form.bits, 1 if M == 1 else next_power_of_2(max(M, 8))][width]
+    if form.scales_values or K % form.block or (M == 1 and form.bits == 4):
+        width = sum(cdiv(N, 16) > each * limits.num_sms for each in (2, 4))
+        return FEW_ROWS[form.bits, 1 if M == 1 else next_power_of_2(max(M, 8))][width]
+    tiles = RING[form.bits, 8 if M <= 8 else 16]
+    if form.bits == 8:
+        return tiles[M == 1 or _rounds(N, tiles[1], limits) * 2 <= _rounds(N, tiles[0], limits)]
+    if cdiv(N, 32) <= limits.num_sms:
+        return tiles[0]
+    large = _rounds(N, tiles[2], limits)
+    return tiles[2 if large > 1 and large * 2 <= _rounds(N, tiles[1], limits) else 1]
+
+
+def _rounds(N: int, tile: FewRowsRing, limits: DeviceLimits) -> int:
+    """How many tiles a program computes, at most."""
+    return cdiv(cdiv(N, tile.rows), tile.programs * limits.num_sms)
 
 
 def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits, exact: bool = True) -> Tiles:

@@ -1,105 +1,85 @@
-"""As ``few_rows_hopper_kernels``, with blocks that TMA brings: up to 16 rows, of weights that it can read."""
+"""As ``few_rows_hopper_kernels``, of 2 to 16 rows, with blocks that TMA brings; for whole blocks of 128 bytes.
+
+A warp of each program has TMA fill a ring of slots, each with a block of the weight for every warp that shares K, and
+what it is multiplied by. Programs stay on their multiprocessor and compute tiles in turn, so that the next tile's
+blocks come while the sums of one are added up. Of 16 rows a program reads more of x from shared memory than of the
+weight: so each warp multiplies 32 rows of the weight with what it has read.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import PRODUCER_REGISTERS, barriers, initialize, load_block
-from qgemm.kernels.stages.unpack_words import times_of_words
-from qgemm.kernels.weight_only.few_rows_hopper_kernels import (
-    _groups,
-    _halves,
-    _in_words,
-    _minus_bias,
-    _operand,
-    _unpack,
-    gathered_layout,
-    sums_layout,
-)
+from qgemm.kernels.weight_only.few_rows_products import products_of
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
-from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
+from qgemm.kernels.weight_only.kernels import BLOCK
 
-PANEL = gl.constexpr(64)
-PARTS = gl.constexpr(2)
+PANEL = gl.constexpr(64)  # values of x, as wide as TMA swizzles; and of a part of half a block
+PARTS = gl.constexpr(BLOCK.value // PANEL.value)
 
 
 @aggregate
 class RowsRing:
+    """Slots of shared memory, used in turn, with the barriers that count them, as in ``Ring``."""
+
     w: gl.shared_memory_descriptor
-    x: gl.shared_memory_descriptor
+    x_panels: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
+    @gluon.jit
+    def load_weight(self, W, slot, step, row):
+        """Starts loading a step's blocks of the weight's rows from ``row`` on; and says what the slot waits for."""
+        PANELS: gl.constexpr = self.x_panels.shape[0] // self.full.shape[0]
+        X_BYTES: gl.constexpr = PANELS * self.x_panels.type.shape[1] * self.x_panels.type.shape[2] * PANEL * 2
+        full = self.full.index(slot)
+        mbarrier.expect(full, PARTS * W.block_type.nbytes + X_BYTES)
+        for i in gl.static_range(PARTS):
+            at = [step * W.block_shape[0], row, i * W.block_shape[2]]
+            load_block(W, at, full, self.w.index(slot * PARTS + i))
+
+    @gluon.jit
+    def load_x(self, X, slot, step):
+        """Starts loading what they are multiplied by."""
+        PANELS: gl.constexpr = self.x_panels.shape[0] // self.full.shape[0]
+        for i in gl.static_range(PANELS):
+            to = self.x_panels.index(slot * PANELS + i)
+            load_block(X, [step * X.block_shape[0], 0, i * PANEL], self.full.index(slot), to)
+
+    @gluon.jit
+    def words(self, slot, part: gl.constexpr, layout: gl.constexpr):
+        """A part of the weight's blocks."""
+        return self.w.index(slot * PARTS + part).load(layout)
+
+    @gluon.jit
+    def x(self, slot, half: gl.constexpr, part: gl.constexpr, layout: gl.constexpr):
+        """What it is multiplied by, half by half."""
+        PANELS: gl.constexpr = self.x_panels.shape[0] // self.full.shape[0]
+        return self.x_panels.index(slot * PANELS + half * PARTS + part).permute((0, 2, 1)).load(layout)
+
 
 @gluon.jit
-def _produce(X, W, ring, tiles, steps, ROWS: gl.constexpr, PANELS: gl.constexpr):
-    STAGES: gl.constexpr = ring.full.shape[0]
-    SPLITS: gl.constexpr = W.block_shape[0]
-    SIZE: gl.constexpr = PARTS * W.block_type.nbytes + PANELS * X.block_type.nbytes
-    HALF: gl.constexpr = W.block_shape[2]
+def _produce(X, W, ring, tiles, steps, ROWS: gl.constexpr):
+    DEPTH: gl.constexpr = ring.full.shape[0]
     gdc_launch_dependents()
     start, stride = gl.program_id(0), gl.num_programs(0)
-    total = gl.cdiv(tiles - start, stride) * steps
-    ahead = gl.minimum(total, STAGES)
-    for step in range(ahead):
-        mbarrier.expect(ring.full.index(step), SIZE)
-        tile = start + step // steps * stride
-        for i in gl.static_range(PARTS):
-            to = ring.w.index(step * PARTS + i)
-            load_block(W, [step % steps * SPLITS, tile * ROWS, i * HALF], ring.full.index(step), to)
+    # Weights don't change: the first come while the kernel ahead in the stream ends.
+    ahead = gl.minimum(gl.cdiv(tiles - start, stride) * steps, DEPTH)
+    for i in range(ahead):
+        ring.load_weight(W, i, i % steps, (start + i // steps * stride) * ROWS)
     gdc_wait()
-    step = 0
+    i = 0
     for tile in range(start, tiles, stride):
-        for k in range(steps):
-            slot = step % STAGES
-            full = ring.full.index(slot)
-            if step >= ahead:
-                mbarrier.wait(ring.empty.index(slot), (step // STAGES + 1) & 1)
-                mbarrier.expect(full, SIZE)
-                for i in gl.static_range(PARTS):
-                    load_block(W, [k * SPLITS, tile * ROWS, i * HALF], full, ring.w.index(slot * PARTS + i))
-            for i in gl.static_range(PANELS):
-                load_block(X, [k * SPLITS, 0, i * PANEL], full, ring.x.index(slot * PANELS + i))
-            step += 1
-
-
-@gluon.jit
-def _add(
-    acc, ring, slot, scales, zeros, minus_bias, SCALE: gl.constexpr, BIASED: gl.constexpr, FORM: gl.constexpr,
-    TILE: gl.constexpr,
-):  # fmt: skip
-    mma: gl.constexpr = acc[0].type.layout
-    wl: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
-    xl: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
-    HALVES: gl.constexpr = len(acc)
-    SCALES_SUMS: gl.constexpr = FORM.group > 0
-    nothing = gl.zeros(acc[0].shape, gl.float32, mma)
-    sums = ()
-    for half in gl.static_range(HALVES):
-        sums = sums + ((nothing if SCALES_SUMS else acc[half]),)
-    for part in gl.static_range(PARTS):
-        words = ring.w.index(slot * PARTS + part).load(wl)
-        values = _unpack(words, scales, zeros, SCALE, ring.x.dtype, BIASED, FORM)
-        so_far = sums
-        sums = ()
-        for half in gl.static_range(HALVES):
-            panel = ring.x.index((slot * HALVES + half) * PARTS + part)
-            b = _in_words(panel.permute((0, 2, 1)).load(xl), mma)
-            own = mma_v2(_operand(values[half], mma), b, so_far[half])
-            if BIASED and half == 0:
-                own = own + mma_v2(minus_bias, b, nothing)
-            sums = sums + (own,)
-    if SCALES_SUMS:
-        scaled = ()
-        for half in gl.static_range(HALVES):
-            factor = gl.broadcast(scale_value(scales[half])[:, :, None], nothing)[0]
-            scaled = scaled + (gl.fma(sums[half], factor, acc[half]),)
-        return scaled
-    else:
-        return sums
+        for step in range(steps):
+            slot = i % DEPTH
+            if i >= ahead:
+                mbarrier.wait(ring.empty.index(slot), (i // DEPTH + 1) & 1)
+                ring.load_weight(W, slot, step, tile * ROWS)
+            ring.load_x(X, slot, step)
+            i += 1
 
 
 @gluon.jit
@@ -107,78 +87,51 @@ def _consume(
     scale, zero_point, global_scale, bias, residual, out, ring, tiles, steps, M, N, K, stride_sn, stride_residual,
     stride_out, FORM: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    STAGES: gl.constexpr = ring.full.shape[0]
-    SPLITS: gl.constexpr = TILE.splits
-    ROWS: gl.constexpr = TILE.rows
-    COLS: gl.constexpr = TILE.columns
-    HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
-    FORMAT: gl.constexpr = FORM.name
-    DTYPE: gl.constexpr = ring.x.dtype
-    SCALE: gl.constexpr = scale.dtype.element_ty
-    PLAIN: gl.constexpr = FORM.name == "int4" and not FORM.has_zeros
-    BIASED: gl.constexpr = PLAIN and gl.bfloat16 == DTYPE and COLS == 8
-    mma: gl.constexpr = sums_layout(TILE)
-    gathered: gl.constexpr = gl.SliceLayout(0, gathered_layout(TILE))
+    DEPTH: gl.constexpr = ring.full.shape[0]
     start, stride = gl.program_id(0), gl.num_programs(0)
-    groups = _groups(scale, zero_point, start * ROWS, N, K, stride_sn, FORM, TILE)
-    loaded = groups.load(0)
-    minus_bias = _minus_bias(M, PANEL, DTYPE, TILE)
-    out_rows = gl.arange(0, ROWS, gl.SliceLayout(1, gathered))
-    m = gl.arange(0, COLS, gl.SliceLayout(0, gathered))
+    products = products_of(scale, zero_point, stride_sn, M, N, K, ring.x_panels.dtype, FORM, TILE, PARTS)
     epilogue = SwappedEpilogue(global_scale, bias, residual, stride_residual, M, N)
+    groups = products.groups(start * TILE.rows)
+    loaded = groups.load(0)
     gdc_wait()
-    step = 0
-    slot = 0
+    i = 0
+    # Of the step before. It is given back in the next step, or after the last one: only then have the instructions been
+    # issued that wait for its loads, which TMA doesn't.
+    slot = i
     for tile in range(start, tiles, stride):
-        acc = ()
-        for _half in gl.static_range(HALVES):
-            acc = acc + (gl.zeros([SPLITS, ROWS, COLS], gl.float32, mma),)
-        for k in range(steps):
-            mbarrier.arrive(ring.empty.index(slot), count=1, pred=k > 0)
-            slot = step % STAGES
-            scales, zeros = loaded
-            if FORM.paired:
-                scales = _halves(scales[0], SCALE)
-            loaded = groups.load(k + 1)
-            mbarrier.wait(ring.full.index(slot), step // STAGES & 1)
-            acc = _add(acc, ring, slot, scales, zeros, minus_bias, SCALE, BIASED, FORM, TILE)
-            step += 1
+        acc = products.zeros()
+        for step in range(steps):
+            mbarrier.arrive(ring.empty.index(slot), count=1, pred=step > 0)
+            slot = i % DEPTH
+            factors = loaded
+            loaded = groups.load(step + 1)
+            mbarrier.wait(ring.full.index(slot), i // DEPTH & 1)
+            acc = products.add(acc, ring, slot, factors)
+            i += 1
         mbarrier.arrive(ring.empty.index(slot), count=1)
-        groups = _groups(scale, zero_point, (tile + stride) * ROWS, N, K, stride_sn, FORM, TILE)
+        groups = products.groups((tile + stride) * TILE.rows)
         loaded = groups.load(0)
-        of_splits = acc[0] * times_of_words(FORMAT, DTYPE, 0)
-        if HALVES == 2:
-            of_splits = of_splits + acc[1] * times_of_words(FORMAT, DTYPE, 1)
-        total = gl.sum(gl.convert_layout(of_splits, gathered_layout(TILE)), 0)
-        n = tile * ROWS + out_rows
-        if FORM.group == 0:
-            factor = scale_value(gl.load(scale + n.to(gl.int64) * stride_sn, mask=n < N, other=0))
-            total = total * factor[:, None]
-        total = epilogue.add(epilogue.scale(total), n, 0)
-        inside = (m < M)[None, :] & (n < N)[:, None]
-        pointers = out + m.to(gl.int64)[None, :] * stride_out + n[:, None]
-        gl.store(pointers, total.to(out.dtype.element_ty), mask=inside)
+        products.store(acc, tile * TILE.rows, epilogue, out, stride_out)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def _few_rows_ring_kernel(
     X, W, scale, zero_point, global_scale, bias, residual, out,
     M, N, K, stride_sn, stride_residual, stride_out,
-    FORM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    FORM: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
+    """``X``, ``W``: tensor maps of x as ``[blocks, M, values of a block]``, the weight as ``[blocks, N, 32 words]``."""
+    DEPTH: gl.constexpr = TILE.depth
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
-    PANELS: gl.constexpr = HALVES * PARTS
     ROWS: gl.constexpr = TILE.rows
-    w = gl.allocate_shared_memory(
-        W.dtype, [STAGES * PARTS, W.block_shape[0], W.block_shape[1], W.block_shape[2]], W.layout
-    )
-    x = gl.allocate_shared_memory(
-        X.dtype, [STAGES * PANELS, X.block_shape[0], X.block_shape[1], X.block_shape[2]], X.layout
-    )
-    ring = RowsRing(w, x, barriers(STAGES), barriers(STAGES))
-    initialize(ring.full, STAGES)
-    initialize(ring.empty, STAGES)
-    tiles = gl.cdiv(N, TILE.rows)
+    SPLITS: gl.constexpr = TILE.splits
+    COLS: gl.constexpr = TILE.columns
+    w = gl.allocate_shared_memory(W.dtype, [DEPTH * PARTS, SPLITS, ROWS, W.block_shape[2]], W.layout)
+    x = gl.allocate_shared_memory(X.dtype, [DEPTH * HALVES * PARTS, SPLITS, COLS, PANEL], X.layout)
+    ring = RowsRing(w, x, barriers(DEPTH), barriers(DEPTH))
+    initialize(ring.full, DEPTH)
+    initialize(ring.empty, DEPTH)
+    tiles = gl.cdiv(N, ROWS)
     steps = gl.cdiv(K, BLOCK * HALVES * TILE.splits)
     gl.warp_specialize(
         [
@@ -189,7 +142,7 @@ def _few_rows_ring_kernel(
                     stride_residual, stride_out, FORM, TILE,
                 ),
             ),
-            (_produce, (X, W, ring, tiles, steps, ROWS, PANELS)),
+            (_produce, (X, W, ring, tiles, steps, ROWS)),
         ],
         [1],
         [PRODUCER_REGISTERS],

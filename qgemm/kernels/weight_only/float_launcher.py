@@ -1,7 +1,7 @@
 """Launcher of ``weight_only_linear`` with rows in float on GPU tensors; calls of a kind share the choice of kernels.
 
-- Hopper, up to 16 rows: one launch that reads the weight once (``_few_rows_kernel``); more rows: tiles that unpack the
-  weight between shared memory and the tensor cores (``_tiles_kernel``).
+- Hopper, up to 16 rows: one launch that reads the weight once (``_few_rows_ring_kernel`` or ``_few_rows_kernel``); more
+  rows: tiles that unpack the weight between shared memory and the tensor cores (``_tiles_kernel``).
 - Any other GPU, and what Hopper's kernels don't accept (float32, groups that are no multiple of 16, K or strides that
   are no multiples of 16 bytes; in tiles, small groups but of 16, 32 and 64, their scales if they are no multiple of 4
   bytes a row, and more than 16 rows for each value of a small group): plain Triton up to 64 rows; more rows are
@@ -29,6 +29,7 @@ from qgemm.kernels.weight_only.config import (
     MAX_FEW_ROWS,
     TILE_ROWS,
     FewRows,
+    FewRowsRing,
     Stored,
     Tiles,
     select_few_rows,
@@ -103,8 +104,9 @@ class Plan:
     product: Launch | None
     """None where there is nothing to compute."""
     in_tiles: bool = False
-    """Whether it is ``_tiles_kernel``, which reads the weight as words of 16 bits."""
-    in_words: bool = False
+    """Whether it is ``_tiles_kernel``."""
+    words: torch.dtype | None = None
+    """As what the product reads the weight, if not as it is stored."""
     partial: int = 0
     """float32 sums that programs which share tiles leave to one another."""
     made: tuple[int, int] | None = None
@@ -134,18 +136,21 @@ class Plan:
                 return self.run(x, weight, scale, zero_point, global_scale, bias, residual)
         out = _empty(x, self.shape, x.dtype)
         if not self.in_tiles:
-            stored = weight.view(torch.int32) if self.in_words else weight
-            given = x, stored, scale, zero_point, global_scale, bias, residual, out
+            given = x, weight, scale, zero_point, global_scale, bias, residual, out
             if not _by_driver(self.product, given):
-                self.product(*given)
+                self.product(x, self.stored(weight), *given[2:])
             return out
         partial = counts = None
         if self.partial:
             partial, counts = _empty(x, (self.partial,), torch.float32), _counts(x)
         tensors = x, weight, out, partial, counts, scale, zero_point, global_scale, bias, residual
         if not _by_driver(self.product, tensors):
-            self.product(x, weight.view(torch.uint16), *tensors[2:])
+            self.product(x, self.stored(weight), *tensors[2:])
         return out
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """The weight as the product reads it."""
+        return weight if self.words is None else weight.view(self.words)
 
     def reads_any_input(self) -> bool:
         """Whether calls of the kind may be recalled: those of a kernel that reads the stored weight."""
@@ -226,9 +231,9 @@ def _make_plan(
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
         if M <= MAX_FEW_ROWS:
             form = replace(form, paired=_reads_pairs(form, K, scale))
-            tile = select_few_rows(M, N, form, limits)
-            if tile.programs:
-                return Plan((M, N), few_rows_ring_launch(tile, form, M, N, K, strides, x.dtype, limits), in_words=True)
+            tile = select_few_rows(M, N, K, form, limits)
+            if isinstance(tile, FewRowsRing):
+                return few_rows_ring_plan(tile, form, M, N, K, strides, x.dtype, limits)
             return Plan((M, N), few_rows_launch(tile, form, M, N, K, strides, limits))
         if N % 8 == 0 and _fits_tiles(M, form, scale) and (zero_point is None or _fits_tiles(M, form, zero_point)):
             exact = scale.dtype == x.dtype or (scale.itemsize == 1 and x.dtype == torch.bfloat16)
@@ -294,31 +299,32 @@ def few_rows_launch(
     )  # fmt: skip
 
 
-def few_rows_ring_launch(
-    tile: FewRows, form: Stored, M: int, N: int, K: int, strides: tuple[int, ...], dtype: torch.dtype, limits: DeviceLimits
-) -> Launch:
-    from triton.experimental.gluon import language as gl
-
+def few_rows_ring_plan(
+    tile: FewRowsRing,
+    form: Stored,
+    M: int,
+    N: int,
+    K: int,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    limits: DeviceLimits,
+) -> Plan:
+    """As ``few_rows_launch``, for rows of ``dtype`` and blocks that end with K."""
+    from qgemm.kernels.stages.ring import block_layout
     from qgemm.kernels.weight_only.few_rows_ring_hopper_kernels import _few_rows_ring_kernel
 
     stride_xm, stride_wn = strides[:2]
-    blocks = cdiv(K, form.block)
-    element = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
-    x_block, w_block = (tile.splits, tile.columns, PANEL), (tile.splits, tile.rows, BLOCK_BYTES // 8)
+    blocks, words = K // form.block, BLOCK_BYTES // WORD
+    x_block, w_block = (tile.splits, tile.columns, PANEL), (tile.splits, tile.rows, words // 2)
     maps = {
-        0: TensorMap(
-            (blocks, M, form.block), (form.block, stride_xm, 1), x_block,
-            gl.NVMMASharedLayout.get_default_for(list(x_block), element),
-        ),
-        1: TensorMap(
-            (blocks, N, BLOCK_BYTES // 4), (BLOCK_BYTES // 4, stride_wn // 4, 1), w_block,
-            gl.NVMMASharedLayout.get_default_for(list(w_block), gl.int32),
-        ),
-    }  # fmt: skip
-    return Launch(
+        0: TensorMap((blocks, M, form.block), (form.block, stride_xm, 1), x_block, block_layout(x_block, dtype)),
+        1: TensorMap((blocks, N, words), (words, stride_wn // WORD, 1), w_block, block_layout(w_block, torch.int32)),
+    }
+    product = Launch(
         _few_rows_ring_kernel, min(cdiv(N, tile.rows), tile.programs * limits.num_sms), (M, N, K, *strides[2:], N),
-        (form, tile, tile.depth), tile.warps, pdl=limits.pdl, maps=maps, max_registers=tile.registers,
+        (form, tile), tile.warps, pdl=limits.pdl, maps=maps, max_registers=tile.registers,
     )  # fmt: skip
+    return Plan((M, N), product, words=torch.int32)
 
 
 def tiles_plan(
@@ -339,11 +345,11 @@ def tiles_plan(
     width = cdiv(K, form.block) * BLOCK_BYTES // 2 if form.bits == 4 else K // 2
     stored = min(tile.columns, PANEL)
     maps = {
-        0: TensorMap((M, K), (stride_xm, 1), (tile.columns, PANEL), block_layout(tile.columns, PANEL, dtype)),
+        0: TensorMap((M, K), (stride_xm, 1), (tile.columns, PANEL), block_layout((tile.columns, PANEL), dtype)),
         1: TensorMap(
-            (N, width), (stride_wn // 2, 1), (64, BLOCK_BYTES // 2), block_layout(64, BLOCK_BYTES // 2, torch.uint16)
+            (N, width), (stride_wn // 2, 1), (64, BLOCK_BYTES // 2), block_layout((64, BLOCK_BYTES // 2), torch.uint16)
         ),
-        2: TensorMap((M, N), (N, 1), (stored, 64), block_layout(stored, 64, dtype)),
+        2: TensorMap((M, N), (N, 1), (stored, 64), block_layout((stored, 64), dtype)),
     }
     # A kernel for each kind of tile, however they are shared.
     kind = replace(tile, shared=0, sharers=0)
@@ -353,4 +359,4 @@ def tiles_plan(
         (form, kind, tile.shared > 0), 4, pdl=limits.pdl, maps=maps,
     )  # fmt: skip
     partial = (tile.sharers + tile.shared) * TILE_ROWS * tile.columns
-    return Plan((M, N), product, in_tiles=True, partial=partial)
+    return Plan((M, N), product, in_tiles=True, words=torch.uint16, partial=partial)

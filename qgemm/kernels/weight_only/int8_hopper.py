@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from triton.experimental.gluon import language as gl
 
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.tensor_map import TensorMap
+from qgemm.kernels.stages.ring import block_layout
 from qgemm.kernels.weight_only.int8_config import BLOCK, Int8Config
 from qgemm.kernels.weight_only.int8_few_rows_hopper_kernels import (
     _int4_int8_few_kernel,
@@ -126,21 +126,14 @@ def _few_constants(config: Int8Config, sizes: Sizes) -> tuple[Any, ...]:
 def _rows_map(config: Int8Config, sizes: Sizes) -> TensorMap:
     block = (config.warps, config.cols, sizes.step)
     shape, strides = (sizes.blocks, sizes.M, BLOCK), (BLOCK, sizes.K, 1)
-    return TensorMap(shape, strides, block, _layout(block, torch.int8))
+    return TensorMap(shape, strides, block, block_layout(block, torch.int8))
 
 
 def _weight_map(config: Int8Config, sizes: Sizes) -> TensorMap:
     block = (config.warps, config.rows, sizes.step)
     shape, strides = (sizes.blocks, sizes.N, HALF), (HALF, sizes.blocks * HALF, 1)
-    return TensorMap(shape, strides, block, _layout(block, torch.uint8))
+    return TensorMap(shape, strides, block, block_layout(block, torch.uint8))
 
 
 def _map(shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype) -> TensorMap:
-    return TensorMap(shape, (shape[1], 1), block, _layout(block, dtype))
-
-
-def _layout(block: tuple[int, ...], dtype: torch.dtype) -> Any:
-    element = {
-        torch.int8: gl.int8, torch.uint8: gl.uint8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16,
-    }[dtype]  # fmt: skip
-    return gl.NVMMASharedLayout.get_default_for(list(block), element)
+    return TensorMap(shape, (shape[1], 1), block, block_layout(block, dtype))

@@ -361,7 +361,7 @@ def _consume(
 
 @gluon.jit
 def _add_parts(acc, partial, counts, items, shared, WHO: gl.constexpr):
-    """Leaves sums of a part of a shared tile to the tile's last sharer, and gets those of all parts if that is this one.
+    """Leaves sums of a part of a shared tile to the last of its sharers; or gets those of all parts, if this is it.
 
     ``(sums, finishes)``. Parts are added in their order, from the last one's on: the same bits every time. Sharers
     before the last have started before it, and wait for nobody.

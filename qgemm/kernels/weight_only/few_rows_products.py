@@ -1,0 +1,321 @@
+"""Products of up to 16 rows with weights of 4 and 8 bits on Hopper: what both kernels for them compute, in Gluon.
+
+The operands are swapped: rows of the weight are those of ``mma.sync``, rows of x its columns. Each warp has blocks of K
+of its own, or shares them with others that have other rows of the weight; in the end their sums are added up.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.runtime.jit import constexpr_function
+
+from qgemm.kernels.stages.aggregate import OPTIONAL, aggregate
+from qgemm.kernels.stages.unpack_words import INT4_BIAS, times_of_words, unpack_words, zero_of_words
+from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
+
+WORDS = gl.constexpr(BLOCK.value // 4)
+
+
+@constexpr_function
+def how_scaled(scales_values, scale, dtype):
+    """Which of ``unpack_words``'s ways: by one factor if the scales are of few bits, or as wide as the values."""
+    if not scales_values:
+        return ""
+    if dtype == gl.float16:
+        return " float"
+    return " exact" if scale in (gl.bfloat16, gl.int8, gl.uint8) else " rest"
+
+
+@constexpr_function
+def sums_layout(tile):
+    """Of each of the warps that share K, rows of the weight and of x."""
+    return gl.NVMMADistributedLayout([2, 0], [tile.splits, tile.warps // tile.splits, 1], [1, 16, 8])
+
+
+@constexpr_function
+def gathered_layout(tile):
+    """A thread has the sums of all warps that share K; threads side by side have rows of the weight side by side."""
+    rows = min(tile.rows, 32)
+    return gl.BlockedLayout([tile.splits, 1, 1], [1, rows, 32 // rows], [1, 1, tile.warps], [1, 2, 0])
+
+
+@aggregate
+class Groups:
+    """Scales of a program's rows of the weight, and zero points: pointers to those of the rows' first groups."""
+
+    scale: gl.tensor
+    zero_point: OPTIONAL
+    split: gl.tensor
+    part: OPTIONAL
+    """Of half a block, the begin of each 16 bytes, or None if half a block has one group."""
+    K: gl.tensor
+    form: gl.constexpr
+
+    @gluon.jit
+    def load(self, step):
+        """``(scales, zero points)`` of a step's halves of blocks."""
+        SPLITS: gl.constexpr = self.split.shape[0]
+        GROUP: gl.constexpr = self.form.group
+        ZERO_GROUP: gl.constexpr = GROUP if GROUP > 0 else 1 << 30  # one for a row
+        block = step * SPLITS + self.split
+        scales = _load_groups(self.scale, self.part, block, self.K, GROUP, self.form)
+        return scales, _load_groups(self.zero_point, self.part, block, self.K, ZERO_GROUP, self.form)
+
+
+@gluon.jit
+def _groups(scale, zero_point, row, N, K, stride, FORM: gl.constexpr, TILE: gl.constexpr):
+    """The ``Groups`` of the weight's rows from ``row`` on."""
+    mma: gl.constexpr = sums_layout(TILE)
+    # Of each 16 bytes of a row, or of rows.
+    layout: gl.constexpr = gl.DotOperandLayout(0, mma, 1) if FORM.scales_values else mma
+    rows: gl.constexpr = gl.SliceLayout(2, layout)
+    split = gl.arange(0, TILE.splits, gl.SliceLayout(1, rows))
+    n = gl.minimum(row + gl.arange(0, TILE.rows, gl.SliceLayout(0, rows)), N - 1).to(gl.int64)[None, :]
+    part = None
+    if FORM.scales_values:
+        part = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :] * 16
+        n = n[:, :, None]
+    zero_pointers = None
+    if FORM.has_zeros:
+        zero_pointers = zero_point + n * stride
+    if FORM.paired:
+        scale_pointers = scale.cast(gl.pointer_type(gl.int32), bitcast=True) + n * (stride // 2)
+    else:
+        scale_pointers = scale + n * stride
+    return Groups(scale_pointers, zero_pointers, split, part, K, FORM)
+
+
+@gluon.jit
+def _load_groups(values, part, block, K, GROUP: gl.constexpr, FORM: gl.constexpr):
+    """Of the groups of a block's halves, ``values``: scales or zero points, or None. Zeros beyond K.
+
+    ``part``: of half a block, the begin of each 16 bytes, or None if half a block has one group.
+    """
+    HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
+    loaded = ()
+    if values is not None and GROUP > 0:
+        if values.dtype.element_ty == gl.int32:
+            loaded = loaded + (gl.load(values + block[:, None], mask=(block * (2 * BLOCK) < K)[:, None], other=0),)
+        else:
+            for half in gl.static_range(HALVES):
+                k = ((block * HALVES + half) * BLOCK)[:, None]
+                if part is not None:
+                    k = k[:, :, None] + part
+                loaded = loaded + (gl.load(values + k // GROUP, mask=k < K, other=0),)
+    return loaded
+
+
+@gluon.jit
+def _halves(pair, DTYPE: gl.constexpr):
+    """The two 16-bit values in words."""
+    low = (pair & 0xFFFF).to(gl.uint16).to(DTYPE, bitcast=True)
+    return low, (pair.to(gl.uint32, bitcast=True) >> 16).to(gl.uint16).to(DTYPE, bitcast=True)
+
+
+@gluon.jit
+def _of_words(values, layout: gl.constexpr):
+    """Values ``[s, n, 8]`` of 16 bytes each, for each of their words."""
+    S: gl.constexpr = values.shape[0]
+    ROWS: gl.constexpr = values.shape[1]
+    values = gl.join(values, values)
+    values = gl.join(values, values).reshape([S, ROWS, WORDS])
+    return gl.convert_layout(values, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _twice(values, DTYPE: gl.constexpr):
+    """int32 of which either half is a value as ``DTYPE``."""
+    return (values.to(DTYPE).to(gl.uint16, bitcast=True).to(gl.uint32) * 0x10001).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _factors(raw, layout: gl.constexpr, DTYPE: gl.constexpr, SCALES: gl.constexpr):
+    """What ``unpack_words`` multiplies by: scales as they are stored, of each 16 bytes."""
+    factors = ()
+    for half in gl.static_range(len(raw)):
+        scale = scale_value(raw[half])
+        if SCALES == " float":
+            factors = factors + (_of_words(scale.to(gl.int32, bitcast=True), layout),)
+        else:
+            factors = factors + (_of_words(_twice(scale, DTYPE), layout),)
+            if SCALES == " rest":
+                rest = scale - scale.to(DTYPE).to(gl.float32)
+                factors = factors + (_of_words(_twice(rest, DTYPE), layout),)
+    return factors
+
+
+@gluon.jit
+def _zero_points(raw, words, FORM: gl.constexpr, DTYPE: gl.constexpr):
+    """What ``unpack_words`` takes for zero points of ``words``; ``raw``: of each 16 bytes, or of rows ``[s, n]``."""
+    SHAPE: gl.constexpr = words.shape
+    layout: gl.constexpr = words.type.layout
+    FORMAT: gl.constexpr = FORM.name
+    zeros = ()
+    for half in gl.static_range(len(raw)):
+        zero = _twice(zero_of_words(raw[half].to(gl.float32), FORMAT, DTYPE, half), DTYPE)
+        if FORM.scales_values:
+            zeros = zeros + (_of_words(zero, layout),)
+        else:
+            rows = gl.convert_layout(zero, gl.SliceLayout(2, layout), assert_trivial=True)[:, :, None]
+            zeros = zeros + (gl.broadcast(rows, gl.zeros(SHAPE, gl.int32, layout))[0],)
+    return zeros
+
+
+@gluon.jit
+def _in_words(values, mma: gl.constexpr):
+    """``[s, k, m]`` of x, 16 neighbours along K a thread, as four at a time are for an instruction.
+
+    No value moves: K is in another order, the one that the weight's words are in.
+    """
+    layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    S: gl.constexpr = values.shape[0]
+    COLS: gl.constexpr = values.shape[2]
+    split = values.reshape([S, values.shape[1] // 64, 4, 4, 2, 2, COLS]).permute(0, 1, 3, 4, 2, 5, 6)
+    return gl.convert_layout(split.reshape(values.shape), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _operand(parts, mma: gl.constexpr):
+    """The four values of each word ``[s, n, word]``, in tiles of their own, as operand A: ``[s, n, k]``."""
+    layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    S: gl.constexpr = parts[0].shape[0]
+    ROWS: gl.constexpr = parts[0].shape[1]
+    joined = gl.join(gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3]))
+    COUNT: gl.constexpr = parts[0].shape[2]
+    split = joined.reshape([S, ROWS, COUNT // 16, 4, 4, 2, 2]).permute(0, 1, 2, 4, 6, 3, 5)
+    return gl.convert_layout(split.reshape([S, ROWS, 4 * COUNT]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _minus_bias(M, COUNT: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr):
+    """Operand A of a product that takes ``INT4_BIAS`` from ``COUNT`` values of each row."""
+    SPLITS: gl.constexpr = TILE.splits
+    ROWS: gl.constexpr = TILE.rows
+    ml: gl.constexpr = gl.DotOperandLayout(0, sums_layout(TILE), 2)
+    # Not constants to the assembler, which would make them anew for each product.
+    n = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, ml)))[None, :, None]
+    j = gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(1, ml)))[None, None, :]
+    same = gl.zeros([SPLITS, ROWS, COUNT], gl.int32, ml) + (1 | (M + (n & 8) + (j & 8)) >> 31)
+    return (same * -INT4_BIAS).to(gl.float32).to(DTYPE)
+
+
+@gluon.jit
+def _unpack(
+    words, scales, zeros, SCALE: gl.constexpr, DTYPE: gl.constexpr, BIASED: gl.constexpr, FORM: gl.constexpr
+):  # fmt: skip
+    """What ``unpack_words`` makes of a step's blocks: less zero points, and times the scales of small groups."""
+    FORMAT: gl.constexpr = FORM.name
+    SCALES: gl.constexpr = how_scaled(FORM.scales_values, SCALE, DTYPE)
+    layout: gl.constexpr = words.type.layout
+    factors = ()
+    if FORM.scales_values:
+        factors = _factors(scales, layout, DTYPE, SCALES)
+    zero_points = ()
+    if FORM.has_zeros:
+        zero_points = _zero_points(zeros, words, FORM, DTYPE)
+    return unpack_words(words, zero_points, factors, FORMAT, DTYPE, BIASED, SCALES)
+
+
+@constexpr_function
+def is_biased(form, tile, dtype):
+    """Whether a product of x takes away what low nibbles are more than their values; of few columns at less cost."""
+    plain = form.name == "int4" and not form.scales_values and not form.has_zeros
+    return plain and dtype == gl.bfloat16 and tile.columns == 8
+
+
+@aggregate
+class Products:
+    """Of a program's rows of the weight with x: from blocks of K to outputs."""
+
+    scale: gl.tensor
+    zero_point: OPTIONAL
+    stride: gl.tensor
+    """Of rows of both."""
+    minus_bias: gl.tensor
+    """Operand A of a product that takes away what low nibbles are more than their values, of a part of half a block."""
+    N: gl.tensor
+    K: gl.tensor
+    dtype: gl.constexpr
+    form: gl.constexpr
+    tile: gl.constexpr
+    parts: gl.constexpr
+    """In how many a step's blocks are unpacked and multiplied."""
+
+    @gluon.jit
+    def groups(self, row):
+        """The ``Groups`` of the weight's rows from ``row`` on."""
+        return _groups(self.scale, self.zero_point, row, self.N, self.K, self.stride, self.form, self.tile)
+
+    @gluon.jit
+    def zeros(self):
+        """Sums ``[splits, rows, columns]`` of nothing, for each half of blocks."""
+        SPLITS: gl.constexpr = self.tile.splits
+        ROWS: gl.constexpr = self.tile.rows
+        COLS: gl.constexpr = self.tile.columns
+        nothing = gl.zeros([SPLITS, ROWS, COLS], gl.float32, sums_layout(self.tile))
+        return (nothing, nothing) if self.form.bits == 4 else (nothing,)
+
+    @gluon.jit
+    def add(self, acc, blocks, slot, factors):
+        """``acc`` plus the products of a step: of what ``blocks`` has in ``slot``, by its methods ``words`` and ``x``.
+
+        ``factors``: scales and zero points, from ``Groups.load``.
+        """
+        SCALE: gl.constexpr = self.scale.dtype.element_ty
+        HALVES: gl.constexpr = len(acc)
+        BIASED: gl.constexpr = is_biased(self.form, self.tile, self.dtype)
+        SCALES_SUMS: gl.constexpr = self.form.group > 0 and not self.form.scales_values
+        mma: gl.constexpr = acc[0].type.layout
+        wl: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
+        xl: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
+        scales, zeros = factors
+        if self.form.paired:
+            scales = _halves(scales[0], SCALE)
+        nothing = gl.zeros(acc[0].shape, gl.float32, mma)
+        sums = ((nothing, nothing) if HALVES == 2 else (nothing,)) if SCALES_SUMS else acc
+        for part in gl.static_range(self.parts):
+            values = _unpack(blocks.words(slot, part, wl), scales, zeros, SCALE, self.dtype, BIASED, self.form)
+            added = ()
+            for half in gl.static_range(HALVES):
+                b = _in_words(blocks.x(slot, half, part, xl), mma)
+                own = mma_v2(_operand(values[half], mma), b, sums[half])
+                if BIASED and half == 0:
+                    # Two chains of products are shorter than one.
+                    own = own + mma_v2(self.minus_bias, b, nothing)
+                added = added + (own,)
+            sums = added
+        if SCALES_SUMS:
+            scaled = ()
+            for half in gl.static_range(HALVES):
+                factor = gl.broadcast(scale_value(scales[half])[:, :, None], nothing)[0]
+                scaled = scaled + (gl.fma(sums[half], factor, acc[half]),)
+            sums = scaled
+        return sums
+
+    @gluon.jit
+    def store(self, acc, row, epilogue, out, stride):
+        """Outputs of the weight's rows from ``row`` on: of all warps' sums, times scales of rows if there are such."""
+        of_splits = acc[0] * times_of_words(self.form.name, self.dtype, 0)
+        if len(acc) == 2:
+            of_splits = of_splits + acc[1] * times_of_words(self.form.name, self.dtype, 1)
+        total = gl.sum(gl.convert_layout(of_splits, gathered_layout(self.tile)), 0)
+        rl: gl.constexpr = total.type.layout
+        n = row + gl.arange(0, self.tile.rows, gl.SliceLayout(1, rl))
+        m = gl.arange(0, self.tile.columns, gl.SliceLayout(0, rl))
+        if self.form.group == 0:
+            factor = scale_value(gl.load(self.scale + n.to(gl.int64) * self.stride, mask=n < self.N, other=0))
+            total = total * factor[:, None]
+        total = epilogue.add(epilogue.scale(total), n, 0)
+        inside = (m < epilogue.M)[None, :] & (n < self.N)[:, None]
+        pointers = out + m.to(gl.int64)[None, :] * stride + n[:, None]
+        gl.store(pointers, total.to(out.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def products_of(
+    scale, zero_point, stride, M, N, K, DTYPE: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr,
+    PARTS: gl.constexpr,
+):  # fmt: skip
+    """The ``Products`` of ``M`` rows."""
+    minus_bias = _minus_bias(M, BLOCK // PARTS, DTYPE, TILE)
+    return Products(scale, zero_point, stride, minus_bias, N, K, DTYPE, FORM, TILE, PARTS)
