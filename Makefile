@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= 2
+# A process that is done takes tests of another that isn't, else the last tests, which take longest, are one's alone.
+PARALLEL = -n $(JOBS) --dist worksteal
 # The environment of test-newest.
 NEWEST ?= .venv-newest
 # The environment of test-vllm, and which vLLM it gets.
@@ -56,23 +58,23 @@ $(MODEL)/sentences.json: | setup
 # thread each: test processes that share cores wait for each other's threads and get many times slower.
 test: setup ## Check style and types, then run every test
 	$(MAKE) --no-print-directory --jobs=2 lint modules
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 modules: setup
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --collect-only --quiet > /dev/null || true # the tests themselves say why
 
 test-complete: lint ## Run every test with all of its parameters, and compile every case for every GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --complete
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) --complete
 
 quick: setup ## Run tests of every part, without those that take longest
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not compile"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow and not compile"
 
 # Not in CI: what is newest changes. Nothing is pinned, so that pip takes the CUDA build of PyTorch, some gigabytes.
 test-newest: ## Run the tests of kernels, layers, operators and transformers with the newest torch, triton and transformers
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/python -m pip install --no-compile --upgrade torch transformers accelerate peft safetensors tqdm numpy typer rich compressed-tensors pytest pytest-xdist
 	$(NEWEST)/bin/python -m pip list | grep -E "^(torch|triton|transformers) "
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(JOBS) tests/kernels tests/nn tests/ops tests/fusion tests/integrations
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(PARALLEL) tests/kernels tests/nn tests/ops tests/fusion tests/integrations
 
 # Not in CI: these packages and what they bring along take as long to install as they are of use here.
 test-serving: setup ## Run the examples that need sentence-transformers or the packages of transformers serve, too

@@ -83,6 +83,13 @@ def _seed() -> None:
     _manual_seed(0)
 
 
+@pytest.fixture(scope="module")
+def little_to_collect() -> None:
+    """For modules in which garbage is collected call by call, through all that the tests before have left."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def assert_as_accurate() -> Callable[[Tensor, Tensor, Tensor], None]:
     """``check(out, reference, exact)``: the error against float64 is at most twice the reference's own."""

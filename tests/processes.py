@@ -5,6 +5,7 @@ It has not imported transformers or PEFT either, so that code can test in which 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -36,6 +37,12 @@ def run_process(
     return subprocess.CompletedProcess(command, process.exitcode or 0, out, err)
 
 
+def keep_what_is_imported() -> None:
+    """For a process that was forked from ``FORKED``'s: there is nothing to free, and to look for it takes long."""
+    gc.freeze()
+    gc.set_threshold(10_000)
+
+
 def run_code(code: str, *arguments: object) -> str:
     """What ``python -c code arguments`` prints; an error if it fails."""
     with tempfile.TemporaryDirectory() as folder:
@@ -48,6 +55,7 @@ def run_code(code: str, *arguments: object) -> str:
 
 def _run(command: list[str], cwd: str, environment: dict[str, str], files: list[Path], timeout: int) -> None:
     signal.alarm(timeout)  # ends the process
+    keep_what_is_imported()
     for descriptor, file in zip((1, 2), files, strict=True):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), descriptor)
     os.chdir(cwd)

@@ -23,6 +23,8 @@ from benchmarks.accuracy.measure import Effort, Subject, draw, pending, weight_b
 from benchmarks.accuracy.results import MINILM, OUTLIERS, PLAIN, Mean, Result, Run
 from benchmarks.accuracy.variants import BASELINE, Variant, named, variants
 
+pytestmark = pytest.mark.usefixtures("little_to_collect")  # the benchmark collects after each variant
+
 CPU = torch.device("cpu")
 EFFORT = Effort(
     window=16, windows=3, calibration_windows=4, sentences=24, calibration_sentences=8, seeds=(0, 1), batch=2

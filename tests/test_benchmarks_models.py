@@ -27,6 +27,8 @@ from benchmarks.models.worker import Job
 from benchmarks.models.worker import measure as measure_job
 from qgemm.checkpoint.manifest import Manifest
 
+pytestmark = pytest.mark.usefixtures("little_to_collect")  # the benchmark collects before each call that it times
+
 CPU = torch.device("cpu")
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 211}
 DECODER = ModelShape("tiny", "LlamaConfig", 2, {**SMALL, "num_key_value_heads": 2, "max_position_embeddings": 256})

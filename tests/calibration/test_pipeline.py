@@ -371,7 +371,14 @@ RECIPES: dict[str, list[Method]] = {
 
 @pytest.mark.slow(quick=["llama"])
 @pytest.mark.parametrize(
-    ("family", "recipe"), [("llama", "all"), ("bert", "all"), ("bert", "gptq"), ("t5", "awq"), ("t5", "gptq")]
+    ("family", "recipe"),
+    [
+        ("llama", "all"),
+        ("bert", "all"),
+        pytest.param("bert", "gptq", marks=pytest.mark.complete),
+        pytest.param("t5", "awq", marks=pytest.mark.complete),
+        ("t5", "gptq"),
+    ],
 )
 def test_the_same_call_gives_the_same_bits(family: str, recipe: str) -> None:
     models = []

@@ -92,6 +92,7 @@ STRUCTURES: dict[str, Callable[[], Example]] = {
         mamba_d_head=16,
         mamba_d_state=8,
         mamba_expand=2,
+        mamba_chunk_size=8,  # a sequence is padded to whole chunks
     ),
     # Attention of its own, which calls the cache by another name.
     "mpt": language_model(

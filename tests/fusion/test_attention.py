@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -73,3 +74,31 @@ def test_caches_since_transformers_5_24_may_change_what_attention_is_told(name: 
     attention(x, operands, None, x.dtype, {name: Cache(), "position_embeddings": angles, "attention_mask": None})
     assert [others.get("place") for others in told] == [0 if name == "cache" else None]
     assert name not in told[0]
+
+
+@torch.no_grad()
+def test_what_is_used_no_more_is_freed() -> None:
+    """A long prompt's merged queries, keys and values, and then its queries, are as large as its hidden states."""
+    example = quantized("llama")
+    fused = next(found for found in map(fused_of, fuse(example.model).modules()) if found)
+    made: list[weakref.ref[torch.Tensor]] = []
+    left: list[int] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        left.append(sum(ref() is not None for ref in made))
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    def attend(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **others: Any) -> tuple[Any, None]:
+        return note(q).transpose(1, 2).clone(), None
+
+    attention: Any = replace(fused.steps[0].branch, functions=SimpleNamespace(get_interface=lambda *_: attend))  # type: ignore[type-var]
+    into, out_of = (product.operands() for product in attention.products)
+    watched = [
+        SimpleNamespace(product=lambda *args, of=of: note(of.product(*args)))  # when a product is there
+        for of in (into, out_of)
+    ]
+    x = torch.randn(1, 3, example.model.config.hidden_size)
+    angles = example.model.model.rotary_emb(x, torch.arange(3)[None])
+    attention(x, watched, None, x.dtype, {"position_embeddings": angles, "attention_mask": None})
+    assert left == [0, 0, 0]

@@ -304,9 +304,10 @@ def test_generate_with_an_encoder_gives_the_same_tokens(family: str) -> None:
 def test_a_cache_that_takes_rotated_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from qgemm import KeyValueCache
 
-    model: Any = quantized(family).model
+    example = quantized(family)
+    model: Any = example.model
     model.set_attn_implementation("qgemm")
-    tokens, found = quantized(family).inputs["input_ids"], []
+    tokens, found = example.inputs["input_ids"], []
     stored = []
     rotate_and_store = KeyValueCache.rotate_and_store
     monkeypatch.setattr(

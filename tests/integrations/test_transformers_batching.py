@@ -20,17 +20,12 @@ from qgemm.integrations.transformers import batching
 from qgemm.integrations.transformers.batching import PAGED_ATTENTION
 from qgemm.kernels.attention import dispatch
 
+pytestmark = pytest.mark.usefixtures("little_to_collect")  # transformers collects twice a call
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # One is longer than a batch, so its later parts come beside new tokens of the others.
 PROMPTS = [(torch.arange(3, 3 + length) * 11 % 90 + 5).tolist() for length in (7, 1, 23, 12)]
 SETTINGS = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=VOCABULARY, pad_token_id=0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _little_to_collect() -> None:
-    """transformers collects garbage twice a call, and looks through all that the tests before have left."""
-    gc.collect()
-    gc.freeze()
 
 
 def small() -> ContinuousBatchingConfig:

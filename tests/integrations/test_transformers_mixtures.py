@@ -24,7 +24,12 @@ from qgemm.numerics.formats import INT8
 
 # A line each for the dtypes, in turn, so that both are seen with many layouts.
 DTYPES = torch.float32, torch.bfloat16
-IN_EVERY_FORMAT: list[Any] = [(name, DTYPES[number % 2], "int8") for number, name in enumerate(MIXTURES)]
+# Experts in files as Qwen 3's or GLM 4's.
+ALIKE = ("olmoe", "flex_olmo", "dots1")
+IN_EVERY_FORMAT: list[Any] = [
+    pytest.param(name, DTYPES[number % 2], "int8", marks=pytest.mark.complete if name in ALIKE else [])
+    for number, name in enumerate(MIXTURES)
+]
 IN_EVERY_FORMAT += [
     pytest.param(name, DTYPES[(number + place) % 2], scheme, marks=[] if number == 2 * place else pytest.mark.complete)
     for number, scheme in enumerate(("mxfp4", "int4-32", "fp8-block", "fp8"))

@@ -17,7 +17,7 @@ import torch
 import torch.multiprocessing
 from families import Example
 from families.example import example, tokens
-from processes import FORKED
+from processes import FORKED, keep_what_is_imported
 from torch import distributed, nn
 from transformers import (
     CohereConfig,
@@ -181,6 +181,7 @@ def join(rank: int, folder: Path) -> None:
 
 
 def one_process(rank: int, folder: Path) -> None:
+    keep_what_is_imported()
     join(rank, folder)
     try:
         for scheme, most in SCHEMES.items():

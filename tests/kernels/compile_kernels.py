@@ -36,9 +36,12 @@ from qgemm.kernels.linear import launcher as linear
 from qgemm.kernels.quantize import launcher as quantize
 
 PROCESSES = 2  # that compile for a target each
-# They get the kernels of sm_90 or gfx942: one case of each kernel and kind of call, and all that are compared.
-ALIKE = ("sm_80", "sm_100", "gfx950")
+# They get the kernels of sm_90, or what it gets that isn't Hopper's own: one case of each kernel and kind of call, and
+# all that are compared.
+ALIKE = ("sm_80", "sm_100", "gfx942", "gfx950")
 COMPARED = ("rows sum", "matmul")
+# All of these there, where the least shared memory is: their tiles depend on it.
+BY_SHARED_MEMORY = {"gfx942": ("scaled", "grouped", "attention")}
 INT8, HALF, BF16, FLOAT = torch.int8, torch.float16, torch.bfloat16, torch.float32
 FP8 = torch.float8_e4m3fn
 INSTRUCTIONS = {
@@ -56,7 +59,7 @@ INSTRUCTIONS = {
     "triggers_next": r"griddepcontrol\.launch_dependents",
 }
 # Of Hopper's own kernel: few rows, and the largest tiles. Others are rare.
-USUAL_TILES = ((16, 64), (32, 32), (64, 80), (128, 128), (128, 192), (256, 128))
+USUAL_TILES = ((16, 64), (64, 80), (128, 192), (256, 128))
 # Rows, columns and warps: few values of a thread, which it loads early, and as many as there are.
 WITH_RESIDUAL = ((16, 80, 4), (64, 128, 4), (128, 128, 4), (128, 192, 8), (256, 128, 8))
 FLOATS = (HALF, BF16, FLOAT, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -199,7 +202,8 @@ def fp8_products(limits: DeviceLimits) -> Iterator[Case]:
             if config.schedule == "specialized" and config.groups == 1 and size in ((256, 128), (128, 192)):
                 promoted = for_operands(config, 1, promotes=True)
                 label = "fp8 {}x{}".format(*size)
-                yield Case(label, lambda c=promoted: product(1024, False, c), promoted)
+                rare = config.block_m < 256  # whose sums take fewer registers
+                yield Case(label, lambda c=promoted: product(1024, False, c), promoted, rare=rare)
                 if config.block_m < 256:  # which no product with an activation takes
                     yield Case("matmul hopper {}x{}".format(*size), lambda c=config: half(c), config)
 
@@ -355,7 +359,8 @@ def results(name: str) -> list[dict[str, Any]]:
         if not launched:
             found.append(result)
         for each in launched:
-            kind = case.label if case.label.startswith(COMPARED) else case.label.split()[0]
+            every = COMPARED + BY_SHARED_MEMORY.get(name, ())
+            kind = case.label if case.label.startswith(every) else case.label.split()[0]
             if name not in ALIKE or "--complete" in sys.argv or (kind, each.kernel) not in seen:
                 what = measured(each, case.label, case.config, device.target)
                 found.append({**result, "kernel": each.kernel, **what})

@@ -50,6 +50,9 @@ def store_kernel(
 # And what a user's call runs.
 FUNCTIONS = pytest.mark.parametrize("function", [kernels, paged_attention], ids=["kernels", "user"])
 PAGED = pytest.mark.parametrize("paged", [0, 1, 16], ids=["in order", "places", "pages"])
+FEW_PAGED = pytest.mark.parametrize(
+    "paged", [0, pytest.param(1, marks=pytest.mark.complete), 16], ids=["in order", "places", "pages"]
+)
 HEADS_FIRST = pytest.mark.parametrize("heads_first", [False, True], ids=["", "heads first"])
 STORES = pytest.mark.parametrize("store", [store_kernel, store_in_pages], ids=["kernel", "user"])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -142,9 +145,7 @@ def test_dtypes(paged: int, dtype: torch.dtype, function: Attention, device: tor
 
 
 @FUNCTIONS
-@pytest.mark.parametrize(
-    "paged", [0, pytest.param(1, marks=pytest.mark.complete), 16], ids=["in order", "places", "pages"]
-)
+@FEW_PAGED
 @pytest.mark.parametrize(
     ("queries", "keys", "Hq", "Hkv", "D"),
     [
@@ -188,7 +189,7 @@ def test_options(options: dict[str, Any], queries: list[int], function: Attentio
 
 
 @FUNCTIONS
-@PAGED
+@FEW_PAGED
 @HEADS_FIRST
 @pytest.mark.parametrize("options", [{}, {"window": 30, "softcap": 5.0}], ids=["", "options"])
 def test_int8(

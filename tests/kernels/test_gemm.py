@@ -139,7 +139,9 @@ def test_strided_scales_and_bias(config: GemmConfig | None, device: torch.device
 
 @pytest.mark.slow(quick=["tiles-dtype1", "default-dtype1"])
 @DISPATCHED
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float16, marks=pytest.mark.complete), torch.bfloat16, torch.float32]
+)
 def test_a_residual_is_added_to_the_rounded_product(
     dtype: torch.dtype, config: GemmConfig | None, device: torch.device
 ) -> None:
@@ -206,9 +208,17 @@ def test_every_candidate_is_exact(config: GemmConfig, ragged: bool, device: torc
     assert torch.equal(int_mm(a, b, config=config), int_mm_reference(a, b))
 
 
-@pytest.mark.slow(quick=["out_dtype0"])
-@pytest.mark.parametrize(("M", "N", "K"), [(33, 50, 70), (3, 7, 700), (64, 96, 33), (90, 70, 32)])
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+# In one dtype and the other; in both with --complete.
+@pytest.mark.slow(quick=["torch.float32"])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "out_dtype"),
+    [
+        pytest.param(*size, dtype, marks=[] if (number + place) % 2 else [pytest.mark.complete])
+        for number, size in enumerate([(33, 50, 70), (3, 7, 700), (64, 96, 33), (90, 70, 32)])
+        for place, dtype in enumerate((torch.float32, torch.bfloat16))
+    ],
+    ids=str,
+)
 def test_streamk_gives_the_bits_of_persistent(
     M: int, N: int, K: int, out_dtype: torch.dtype, device: torch.device
 ) -> None:

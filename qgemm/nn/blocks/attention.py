@@ -196,6 +196,8 @@ class FusedAttention:
         else:
             q, _, _ = self._find_heads(qkv, positions, None, others)
             k, v = (each.to(q.device) for each in states[self.shared.key])
+        shape, gate = qkv.shape[:-1], self._queries(qkv)[1] if self.gated else None
+        del qkv  # a fifth of what a long prompt takes beside weights and cache; queries, keys and values are copies
         if self.temperature is not None:
             q = self.temperature(q, seen)
         if self.query_scaling != 1.0:
@@ -205,9 +207,10 @@ class FusedAttention:
             others["s_aux"] = self.module.sinks
         attend = self.functions.get_interface(self.module.config._attn_implementation, self.eager)
         out, _ = attend(self.module, q, k, v, mask, dropout=0.0, scaling=self.scaling, **others)
-        if self.gated:
-            out = out * torch.sigmoid(self._queries(qkv)[1])
-        return out_of.product(out.reshape(*qkv.shape[:-1], -1), dtype, residual)
+        del q, k, v
+        if gate is not None:
+            out = out * torch.sigmoid(gate)
+        return out_of.product(out.reshape(*shape, -1), dtype, residual)
 
     def _queries(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and their gates, ``[B, S, H, D]`` each."""
