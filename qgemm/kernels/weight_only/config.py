@@ -23,11 +23,12 @@ MAX_SHARED = COUNTS_BYTES // 4 * COUNTS_IN_A_WORD // 2
 # In microseconds, as they choose best of what was timed on an H200.
 BLOCK_TIMES = {4: {32: 1.1, 64: 1.23, 128: 1.62, 256: 2.95}, 8: {32: 1.1, 64: 1.3, 128: 1.9, 256: 2.8}}
 """Of 256 values of K in a tile, by the weight's bits and rows of x."""
-HANDOVER = 2.3
-PARTIAL_SUM = 0.0057  # for a part's row of x
-# Where programs have parts of two tiles, they are at other values of K than their neighbours, which load the same.
+HANDOVER = 1.2
+PARTIAL_SUM = 0.007  # for a row of x, of each part but the last
+# Where programs have parts of two tiles, they are at other values of K than their neighbours, which load the same x, and
+# the same weight if there are several rows of tiles.
 SECOND_PART = 3.0
-APART = 1.28
+APART, APART_IN_A_ROW = 1.28, 1.05
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,8 @@ RING = {
     (8, 16): (FewRowsRing(8, 32, 16, 3, 8, 1), FewRowsRing(4, 64, 16, 4, 8, 1)),
 }
 """By the weight's bits and the rows of x, at most. Of 4 bits: for weights with no more tiles of 32 rows than there are
-multiprocessors, for longer ones, and for those of which tiles of 64 rows make no more rounds; of 8 bits: for all others,
-and for the last ones."""
+multiprocessors, for longer ones, and for those of which tiles of 64 rows make no more rounds. Of 8 bits: for the others,
+and for the last."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +166,11 @@ TILES = (
     Tiles(32, 8, 8, sums=True),
     Tiles(64, 7, 5, sums=True),
     Tiles(128, 5, 3),
+    Tiles(128, 4, 3, staging=2),
     Tiles(256, 5, 3, unpacks_blocks=False, panels=1),
 )
-"""Slots fill shared memory. With more rows of x registers hold no sums of groups, or no unpacked block, besides."""
+"""Slots fill shared memory. With more rows of x registers hold no sums of groups, or no unpacked block, besides. With one
+row of tiles of 128 a second slot for what is stored is faster, with several one more for x."""
 
 
 def select_few_rows(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> FewRows | FewRowsRing:
@@ -200,6 +203,8 @@ def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits, exa
     for one in TILES:
         if one.columns > min(max(32, next_power_of_2(M)), widest):
             continue
+        if one.columns == 128 and one.staging != (2 if M <= 128 else 1):
+            continue
         last = one.tiles(M, N) % limits.num_sms
         candidates += [one, *one.shared_by(last, limits.num_sms, cdiv(K, form.block))]
     return min(candidates, key=lambda tile: _microseconds(tile, M, N, K, form, limits))
@@ -211,7 +216,9 @@ def _microseconds(tile: Tiles, M: int, N: int, K: int, form: Stored, limits: Dev
     rounds = float(cdiv(tile.tiles(M, N) - tile.shared, limits.num_sms) * blocks)
     time = 0.0
     if tile.shared:
-        apart = tile.sharers % tile.shared > 0
-        rounds += cdiv(tile.shared * blocks, tile.sharers) * (APART if apart else 1)
-        time = HANDOVER + tile.parts * tile.columns * PARTIAL_SUM + (SECOND_PART if apart else 0)
+        slower, time = 1.0, HANDOVER + (tile.parts - 1) * tile.columns * PARTIAL_SUM
+        if tile.sharers % tile.shared > 0:
+            in_a_row = M <= tile.columns < 256
+            slower, time = (APART_IN_A_ROW, time) if in_a_row else (APART, time + SECOND_PART)
+        rounds += cdiv(tile.shared * blocks, tile.sharers) * slower
     return time + rounds * BLOCK_TIMES[form.bits][tile.columns] * form.block / 256
