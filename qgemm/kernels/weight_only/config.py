@@ -25,8 +25,8 @@ BLOCK_TIMES = {4: {32: 1.1, 64: 1.23, 128: 1.62, 256: 2.95}, 8: {32: 1.1, 64: 1.
 """Of 256 values of K in a tile, by the weight's bits and rows of x."""
 HANDOVER = 1.2
 PARTIAL_SUM = 0.007  # for a row of x, of each part but the last
-# Where programs have parts of two tiles, they are at other values of K than their neighbours, which load the same x, and
-# the same weight if there are several rows of tiles.
+# Where programs have parts of two tiles, they are at other values of K than their neighbours, which load the same x,
+# and with several rows of tiles the same weight.
 SECOND_PART = 3.0
 APART, APART_IN_A_ROW = 1.28, 1.05
 
@@ -117,8 +117,8 @@ RING = {
     (8, 16): (FewRowsRing(8, 32, 16, 3, 8, 1), FewRowsRing(4, 64, 16, 4, 8, 1)),
 }
 """By the weight's bits and the rows of x, at most. Of 4 bits: for weights with no more tiles of 32 rows than there are
-multiprocessors, for longer ones, and for those of which tiles of 64 rows make no more rounds. Of 8 bits: for the others,
-and for the last."""
+multiprocessors, for longer ones, and for those of which tiles of 64 rows make no more rounds. Of 8 bits: for all but
+the last, and for those."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ TILES = (
     Tiles(128, 4, 3, staging=2),
     Tiles(256, 5, 3, unpacks_blocks=False, panels=1),
 )
-"""Slots fill shared memory. With more rows of x registers hold no sums of groups, or no unpacked block, besides. With one
-row of tiles of 128 a second slot for what is stored is faster, with several one more for x."""
+"""Slots fill shared memory. With more rows of x registers hold no sums of groups, or no unpacked block, besides. In a
+single row of tiles of 128 a second slot for what is stored is faster, in several rows one more for x."""
 
 
 def select_few_rows(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> FewRows | FewRowsRing:
