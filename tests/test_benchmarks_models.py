@@ -350,8 +350,8 @@ def test_bytes_of_keys_and_values() -> None:
 
 
 def test_long_prompts_are_followed_by_more_tokens() -> None:
-    assert Sizes().new_tokens(1, 512) == 66
-    assert Sizes().new_tokens(16, 16384) == Sizes().new_tokens(64, 16384) == 322
+    assert Sizes().new_tokens(1, 512) == 130
+    assert Sizes().new_tokens(16, 16384) == Sizes().new_tokens(64, 16384) == 386
 
 
 def test_vllm_serves_requests_of_unlike_lengths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from benchmarks.results import environment
 
 MEASURES = (PREFILL, DECODE, SERVE, HTTP, FIRST_TOKEN, ENCODE)
 QUICK = Sizes(
-    batches=(1, 16), contexts=(512,), new=34, requests=(8,), prompts=(16, 128), answers=(8, 32), first=64, rounds=1
+    batches=(1, 16), contexts=(512,), new=66, requests=(8,), prompts=(16, 128), answers=(8, 32), first=64, rounds=1
 )
 ROOT = Path(__file__).parents[2]
 _SECONDS_BETWEEN_LOOKS = 2.0

@@ -46,7 +46,7 @@ class Sizes:
     batches: tuple[int, ...] = (1, 16, 64)
     contexts: tuple[int, ...] = (512, 4096, 16384)
     prefill: tuple[int, int] = (8, 2048)
-    new: int = 66
+    new: int = 130
     requests: tuple[int, ...] = (64, 256)
     prompts: tuple[int, int] = (64, 1024)
     answers: tuple[int, int] = (32, 256)
