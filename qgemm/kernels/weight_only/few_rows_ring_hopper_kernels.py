@@ -31,12 +31,11 @@ class RowsRing:
     empty: gl.shared_memory_descriptor
 
     @gluon.jit
-    def load_weight(self, W, slot, step, row):
-        """Starts loading a step's blocks of the weight's rows from ``row`` on; and says what the slot waits for."""
+    def load_weight(self, X, W, slot, step, row):
+        """Starts loading a step's blocks of the weight's rows from ``row`` on, into a slot that waits for x as well."""
         PANELS: gl.constexpr = self.x_panels.shape[0] // self.full.shape[0]
-        X_BYTES: gl.constexpr = PANELS * self.x_panels.type.shape[1] * self.x_panels.type.shape[2] * PANEL * 2
         full = self.full.index(slot)
-        mbarrier.expect(full, PARTS * W.block_type.nbytes + X_BYTES)
+        mbarrier.expect(full, PARTS * W.block_type.nbytes + PANELS * X.block_type.nbytes)
         for i in gl.static_range(PARTS):
             at = [step * W.block_shape[0], row, i * W.block_shape[2]]
             load_block(W, at, full, self.w.index(slot * PARTS + i))
@@ -69,7 +68,7 @@ def _produce(X, W, ring, tiles, steps, ROWS: gl.constexpr):
     # Weights don't change: the first come while the kernel ahead in the stream ends.
     ahead = gl.minimum(gl.cdiv(tiles - start, stride) * steps, DEPTH)
     for i in range(ahead):
-        ring.load_weight(W, i, i % steps, (start + i // steps * stride) * ROWS)
+        ring.load_weight(X, W, i, i % steps, (start + i // steps * stride) * ROWS)
     gdc_wait()
     i = 0
     for tile in range(start, tiles, stride):
@@ -77,7 +76,7 @@ def _produce(X, W, ring, tiles, steps, ROWS: gl.constexpr):
             slot = i % DEPTH
             if i >= ahead:
                 mbarrier.wait(ring.empty.index(slot), (i // DEPTH + 1) & 1)
-                ring.load_weight(W, slot, step, tile * ROWS)
+                ring.load_weight(X, W, slot, step, tile * ROWS)
             ring.load_x(X, slot, step)
             i += 1
 
