@@ -195,7 +195,8 @@ class FusedAttention:
             states[self.shared.key] = k, v
         else:
             q, _, _ = self._find_heads(qkv, positions, None, others)
-            k, v = (each.to(q.device) for each in states[self.shared.key])
+            k, v = states[self.shared.key]
+            k, v = k.to(q.device), v.to(q.device)
         shape, gate = qkv.shape[:-1], self._queries(qkv)[1] if self.gated else None
         del qkv  # a fifth of what a long prompt takes beside weights and cache; queries, keys and values are copies
         if self.temperature is not None:
