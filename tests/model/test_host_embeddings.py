@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import qgemm
 from qgemm.model import host_embeddings
@@ -117,13 +118,12 @@ def test_memory_that_cannot_be_locked(monkeypatch):
 
 @needs_gpu
 def test_generate_and_files(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
+    config = LlamaConfig(
         vocab_size=ROWS, hidden_size=1024, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=2, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
     qgemm.fast_generate(qgemm.quantize_model(model, fuse=True, progress=False))
     prompt = torch.randint(ROWS, (2, 16), device="cuda")
     expected = model.generate(prompt, max_new_tokens=16, do_sample=False)
