@@ -1,7 +1,7 @@
 """Products of up to 16 rows with weights of 4 and 8 bits on Hopper (sm_90), as they are stored, in Gluon.
 
-A program has a tile; its warps copy blocks to shared memory themselves. For a single row, and for what the kernel with
-a ring doesn't accept: blocks that end before 128 bytes do, scales of small groups.
+A program has a tile; its warps copy blocks to shared memory themselves. For a single row by a weight of 4 bits, and for
+what the kernel with a ring doesn't accept: rows that end within a block of 128 bytes, scales of small groups.
 """
 
 from triton.experimental import gluon

@@ -1,4 +1,4 @@
-"""As ``few_rows_hopper_kernels``, of 2 to 16 rows, with blocks that TMA brings; for whole blocks of 128 bytes.
+"""As ``few_rows_hopper_kernels``, with blocks that TMA brings; for whole blocks of 128 bytes, without small groups.
 
 A warp of each program has TMA fill a ring of slots, each with a block of the weight for every warp that shares K, and
 what it is multiplied by. Programs stay on their multiprocessor and compute tiles in turn, so that the next tile's
