@@ -241,3 +241,26 @@ def test_experts_in_other_formats(scheme: str) -> None:
         qgemm.quantize_model(example.model, scheme, progress=False, **options)
         outputs.append(float((example.output() - wanted).norm()))
     assert outputs[1] < 0.8 * outputs[0]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "by_awq"), [("int4", 0.85), ("fp8", 0.95), pytest.param("mxfp4", 1.0, marks=pytest.mark.complete)]
+)
+def test_methods_help_experts_in_other_schemes(scheme: str, by_awq: float) -> None:
+    """Experts alone are quantized; AWQ helps little where scales are powers of 2."""
+    ids = torch.randint(5, 97, (40, 24))
+    batches = [{"input_ids": part} for part in ids.split(10)]
+    with torch.no_grad():
+        expected = MIXTURES["mixtral"]().model(input_ids=ids).logits
+    errors = []
+    for recipe in ([], [MSEWeights()], [AWQ()]):
+        model = MIXTURES["mixtral"]().model
+        settings: dict[str, Any] = {"calibration": batches, "recipe": recipe} if recipe else {}
+        qgemm.quantize_model(model, scheme, skip="*.self_attn.*", progress=False, **settings)
+        with torch.no_grad():
+            errors.append(float((model(input_ids=ids).logits - expected).norm(dim=-1).median()))
+        experts = next(module for module in model.modules() if isinstance(module, QuantExperts))
+        assert experts.scheme.name == scheme
+    plain, by_error, by_activations = errors
+    assert by_error < plain
+    assert by_activations < by_awq * plain
