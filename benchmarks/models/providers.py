@@ -64,8 +64,7 @@ def _qgemm_host_embeddings(model: Any) -> list[str]:
     import qgemm
 
     notes = _qgemm(model)
-    qgemm.offload_embeddings(model)
-    return notes
+    return [*notes, f"{qgemm.offload_embeddings(model) / 1e9:.2f} GB of embeddings in the host's memory"]
 
 
 def _qgemm_int4(model: Any) -> list[str]:

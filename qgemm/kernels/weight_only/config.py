@@ -138,7 +138,7 @@ class Tiles:
     staging: int = 1
     """Slots of a group of warps for what it stores."""
     shared: int = 0
-    """How many of the last tiles programs share. Whichever is last to finish its part adds those of all, in order."""
+    """How many of the last tiles programs share. The last sharer of a tile adds up the parts of all, in order."""
     sharers: int = 0
     """How many programs share them, as ``Items`` has it."""
     group_size_m: int = 8

@@ -29,13 +29,14 @@ class RowsRing:
     x_panels: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    panels: gl.constexpr
+    """Of x, in a slot."""
 
     @gluon.jit
     def load_weight(self, X, W, slot, step, row):
         """Starts loading a step's blocks of the weight's rows from ``row`` on, into a slot that waits for x as well."""
-        PANELS: gl.constexpr = self.x_panels.shape[0] // self.full.shape[0]
         full = self.full.index(slot)
-        mbarrier.expect(full, PARTS * W.block_type.nbytes + PANELS * X.block_type.nbytes)
+        mbarrier.expect(full, PARTS * W.block_type.nbytes + self.panels * X.block_type.nbytes)
         for i in gl.static_range(PARTS):
             at = [step * W.block_shape[0], row, i * W.block_shape[2]]
             load_block(W, at, full, self.w.index(slot * PARTS + i))
@@ -43,9 +44,8 @@ class RowsRing:
     @gluon.jit
     def load_x(self, X, slot, step):
         """Starts loading what they are multiplied by."""
-        PANELS: gl.constexpr = self.x_panels.shape[0] // self.full.shape[0]
-        for i in gl.static_range(PANELS):
-            to = self.x_panels.index(slot * PANELS + i)
+        for i in gl.static_range(self.panels):
+            to = self.x_panels.index(slot * self.panels + i)
             load_block(X, [step * X.block_shape[0], 0, i * PANEL], self.full.index(slot), to)
 
     @gluon.jit
@@ -56,8 +56,7 @@ class RowsRing:
     @gluon.jit
     def x(self, slot, half: gl.constexpr, part: gl.constexpr, layout: gl.constexpr):
         """What it is multiplied by, half by half."""
-        PANELS: gl.constexpr = self.x_panels.shape[0] // self.full.shape[0]
-        return self.x_panels.index(slot * PANELS + half * PARTS + part).permute((0, 2, 1)).load(layout)
+        return self.x_panels.index(slot * self.panels + half * PARTS + part).permute((0, 2, 1)).load(layout)
 
 
 @gluon.jit
@@ -125,9 +124,10 @@ def _few_rows_ring_kernel(
     ROWS: gl.constexpr = TILE.rows
     SPLITS: gl.constexpr = TILE.splits
     COLS: gl.constexpr = TILE.columns
+    PANELS: gl.constexpr = HALVES * PARTS
     w = gl.allocate_shared_memory(W.dtype, [DEPTH * PARTS, SPLITS, ROWS, W.block_shape[2]], W.layout)
-    x = gl.allocate_shared_memory(X.dtype, [DEPTH * HALVES * PARTS, SPLITS, COLS, PANEL], X.layout)
-    ring = RowsRing(w, x, barriers(DEPTH), barriers(DEPTH))
+    x = gl.allocate_shared_memory(X.dtype, [DEPTH * PANELS, SPLITS, COLS, PANEL], X.layout)
+    ring = RowsRing(w, x, barriers(DEPTH), barriers(DEPTH), PANELS)
     initialize(ring.full, DEPTH)
     initialize(ring.empty, DEPTH)
     tiles = gl.cdiv(N, ROWS)
