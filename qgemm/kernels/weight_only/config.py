@@ -90,6 +90,8 @@ class FewRowsRing:
     warps: int
     programs: int
     """On a multiprocessor."""
+    shared: int = 0
+    sharers: int = 0
 
     @property
     def registers(self) -> int | None:

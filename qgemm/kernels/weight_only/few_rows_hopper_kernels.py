@@ -156,4 +156,4 @@ def _few_rows_kernel(
         blocks.copy(step + DEPTH - 1)
         acc = products.add(acc, blocks, step, factors)
     epilogue = SwappedEpilogue(global_scale, bias, residual, stride_residual, M, N)
-    products.store(acc, row, epilogue, out, stride_out)
+    products.store(products.total(acc), row, epilogue, out, stride_out)

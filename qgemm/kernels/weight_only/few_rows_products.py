@@ -223,6 +223,12 @@ def is_biased(form, tile, dtype):
     return plain and dtype == gl.bfloat16 and tile.columns == 8
 
 
+@constexpr_function
+def scales_sums(form):
+    """Whether scales are of groups whose sums are multiplied by them."""
+    return form.group > 0 and not form.scales_values
+
+
 @aggregate
 class Products:
     """Of a program's rows of the weight with x: from blocks of K to outputs."""
@@ -248,12 +254,12 @@ class Products:
 
     @gluon.jit
     def zeros(self):
-        """Sums ``[splits, rows, columns]`` of nothing, for each half of blocks."""
+        """Sums ``[splits, rows, columns]`` of nothing: one, or if they aren't scaled one for each half of blocks."""
         SPLITS: gl.constexpr = self.tile.splits
         ROWS: gl.constexpr = self.tile.rows
         COLS: gl.constexpr = self.tile.columns
         nothing = gl.zeros([SPLITS, ROWS, COLS], gl.float32, sums_layout(self.tile))
-        return (nothing, nothing) if self.form.bits == 4 else (nothing,)
+        return (nothing, nothing) if self.form.bits == 4 and not scales_sums(self.form) else (nothing,)
 
     @gluon.jit
     def add(self, acc, blocks, slot, factors):
@@ -262,9 +268,9 @@ class Products:
         ``factors``: scales and zero points, from ``Groups.load``.
         """
         SCALE: gl.constexpr = self.scale.dtype.element_ty
-        HALVES: gl.constexpr = len(acc)
+        HALVES: gl.constexpr = 2 if self.form.bits == 4 else 1
         BIASED: gl.constexpr = is_biased(self.form, self.tile, self.dtype)
-        SCALES_SUMS: gl.constexpr = self.form.group > 0 and not self.form.scales_values
+        SCALES_SUMS: gl.constexpr = scales_sums(self.form)
         mma: gl.constexpr = acc[0].type.layout
         wl: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
         xl: gl.constexpr = gl.DotOperandLayout(1, mma, 16)
@@ -285,20 +291,26 @@ class Products:
                 added = added + (own,)
             sums = added
         if SCALES_SUMS:
-            scaled = ()
+            total = acc[0]
             for half in gl.static_range(HALVES):
-                factor = gl.broadcast(scale_value(scales[half])[:, :, None], nothing)[0]
-                scaled = scaled + (gl.fma(sums[half], factor, acc[half]),)
-            sums = scaled
+                factor = scale_value(scales[half]) * times_of_words(self.form.name, self.dtype, half)
+                total = gl.fma(sums[half], gl.broadcast(factor[:, :, None], nothing)[0], total)
+            sums = (total,)
         return sums
 
     @gluon.jit
-    def store(self, acc, row, epilogue, out, stride):
-        """Outputs of the weight's rows from ``row`` on: of all warps' sums, times scales of rows if there are such."""
-        of_splits = acc[0] * times_of_words(self.form.name, self.dtype, 0)
+    def total(self, acc):
+        """``[rows, columns]``: of all warps' sums."""
+        of_splits = acc[0]
+        if not scales_sums(self.form):
+            of_splits = of_splits * times_of_words(self.form.name, self.dtype, 0)
         if len(acc) == 2:
             of_splits = of_splits + acc[1] * times_of_words(self.form.name, self.dtype, 1)
-        total = gl.sum(gl.convert_layout(of_splits, gathered_layout(self.tile)), 0)
+        return gl.sum(gl.convert_layout(of_splits, gathered_layout(self.tile)), 0)
+
+    @gluon.jit
+    def store(self, total, row, epilogue, out, stride):
+        """Outputs of the weight's rows from ``row`` on: ``total``, times scales of rows if there are such."""
         rl: gl.constexpr = total.type.layout
         n = row + gl.arange(0, self.tile.rows, gl.SliceLayout(1, rl))
         m = gl.arange(0, self.tile.columns, gl.SliceLayout(0, rl))

@@ -11,11 +11,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import PRODUCER_REGISTERS, barriers, initialize, load_block
 from qgemm.kernels.weight_only.few_rows_products import products_of
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
+from qgemm.kernels.weight_only.items import Items
 from qgemm.kernels.weight_only.kernels import BLOCK
+from qgemm.kernels.weight_only.partial_sums import add_parts
 
 PANEL = gl.constexpr(64)  # values of x, as wide as TMA swizzles; and of a part of half a block
 PARTS = gl.constexpr(BLOCK.value // PANEL.value)
@@ -60,46 +63,53 @@ class RowsRing:
 
 
 @gluon.jit
-def _produce(X, W, ring, tiles, steps, ROWS: gl.constexpr):
+def _produce(X, W, ring, items, ROWS: gl.constexpr):
     DEPTH: gl.constexpr = ring.full.shape[0]
     gdc_launch_dependents()
-    start, stride = gl.program_id(0), gl.num_programs(0)
+    turns = items.turns()
     # Weights don't change: the first come while the kernel ahead in the stream ends.
-    ahead = gl.minimum(gl.cdiv(tiles - start, stride) * steps, DEPTH)
-    for i in range(ahead):
-        ring.load_weight(X, W, i, i % steps, (start + i // steps * stride) * ROWS)
+    ahead = 0
+    for turn in range(gl.minimum(turns, DEPTH)):
+        index, first, last = items.part(turn)
+        for step in range(first, gl.minimum(last, first + DEPTH - ahead)):
+            ring.load_weight(X, W, ahead, step, index * ROWS)
+            ahead += 1
     gdc_wait()
     i = 0
-    for tile in range(start, tiles, stride):
-        for step in range(steps):
+    for turn in range(turns):
+        index, first, last = items.part(turn)
+        for step in range(first, last):
             slot = i % DEPTH
             if i >= ahead:
                 mbarrier.wait(ring.empty.index(slot), (i // DEPTH + 1) & 1)
-                ring.load_weight(X, W, slot, step, tile * ROWS)
+                ring.load_weight(X, W, slot, step, index * ROWS)
             ring.load_x(X, slot, step)
             i += 1
 
 
 @gluon.jit
 def _consume(
-    scale, zero_point, global_scale, bias, residual, out, ring, tiles, steps, M, N, K, stride_sn, stride_residual,
+    scale, zero_point, global_scale, bias, residual, out, partial, counts, ring, items, stride_sn, stride_residual,
     stride_out, FORM: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     DEPTH: gl.constexpr = ring.full.shape[0]
-    start, stride = gl.program_id(0), gl.num_programs(0)
+    M, N, K = items.sched.M, items.sched.N, items.sched.K
     products = products_of(scale, zero_point, stride_sn, M, N, K, ring.x_panels.dtype, FORM, TILE, PARTS)
     epilogue = SwappedEpilogue(global_scale, bias, residual, stride_residual, M, N)
-    groups = products.groups(start * TILE.rows)
-    loaded = groups.load(0)
+    turns = items.turns()
+    index, first, _ = items.part(turns * 0)
+    groups = products.groups(index * TILE.rows)
+    loaded = groups.load(first)
     gdc_wait()
     i = 0
     # Of the step before. It is given back in the next step, or after the last one: only then have the instructions been
     # issued that wait for its loads, which TMA doesn't.
     slot = i
-    for tile in range(start, tiles, stride):
+    for turn in range(turns):
+        index, first, last = items.part(turn)
         acc = products.zeros()
-        for step in range(steps):
-            mbarrier.arrive(ring.empty.index(slot), count=1, pred=step > 0)
+        for step in range(first, last):
+            mbarrier.arrive(ring.empty.index(slot), count=1, pred=step > first)
             slot = i % DEPTH
             factors = loaded
             loaded = groups.load(step + 1)
@@ -107,18 +117,35 @@ def _consume(
             acc = products.add(acc, ring, slot, factors)
             i += 1
         mbarrier.arrive(ring.empty.index(slot), count=1)
-        groups = products.groups((tile + stride) * TILE.rows)
-        loaded = groups.load(0)
-        products.store(acc, tile * TILE.rows, epilogue, out, stride_out)
+        next_index, next_first, _ = items.part(gl.minimum(turn + 1, turns - 1))
+        groups = products.groups(next_index * TILE.rows)
+        loaded = groups.load(next_first)
+        sums = products.total(acc)
+        finishes = turn >= 0
+        if items.shares:
+            if index >= items.alone:
+                sums, finishes = add_parts(sums, _places(sums), partial, counts, items, index - items.alone, 0, 1)
+        if finishes:
+            products.store(sums, index * TILE.rows, epilogue, out, stride_out)
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit
+def _places(sums):
+    """Where among partial sums each is: threads side by side have rows of the weight side by side."""
+    i = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))[:, None]
+    return i + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))[None, :] * sums.shape[0]
+
+
+@gluon.jit(do_not_specialize=["M", "alone", "sharers"])
 def _few_rows_ring_kernel(
-    X, W, scale, zero_point, global_scale, bias, residual, out,
-    M, N, K, stride_sn, stride_residual, stride_out,
-    FORM: gl.constexpr, TILE: gl.constexpr,
+    X, W, scale, zero_point, global_scale, bias, residual, out, partial, counts,
+    M, N, K, alone, sharers, stride_sn, stride_residual, stride_out,
+    FORM: gl.constexpr, TILE: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip
-    """``X``, ``W``: tensor maps of x as ``[blocks, M, values of a block]``, the weight as ``[blocks, N, 32 words]``."""
+    """``X``, ``W``: tensor maps of x as ``[blocks, M, values of a block]``, the weight as ``[blocks, N, 32 words]``.
+
+    ``partial``, ``counts``, ``alone``, ``sharers``: as in ``_tiles_kernel``.
+    """
     DEPTH: gl.constexpr = TILE.depth
     HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
     ROWS: gl.constexpr = TILE.rows
@@ -130,18 +157,20 @@ def _few_rows_ring_kernel(
     ring = RowsRing(w, x, barriers(DEPTH), barriers(DEPTH), PANELS)
     initialize(ring.full, DEPTH)
     initialize(ring.empty, DEPTH)
-    tiles = gl.cdiv(N, ROWS)
-    steps = gl.cdiv(K, BLOCK * HALVES * TILE.splits)
+    if SHARES:
+        counts = counts.cast(gl.pointer_type(gl.int32), bitcast=True)
+    sched = ScheduleContext(M, N, K, GemmContext(COLS, ROWS, 64, 1, 1, 1))
+    items = Items(sched, alone, gl.cdiv(K, BLOCK * HALVES * SPLITS), sharers, SHARES)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    scale, zero_point, global_scale, bias, residual, out, ring, tiles, steps, M, N, K, stride_sn,
+                    scale, zero_point, global_scale, bias, residual, out, partial, counts, ring, items, stride_sn,
                     stride_residual, stride_out, FORM, TILE,
                 ),
             ),
-            (_produce, (X, W, ring, tiles, steps, ROWS)),
+            (_produce, (X, W, ring, items, ROWS)),
         ],
         [1],
         [PRODUCER_REGISTERS],

@@ -103,8 +103,8 @@ class Plan:
     shape: tuple[int, int]
     product: Launch | None
     """None where there is nothing to compute."""
-    in_tiles: bool = False
-    """Whether it is ``_tiles_kernel``."""
+    may_share: bool = False
+    """Whether programs of its kernel may share tiles."""
     words: torch.dtype | None = None
     """As what the product reads the weight, if not as it is stored."""
     partial: int = 0
@@ -135,15 +135,12 @@ class Plan:
             with torch.cuda.device(device):
                 return self.run(x, weight, scale, zero_point, global_scale, bias, residual)
         out = _empty(x, self.shape, x.dtype)
-        if not self.in_tiles:
-            given = x, weight, scale, zero_point, global_scale, bias, residual, out
-            if not _by_driver(self.product, given):
-                self.product(x, self.stored(weight), *given[2:])
-            return out
         partial = counts = None
         if self.partial:
             partial, counts = _empty(x, (self.partial,), torch.float32), _counts(x)
-        tensors = x, weight, out, partial, counts, scale, zero_point, global_scale, bias, residual
+        tensors: tuple[Tensor | None, ...] = x, weight, scale, zero_point, global_scale, bias, residual, out
+        if self.may_share:
+            tensors = *tensors, partial, counts
         if not _by_driver(self.product, tensors):
             self.product(x, self.stored(weight), *tensors[2:])
         return out
@@ -320,11 +317,15 @@ def few_rows_ring_plan(
         0: TensorMap((blocks, M, form.block), (form.block, stride_xm, 1), x_block, block_layout(x_block, dtype)),
         1: TensorMap((blocks, N, words), (words, stride_wn // WORD, 1), w_block, block_layout(w_block, torch.int32)),
     }
+    kind = replace(tile, shared=0, sharers=0)
+    alone = cdiv(N, tile.rows) - tile.shared
+    programs = min(tile.programs * limits.num_sms, alone) or tile.sharers
     product = Launch(
-        _few_rows_ring_kernel, min(cdiv(N, tile.rows), tile.programs * limits.num_sms), (M, N, K, *strides[2:], N),
-        (form, tile), tile.warps, pdl=limits.pdl, maps=maps, max_registers=tile.registers,
+        _few_rows_ring_kernel, max(programs, tile.sharers), (M, N, K, alone, tile.sharers, *strides[2:], N),
+        (form, kind, tile.shared > 0), tile.warps, pdl=limits.pdl, maps=maps, max_registers=tile.registers,
     )  # fmt: skip
-    return Plan((M, N), product, words=torch.int32)
+    partial = (tile.sharers + tile.shared) * tile.rows * tile.columns
+    return Plan((M, N), product, may_share=True, words=torch.int32, partial=partial)
 
 
 def tiles_plan(
@@ -349,7 +350,7 @@ def tiles_plan(
         1: TensorMap(
             (N, width), (stride_wn // 2, 1), (64, BLOCK_BYTES // 2), block_layout((64, BLOCK_BYTES // 2), torch.uint16)
         ),
-        2: TensorMap((M, N), (N, 1), (stored, 64), block_layout((stored, 64), dtype)),
+        7: TensorMap((M, N), (N, 1), (stored, 64), block_layout((stored, 64), dtype)),
     }
     # A kernel for each kind of tile, however they are shared.
     kind = replace(tile, shared=0, sharers=0)
@@ -359,4 +360,4 @@ def tiles_plan(
         (form, kind, tile.shared > 0), 4, pdl=limits.pdl, maps=maps,
     )  # fmt: skip
     partial = (tile.sharers + tile.shared) * TILE_ROWS * tile.columns
-    return Plan((M, N), product, in_tiles=True, words=torch.uint16, partial=partial)
+    return Plan((M, N), product, may_share=True, words=torch.uint16, partial=partial)

@@ -56,11 +56,8 @@ class Items:
         return turns
 
     @triton.jit
-    def place(self, turn):
-        """``(row, col, first, last, shared)``: where its tile begins, its blocks of K, and its number of those shared.
-
-        The last is negative for a whole tile.
-        """
+    def part(self, turn):
+        """``(index, first, last)``: the number of its tile, and its blocks of K."""
         program = tl.program_id(0)
         index, first, last = program + turn * tl.num_programs(0), 0 * turn, self.blocks
         if self.shares:
@@ -72,6 +69,15 @@ class Items:
                 first = tl.maximum(start - shared * self.blocks, 0)
                 last = tl.minimum(end - shared * self.blocks, self.blocks)
                 index = self.alone + shared
+        return index, first, last
+
+    @triton.jit
+    def place(self, turn):
+        """``(row, col, first, last, shared)``: where its tile begins, its blocks of K, and its number of those shared.
+
+        The last is negative for a whole tile.
+        """
+        index, first, last = self.part(turn)
         tile = self.sched.get_tile_from_idx(index)
         return tile.pid_m * tile.block_m, tile.pid_n * tile.block_n, first, last, index - self.alone
 

@@ -26,21 +26,18 @@ from qgemm.kernels.stages.ring import (
     PRODUCER_REGISTERS,
     barriers,
     initialize,
-    load_acquire,
     load_block,
     store_block,
-    thread_barrier,
 )
 from qgemm.kernels.stages.unpack import SCALED_BY, unpack_pairs, unpack_times_scale, widen_pairs
 from qgemm.kernels.weight_only import config
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.items import Items
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
+from qgemm.kernels.weight_only.partial_sums import add_parts
 
 PANEL = gl.constexpr(64)  # values of K, of x
 ROWS = gl.constexpr(config.TILE_ROWS)
-COUNT_BITS = gl.constexpr(config.COUNT_BITS)
-COUNTS_IN_A_WORD = gl.constexpr(config.COUNTS_IN_A_WORD)
 
 
 @constexpr_function
@@ -353,46 +350,19 @@ def _consume(
         finishes = turn >= 0
         if items.shares:
             if shared >= 0:
-                acc, finishes = _add_parts(acc, partial, counts, items, shared, WHO)
+                acc, finishes = add_parts(acc, _places(acc), partial, counts, items, shared, WHO, 2)
         if finishes:
             _store_across(Y, staging, row, col, epilogue.add_bias(acc, n), epilogue, WHO, 0)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _add_parts(acc, partial, counts, items, shared, WHO: gl.constexpr):
-    """Leaves sums of a part of a shared tile to the last of its sharers; or gets those of all parts, if this is it.
-
-    ``(sums, finishes)``. Parts are added in their order, from the last one's on: the same bits every time. Sharers
-    before the last have started before it, and wait for nobody.
-    """
+def _places(acc):
+    """Where among partial sums each is: in blocks of 8 x 8 values, which a warp writes at a time."""
     COLUMNS: gl.constexpr = acc.shape[1]
-    mma: gl.constexpr = acc.type.layout
-    # Blocks of 8 x 8 values, which a warp writes at a time.
-    i = gl.arange(0, 64, gl.SliceLayout(1, mma))[:, None]
-    j = gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))[None, :]
-    at = i // 8 * (8 * COLUMNS) + j // 8 * 64 + i % 8 * 8 + j % 8
-    first, last = items.sharers_of(shared)
-    count = shared * 2 + WHO
-    word = counts + count // COUNTS_IN_A_WORD
-    shift = count % COUNTS_IN_A_WORD * COUNT_BITS
-    finishes = gl.program_id(0) == last
-    if finishes:
-        others = last - first
-        while load_acquire(word) >> shift & ((1 << COUNT_BITS) - 1) < others:
-            pass
-        # All threads know of it before zeros are there for the next launch.
-        thread_barrier()
-        gl.atomic_add(word, -(others << shift), sem="relaxed", scope="gpu")
-        for program in range(first, last):
-            part = (program + shared) * 2 + WHO
-            acc += gl.load(partial + part.to(gl.int64) * (64 * COLUMNS) + at, cache_modifier=".cg")
-    else:
-        own = (gl.program_id(0) + shared) * 2 + WHO
-        gl.store(partial + own.to(gl.int64) * (64 * COLUMNS) + at, acc)
-        thread_barrier()
-        gl.atomic_add(word, 1 << shift, sem="release", scope="gpu")
-    return acc, finishes
+    i = gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))[:, None]
+    j = gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))[None, :]
+    return i // 8 * (8 * COLUMNS) + j // 8 * 64 + i % 8 * 8 + j % 8
 
 
 @gluon.jit
@@ -420,7 +390,7 @@ def _store_across(Y, staging, row, col, values, epilogue, WHO: gl.constexpr, NUM
 
 @gluon.jit(do_not_specialize=["M", "alone", "sharers"])
 def _tiles_kernel(
-    X, W, Y, partial, counts, scale, zero_point, global_scale, bias, residual,
+    X, W, scale, zero_point, global_scale, bias, residual, Y, partial, counts,
     M, N, K, alone, sharers, stride_sn, stride_residual,
     FORM: gl.constexpr, TILE: gl.constexpr, SHARES: gl.constexpr,
 ):  # fmt: skip

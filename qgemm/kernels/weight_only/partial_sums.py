@@ -1,0 +1,42 @@
+"""Sums of parts of a tile, in memory: where programs share a tile along K, its last sharer adds them up. In Gluon."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from qgemm.kernels.stages.ring import load_acquire, thread_barrier
+from qgemm.kernels.weight_only import config
+
+COUNT_BITS = gl.constexpr(config.COUNT_BITS)
+COUNTS_IN_A_WORD = gl.constexpr(config.COUNTS_IN_A_WORD)
+
+
+@gluon.jit
+def add_parts(sums, at, partial, counts, items, shared, WHO: gl.constexpr, GROUPS: gl.constexpr):
+    """Leaves sums of a part of a shared tile to the last of its sharers; or gets those of all parts, if this is it.
+
+    ``(sums, finishes)``. Parts are added in their order, from the last one's on: the same bits every time. Sharers
+    before the last have started before it, and wait for nobody. ``at``: where each of the sums is in memory, among
+    those of a part. ``WHO``: which of ``GROUPS`` groups of warps this is, each of which has sums of its own.
+    """
+    SIZE: gl.constexpr = sums.shape[0] * sums.shape[1]
+    first, last = items.sharers_of(shared)
+    count = shared * GROUPS + WHO
+    word = counts + count // COUNTS_IN_A_WORD
+    shift = count % COUNTS_IN_A_WORD * COUNT_BITS
+    finishes = gl.program_id(0) == last
+    if finishes:
+        others = last - first
+        while load_acquire(word) >> shift & ((1 << COUNT_BITS) - 1) < others:
+            pass
+        # All threads know of it before zeros are there for the next launch.
+        thread_barrier()
+        gl.atomic_add(word, -(others << shift), sem="relaxed", scope="gpu")
+        for program in range(first, last):
+            part = (program + shared) * GROUPS + WHO
+            sums += gl.load(partial + part.to(gl.int64) * SIZE + at, cache_modifier=".cg")
+    else:
+        own = (gl.program_id(0) + shared) * GROUPS + WHO
+        gl.store(partial + own.to(gl.int64) * SIZE + at, sums)
+        thread_barrier()
+        gl.atomic_add(word, 1 << shift, sem="release", scope="gpu")
+    return sums, finishes
