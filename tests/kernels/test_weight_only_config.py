@@ -4,14 +4,15 @@ import pytest
 
 from qgemm.kernels.weight_only.config import (
     BLOCK_BYTES,
+    MAX_COUNTS,
     MAX_PARTS,
-    MAX_SHARED,
     TILE_ROWS,
     TILES,
-    FewRows,
-    FewRowsRing,
+    Shareable,
     Stored,
+    fits_ring,
     select_few_rows,
+    select_ring,
     select_tiles,
 )
 from qgemm.numerics.integers import cdiv
@@ -32,8 +33,7 @@ def test_a_block_of_packed_values_is_twice_as_long() -> None:
 @pytest.mark.parametrize("M", [1, 2, 8, 9, 16])
 def test_few_rows(M: int, form: Stored) -> None:
     for N, _ in SIZES:
-        tile = select_few_rows(M, N, 1040, form, H200)  # K ends in a block
-        assert isinstance(tile, FewRows)
+        tile = select_few_rows(M, N, form, H200)
         assert tile.columns == (8 if M <= 8 else 16)
         assert tile.x_rows == (1 if M == 1 else tile.columns)
         # A warp has 16 or 32 rows of the weight for itself.
@@ -43,41 +43,70 @@ def test_few_rows(M: int, form: Stored) -> None:
 
 
 @FORMS
-@pytest.mark.parametrize("M", [1, 2, 8, 9, 16])
-def test_few_rows_of_whole_blocks(M: int, form: Stored) -> None:
+@pytest.mark.parametrize("M", [1, 2, 8, 9, 16, 17, 32])
+def test_ring(M: int, form: Stored) -> None:
+    if not fits_ring(M, 4096, form):
+        assert (M, form) == (1, INT4)
+        return
     for N, K in SIZES:
-        tile = select_few_rows(M, N, K // 256 * 256, form, H200)
-        if M == 1 and form.bits == 4:
-            assert isinstance(tile, FewRows)
-            continue
-        assert isinstance(tile, FewRowsRing)
-        assert tile.columns == (8 if M <= 8 else 16)
+        K = K // 256 * 256
+        tile = select_ring(M, N, K, form, H200)
+        assert tile.columns == (8 if M <= 8 else 16 if M <= 16 else 32)
         assert tile.rows * tile.splits // tile.warps == 32
         slot = tile.splits * (tile.rows * BLOCK_BYTES + tile.columns * form.block * 2)
         exchanged = tile.splits * tile.rows * tile.columns * 4
         reserved = 1024  # of every program; and barriers
         assert tile.programs * (tile.depth * slot + exchanged + reserved + 256) <= H200.shared_memory + reserved
+        programs = tile.programs * H200.num_sms
+        shared_well(tile, tile.tiles(N), programs, cdiv(K // form.block, tile.splits))
 
 
-def test_small_groups_have_no_ring() -> None:
-    assert isinstance(select_few_rows(16, 4096, 4096, Stored("fp4", 4, 32), H200), FewRows)
+def shared_well(tile: Shareable, tiles: int, programs: int, steps: int) -> None:
+    """Shared tiles are fewer than programs, after rounds of whole ones."""
+    assert 0 <= tile.shared * tile.counts <= MAX_COUNTS
+    assert (tile.shared > 0) == (tile.sharers > 0)
+    if tile.shared:
+        assert tile.shared <= tile.sharers <= programs
+        assert tile.sharers <= tile.shared * steps
+        assert tile.parts <= MAX_PARTS
+        assert (tiles - tile.shared) % programs == 0
+
+
+def test_small_groups_and_parts_of_blocks_have_no_ring() -> None:
+    assert fits_ring(32, 4096, INT4)
+    assert not fits_ring(33, 4096, INT4)
+    assert not fits_ring(16, 4096, Stored("fp4", 4, 32))
+    assert not fits_ring(16, 4096 + 128, INT4)
+    assert fits_ring(16, 4096 + 128, INT8)
 
 
 def test_the_shorter_the_weight_the_more_warps_share_its_rows() -> None:
-    for M in (1, 4, 16):
-        splits = [select_few_rows(M, N, 4096, INT4, H200).splits for N in (4096, 8192, 28672)]
-        assert splits == sorted(splits, reverse=True)
+    splits = [select_few_rows(1, N, INT4, H200).splits for N in (4096, 8192, 28672)]
+    assert splits == sorted(splits, reverse=True)
+    assert splits[0] > splits[-1]
+    for M in (4, 16, 32):
+        splits = [select_ring(M, N, 4096, INT4, H200).splits for N in (4096, 28672)]
         assert splits[0] > splits[-1]
 
 
-@pytest.mark.parametrize(("N", "rows"), [(8192, 64), (10240, 32), (28672, 32), (57344, 64)])
-def test_tiles_of_8_bits_are_as_large_as_makes_no_more_rounds(N: int, rows: int) -> None:
-    assert select_few_rows(16, N, 4096, INT8, H200).rows == rows
+# In microseconds, of one H200, by the tile's warps that share K and its rows; and with how many programs K is shared.
+# 132 and 264 programs: 10240 rows are 160 tiles of 64, so that few would have a second one.
+TIMED = [
+    (16, 10240, 8192, INT4, {(2, 64, 264): 16.4, (4, 64, 84): 17.2, (4, 32, 224): 17.5, (2, 64, 0): 19.3}),
+    (16, 8192, 8192, INT4, {(4, 32, 0): 12.7, (4, 64, 0): 13.7, (2, 64, 256): 13.7}),
+    (32, 28672, 4096, INT4, {(1, 128, 0): 28.1, (1, 128, 264): 28.5, (2, 64, 264): 29.5}),
+    (32, 8192, 8192, INT4, {(4, 64, 0): 16.9, (2, 64, 256): 17.8, (1, 128, 256): 19.6}),
+    (1, 57344, 8192, INT8, {(4, 64, 0): 110.1, (4, 64, 132): 110.2}),
+    (32, 10240, 8192, INT8, {(2, 64, 264): 25.8, (4, 64, 84): 26.3, (4, 64, 112): 26.7}),
+]
 
 
-@pytest.mark.parametrize(("N", "rows"), [(4096, 32), (10240, 32), (28672, 64), (57344, 32)])
-def test_tiles_of_4_bits_are_as_large_as_makes_no_more_rounds(N: int, rows: int) -> None:
-    assert select_few_rows(16, N, 4096, INT4, H200).rows == rows
+@pytest.mark.parametrize(("M", "N", "K", "form", "times"), TIMED)
+def test_the_ring_tile_that_is_chosen_is_the_fastest(
+    M: int, N: int, K: int, form: Stored, times: dict[tuple[int, int, int], float]
+) -> None:
+    tile = select_ring(M, N, K, form, H200)
+    assert times[tile.splits, tile.rows, tile.sharers] <= 1.02 * min(times.values())
 
 
 @FORMS
@@ -85,14 +114,7 @@ def test_tiles_of_4_bits_are_as_large_as_makes_no_more_rounds(N: int, rows: int)
 def test_tiles(M: int, form: Stored) -> None:
     for N, K in SIZES:
         tile = select_tiles(M, N, K, form, H200)
-        # Shared tiles are fewer than programs, after rounds of whole ones.
-        assert 0 <= tile.shared <= MAX_SHARED < H200.num_sms
-        assert (tile.shared > 0) == (tile.sharers > 0)
-        if tile.shared:
-            assert tile.shared <= tile.sharers <= H200.num_sms
-            assert tile.sharers <= tile.shared * cdiv(K, form.block)
-            assert tile.parts <= MAX_PARTS
-            assert (tile.tiles(M, N) - tile.shared) % H200.num_sms == 0
+        shared_well(tile, tile.tiles(M, N), H200.num_sms, cdiv(K, form.block))
 
 
 @FORMS

@@ -52,11 +52,11 @@ def test_products(dtype: torch.dtype, M: int, kind: str, device: torch.device) -
 
 
 @pytest.mark.parametrize("kind", [kind for kind, (_, size, _) in KINDS.items() if size >= 128])
-@pytest.mark.parametrize("M", [1, 7, 16])
-@pytest.mark.parametrize(("N", "K"), [(200, 256), (520, 2304), (8200, 1280), (17000, 768)])
+@pytest.mark.parametrize("M", [1, 7, 16, 30])
+@pytest.mark.parametrize(("N", "K"), [(200, 256), (520, 2304), (8200, 1280), (17000, 768), (3300, 7168)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_few_rows_of_whole_blocks(dtype: torch.dtype, N: int, K: int, M: int, kind: str, device: torch.device) -> None:
-    """Programs with one tile and with several, of 32 rows and of 64; steps with fewer blocks than warps."""
+    """Programs with one tile, with several and with parts of some; steps with fewer blocks than warps."""
     skip_elsewhere(device)
     check(dtype, M, K, kind, device, N=N)
 
@@ -137,7 +137,7 @@ def test_up_to_16_rows_are_one_launch(device: torch.device) -> None:
     for M in (1, 16):
         x = torch.zeros(M, K, dtype=torch.bfloat16, device=device)
         plan = float_launcher._make_plan(x, weight, scale, None, None, "int4", 128, True)
-        assert not plan.in_tiles
+        assert not plan.may_share
         assert plan.made is None
 
 
@@ -163,7 +163,7 @@ def test_the_launch_takes_all_that_finishes_tiles(sharers: int, shared: int) -> 
     x, bias, residual = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((M, K), (N,), (M, N)))
     weight, scale = torch.zeros(N, K // 2, dtype=torch.uint8), torch.ones(N, K // 128, dtype=torch.bfloat16)
     replace(plan, product=product).run(x, weight, scale, None, None, bias, residual)
-    _, _, out, partial, counts, *_, own_bias, own_residual = product.tensors
+    *_, own_bias, own_residual, out, partial, counts = product.tensors
     assert out is not None
     assert out.shape == (M, N)
     assert own_bias is bias

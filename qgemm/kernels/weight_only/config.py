@@ -1,12 +1,13 @@
 """How a product with a stored weight of 4 or 8 bits is computed: ``Stored``, and the tile shapes of Hopper's kernels.
 
-``select_few_rows`` and ``select_tiles`` choose by rules that were found on one H200 (docs/performance.md); nothing is
-timed, so that the same problem always gets the same kernel.
+``select_ring``, ``select_few_rows`` and ``select_tiles`` choose by rules that were found on H200s (docs/performance.md);
+nothing is timed, so that the same problem always gets the same kernel.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.memory import COUNTS_BYTES
@@ -15,11 +16,12 @@ from qgemm.numerics.integers import cdiv, next_power_of_2
 BLOCK_BYTES = 128
 """Of a row of the weight, that are multiplied at a time."""
 MAX_FEW_ROWS = 16
+MAX_RING_ROWS = 32
 TILE_ROWS = 128  # of the weight
-COUNT_BITS = 4  # of a count of the programs that have finished their part of a shared tile, for each half of it
+COUNT_BITS = 4  # of a count of the programs that have finished their part of a shared tile
 COUNTS_IN_A_WORD = 32 // COUNT_BITS
 MAX_PARTS = 2**COUNT_BITS - 1
-MAX_SHARED = COUNTS_BYTES // 4 * COUNTS_IN_A_WORD // 2
+MAX_COUNTS = COUNTS_BYTES // 4 * COUNTS_IN_A_WORD
 # In microseconds, as they choose best of what was timed on an H200.
 BLOCK_TIMES = {4: {32: 1.1, 64: 1.23, 128: 1.62, 256: 2.95}, 8: {32: 1.1, 64: 1.3, 128: 1.9, 256: 2.8}}
 """Of 256 values of K in a tile, by the weight's bits and rows of x."""
@@ -58,7 +60,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class FewRows:
-    """A tile of a product of up to 16 rows, a read of the weight; for ``_few_rows_kernel``."""
+    """A tile of a product of up to 16 rows, for ``_few_rows_kernel``."""
 
     splits: int
     """Warps that share K, block by block in turn."""
@@ -75,28 +77,55 @@ class FewRows:
     """Of a thread, at most."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shareable:
+    """How programs share the last tiles along K, as ``Items`` has it. The last sharer of a tile adds up all parts."""
+
+    shared: int = 0
+    """How many tiles."""
+    sharers: int = 0
+    """How many programs share them."""
+    counts: ClassVar[int] = 1
+    """Of programs that have finished their part, for each tile."""
+
+    @property
+    def parts(self) -> int:
+        """How many programs share a tile, at most."""
+        return cdiv(self.sharers, self.shared) + (self.sharers % self.shared > 0)
+
+    def shared_by(self, shared: int, programs: int, steps: int) -> list[Self]:
+        """Ways to share the last ``shared`` tiles of so many steps of K: each by as many programs, or all by all."""
+        if not 0 < shared * self.counts <= MAX_COUNTS:
+            return []
+        sharers = {*range(2 * shared, programs + 1, shared), programs}
+        ways = [replace(self, shared=shared, sharers=each) for each in sorted(sharers) if each <= shared * steps]
+        return [way for way in ways if way.parts <= MAX_PARTS]
+
+
 @dataclass(frozen=True)
-class FewRowsRing:
-    """A tile of a product of up to 16 rows, for ``_few_rows_ring_kernel``."""
+class FewRowsRing(Shareable):
+    """A tile of a product of up to 32 rows, for ``_few_rows_ring_kernel``."""
 
     splits: int
     """Warps that share K, block by block in turn."""
     rows: int
     """Of the weight: 32 for each of ``warps // splits`` warps."""
     columns: int
-    """Rows of x, 8 or 16."""
+    """Rows of x, 8, 16 or 32."""
     depth: int
     """Slots, each with a block of the weight and of x for all warps that share K."""
     warps: int
     programs: int
     """On a multiprocessor."""
-    shared: int = 0
-    sharers: int = 0
 
     @property
     def registers(self) -> int | None:
         """Of a thread at the start, if there must be room for others; from then on those that multiply have most."""
         return None if self.programs == 1 else 128
+
+    def tiles(self, N: int) -> int:
+        """How many an output with ``N`` columns has."""
+        return cdiv(N, self.rows)
 
 
 # 16 to 24 warps a multiprocessor keep enough of the weight on its way: where it has few rows more warps share K. Each
@@ -111,20 +140,51 @@ FEW_ROWS = {
 }
 """By the weight's bits and the rows of x, at most: of weights with up to 2 and 4 times 16 rows for each multiprocessor,
 and of longer ones."""
-# A slot has 64 or 96 KB, or half of that where there are two programs, and sums of warps are exchanged in 4 to 16 KB.
+# Slots fill shared memory, but for 4 to 32 KB in which sums of warps are exchanged.
 RING = {
-    (4, 8): (FewRowsRing(8, 32, 8, 3, 8, 1), FewRowsRing(4, 32, 8, 3, 4, 2), FewRowsRing(2, 64, 8, 4, 4, 2)),
-    (4, 16): (FewRowsRing(8, 32, 16, 2, 8, 1), FewRowsRing(4, 32, 16, 2, 4, 2), FewRowsRing(2, 64, 16, 3, 4, 2)),
-    (8, 8): (FewRowsRing(8, 32, 8, 4, 8, 1), FewRowsRing(4, 64, 8, 5, 8, 1)),
-    (8, 16): (FewRowsRing(8, 32, 16, 3, 8, 1), FewRowsRing(4, 64, 16, 4, 8, 1)),
+    (4, 8): (
+        (FewRowsRing(8, 32, 8, 3, 8, 1), 1.24),
+        (FewRowsRing(4, 32, 8, 3, 4, 2), 1.11),
+        (FewRowsRing(2, 64, 8, 4, 4, 2), 1.14),
+    ),
+    (4, 16): (
+        (FewRowsRing(8, 32, 16, 2, 8, 1), 1.56),
+        (FewRowsRing(4, 32, 16, 2, 4, 2), 1.29),
+        (FewRowsRing(2, 64, 16, 3, 4, 2), 1.25),
+    ),
+    (4, 32): (
+        (FewRowsRing(4, 64, 32, 2, 8, 1), 1.88),
+        (FewRowsRing(2, 64, 32, 2, 4, 2), 1.82),
+        (FewRowsRing(1, 128, 32, 3, 4, 2), 1.8),
+    ),
+    (8, 1): ((FewRowsRing(4, 64, 8, 5, 8, 1), 0.93), (FewRowsRing(4, 32, 8, 4, 4, 2), 0.98)),
+    (8, 8): (
+        (FewRowsRing(8, 32, 8, 4, 8, 1), 0.95),
+        (FewRowsRing(4, 64, 8, 5, 8, 1), 0.95),
+        (FewRowsRing(4, 32, 8, 4, 4, 2), 0.95),
+    ),
+    (8, 16): (
+        (FewRowsRing(8, 32, 16, 3, 8, 1), 1.04),
+        (FewRowsRing(4, 64, 16, 4, 8, 1), 0.97),
+        (FewRowsRing(4, 32, 16, 3, 4, 2), 0.97),
+    ),
+    (8, 32): (
+        (FewRowsRing(4, 64, 32, 3, 8, 1), 1.14),
+        (FewRowsRing(2, 64, 32, 3, 4, 2), 1.12),
+        (FewRowsRing(2, 128, 32, 4, 8, 1), 1.16),
+    ),
 }
-"""By the weight's bits and the rows of x, at most. Of 4 bits: for weights with no more tiles of 32 rows than there are
-multiprocessors, for longer ones, and for those of which tiles of 64 rows make no more rounds. Of 8 bits: for all but
-the last, and for those."""
+"""By the weight's bits and the rows of x, at most: tiles, and the microseconds of a step where all multiprocessors have
+as many programs as they take."""
+RING_FEWER = {4: 0.88, 8: 0.72}
+"""The least share of a step's time that it takes where there are fewer programs."""
+RING_TILE_END = 0.25
+RING_HANDOVER = 2.3
+RING_PARTIAL_SUM = 1e-4  # of each part but the last
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(Shareable):
     """A tile of a product of more rows, ``TILE_ROWS`` of the weight by ``columns`` rows of x; for ``_tiles_kernel``."""
 
     columns: int
@@ -139,29 +199,14 @@ class Tiles:
     panels: int = 2
     staging: int = 1
     """Slots of a group of warps for what it stores."""
-    shared: int = 0
-    """How many of the last tiles programs share. The last sharer of a tile adds up the parts of all, in order."""
-    sharers: int = 0
-    """How many programs share them, as ``Items`` has it."""
     group_size_m: int = 8
     """Rows of tiles that are computed together."""
-
-    @property
-    def parts(self) -> int:
-        """How many programs share a tile, at most."""
-        return cdiv(self.sharers, self.shared) + (self.sharers % self.shared > 0)
+    counts: ClassVar[int] = 2
+    """One for each group of warps."""
 
     def tiles(self, M: int, N: int) -> int:
         """How many an output of ``[M, N]`` has."""
         return cdiv(M, self.columns) * cdiv(N, TILE_ROWS)
-
-    def shared_by(self, shared: int, num_sms: int, blocks: int) -> list[Tiles]:
-        """Ways to share the last ``shared`` tiles of so many blocks of K: each by as many programs, or all by all."""
-        if not 0 < shared <= MAX_SHARED:
-            return []
-        sharers = {*range(2 * shared, num_sms + 1, shared), num_sms}
-        ways = [replace(self, shared=shared, sharers=each) for each in sorted(sharers) if each <= shared * blocks]
-        return [way for way in ways if way.parts <= MAX_PARTS]
 
 
 TILES = (
@@ -175,23 +220,47 @@ TILES = (
 single row of tiles of 128 a second slot for what is stored is faster, in several rows one more for x."""
 
 
-def select_few_rows(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> FewRows | FewRowsRing:
-    """The tiles of a product of ``M`` rows, up to 16."""
-    if form.scales_values or K % form.block or (M == 1 and form.bits == 4):
-        width = sum(cdiv(N, 16) > each * limits.num_sms for each in (2, 4))
-        return FEW_ROWS[form.bits, 1 if M == 1 else next_power_of_2(max(M, 8))][width]
-    tiles = RING[form.bits, 8 if M <= 8 else 16]
-    if form.bits == 8:
-        return tiles[M == 1 or _rounds(N, tiles[1], limits) * 2 <= _rounds(N, tiles[0], limits)]
-    if cdiv(N, 32) <= limits.num_sms:
-        return tiles[0]
-    large = _rounds(N, tiles[2], limits)
-    return tiles[2 if large > 1 and large * 2 <= _rounds(N, tiles[1], limits) else 1]
+def fits_ring(M: int, K: int, form: Stored) -> bool:
+    """Whether a product has tiles for ``_few_rows_ring_kernel``: blocks that end with K, and scales of many values.
+
+    One row of 4 bits takes less time by ``_few_rows_kernel``.
+    """
+    return M <= MAX_RING_ROWS and K % form.block == 0 and not form.scales_values and (M > 1 or form.bits == 8)
 
 
-def _rounds(N: int, tile: FewRowsRing, limits: DeviceLimits) -> int:
-    """How many tiles a program computes, at most."""
-    return cdiv(cdiv(N, tile.rows), tile.programs * limits.num_sms)
+def select_ring(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> FewRowsRing:
+    """The tiles of a product that ``fits_ring``: those that take the least time by ``_ring_microseconds``."""
+    blocks = K // form.block
+    candidates = []
+    for one, step in RING[form.bits, 1 if M == 1 else next_power_of_2(max(M, 8))]:
+        programs = one.programs * limits.num_sms
+        ways = one.shared_by(one.tiles(N) % programs, programs, cdiv(blocks, one.splits))
+        candidates += [(way, step) for way in (one, *ways)]
+    return min(candidates, key=lambda each: _ring_microseconds(*each, N, blocks, form.bits, limits))[0]
+
+
+def _ring_microseconds(tile: FewRowsRing, step: float, N: int, blocks: int, bits: int, limits: DeviceLimits) -> float:
+    """About how long a product takes, but for what all take. Tiles that aren't shared come first."""
+    capacity = tile.programs * limits.num_sms
+    steps = cdiv(blocks, tile.splits)
+
+    def tiles(count: int, programs: int) -> float:
+        return count * step * max(RING_FEWER[bits], programs / capacity) + RING_TILE_END
+
+    rounds, last = divmod(tile.tiles(N) - tile.shared, capacity)
+    time = rounds * tiles(steps, capacity)
+    if last:
+        time += tiles(steps, last)
+    if tile.shared:
+        time += RING_HANDOVER + (tile.parts - 1) * tile.rows * tile.columns * RING_PARTIAL_SUM
+        time += tiles(cdiv(tile.shared * steps, tile.sharers), tile.sharers)
+    return time
+
+
+def select_few_rows(M: int, N: int, form: Stored, limits: DeviceLimits) -> FewRows:
+    """The tiles of another product of up to ``MAX_FEW_ROWS`` rows."""
+    width = sum(cdiv(N, 16) > each * limits.num_sms for each in (2, 4))
+    return FEW_ROWS[form.bits, 1 if M == 1 else next_power_of_2(max(M, 8))][width]
 
 
 def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits, exact: bool = True) -> Tiles:

@@ -1,7 +1,8 @@
 """Launcher of ``weight_only_linear`` with rows in float on GPU tensors; calls of a kind share the choice of kernels.
 
-- Hopper, up to 16 rows: one launch that reads the weight once (``_few_rows_ring_kernel`` or ``_few_rows_kernel``); more
-  rows: tiles that unpack the weight between shared memory and the tensor cores (``_tiles_kernel``).
+- Hopper, up to 32 rows: tiles that read the weight once (``_few_rows_ring_kernel``, or up to 16 rows
+  ``_few_rows_kernel``); more rows: tiles that unpack the weight between shared memory and the tensor cores
+  (``_tiles_kernel``).
 - Any other GPU, and what Hopper's kernels don't accept (float32, groups that are no multiple of 16, K or strides that
   are no multiples of 16 bytes; in tiles, small groups but of 16, 32 and 64, their scales if they are no multiple of 4
   bytes a row, and more than 16 rows for each value of a small group): plain Triton up to 64 rows; more rows are
@@ -32,7 +33,9 @@ from qgemm.kernels.weight_only.config import (
     FewRowsRing,
     Stored,
     Tiles,
+    fits_ring,
     select_few_rows,
+    select_ring,
     select_tiles,
 )
 from qgemm.numerics.formats import FORMATS
@@ -226,12 +229,17 @@ def _make_plan(
     form = Stored(format, FORMATS[format].bits, group, has_zeros=zero_point is not None)
     strides = (x.stride(0), weight.stride(0), scale.stride(0), 0 if residual is None else residual.stride(0))
     if limits.hopper and aligned and _fits_hopper(form, x, weight):
-        if M <= MAX_FEW_ROWS:
+        in_ring = fits_ring(M, K, form)
+        if in_ring or M <= MAX_FEW_ROWS:
             form = replace(form, paired=_reads_pairs(form, K, scale))
-            tile = select_few_rows(M, N, K, form, limits)
-            if isinstance(tile, FewRowsRing):
-                return few_rows_ring_plan(tile, form, M, N, K, strides, x.dtype, limits)
-            return Plan((M, N), few_rows_launch(tile, form, M, N, K, strides, limits))
+        if in_ring:
+            ring = select_ring(M, N, K, form, limits)
+            if ring.shared and x.is_cuda:
+                memory.keep_graph_counts(x.get_device())
+            return ring_plan(ring, form, M, N, K, strides, x.dtype, limits)
+        if M <= MAX_FEW_ROWS:
+            few_rows = select_few_rows(M, N, form, limits)
+            return Plan((M, N), few_rows_launch(few_rows, form, M, N, K, strides, limits))
         if N % 8 == 0 and _fits_tiles(M, form, scale) and (zero_point is None or _fits_tiles(M, form, zero_point)):
             exact = scale.dtype == x.dtype or (scale.itemsize == 1 and x.dtype == torch.bfloat16)
             config = select_tiles(M, N, K, form, limits, exact)
@@ -296,7 +304,7 @@ def few_rows_launch(
     )  # fmt: skip
 
 
-def few_rows_ring_plan(
+def ring_plan(
     tile: FewRowsRing,
     form: Stored,
     M: int,
@@ -318,10 +326,10 @@ def few_rows_ring_plan(
         1: TensorMap((blocks, N, words), (words, stride_wn // WORD, 1), w_block, block_layout(w_block, torch.int32)),
     }
     kind = replace(tile, shared=0, sharers=0)
-    alone = cdiv(N, tile.rows) - tile.shared
-    programs = min(tile.programs * limits.num_sms, alone) or tile.sharers
+    alone = tile.tiles(N) - tile.shared
     product = Launch(
-        _few_rows_ring_kernel, max(programs, tile.sharers), (M, N, K, alone, tile.sharers, *strides[2:], N),
+        _few_rows_ring_kernel, min(tile.programs * limits.num_sms, alone) or tile.sharers,
+        (M, N, K, alone, tile.sharers, *strides[2:], N),
         (form, kind, tile.shared > 0), tile.warps, pdl=limits.pdl, maps=maps, max_registers=tile.registers,
     )  # fmt: skip
     partial = (tile.sharers + tile.shared) * tile.rows * tile.columns
