@@ -1,7 +1,7 @@
 """How a product with a stored weight of 4 or 8 bits is computed: ``Stored``, and the tile shapes of Hopper's kernels.
 
-``select_ring``, ``select_few_rows`` and ``select_tiles`` choose by rules that were found on H200s (docs/performance.md);
-nothing is timed, so that the same problem always gets the same kernel.
+``select_ring``, ``select_few_rows`` and ``select_tiles`` choose by rules found on H200s (docs/performance.md); nothing is
+timed, so that the same problem always gets the same kernel.
 """
 
 from __future__ import annotations
@@ -231,12 +231,12 @@ def fits_ring(M: int, K: int, form: Stored) -> bool:
 def select_ring(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> FewRowsRing:
     """The tiles of a product that ``fits_ring``: those that take the least time by ``_ring_microseconds``."""
     blocks = K // form.block
-    candidates = []
+    candidates: list[tuple[float, FewRowsRing]] = []
     for one, step in RING[form.bits, 1 if M == 1 else next_power_of_2(max(M, 8))]:
         programs = one.programs * limits.num_sms
         ways = one.shared_by(one.tiles(N) % programs, programs, cdiv(blocks, one.splits))
-        candidates += [(way, step) for way in (one, *ways)]
-    return min(candidates, key=lambda each: _ring_microseconds(*each, N, blocks, form.bits, limits))[0]
+        candidates += [(_ring_microseconds(way, step, N, blocks, form.bits, limits), way) for way in (one, *ways)]
+    return min(candidates, key=lambda each: each[0])[1]
 
 
 def _ring_microseconds(tile: FewRowsRing, step: float, N: int, blocks: int, bits: int, limits: DeviceLimits) -> float:
@@ -270,7 +270,7 @@ def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits, exa
     """
     plain = form.group == 0 or (form.group >= BLOCK_BYTES and exact)
     widest = 256 if plain and not form.has_zeros else 128
-    candidates = []
+    candidates: list[Tiles] = []
     for one in TILES:
         if one.columns > min(max(32, next_power_of_2(M)), widest):
             continue

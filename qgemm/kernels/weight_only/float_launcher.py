@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
+from qgemm.kernels.launch.driver import DriverLaunch
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch, hooked
 from qgemm.kernels.launch.plans import Run, plans, remember
 from qgemm.kernels.launch.tensor_map import TensorMap
@@ -48,6 +49,7 @@ PANEL = 64  # columns of x that are copied at a time
 VECTOR_BYTES = 16  # that a thread reads of a row, with one scale
 SMALL_GROUPS = (16, 32, 64)  # of tiles
 WORD = 4  # bytes
+MAX_KEPT_SUMS = 2**21  # float32 in memory that a stream keeps; more take so long that an allocation doesn't
 MAX_ROWS_BY_GROUP = 16  # for each value of a small group; a float weight takes less time for more
 
 
@@ -126,11 +128,12 @@ class Plan:
         residual: Tensor | None,
     ) -> Tensor:
         """``[M, N]`` of ``x [M, K]``."""
-        if self.product is None:
+        product = self.product
+        if product is None:
             return x.new_empty(self.shape)
         if self.made is not None:
             float_weight = x.new_empty(self.made)
-            self.product(weight, scale, zero_point, global_scale, float_weight)
+            product(weight, scale, zero_point, global_scale, float_weight)
             out = F.linear(x, float_weight, None if bias is None else bias.to(x.dtype))
             return out if residual is None else out.add_(residual)
         device = x.device.index
@@ -138,15 +141,34 @@ class Plan:
             with torch.cuda.device(device):
                 return self.run(x, weight, scale, zero_point, global_scale, bias, residual)
         out = _empty(x, self.shape, x.dtype)
-        partial = counts = None
-        if self.partial:
-            partial, counts = _empty(x, (self.partial,), torch.float32), _counts(x)
-        tensors: tuple[Tensor | None, ...] = x, weight, scale, zero_point, global_scale, bias, residual, out
-        if self.may_share:
-            tensors = *tensors, partial, counts
-        if not _by_driver(self.product, tensors):
-            self.product(x, self.stored(weight), *tensors[2:])
+        given: tuple[Tensor | None, ...] = x, weight, scale, zero_point, global_scale, bias, residual, out
+        if product.aligned is None or hooked() or not self._run_by_driver(product.aligned, x, given):
+            if self.partial:
+                given = *given, _empty(x, (self.partial,), torch.float32), _counts(x)
+            elif self.may_share:
+                given = *given, None, None
+            product(x, self.stored(weight), *given[2:])
         return out
+
+    def _run_by_driver(self, launch: DriverLaunch, x: Tensor, tensors: tuple[Tensor | None, ...]) -> bool:
+        """Launches with addresses alone, if that can be."""
+        addresses = [tensor.data_ptr() for tensor in tensors if tensor is not None]
+        merged = 0
+        for address in addresses:
+            merged |= address
+        if merged % ALIGNMENT:
+            return False
+        device = x.get_device()
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        if not self.partial:
+            launch(stream, tuple(addresses))
+        elif self.partial > MAX_KEPT_SUMS or _captured(stream):
+            partial, counts = _empty(x, (self.partial,), torch.float32), _counts(x)
+            launch(stream, (*addresses, partial.data_ptr(), counts.data_ptr()))
+        else:
+            kept = memory.stream_buffer(device, stream, memory.COUNTS_BYTES + 4 * MAX_KEPT_SUMS).data_ptr()
+            launch(stream, (*addresses, kept + memory.COUNTS_BYTES, kept))
+        return True
 
     def stored(self, weight: Tensor) -> Tensor:
         """The weight as the product reads it."""
@@ -184,31 +206,23 @@ def _empty(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return memory.empty(shape, (shape[-1], 1)[-len(shape) :], dtype)
 
 
+def _captured(stream: int) -> bool:
+    """Whether the current ``stream``'s work goes to a CUDA graph. That of the default stream, 0, never does."""
+    return stream != 0 and memory.is_capturing()
+
+
 def _counts(x: Tensor) -> Tensor:
     """``COUNTS_BYTES`` of zeros, or more bytes, for programs that share tiles."""
     if not x.is_cuda:
         return x.new_zeros(memory.COUNTS_BYTES, dtype=torch.int8)
     device = x.get_device()
     stream = torch._C._cuda_getCurrentRawStream(device)
-    # The default stream, 0, is never captured.
-    if not (stream and memory.is_capturing()):
+    if not _captured(stream):
         return memory.stream_buffer(device, stream, memory.COUNTS_BYTES)
     counts = memory.graph_counts(device)
     if counts is None:  # a kernel of the graph makes them zeros
         counts = torch.zeros(memory.COUNTS_BYTES // 4, dtype=torch.int32, device=x.device)
     return counts.view(torch.int8)
-
-
-def _by_driver(launch: Launch, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Launches with addresses alone, if that can be."""
-    by_driver = launch.aligned
-    if by_driver is None or hooked():
-        return False
-    addresses = tuple(tensor.data_ptr() for tensor in tensors if tensor is not None)
-    if any(address % ALIGNMENT for address in addresses):
-        return False
-    by_driver(torch._C._cuda_getCurrentRawStream(tensors[0].get_device()), addresses)  # type: ignore[union-attr]
-    return True
 
 
 def _make_plan(
