@@ -1,13 +1,13 @@
 """How a product with a stored weight of 4 or 8 bits is computed: ``Stored``, and the tile shapes of Hopper's kernels.
 
-``select_ring``, ``select_few_rows`` and ``select_tiles`` choose by rules found on H200s (docs/performance.md); nothing is
-timed, so that the same problem always gets the same kernel.
+``select_ring``, ``select_few_rows`` and ``select_tiles`` choose by rules that H200s gave (docs/performance.md). Nothing
+is timed, so that the same problem always gets the same kernel.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar, TypeVar
 
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.memory import COUNTS_BYTES
@@ -77,6 +77,9 @@ class FewRows:
     """Of a thread, at most."""
 
 
+S = TypeVar("S", bound="Shareable")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shareable:
     """How programs share the last tiles along K, as ``Items`` has it. The last sharer of a tile adds up all parts."""
@@ -93,7 +96,7 @@ class Shareable:
         """How many programs share a tile, at most."""
         return cdiv(self.sharers, self.shared) + (self.sharers % self.shared > 0)
 
-    def shared_by(self, shared: int, programs: int, steps: int) -> list[Self]:
+    def shared_by(self: S, shared: int, programs: int, steps: int) -> list[S]:
         """Ways to share the last ``shared`` tiles of so many steps of K: each by as many programs, or all by all."""
         if not 0 < shared * self.counts <= MAX_COUNTS:
             return []
