@@ -6,7 +6,8 @@ Without a GPU the kernel for every GPU runs in Triton's interpreter, on CPU tens
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import HALF, pack_codes, unpack_codes
 from tests.kernels.devices import H200
 from tests.kernels.test_gemm_hopper import on_hopper
+from tests.kernels.test_weight_only_config import shared_well
 
 Compute = Callable[..., Tensor]
 COMPUTE = pytest.mark.parametrize("compute", [int8_cpu.weight_only_linear, weight_only_linear], ids=["cpu", "gpu"])
@@ -227,9 +229,8 @@ def test_a_config_fits(M: int, group: int) -> None:
         assert config.shared_memory() <= H200.shared_memory
         assert (config.warps > 0) == (M <= MAX_FEW_ROWS)
         assert config.cols >= min(M, MAX_FEW_ROWS)
-        assert config.parts <= max(K // 512, 1), "a part has two blocks of K"
-        assert config.splits == 1 or 512 * config.parts <= K, "each group of warps has one"
-        assert config.parts == 1 or config.tiles(M, N) <= 2 * H200.num_sms
+        shared_well(config, config.tiles(M, N), H200.num_sms, cdiv(K, 256))
+        assert not config.shared or config.splits == 1 or 512 * config.parts <= K, "each group of warps has a block"
         assert (2 if config.cols == 256 else 3) <= config.stages <= MAX_STAGES
 
 
@@ -243,42 +244,68 @@ def test_values_of_many_rows_are_multiplied_by_scales_in_steps(M: int, group: in
         assert config == select_config(M, N, K, group, H200) or M > 64
 
 
-def test_few_tiles_are_cut_along_k() -> None:
-    assert select_config(64, 4096, 14_336, 128, H200).parts > 1
-    assert select_config(4096, 4096, 14_336, 128, H200).parts == 1
+def test_programs_share_the_last_tiles() -> None:
+    few = select_config(64, 4096, 14_336, 128, H200)
+    assert few.shared == few.tiles(64, 4096)
+    # 192 tiles of 256 rows of x, of which 60 are for a second round.
+    some = select_config(1024, 6144, 4096, 128, H200, has_steps=True)
+    assert (some.cols, some.shared, some.sharers) == (256, 60, 120)
+    assert not select_config(4096, 4096, 14_336, 128, H200).shared
+    assert not select_config(64, 4096, 14_336, 128, H200, may_share=False).shared
 
 
 # All of one kind to the compiler: neither rows nor groups are multiples of 16.
 HOPPER_SIZES = [(264, 1024), (1000, 1152), (2056, 1280)]
+
+
+class Tile(NamedTuple):
+    """A config for ``M`` rows; ``sharing``: "all" tiles by twice as many programs, or the "last" two by three."""
+
+    M: int
+    config: Int8Config
+    sharing: str = ""
+
+    def config_for(self, N: int) -> Int8Config:
+        tiles = self.config.tiles(self.M, N)
+        if self.sharing == "last" and tiles >= 5:
+            return replace(self.config, shared=2, sharers=3)
+        return replace(self.config, shared=tiles, sharers=2 * tiles) if self.sharing else self.config
+
+
 FEW_CONFIGS = [
-    (1, Int8Config(32, 8, 4, warps=8)),
-    (5, Int8Config(32, 8, 4, warps=4)),
-    (16, Int8Config(64, 16, 3, warps=4)),
-    (13, Int8Config(32, 16, 3, warps=8)),
+    Tile(1, Int8Config(32, 8, 4, warps=8)),
+    Tile(5, Int8Config(32, 8, 4, warps=4)),
+    Tile(16, Int8Config(64, 16, 3, warps=4)),
+    Tile(13, Int8Config(32, 16, 3, warps=8)),
 ]
 # Each with all rows of a tile for both groups of warps, half of them, partial sums.
 CONFIGS = [
     *FEW_CONFIGS,
-    (32, Int8Config(128, 32, 5)),
-    (40, Int8Config(64, 64, 5, splits=2)),
-    (64, Int8Config(64, 64, 4, splits=2, parts=2)),
-    (100, Int8Config(128, 64, 4, parts=2)),
-    (600, Int8Config(128, 128, 4, pieces=2)),
+    Tile(32, Int8Config(128, 32, 5)),
+    Tile(40, Int8Config(64, 64, 5, splits=2)),
+    Tile(64, Int8Config(64, 64, 4, splits=2), "all"),
+    Tile(100, Int8Config(128, 64, 4), "all"),
+    Tile(600, Int8Config(128, 128, 4, pieces=2), "last"),
 ]
 WHOLE_ROWS = [
-    (130, Int8Config(256, 64, 4, consumers=4)),
-    (520, Int8Config(128, 256, 2, pieces=2, x_slots=5)),
-    (256, Int8Config(128, 128, 4)),
-    (300, Int8Config(256, 128, 3, pieces=2)),
+    Tile(130, Int8Config(256, 64, 4, consumers=4)),
+    Tile(520, Int8Config(128, 256, 2, pieces=2, x_slots=5), "last"),
+    Tile(256, Int8Config(128, 128, 4)),
+    Tile(300, Int8Config(256, 128, 3, pieces=2)),
 ]
 STEPS = [
-    (70, Int8Config(64, 64, 5, splits=2, multiplies=True)),
-    (100, Int8Config(128, 64, 4, parts=2, multiplies=True)),
-    (256, Int8Config(128, 128, 4, multiplies=True)),
-    (300, Int8Config(128, 256, 2, pieces=2, multiplies=True, x_slots=5)),
+    Tile(70, Int8Config(64, 64, 5, splits=2, multiplies=True)),
+    Tile(100, Int8Config(128, 64, 4, multiplies=True), "all"),
+    Tile(256, Int8Config(128, 128, 4, multiplies=True), "last"),
+    Tile(300, Int8Config(128, 256, 2, pieces=2, multiplies=True, x_slots=5), "last"),
 ]
-STEPS_OF_128 = [*STEPS, (130, Int8Config(256, 64, 4, consumers=4, multiplies=True))]
-SMALL_GROUPS = [*FEW_CONFIGS[1::2], (40, Int8Config(64, 64, 5, splits=2)), (100, Int8Config(128, 64, 4, parts=2))]
+STEPS_OF_128 = [*STEPS, Tile(130, Int8Config(256, 64, 4, consumers=4, multiplies=True))]
+SMALL_GROUPS = [
+    *FEW_CONFIGS[1::2],
+    Tile(40, Int8Config(64, 64, 5, splits=2)),
+    Tile(100, Int8Config(128, 64, 4), "all"),
+    Tile(100, Int8Config(128, 64, 4), "last"),
+]
 
 
 @on_hopper
@@ -295,9 +322,7 @@ SMALL_GROUPS = [*FEW_CONFIGS[1::2], (40, Int8Config(64, 64, 5, splits=2)), (100,
         (32, None, STEPS),
     ],
 )
-def test_sums_of_hopper_s_kernels_are_exact(
-    size: int, asymmetric: bool | None, configs: list[tuple[int, Int8Config]]
-) -> None:
+def test_sums_of_hopper_s_kernels_are_exact(size: int, asymmetric: bool | None, configs: list[Tile]) -> None:
     """What an assembler makes of registers that ``wgmma`` still reads would show here.
 
     ``asymmetric``: None for scales in steps.
@@ -305,7 +330,8 @@ def test_sums_of_hopper_s_kernels_are_exact(
     device = torch.device("cuda")
     for N, K in HOPPER_SIZES:
         layer = make(N, K, size or K, device, bool(asymmetric), exact=True, in_steps=asymmetric is None)
-        for M, config in configs:
+        for tile in configs:
+            M, config = tile.M, tile.config_for(N)
             for x in (ternary(M, K, device), torch.randn(M, K, device=device)):
                 x = x.bfloat16()
                 out = weight_only_linear(x, layer, config)
@@ -323,11 +349,12 @@ def test_sums_of_hopper_s_kernels_are_exact(
         ("steps", 128, STEPS_OF_128),
     ],
 )
-def test_the_largest_sums_of_hopper_s_kernels(kind: str, size: int, configs: list[tuple[int, Int8Config]]) -> None:
+def test_the_largest_sums_of_hopper_s_kernels(kind: str, size: int, configs: list[Tile]) -> None:
     device = torch.device("cuda")
     layer = extreme(kind, MAX_K, size, device)
+    N = layer.values.shape[0]
     chosen: list[tuple[int, Int8Config | None]] = [(1, None), (16, None), (64, None), (300, None)]
-    for M, config in chosen + configs:
+    for M, config in chosen + [(tile.M, tile.config_for(N)) for tile in configs]:
         x = extreme_rows(M, layer, torch.bfloat16)
         assert torch.equal(weight_only_linear(x, layer, config), exact_sums(x, layer)), (M, config)
 

@@ -166,6 +166,8 @@ class LinearPlan:
         if capturing:
             counts = memory.graph_counts(self.device) if self.counts else None
             plan = self.captured if counts is None else plan
+        elif self.counts and not self.shares_buffer:
+            counts = memory.stream_buffer(self.device, stream, COUNTS_BYTES)
         if self.shares_buffer and not capturing:
             buffer = memory.stream_buffer(self.device, stream, plan.buffer)
         else:
@@ -180,9 +182,11 @@ class LinearPlan:
             by_driver = step.launch.aligned
             if by_driver is None or unusual:
                 own_counts, q, q_scale = plan.parts_of(buffer)
+                if counts is not None:
+                    own_counts = plan.parts[0].of(counts.view(torch.int8))
                 weight = weight.view(torch.int8) if self.takes_bytes else weight
                 tensors = (rows, weight, weight_scale, bias, input_scale, residual, out)
-                step.run((*tensors, own_counts if counts is None else counts, q, q_scale))
+                step.run((*tensors, own_counts, q, q_scale))
             else:
                 by_driver(stream, step.pick(addresses))
         return out

@@ -7,7 +7,7 @@ is timed, so that the same problem always gets the same kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.memory import COUNTS_BYTES
@@ -88,8 +88,11 @@ class Shareable:
     """How many tiles."""
     sharers: int = 0
     """How many programs share them."""
-    counts: ClassVar[int] = 1
-    """Of programs that have finished their part, for each tile."""
+
+    @property
+    def counts(self) -> int:
+        """Of programs that have finished their part, for each tile."""
+        return 1
 
     @property
     def parts(self) -> int:
@@ -204,8 +207,11 @@ class Tiles(Shareable):
     """Slots of a group of warps for what it stores."""
     group_size_m: int = 8
     """Rows of tiles that are computed together."""
-    counts: ClassVar[int] = 2
-    """One for each group of warps."""
+
+    @property
+    def counts(self) -> int:
+        """One for each group of warps."""
+        return 2
 
     def tiles(self, M: int, N: int) -> int:
         """How many an output of ``[M, N]`` has."""

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from qgemm.kernels.launch.device import DeviceLimits
+from qgemm.kernels.weight_only.config import Shareable
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import HALF
 
@@ -13,7 +14,6 @@ BLOCK = 256  # values along K in 128 bytes of a packed row
 MAX_FEW_ROWS = 16  # of x, for the kernel with the smaller instructions
 MIN_ROWS_FOR_STEPS = 65  # with fewer, scaling sums takes less than multiplying values
 MAX_STAGES = 8
-MAX_PARTS = 8
 RESERVED_BYTES = 2048  # of shared memory, for barriers
 # Of an H200, in microseconds and bytes. A block is a tile's values along BLOCK of K.
 _BLOCK_LATENCY = 0.15, 0.12  # of each; with four groups of warps
@@ -24,16 +24,19 @@ _MULTIPLIED = 1.0e-3  # a row, whose values are multiplied by the scale of their
 _HIDDEN = 128.0  # but for what products of more columns hide
 _BYTES = 32_000.0  # of the weight that a multiprocessor loads from memory in a microsecond
 _TILE_LATENCY = 0.35
-_PARTS = 1.8  # to wait for the partial sums of others
-_PARTIAL_BYTES = 40_000.0  # of partial sums, that it writes or reads in a microsecond
+_HANDOVER = 1.3
+_PARTIAL_SUM = 5.5e-5  # of each part but the last
+# Programs with parts of two tiles are at other values of K than their neighbours, which load the same.
+_SECOND_PART = 1.0
+_APART = 1.1
 
 
 @dataclass(frozen=True)
-class Int8Config:
+class Int8Config(Shareable):
     """A tile of ``rows`` of the weight by ``cols`` rows of x, in a pipeline of ``stages`` blocks of K.
 
     ``warps``: of a program of the kernel for few rows, each with a block of K of its own; 0 for the other kernel.
-    ``parts``: in how many a tile is cut along K. ``pieces``: in how many its columns are multiplied, scaled and stored.
+    ``pieces``: in how many its columns are multiplied, scaled and stored.
     ``consumers``: how many groups of warps multiply in that kernel, ``splits`` of them the same rows, by turns.
     ``multiplies``: whether values are multiplied by the scale of their group, in steps, and sums are then integers.
     ``x_slots``: for halves of blocks of x, where those have slots of their own.
@@ -43,7 +46,6 @@ class Int8Config:
     cols: int
     stages: int
     warps: int = 0
-    parts: int = 1
     pieces: int = 1
     consumers: int = 2
     splits: int = 1
@@ -63,27 +65,33 @@ class Int8Config:
         """How many an output of ``[M, N]`` has."""
         return cdiv(M, self.cols) * cdiv(N, self.rows)
 
-    def workspace(self, M: int, N: int) -> tuple[int, int]:
-        """How many float32 partial sums and how many counts it needs."""
-        if self.parts == 1:
-            return 0, 0
-        tiles = self.tiles(M, N)
-        return tiles * self.parts * self.rows * self.cols, tiles * self.consumers
+    @property
+    def counts(self) -> int:
+        """One for each piece of the rows that a group of warps stores."""
+        return self.consumers // self.splits * self.pieces
+
+    @property
+    def partial(self) -> int:
+        """Sums that programs which share tiles leave to one another."""
+        return (self.sharers + self.shared) * self.rows * self.cols
 
 
-def select_config(M: int, N: int, K: int, group: int, limits: DeviceLimits, has_steps: bool = False) -> Int8Config:
+def select_config(
+    M: int, N: int, K: int, group: int, limits: DeviceLimits, has_steps: bool = False, may_share: bool = True
+) -> Int8Config:
     """The config for ``[M, K]`` by ``[N, K]``; ``group``: how many values share a scale, 0 for all of a row.
 
-    ``has_steps``: whether scales of groups are multiples of a step of their row.
+    ``has_steps``: whether scales of groups are multiples of a step of their row. ``may_share``: whether programs may
+    share tiles.
     """
     if M <= MAX_FEW_ROWS:
         configs = _few(M, group)
     elif has_steps and M >= MIN_ROWS_FOR_STEPS:
-        configs = [replace(config, multiplies=True) for config in _many(M, N, K, 0, limits)]
+        configs = [replace(config, multiplies=True) for config in _many(M, N, K, 0, limits, may_share)]
         if group < HALF:  # whose multiples leave fewer registers
             configs = [config for config in configs if config.consumers == 2 and config.cols < 256]
     else:
-        configs = _many(M, N, K, group, limits)
+        configs = _many(M, N, K, group, limits, may_share)
     found = (_deepest(config, limits) for config in configs)
     valid = [config for config in found if config is not None]
     return min(valid, key=lambda config: _microseconds(config, M, N, K, group, limits))
@@ -97,7 +105,7 @@ def _few(M: int, group: int) -> list[Int8Config]:
     return [Int8Config(rows, cols, MAX_STAGES, warps=4) for rows in (32, 64)]
 
 
-def _many(M: int, N: int, K: int, group: int, limits: DeviceLimits) -> list[Int8Config]:
+def _many(M: int, N: int, K: int, group: int, limits: DeviceLimits, may_share: bool) -> list[Int8Config]:
     cols = 32 if M <= 32 else 64
     shapes = [Int8Config(64, cols, MAX_STAGES, splits=2), Int8Config(128, cols, MAX_STAGES)]
     if M > 64 and group in (0, HALF):  # smaller groups need more registers
@@ -106,14 +114,14 @@ def _many(M: int, N: int, K: int, group: int, limits: DeviceLimits) -> list[Int8
         shapes.append(Int8Config(128, 256, 2, pieces=2, x_slots=5))
     if M > 32 and group == 0:  # what scales sums doesn't fit in the registers of four
         shapes.append(Int8Config(256, 64, MAX_STAGES, consumers=4))
-    blocks = cdiv(K, BLOCK)
-    configs = []
+    if not may_share:
+        return shapes
+    blocks, configs = cdiv(K, BLOCK), []
     for one in shapes:
-        # Each group of warps that has blocks of its own has one at least.
-        most = blocks // 2 if one.splits > 1 else max(blocks // 2, 1)
-        if one.tiles(M, N) > 2 * limits.num_sms or one.consumers > 2:
-            most = min(most, 1)
-        configs += [replace(one, parts=count) for count in range(1, min(most, MAX_PARTS) + 1)]
+        ways = one.shared_by(one.tiles(M, N) % limits.num_sms, limits.num_sms, blocks)
+        if one.splits > 1:  # each group of warps has a block of its own
+            ways = [way for way in ways if way.sharers % way.shared == 0 and one.splits * way.parts <= blocks]
+        configs += [one, *ways]
     return configs
 
 
@@ -128,22 +136,28 @@ def _deepest(config: Int8Config, limits: DeviceLimits) -> Int8Config | None:
 
 def _microseconds(config: Int8Config, M: int, N: int, K: int, group: int, limits: DeviceLimits) -> float:
     """About how long it takes, but for what all take."""
-    tiles = config.tiles(M, N) * config.parts
-    rounds = cdiv(tiles, limits.num_sms)
+    blocks, tiles = cdiv(K, BLOCK), config.tiles(M, N)
     if config.warps:
         # All that matters is what is loaded.
-        return rounds * K * (config.rows / 2 + config.cols) / _BYTES
+        return cdiv(tiles, limits.num_sms) * K * (config.rows / 2 + config.cols) / _BYTES
     values = config.rows * config.cols
     computed = _BLOCK_LATENCY[config.consumers > 2] + values * _PRODUCTS
     if config.multiplies:
         computed += config.rows * _MULTIPLIED * min(1, _HIDDEN / config.cols)
     elif group:
         computed += _GROUPS_LATENCY + values * (BLOCK / group) * _SCALED
-    # Rows of x beside one another read the weight from the cache.
-    busy = min(tiles, limits.num_sms) / limits.num_sms / cdiv(M, config.cols)
-    loaded = config.rows * BLOCK / 2 / _BYTES * busy
-    block = math.pow(computed**3 + loaded**3, 1 / 3)  # they hide each other but in part
-    time = rounds * (cdiv(cdiv(K, BLOCK), config.parts) * block + _TILE_LATENCY)
-    if config.parts > 1:
-        time += _PARTS + (rounds + config.parts - 1) * values * 4 / _PARTIAL_BYTES
+
+    def block(programs: int) -> float:
+        # Rows of x beside one another read the weight from the cache.
+        busy = min(programs, limits.num_sms) / limits.num_sms / cdiv(M, config.cols)
+        loaded = config.rows * BLOCK / 2 / _BYTES * busy
+        return math.pow(computed**3 + loaded**3, 1 / 3)  # they hide each other but in part
+
+    alone = tiles - config.shared
+    time = cdiv(alone, limits.num_sms) * (blocks * block(alone) + _TILE_LATENCY)
+    if config.shared:
+        own = cdiv(config.shared * blocks, config.sharers) * block(config.sharers)
+        if config.sharers % config.shared:
+            own = own * _APART + _SECOND_PART
+        time += own + _TILE_LATENCY + _HANDOVER + (config.parts - 1) * values * _PARTIAL_SUM
     return time

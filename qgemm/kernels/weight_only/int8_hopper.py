@@ -89,10 +89,8 @@ def row_launch(config: Int8Config, sizes: Sizes, stride_xk: int, limits: DeviceL
     )  # fmt: skip
 
 
-def many_launch(
-    config: Int8Config, sizes: Sizes, dtype: torch.dtype, offsets: tuple[int, int], limits: DeviceLimits
-) -> Launch:
-    """As ``few_launch``. ``offsets``: of partial sums and counts, behind the rows' scale."""
+def many_launch(config: Int8Config, sizes: Sizes, dtype: torch.dtype, partial_at: int, limits: DeviceLimits) -> Launch:
+    """As ``few_launch``, and counts. ``partial_at``: where partial sums are, behind the rows' scale."""
     M, N, K, G, group = sizes
     rows, cols = config.rows, config.cols // config.pieces
     own = rows * config.splits // config.consumers
@@ -105,12 +103,13 @@ def many_launch(
     }
     registers = MULTIPLYING_REGISTERS_BESIDE if beside else MULTIPLYING_REGISTERS[config.consumers]
     constants = (
-        group, config.stages, config.x_slots, config.parts > 1, config.pieces, config.consumers, config.splits,
+        group, config.stages, config.x_slots, config.shared > 0, config.pieces, config.consumers, config.splits,
         max(ROWS_AT_A_TIME // config.cols, 1), registers, M <= MAX_ROWS_TO_START_NEXT,
     )  # fmt: skip
+    alone = config.tiles(M, N) - config.shared
     return Launch(
-        _int4_int8_many_kernel, min(config.tiles(M, N) * config.parts, limits.num_sms),
-        (M, N, K, G, config.parts, *offsets), constants, 4, pdl=True, maps=maps,
+        _int4_int8_many_kernel, min(alone, limits.num_sms) or config.sharers,
+        (M, N, K, G, alone, config.sharers, partial_at), constants, 4, pdl=True, maps=maps,
         max_registers=REGISTERS_BESIDE[8] if beside else None,
     )  # fmt: skip
 

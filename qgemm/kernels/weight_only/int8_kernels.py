@@ -9,7 +9,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages.epilogue import rounded
-from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -60,24 +59,3 @@ def _int4_int8_kernel(
         gdc_launch_dependents()
     to = C + m.to(tl.int64)[:, None] * stride_cm + n[None, :]
     tl.store(to, rounded(out, C.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
-
-
-@triton.jit(do_not_specialize=["M"])
-def _quantize_and_clear_kernel(
-    x_ptr, q_ptr, row_scale_ptr,
-    M, K, stride_xm, stride_xk, counts_at, COUNTS,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CLEAR: tl.constexpr, NEXT_EARLY: tl.constexpr,
-):  # fmt: skip
-    """``_quantize_rows_kernel``, which also zeroes ``COUNTS`` int32 at ``counts_at`` behind ``row_scale_ptr``."""
-    if NEXT_EARLY:
-        gdc_launch_dependents()
-    gdc_wait()
-    program = tl.program_id(0)
-    if program == 0:
-        for start in range(0, COUNTS, CLEAR):
-            at = start + tl.arange(0, CLEAR)
-            tl.store(row_scale_ptr + counts_at + at, 0.0, mask=at < COUNTS)
-    row = program.to(tl.int64)
-    if row < M:
-        source = StridedRow(x_ptr + row * stride_xm, K, stride_xk)
-        quantize_row(source, RowQuantization(None), q_ptr + row * K, row_scale_ptr + row, tl.arange(0, BLOCK), BLOCKS)

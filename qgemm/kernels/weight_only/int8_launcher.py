@@ -1,19 +1,21 @@
 """Launcher of int4 layers with int8 activations on GPU tensors: rows quantized, and multiplied with packed weights.
 
 As ``kernels/linear/launcher.py`` has it, the first call of a kind leaves a plan behind. On Hopper one row is one
-launch, and outside of CUDA graphs up to ``MAX_FEW_ROWS`` are; else there are two, which overlap. Partial sums and
-counts of a product that is cut along K lie behind the rows' scales, and the first launch clears the counts.
+launch, and outside of CUDA graphs up to ``MAX_FEW_ROWS`` are; else there are two, which overlap. Partial sums of tiles
+that programs share lie behind the rows' scales.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import DeviceLimits, device_limits
 from qgemm.kernels.launch.launch import ALIGNMENT, Launch
 from qgemm.kernels.launch.memory import CACHE_LINE_BYTES, COUNTS_BYTES
@@ -23,14 +25,13 @@ from qgemm.kernels.linear.launcher import LinearPlan
 from qgemm.kernels.quantize import launcher as quantize
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.weight_only.int8_config import BLOCK, Int8Config, select_config
-from qgemm.kernels.weight_only.int8_kernels import _int4_int8_kernel, _quantize_and_clear_kernel
+from qgemm.kernels.weight_only.int8_kernels import _int4_int8_kernel
 from qgemm.numerics.integers import cdiv, next_power_of_2, round_up
 from qgemm.numerics.packing import HALF
 
 MAX_K = 1 << 17  # of Hopper's kernels: 16 * 8 * 127 * K must be an int32
 GROUPS = (32, 64, HALF)  # of theirs, or all of a row
 MAX_OWN_ROW = 32_768  # values of a row that every program quantizes for itself
-CLEARED_AT_A_TIME = 256
 
 PARTS = ("counts", "q", "q_scale")
 # What the launches take.
@@ -73,8 +74,6 @@ class Workspace(NamedTuple):
     q_bytes: int
     partial_at: int
     """Behind the rows' scales, in floats."""
-    counts_at: int
-    """Behind those."""
     floats: int
 
     @property
@@ -83,11 +82,11 @@ class Workspace(NamedTuple):
         return COUNTS_BYTES + self.q_bytes + 4 * self.floats
 
 
-def _workspace(M: int, N: int, K: int, config: Int8Config | None) -> Workspace:
-    partial, counts = config.workspace(M, N) if config is not None else (0, 0)
+def _workspace(M: int, K: int, config: Int8Config | None) -> Workspace:
     at = round_up(M, CACHE_LINE_BYTES // 4)
     # A block of K may go on behind the last row, where its weights are 0.
-    return Workspace(round_up(M * K + BLOCK, CACHE_LINE_BYTES), at, at + partial, at + partial + counts)
+    q_bytes = round_up(M * K + BLOCK, CACHE_LINE_BYTES)
+    return Workspace(q_bytes, at, at + (0 if config is None else config.partial))
 
 
 def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) -> LinearPlan:
@@ -95,16 +94,12 @@ def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) ->
     N, M = values.shape[0], math.prod(x.shape[:-1])
     rows, out, device = x.reshape(M, K), x.new_empty((*x.shape[:-1], N)), x.device.index
     limits, group = device_limits(x.device), 0 if group_size >= K else group_size
+    select = partial(select_config, M, N, K, group, limits, step is not None)
     if config is None and limits.hopper and _takes_hopper(N, K, group, values, zero_point is None, x.dtype):
-        config = select_config(M, N, K, group, limits, has_steps=step is not None)
-    space = _workspace(M, N, K, config)
-    parts = (
-        Part(0, (COUNTS_BYTES // 4,), torch.int32),
-        Part(COUNTS_BYTES, (M, K), torch.int8),
-        Part(COUNTS_BYTES + space.q_bytes, (space.floats,), torch.float32),
-    )
-    two = one = LaunchPlan(device, space.size, parts, ())
-    is_one = is_row = False
+        config = select()
+    two = one = _plan(device, _workspace(M, K, config), M, K, ())
+    is_one = is_row = shares = False
+    captured = two
     if out.numel() and K:
         names = _names(zero_point is not None, step is not None, bias is not None)
         G = scale.shape[1]
@@ -114,18 +109,32 @@ def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) ->
                 names.step(first, "x", "q", "q_scale", "none", "none"),
                 names.step(_launch(M, N, K, G, group or K, limits), *PRODUCT),
             )
+            two = captured = replace(two, steps=steps)
         else:
-            steps = _two_launches(names, rows, N, G, group, x.dtype, config, space, limits)
+            two = captured = _two_launches(names, rows, N, G, group, config, limits)
             is_one = config.warps > 0
             is_row = is_one and M == 1 and K <= MAX_OWN_ROW
             if is_one:
                 one = replace(one, steps=(_one_launch(names, rows, N, G, group, is_row, config, limits),))
-        two = replace(two, steps=steps)
+            shares = config.shared > 0
+            if shares:
+                captured = _two_launches(names, rows, N, G, group, select(may_share=False), limits)
+                if x.is_cuda:
+                    memory.keep_graph_counts(x.get_device())
     return LinearPlan(
         device, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), values.data_ptr() % ALIGNMENT == 0,
-        None if rows.data_ptr() == x.data_ptr() else (M, K), None, space.q_bytes,
-        usual=one if is_one else two, captured=one if is_row else two, shares_buffer=is_one, counts=False,
+        None if rows.data_ptr() == x.data_ptr() else (M, K), None, two.parts[2].offset - COUNTS_BYTES,
+        usual=one if is_one else two, captured=one if is_row else captured, shares_buffer=is_one, counts=shares,
     )  # fmt: skip
+
+
+def _plan(device: int | None, space: Workspace, M: int, K: int, steps: tuple[Step, ...]) -> LaunchPlan:
+    parts = (
+        Part(0, (COUNTS_BYTES // 4,), torch.int32),
+        Part(COUNTS_BYTES, (M, K), torch.int8),
+        Part(COUNTS_BYTES + space.q_bytes, (space.floats,), torch.float32),
+    )
+    return LaunchPlan(device, space.size, parts, steps)
 
 
 def _names(has_zeros: bool, has_steps: bool, has_bias: bool) -> Names:
@@ -157,30 +166,21 @@ def _takes_hopper(N: int, K: int, group: int, weight: Tensor, symmetric: bool, d
 
 
 def _two_launches(
-    names: Names,
-    rows: Tensor,
-    N: int,
-    G: int,
-    group: int,
-    dtype: torch.dtype,
-    config: Int8Config,
-    space: Workspace,
-    limits: DeviceLimits,
-) -> tuple[Step, Step]:
+    names: Names, rows: Tensor, N: int, G: int, group: int, config: Int8Config, limits: DeviceLimits
+) -> LaunchPlan:
     from qgemm.kernels.weight_only import int8_hopper as hopper
 
     M, K = rows.shape
-    sizes = hopper.Sizes(M, N, K, G, group)
-    if config.parts > 1:
-        first = names.step(_clearing_launch(rows, space, limits), "x", "q", "q_scale")
-    else:
-        plain = quantize.plan_quantization(rows, None, next_early=hopper.starts_early(M))
-        first = names.step(plain, "x", "q", "q_scale", "none", "none")
+    space, sizes = _workspace(M, K, config), hopper.Sizes(M, N, K, G, group)
+    plain = quantize.plan_quantization(rows, None, next_early=hopper.starts_early(M))
+    first = names.step(plain, "x", "q", "q_scale", "none", "none")
     if config.warps:
-        return first, names.step(hopper.few_launch(config, sizes, limits), *PRODUCT)
-    product = hopper.many_launch(config, sizes, dtype, (space.partial_at, space.counts_at), limits)
-    step = "step" if config.multiplies else "none"
-    return first, names.step(product, *PRODUCT[:-1], step, *PRODUCT[-1:])
+        second = names.step(hopper.few_launch(config, sizes, limits), *PRODUCT)
+    else:
+        product = hopper.many_launch(config, sizes, rows.dtype, space.partial_at, limits)
+        step, counts = "step" if config.multiplies else "none", "counts" if config.shared else "none"
+        second = names.step(product, *PRODUCT[:-1], step, *PRODUCT[-1:], counts)
+    return _plan(rows.device.index, space, M, K, (first, second))
 
 
 def _one_launch(
@@ -193,17 +193,6 @@ def _one_launch(
     if is_row:
         return names.step(hopper.row_launch(config, sizes, rows.stride(1), limits), *ROW)
     return names.step(hopper.layer_launch(config, sizes, rows.stride(), limits), *LAYER)
-
-
-def _clearing_launch(rows: Tensor, space: Workspace, limits: DeviceLimits) -> Launch:
-    """The quantization of ``rows``, which also clears counts."""
-    (M, K), longest = rows.shape, quantize.max_row_bytes(limits)
-    block, blocks, threads = quantize.row_blocks(K, rows.itemsize, longest, quantize.LONG_ROW_BLOCK)
-    grid, next_early = quantize.programs(M, limits)
-    numbers = (M, K, *rows.stride(), space.counts_at, space.floats - space.counts_at)
-    constants = (block, blocks, CLEARED_AT_A_TIME, next_early)
-    warps = max(1, threads // limits.warp_size)
-    return Launch(_quantize_and_clear_kernel, grid, numbers, constants, num_warps=warps, pdl=limits.pdl)
 
 
 def _launch(M: int, N: int, K: int, G: int, group: int, limits: DeviceLimits) -> Launch:

@@ -2,7 +2,7 @@
 
 The product and the operands' places are those of ``int8_few_rows_hopper_kernels``, but with ``wgmma``, and A in
 registers: two or four groups of four warps, each with rows of its own, so that one multiplies while another one unpacks
-and scales; or two with every second block of K each. Where there are few tiles, K is cut in parts (``int8_items``).
+and scales; or two with every second block of K each. Where the last tiles are few, programs share their K (``items``).
 
 Sums of groups are scaled and added in float32. Where scales are in steps, values times their multiple are int8, and
 sums of whole rows integers: so tiles have 256 rows of x, and with 1,024 rows and more a layer is 1.7 times as fast as
@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import (
     PANEL,
@@ -30,7 +31,8 @@ from qgemm.kernels.stages.ring import (
     store_block,
 )
 from qgemm.kernels.weight_only.int8_hopper_weights import BLOCK, Weights
-from qgemm.kernels.weight_only.int8_items import Items, PartialSums, Share
+from qgemm.kernels.weight_only.items import Items
+from qgemm.kernels.weight_only.partial_sums import add_parts, in_blocks
 
 IN_FLIGHT = gl.constexpr(2)  # products that a group of warps has in flight
 
@@ -42,6 +44,19 @@ def _load_many(A, barrier, to, slot, row, at, WIDTH: gl.constexpr):
     PANELS: gl.constexpr = WIDTH // STEP
     for i in gl.static_range(PANELS):
         load_block(A, [row, at + i * STEP], barrier, to.index(slot * PANELS + i))
+
+
+@aggregate
+class Share:
+    """What a consumer has of every tile: some of the weight's rows, and every ``splits``-th block of K."""
+
+    rows: gl.tensor
+    owner: gl.constexpr
+    """Which of the ``owners``, each of whom has rows of its own, and adds up the sums of all ``splits`` of K."""
+    owners: gl.constexpr
+    first_block: gl.constexpr
+    """0 for an owner."""
+    splits: gl.constexpr
 
 
 @aggregate
@@ -78,7 +93,6 @@ def _produce_many(A, B, weights, ring, items, ready, handed, READERS: gl.constex
     w, x, full, empty, halves = ring
     STAGES: gl.constexpr = full.shape[0]
     ROWS: gl.constexpr = w.shape[1]
-    COLS: gl.constexpr = x.shape[1]
     SUBS: gl.constexpr = PANEL // B.block_shape[1]
     HALF_SIZE: gl.constexpr = SUBS * A.block_type.nbytes
     SIZE: gl.constexpr = SUBS * B.block_type.nbytes + (0 if halves.apart else 2 * HALF_SIZE)
@@ -94,37 +108,34 @@ def _produce_many(A, B, weights, ring, items, ready, handed, READERS: gl.constex
     initialize(taken, taken.shape[0])
     mbarrier.arrive(ready, count=1)
     rows = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
-    start, stride = gl.program_id(0), gl.num_programs(0)
-    m, n = items.tile(start)
-    k, end = items.range_of(start)
+    row, col, k, end, _ = items.place(gl.program_id(0) * 0)
     ahead = gl.minimum(end - k, STAGES)
     for step in range(ahead):
         mbarrier.expect(full.index(step), SIZE)
-        _load_many(B, full.index(step), w, step, n * ROWS, (k + step) * PANEL, PANEL)
-        weights.fetch_scales(n * ROWS + rows, k + step, 2 * SUBS, step == 0)
+        _load_many(B, full.index(step), w, step, col, (k + step) * PANEL, PANEL)
+        weights.fetch_scales(col + rows, k + step, 2 * SUBS, step == 0)
     # Nothing else is read before the kernel ahead in the stream has ended; see Launch.
     gdc_wait()
     for step in range(ahead):
         if halves.apart:
-            halves.load(A, x, step, m * COLS, (k + step) * BLOCK, HALF_SIZE)
+            halves.load(A, x, step, row, (k + step) * BLOCK, HALF_SIZE)
         else:
-            _load_many(A, full.index(step), x, step, m * COLS, (k + step) * BLOCK, BLOCK)
+            _load_many(A, full.index(step), x, step, row, (k + step) * BLOCK, BLOCK)
     step = ahead
     k += ahead
-    for item in range(start, items.tiles * items.parts, stride):
-        if item != start:
-            m, n = items.tile(item)
-            k, end = items.range_of(item)
+    for turn in range(items.turns()):
+        if turn > 0:
+            row, col, k, end, _ = items.place(turn)
         for at in range(k, end):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), (step // STAGES + 1) & 1)
             mbarrier.expect(full.index(slot), SIZE)
-            _load_many(B, full.index(slot), w, slot, n * ROWS, at * PANEL, PANEL)
+            _load_many(B, full.index(slot), w, slot, col, at * PANEL, PANEL)
             if halves.apart:
-                halves.load(A, x, step, m * COLS, at * BLOCK, HALF_SIZE)
+                halves.load(A, x, step, row, at * BLOCK, HALF_SIZE)
             else:
-                _load_many(A, full.index(slot), x, slot, m * COLS, at * BLOCK, BLOCK)
-            weights.fetch_scales(n * ROWS + rows, at, 2 * SUBS, at == k)
+                _load_many(A, full.index(slot), x, slot, row, at * BLOCK, BLOCK)
+            weights.fetch_scales(col + rows, at, 2 * SUBS, at == k)
             step += 1
     if not NEXT_EARLY:
         gdc_launch_dependents()
@@ -224,17 +235,17 @@ def _add_unscaled(sums, multiples, weights, ring, step, rows, k, OWNER: gl.const
 def _multiply(sums, scales, weights, ring, share, a_rows, own, after, step, GROUPS: gl.constexpr):
     """``(sums, scales)``: ``sums`` plus the products of a consumer's blocks of an item, which begins at ``step``.
 
-    ``scales``: of the first of those blocks; then of that of the next item. ``own``: the item's tile and blocks of K;
-    ``after``: those of the next.
+    ``scales``: of the first of those blocks; then of that of the next item. ``own``: the item's first row of the
+    weight and blocks of K; ``after``: those of the next.
     """
-    w, _, full, _, _ = ring
+    _, _, full, _, _ = ring
     STAGES: gl.constexpr = full.shape[0]
-    n, start, end = own
-    next_n, next_start = after
+    col, start, end = own
+    next_col, next_start = after
     for k in range(start + share.first_block, end, share.splits):
         # Scales of the next step: from memory they take as long as a step.
         ends = k + share.splits >= end
-        following = gl.where(ends, next_n, n) * w.shape[1] + share.rows
+        following = gl.where(ends, next_col, col) + share.rows
         next_block = gl.where(ends, next_start + share.first_block, k + share.splits)
         next_scales = weights.scales_of_block(following, next_block, GROUPS)
         multiples = weights.multiples(scales) if weights.step is not None else None
@@ -320,41 +331,41 @@ def _consume_many(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, PIECE, 32])
     a_layout: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
 
-    total, stride = items.tiles * items.parts, gl.num_programs(0)
     own_rows = OWNER * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     share = Share(own_rows, OWNER, OWNERS, FIRST_BLOCK, SPLITS)
-    partial_sums = PartialSums(partial, counts, items, share)
-    _, tile_n = items.tile(gl.program_id(0))
-    start, _ = items.range_of(gl.program_id(0))
-    scales = weights.scales_of_block(tile_n * w.shape[1] + own_rows, start + FIRST_BLOCK, GROUPS)
+    partial = partial.cast(gl.pointer_type(SUMS), bitcast=True)
+    turns = items.turns()
+    _, col, start, _, _ = items.place(turns * 0)
+    scales = weights.scales_of_block(col + own_rows, start + FIRST_BLOCK, GROUPS)
     gdc_wait()
     mbarrier.wait(ready, 0)
     step = 0
-    turn = 0
-    for item in range(gl.program_id(0), total, stride):
-        tile_m, tile_n = items.tile(item)
-        start, end = items.range_of(item)
-        after = items.after(item)
-        first = tile_n * w.shape[1] + OWNER * ROWS
-        rows = tile_n * w.shape[1] + own_rows
+    for turn in range(turns):
+        m, col, start, end, shared = items.place(turn)
+        _, next_col, next_start, _, _ = items.place(gl.minimum(turn + 1, turns - 1))
+        after = next_col, next_start
+        first = col + OWNER * ROWS
         a_rows = (first + gl.arange(0, ROWS, gl.SliceLayout(1, a_layout)))[:, None]
-        of_rows = weights.of_rows(rows)
+        of_rows = weights.of_rows(col + own_rows)
         sums = ()
         for _piece in gl.static_range(PIECES):
             sums = sums + (gl.zeros([ROWS, PIECE], SUMS, layout),)
-        sums, scales = _multiply(sums, scales, weights, ring, share, a_rows, (tile_n, start, end), after, step, GROUPS)
+        sums, scales = _multiply(sums, scales, weights, ring, share, a_rows, (col, start, end), after, step, GROUPS)
         step += end - start
         if SPLITS > 1:
             sums = _hand_over(sums, handed, share, turn)
-            turn += 1
-        is_last = True
-        if items.cut and STORES:
-            is_last = partial_sums.store(item, sums)
-        if is_last and STORES:
+        if STORES:
             for i in gl.static_range(PIECES):
-                sum_of_parts = partial_sums.add_up(item, sums, i) if items.cut else sums[i]
-                m = tile_m * x.shape[1] + i * PIECE
-                _store_sums(C, staging.index(OWNER), sum_of_parts, weights, of_rows, x_scale, m, first, M)
+                own = sums[i]
+                finishes = turn >= 0
+                if items.shares:
+                    if shared >= 0:
+                        who: gl.constexpr = OWNER * PIECES + i
+                        own, finishes = add_parts(
+                            own, in_blocks(own), partial, counts, items, shared, who, OWNERS * PIECES
+                        )
+                if finishes:
+                    _store_sums(C, staging.index(OWNER), own, weights, of_rows, x_scale, m + i * PIECE, first, M)
         if SPLITS > 1 and STORES:
             _take(handed, share)
     tma.store_wait(0)
@@ -388,11 +399,11 @@ def _allocate(
     return ring, staging, handed
 
 
-@gluon.jit(do_not_specialize=["M", "parts"])
+@gluon.jit(do_not_specialize=["M", "alone", "sharers"])
 def _int4_int8_many_kernel(
-    A, B, C, x_scale, scale, zero_point, step, bias,
-    M, N, K, G, parts, partial_at, counts_at,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, X_SLOTS: gl.constexpr, CUT: gl.constexpr, PIECES: gl.constexpr,
+    A, B, C, x_scale, scale, zero_point, step, bias, counts,
+    M, N, K, G, alone, sharers, partial_at,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, X_SLOTS: gl.constexpr, SHARES: gl.constexpr, PIECES: gl.constexpr,
     CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, GROUP_M: gl.constexpr, REGISTERS: gl.constexpr,
     NEXT_EARLY: gl.constexpr,
 ):  # fmt: skip
@@ -400,9 +411,9 @@ def _int4_int8_many_kernel(
 
     Blocks: a tile's rows of x, or of the weight, by the values of a group; a piece's rows of x by a consumer's of the
     weight.
-    Behind ``x_scale``, counted in its values, there are at ``partial_at`` float32 for every part of every tile, and at
-    ``counts_at`` an int32 zero for the rows of each ``OWNER`` in every tile; neither with one part. ``CUT``: whether
-    there are several. ``REGISTERS``: of a thread that multiplies.
+    ``alone``, ``sharers``: as in ``Items``; ``SHARES``: whether programs share tiles. Behind ``x_scale``, counted in
+    its values, there are at ``partial_at`` 32 bits for each sum of each part of a shared tile; ``counts``:
+    ``COUNTS_BYTES`` of zeros, which they are again in the end. ``REGISTERS``: of a thread that multiplies.
     """
     WHOLE_SUMS: gl.constexpr = GROUP == 0 or step is not None
     EXCESS: gl.constexpr = 1.0 if zero_point is not None or step is not None else 1.0 / 16
@@ -411,11 +422,10 @@ def _int4_int8_many_kernel(
     ring, staging, handed = _allocate(A, B, C, STAGES, X_SLOTS, PIECES, OWNERS, SPLITS)
     ready = barriers(1)
     initialize(ready, 1)
-    tiles_m = gl.cdiv(M, A.block_shape[0])
-    items = Items(tiles_m, tiles_m * gl.cdiv(N, B.block_shape[0]), gl.cdiv(K, BLOCK), parts, CUT, GROUP_M)
+    sched = ScheduleContext(M, N, K, GemmContext(A.block_shape[0], B.block_shape[0], BLOCK, 1, 1, GROUP_M))
+    items = Items(sched, alone, gl.cdiv(K, BLOCK), sharers, SHARES)
     first = ready.index(0)
     partial = x_scale + partial_at
-    counts = (x_scale + counts_at).cast(gl.pointer_type(gl.int32), bitcast=True)
     out = (C, staging, handed, partial, counts)
     # Constants stay constants only in a tuple that is written here.
     if CONSUMERS == 2:

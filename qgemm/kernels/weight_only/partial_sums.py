@@ -40,3 +40,11 @@ def add_parts(sums, at, partial, counts, items, shared, WHO: gl.constexpr, GROUP
         thread_barrier()
         gl.atomic_add(word, 1 << shift, sem="release", scope="gpu")
     return sums, finishes
+
+
+@gluon.jit
+def in_blocks(sums):
+    """Where among those of a part each of a warp group's sums is: in blocks of 8 x 8, which a warp writes at a time."""
+    n = gl.arange(0, sums.shape[0], gl.SliceLayout(1, sums.type.layout))
+    m = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
+    return (n // 8 * (sums.shape[1] // 8 * 64) + n % 8 * 8)[:, None] + (m // 8 * 64 + m % 8)[None, :]

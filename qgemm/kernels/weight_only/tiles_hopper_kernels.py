@@ -34,7 +34,7 @@ from qgemm.kernels.weight_only import config
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.items import Items
 from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
-from qgemm.kernels.weight_only.partial_sums import add_parts
+from qgemm.kernels.weight_only.partial_sums import add_parts, in_blocks
 
 PANEL = gl.constexpr(64)  # values of K, of x
 ROWS = gl.constexpr(config.TILE_ROWS)
@@ -350,19 +350,10 @@ def _consume(
         finishes = turn >= 0
         if items.shares:
             if shared >= 0:
-                acc, finishes = add_parts(acc, _places(acc), partial, counts, items, shared, WHO, 2)
+                acc, finishes = add_parts(acc, in_blocks(acc), partial, counts, items, shared, WHO, 2)
         if finishes:
             _store_across(Y, staging, row, col, epilogue.add_bias(acc, n), epilogue, WHO, 0)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _places(acc):
-    """Where among partial sums each is: in blocks of 8 x 8 values, which a warp writes at a time."""
-    COLUMNS: gl.constexpr = acc.shape[1]
-    i = gl.arange(0, 64, gl.SliceLayout(1, acc.type.layout))[:, None]
-    j = gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))[None, :]
-    return i // 8 * (8 * COLUMNS) + j // 8 * 64 + i % 8 * 8 + j % 8
 
 
 @gluon.jit
