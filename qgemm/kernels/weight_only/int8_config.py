@@ -15,20 +15,20 @@ MAX_FEW_ROWS = 16  # of x, for the kernel with the smaller instructions
 MIN_ROWS_FOR_STEPS = 65  # with fewer, scaling sums takes less than multiplying values
 MAX_STAGES = 8
 RESERVED_BYTES = 2048  # of shared memory, for barriers
-# Of an H200, in microseconds and bytes. A block is a tile's values along BLOCK of K.
-_BLOCK_LATENCY = 0.15, 0.12  # of each; with four groups of warps
-_GROUPS_LATENCY = 0.04  # what scaling adds
-_PRODUCTS = 4.0e-5  # a value of a tile, per block
-_SCALED = 0.87e-5  # a sum of a group
-_MULTIPLIED = 1.0e-3  # a row, whose values are multiplied by the scale of their group,
-_HIDDEN = 128.0  # but for what products of more columns hide
-_BYTES = 32_000.0  # of the weight that a multiprocessor loads from memory in a microsecond
+# Of an H200, in microseconds and bytes, as they choose best of what was timed.
+# A block is a tile's values along BLOCK of K.
+_BLOCK_LATENCY = 0.15
+_LATENCY_OF_SPLITS, _LATENCY_OF_FOUR = 0.08, 0.12  # groups of warps with other blocks of K, and four with other rows
+_GROUPS_LATENCY = 0.035  # what scaling adds
+_PRODUCTS = 3.8e-5  # a value of a tile, per block
+_SCALED = 0.66e-5  # a sum of a group
+_MULTIPLIED = 1.6e-3  # a row, whose values are multiplied by the scale of their group,
+_HIDDEN = 100.0  # but for what products of more columns hide
+_BYTES = 35_000.0  # of the weight that a multiprocessor loads from memory in a microsecond
 _TILE_LATENCY = 0.35
-_HANDOVER = 1.3
-_PARTIAL_SUM = 5.5e-5  # of each part but the last
-# Programs with parts of two tiles are at other values of K than their neighbours, which load the same.
-_SECOND_PART = 1.0
-_APART = 1.1
+_HANDOVER = 1.8
+_PARTIAL_SUM = 9e-5  # of each part but the last
+_SECOND_PART = 1.0  # where programs have parts of two tiles
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,8 @@ def _many(M: int, N: int, K: int, group: int, limits: DeviceLimits, may_share: b
         return shapes
     blocks, configs = cdiv(K, BLOCK), []
     for one in shapes:
-        ways = one.shared_by(one.tiles(M, N) % limits.num_sms, limits.num_sms, blocks)
+        last = one.tiles(M, N) % limits.num_sms
+        ways = one.shared_by(last, limits.num_sms, blocks) if one.consumers == 2 else []
         if one.splits > 1:  # each group of warps has a block of its own
             ways = [way for way in ways if way.sharers % way.shared == 0 and one.splits * way.parts <= blocks]
         configs += [one, *ways]
@@ -141,7 +142,8 @@ def _microseconds(config: Int8Config, M: int, N: int, K: int, group: int, limits
         # All that matters is what is loaded.
         return cdiv(tiles, limits.num_sms) * K * (config.rows / 2 + config.cols) / _BYTES
     values = config.rows * config.cols
-    computed = _BLOCK_LATENCY[config.consumers > 2] + values * _PRODUCTS
+    latency = _LATENCY_OF_FOUR if config.consumers > 2 else _BLOCK_LATENCY
+    computed = (_LATENCY_OF_SPLITS if config.splits > 1 else latency) + values * _PRODUCTS
     if config.multiplies:
         computed += config.rows * _MULTIPLIED * min(1, _HIDDEN / config.cols)
     elif group:
@@ -156,8 +158,8 @@ def _microseconds(config: Int8Config, M: int, N: int, K: int, group: int, limits
     alone = tiles - config.shared
     time = cdiv(alone, limits.num_sms) * (blocks * block(alone) + _TILE_LATENCY)
     if config.shared:
-        own = cdiv(config.shared * blocks, config.sharers) * block(config.sharers)
+        time += cdiv(config.shared * blocks, config.sharers) * block(config.sharers) + _TILE_LATENCY
+        time += _HANDOVER + (config.parts - 1) * values * _PARTIAL_SUM
         if config.sharers % config.shared:
-            own = own * _APART + _SECOND_PART
-        time += own + _TILE_LATENCY + _HANDOVER + (config.parts - 1) * values * _PARTIAL_SUM
+            time += _SECOND_PART
     return time
