@@ -55,6 +55,7 @@ def layer(M: int, N: int, K: int, size: int, asymmetric: bool, steps: bool = Fal
     stored = QuantizedWeight(weight, scale, zero_point, None, None, bias, K, "int4", size, True, step)
     plan = int8_launcher._make_plan(x, stored, None)
     tensors = (x, weight, scale, bias, step if steps else zero_point, None, meta((M, N), torch.bfloat16))
-    for steps in (plan.usual, plan.captured)[: 1 + (plan.usual is not plan.captured)]:
+    # Where tiles are shared, graphs without counts have the same kernel without that.
+    for steps in (plan.usual, plan.captured)[: 1 + plan.shares_buffer]:
         for step in steps.steps:
             step.run((*tensors, *steps.parts_of(meta((steps.buffer,), torch.int8))))

@@ -308,35 +308,33 @@ SMALL_GROUPS = [
 ]
 
 
-@on_hopper
-@pytest.mark.parametrize(
-    ("size", "asymmetric", "configs"),
-    [
-        (128, False, CONFIGS),
-        (128, True, CONFIGS[1::2]),
-        (0, False, CONFIGS + WHOLE_ROWS),
-        (64, True, SMALL_GROUPS),
-        (32, False, SMALL_GROUPS),
-        (128, None, STEPS_OF_128),
-        (64, None, STEPS),
-        (32, None, STEPS),
-    ],
-)
-def test_sums_of_hopper_s_kernels_are_exact(size: int, asymmetric: bool | None, configs: list[Tile]) -> None:
-    """What an assembler makes of registers that ``wgmma`` still reads would show here.
+# By the values of a group, and whether there are zero points; None for scales in steps.
+TILES = [
+    (128, False, CONFIGS),
+    (128, True, CONFIGS[1::2]),
+    (0, False, CONFIGS + WHOLE_ROWS),
+    (64, True, SMALL_GROUPS),
+    (32, False, SMALL_GROUPS),
+    (128, None, STEPS_OF_128),
+    (64, None, STEPS),
+    (32, None, STEPS),
+]
 
-    ``asymmetric``: None for scales in steps.
-    """
+
+# A test for each tile: compiling takes long, and processes share tests.
+@on_hopper
+@pytest.mark.parametrize(("size", "asymmetric", "tile"), [(*kind, tile) for *kind, tiles in TILES for tile in tiles])
+def test_sums_of_hopper_s_kernels_are_exact(size: int, asymmetric: bool | None, tile: Tile) -> None:
+    """What an assembler makes of registers that ``wgmma`` still reads would show here."""
     device = torch.device("cuda")
     for N, K in HOPPER_SIZES:
         layer = make(N, K, size or K, device, bool(asymmetric), exact=True, in_steps=asymmetric is None)
-        for tile in configs:
-            M, config = tile.M, tile.config_for(N)
-            for x in (ternary(M, K, device), torch.randn(M, K, device=device)):
-                x = x.bfloat16()
-                out = weight_only_linear(x, layer, config)
-                assert torch.equal(out, int4_int8_linear_reference(x, layer)), (N, K, M, config)
-                assert torch.equal(out, weight_only_linear(x, layer, config)), "the same every time"
+        M, config = tile.M, tile.config_for(N)
+        for x in (ternary(M, K, device), torch.randn(M, K, device=device)):
+            x = x.bfloat16()
+            out = weight_only_linear(x, layer, config)
+            assert torch.equal(out, int4_int8_linear_reference(x, layer)), (N, K)
+            assert torch.equal(out, weight_only_linear(x, layer, config)), "the same every time"
 
 
 @on_hopper

@@ -128,7 +128,7 @@ class LinearPlan:
     shares_buffer: bool
     """Whether calls on a stream share its buffer: those of one launch. Between two another thread may make its own."""
     counts: bool
-    """Whether there may be counts for graphs, which programs that wait for one another need."""
+    """Whether there are counts, which programs that wait for one another need: a CUDA graph's own, or the stream's."""
     takes_bytes: bool = False
     """Whether kernels take the bytes of an fp8 weight."""
 
