@@ -11,7 +11,7 @@ from qgemm.kernels.launch import memory
 from qgemm.kernels.launch.device import device_limits
 from qgemm.kernels.quantized_weight import QuantizedWeight
 from qgemm.kernels.weight_only import float_launcher
-from qgemm.kernels.weight_only.config import Stored, Tiles
+from qgemm.kernels.weight_only.config import FewRowsRing, Stored, Tiles
 from qgemm.kernels.weight_only.dispatch import weight_only_linear
 from qgemm.numerics.formats import FORMATS
 from qgemm.numerics.groups import round_scale, spread, store_scale
@@ -153,12 +153,18 @@ class Recorder:
         self.tensors = tensors
 
 
+@pytest.mark.parametrize("in_ring", [False, True])
 @pytest.mark.parametrize(("sharers", "shared"), [(0, 0), (2, 1), (5, 3)])
-def test_the_launch_takes_all_that_finishes_tiles(sharers: int, shared: int) -> None:
+def test_the_launch_takes_all_that_finishes_tiles(sharers: int, shared: int, in_ring: bool) -> None:
     """Three tiles of which the last are shared. On any machine: nothing computes."""
-    M, N, K = 64, 384, 512
-    tile, form = Tiles(64, 7, 5, shared=shared, sharers=sharers), Stored("int4", 4, 128)
-    plan = float_launcher.tiles_plan(tile, form, M, N, K, (K, K // 2, K // 128, N), torch.bfloat16, H200)
+    M, N, K = (32, 192, 512) if in_ring else (64, 384, 512)
+    form, strides = Stored("int4", 4, 128), (K, K // 2, K // 128, N)
+    if in_ring:
+        ring = FewRowsRing(2, 64, 32, 2, 4, 2, shared=shared, sharers=sharers)
+        plan = float_launcher.ring_plan(ring, form, M, N, K, strides, torch.bfloat16, H200)
+    else:
+        tile = Tiles(64, 7, 5, shared=shared, sharers=sharers)
+        plan = float_launcher.tiles_plan(tile, form, M, N, K, strides, torch.bfloat16, H200)
     product = Recorder()
     x, bias, residual = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((M, K), (N,), (M, N)))
     weight, scale = torch.zeros(N, K // 2, dtype=torch.uint8), torch.ones(N, K // 128, dtype=torch.bfloat16)
@@ -171,7 +177,7 @@ def test_the_launch_takes_all_that_finishes_tiles(sharers: int, shared: int) -> 
     if shared:
         assert partial is not None
         # Of the last program's part of the last tile, and before it.
-        assert partial.numel() >= (sharers - 1 + shared - 1 + 1) * 128 * 64
+        assert partial.numel() >= (sharers - 1 + shared - 1 + 1) * N // 3 * M
         assert counts is not None
         assert not counts.any()
     else:
