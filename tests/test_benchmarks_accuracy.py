@@ -19,6 +19,7 @@ import qgemm
 from benchmarks.accuracy import __main__ as command
 from benchmarks.accuracy import measure, minilm, peers, plots, tables
 from benchmarks.accuracy.evaluate import evaluate, unigram_perplexity, window_logits, windows_of
+from benchmarks.accuracy.jobs import Models, measure_all
 from benchmarks.accuracy.measure import Effort, Subject, draw, pending, weight_bytes
 from benchmarks.accuracy.results import MINILM, OUTLIERS, PLAIN, Mean, Result, Run
 from benchmarks.accuracy.variants import BASELINE, Variant, named, variants
@@ -230,6 +231,22 @@ def test_nothing_is_measured_twice_and_failures_are_tried_again() -> None:
     done = [Result("b", PLAIN, 1), Result("a", PLAIN, 0, reason="broke")]
     left = pending((PLAIN,), table, (0, 1), done)
     assert [(one.name, seed) for _, one, seed in left] == [("a", 0), ("b", 0)]
+
+
+@pytest.mark.slow
+def test_several_processes_measure_the_same(folder: Path) -> None:
+    models = Models(frozenset({PLAIN, OUTLIERS}), folder, EFFORT, CPU, "a CPU")
+    todo = pending((PLAIN, OUTLIERS), named(variants(), ["int8", "int8-static"]), EFFORT.seeds, [])
+    alone, together = list(measure_all(models, todo, 1)), list(measure_all(models, todo, 2))
+    assert [(one.subject, one.variant, one.seed) for one in alone] == [(one, row.name, seed) for one, row, seed in todo]
+    assert all(one.reason is None and one.device == "a CPU" for one in alone)
+
+    def figures(results: list[Result]) -> set[Result]:
+        return {dataclasses.replace(one, seconds=None) for one in results}
+
+    assert len(figures(alone)) == len(todo)
+    assert figures(together) == figures(alone)
+    assert not list(measure_all(dataclasses.replace(models, folder=Path("none")), [], 2))
 
 
 def test_variants_by_name() -> None:
