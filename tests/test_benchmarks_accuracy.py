@@ -303,10 +303,10 @@ def test_the_table_has_means_ranges_and_reasons(tmp_path: Path) -> None:
     again = Run.load(tmp_path / "run.json")
     assert again.results == run.results
     text = tables.report(again, markdown=True)
-    assert "| bf16 | 63.0 | 8 (+0.00 %) | 0 | - | - | - | - | - |" in text
+    assert "| bf16 | 63.0 | 8.000 (+0.00 %) | 0.0 | - | - | - | - | - |" in text
     assert (
-        "| x (computed in bf16) | 36.0 | 8.2 (+2.50 ± 1.25 %) | 0.02 ± 0.01 | 7.6 (-5.00 %) | 0.02 | 0.9900 | 0.99900 "
-        "| 93.8 % |" in text
+        "| x (computed in bf16) | 36.0 | 8.200 (+2.50 ± 1.25 %) | 0.020 ± 0.010 | 7.600 (-5.00 %) | 0.020 | 0.9900 "
+        "| 0.99900 | 93.8 % |" in text
     )
     assert "- y (plain, outliers): RuntimeError: no kernel" in text
     assert "31.5 million parameters; 200,000 held-out tokens in windows of 16" in text
