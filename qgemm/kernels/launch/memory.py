@@ -36,7 +36,7 @@ is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
 
 _NO_BUFFER = torch.empty(0, dtype=torch.int8)
 _stream_buffers: dict[tuple[int, int], Tensor] = {}
-"""By device and stream; no larger than the longest rows of plans with one launch: some megabytes."""
+"""By device and stream; no larger than the longest rows of plans with one launch, or 8 MB of partial sums."""
 _NO_COUNTS: tuple[Tensor, Iterator[int]] = (_NO_BUFFER, iter(()))
 _graph_counts: dict[int, tuple[Tensor, Iterator[int]]] = {}
 """By device, zeros and the indices of those that ``graph_counts`` hasn't given out."""

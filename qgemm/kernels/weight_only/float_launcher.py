@@ -166,7 +166,7 @@ class Plan:
             partial, counts = _empty(x, (self.partial,), torch.float32), _counts(x)
             launch(stream, (*addresses, partial.data_ptr(), counts.data_ptr()))
         else:
-            kept = memory.stream_buffer(device, stream, memory.COUNTS_BYTES + 4 * MAX_KEPT_SUMS).data_ptr()
+            kept = memory.stream_buffer(device, stream, memory.COUNTS_BYTES + 4 * self.partial).data_ptr()
             launch(stream, (*addresses, kept + memory.COUNTS_BYTES, kept))
         return True
 
