@@ -22,6 +22,8 @@ INT4, INT8 = Stored("int4", 4, 128), Stored("int8", 8, 0)
 FORMS = pytest.mark.parametrize("form", [INT4, INT8], ids=["int4", "int8"])
 # M, N and K where programs share K of the last tiles only, on 132 multiprocessors.
 WHOLE_AND_SHARED = [(33, 17032, 1040), (578, 4096, 14336), (512, 28672, 4096)]
+# Where they do in a ring: of all tiles, and of those of a second round.
+SHARED_IN_A_RING = [(16, 10240, 8192), (32, 4096, 14336), (8, 10240, 8192)]
 SIZES = [(1, 256), (520, 300), (4096, 4096), (6144, 4096), (57344, 8192)]
 
 
@@ -59,6 +61,11 @@ def test_ring(M: int, form: Stored) -> None:
         assert tile.programs * (tile.depth * slot + exchanged + reserved + 256) <= H200.shared_memory + reserved
         programs = tile.programs * H200.num_sms
         shared_well(tile, tile.tiles(N), programs, cdiv(K // form.block, tile.splits))
+
+
+@pytest.mark.parametrize(("M", "N", "K"), SHARED_IN_A_RING)
+def test_some_tiles_of_a_ring_are_shared(M: int, N: int, K: int) -> None:
+    assert select_ring(M, N, K, INT4, H200).shared
 
 
 def shared_well(tile: Shareable, tiles: int, programs: int, steps: int) -> None:

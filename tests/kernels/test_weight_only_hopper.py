@@ -18,7 +18,7 @@ from qgemm.numerics.groups import round_scale, spread, store_scale
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import packed_width
 from tests.kernels.devices import H200
-from tests.kernels.test_weight_only_config import WHOLE_AND_SHARED
+from tests.kernels.test_weight_only_config import SHARED_IN_A_RING, WHOLE_AND_SHARED
 
 K, N = 1040, 200  # K: of 16 bytes in any format, and no whole number of blocks
 KINDS = {
@@ -185,7 +185,7 @@ def test_the_launch_takes_all_that_finishes_tiles(sharers: int, shared: int, in_
 
 
 # Some tiles of each are shared, as test_weight_only_config.py checks.
-@pytest.mark.parametrize(("M", "N", "K"), [(32, 4096, 4096), *WHOLE_AND_SHARED])
+@pytest.mark.parametrize(("M", "N", "K"), [*SHARED_IN_A_RING, *WHOLE_AND_SHARED])
 def test_counts_are_zeros_again(M: int, N: int, K: int, device: torch.device) -> None:
     """Eagerly and in graphs that take turns, the same bits every time."""
     skip_elsewhere(device)
