@@ -194,3 +194,15 @@ def test_layers_that_vllm_has_in_float_only_are_refused(tmp_path: Path) -> None:
     made.save_pretrained(tmp_path / "head")
     with pytest.raises(ValueError, match="lm_head is quantized, but vLLM's GptOssForCausalLM has it in float only"):
         tokens_of_vllm(tmp_path / "head")
+
+
+def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
+    made = qgemm.quantize_model(model("gpt_oss"), "int8-weight", progress=False)
+    made.save_pretrained(tmp_path / "mixture")
+    with pytest.raises(
+        ValueError, match="can't compute the experts .* they have no adapters, .* --lora-target-modules"
+    ):
+        tokens_of_vllm(tmp_path / "mixture", enable_lora=True)
+    # Other layers may have some.
+    options = {"enable_lora": True, "lora_target_modules": ["qkv_proj", "o_proj"]}
+    assert tokens_of_vllm(tmp_path / "mixture", **options) == tokens_of_transformers(made)

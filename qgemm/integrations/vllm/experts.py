@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from qgemm.integrations.vllm.parameters import is_missing, no_scale, take_dtype
@@ -31,6 +32,12 @@ def are_experts(layer: nn.Module) -> bool:
     return any(kind.__name__ in ("FusedMoE", "RoutedExperts") for kind in type(layer).__mro__)
 
 
+def _are_adapted() -> bool:
+    """Whether vLLM is to have adapters of experts: it has, if it isn't told which layers have."""
+    names = getattr(get_current_vllm_config().lora_config, "target_modules", None)
+    return names is None or "experts" in names
+
+
 class QGemmExpertsMethod(FusedMoEMethodBase):
     """``scheme``: of the experts. ``name``: of the layer, for errors; ``name_in_files``: what the files call it."""
 
@@ -41,6 +48,11 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
         self.activation = self._activation_of(layer)
         if getattr(layer, "apply_router_weight_on_input", False):
             raise self._refusal("their input is weighted by the router")
+        if getattr(layer.moe_config, "is_lora_enabled", False) and _are_adapted():
+            raise self._refusal(
+                "they have no adapters, and --enable-lora alone is for experts too: name the layers that have some "
+                "with --lora-target-modules"
+            )
 
     def _refusal(self, problem: str) -> ValueError:
         return ValueError(
