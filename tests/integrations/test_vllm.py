@@ -87,43 +87,24 @@ def test_weights_that_vllm_transposes() -> None:
     assert all(tensor.shape == (3, 2) for _, tensor in for_vllm(tensors.items(), Manifest(layers, {})))
 
 
-def test_fused_experts_become_a_layer_each() -> None:
-    experts = QuantExperts(2, 16, 8)
-    tensors = [(f"mlp.experts.{name}", value) for name, value in experts.state_dict().items()]
-    manifest = Manifest({"mlp.experts": SCHEMES["int8"]}, {})
-    found = dict(for_vllm(iter(tensors), manifest))
-    assert len(found) == 2 * 3 * 2
-    stored = dict(tensors)
-    for expert in range(2):
-        own = f"mlp.experts.{expert}"
-        gate, up = stored["mlp.experts.gate_up_proj"][expert].chunk(2)
-        assert torch.equal(found[f"{own}.gate_proj.weight"], gate)
-        assert torch.equal(found[f"{own}.up_proj.weight"], up)
-        assert torch.equal(found[f"{own}.down_proj.weight"], stored["mlp.experts.down_proj"][expert])
-        assert found[f"{own}.up_proj.weight_scale"].shape == (8,)
-        assert found[f"{own}.down_proj.weight_scale"].shape == (16,)
-    old = dict(
-        for_vllm(
-            iter([("model.layers.0." + name, value) for name, value in tensors]),
-            Manifest({"model.layers.0.mlp.experts": SCHEMES["int8"]}, {}),
-            old_mixture=True,
-        )
-    )
-    for leaf, name in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
-        weight = old[f"model.layers.0.block_sparse_moe.experts.1.{leaf}.weight"]
-        assert torch.equal(weight, found[f"mlp.experts.1.{name}.weight"])
+def test_experts_are_given_what_is_theirs() -> None:
+    layers = [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    stored = QuantExperts(2, 32, 16, bias=True, scheme="nvfp4").state_dict()
+    tensors = [(f"{layer}.{name}", value) for layer in layers for name, value in stored.items()]
+    router = ("model.layers.0.mlp.router.weight", torch.zeros(1))
+    manifest, taken = Manifest(dict.fromkeys(layers, SCHEMES["nvfp4"]), {}), {}
+    # The second layer is another rank's.
+    given = for_vllm([*tensors, router], manifest, {layers[0]: taken.__setitem__})
+    assert [name for name, _ in given] == [router[0]]
+    assert taken == dict(stored.items())
     # Those in float stay as they are.
     assert [name for name, _ in for_vllm(iter(tensors), Manifest({}, {}))] == [name for name, _ in tensors]
 
 
-def test_a_global_scale_of_experts_is_that_of_gates_and_of_ups() -> None:
-    stored = QuantExperts(2, 32, 16, scheme="nvfp4").state_dict()
-    stored["gate_up_proj_global_scale"] = torch.rand(2, 2)
-    tensors = ((f"mlp.experts.{name}", value) for name, value in stored.items())
-    found = dict(for_vllm(tensors, Manifest({"mlp.experts": SCHEMES["nvfp4"]}, {})))
-    for part in ("gate_proj", "up_proj"):
-        own = found[f"mlp.experts.1.{part}.weight_global_scale"]
-        assert torch.equal(own, stored["gate_up_proj_global_scale"][1])
+def test_mixtures_get_their_old_names_in_vllm() -> None:
+    tensors = [(f"model.layers.0.mlp.{name}.weight", torch.zeros(1)) for name in ("gate", "experts.1.w1")]
+    found = [name for name, _ in for_vllm(tensors, Manifest({}, {}), old_mixture=True)]
+    assert found == [f"model.layers.0.block_sparse_moe.{name}.weight" for name in ("gate", "experts.1.w1")]
 
 
 def test_the_manifest_is_found_in_a_config() -> None:

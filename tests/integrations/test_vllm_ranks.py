@@ -92,10 +92,19 @@ def test_two_ranks_give_the_tokens_of_one(scheme: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("scheme", "whole"), [("int8", True), ("int8", False), ("int4-32", False)])
-def test_experts_on_two_ranks(scheme: str, whole: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "scheme", "whole"),
+    [
+        ("qwen3_moe", "int8", True),
+        ("qwen3_moe", "int8", False),
+        ("qwen3_moe", "int4-32", False),
+        ("gpt_oss", "mxfp4", True),
+        ("gpt_oss", "mxfp4", False),
+    ],
+)
+def test_experts_on_two_ranks(family: str, scheme: str, whole: bool, tmp_path: Path) -> None:
     """Each rank has whole experts, or columns of each expert."""
-    made = qgemm.quantize_model(model("qwen3_moe"), scheme, skip="*.self_attn", progress=False)
+    made = qgemm.quantize_model(model(family), scheme, skip="*.self_attn", progress=False)
     made.save_pretrained(tmp_path / "mixture")
     found = tokens_of("experts" if whole else "tensor", tmp_path / "mixture")
     assert found == tokens_of_transformers(made if whole else as_ranks(made))

@@ -50,6 +50,12 @@ _OF_A_FAMILY: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 64,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "gpt2": {"tie_word_embeddings": False, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 256},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},

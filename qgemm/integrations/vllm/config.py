@@ -18,7 +18,7 @@ from qgemm.integrations.vllm.experts import QGemmExpertsMethod, are_experts
 from qgemm.integrations.vllm.linear import QGemmLinearMethod
 from qgemm.integrations.vllm.loading import extend_loader
 from qgemm.integrations.vllm.method import MethodConfig
-from qgemm.integrations.vllm.names import scheme_of
+from qgemm.integrations.vllm.names import key_of, scheme_of
 from qgemm.scheme import QuantScheme
 
 
@@ -35,6 +35,7 @@ class ServedConfig(MethodConfig):
                 "qgemm quantize SOURCE DESTINATION, and serve DESTINATION"
             )
         self.layers = layers
+        self.names_in_files = {name: name for name in layers}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QuantizationConfig:
@@ -56,6 +57,7 @@ class ServedConfig(MethodConfig):
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Renames ``layers`` as the model renames the tensors of its files."""
         self.layers = hf_to_vllm_mapper.apply_dict(self.layers)
+        self.names_in_files = hf_to_vllm_mapper.apply_dict(self.names_in_files)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """How the layer called ``prefix`` computes; None for what stays as it is, such as embeddings and caches.
@@ -66,7 +68,7 @@ class ServedConfig(MethodConfig):
         extend_compiler()
         scheme = scheme_of(prefix, self.layers, self.packed_modules_mapping)
         if scheme is not None and are_experts(layer):
-            return QGemmExpertsMethod(scheme, prefix, layer)
+            return QGemmExpertsMethod(scheme, prefix, layer, self.names_in_files[key_of(prefix, self.layers)])
         if not isinstance(layer, LinearBase | ParallelLMHead):
             if scheme is not None:
                 raise ValueError(

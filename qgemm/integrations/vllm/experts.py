@@ -1,29 +1,29 @@
 """``QGemmExpertsMethod``: how fused experts of vLLM compute with qgemm's operators for experts.
 
 vLLM routes, adds shared experts and the ranks' parts; here lies what each expert does to its tokens. Parameters are
-those of ``QuantExperts`` under vLLM's names, ``w13`` for gates above ups and ``w2`` for down. vLLM gives them what the
-files have expert by expert (``names.for_vllm``); cuts are those of ``QuantExperts``.
+those of ``QuantExperts`` under vLLM's names, ``w13`` for gates above ups and ``w2`` for down, and cut as it cuts them.
+They don't come through the model's ``load_weights``, of which each knows another layout of experts, but by ``load``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.utils import set_weight_attrs
 
 from qgemm.integrations.vllm.parameters import is_missing, no_scale, take_dtype
-from qgemm.kernels.activations import GatedActivation
+from qgemm.kernels.activations import GPT_OSS, GatedActivation
 from qgemm.nn.experts import QuantExperts, compute_experts, expert_weights, split_leaf
-from qgemm.nn.parallel import Shard, Split
+from qgemm.nn.parallel import Shard
 from qgemm.nn.quant_layer import frozen
 from qgemm.scheme import QuantScheme
 
 # By vLLM's names.
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
+_ACTIVATIONS = {**{name: GatedActivation(name) for name in ("silu", "gelu", "gelu_tanh")}, "swigluoai": GPT_OSS}
 _SHORT = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 
@@ -32,20 +32,39 @@ def are_experts(layer: nn.Module) -> bool:
     return any(kind.__name__ in ("FusedMoE", "RoutedExperts") for kind in type(layer).__mro__)
 
 
-class QGemmExpertsMethod(FusedMoEMethodBase):
-    """``scheme``: of the experts. ``name``: of the layer, for errors."""
+def _are_adapted() -> bool:
+    """Whether vLLM is to have adapters of experts: it has, if it isn't told which layers have."""
+    names = getattr(get_current_vllm_config().lora_config, "target_modules", None)
+    return names is None or "experts" in names
 
-    def __init__(self, scheme: QuantScheme, name: str, layer: Any) -> None:
+
+class QGemmExpertsMethod(FusedMoEMethodBase):
+    """``scheme``: of the experts. ``name``: of the layer, for errors; ``name_in_files``: what the files call it."""
+
+    def __init__(self, scheme: QuantScheme, name: str, layer: Any, name_in_files: str) -> None:
         """Raises ``ValueError`` for experts that qgemm doesn't compute in vLLM."""
         super().__init__(layer.moe_config)
-        self.name, self.scheme = name, scheme
-        if getattr(layer.moe_config, "has_bias", False):
-            raise self._refusal("they have biases")
+        self.name, self.scheme, self.name_in_files = name, scheme, name_in_files
+        self.activation = self._activation_of(layer)
+        if getattr(layer, "apply_router_weight_on_input", False):
+            raise self._refusal("their input is weighted by the router")
+        if getattr(layer.moe_config, "is_lora_enabled", False) and _are_adapted():
+            raise self._refusal(
+                "they have no adapters, and --enable-lora alone is for experts too: name the layers that have some "
+                "with --lora-target-modules"
+            )
 
     def _refusal(self, problem: str) -> ValueError:
         return ValueError(
             f"vLLM can't compute the experts {self.name} in {self.scheme.name!r} through qgemm: {problem}"
         )
+
+    def _activation_of(self, layer: Any) -> GatedActivation:
+        name = getattr(layer.activation, "value", layer.activation)
+        if name not in _ACTIVATIONS:
+            raise self._refusal(f"their activation is {name!r}; it must be one of {sorted(_ACTIVATIONS)}")
+        limit = getattr(layer, "swiglu_limit", None)
+        return replace(_ACTIVATIONS[name], limit=limit) if limit and name == "silu" else _ACTIVATIONS[name]
 
     def create_weights(
         self,
@@ -58,69 +77,57 @@ class QGemmExpertsMethod(FusedMoEMethodBase):
     ) -> None:
         """Adds the parameters of the experts, or of the parts of them, that are here."""
         inner, parallel = intermediate_size_per_partition, layer.moe_config.moe_parallel_config
-        size = parallel.tp_size
-        sizes = num_experts, hidden_size, inner * size
-        self.names: dict[str, str] = {}  # what vLLM calls each parameter
-        whole = QuantExperts(*sizes, device="meta", scheme=self.scheme)
+        size, has_bias = parallel.tp_size, getattr(layer.moe_config, "has_bias", False)
+        options: dict[str, Any] = {"activation": self.activation, "bias": has_bias, "scheme": self.scheme}
+        whole = QuantExperts(num_experts, hidden_size, inner * size, device="meta", **options)
         self.scale_names = whole.scale_names
         problem = whole.why_whole("column", size) if size > 1 else ""
         if not problem and inner % (step := whole.linear_of("gate_up_proj").rows_in_step):
             problem = f"the {inner} gates of an expert don't end with a block of {step}"
         if problem:
             raise self._refusal(problem)
-        shard, splits = Shard("column", None, parallel.tp_rank, size), whole.splits("column")
-        experts = QuantExperts(num_experts, hidden_size, inner, scheme=self.scheme)
+        self.shard = Shard("column", None, parallel.tp_rank, size)
+        self.splits = whole.splits("column") if size > 1 else {}
+        self.names: dict[str, str] = {}  # what vLLM calls each parameter
+        experts = QuantExperts(num_experts, hidden_size, inner, dtype=params_dtype, **options)
         for name, parameter in experts.named_parameters():
             weight, leaf = split_leaf(name)
-            if name in self.scale_names and parameter.dtype == torch.uint8:
+            if leaf == "bias":
+                parameter.fill_(torch.nan)
+            elif name in self.scale_names and parameter.dtype == torch.uint8:
                 parameter.fill_(no_scale(parameter.dtype))
             self.names[name] = f"{_SHORT[weight]}_{leaf}"
             layer.register_parameter(self.names[name], parameter)
-            set_weight_attrs(parameter, {"weight_loader": self._loader(layer, name, shard, splits.get(name))})
 
-    def _loader(self, layer: Any, name: str, shard: Shard, split: Split | None) -> Callable[..., bool | None]:
-        """What vLLM calls for each expert's value of the parameter ``name``, which is cut as ``split`` says."""
-        # Of one expert, and of gates or ups.
-        own = None if split is None else Split(0) if split.parts > 1 else split._replace(dim=split.dim - 1)
+    def load(self, layer: Any, name: str, value: Tensor) -> None:
+        """Gives ``layer`` what belongs to it of ``value``, the parameter ``name`` of all experts in the files.
 
-        def load(
-            param: Any,
-            loaded_weight: Tensor,
-            weight_name: str,
-            shard_id: str,
-            expert_id: int,
-            return_success: bool = False,
-        ) -> bool | None:
-            expert = expert_id if layer.expert_map is None else int(layer.expert_map[expert_id])
-            if expert >= 0:
-                take_dtype(param, loaded_weight, weight_name)
-                place = param.data[expert]
-                if split is not None and split.parts > 1:
-                    place = place.chunk(split.parts)[("w1", "w3").index(shard_id)]
-                value = loaded_weight if own is None else shard.part_of(loaded_weight, own)
-                if value.shape != place.shape:
-                    raise ValueError(
-                        f"{self.name}: {name} of expert {expert_id} is {list(value.shape)} in the files, but the layer "
-                        f"has {list(place.shape)}"
-                    )
-                place.copy_(value)
-            return expert >= 0 if return_success else None
-
-        return load
+        Raises ``ValueError`` if it doesn't fit.
+        """
+        if name not in self.names:
+            raise self._refusal(f"the files have a {name}, which vLLM's layer hasn't")
+        if layer.expert_map is not None:
+            slots = layer.expert_map.to("cpu", torch.int64)
+            value = value[slots.argsort()[int((slots < 0).sum()) :]]
+        if (split := self.splits.get(name)) is not None:
+            value = self.shard.part_of(value, split)
+        elif name == "down_proj_bias" and self.shard.rank:
+            value = torch.zeros_like(value)  # it is added once
+        parameter = getattr(layer, self.names[name])
+        if value.shape != parameter.shape:
+            raise ValueError(
+                f"{self.name}.{name} is {list(value.shape)} in the files, but the layer has {list(parameter.shape)}"
+            )
+        take_dtype(parameter, value, f"{self.name}.{name}")
+        parameter.data.copy_(value)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Checks that everything has been loaded, and what lies between the products."""
+        """Checks that everything has been loaded."""
         for name, theirs in self.names.items():
             value = getattr(layer, theirs).data
             if is_missing(value, name in self.scale_names):
                 raise ValueError(f"{self.name}.{name} isn't in the files, or not all of it")
             setattr(layer, theirs, frozen(value))
-        activation = getattr(layer.activation, "value", layer.activation)
-        if activation not in _ACTIVATIONS:
-            raise self._refusal(f"their activation is {activation!r}; it must be one of {sorted(_ACTIVATIONS)}")
-        if getattr(layer, "apply_router_weight_on_input", False):
-            raise self._refusal("their input is weighted by the router")
-        self.activation = GatedActivation(_ACTIVATIONS[activation])
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
         """None: no kernel of vLLM's is used."""

@@ -1,20 +1,24 @@
 """``extend_loader``: has vLLM read qgemm's folders under the names that it knows (``names.for_vllm``).
 
 Since not every version has a hook for names, the loader's generator of tensors is wrapped; models of other methods get
-what they always got.
+what they always got. Fused experts take their parameters out of it, before the model sees them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from qgemm.checkpoint.manifest import QUANT_METHOD
+from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
+from qgemm.integrations.vllm.experts import QGemmExpertsMethod, are_experts
+from qgemm.integrations.vllm.linear import QGemmLinearMethod
 from qgemm.integrations.vllm.names import OLD_MIXTURE, for_vllm, manifest_of
+
+_METHODS = (QGemmLinearMethod, QGemmExpertsMethod)
 
 
 def extend_loader() -> None:
@@ -29,8 +33,29 @@ def extend_loader() -> None:
         manifest = manifest_of(model_config.hf_config) if model_config.quantization == QUANT_METHOD else None
         if manifest is None:
             return tensors
+        refuse_float(model, manifest)
         old_mixture = any(OLD_MIXTURE in name for name, _ in model.named_modules())
-        return for_vllm(tensors, manifest, old_mixture, model_config.hf_config.model_type == "gpt2")
+        return for_vllm(tensors, manifest, experts_of(model), old_mixture, model_config.hf_config.model_type == "gpt2")
 
     get_all_weights._knows_qgemm = True  # type: ignore[attr-defined]
     DefaultModelLoader.get_all_weights = get_all_weights
+
+
+def experts_of(model: nn.Module) -> dict[str, Callable[[str, Tensor], None]]:
+    """What takes the parameters of the fused experts of ``model``, by the names that these have in the files."""
+    found: dict[str, Callable[[str, Tensor], None]] = {}
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if are_experts(layer) and isinstance(method, QGemmExpertsMethod):
+            found[method.name_in_files] = functools.partial(method.load, layer)
+    return found
+
+
+def refuse_float(model: nn.Module, manifest: Manifest) -> None:
+    """Raises ``ValueError`` for a quantized layer that ``model`` never asks a method for, as GPT-OSS's output head."""
+    for name, layer in model.named_modules():
+        method = getattr(layer, "quant_method", None)
+        if name in manifest.layers and method is not None and not isinstance(method, _METHODS):
+            raise ValueError(
+                f"{name} is quantized, but vLLM's {type(model).__name__} has it in float only: leave it in float (skip)"
+            )

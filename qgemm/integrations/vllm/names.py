@@ -6,7 +6,7 @@ parts. Files go to it but for these:
 - Rotary frequencies and the like, which models make for themselves: qgemm stores them, vLLM doesn't know them.
 - Biases into which a zero point is folded: vLLM drops biases of layers that have none, and keeps others in the model's
   dtype. They get a parameter of their own.
-- Fused experts: vLLM reads those of many models expert by expert only.
+- Fused experts, whose layout and biases each model of vLLM reads in a way of its own: layers take them as they are.
 - Mixtures that transformers has renamed to ``mlp``, as Mixtral's: vLLM has the old name.
 - Weights of GPT-2, which vLLM transposes: it takes them for those of a ``Conv1D``, and qgemm stores ``[N, K]``.
 """
@@ -14,15 +14,13 @@ parts. Files go to it but for these:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
-from qgemm.nn.experts import split_leaf
-from qgemm.nn.kinds import linear_class
 from qgemm.scheme import QuantScheme
 
 OLD_MIXTURE = ".block_sparse_moe."
@@ -50,14 +48,18 @@ def manifest_of(hf_config: Any) -> Manifest | None:
     return None
 
 
+def key_of(name: str, layers: Mapping[str, Any]) -> str:
+    """What ``layers`` call a layer that vLLM calls ``name``, and has not merged."""
+    return name if name in layers else name.replace(OLD_MIXTURE, ".mlp.")
+
+
 def scheme_of(name: str, layers: Mapping[str, QuantScheme], merged: Mapping[str, Sequence[str]]) -> QuantScheme | None:
     """The scheme of a layer of vLLM, which may be ``merged`` of several; None if it is in float.
 
     Raises ``ValueError`` if its parts differ.
     """
-    for own in (name, name.replace(OLD_MIXTURE, ".mlp.")):
-        if own in layers:
-            return layers[own]
+    if (own := key_of(name, layers)) in layers:
+        return layers[own]
     head, _, last = name.rpartition(".")
     parts = [f"{head}.{part}" if head else part for part in merged.get(last, ())]
     schemes = {part: layers.get(part) for part in parts}
@@ -72,45 +74,27 @@ def scheme_of(name: str, layers: Mapping[str, QuantScheme], merged: Mapping[str,
 
 
 def for_vllm(
-    tensors: Iterable[tuple[str, Tensor]], manifest: Manifest, old_mixture: bool = False, transposes: bool = False
+    tensors: Iterable[tuple[str, Tensor]],
+    manifest: Manifest,
+    experts: Mapping[str, Callable[[str, Tensor], None]] | None = None,
+    old_mixture: bool = False,
+    transposes: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a folder under the names that vLLM is to have.
 
-    ``old_mixture``: whether those of mixtures have their old names in its model. ``transposes``: whether its model
-    transposes the weights of a ``Conv1D``.
+    ``experts``: what takes the parameters of fused experts, by the names that these have in the files; those of others
+    are another rank's. ``old_mixture``: whether mixtures have their old names in its model. ``transposes``: whether its
+    model transposes the weights of a ``Conv1D``.
     """
     folded = {layer for layer, scheme in manifest.layers.items() if scheme.has_zero_point}
     for name, tensor in tensors:
         layer, _, leaf = name.rpartition(".")
-        if leaf == "bias" and layer in folded:
+        if layer in manifest.layers and leaf.startswith(("gate_up_proj", "down_proj")):
+            if experts is not None and layer in experts:
+                experts[layer](leaf, tensor)
+        elif leaf == "bias" and layer in folded:
             yield f"{layer}.{FOLDED_BIAS}", tensor
-        elif layer in manifest.layers and leaf.startswith(("gate_up_proj", "down_proj")):
-            is_whole = split_leaf(leaf)[1] in linear_class(manifest.layers[layer]).whole_names
-            parts = _of_each_expert(layer, leaf, tensor, _OLD_LEAVES if old_mixture else _LEAVES, is_whole)
-            yield from ((_old(part) if old_mixture else part, value) for part, value in parts)
         elif transposes and leaf == "weight" and layer in manifest.layers and _CONV1D.search(layer):
             yield name, tensor.t()
         elif not _MADE_BY_MODELS.search(name):
-            yield _old(name) if old_mixture else name, tensor
-
-
-_LEAVES, _OLD_LEAVES = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
-
-
-def _old(name: str) -> str:
-    return name.replace(".mlp.", OLD_MIXTURE)
-
-
-def _of_each_expert(
-    experts: str, leaf: str, tensor: Tensor, leaves: tuple[str, str, str], is_whole: bool
-) -> Iterator[tuple[str, Tensor]]:
-    """The rows of gates, ups or down of each expert, ``[E, N, K]``, and what belongs to them, as a layer each.
-
-    ``is_whole``: whether an expert's value belongs to all of its rows, as a global scale does.
-    """
-    weight, own = split_leaf(leaf)
-    parts = leaves[:2] if weight == "gate_up_proj" else leaves[2:]
-    for expert, rows in enumerate(tensor):
-        values = [rows] * len(parts) if is_whole else rows.chunk(len(parts))
-        for part, value in zip(parts, values, strict=True):
-            yield f"{experts}.{expert}.{part}.{own}", value
+            yield name.replace(".mlp.", OLD_MIXTURE) if old_mixture else name, tensor
