@@ -200,7 +200,7 @@ def test_adapters_of_experts_are_refused(tmp_path: Path) -> None:
     made = qgemm.quantize_model(model("gpt_oss"), "int8-weight", progress=False)
     made.save_pretrained(tmp_path / "mixture")
     with pytest.raises(
-        ValueError, match="can't compute the experts .* they have no adapters, .* --lora-target-modules"
+        ValueError, match=r"can't compute the experts .* they have no adapters, .* --lora-target-modules"
     ):
         tokens_of_vllm(tmp_path / "mixture", enable_lora=True)
     # Other layers may have some.
