@@ -18,7 +18,7 @@ CACHE_LINE_BYTES = 128
 COUNTS_BYTES = CACHE_LINE_BYTES
 """At the start of a buffer, where programs that wait for one another count. Zeros, but while a kernel runs."""
 MAX_STREAM_BUFFERS = 256
-MAX_GRAPH_LAUNCHES = 16_384  # of a device, that have counts: 2 MB
+MAX_GRAPH_LAUNCHES = 65_536  # of a device, that have counts: 8 MB
 
 
 def _empty_strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
