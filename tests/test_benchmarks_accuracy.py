@@ -233,6 +233,7 @@ def test_nothing_is_measured_twice_and_failures_are_tried_again() -> None:
     assert [(one.name, seed) for _, one, seed in left] == [("a", 0), ("b", 0)]
 
 
+@pytest.mark.complete
 @pytest.mark.slow
 def test_several_processes_measure_the_same(folder: Path) -> None:
     models = Models(frozenset({PLAIN, OUTLIERS}), folder, EFFORT, CPU, "a CPU")
