@@ -1,4 +1,4 @@
-"""Products of up to 16 rows with weights of 4 and 8 bits on Hopper: what both kernels for them compute, in Gluon.
+"""Products of up to 32 rows with weights of 4 and 8 bits on Hopper: what both kernels for them compute, in Gluon.
 
 The operands are swapped: rows of the weight are those of ``mma.sync``, rows of x its columns. Each warp has blocks of K
 of its own, or shares them with others that have other rows of the weight; in the end their sums are added up.

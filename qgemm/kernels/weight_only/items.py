@@ -1,4 +1,4 @@
-"""``Items``: which blocks of which tiles a program of ``_tiles_kernel`` computes, and whose parts make up a tile.
+"""``Items``: which blocks of which tiles a program of Hopper's kernels computes, and whose parts make up a tile.
 
 The first tiles are whole: programs compute them in turn. Blocks of K of the others, tile by tile, are cut into as many
 ranges of equal length as there are sharers, which are the first programs: a range ends in the tile that it begins in,
