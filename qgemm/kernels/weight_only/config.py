@@ -99,6 +99,19 @@ class Shareable:
         """How many programs share a tile, at most."""
         return cdiv(self.sharers, self.shared) + (self.sharers % self.shared > 0)
 
+    @property
+    def unshared(self: S) -> S:
+        """The same tile, which has the same kernel however programs share it."""
+        return replace(self, shared=0, sharers=0)
+
+    def grid(self, tiles: int, programs: int) -> int:
+        """How many programs compute so many tiles, ``programs`` at most."""
+        return min(tiles - self.shared, programs) or self.sharers
+
+    def partial_sums(self, rows: int, columns: int) -> int:
+        """How many sums programs leave to one another, of tiles of so many rows and columns."""
+        return (self.sharers + self.shared) * rows * columns
+
     def shared_by(self: S, shared: int, programs: int, steps: int) -> list[S]:
         """Ways to share the last ``shared`` tiles of so many steps of K: each by as many programs, or all by all."""
         if not 0 < shared * self.counts <= MAX_COUNTS:
@@ -237,11 +250,16 @@ def fits_ring(M: int, K: int, form: Stored) -> bool:
     return M <= MAX_RING_ROWS and K % form.block == 0 and not form.scales_values and (M > 1 or form.bits == 8)
 
 
+def _columns(M: int) -> int:
+    """Of the smallest tile for ``M`` rows; 1 for a single one."""
+    return 1 if M == 1 else next_power_of_2(max(M, 8))
+
+
 def select_ring(M: int, N: int, K: int, form: Stored, limits: DeviceLimits) -> FewRowsRing:
     """The tiles of a product that ``fits_ring``: those that take the least time by ``_ring_microseconds``."""
     blocks = K // form.block
     candidates: list[tuple[float, FewRowsRing]] = []
-    for one, step in RING[form.bits, 1 if M == 1 else next_power_of_2(max(M, 8))]:
+    for one, step in RING[form.bits, _columns(M)]:
         programs = one.programs * limits.num_sms
         ways = one.shared_by(one.tiles(N) % programs, programs, cdiv(blocks, one.splits))
         candidates += [(_ring_microseconds(way, step, N, blocks, form.bits, limits), way) for way in (one, *ways)]
@@ -269,7 +287,7 @@ def _ring_microseconds(tile: FewRowsRing, step: float, N: int, blocks: int, bits
 def select_few_rows(M: int, N: int, form: Stored, limits: DeviceLimits) -> FewRows:
     """The tiles of another product of up to ``MAX_FEW_ROWS`` rows."""
     width = sum(cdiv(N, 16) > each * limits.num_sms for each in (2, 4))
-    return FEW_ROWS[form.bits, 1 if M == 1 else next_power_of_2(max(M, 8))][width]
+    return FEW_ROWS[form.bits, _columns(M)][width]
 
 
 def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits, exact: bool = True) -> Tiles:

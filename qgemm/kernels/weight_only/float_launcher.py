@@ -339,14 +339,13 @@ def ring_plan(
         0: TensorMap((blocks, M, form.block), (form.block, stride_xm, 1), x_block, block_layout(x_block, dtype)),
         1: TensorMap((blocks, N, words), (words, stride_wn // WORD, 1), w_block, block_layout(w_block, torch.int32)),
     }
-    kind = replace(tile, shared=0, sharers=0)
-    alone = tile.tiles(N) - tile.shared
+    tiles = tile.tiles(N)
     product = Launch(
-        _few_rows_ring_kernel, min(tile.programs * limits.num_sms, alone) or tile.sharers,
-        (M, N, K, alone, tile.sharers, *strides[2:], N),
-        (form, kind, tile.shared > 0), tile.warps, pdl=limits.pdl, maps=maps, max_registers=tile.registers,
+        _few_rows_ring_kernel, tile.grid(tiles, tile.programs * limits.num_sms),
+        (M, N, K, tiles - tile.shared, tile.sharers, *strides[2:], N),
+        (form, tile.unshared, tile.shared > 0), tile.warps, pdl=limits.pdl, maps=maps, max_registers=tile.registers,
     )  # fmt: skip
-    partial = (tile.sharers + tile.shared) * tile.rows * tile.columns
+    partial = tile.partial_sums(tile.rows, tile.columns)
     return Plan((M, N), product, may_share=True, words=torch.int32, partial=partial)
 
 
@@ -374,12 +373,10 @@ def tiles_plan(
         ),
         7: TensorMap((M, N), (N, 1), (stored, 64), block_layout((stored, 64), dtype)),
     }
-    # A kernel for each kind of tile, however they are shared.
-    kind = replace(tile, shared=0, sharers=0)
-    alone = tile.tiles(M, N) - tile.shared
+    tiles = tile.tiles(M, N)
     product = Launch(
-        _tiles_kernel, min(limits.num_sms, alone) or tile.sharers, (M, N, K, alone, tile.sharers, *strides[2:]),
-        (form, kind, tile.shared > 0), 4, pdl=limits.pdl, maps=maps,
+        _tiles_kernel, tile.grid(tiles, limits.num_sms), (M, N, K, tiles - tile.shared, tile.sharers, *strides[2:]),
+        (form, tile.unshared, tile.shared > 0), 4, pdl=limits.pdl, maps=maps,
     )  # fmt: skip
-    partial = (tile.sharers + tile.shared) * TILE_ROWS * tile.columns
+    partial = tile.partial_sums(TILE_ROWS, tile.columns)
     return Plan((M, N), product, may_share=True, words=torch.uint16, partial=partial)

@@ -70,11 +70,6 @@ class Int8Config(Shareable):
         """One for each piece of the rows that a group of warps stores."""
         return self.consumers // self.splits * self.pieces
 
-    @property
-    def partial(self) -> int:
-        """Sums that programs which share tiles leave to one another."""
-        return (self.sharers + self.shared) * self.rows * self.cols
-
 
 def select_config(
     M: int, N: int, K: int, group: int, limits: DeviceLimits, has_steps: bool = False, may_share: bool = True

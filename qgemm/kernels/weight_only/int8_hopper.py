@@ -106,10 +106,10 @@ def many_launch(config: Int8Config, sizes: Sizes, dtype: torch.dtype, partial_at
         group, config.stages, config.x_slots, config.shared > 0, config.pieces, config.consumers, config.splits,
         max(ROWS_AT_A_TIME // config.cols, 1), registers, M <= MAX_ROWS_TO_START_NEXT,
     )  # fmt: skip
-    alone = config.tiles(M, N) - config.shared
+    tiles = config.tiles(M, N)
     return Launch(
-        _int4_int8_many_kernel, min(alone, limits.num_sms) or config.sharers,
-        (M, N, K, G, alone, config.sharers, partial_at), constants, 4, pdl=True, maps=maps,
+        _int4_int8_many_kernel, config.grid(tiles, limits.num_sms),
+        (M, N, K, G, tiles - config.shared, config.sharers, partial_at), constants, 4, pdl=True, maps=maps,
         max_registers=REGISTERS_BESIDE[8] if beside else None,
     )  # fmt: skip
 

@@ -86,7 +86,7 @@ def _workspace(M: int, K: int, config: Int8Config | None) -> Workspace:
     at = round_up(M, CACHE_LINE_BYTES // 4)
     # A block of K may go on behind the last row, where its weights are 0.
     q_bytes = round_up(M * K + BLOCK, CACHE_LINE_BYTES)
-    return Workspace(q_bytes, at, at + (0 if config is None else config.partial))
+    return Workspace(q_bytes, at, at + (0 if config is None else config.partial_sums(config.rows, config.cols)))
 
 
 def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) -> LinearPlan:
@@ -98,8 +98,8 @@ def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) ->
     if config is None and limits.hopper and _takes_hopper(N, K, group, values, zero_point is None, x.dtype):
         config = select()
     two = one = _plan(device, _workspace(M, K, config), M, K, ())
-    is_one = is_row = shares = False
-    captured = two
+    is_one = is_row = False
+    unshared = None
     if out.numel() and K:
         names = _names(zero_point is not None, step is not None, bias is not None)
         G = scale.shape[1]
@@ -109,22 +109,22 @@ def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) ->
                 names.step(first, "x", "q", "q_scale", "none", "none"),
                 names.step(_launch(M, N, K, G, group or K, limits), *PRODUCT),
             )
-            two = captured = replace(two, steps=steps)
+            two = replace(two, steps=steps)
         else:
-            two = captured = _two_launches(names, rows, N, G, group, config, limits)
+            two = _two_launches(names, rows, N, G, group, config, limits)
             is_one = config.warps > 0
             is_row = is_one and M == 1 and K <= MAX_OWN_ROW
             if is_one:
                 one = replace(one, steps=(_one_launch(names, rows, N, G, group, is_row, config, limits),))
-            shares = config.shared > 0
-            if shares:
-                captured = _two_launches(names, rows, N, G, group, select(may_share=False), limits)
+            if config.shared:
+                unshared = _two_launches(names, rows, N, G, group, select(may_share=False), limits)
                 if x.is_cuda:
                     memory.keep_graph_counts(x.get_device())
     return LinearPlan(
         device, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), values.data_ptr() % ALIGNMENT == 0,
         None if rows.data_ptr() == x.data_ptr() else (M, K), None, two.parts[2].offset - COUNTS_BYTES,
-        usual=one if is_one else two, captured=one if is_row else captured, shares_buffer=is_one, counts=shares,
+        usual=one if is_one else two, captured=one if is_row else unshared or two, shares_buffer=is_one,
+        counts=unshared is not None,
     )  # fmt: skip
 
 
