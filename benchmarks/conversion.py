@@ -65,15 +65,17 @@ def write_checkpoint(folder: Path, shape: ModelShape, layers: int) -> int:
     return sum(each.nbytes for each in shapes.values())
 
 
-def convert(source: Path, destination: Path, workers: int, shard_size: str) -> Seconds:
+def convert(source: Path, destination: Path, workers: int, shard_size: str, device: str) -> Seconds:
     """Converts in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.conversion", _CALL, *map(str, (source, destination, workers))]
     start = time.perf_counter()
-    done = subprocess.run([*command, shard_size], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run([*command, shard_size, device], check=True, stdout=subprocess.PIPE, text=True)
     return Seconds(workers, float(done.stdout.splitlines()[-1]), time.perf_counter() - start)
 
 
-def measure(folder: Path, shape: ModelShape, layers: int, workers: int, pairs: int, shard_size: str) -> list[Seconds]:
+def measure(
+    folder: Path, shape: ModelShape, layers: int, workers: int, pairs: int, shard_size: str, device: str
+) -> list[Seconds]:
     """One process and ``workers`` of them, in turns. Raises ``ValueError`` if their files differ."""
     source, found, wanted = folder / "float", [], None
     source.mkdir()
@@ -82,7 +84,7 @@ def measure(folder: Path, shape: ModelShape, layers: int, workers: int, pairs: i
     for _ in range(pairs):
         for count in (1, workers):
             destination = folder / "int8"
-            found.append(convert(source, destination, count, shard_size))
+            found.append(convert(source, destination, count, shard_size, device))
             hashes = _hashes(destination)
             wanted = wanted or hashes
             if hashes != wanted:
@@ -107,7 +109,7 @@ def _hashes(folder: Path) -> Mapping[str, str]:
     return {file.name: hashlib.blake2b(file.read_bytes()).hexdigest() for file in sorted(folder.iterdir())}
 
 
-def _call(source: str, destination: str, workers: str, shard_size: str) -> None:
+def _call(source: str, destination: str, workers: str, shard_size: str, device: str) -> None:
     """What a process of ``convert`` does."""
     from transformers import AutoModelForCausalLM
 
@@ -116,7 +118,9 @@ def _call(source: str, destination: str, workers: str, shard_size: str) -> None:
     with torch.device("meta"):  # so that the code of the model's class is imported as well
         AutoModelForCausalLM.from_config(SHAPE.make_config(1))
     start = time.perf_counter()
-    qgemm.quantize_checkpoint(source, destination, workers=int(workers), max_shard_size=shard_size, progress=False)
+    qgemm.quantize_checkpoint(
+        source, destination, device=device, workers=int(workers), max_shard_size=shard_size, progress=False
+    )
     print(time.perf_counter() - start)
 
 
@@ -128,9 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     args = _parse(arguments)
     options: dict[str, Any] = {"layers": args.layers, "workers": args.workers, "pairs": args.pairs}
+    options |= {"shard_size": args.max_shard_size, "device": args.device}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        found = measure(Path(folder), SHAPE, shard_size=args.max_shard_size, **options)
-    about = environment(torch.device("cpu"), args.commit)
+        found = measure(Path(folder), SHAPE, **options)
+    about = environment(torch.device(args.device), args.commit)
     print(f"{about['device']}, {os.cpu_count()} cores, {about['versions']}, commit {about['commit']}; the same files\n")
     print(render(table(found, args.workers), markdown=True))
 
@@ -142,6 +147,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=SHAPE.layers)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--device", default="cpu", help="that computes; cuda: one GPU per process (default: cpu)")
     parser.add_argument("--max-shard-size", default="400MB")
     parser.add_argument("--commit", help="of a copy of the tree that git doesn't know")
     return parser.parse_args(arguments)

@@ -16,21 +16,21 @@ TINY = ModelShape("tiny", "LlamaConfig", 2, {**SIZES, **HEADS})
 
 
 def test_a_pair(tmp_path: Path) -> None:
-    found = measure(tmp_path, TINY, 2, workers=2, pairs=1, shard_size="200KB")
+    found = measure(tmp_path, TINY, 2, workers=2, pairs=1, shard_size="200KB", device="cpu")
     assert [each.workers for each in found] == [1, 2]
     assert all(0 < each.call < each.whole for each in found)
     assert len(list((tmp_path / "float").glob("*.safetensors"))) == 5  # two layers, embeddings, the last norm, the head
 
 
 def test_files_that_differ_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def convert(source: Path, destination: Path, workers: int, shard_size: str) -> Seconds:
+    def convert(source: Path, destination: Path, workers: int, shard_size: str, device: str) -> Seconds:
         destination.mkdir()
         (destination / "model.safetensors").write_bytes(bytes([workers]))
         return Seconds(workers, 1.0, 2.0)
 
     monkeypatch.setattr(conversion, "convert", convert)
     with pytest.raises(ValueError, match="2 processes wrote other files than one"):
-        measure(tmp_path, TINY, 1, workers=2, pairs=1, shard_size="1MB")
+        measure(tmp_path, TINY, 1, workers=2, pairs=1, shard_size="1MB", device="cpu")
 
 
 def test_the_table() -> None:
