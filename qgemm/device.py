@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+
+A = TypeVar("A")
+B = TypeVar("B")
+_MAX_THREADS = 16  # more would wait for each other's Python code
 
 # Of control groups, version 2 and 1: where they are mounted, and the files of the limit and of what is in use.
 _GROUPS = {
@@ -53,6 +59,24 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def in_threads(function: Callable[[A], B], items: Iterable[A]) -> list[B]:
+    """``function`` of each of ``items``, in their order, without gradients, by as many threads as PyTorch has.
+
+    Each runs operators on the CPU by itself. Several threads for one operator of some 10,000 values wait for each other
+    whenever others use the cores: quantizing a model then took 20 times as long.
+    """
+    count = min(torch.get_num_threads(), _MAX_THREADS)
+
+    def call(item: A) -> B:
+        with torch.no_grad():
+            return function(item)
+
+    if count == 1:
+        return list(map(call, items))
+    with one_thread(), ThreadPoolExecutor(count) as threads:
+        return list(threads.map(call, items))
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int:

@@ -1,11 +1,12 @@
 """Which devices can be named, with and without a GPU, and how much memory is free there."""
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from qgemm.device import find_device, free_memory, one_thread
+from qgemm.device import find_device, free_memory, in_threads, one_thread
 
 
 @pytest.fixture
@@ -109,3 +110,31 @@ def test_one_thread() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_in_threads() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    threads = set()
+
+    def double(i: int) -> torch.Tensor:
+        threads.add(threading.current_thread().name)
+        assert torch.get_num_threads() == 1
+        return weight * (2.0 * i)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = in_threads(double, range(50))
+        assert threading.current_thread().name not in threads
+        assert torch.get_num_threads() == 2
+        with pytest.raises(ZeroDivisionError):
+            in_threads(lambda i: 1 // i, [1, 0, 1])
+        assert torch.get_num_threads() == 2
+        threads.clear()
+        with one_thread():
+            in_threads(double, range(5))
+        assert threads == {threading.current_thread().name}
+    finally:
+        torch.set_num_threads(before)
+    assert [each[0].item() for each in found] == list(range(0, 100, 2))
+    assert not any(each.requires_grad for each in found)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qgemm.device import one_thread
 from qgemm.kernels.activations import ACTIVATIONS
 from qgemm.kernels.norms import NORMS, Norm
 from qgemm.kernels.rotary.reference import ANGLES
@@ -31,6 +32,7 @@ _MAX_UNLIKE = 0.01
 """The fraction of values that may differ: sums in another order do that; a rounding more or less changes a quarter."""
 
 
+@one_thread()
 @torch.no_grad()
 def find_norm(module: nn.Module, columns: int = 0) -> Norm | None:
     """The norm that ``module`` computes; None if it is none that is known.
@@ -63,6 +65,7 @@ def find_norm(module: nn.Module, columns: int = 0) -> Norm | None:
     return best if unlike(best) <= _MAX_UNLIKE else None
 
 
+@one_thread()
 @torch.no_grad()
 def find_activation(activation: Callable[[Tensor], Tensor]) -> str:
     """The name of ``activation`` in ``ACTIVATIONS``; empty if it is none of them."""
@@ -71,6 +74,7 @@ def find_activation(activation: Callable[[Tensor], Tensor]) -> str:
     return next((name for name, act in ACTIVATIONS.items() if _fraction_unlike(own, act, x) <= _MAX_UNLIKE), "")
 
 
+@one_thread()
 @torch.no_grad()
 def find_router(router: nn.Module, mixture: nn.Module) -> RouterStep:
     """What ``router``, part of ``mixture``, does with its logits; without a routing if that isn't known."""

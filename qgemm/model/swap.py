@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qgemm.device import in_threads
 from qgemm.model.offloading import carry_hooks, weights_at_hand
 from qgemm.model.report import LayerRecord, parameter_bytes
 from qgemm.model.survey import Layer
@@ -161,20 +162,21 @@ class WeightError:
         A CPU computes differences in float32, in two thirds of the time, unless their squares are beyond its range.
         """
         self._squares = self._squares.to(weight.device)
-        if weight.device.type == "cpu":
-            squares = _squares(weight, restore, torch.float32)
-            if bool(squares[1].isfinite()) and squares[1].item() > _LEAST_SQUARES:
-                self._squares += squares
-                return
-        self._squares += _squares(weight, restore, torch.float64)
+        self._squares += _squares(weight, restore)
 
     @classmethod
     def of_layer(cls, weight: Tensor, layer: LinearLayer) -> WeightError:
         """Of all rows of a weight and of the layer made of it."""
         error, step = cls(), cls.rows_at_a_time(weight.shape, layer.rows_in_step)
-        for start in range(0, weight.shape[0], step):
+        starts = range(0, weight.shape[0], step)
+
+        def squares_from(start: int) -> Tensor:
             rows = layer.rows_from(start, min(start + step, weight.shape[0]))
-            error.add(weight[start : start + step], partial(layer.restore_rows, rows))
+            return _squares(weight[start : start + step], partial(layer.restore_rows, rows))
+
+        in_parallel = weight.device.type == "cpu" and type(weight) is Tensor
+        for squares in (in_threads if in_parallel else map)(squares_from, starts):
+            error._squares = error._squares.to(weight.device) + squares
         return error
 
     @property
@@ -190,7 +192,16 @@ class WeightError:
         return difference / norm if norm else 0.0
 
 
-def _squares(weight: Tensor, restore: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
+def _squares(weight: Tensor, restore: Callable[[torch.dtype], Tensor]) -> Tensor:
+    """As ``_squares_in`` a dtype: on a CPU in float32, unless they are beyond its range."""
+    if weight.device.type == "cpu":
+        squares = _squares_in(torch.float32, weight, restore)
+        if bool(squares[1].isfinite()) and squares[1].item() > _LEAST_SQUARES:
+            return squares
+    return _squares_in(torch.float64, weight, restore)
+
+
+def _squares_in(dtype: torch.dtype, weight: Tensor, restore: Callable[[torch.dtype], Tensor]) -> Tensor:
     """float64 ``[2]``: the sums of the squares of the differences, and of the weight, computed in ``dtype``."""
     wanted = weight.to(dtype, copy=True)
     error = restore(dtype).sub_(wanted)

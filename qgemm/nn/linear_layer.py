@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
+from qgemm.device import in_threads, one_thread
 from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
 from qgemm.numerics.formats import INT8
-from qgemm.numerics.integers import cdiv
+from qgemm.numerics.integers import cdiv, round_up
 from qgemm.numerics.zero_points import ZERO_POINTS, is_zero_point
 from qgemm.ops.direct import check_is_tensor
 from qgemm.scheme import QuantScheme, resolve_scheme
@@ -27,6 +28,8 @@ Linear = TypeVar("Linear", bound="LinearLayer")
 InputScale: TypeAlias = "Tensor | float | tuple[Tensor | float, Tensor | int]"
 """The scale of a static activation, or, for an asymmetric scheme, the pair of a scale and a zero point."""
 
+_PIECE = 2**18
+"""Values of a weight that a thread converts at a time."""
 NOT_FINITE = "weight holds NaN or Inf, which can't be quantized: repair the checkpoint or skip the layer"
 
 
@@ -189,13 +192,22 @@ class LinearLayer(QuantLayer):
         """
         if decided is None:
             self.start_rows(source.device, largest(source) if self.needs_amax else None)
-            made = self.convert_rows(source)
+            made = self._convert(source)
         else:
             values, scale, *zero_point = (part.detach().to(source.device) for part in decided)
             self.start_rows(source.device, largest(scale) * self.scheme.weight.format.steps)
             made = {**self.store_rows(values, scale, *zero_point), **self.keep_rows(source)}
         for name, value in made.items():
             setattr(self, name, frozen(value))
+
+    def _convert(self, source: Tensor) -> dict[str, Tensor]:
+        """As ``convert_rows``, of all rows: on a CPU in parallel."""
+        step = round_up(max(_PIECE // max(source.shape[1], 1), 1), self.rows_in_step)
+        if source.device.type != "cpu" or type(source) is not Tensor or source.shape[0] <= step:
+            return self.convert_rows(source)
+        pieces = in_threads(self.convert_rows, source.split(step))
+        with one_thread():
+            return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
     def keep_rows(self, weight: Tensor) -> dict[str, Tensor]:
         """The others of ``row_names``, which hold part of the float rows ``[n, K]``; most layers have none."""

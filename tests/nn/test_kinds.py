@@ -1,7 +1,7 @@
 """What holds for the linear layers of every scheme: how they are made, what they compute, and their gradients."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
 
-from qgemm.nn import LinearLayer, QuantLinear, linear_class
+from qgemm.device import in_threads
+from qgemm.nn import LinearLayer, QuantLinear, linear_class, linear_layer
 from qgemm.scheme import SCHEMES, resolve_scheme
 
 SCHEME = pytest.mark.parametrize("scheme", EVERY_LAYER)
@@ -52,6 +53,28 @@ def test_a_new_layer_gives_nan(scheme: str, device: torch.device) -> None:
     assert {parameter.device for parameter in layer.parameters()} == {device}
     out = layer(torch.randn(3, K, device=device))
     assert out.isnan().all(), "a layer that never got any values has no plausible answer"
+
+
+@SCHEME
+def test_rows_are_quantized_in_parallel(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = nn.Linear(K, 300, dtype=torch.bfloat16)
+    whole = quantized_layer(linear, scheme)
+    pieces = []
+
+    def watched(function: Callable[[Tensor], dict[str, Tensor]], items: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        pieces.append([item.shape[0] for item in items])
+        return in_threads(function, items)
+
+    monkeypatch.setattr(linear_layer, "_PIECE", 50 * K)
+    monkeypatch.setattr(linear_layer, "in_threads", watched)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert_same(quantized_layer(linear, scheme), whole)
+    finally:
+        torch.set_num_threads(before)
+    step = 128 if "block" in scheme else 50
+    assert pieces == [[min(step, 300 - i) for i in range(0, 300, step)]]
 
 
 @SCHEME
