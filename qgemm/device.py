@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -61,13 +62,16 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def in_threads(function: Callable[[A], B], items: Iterable[A]) -> list[B]:
+def in_threads(function: Callable[[A], B], items: Iterable[A], tensor: Tensor) -> list[B]:
     """``function`` of each of ``items``, in their order, without gradients, by as many threads as PyTorch has.
 
     Each runs operators on the CPU by itself. Several threads for one operator of some 10,000 values wait for each other
     whenever others use the cores: quantizing a model then took 20 times as long.
+
+    ``tensor``: what is worked on. If it isn't a plain tensor on the CPU, this thread does everything.
     """
-    count = min(torch.get_num_threads(), _MAX_THREADS)
+    is_plain = type(tensor) is Tensor and tensor.device.type == "cpu"
+    count = min(torch.get_num_threads(), _MAX_THREADS) if is_plain else 1
 
     def call(item: A) -> B:
         with torch.no_grad():

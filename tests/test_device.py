@@ -124,15 +124,16 @@ def test_in_threads() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        found = in_threads(double, range(50))
+        found = in_threads(double, range(50), torch.ones(1))
         assert threading.current_thread().name not in threads
         assert torch.get_num_threads() == 2
         with pytest.raises(ZeroDivisionError):
-            in_threads(lambda i: 1 // i, [1, 0, 1])
+            in_threads(lambda i: 1 // i, [1, 0, 1], torch.ones(1))
         assert torch.get_num_threads() == 2
         threads.clear()
         with one_thread():
-            in_threads(double, range(5))
+            in_threads(double, range(5), torch.ones(1))
+        in_threads(lambda i: threads.add(threading.current_thread().name), range(5), torch.empty(1, device="meta"))
         assert threads == {threading.current_thread().name}
     finally:
         torch.set_num_threads(before)

@@ -6,9 +6,9 @@ Experts can be swapped a tensor at a time (``ExpertsSwap``), for a model that is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from qgemm.nn.linear_layer import InputScale, linear_weight
 from qgemm.numerics.integers import round_up
 from qgemm.scheme import QuantScheme
 
+Piece: TypeAlias = "tuple[Tensor, Callable[[torch.dtype], Tensor]]"
+"""Some rows of a weight, and what makes them of the quantized ones."""
 _LEAST_SQUARES = 1e-25
 """Of some rows of a weight: float32's range then holds squares of the differences, a hundred thousandth of these."""
 
@@ -82,13 +84,17 @@ class ExpertsSwap:
         del self.waiting[float_name]
         if name in self._quantized.weight_names and value.device.type != "meta":
             error = WeightError()
-            for expert in range(self._quantized.num_experts):
-                rows, one = self._source.rows_of(name, value.detach(), expert), self._quantized.linear_of(name, expert)
-                step = error.rows_at_a_time((self._quantized.num_experts, *rows.shape), one.rows_in_step)
-                for start in range(0, rows.shape[0], step):
-                    stop = min(start + step, rows.shape[0])
-                    error.add(rows[start:stop], partial(one.restore_rows, one.rows_from(start, stop)))
+            weight = value.detach()
+            error.add_each(partial(self._pieces, name, weight), range(self._quantized.num_experts), weight)
             self._errors.append(error.value)
+
+    def _pieces(self, name: str, value: Tensor, expert: int) -> Iterator[Piece]:
+        """The rows of a weight ``value`` of an expert, some at a time."""
+        rows, one = self._source.rows_of(name, value, expert), self._quantized.linear_of(name, expert)
+        step = WeightError.rows_at_a_time((self._quantized.num_experts, *rows.shape), one.rows_in_step)
+        for start in range(0, rows.shape[0], step):
+            stop = min(start + step, rows.shape[0])
+            yield rows[start:stop], partial(one.restore_rows, one.rows_from(start, stop))
 
     def finish(self) -> LayerRecord:
         """Puts the quantized module in its place."""
@@ -161,22 +167,28 @@ class WeightError:
 
         A CPU computes differences in float32, in two thirds of the time, unless their squares are beyond its range.
         """
-        self._squares = self._squares.to(weight.device)
-        self._squares += _squares(weight, restore)
+        self._squares = self._squares.to(weight.device) + _squares(weight, restore)
+
+    def add_each(self, pieces: Callable[[int], Iterable[Piece]], numbers: Iterable[int], weight: Tensor) -> None:
+        """``add`` of the ``pieces`` of each number, in their order; ``weight`` has them all: on a CPU in parallel."""
+
+        def squares(number: int) -> list[Tensor]:
+            return [_squares(weight, restore) for weight, restore in pieces(number)]
+
+        for found in in_threads(squares, numbers, weight):
+            for each in found:
+                self._squares = self._squares.to(each.device) + each
 
     @classmethod
     def of_layer(cls, weight: Tensor, layer: LinearLayer) -> WeightError:
         """Of all rows of a weight and of the layer made of it."""
         error, step = cls(), cls.rows_at_a_time(weight.shape, layer.rows_in_step)
-        starts = range(0, weight.shape[0], step)
 
-        def squares_from(start: int) -> Tensor:
+        def piece(start: int) -> list[Piece]:
             rows = layer.rows_from(start, min(start + step, weight.shape[0]))
-            return _squares(weight[start : start + step], partial(layer.restore_rows, rows))
+            return [(weight[start : start + step], partial(layer.restore_rows, rows))]
 
-        in_parallel = weight.device.type == "cpu" and type(weight) is Tensor
-        for squares in (in_threads if in_parallel else map)(squares_from, starts):
-            error._squares = error._squares.to(weight.device) + squares
+        error.add_each(piece, range(0, weight.shape[0], step), weight)
         return error
 
     @property

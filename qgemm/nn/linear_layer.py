@@ -203,9 +203,9 @@ class LinearLayer(QuantLayer):
     def _convert(self, source: Tensor) -> dict[str, Tensor]:
         """As ``convert_rows``, of all rows: on a CPU in parallel."""
         step = round_up(max(_PIECE // max(source.shape[1], 1), 1), self.rows_in_step)
-        if source.device.type != "cpu" or type(source) is not Tensor or source.shape[0] <= step:
+        if source.device.type != "cpu" or source.shape[0] <= step:
             return self.convert_rows(source)
-        pieces = in_threads(self.convert_rows, source.split(step))
+        pieces = in_threads(self.convert_rows, source.split(step), source)
         with one_thread():
             return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 

@@ -61,9 +61,11 @@ def test_rows_are_quantized_in_parallel(scheme: str, monkeypatch: pytest.MonkeyP
     whole = quantized_layer(linear, scheme)
     pieces = []
 
-    def watched(function: Callable[[Tensor], dict[str, Tensor]], items: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    def watched(
+        function: Callable[[Tensor], dict[str, Tensor]], items: Sequence[Tensor], tensor: Tensor
+    ) -> list[dict[str, Tensor]]:
         pieces.append([item.shape[0] for item in items])
-        return in_threads(function, items)
+        return in_threads(function, items, tensor)
 
     monkeypatch.setattr(linear_layer, "_PIECE", 50 * K)
     monkeypatch.setattr(linear_layer, "in_threads", watched)
