@@ -10,7 +10,7 @@ where the compiler's own conversions take several for each value.
 - fp4, fp8: sign, exponent and mantissa are moved into place, and the product by a power of two gives the exponent the
   other bias.
 - nf4: looked up byte by byte in a table of 16 values, which registers hold.
-- int8 as bfloat16: ``128 + q mod 128``, minus 128 or 256.
+- int8 as bfloat16: ``128 + q mod 128``, minus 128 or 256; pairs, as in ``unpack_words``, a 64th.
 
 ``FORMAT`` is a format's name. A tile of fp8 is given as uint8, by its bits, and none is NaN. The functions accept any
 layout, so Triton and Gluon kernels share them.
@@ -128,6 +128,11 @@ def _programs():
         for format in ("int8", "fp8"):
             found[f"{format} {name}"] = " ".join(widened(format, kind, "$2", pair, f"${pair}") for pair in (0, 1))
             found[f"{format} {name} pair"] = widened(format, kind, "$2", 0, "u") + " mov.b32 {$0, $1}, u;"
+    # 128 + q, as the bits of a bfloat16, is that many of the smallest steps, 2^-133. Times 2^127, minus 2: a 64th of q.
+    found["int8 bf16 pair"] = (
+        "prmt.b32 t, $2, 0, 0x4140; xor.b32 t, t, 0x00800080; mov.b32 a, 0x7F007F00; mov.b32 b, 0xC000C000; "
+        "fma.rn.bf16x2 u, t, a, b; mov.b32 {$0, $1}, u;"
+    )
     return {name: "{ .reg .b32 t, s, m, a, b, c, u, v; " + text + " }" for name, text in found.items()}
 
 
@@ -282,9 +287,18 @@ def unpack_times_scale(pairs, scale, HALF: tl.constexpr):
     return tl.join(a, b).reshape(SHAPE)
 
 
+@constexpr_function
+def times_of_pairs(format, dtype):
+    """What ``widen_pairs`` leaves to be multiplied by."""
+    return 64.0 if format == "int8" and dtype == tl.bfloat16 and assembly(format, dtype) is not None else 1.0
+
+
 @triton.jit
 def widen_pairs(pairs, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
-    """As ``widen``, of two neighbouring bytes in each uint16, ``[n, k]``: a tile ``[n, 2 k]``."""
+    """As ``widen``, of two neighbouring bytes in each uint16, ``[n, k]``: a tile ``[n, 2 k]``, over ``times_of_pairs``.
+
+    Of int8 as bfloat16 a 64th takes 3 instructions for two values, where the values themselves take 4.
+    """
     ASSEMBLY: tl.constexpr = assembly(FORMAT, DTYPE, " pair")
     SHAPE: tl.constexpr = [pairs.shape[0], 2 * pairs.shape[1]]
     if ASSEMBLY is not None:

@@ -29,7 +29,7 @@ from qgemm.kernels.stages.ring import (
     load_block,
     store_block,
 )
-from qgemm.kernels.stages.unpack import SCALED_BY, unpack_pairs, unpack_times_scale, widen_pairs
+from qgemm.kernels.stages.unpack import SCALED_BY, times_of_pairs, unpack_pairs, unpack_times_scale, widen_pairs
 from qgemm.kernels.weight_only import config
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.items import Items
@@ -54,6 +54,14 @@ def how_scaled(form, tile, scale, dtype):
     if form.name == "int4" and not form.has_zeros and scale == gl.bfloat16 and dtype == gl.bfloat16:
         return "codes"
     return "sums" if tile.sums else "values"
+
+
+@constexpr_function
+def left_over(form, scaled, dtype):
+    """What unpacked values are to be multiplied by; sums are, in the end."""
+    if scaled == "codes":
+        return 1 / SCALED_BY.value
+    return times_of_pairs(form.name, dtype) if form.bits == 8 else 1.0
 
 
 @aggregate
@@ -172,7 +180,7 @@ def _values(
     packed, INDEX: gl.constexpr, factors, zeros, SCALE: gl.constexpr, DTYPE: gl.constexpr, mma: gl.constexpr,
     FORM: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """A panel of a block, 64 values of K, as ``wgmma`` takes it; ``packed``: its bytes, two by two.
+    """A panel of a block, 64 values of K, as ``wgmma`` takes it, over ``left_over``; ``packed``: its bytes, two by two.
 
     It is scaled if ``SCALED``, by ``how_scaled``, says so.
     """
@@ -184,7 +192,7 @@ def _values(
         own = ()
         of_groups = _of_groups(zeros, INDEX, gl.int8, FORM)
         for i in gl.static_range(len(of_groups)):
-            own = own + (of_groups[i].to(gl.float32).to(DTYPE),)
+            own = own + ((of_groups[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))).to(DTYPE),)
         w = w - _spread(own, w)
     if SCALED == "values":
         # Exponents and e4m3 are exact in bfloat16. Else a product is rounded once, from float32.
@@ -344,8 +352,7 @@ def _consume(
         if FORM.group == 0:
             factor = gl.load(scale + gl.minimum(n, sched.N - 1).to(gl.int64) * stride_sn)
             acc = acc * scale_value(factor)[:, None]
-        if SCALED == "codes":
-            acc = acc * (1 / SCALED_BY)
+        acc = acc * left_over(FORM, SCALED, rings.x.dtype)
         acc = epilogue.scale(acc)
         finishes = turn >= 0
         if items.shares:

@@ -92,7 +92,9 @@ def test_every_byte_widened(format: str, dtype: torch.dtype, device: torch.devic
     for kernel, given in ((widen_kernel, values), (widen_pairs_kernel, BYTES.view(torch.uint16))):
         out = torch.empty(256, dtype=dtype, device=device)
         kernel[(1,)](given.to(device), out, format)
-        assert same(out.cpu(), widened(dtype, format))
+        is_small = kernel is widen_pairs_kernel and (format, dtype) == ("int8", torch.bfloat16)
+        is_small = is_small and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        assert same(out.cpu() * (64 if is_small else 1), widened(dtype, format))
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
@@ -109,7 +111,8 @@ def test_the_assembly_of_pairs(format: str, dtype: str) -> None:
     bits = [torch.tensor([each[i : i + 2] for each in found]).reshape(-1) for i in range(0, outputs, 2)]
     expected = halves(DTYPES[dtype], format) if format in TABLES else (widened(DTYPES[dtype], format),)
     for each, values in zip(bits, expected, strict=True):
-        assert same(each.to(torch.int32).to(torch.int16).view(DTYPES[dtype]), values)
+        times = 64 if (format, dtype) == ("int8", "bf16") else 1
+        assert same(each.to(torch.int32).to(torch.int16).view(DTYPES[dtype]) * times, values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -207,6 +210,7 @@ OPERATIONS = {
     "lop3": lop3,
     "mov": lambda a, _type: a,
     "and": lambda a, b, _type: a & b,
+    "xor": lambda a, b, _type: a ^ b,
     "shl": lambda a, b, _type: a << b,
     "shr": lambda a, b, _type: a >> b,
     "sub": lambda a, b, kind: in_lanes(a, b, kind, factor=False),
