@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +12,14 @@ from nn.test_parallel import shards
 from torch import Tensor, nn
 
 import qgemm
-from integrations.vllm_engine import calibration_data, model, quantized, tokens_of_transformers
+from integrations.vllm_engine import (
+    calibration_data,
+    environment_of_ranks,
+    model,
+    printed_by,
+    quantized,
+    tokens_of_transformers,
+)
 from qgemm.nn import QuantExperts, QuantLayer
 
 pytestmark = pytest.mark.vllm
@@ -25,21 +27,9 @@ pytestmark = pytest.mark.vllm
 
 def tokens_of(kind: str, folder: Path) -> list[list[int]]:
     """The tokens that ``vllm_two_ranks.py`` prints."""
-    command = [sys.executable, "-m", "integrations.vllm_two_ranks", kind, str(folder), str(folder / "counts")]
-    tests = Path(__file__).parent.parent
-    paths = [str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    said = folder / "said"
-    with said.open("w") as out, (folder / "errors").open("w") as errors:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=errors, start_new_session=True)
-        try:
-            code = process.wait(900)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
-    assert code == 0, said.read_text()[-1000:] + (folder / "errors").read_text()[-3000:]
-    tokens: list[list[int]] = json.loads(said.read_text().splitlines()[-1])
+    tokens: list[list[int]] = printed_by(
+        "integrations.vllm_two_ranks", [kind, str(folder), str(folder / "counts")], folder, environment_of_ranks()
+    )
     return tokens
 
 
@@ -120,3 +110,23 @@ def test_two_ranks_with_fused_kernels(tmp_path: Path) -> None:
 def test_layers_on_two_ranks(scheme: str, tmp_path: Path) -> None:
     expected = quantized(tmp_path / scheme, scheme)
     assert tokens_of("pipeline", tmp_path / scheme) == expected
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray isn't installed")
+def test_four_ranks_in_two_nodes_of_ray(tmp_path: Path) -> None:
+    from integrations.vllm_ray import plugin, two_nodes
+
+    expected = quantized(tmp_path / "int8", "int8-static-asymmetric")
+    plugin(tmp_path / "plugin")
+    environment = environment_of_ranks(tmp_path / "plugin")
+    with two_nodes(environment, tmp_path) as address:
+        environment["RAY_ADDRESS"] = address
+        tokens, ranks = printed_by("integrations.vllm_ray", [str(tmp_path / "int8")], tmp_path, environment)
+    assert tokens == expected
+    # Layers are split between the nodes, columns and rows between the ranks of a node.
+    first, second = ranks[0], ranks[2]
+    assert first[0] != second[0]
+    assert ranks == [first, first, second, second]
+    layers = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    for number, (_, held) in enumerate((first, second)):
+        assert held == [f"model.layers.{number}.{layer}" for layer in layers]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -190,6 +192,29 @@ def compiled_as_on_a_gpu() -> Iterator[dict[str, Any]]:
     finally:
         del os.environ["VLLM_DISABLE_COMPILE_CACHE"]
         CpuPlatform.check_and_update_config = own
+
+
+def environment_of_ranks(*folders: Path) -> dict[str, str]:
+    """That of this process for others, which find the tests' modules and what is in ``folders``."""
+    tests = Path(__file__).parent.parent
+    paths = [*map(str, folders), str(tests), str(tests.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def printed_by(module: str, arguments: list[str], scratch: Path, environment: dict[str, str]) -> Any:
+    """The last line that ``python -m MODULE ARGUMENTS`` prints, read as JSON. All of it is in ``scratch``."""
+    said = scratch / "said"
+    with said.open("w") as out, (scratch / "errors").open("w") as errors:
+        command = [sys.executable, "-m", module, *arguments]
+        process = subprocess.Popen(command, env=environment, stdout=out, stderr=errors, start_new_session=True)
+        try:
+            code = process.wait(900)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
+    assert code == 0, said.read_text()[-1000:] + (scratch / "errors").read_text()[-3000:]
+    return json.loads(said.read_text().splitlines()[-1])
 
 
 def save_tokenizer(folder: Path) -> None:
