@@ -8,6 +8,7 @@ few of the figures in ``docs/benchmarks.md`` and ``docs/performance.md``; tests 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -52,7 +53,8 @@ class Device:
     - ``per_layer``, ``per_mixture``: what a layer of a step takes beyond that. ``per_step``: what is in no layer.
     - ``rate``: products of int8 in a prompt, operations a second.
     - ``per_value``: what else a prompt takes, for each of the hidden values of a token in a layer.
-    - ``sum_latency``, ``sum_bandwidth``: of adding up what GPUs have, of 2 that were measured.
+    - ``sum_latency``, ``sum_bandwidth``: of adding up what two GPUs have. ``sum_doubled``: what each doubling of their
+      number adds to the latency, from sums of four.
     """
 
     memory: float = 141e9
@@ -65,10 +67,14 @@ class Device:
     per_value: float = 24.2e-12
     sum_latency: float = 9.9e-6
     sum_bandwidth: float = 303e9
+    sum_doubled: float = 5.3e-6
 
     def sum_seconds(self, gpus: int, nbytes: float) -> float:
         """How long it takes to add up ``nbytes`` of each GPU: in a ring each sends 2 (n - 1) / n of them."""
-        return 0.0 if gpus == 1 else self.sum_latency + 2 * (gpus - 1) / gpus * nbytes / self.sum_bandwidth
+        if gpus == 1:
+            return 0.0
+        latency = self.sum_latency + math.log2(gpus / 2) * self.sum_doubled
+        return latency + 2 * (gpus - 1) / gpus * nbytes / self.sum_bandwidth
 
 
 H200 = Device()
