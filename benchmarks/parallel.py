@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 
@@ -214,10 +213,10 @@ def _cut(model: Any, size: int, by_expert: bool) -> None:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLayer)}
     if layers:
         qgemm.unfuse(model)
-    config = model.config.distributed_config = DistributedConfig(
-        tp_size=size, tp_plan="auto", enable_expert_parallel=by_expert
+    config, _, mesh = type(model).prepare_distribute_model(
+        DistributedConfig(tp_size=size, tp_plan="auto", enable_expert_parallel=by_expert)
     )
-    mesh = init_device_mesh(model.device.type, (size,))
+    model.config.distributed_config = config
     plan_layers(model, layers)
     type(model).maybe_distribute_model(model, config, mesh)
     cut_layers(model)
