@@ -28,6 +28,7 @@ from benchmarks.models.measure import MAX_GAP, median_seconds
 from benchmarks.models.shapes import MODELS, ModelShape
 from benchmarks.results import environment
 from benchmarks.tables import Table, render
+from qgemm.nn import QuantLayer
 
 PROVIDERS = ("bf16", "qgemm", "qgemm, shared scales")
 """What follows a comma is another way to run the same parts."""
@@ -182,7 +183,8 @@ def _measure(shape: ModelShape, args: argparse.Namespace, device: torch.device, 
                 of_float = logits if kind == "bf16" else of_float
             whole_logits, whole_tokens = found[kind]
             is_same = (tokens == whole_tokens).long().cumprod(-1).sum(-1)
-            note = "; ".join(dict.fromkeys(str(each.message)[:150] for each in said if "generate" in str(each.message)))
+            notes = [str(each.message)[:150] for each in said if "generate" in str(each.message)]
+            note = "; ".join(dict.fromkeys(notes + _not_fused(model)))
             told = provider + (", by expert" if args.by_expert and gpus > 1 else "")
             figure = Figure(
                 shape.name, layers, told, gpus, prefill * 1e3, tuple(s * 1e6 for s in steps), gap,
@@ -196,6 +198,15 @@ def _measure(shape: ModelShape, args: argparse.Namespace, device: torch.device, 
                 print(f"{time.perf_counter() - start:.1f} s: {figure}", flush=True)
 
 
+def _not_fused(model: Any) -> list[str]:
+    """What is to be told of a quantized model's layers that aren't fused whole."""
+    if not any(isinstance(module, QuantLayer) for module in model.modules()):
+        return []
+    records = qgemm.fusion_report(model).records
+    reasons = [each.reason for each in records if each.reason or not each.parts]
+    return [f"{len(reasons)} of {len(records)} layers not fused: {reasons[0]}"] if reasons else []
+
+
 def _prepare(model: Any, kind: str) -> None:
     if kind == "qgemm":
         qgemm.quantize_model(model, "int8", fuse=True, progress=False)
@@ -207,7 +218,6 @@ def _cut(model: Any, size: int, by_expert: bool) -> None:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     from qgemm.integrations.transformers.tensor_parallel import cut_layers, plan_layers
-    from qgemm.nn import QuantLayer
 
     qgemm.fast_generate(model, enabled=False)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantLayer)}
