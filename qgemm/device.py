@@ -68,9 +68,11 @@ def in_threads(function: Callable[[A], B], items: Iterable[A], tensor: Tensor) -
     Each runs operators on the CPU by itself. Several threads for one operator of some 10,000 values wait for each other
     whenever others use the cores: quantizing a model then took 20 times as long.
 
-    ``tensor``: what is worked on. If it isn't a plain tensor on the CPU, this thread does everything.
+    ``tensor``: what is worked on. If it isn't a plain tensor on the CPU, or a mode of PyTorch is active, which others
+    wouldn't have, this thread does everything.
     """
-    is_plain = type(tensor) is Tensor and tensor.device.type == "cpu"
+    has_mode = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
+    is_plain = type(tensor) is Tensor and tensor.device.type == "cpu" and not has_mode
     count = min(torch.get_num_threads(), _MAX_THREADS) if is_plain else 1
 
     def call(item: A) -> B:

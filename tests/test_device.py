@@ -134,6 +134,8 @@ def test_in_threads() -> None:
         with one_thread():
             in_threads(double, range(5), torch.ones(1))
         in_threads(lambda i: threads.add(threading.current_thread().name), range(5), torch.empty(1, device="meta"))
+        with torch.device("cpu"):
+            in_threads(lambda i: threads.add(threading.current_thread().name), range(5), torch.ones(1))
         assert threads == {threading.current_thread().name}
     finally:
         torch.set_num_threads(before)

@@ -133,7 +133,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "qgemm.kernels": set(),
     "qgemm.ops": {"qgemm.kernels", "qgemm.numerics"},
-    "qgemm.nn": {"qgemm.ops", "qgemm.kernels", "qgemm.numerics", "qgemm.scheme"},
+    "qgemm.nn": {"qgemm.device", "qgemm.ops", "qgemm.kernels", "qgemm.numerics", "qgemm.scheme"},
     "qgemm.model": {
         "qgemm.warn",
         "qgemm.arguments",
@@ -143,7 +143,7 @@ ALLOWED: dict[str, set[str]] = {
         "qgemm.scheme",
         "qgemm.nn",
     },
-    "qgemm.fusion": {"qgemm.arguments", "qgemm.tables", "qgemm.kernels", "qgemm.nn"},
+    "qgemm.fusion": {"qgemm.arguments", "qgemm.tables", "qgemm.device", "qgemm.kernels", "qgemm.nn"},
     "qgemm.checkpoint": {
         "qgemm.warn",
         "qgemm.arguments",

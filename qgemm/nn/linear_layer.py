@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from qgemm.device import in_threads, one_thread
+from qgemm.device import in_threads
 from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
 from qgemm.numerics.formats import INT8
@@ -205,9 +205,17 @@ class LinearLayer(QuantLayer):
         step = round_up(max(_PIECE // max(source.shape[1], 1), 1), self.rows_in_step)
         if source.device.type != "cpu" or source.shape[0] <= step:
             return self.convert_rows(source)
-        pieces = in_threads(self.convert_rows, source.split(step), source)
-        with one_thread():
-            return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+        pieces = source.split(step)
+        first = self.convert_rows(pieces[0])
+        lengths = {name: cdiv(source.shape[0] * rows.shape[0], step) for name, rows in first.items()}
+        made = {name: rows.new_empty((lengths[name], *rows.shape[1:])) for name, rows in first.items()}
+
+        def fill(index: int) -> None:
+            for name, rows in (self.convert_rows(pieces[index]) if index else first).items():
+                made[name].narrow(0, index * first[name].shape[0], rows.shape[0]).copy_(rows)
+
+        in_threads(fill, range(len(pieces)), source)
+        return made
 
     def keep_rows(self, weight: Tensor) -> dict[str, Tensor]:
         """The others of ``row_names``, which hold part of the float rows ``[n, K]``; most layers have none."""
