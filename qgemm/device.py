@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-A = TypeVar("A")
-B = TypeVar("B")
-_MAX_THREADS = 16  # more would wait for each other's Python code
-
+_OPERATORS = 8  # that are timed
+_GAIN = 0.8  # of one thread's time; those that are only lucky once aren't much faster
 # Of control groups, version 2 and 1: where they are mounted, and the files of the limit and of what is in use.
 _GROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
@@ -62,27 +58,38 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def in_threads(function: Callable[[A], B], items: Iterable[A], tensor: Tensor) -> list[B]:
-    """``function`` of each of ``items``, in their order, without gradients, by as many threads as PyTorch has.
+@contextmanager
+def useful_threads(device: torch.device) -> Iterator[None]:
+    """PyTorch's operators on the CPU, if that is ``device``, have one thread meanwhile where several take longer.
 
-    Each runs operators on the CPU by itself. Several threads for one operator of some 10,000 values wait for each other
-    whenever others use the cores: quantizing a model then took 20 times as long.
-
-    ``tensor``: what is worked on. If it isn't a plain tensor on the CPU, or a mode of PyTorch is active, which others
-    wouldn't have, this thread does everything.
+    Several wait for one another at the end of each operator: for milliseconds if other processes use the cores, as in a
+    container with fewer of them than its machine. Quantizing a model then took 20 to 40 times as long.
     """
+    # What is timed isn't for a mode that looks at operators.
     has_mode = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0
-    is_plain = type(tensor) is Tensor and tensor.device.type == "cpu" and not has_mode
-    count = min(torch.get_num_threads(), _MAX_THREADS) if is_plain else 1
+    if device.type != "cpu" or has_mode or torch.get_num_threads() == 1 or _several_are_faster():
+        yield
+    else:
+        with one_thread():
+            yield
 
-    def call(item: A) -> B:
-        with torch.no_grad():
-            return function(item)
 
-    if count == 1:
-        return list(map(call, items))
-    with one_thread(), ThreadPoolExecutor(count) as threads:
-        return list(threads.map(call, items))
+def _several_are_faster() -> bool:
+    """Whether several threads now gain on one, in operators of some 100,000 values."""
+    values = torch.ones(2**17)
+    with one_thread():
+        values.neg_()
+        start = time.perf_counter()
+        for _ in range(_OPERATORS):
+            values.neg_()
+        one = time.perf_counter() - start
+    values.neg_()  # the threads are there
+    start = time.perf_counter()
+    for _ in range(_OPERATORS):
+        values.neg_()
+        if time.perf_counter() - start > _GAIN * one:
+            return False
+    return True
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int:

@@ -1,12 +1,13 @@
 """Which devices can be named, with and without a GPU, and how much memory is free there."""
 
-import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from qgemm.device import find_device, free_memory, in_threads, one_thread
+import qgemm.device
+from qgemm.device import find_device, free_memory, one_thread, useful_threads
 
 
 @pytest.fixture
@@ -112,32 +113,45 @@ def test_one_thread() -> None:
         torch.set_num_threads(before)
 
 
-def test_in_threads() -> None:
-    weight = torch.ones(3, requires_grad=True)
-    threads = set()
-
-    def double(i: int) -> torch.Tensor:
-        threads.add(threading.current_thread().name)
-        assert torch.get_num_threads() == 1
-        return weight * (2.0 * i)
-
+@pytest.fixture
+def _three_threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        found = in_threads(double, range(50), torch.ones(1))
-        assert threading.current_thread().name not in threads
-        assert torch.get_num_threads() == 2
-        with pytest.raises(ZeroDivisionError):
-            in_threads(lambda i: 1 // i, [1, 0, 1], torch.ones(1))
-        assert torch.get_num_threads() == 2
-        threads.clear()
-        with one_thread():
-            in_threads(double, range(5), torch.ones(1))
-        in_threads(lambda i: threads.add(threading.current_thread().name), range(5), torch.empty(1, device="meta"))
-        with torch.device("cpu"):
-            in_threads(lambda i: threads.add(threading.current_thread().name), range(5), torch.ones(1))
-        assert threads == {threading.current_thread().name}
-    finally:
-        torch.set_num_threads(before)
-    assert [each[0].item() for each in found] == list(range(0, 100, 2))
-    assert not any(each.requires_grad for each in found)
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_three_threads")
+@pytest.mark.parametrize("faster", [True, False])
+def test_threads_are_those_that_help(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qgemm.device, "_several_are_faster", lambda: faster)
+    with useful_threads(torch.device("cpu")):
+        assert torch.get_num_threads() == (3 if faster else 1)
+    assert torch.get_num_threads() == 3
+    for context in (useful_threads(torch.device("meta")), useful_threads(torch.device("cuda", 0))):
+        with context:
+            assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("_three_threads")
+@pytest.mark.parametrize(("seconds", "is_faster"), [(8e-6, True), (15e-6, False), (2e-3, False)])
+def test_threads_that_wait_for_others_do_not_help(
+    seconds: float, is_faster: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def neg_(self: torch.Tensor) -> torch.Tensor:
+        now[0] += {1: 16e-6, 3: seconds}[torch.get_num_threads()]
+        return self
+
+    monkeypatch.setattr(torch.Tensor, "neg_", neg_)
+    monkeypatch.setattr(qgemm.device.time, "perf_counter", lambda: now[0])
+    assert qgemm.device._several_are_faster() is is_faster
+    assert now[0] < 5e-3, "what is slow is timed once"
+
+
+@pytest.mark.usefixtures("_three_threads")
+def test_nothing_is_timed_for_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qgemm.device, "_several_are_faster", None)
+    with torch.device("cpu"), useful_threads(torch.device("cpu")):
+        assert torch.get_num_threads() == 3

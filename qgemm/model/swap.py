@@ -6,14 +6,14 @@ Experts can be swapped a tensor at a time (``ExpertsSwap``), for a model that is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qgemm.device import in_threads
+from qgemm.device import useful_threads
 from qgemm.model.offloading import carry_hooks, weights_at_hand
 from qgemm.model.report import LayerRecord, parameter_bytes
 from qgemm.model.survey import Layer
@@ -24,8 +24,6 @@ from qgemm.nn.linear_layer import InputScale, linear_weight
 from qgemm.numerics.integers import round_up
 from qgemm.scheme import QuantScheme
 
-Piece: TypeAlias = "tuple[Tensor, Callable[[torch.dtype], Tensor]]"
-"""Some rows of a weight, and what makes them of the quantized ones."""
 _LEAST_SQUARES = 1e-25
 """Of some rows of a weight: float32's range then holds squares of the differences, a hundred thousandth of these."""
 
@@ -46,9 +44,10 @@ def swap(
                 experts.take(name, module.get_parameter(name))
             record = experts.finish()
         else:
-            quantized = linear_class(scheme).from_linear(module, scheme, input_scale, **decided)
             weight = linear_weight(module).detach()
-            error = None if weight.device.type == "meta" else WeightError.of_layer(weight, quantized).value
+            with useful_threads(weight.device):
+                quantized = linear_class(scheme).from_linear(module, scheme, input_scale, **decided)
+                error = None if weight.device.type == "meta" else WeightError.of_layer(weight, quantized).value
             record = _put_and_record(model, layer, quantized, error)
     carry_hooks(module, model.get_submodule(layer.name))
     return record
@@ -79,22 +78,22 @@ class ExpertsSwap:
 
     def take(self, float_name: str, value: Tensor) -> None:
         """Takes over one tensor of the float module; raises ``ValueError`` if it is a weight with NaN or Inf."""
+        with useful_threads(value.device):
+            self._take(float_name, value)
+
+    def _take(self, float_name: str, value: Tensor) -> None:
         name = self._names[float_name]
         self._quantized.fill(name, value, self._source, self._decided.get(name))
         del self.waiting[float_name]
         if name in self._quantized.weight_names and value.device.type != "meta":
             error = WeightError()
-            weight = value.detach()
-            error.add_each(partial(self._pieces, name, weight), range(self._quantized.num_experts), weight)
+            for expert in range(self._quantized.num_experts):
+                rows, one = self._source.rows_of(name, value.detach(), expert), self._quantized.linear_of(name, expert)
+                step = error.rows_at_a_time((self._quantized.num_experts, *rows.shape), one.rows_in_step)
+                for start in range(0, rows.shape[0], step):
+                    stop = min(start + step, rows.shape[0])
+                    error.add(rows[start:stop], partial(one.restore_rows, one.rows_from(start, stop)))
             self._errors.append(error.value)
-
-    def _pieces(self, name: str, value: Tensor, expert: int) -> Iterator[Piece]:
-        """The rows of a weight ``value`` of an expert, some at a time."""
-        rows, one = self._source.rows_of(name, value, expert), self._quantized.linear_of(name, expert)
-        step = WeightError.rows_at_a_time((self._quantized.num_experts, *rows.shape), one.rows_in_step)
-        for start in range(0, rows.shape[0], step):
-            stop = min(start + step, rows.shape[0])
-            yield rows[start:stop], partial(one.restore_rows, one.rows_from(start, stop))
 
     def finish(self) -> LayerRecord:
         """Puts the quantized module in its place."""
@@ -167,28 +166,21 @@ class WeightError:
 
         A CPU computes differences in float32, in two thirds of the time, unless their squares are beyond its range.
         """
-        self._squares = self._squares.to(weight.device) + _squares(weight, restore)
-
-    def add_each(self, pieces: Callable[[int], Iterable[Piece]], numbers: Iterable[int], weight: Tensor) -> None:
-        """``add`` of the ``pieces`` of each number, in their order; ``weight`` has them all: on a CPU in parallel."""
-
-        def squares(number: int) -> list[Tensor]:
-            return [_squares(weight, restore) for weight, restore in pieces(number)]
-
-        for found in in_threads(squares, numbers, weight):
-            for each in found:
-                self._squares = self._squares.to(each.device) + each
+        self._squares = self._squares.to(weight.device)
+        if weight.device.type == "cpu":
+            squares = _squares(weight, restore, torch.float32)
+            if bool(squares[1].isfinite()) and squares[1].item() > _LEAST_SQUARES:
+                self._squares += squares
+                return
+        self._squares += _squares(weight, restore, torch.float64)
 
     @classmethod
     def of_layer(cls, weight: Tensor, layer: LinearLayer) -> WeightError:
         """Of all rows of a weight and of the layer made of it."""
         error, step = cls(), cls.rows_at_a_time(weight.shape, layer.rows_in_step)
-
-        def piece(start: int) -> list[Piece]:
+        for start in range(0, weight.shape[0], step):
             rows = layer.rows_from(start, min(start + step, weight.shape[0]))
-            return [(weight[start : start + step], partial(layer.restore_rows, rows))]
-
-        error.add_each(piece, range(0, weight.shape[0], step), weight)
+            error.add(weight[start : start + step], partial(layer.restore_rows, rows))
         return error
 
     @property
@@ -204,16 +196,7 @@ class WeightError:
         return difference / norm if norm else 0.0
 
 
-def _squares(weight: Tensor, restore: Callable[[torch.dtype], Tensor]) -> Tensor:
-    """As ``_squares_in`` a dtype: on a CPU in float32, unless they are beyond its range."""
-    if weight.device.type == "cpu":
-        squares = _squares_in(torch.float32, weight, restore)
-        if bool(squares[1].isfinite()) and squares[1].item() > _LEAST_SQUARES:
-            return squares
-    return _squares_in(torch.float64, weight, restore)
-
-
-def _squares_in(dtype: torch.dtype, weight: Tensor, restore: Callable[[torch.dtype], Tensor]) -> Tensor:
+def _squares(weight: Tensor, restore: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
     """float64 ``[2]``: the sums of the squares of the differences, and of the weight, computed in ``dtype``."""
     wanted = weight.to(dtype, copy=True)
     error = restore(dtype).sub_(wanted)

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from qgemm.device import in_threads
 from qgemm.nn.parallel import Shard, Split, Style
 from qgemm.nn.quant_layer import QuantLayer, check_dtype, check_sizes, frozen, narrowed, traced_as_leaf
 from qgemm.numerics.formats import INT8
-from qgemm.numerics.integers import cdiv, round_up
+from qgemm.numerics.integers import cdiv
 from qgemm.numerics.zero_points import ZERO_POINTS, is_zero_point
 from qgemm.ops.direct import check_is_tensor
 from qgemm.scheme import QuantScheme, resolve_scheme
@@ -28,8 +27,6 @@ Linear = TypeVar("Linear", bound="LinearLayer")
 InputScale: TypeAlias = "Tensor | float | tuple[Tensor | float, Tensor | int]"
 """The scale of a static activation, or, for an asymmetric scheme, the pair of a scale and a zero point."""
 
-_PIECE = 2**18
-"""Values of a weight that a thread converts at a time."""
 NOT_FINITE = "weight holds NaN or Inf, which can't be quantized: repair the checkpoint or skip the layer"
 
 
@@ -192,30 +189,13 @@ class LinearLayer(QuantLayer):
         """
         if decided is None:
             self.start_rows(source.device, largest(source) if self.needs_amax else None)
-            made = self._convert(source)
+            made = self.convert_rows(source)
         else:
             values, scale, *zero_point = (part.detach().to(source.device) for part in decided)
             self.start_rows(source.device, largest(scale) * self.scheme.weight.format.steps)
             made = {**self.store_rows(values, scale, *zero_point), **self.keep_rows(source)}
         for name, value in made.items():
             setattr(self, name, frozen(value))
-
-    def _convert(self, source: Tensor) -> dict[str, Tensor]:
-        """As ``convert_rows``, of all rows: on a CPU in parallel."""
-        step = round_up(max(_PIECE // max(source.shape[1], 1), 1), self.rows_in_step)
-        if source.device.type != "cpu" or source.shape[0] <= step:
-            return self.convert_rows(source)
-        pieces = source.split(step)
-        first = self.convert_rows(pieces[0])
-        lengths = {name: cdiv(source.shape[0] * rows.shape[0], step) for name, rows in first.items()}
-        made = {name: rows.new_empty((lengths[name], *rows.shape[1:])) for name, rows in first.items()}
-
-        def fill(index: int) -> None:
-            for name, rows in (self.convert_rows(pieces[index]) if index else first).items():
-                made[name].narrow(0, index * first[name].shape[0], rows.shape[0]).copy_(rows)
-
-        in_threads(fill, range(len(pieces)), source)
-        return made
 
     def keep_rows(self, weight: Tensor) -> dict[str, Tensor]:
         """The others of ``row_names``, which hold part of the float rows ``[n, K]``; most layers have none."""

@@ -259,17 +259,3 @@ def test_the_error_is_that_of_float64(size: float, dtype: torch.dtype) -> None:
     found = WeightError.of_layer(weight, layer).value
     assert found == pytest.approx((wanted.norm() / weight.double().norm()).item(), rel=1e-6)
     assert found > 1e-3
-
-
-def test_the_error_by_several_threads() -> None:
-    linear = nn.Linear(300, 900, dtype=torch.bfloat16)
-    layer = qgemm.QuantLinear.from_linear(linear)
-    found = []
-    before = torch.get_num_threads()
-    for threads in (1, 3, 3):
-        torch.set_num_threads(threads)
-        try:
-            found.append(WeightError.of_layer(linear.weight.detach(), layer).squares)
-        finally:
-            torch.set_num_threads(before)
-    assert found[0] == found[1] == found[2]

@@ -1,7 +1,7 @@
 """What holds for the linear layers of every scheme: how they are made, what they compute, and their gradients."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from transformers.pytorch_utils import Conv1D
 
-from qgemm.device import in_threads
-from qgemm.nn import LinearLayer, QuantLinear, linear_class, linear_layer
+from qgemm.nn import LinearLayer, QuantLinear, linear_class
 from qgemm.scheme import SCHEMES, resolve_scheme
 
 SCHEME = pytest.mark.parametrize("scheme", EVERY_LAYER)
@@ -53,27 +52,6 @@ def test_a_new_layer_gives_nan(scheme: str, device: torch.device) -> None:
     assert {parameter.device for parameter in layer.parameters()} == {device}
     out = layer(torch.randn(3, K, device=device))
     assert out.isnan().all(), "a layer that never got any values has no plausible answer"
-
-
-@SCHEME
-def test_rows_are_quantized_in_parallel(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    linear = nn.Linear(K, 300, dtype=torch.bfloat16)
-    whole = quantized_layer(linear, scheme)
-    counts = []
-
-    def watched(function: Callable[[int], None], items: Sequence[int], tensor: Tensor) -> list[None]:
-        counts.append(len(items))
-        return in_threads(function, items, tensor)
-
-    monkeypatch.setattr(linear_layer, "_PIECE", 50 * K)
-    monkeypatch.setattr(linear_layer, "in_threads", watched)
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        assert_same(quantized_layer(linear, scheme), whole)
-    finally:
-        torch.set_num_threads(before)
-    assert counts == [3 if "block" in scheme else 6]
 
 
 @SCHEME
