@@ -15,6 +15,7 @@ HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 TINY = ModelShape("tiny", "LlamaConfig", 2, {**SIZES, **HEADS})
 
 
+@pytest.mark.complete
 def test_a_pair(tmp_path: Path) -> None:
     found = measure(tmp_path, TINY, 2, workers=2, pairs=1, shard_size="200KB", device="cpu")
     assert [each.workers for each in found] == [1, 2]
