@@ -292,6 +292,7 @@ def test_what_the_command_line_asks_for() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.complete
 def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "QUICK", replace(SIZES, sentences=(2,), rounds=1))
     path = tmp_path / "run.json"
