@@ -63,7 +63,7 @@ def useful_threads(device: torch.device) -> Iterator[None]:
     """PyTorch's operators on the CPU, if that is ``device``, have one thread meanwhile where several take longer.
 
     Several wait for one another at the end of each operator: for milliseconds if other processes use the cores, as in a
-    container with fewer of them than its machine. Quantizing a model took 20 to 40 times as long then.
+    container with fewer of them than its machine. Quantizing a model took six times as long then, and more.
     """
     # What is timed isn't for a mode that looks at operators.
     has_mode = torch._C._len_torch_dispatch_stack() > 0 or torch._C._len_torch_function_stack() > 0

@@ -136,8 +136,7 @@ def scaled_products(limits: DeviceLimits) -> Iterator[Case]:
         whole = 16 * config.block_m
         M = (whole, 8 if config.block_m <= 64 else whole + 8)[index % 2]
         out = (BF16, HALF)[index % 2]
-        # Of the tallest there are longer products, below, and with residuals.
-        rare = (config.block_m, config.block_n) not in USUAL_TILES or config.block_m == 256
+        rare = (config.block_m, config.block_n) not in USUAL_TILES
         yield Case(
             f"hopper {label} {M}", lambda c=config, m=M, o=out: scaled_mm(m, 1024, 1024, c, o), config, rare=rare
         )
@@ -277,7 +276,7 @@ def layers(limits: DeviceLimits) -> Iterator[Case]:
                     lambda c=config, m=M, d=dtype, k=K, s=static, r=residual: quant_linear(m, 1024, k, d, s, c, r),
                     config,
                     only=("_quant_linear_hopper_kernel",),
-                    rare=residual or K == 32_768 if config is mid else config is few and not residual,
+                    rare=residual if config is mid else config is few and not residual,
                 )
     config = linear.FUSED_CONFIG
     if is_valid(config, 1, limits):
