@@ -100,8 +100,17 @@ def _fuse_layer(name: str, layer: nn.Module, call: Call | None, problem: str) ->
             candidate.separate()
     if fused is not None:
         bind(layer, fused)
+        reason = _why_it_waits(layer, fused)
     parts = found.parts if fused is not None else ()
     return FusionRecord(name, kind, parts, "; ".join(filter(None, (found.reason, reason))), error)
+
+
+def _why_it_waits(layer: nn.Module, fused: FusedLayer) -> str:
+    """Why ``layer`` computes as its class for now; empty if it doesn't."""
+    if not (watched := fused.watched()):
+        return ""
+    name = next(name for name, module in layer.named_modules() if module is watched[0])
+    return f"while {name} has a hook or a forward of its own, the layer computes as its class"
 
 
 def _fuse_others(modules: Mapping[str, nn.Module]) -> Iterator[FusionRecord]:

@@ -60,6 +60,14 @@ def test_hooks_are_called(place: str) -> None:
     assert products_in(example) == products
 
 
+def test_the_report_says_who_is_watched() -> None:
+    example = quantized("llama")
+    example.model.get_submodule("model.layers.0.input_layernorm").register_forward_hook(lambda *_: None)
+    first, second = fusion_report(fuse(example.model)).records
+    reason = "while input_layernorm has a hook or a forward of its own, the layer computes as its class"
+    assert (first.parts, first.reason, second.reason) == (BOTH, reason, "")
+
+
 def test_a_replaced_layer_is_called() -> None:
     example = quantized("llama")
     model: Any = fuse(example.model)

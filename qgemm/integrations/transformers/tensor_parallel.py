@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
 from qgemm.nn import QuantExperts, QuantLayer
+from qgemm.nn.blocks.binding import mark_like_class
 from qgemm.nn.parallel import Shard, Style
 from qgemm.nn.quant_layer import frozen
 
@@ -51,8 +52,9 @@ _GATHERED = ("colwise_rep", "colwise_gather_output")
 _CLOSED = (*_GATHERED, "rowwise_rep", "rowwise_split_input")
 _ROUTER, _DISPATCH = "ep_router", "ep_dispatch_experts"
 _OF_EXPERTS = {"moe_tp_experts", "rowwise", "packed_rowwise", _DISPATCH}
+_SUMS_GRADIENTS = "replicated_with_grad_allreduce"
 # These leave parameters as they are.
-_UNCUT = (WHOLE, "replicated_with_grad_allreduce", "all_reduce", "mla_kv_a_proj", "sequence_parallel")
+_UNCUT = (WHOLE, _SUMS_GRADIENTS, "all_reduce", "mla_kv_a_proj", "sequence_parallel")
 _WAITS = "_qgemm_waits"
 
 
@@ -90,6 +92,14 @@ def process_group(model: PreTrainedModel) -> Any:
     return (mesh["tp"] if mesh.ndim > 1 else mesh).get_group()
 
 
+class _Whole(TensorParallelLayer):  # type: ignore[misc]
+    """The style of what each process has whole: its ``forward`` stays as well, or it wouldn't be fused."""
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        """Nothing."""
+        return module
+
+
 class _OfQuantized(TensorParallelLayer):  # type: ignore[misc]
     """The style of quantized layers; of other modules that a plan's pattern names, transformers' own."""
 
@@ -122,11 +132,8 @@ class _OfQuantized(TensorParallelLayer):  # type: ignore[misc]
         return module if _is_ours(module) else self.original.install_forward(module, mesh)
 
 
-class _Dispatched(TensorParallelLayer):  # type: ignore[misc]
-    """``ep_dispatch_experts`` of transformers from 5.19 on, but quantized experts find their own tokens.
-
-    It has transformers' name, by which that knows whether there is expert parallelism.
-    """
+class _Around(TensorParallelLayer):  # type: ignore[misc]
+    """One of transformers' own styles, with another ``install_forward``."""
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -136,27 +143,23 @@ class _Dispatched(TensorParallelLayer):  # type: ignore[misc]
         self.original.validate_param(module, param, mesh, parameter_name=parameter_name)
 
     def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
-        """As transformers: nothing."""
+        """As transformers."""
         self.original.shard_param(module, param, mesh)
+
+
+class _Dispatched(_Around):
+    """``ep_dispatch_experts`` of transformers from 5.19 on, but quantized experts find their own tokens.
+
+    It has transformers' name, by which that knows whether there is expert parallelism.
+    """
 
     def install_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Nothing for quantized experts."""
         return module if _is_ours(module) else self.original.install_forward(module, *args, **kwargs)
 
 
-class _Gathered(TensorParallelLayer):  # type: ignore[misc]
+class _Gathered(_Around):
     """``colwise_gather_output`` of a float layer: no DTensor is made where no gradient is asked for."""
-
-    def __init__(self, original: TensorParallelLayer) -> None:
-        self.original = original
-
-    def validate_param(self, module: nn.Module, param: str, mesh: Any, parameter_name: str | None = None) -> None:
-        """As transformers."""
-        self.original.validate_param(module, param, mesh, parameter_name=parameter_name)
-
-    def shard_param(self, module: nn.Module, param: str, mesh: Any) -> None:
-        """As transformers."""
-        self.original.shard_param(module, param, mesh)
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
         """As transformers, around a shorter way."""
@@ -176,13 +179,24 @@ class _Gathered(TensorParallelLayer):  # type: ignore[misc]
         return wrapped
 
 
+class _GradientsSummed(_Around):
+    """``replicated_with_grad_allreduce``, of norms of heads, which fused layers needn't call without gradients."""
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        """As transformers, which from 5.20 on replaces ``forward`` with one that looks after gradients first."""
+        wrapped: nn.Module = self.original.install_forward(module, mesh)
+        if (forward := vars(wrapped).get("forward")) is not None:
+            mark_like_class(forward)
+        return wrapped
+
+
 def plan_layers(model: PreTrainedModel, layers: Mapping[str, QuantLayer], waiting: bool = False) -> None:
     """Puts our styles for quantized ``layers``, by name, into the plans of ``model``, before transformers goes by them.
 
     ``waiting``: whether float layers are there yet, to be read whole, quantized, and only then cut. Raises
     ``ValueError`` for a layer that can't be cut in the style that a plan has for it.
     """
-    ALL_PARALLEL_STYLES.register(WHOLE, TensorParallelLayer())  # type: ignore[arg-type]
+    ALL_PARALLEL_STYLES.register(WHOLE, _Whole())  # type: ignore[arg-type]
     config = model.config.distributed_config
     given = config.tp_plan
     size = getattr(config, "tp_size", None) or 1
@@ -199,6 +213,8 @@ def plan_layers(model: PreTrainedModel, layers: Mapping[str, QuantLayer], waitin
             if style in _GATHERED:
                 plan[key] = f"{_OURS}_gathered_{style}"
                 ALL_PARALLEL_STYLES.register(plan[key], _Gathered(ALL_PARALLEL_STYLES[style]))  # type: ignore[arg-type]
+    if not isinstance(known := ALL_PARALLEL_STYLES[_SUMS_GRADIENTS], _GradientsSummed):
+        ALL_PARALLEL_STYLES.register(_SUMS_GRADIENTS, _GradientsSummed(known))  # type: ignore[arg-type]
     if waiting:
         for name in layers:
             vars(model.get_submodule(name))[_WAITS] = True

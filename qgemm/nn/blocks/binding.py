@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 
 _NAME = "_qgemm_fused"
+_LIKE_CLASS = "_qgemm_like_class"
 
 
 class Fused(Protocol):
@@ -42,3 +43,14 @@ def unbind(module: nn.Module) -> None:
 def fused_of(module: nn.Module) -> Any:
     """How ``module`` computes, if it is fused; else None."""
     return vars(module).get(_NAME)
+
+
+def mark_like_class(forward: Callable[..., Any]) -> None:
+    """Marks a module's own ``forward`` that does what its class's does but for gradients: it needn't be called."""
+    vars(forward)[_LIKE_CLASS] = True
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether ``module`` computes by something else than its class, as far as anybody knows."""
+    own = vars(module).get("forward")
+    return own is not None and _LIKE_CLASS not in getattr(own, "__dict__", ())

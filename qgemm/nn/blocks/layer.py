@@ -22,7 +22,7 @@ import torch.nn.modules.module as _of_all_modules
 from torch import Tensor, nn
 
 from qgemm.nn.blocks.attention import FusedAttention
-from qgemm.nn.blocks.binding import fused_of
+from qgemm.nn.blocks.binding import fused_of, has_own_forward
 from qgemm.nn.blocks.cross_attention import STATES, FusedCrossAttention
 from qgemm.nn.blocks.latent_attention import FusedLatentAttention
 from qgemm.nn.blocks.layer_input import FusedLayerInput
@@ -153,6 +153,10 @@ class FusedLayer:
                 return None
         return self.operands()
 
+    def watched(self) -> tuple[nn.Module, ...]:
+        """The modules that aren't called, but would be seen if they were, so that the layer computes as its class."""
+        return tuple(module for _, _, module in self.passed_over if _is_watched(module))
+
     @property
     def products(self) -> tuple[MergedWeights, ...]:
         """What all branches multiply with."""
@@ -267,7 +271,7 @@ def _has_gradients(layer: nn.Module, x: Tensor, context: Mapping[str, Any]) -> b
 
 def _is_watched(module: nn.Module) -> bool:
     """Whether others would see a call of ``module``, or have another in its place."""
-    if module._forward_pre_hooks or "forward" in vars(module):
+    if module._forward_pre_hooks or has_own_forward(module):
         return True
     # transformers' own record attention weights, and do nothing where none are asked for.
     return any(getattr(hook, "__name__", "") != "output_capturing_hook" for hook in module._forward_hooks.values())
