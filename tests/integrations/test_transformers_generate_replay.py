@@ -6,13 +6,14 @@ wrong in its second step; on a GPU the same tests run with CUDA graphs.
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES
 from families.mixtures import MIXTURES
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PreTrainedModel, StaticCache
@@ -92,8 +93,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     made: list[Any] = []
     capture, begin = GraphMemory.capture, GraphMemory.__init__
 
-    def begin_on_cpu(memory: GraphMemory, device: torch.device) -> None:
-        begin(memory, device)
+    def begin_on_cpu(memory: GraphMemory, device: torch.device, has_collectives: bool = False) -> None:
+        begin(memory, device, has_collectives)
         memory.captures = True
 
     def record(memory: GraphMemory, run: Callable[[], None]) -> Any:
@@ -241,3 +242,23 @@ def test_a_function_runs_then_is_captured_then_replayed(graphs: list[Any]) -> No
         step(add)
         assert total.item() == 2 * i
     assert len(runs) == 2
+
+
+@pytest.mark.parametrize("has_collectives", [True, False])
+def test_graphs_with_collectives_end_before_the_processes_part(
+    graphs: list[Any], has_collectives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total, ended = torch.zeros(1, device=DEVICE), []
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(Recording, "reset", lambda _: ended.append(distributed.is_initialized()), raising=False)
+    step = Replayed(GraphMemory(DEVICE, has_collectives))
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    for _ in range(3):
+        step(lambda: total.add_(2))
+    distributed.destroy_process_group()
+    assert not distributed.is_initialized()
+    assert ended == [True] * (has_collectives and DEVICE.type == "cpu")
+    for _ in range(2):
+        step(lambda: total.add_(2))
+    assert total.item() == 10
+    assert len(graphs) == 1 + has_collectives

@@ -84,9 +84,9 @@ class Decoder:
 class Decoders:
     """The decoders of one model, each with its cache. A caller takes one and puts it back."""
 
-    def __init__(self, device: torch.device) -> None:
-        """There are none yet."""
-        self.memory = GraphMemory(device)
+    def __init__(self, device: torch.device, has_collectives: bool = False) -> None:
+        """There are none yet. ``has_collectives``: as of ``GraphMemory``."""
+        self.memory = GraphMemory(device, has_collectives)
         self._waiting: list[tuple[Context, Decoder]] = []  # the last used one last
 
     def take(

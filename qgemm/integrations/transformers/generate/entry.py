@@ -211,7 +211,7 @@ def decode(
 def _take(kept: _Kept, model: PreTrainedModel, request: Request, dtype: torch.dtype | None) -> tuple[Context, Decoder]:
     now = fingerprint(model)
     if kept.decoders is None or kept.fingerprint != now:
-        kept.decoders = Decoders(model.device)
+        kept.decoders = Decoders(model.device, process_group(model) is not None)
         kept.fingerprint = now
     position = request.position_ids[..., -1:]
     wanted = request.new + request.steps - 1

@@ -1,15 +1,22 @@
 """CUDA graphs of functions whose tensors stay where they are: run, the second time captured, then replayed.
 
 The first run is the warm-up that PyTorch asks for, and does work that is needed anyway: no step is computed in vain.
+
+NCCL doesn't end a process group before the last graph that has its collectives, and ``destroy_process_group`` waits for
+ever where a model has such graphs (pytorch#115388). So they end first, and are captured anew if they run after all.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch import distributed
 
 
 class CaptureError(Exception):
@@ -20,11 +27,13 @@ class GraphMemory:
     """What the graphs of one model share: the memory of their temporaries and the stream they are captured on.
 
     They must not run at the same time. ``captures`` is False on a CPU, and after a ``CaptureError``.
+    ``has_collectives``: whether the model is split among processes.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, has_collectives: bool = False) -> None:
         """No graph is captured on it yet."""
         self.device = device
+        self.has_collectives = has_collectives
         self.captures = device.type == "cuda"
         if self.captures:
             self._stream = torch.cuda.Stream(device)
@@ -82,4 +91,40 @@ class Replayed:
             self._ran = True
         else:
             self._graph = self._memory.capture(run)
+            if self._memory.has_collectives:
+                _end_with_processes(self)
             self._graph.replay()
+
+    def end(self) -> None:
+        """Ends the graph; the next call captures another."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+
+
+_between_processes: weakref.WeakSet[Replayed] = weakref.WeakSet()
+
+
+def _end_with_processes(replayed: Replayed) -> None:
+    """Ends the graph of ``replayed`` before a process group, or the interpreter, ends."""
+    _between_processes.add(replayed)
+    _watch_ends()
+
+
+@functools.cache
+def _watch_ends() -> None:
+    destroy = distributed.destroy_process_group
+
+    @functools.wraps(destroy)
+    def end_graphs_and_destroy(*args: Any, **kwargs: Any) -> None:
+        _end_graphs()
+        destroy(*args, **kwargs)
+
+    distributed.destroy_process_group = end_graphs_and_destroy
+    distributed.distributed_c10d.destroy_process_group = end_graphs_and_destroy
+    atexit.register(_end_graphs)
+
+
+def _end_graphs() -> None:
+    for replayed in list(_between_processes):
+        replayed.end()
