@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn import functional as F
 
 import qgemm
-from benchmarks.models.measure import MAX_GAP, median_seconds
+from benchmarks.models.measure import MAX_GAP, decoding_rate, median_seconds
 from benchmarks.models.shapes import MODELS, ModelShape
 from benchmarks.results import environment
 from benchmarks.tables import Table, render
@@ -248,18 +248,14 @@ def _look(model: Any, sizes: Sizes) -> tuple[Tensor, Tensor, float]:
 
 def _prefill(model: Any, sizes: Sizes) -> float:
     ids = _tokens(model, *sizes.prefill)
-    return _seconds(lambda: model(ids, use_cache=True, logits_to_keep=1), sizes.rounds)
+    distributed.barrier()
+    return median_seconds(lambda: model(ids, use_cache=True, logits_to_keep=1), sizes.rounds)
 
 
 def _step(model: Any, batch: int, sizes: Sizes) -> float:
     ids = _tokens(model, batch, sizes.context)
-    long, short = (_seconds(lambda new=new: _generate(model, ids, new), sizes.rounds) for new in (sizes.new, 2))  # type: ignore[misc]
-    return (long - short) / (sizes.new - 2)
-
-
-def _seconds(run: Callable[[], object], rounds: int) -> float:
     distributed.barrier()
-    return median_seconds(run, rounds)
+    return batch / decoding_rate(lambda new: _generate(model, ids, new), batch, sizes.new, sizes.rounds)
 
 
 def _generate(model: Any, ids: Tensor, new: int) -> Tensor:
