@@ -248,13 +248,11 @@ def _look(model: Any, sizes: Sizes) -> tuple[Tensor, Tensor, float]:
 
 def _prefill(model: Any, sizes: Sizes) -> float:
     ids = _tokens(model, *sizes.prefill)
-    distributed.barrier()
     return median_seconds(lambda: model(ids, use_cache=True, logits_to_keep=1), sizes.rounds)
 
 
 def _step(model: Any, batch: int, sizes: Sizes) -> float:
     ids = _tokens(model, batch, sizes.context)
-    distributed.barrier()
     return batch / decoding_rate(lambda new: _generate(model, ids, new), batch, sizes.new, sizes.rounds)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from torch import distributed
 
 from benchmarks import parallel
+from benchmarks.models import measure
 from benchmarks.parallel import SHAPES, Figure
 
 
@@ -48,6 +50,15 @@ def test_what_by_expert_is_not_for(arguments: list[str], reason: str, capsys: py
     with pytest.raises(SystemExit):
         parallel.main(arguments)
     assert reason in capsys.readouterr().err
+
+
+def test_processes_start_a_measurement_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(measure.gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "barrier", lambda: calls.append("barrier"))
+    measure.median_seconds(lambda: calls.append("run"), rounds=1)
+    assert calls == ["collect", "barrier", "run"] * 2
 
 
 @pytest.mark.complete

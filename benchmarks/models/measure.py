@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 
@@ -322,6 +322,8 @@ def decoding_rate(generate: Callable[[int], object], batch: int, new: int, round
 
 def _seconds(run: Callable[[], object]) -> float:
     gc.collect()
+    if distributed.is_initialized():
+        distributed.barrier()  # collecting takes some processes longer: the others would wait for them in their time
     with no_garbage_collection():
         start = _now()
         run()
