@@ -356,12 +356,11 @@ def test_two_processes(tmp_path: Path) -> None:
         assert_same(qgemm.load_quantized(tmp_path / f"gpt-oss-{by_expert}-again"), gpt_oss().model)
 
 
-def planned(model: Any, plan: dict[str, str], by_expert: bool = False, **options: Any) -> dict[str, str]:
-    config = SimpleNamespace(tp_plan=plan, tp_size=2, enable_expert_parallel=by_expert, **options)
+def planned(model: Any, plan: dict[str, str], by_expert: bool = False, size: int = 2, **options: Any) -> dict[str, str]:
+    config = SimpleNamespace(tp_plan=plan, tp_size=size, enable_expert_parallel=by_expert, **options)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLayer)}
-    like = SimpleNamespace(
-        config=SimpleNamespace(distributed_config=config), tp_plan={}, named_modules=model.named_modules
-    )
+    like = SimpleNamespace(config=SimpleNamespace(distributed_config=config), tp_plan={},
+                           named_modules=model.named_modules, get_submodule=model.get_submodule)  # fmt: skip
     plan_layers(like, layers)  # type: ignore[arg-type]
     return plan
 
@@ -404,6 +403,16 @@ def test_what_cannot_be_cut_is_refused_by_name(scheme: str, entry: str, style: s
         return
     with pytest.raises(ValueError, match=rf"would split model\.layers\.0\.{entry}, {reason}"):
         planned(model, plan)
+
+
+def test_heads_stay_whole() -> None:
+    model = quantized("int8").model
+    planned(model, {"model.layers.*.self_attn.q_proj": "colwise"}, size=8)
+    planned(model, {"model.layers.*.self_attn.k_proj": "colwise_gather_output"}, size=8)
+    with pytest.raises(
+        ValueError, match=r"self_attn\.k_proj, .* and the number of its heads, 4, can't be divided by 8 processes: load"
+    ):
+        planned(model, {"model.layers.*.self_attn.k_proj": "colwise"}, size=8)
 
 
 def test_experts_in_float_beside_quantized_ones() -> None:

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
-from qgemm.nn import QuantExperts, QuantLayer
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.blocks.binding import mark_like_class
 from qgemm.nn.parallel import Shard, Style
 from qgemm.nn.quant_layer import frozen
@@ -255,8 +255,9 @@ def _plan(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], size
         raise ValueError(_refusal(name, layer, styles, "which qgemm doesn't know for it"))
     (style,) = wanted
     parts = 2 if "packed_colwise" in styles and not is_experts else 1
+    is_open = style == "column" and not is_experts and not styles & {*_CLOSED}
     for name, layer in layers.items():
-        if reason := layer.why_whole(style, size, parts):
+        if reason := layer.why_whole(style, size, parts) or (_why_heads(model, name, layer, size) if is_open else ""):
             raise ValueError(_refusal(name, layer, styles, f"and {reason}"))
     if style == "expert":
         others = [name for name, _ in model.named_modules() if _starred(name) == key and name not in layers]
@@ -276,6 +277,15 @@ def _plan(plan: dict[str, str], key: str, layers: Mapping[str, QuantLayer], size
         original = plan.get(entry, WHOLE)
         plan[entry] = f"{_OURS}_{style}_{parts}_{original}"
         ALL_PARALLEL_STYLES.register(plan[entry], _OfQuantized(style, ALL_PARALLEL_STYLES[original], parts))  # type: ignore[arg-type]
+
+
+def _why_heads(model: PreTrainedModel, name: str, layer: QuantLayer, size: int) -> str:
+    """Why the outputs of a layer of attention can't be cut: processes have whole heads. Empty if they can."""
+    width = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+    if not isinstance(layer, LinearLayer) or not isinstance(width, int) or layer.out_features % width:
+        return ""
+    heads = layer.out_features // width
+    return f"the number of its heads, {heads}, can't be divided by {size} processes" if heads % size else ""
 
 
 def cut_layers(model: PreTrainedModel) -> None:
