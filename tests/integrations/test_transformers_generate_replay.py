@@ -14,6 +14,7 @@ import torch
 from families import FAMILIES
 from families.mixtures import MIXTURES
 from torch import Tensor, distributed
+from torch.distributed import destroy_process_group
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache, PreTrainedModel, StaticCache
@@ -255,7 +256,7 @@ def test_graphs_with_collectives_end_before_the_processes_part(
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     for _ in range(3):
         step(lambda: total.add_(2))
-    distributed.destroy_process_group()
+    destroy_process_group()
     assert not distributed.is_initialized()
     assert ended == [True] * (has_collectives and DEVICE.type == "cpu")
     for _ in range(2):

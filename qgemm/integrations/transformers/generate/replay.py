@@ -13,7 +13,6 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import distributed
@@ -113,15 +112,15 @@ def _end_with_processes(replayed: Replayed) -> None:
 
 @functools.cache
 def _watch_ends() -> None:
-    destroy = distributed.destroy_process_group
+    # What destroy_process_group calls of each group, however that was imported.
+    shut_down = distributed.ProcessGroup.shutdown
 
-    @functools.wraps(destroy)
-    def end_graphs_and_destroy(*args: Any, **kwargs: Any) -> None:
+    @functools.wraps(shut_down)
+    def end_graphs_and_shut_down(group: distributed.ProcessGroup) -> None:
         _end_graphs()
-        destroy(*args, **kwargs)
+        shut_down(group)
 
-    distributed.destroy_process_group = end_graphs_and_destroy
-    distributed.distributed_c10d.destroy_process_group = end_graphs_and_destroy
+    distributed.ProcessGroup.shutdown = end_graphs_and_shut_down  # type: ignore[assignment]
     atexit.register(_end_graphs)
 
 
