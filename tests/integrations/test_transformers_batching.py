@@ -99,6 +99,13 @@ def test_padded_batches(calls: list[tuple[int, int]], monkeypatch: pytest.Monkey
     assert max(given["max_kv_read"] or 0 for given in warmed) == 16
 
 
+@pytest.mark.parametrize(("scheme", "waits"), [("", True), ("int8", False), ("fp8-block", False)])
+def test_which_mixtures_wait_for_the_device(scheme: str, waits: bool) -> None:
+    """Experts in float32; not those with scales of blocks, which are such parameters, too."""
+    model: Any = MIXTURES["qwen3_moe"]().model
+    assert batching._waits(qgemm.quantize_model(model, scheme) if scheme else model) == waits
+
+
 @pytest.mark.parametrize(
     ("options", "kinds"),
     [

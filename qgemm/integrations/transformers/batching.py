@@ -24,7 +24,7 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import PagedAttentionCache
@@ -34,6 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import import_utils
 
 from qgemm.integrations.transformers.cache import ARGUMENT, ATTENTION, fits_key_value_cache
+from qgemm.nn import QuantLayer
 from qgemm.numerics.formats import INT8
 from qgemm.numerics.integers import round_up
 
@@ -298,7 +299,9 @@ def _pad(reference: Any, num_q_tokens: int, max_kv_read: int, use_decode_fast_pa
 
 def _waits(model: PreTrainedModel) -> bool:
     """Whether a forward copies to the host, as PyTorch's grouped products of experts in float32 do."""
-    return any(parameter.ndim == 3 and parameter.dtype == torch.float32 for parameter in model.parameters())
+    of_others = (module for module in model.modules() if not isinstance(module, QuantLayer | nn.Conv1d))
+    parameters = (parameter for module in of_others for parameter in module.parameters(recurse=False))
+    return any(parameter.ndim == 3 and parameter.dtype == torch.float32 for parameter in parameters)
 
 
 def _is_covered(model: PreTrainedModel, attention: str) -> bool:
