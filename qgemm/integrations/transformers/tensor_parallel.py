@@ -183,7 +183,7 @@ class _GradientsSummed(_Around):
     """``replicated_with_grad_allreduce``, of norms of heads, which fused layers needn't call without gradients."""
 
     def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
-        """As transformers, which from 5.20 on replaces ``forward`` with one that looks after gradients first."""
+        """As transformers, of which 5.24 replaces ``forward`` with one that looks after gradients first."""
         wrapped: nn.Module = self.original.install_forward(module, mesh)
         if (forward := vars(wrapped).get("forward")) is not None:
             mark_like_class(forward)
