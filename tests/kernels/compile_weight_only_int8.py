@@ -11,7 +11,7 @@ from qgemm.kernels.weight_only import int8_launcher
 from qgemm.kernels.weight_only.int8_config import select_config
 
 PRODUCTS = ("_int4_int8_kernel", "_int4_int8_few_kernel", "_int4_int8_many_kernel")
-LAYERS = ("_int4_int8_layer_kernel", "_int4_int8_row_kernel")
+LAYERS = ("_int4_int8_layer_kernel", "_int4_int8_row_kernel", "_int4_int8_many_layer_kernel")
 
 
 def int8_cases(limits: DeviceLimits) -> Iterator[Case]:
@@ -39,6 +39,18 @@ def int8_cases(limits: DeviceLimits) -> Iterator[Case]:
         kind = f"w4a8 hopper steps {config.rows}x{config.cols} {M} {size}"
         yield Case(kind, lambda m=M, s=size: layer(m, 28_672, 4096, s, False, steps=True), only=PRODUCTS, rare=rare)
     yield Case("w4a8 hopper layer", lambda: layer(16, 4096, 28_672, 128, False), only=LAYERS)
+    for M, size, asymmetric, steps, rare in (
+        (32, 128, False, False, True),
+        (64, 128, False, False, False),
+        (128, 128, False, True, True),
+        (256, 32, False, True, True),
+        (256, 1024, True, False, True),
+        (256, 1024, False, False, False),
+    ):
+        label = f"w4a8 hopper many in one {M} {size} {asymmetric} {steps}"
+        yield Case(
+            label, lambda m=M, s=size, z=asymmetric, t=steps: layer(m, 1024, 1024, s, z, t), only=LAYERS, rare=rare
+        )
     yield Case("w4a8 hopper row", lambda: layer(1, 4096, 14_336, 128, True), only=LAYERS)
 
 
@@ -56,6 +68,6 @@ def layer(M: int, N: int, K: int, size: int, asymmetric: bool, steps: bool = Fal
     plan = int8_launcher._make_plan(x, stored, None)
     tensors = (x, weight, scale, bias, step if steps else zero_point, None, meta((M, N), torch.bfloat16))
     # Where tiles are shared, graphs without counts have the same kernel without that.
-    for steps in (plan.usual, plan.captured)[: 1 + plan.shares_buffer]:
-        for step in steps.steps:
-            step.run((*tensors, *steps.parts_of(meta((steps.buffer,), torch.int8))))
+    for plans in (plan.usual, plan.counted or plan.captured)[: 1 + plan.shares_buffer]:
+        for each in plans.steps:
+            each.run((*tensors, *plans.parts_of(meta((plans.buffer,), torch.int8))))

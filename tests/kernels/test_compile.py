@@ -85,7 +85,7 @@ def test_hopper_gets_its_own_instructions_for_tiles_of_64_rows(results: list[Res
 def test_int4_goes_to_tensor_cores_through_registers(results: list[Result]) -> None:
     for r in of(results, "sm_90", "w4a8 hopper"):
         assert r["tma_load"], r["case"]
-        assert bool(r["wgmma"]) == (r["kernel"] == "_int4_int8_many_kernel"), r["case"]
+        assert bool(r["wgmma"]) == r["kernel"].startswith("_int4_int8_many"), r["case"]
         assert bool(r["wgmma"]) != bool(r["mma_sync"]), r["case"]
 
 

@@ -124,11 +124,11 @@ class LinearPlan:
     """Where the scales begin, from the quantized rows."""
     usual: LaunchPlan
     captured: LaunchPlan
-    """In CUDA graphs, unless there are counts for the usual one."""
+    """In CUDA graphs, unless they have counts for ``counted``."""
     shares_buffer: bool
     """Whether calls on a stream share its buffer: those of one launch. Between two another thread may make its own."""
-    counts: bool
-    """Whether there are counts, which programs that wait for one another need: a CUDA graph's own, or the stream's."""
+    counted: LaunchPlan | None
+    """In CUDA graphs that have counts, which programs that wait for one another need."""
     takes_bytes: bool = False
     """Whether kernels take the bytes of an fp8 weight."""
 
@@ -164,9 +164,9 @@ class LinearPlan:
         # The default stream, 0, is never captured.
         capturing = stream and memory.is_capturing()
         if capturing:
-            counts = memory.graph_counts(self.device) if self.counts else None
-            plan = self.captured if counts is None else plan
-        elif self.counts and not self.shares_buffer:
+            counts = memory.graph_counts(self.device) if self.counted is not None else None
+            plan = self.captured if counts is None or self.counted is None else self.counted
+        elif self.counted is not None and not self.shares_buffer:
             counts = memory.stream_buffer(self.device, stream, COUNTS_BYTES)
         if self.shares_buffer and not capturing:
             buffer = memory.stream_buffer(self.device, stream, plan.buffer)
@@ -261,7 +261,7 @@ def _make_plan(
         None if rows.data_ptr() == x.data_ptr() else (M, K),
         None if given is None or residual is None or residual.data_ptr() == given.data_ptr() else (M, N),
         q_bytes, one if way.one else two,
-        captured=one if way.private else two, shares_buffer=way.one is not None, counts=way.in_graphs,
+        captured=one if way.private else two, shares_buffer=way.one is not None, counted=one if way.in_graphs else None,
         takes_bytes=takes_bytes,
     )  # fmt: skip
 

@@ -17,6 +17,8 @@ from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import load_acquire, thread_barrier
 from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_row, quantize_row_groups
 
+QUANTIZING_REGISTERS = gl.constexpr(80)  # of a producer's thread that may have to quantize
+
 
 @aggregate
 class SharedRows:

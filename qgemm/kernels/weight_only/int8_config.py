@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass, replace
 
 from qgemm.kernels.launch.device import DeviceLimits
-from qgemm.kernels.weight_only.config import Shareable
+from qgemm.kernels.launch.memory import COUNTS_BYTES
+from qgemm.kernels.weight_only.config import COUNTS_IN_A_WORD, Shareable
 from qgemm.numerics.integers import cdiv
 from qgemm.numerics.packing import HALF
 
@@ -14,6 +15,7 @@ BLOCK = 256  # values along K in 128 bytes of a packed row
 MAX_FEW_ROWS = 16  # of x, for the kernel with the smaller instructions
 MIN_ROWS_FOR_STEPS = 65  # with fewer, scaling sums takes less than multiplying values
 MAX_STAGES = 8
+ROW_COUNTS = COUNTS_BYTES // 4 - 2  # behind the counts of shared tiles, where programs count rows that are quantized
 RESERVED_BYTES = 2048  # of shared memory, for barriers
 # Of an H200, in microseconds and bytes, as they choose best of what was timed.
 # A block is a tile's values along BLOCK of K.
@@ -64,6 +66,11 @@ class Int8Config(Shareable):
     def tiles(self, M: int, N: int) -> int:
         """How many an output of ``[M, N]`` has."""
         return cdiv(M, self.cols) * cdiv(N, self.rows)
+
+    @property
+    def leaves_row_counts(self) -> bool:
+        """Whether there is memory left to count rows, too."""
+        return self.shared * self.counts <= ROW_COUNTS * COUNTS_IN_A_WORD
 
     @property
     def counts(self) -> int:

@@ -15,14 +15,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.quantize.hopper_kernels import SharedRows
+from qgemm.kernels.quantize.hopper_kernels import QUANTIZING_REGISTERS, SharedRows
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import PANEL, PRODUCER_REGISTERS, barriers, initialize, load_block, thread_barrier
 from qgemm.kernels.stages.rows import RowQuantization, StridedRow, quantize_blocks
 from qgemm.kernels.weight_only.int8_hopper_weights import BLOCK, Weights
 
 MIN_COLS = gl.constexpr(8)  # that tensor cores multiply
-QUANTIZING_REGISTERS = gl.constexpr(80)  # of a producer's thread that may have to quantize
 
 
 @aggregate

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from qgemm.kernels.gemm.hopper import MAX_INPUT_VALUES, MAX_MACS, MAX_ROWS_PER_PROGRAM, MAX_WEIGHT_BYTES
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.launch.launch import Launch
 from qgemm.kernels.launch.tensor_map import TensorMap
@@ -19,7 +20,7 @@ from qgemm.kernels.weight_only.int8_few_rows_hopper_kernels import (
     _int4_int8_layer_kernel,
     _int4_int8_row_kernel,
 )
-from qgemm.kernels.weight_only.int8_tiles_hopper_kernels import _int4_int8_many_kernel
+from qgemm.kernels.weight_only.int8_tiles_hopper_kernels import _int4_int8_many_kernel, _int4_int8_many_layer_kernel
 from qgemm.numerics.integers import cdiv, next_power_of_2
 from qgemm.numerics.packing import HALF
 
@@ -30,6 +31,7 @@ ROWS_AT_A_TIME = 1024  # of x, in tiles that are computed column by column
 # Of a thread: few where another kernel is to have room beside, and what is then left to those that multiply.
 REGISTERS_BESIDE = {4: 128, 8: 144}
 MULTIPLYING_REGISTERS, MULTIPLYING_REGISTERS_BESIDE = {2: 232, 4: 104}, 192  # two groups of warps, or four
+QUANTIZING_REGISTERS = {2: 216, 4: 104}  # the same, where the producer may have to quantize
 MAX_VALUES_BESIDE = 64 * 64  # of a tile of one of the two groups of warps
 
 
@@ -70,9 +72,7 @@ def few_launch(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -> Launch
 
 def layer_launch(config: Int8Config, sizes: Sizes, x_strides: tuple[int, ...], limits: DeviceLimits) -> Launch:
     """The layer of x, q, its scale, weight, out, the weight's scale, zero points, bias, q again and counts."""
-    block = 8 * 32 * config.warps
-    blocks = next_power_of_2(cdiv(sizes.K, block))
-    row = (block, blocks if blocks <= 128 // config.warps else 0, PATIENCE)
+    row = _row(sizes.K, config.warps, 128 // config.warps)
     numbers = (sizes.M, sizes.N, sizes.K, sizes.G, *x_strides, sizes.N)
     return Launch(
         _int4_int8_layer_kernel, _programs(config, sizes, limits), numbers, (row, *_few_constants(config, sizes)),
@@ -89,29 +89,74 @@ def row_launch(config: Int8Config, sizes: Sizes, stride_xk: int, limits: DeviceL
     )  # fmt: skip
 
 
+def many_in_one_launch(config: Int8Config, sizes: Sizes, has_zeros: bool, limits: DeviceLimits) -> bool:
+    """Whether a layer of more than a few rows is one launch, by the rules of int8 weights; not in CUDA graphs."""
+    M, N, K, _, group = sizes
+    if group and (group < HALF or has_zeros) and not config.multiplies:  # which leave no registers to quantize with
+        return False
+    rows = cdiv(M, config.grid(config.tiles(M, N), limits.num_sms))
+    is_small = M * K <= MAX_INPUT_VALUES and N * K <= MAX_WEIGHT_BYTES and M * N * K <= MAX_MACS
+    return is_small and rows <= MAX_ROWS_PER_PROGRAM and config.leaves_row_counts
+
+
 def many_launch(config: Int8Config, sizes: Sizes, dtype: torch.dtype, partial_at: int, limits: DeviceLimits) -> Launch:
     """As ``few_launch``, and counts. ``partial_at``: where partial sums are, behind the rows' scale."""
-    M, N, K, G, group = sizes
-    rows, cols = config.rows, config.cols // config.pieces
-    own = rows * config.splits // config.consumers
-    # Products of small groups need more registers.
-    beside = config.consumers == 2 and config.cols * own <= MAX_VALUES_BESIDE and (group == 0 or group >= HALF)
-    maps = {
-        0: _map((M, K), (config.cols, sizes.step), torch.int8),
-        1: _map((N, sizes.blocks * HALF), (rows, sizes.step), torch.uint8),
-        2: _map((M, N), (cols, own), dtype),
-    }
+    beside = _has_room_beside(config, sizes.group)
     registers = MULTIPLYING_REGISTERS_BESIDE if beside else MULTIPLYING_REGISTERS[config.consumers]
-    constants = (
-        group, config.stages, config.x_slots, config.shared > 0, config.pieces, config.consumers, config.splits,
-        max(ROWS_AT_A_TIME // config.cols, 1), registers, M <= MAX_ROWS_TO_START_NEXT,
-    )  # fmt: skip
-    tiles = config.tiles(M, N)
     return Launch(
-        _int4_int8_many_kernel, config.grid(tiles, limits.num_sms),
-        (M, N, K, G, tiles - config.shared, config.sharers, partial_at), constants, 4, pdl=True, maps=maps,
-        max_registers=REGISTERS_BESIDE[8] if beside else None,
+        _int4_int8_many_kernel, config.grid(config.tiles(sizes.M, sizes.N), limits.num_sms),
+        _many_numbers(config, sizes, partial_at), _many_constants(config, sizes, registers), 4, pdl=True,
+        maps=dict(enumerate(_maps(config, sizes, dtype))), max_registers=REGISTERS_BESIDE[8] if beside else None,
     )  # fmt: skip
+
+
+def many_layer_launch(
+    config: Int8Config, sizes: Sizes, x_strides: tuple[int, ...], dtype: torch.dtype, partial_at: int,
+    limits: DeviceLimits,
+) -> Launch:  # fmt: skip
+    """As ``layer_launch``, with the steps of scales ahead of the bias. ``partial_at``: as of ``many_launch``."""
+    rows, weight, out = _maps(config, sizes, dtype)
+    constants = _many_constants(config, sizes, QUANTIZING_REGISTERS[config.consumers])
+    return Launch(
+        _int4_int8_many_layer_kernel, config.grid(config.tiles(sizes.M, sizes.N), limits.num_sms),
+        (*_many_numbers(config, sizes, partial_at), *x_strides), (_row(sizes.K, 4, 32), *constants), 4, pdl=True,
+        maps={9: rows, 3: weight, 4: out},
+    )  # fmt: skip
+
+
+def _has_room_beside(config: Int8Config, group: int) -> bool:
+    """Whether another kernel may be beside this one: few registers do for large groups and small tiles."""
+    own = config.rows * config.splits // config.consumers
+    return config.consumers == 2 and config.cols * own <= MAX_VALUES_BESIDE and (group == 0 or group >= HALF)
+
+
+def _maps(config: Int8Config, sizes: Sizes, dtype: torch.dtype) -> tuple[TensorMap, TensorMap, TensorMap]:
+    M, N, K, *_ = sizes
+    own = config.rows * config.splits // config.consumers
+    return (
+        _map((M, K), (config.cols, sizes.step), torch.int8),
+        _map((N, sizes.blocks * HALF), (config.rows, sizes.step), torch.uint8),
+        _map((M, N), (config.cols // config.pieces, own), dtype),
+    )
+
+
+def _many_numbers(config: Int8Config, sizes: Sizes, partial_at: int) -> tuple[int, ...]:
+    M, N, K, G, _ = sizes
+    return M, N, K, G, config.tiles(M, N) - config.shared, config.sharers, partial_at
+
+
+def _many_constants(config: Int8Config, sizes: Sizes, registers: int) -> tuple[Any, ...]:
+    return (
+        sizes.group, config.stages, config.x_slots, config.shared > 0, config.pieces, config.consumers, config.splits,
+        max(ROWS_AT_A_TIME // config.cols, 1), registers, sizes.M <= MAX_ROWS_TO_START_NEXT,
+    )  # fmt: skip
+
+
+def _row(K: int, warps: int, most: int) -> tuple[int, int, int]:
+    """``SharedRows.row`` for rows of ``K`` values that ``warps`` quantize; ``most``: how many blocks they hold."""
+    block = 8 * 32 * warps
+    blocks = next_power_of_2(cdiv(K, block))
+    return block, blocks if blocks <= most else 0, PATIENCE
 
 
 def _programs(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -> int:

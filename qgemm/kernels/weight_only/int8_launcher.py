@@ -1,8 +1,8 @@
 """Launcher of int4 layers with int8 activations on GPU tensors: rows quantized, and multiplied with packed weights.
 
 As ``kernels/linear/launcher.py`` has it, the first call of a kind leaves a plan behind. On Hopper one row is one
-launch, and outside of CUDA graphs up to ``MAX_FEW_ROWS`` are; else there are two, which overlap. Partial sums of tiles
-that programs share lie behind the rows' scales.
+launch, and outside of CUDA graphs up to ``MAX_FEW_ROWS`` are, and small layers of more; else there are two, which
+overlap. Partial sums of tiles that programs share lie behind the rows' scales.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ PARTS = ("counts", "q", "q_scale")
 PRODUCT = ("q", "weight", "out", "q_scale", "weight_scale", "zero_point", "bias")
 ROW = ("x", "weight", "out", "weight_scale", "zero_point", "bias")
 LAYER = ("x", "q", "q_scale", "weight", "out", "weight_scale", "zero_point", "bias", "q", "counts")
+MANY_LAYER = (*LAYER[:-3], "step", *LAYER[-3:])
 
 
 def weight_only_linear(
@@ -112,8 +113,8 @@ def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) ->
             two = replace(two, steps=steps)
         else:
             two = _two_launches(names, rows, N, G, group, config, limits)
-            is_one = config.warps > 0
-            is_row = is_one and M == 1 and K <= MAX_OWN_ROW
+            is_one = config.warps > 0 or _may_be_one(config, rows, N, G, group, zero_point is not None, limits)
+            is_row = config.warps > 0 and M == 1 and K <= MAX_OWN_ROW
             if is_one:
                 one = replace(one, steps=(_one_launch(names, rows, N, G, group, is_row, config, limits),))
             if config.shared:
@@ -124,7 +125,7 @@ def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) ->
         device, torch.cuda.device_count() > 1, tuple(out.shape), out.stride(), values.data_ptr() % ALIGNMENT == 0,
         None if rows.data_ptr() == x.data_ptr() else (M, K), None, two.parts[2].offset - COUNTS_BYTES,
         usual=one if is_one else two, captured=one if is_row else unshared or two, shares_buffer=is_one,
-        counts=unshared is not None,
+        counted=two if unshared is not None else None,
     )  # fmt: skip
 
 
@@ -183,6 +184,15 @@ def _two_launches(
     return _plan(rows.device.index, space, M, K, (first, second))
 
 
+def _may_be_one(
+    config: Int8Config, rows: Tensor, N: int, G: int, group: int, has_zeros: bool, limits: DeviceLimits
+) -> bool:
+    from qgemm.kernels.weight_only import int8_hopper as hopper
+
+    M, K = rows.shape
+    return hopper.many_in_one_launch(config, hopper.Sizes(M, N, K, G, group), has_zeros, limits)
+
+
 def _one_launch(
     names: Names, rows: Tensor, N: int, G: int, group: int, is_row: bool, config: Int8Config, limits: DeviceLimits
 ) -> Step:
@@ -192,6 +202,11 @@ def _one_launch(
     sizes = hopper.Sizes(M, N, K, G, group)
     if is_row:
         return names.step(hopper.row_launch(config, sizes, rows.stride(1), limits), *ROW)
+    if not config.warps:
+        partial_at = _workspace(M, K, config).partial_at
+        launch = hopper.many_layer_launch(config, sizes, rows.stride(), rows.dtype, partial_at, limits)
+        step = "step" if config.multiplies else "none"
+        return names.step(launch, *(step if each == "step" else each for each in MANY_LAYER))
     return names.step(hopper.layer_launch(config, sizes, rows.stride(), limits), *LAYER)
 
 

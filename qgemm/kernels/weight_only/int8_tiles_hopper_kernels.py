@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from qgemm.kernels.quantize.hopper_kernels import QUANTIZING_REGISTERS, SharedRows
 from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import (
@@ -30,10 +31,13 @@ from qgemm.kernels.stages.ring import (
     load_block,
     store_block,
 )
+from qgemm.kernels.stages.rows import RowQuantization
+from qgemm.kernels.weight_only import int8_config
 from qgemm.kernels.weight_only.int8_hopper_weights import BLOCK, Weights
 from qgemm.kernels.weight_only.items import Items
 from qgemm.kernels.weight_only.partial_sums import add_parts, in_blocks
 
+ROW_COUNTS = gl.constexpr(int8_config.ROW_COUNTS)
 IN_FLIGHT = gl.constexpr(2)  # products that a group of warps has in flight
 
 
@@ -88,8 +92,10 @@ class Halves:
 
 
 @gluon.jit
-def _produce_many(A, B, weights, ring, items, ready, handed, READERS: gl.constexpr, NEXT_EARLY: gl.constexpr):
-    """``READERS``: how many consumers read each block."""
+def _produce_many(
+    A, B, weights, rows, ring, items, ready, handed, READERS: gl.constexpr, NEXT_EARLY: gl.constexpr
+):  # fmt: skip
+    """``READERS``: how many consumers read each block. ``rows``: as of ``_consume_many``."""
     w, x, full, empty, halves = ring
     STAGES: gl.constexpr = full.shape[0]
     ROWS: gl.constexpr = w.shape[1]
@@ -106,16 +112,19 @@ def _produce_many(A, B, weights, ring, items, ready, handed, READERS: gl.constex
     _, given, taken = handed
     initialize(given, given.shape[0])
     initialize(taken, taken.shape[0])
-    mbarrier.arrive(ready, count=1)
-    rows = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
+    if rows is None:
+        mbarrier.arrive(ready, count=1)
+    own_rows = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
     row, col, k, end, _ = items.place(gl.program_id(0) * 0)
     ahead = gl.minimum(end - k, STAGES)
     for step in range(ahead):
         mbarrier.expect(full.index(step), SIZE)
         _load_many(B, full.index(step), w, step, col, (k + step) * PANEL, PANEL)
-        weights.fetch_scales(col + rows, k + step, 2 * SUBS, step == 0)
+        weights.fetch_scales(col + own_rows, k + step, 2 * SUBS, step == 0)
     # Nothing else is read before the kernel ahead in the stream has ended; see Launch.
     gdc_wait()
+    if rows is not None:
+        rows.wait_for_all(ready)
     for step in range(ahead):
         if halves.apart:
             halves.load(A, x, step, row, (k + step) * BLOCK, HALF_SIZE)
@@ -135,10 +144,12 @@ def _produce_many(A, B, weights, ring, items, ready, handed, READERS: gl.constex
                 halves.load(A, x, step, row, at * BLOCK, HALF_SIZE)
             else:
                 _load_many(A, full.index(slot), x, slot, row, at * BLOCK, BLOCK)
-            weights.fetch_scales(col + rows, at, 2 * SUBS, at == k)
+            weights.fetch_scales(col + own_rows, at, 2 * SUBS, at == k)
             step += 1
     if not NEXT_EARLY:
         gdc_launch_dependents()
+    if rows is not None:
+        rows.forget(ready)
 
 
 @gluon.jit
@@ -310,13 +321,13 @@ def _store_sums(C, staging, sums, weights, of_rows, x_scale, m, n, M):
 
 @gluon.jit
 def _consume_many(
-    out, x_scale, weights, ring, items, M, ready,
+    out, x_scale, weights, rows, ring, items, M, ready,
     WHO: gl.constexpr, CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """``PIECES``: in how many pieces the columns are multiplied and scaled.
+    """``rows``: the ``SharedRows`` that x is to hold, which the first consumer quantizes; or None.
 
-    ``SPLITS``: how many consumers share the blocks of K of the same rows. All but the first one hand their sums over to
-    it, in ``handed``.
+    ``PIECES``: in how many pieces the columns are multiplied and scaled. ``SPLITS``: how many consumers share the
+    blocks of K of the same rows. All but the first one hand their sums over to it, in ``handed``.
     """
     C, staging, handed, partial, counts = out
     w, x, _, _, _ = ring
@@ -338,6 +349,8 @@ def _consume_many(
     _, col, start, _, _ = items.place(turns * 0)
     scales = weights.scales_of_block(col + own_rows, start + FIRST_BLOCK, GROUPS)
     gdc_wait()
+    if rows is not None and WHO == 0:
+        rows.quantize_own(ready)
     mbarrier.wait(ready, 0)
     step = 0
     for turn in range(turns):
@@ -399,6 +412,49 @@ def _allocate(
     return ring, staging, handed
 
 
+@gluon.jit
+def _many(
+    A, B, C, x_scale, weights, rows, counts, sched, alone, sharers, partial,
+    STAGES: gl.constexpr, X_SLOTS: gl.constexpr, SHARES: gl.constexpr, PIECES: gl.constexpr,
+    CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, REGISTERS: gl.constexpr, NEXT_EARLY: gl.constexpr,
+):  # fmt: skip
+    OWNERS: gl.constexpr = CONSUMERS // SPLITS
+    ring, staging, handed = _allocate(A, B, C, STAGES, X_SLOTS, PIECES, OWNERS, SPLITS)
+    # Completes when the ring's are initialized and all rows quantized.
+    ready = barriers(1)
+    initialize(ready, 1, 2 if rows is not None else 1)
+    items = Items(sched, alone, gl.cdiv(sched.K, BLOCK), sharers, SHARES)
+    first, M = ready.index(0), sched.M
+    out = (C, staging, handed, partial, counts)
+    if rows is None:
+        LOADING: gl.constexpr = PRODUCER_REGISTERS
+    else:
+        LOADING: gl.constexpr = QUANTIZING_REGISTERS
+    # Constants stay constants only in a tuple that is written here.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume_many, (out, x_scale, weights, rows, ring, items, M, first, 0, 2, SPLITS, PIECES)),
+                (_consume_many, (out, x_scale, weights, rows, ring, items, M, first, 1, 2, SPLITS, PIECES)),
+                (_produce_many, (A, B, weights, rows, ring, items, first, handed, OWNERS, NEXT_EARLY)),
+            ],
+            [4, 1],
+            [REGISTERS, LOADING],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume_many, (out, x_scale, weights, rows, ring, items, M, first, 0, 4, SPLITS, PIECES)),
+                (_consume_many, (out, x_scale, weights, rows, ring, items, M, first, 1, 4, SPLITS, PIECES)),
+                (_consume_many, (out, x_scale, weights, rows, ring, items, M, first, 2, 4, SPLITS, PIECES)),
+                (_consume_many, (out, x_scale, weights, rows, ring, items, M, first, 3, 4, SPLITS, PIECES)),
+                (_produce_many, (A, B, weights, rows, ring, items, first, handed, OWNERS, NEXT_EARLY)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, LOADING],
+        )
+
+
 @gluon.jit(do_not_specialize=["M", "alone", "sharers"])
 def _int4_int8_many_kernel(
     A, B, C, x_scale, scale, zero_point, step, bias, counts,
@@ -415,38 +471,37 @@ def _int4_int8_many_kernel(
     its values, there are at ``partial_at`` 32 bits for each sum of each part of a shared tile; ``counts``:
     ``COUNTS_BYTES`` of zeros, which they are again in the end. ``REGISTERS``: of a thread that multiplies.
     """
+    weights = _weights(scale, zero_point, step, bias, N, G, GROUP)
+    sched = ScheduleContext(M, N, K, GemmContext(A.block_shape[0], B.block_shape[0], BLOCK, 1, 1, GROUP_M))
+    _many(
+        A, B, C, x_scale, weights, None, counts, sched, alone, sharers, x_scale + partial_at,
+        STAGES, X_SLOTS, SHARES, PIECES, CONSUMERS, SPLITS, REGISTERS, NEXT_EARLY,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M", "alone", "sharers"])
+def _int4_int8_many_layer_kernel(
+    x, q, q_scale, B, C, scale, zero_point, step, bias, A, counts,
+    M, N, K, G, alone, sharers, partial_at, stride_xm, stride_xk,
+    ROW: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, X_SLOTS: gl.constexpr, SHARES: gl.constexpr,
+    PIECES: gl.constexpr, CONSUMERS: gl.constexpr, SPLITS: gl.constexpr, GROUP_M: gl.constexpr,
+    REGISTERS: gl.constexpr, NEXT_EARLY: gl.constexpr,
+):  # fmt: skip
+    """The layer in one launch: the programs quantize the rows of ``x`` together, as ``SharedRows`` says.
+
+    ``A``: the tensor map of ``q``. The last words of ``counts`` are those of the rows.
+    """
+    weights = _weights(scale, zero_point, step, bias, N, G, GROUP)
+    rows = SharedRows(x, q, q_scale, RowQuantization(None), counts + ROW_COUNTS, M, K, stride_xm, stride_xk, ROW)
+    sched = ScheduleContext(M, N, K, GemmContext(A.block_shape[0], B.block_shape[0], BLOCK, 1, 1, GROUP_M))
+    _many(
+        A, B, C, q_scale, weights, rows, counts, sched, alone, sharers, q_scale + partial_at,
+        STAGES, X_SLOTS, SHARES, PIECES, CONSUMERS, SPLITS, REGISTERS, NEXT_EARLY,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _weights(scale, zero_point, step, bias, N, G, GROUP: gl.constexpr):
     WHOLE_SUMS: gl.constexpr = GROUP == 0 or step is not None
     EXCESS: gl.constexpr = 1.0 if zero_point is not None or step is not None else 1.0 / 16
-    weights = Weights(scale, zero_point, step, bias, N, G, GROUP, EXCESS, WHOLE_SUMS)
-    OWNERS: gl.constexpr = CONSUMERS // SPLITS
-    ring, staging, handed = _allocate(A, B, C, STAGES, X_SLOTS, PIECES, OWNERS, SPLITS)
-    ready = barriers(1)
-    initialize(ready, 1)
-    sched = ScheduleContext(M, N, K, GemmContext(A.block_shape[0], B.block_shape[0], BLOCK, 1, 1, GROUP_M))
-    items = Items(sched, alone, gl.cdiv(K, BLOCK), sharers, SHARES)
-    first = ready.index(0)
-    partial = x_scale + partial_at
-    out = (C, staging, handed, partial, counts)
-    # Constants stay constants only in a tuple that is written here.
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume_many, (out, x_scale, weights, ring, items, M, first, 0, 2, SPLITS, PIECES)),
-                (_consume_many, (out, x_scale, weights, ring, items, M, first, 1, 2, SPLITS, PIECES)),
-                (_produce_many, (A, B, weights, ring, items, first, handed, OWNERS, NEXT_EARLY)),
-            ],
-            [4, 1],
-            [REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume_many, (out, x_scale, weights, ring, items, M, first, 0, 4, SPLITS, PIECES)),
-                (_consume_many, (out, x_scale, weights, ring, items, M, first, 1, 4, SPLITS, PIECES)),
-                (_consume_many, (out, x_scale, weights, ring, items, M, first, 2, 4, SPLITS, PIECES)),
-                (_consume_many, (out, x_scale, weights, ring, items, M, first, 3, 4, SPLITS, PIECES)),
-                (_produce_many, (A, B, weights, ring, items, first, handed, OWNERS, NEXT_EARLY)),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, PRODUCER_REGISTERS],
-        )
+    return Weights(scale, zero_point, step, bias, N, G, GROUP, EXCESS, WHOLE_SUMS)
