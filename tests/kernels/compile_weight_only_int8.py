@@ -40,9 +40,9 @@ def int8_cases(limits: DeviceLimits) -> Iterator[Case]:
         yield Case(kind, lambda m=M, s=size: layer(m, 28_672, 4096, s, False, steps=True), only=PRODUCTS, rare=rare)
     yield Case("w4a8 hopper layer", lambda: layer(16, 4096, 28_672, 128, False), only=LAYERS)
     for M, size, asymmetric, steps, rare in (
-        (32, 128, False, False, True),
-        (64, 128, False, False, False),
-        (128, 128, False, True, True),
+        (32, 64, True, False, True),
+        (64, 128, True, False, False),
+        (128, 64, False, True, True),
         (256, 32, False, True, True),
         (256, 1024, True, False, True),
         (256, 1024, False, False, False),

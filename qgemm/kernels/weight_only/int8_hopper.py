@@ -31,7 +31,8 @@ ROWS_AT_A_TIME = 1024  # of x, in tiles that are computed column by column
 # Of a thread: few where another kernel is to have room beside, and what is then left to those that multiply.
 REGISTERS_BESIDE = {4: 128, 8: 144}
 MULTIPLYING_REGISTERS, MULTIPLYING_REGISTERS_BESIDE = {2: 232, 4: 104}, 192  # two groups of warps, or four
-QUANTIZING_REGISTERS = {2: 216, 4: 104}  # the same, where the producer may have to quantize
+QUANTIZING_REGISTERS = {2: 208, 4: 104}  # the same, where the producer may have to quantize
+MIN_GROUP_TO_QUANTIZE = 64  # scaling sums of smaller ones leaves too few registers for that
 MAX_VALUES_BESIDE = 64 * 64  # of a tile of one of the two groups of warps
 
 
@@ -89,10 +90,10 @@ def row_launch(config: Int8Config, sizes: Sizes, stride_xk: int, limits: DeviceL
     )  # fmt: skip
 
 
-def many_in_one_launch(config: Int8Config, sizes: Sizes, has_zeros: bool, limits: DeviceLimits) -> bool:
+def many_in_one_launch(config: Int8Config, sizes: Sizes, limits: DeviceLimits) -> bool:
     """Whether a layer of more than a few rows is one launch, by the rules of int8 weights; not in CUDA graphs."""
     M, N, K, _, group = sizes
-    if group and (group < HALF or has_zeros) and not config.multiplies:  # which leave no registers to quantize with
+    if 0 < group < MIN_GROUP_TO_QUANTIZE and not config.multiplies:
         return False
     rows = cdiv(M, config.grid(config.tiles(M, N), limits.num_sms))
     is_small = M * K <= MAX_INPUT_VALUES and N * K <= MAX_WEIGHT_BYTES and M * N * K <= MAX_MACS

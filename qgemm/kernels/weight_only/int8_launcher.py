@@ -113,7 +113,7 @@ def _make_plan(x: Tensor, weight: QuantizedWeight, config: Int8Config | None) ->
             two = replace(two, steps=steps)
         else:
             two = _two_launches(names, rows, N, G, group, config, limits)
-            is_one = config.warps > 0 or _may_be_one(config, rows, N, G, group, zero_point is not None, limits)
+            is_one = config.warps > 0 or _may_be_one(config, rows, N, G, group, limits)
             is_row = config.warps > 0 and M == 1 and K <= MAX_OWN_ROW
             if is_one:
                 one = replace(one, steps=(_one_launch(names, rows, N, G, group, is_row, config, limits),))
@@ -184,13 +184,11 @@ def _two_launches(
     return _plan(rows.device.index, space, M, K, (first, second))
 
 
-def _may_be_one(
-    config: Int8Config, rows: Tensor, N: int, G: int, group: int, has_zeros: bool, limits: DeviceLimits
-) -> bool:
+def _may_be_one(config: Int8Config, rows: Tensor, N: int, G: int, group: int, limits: DeviceLimits) -> bool:
     from qgemm.kernels.weight_only import int8_hopper as hopper
 
     M, K = rows.shape
-    return hopper.many_in_one_launch(config, hopper.Sizes(M, N, K, G, group), has_zeros, limits)
+    return hopper.many_in_one_launch(config, hopper.Sizes(M, N, K, G, group), limits)
 
 
 def _one_launch(

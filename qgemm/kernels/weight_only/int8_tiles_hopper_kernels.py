@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from qgemm.kernels.quantize.hopper_kernels import QUANTIZING_REGISTERS, SharedRows
+from qgemm.kernels.quantize.hopper_kernels import SharedRows
 from qgemm.kernels.stages import GemmContext, ScheduleContext
 from qgemm.kernels.stages.aggregate import aggregate
 from qgemm.kernels.stages.ring import (
@@ -38,6 +38,7 @@ from qgemm.kernels.weight_only.items import Items
 from qgemm.kernels.weight_only.partial_sums import add_parts, in_blocks
 
 ROW_COUNTS = gl.constexpr(int8_config.ROW_COUNTS)
+MORE_QUANTIZING_REGISTERS = gl.constexpr(96)  # of a producer's thread that may have to quantize, beside eight warps
 IN_FLIGHT = gl.constexpr(2)  # products that a group of warps has in flight
 
 
@@ -429,7 +430,7 @@ def _many(
     if rows is None:
         LOADING: gl.constexpr = PRODUCER_REGISTERS
     else:
-        LOADING: gl.constexpr = QUANTIZING_REGISTERS
+        LOADING: gl.constexpr = MORE_QUANTIZING_REGISTERS
     # Constants stay constants only in a tuple that is written here.
     if CONSUMERS == 2:
         gl.warp_specialize(
