@@ -296,7 +296,7 @@ def test_graphs_run_beside_eager_calls_and_one_another(M: int, N: int, one: bool
     x = torch.randn(M, 1024, device="cuda", dtype=torch.bfloat16)
     layer(x)
     assert programs_wait(only_plan())
-    assert only_plan().counts == one
+    assert (only_plan().counted is not None) == one
     Parameters(CUDA, 8192, 1024)(x[:1])  # one that has graphs get counts
     unused = unused_counts()
     graphs = [graph_of(lambda: layer(layer(x)[:, :512].repeat(1, 2))) for _ in range(3)]
