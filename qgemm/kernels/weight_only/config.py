@@ -23,14 +23,14 @@ COUNTS_IN_A_WORD = 32 // COUNT_BITS
 MAX_PARTS = 2**COUNT_BITS - 1
 MAX_COUNTS = COUNTS_BYTES // 4 * COUNTS_IN_A_WORD
 # In microseconds, as they choose best of what was timed on an H200.
-BLOCK_TIMES = {4: {32: 1.1, 64: 1.23, 128: 1.62, 256: 2.95}, 8: {32: 1.1, 64: 1.3, 128: 1.9, 256: 2.8}}
+BLOCK_TIMES = {4: {32: 1.1, 64: 1.06, 128: 1.6, 256: 2.85}, 8: {32: 1.1, 64: 1.27, 128: 1.76, 256: 2.95}}
 """Of 256 values of K in a tile, by the weight's bits and rows of x."""
 HANDOVER = 1.2
 PARTIAL_SUM = 0.007  # for a row of x, of each part but the last
 # Where programs have parts of two tiles, they are at other values of K than their neighbours, which load the same x,
 # and with several rows of tiles the same weight.
-SECOND_PART = 3.0
-APART, APART_IN_A_ROW = 1.28, 1.05
+SECOND_PART = 1.5
+APART, APART_IN_A_ROW = 1.03, 1.1
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,10 @@ class Tiles(Shareable):
     """Slots for blocks of the weight."""
     sums: bool = False
     """Whether scales are applied to sums of groups, not to the unpacked values, if groups have at least 128."""
-    unpacks_blocks: bool = True
-    """Whether a block is unpacked at a time, not half of one."""
+    in_turn: int = 0
+    """Blocks whose panels are unpacked and multiplied in turn, without a pause; 0: those of a block at a time."""
+    ahead: int = 2
+    """For how many blocks' scales are loaded ahead, in turn."""
     panels: int = 2
     staging: int = 1
     """Slots of a group of warps for what it stores."""
@@ -236,7 +238,7 @@ TILES = (
     Tiles(64, 7, 5, sums=True),
     Tiles(128, 5, 3),
     Tiles(128, 4, 3, staging=2),
-    Tiles(256, 5, 3, unpacks_blocks=False, panels=1),
+    Tiles(256, 5, 3, in_turn=2, ahead=1, panels=1),
 )
 """Slots fill shared memory. With more rows of x registers hold no sums of groups, or no unpacked block, besides. In a
 single row of tiles of 128 a second slot for what is stored is faster, in several rows one more for x."""

@@ -1,0 +1,360 @@
+"""What the tiles of ``tiles_hopper_kernels.py`` multiply: blocks of the stored weight, unpacked in registers, in Gluon.
+
+``wgmma`` takes its operand A from those registers. With up to 128 rows of x a block is multiplied at a time; with more,
+whose sums leave fewer registers, panels are in turn: each is unpacked while the products of the one before it run.
+
+Registers of the weight are written again only after a wait for all products that read them: assemblers before CUDA
+13.3 may still move such a write too early, which ``test_compile.py`` looks for in the machine code.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.runtime.jit import constexpr_function
+
+from qgemm.kernels.stages.aggregate import aggregate
+from qgemm.kernels.stages.ring import load_block
+from qgemm.kernels.stages.unpack import SCALED_BY, times_of_pairs, unpack_pairs, unpack_times_scale, widen_pairs
+from qgemm.kernels.weight_only.kernels import BLOCK, scale_value
+
+PANEL = gl.constexpr(64)  # values of K, of x
+
+
+@constexpr_function
+def how_scaled(form, tile, scale, dtype):
+    """What scales of groups are applied to; nothing if a scale is of a row.
+
+    "sums" of groups; "values", before the first products are started; or "codes" of int4, as they are unpacked: a
+    multiply-add scales them and takes away what makes them positive.
+    """
+    if form.group == 0:
+        return ""
+    if form.group < BLOCK.value:
+        return "values"
+    if form.name == "int4" and not form.has_zeros and scale == gl.bfloat16 and dtype == gl.bfloat16:
+        return "codes"
+    return "sums" if tile.sums else "values"
+
+
+@constexpr_function
+def left_over(form, scaled, dtype):
+    """What unpacked values are to be multiplied by; sums are, in the end."""
+    if scaled == "codes":
+        return 1 / SCALED_BY.value
+    return times_of_pairs(form.name, dtype) if form.bits == 8 else 1.0
+
+
+@aggregate
+class Rings:
+    """Slots of shared memory for panels of x and blocks of the weight, used in turn, with the barriers that count them.
+
+    As in ``Ring``, but with steps of their own.
+    """
+
+    x: gl.shared_memory_descriptor
+    w: gl.shared_memory_descriptor
+    x_full: gl.shared_memory_descriptor
+    x_empty: gl.shared_memory_descriptor
+    w_full: gl.shared_memory_descriptor
+    w_empty: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def load_weight(self, W, slot, col, block):
+        """Starts loading a block of the weight, half of its rows for each group of warps."""
+        mbarrier.expect(self.w_full.index(slot), 2 * W.block_type.nbytes)
+        for i in gl.static_range(2):
+            load_block(W, [col + i * 64, block * (BLOCK // 2)], self.w_full.index(slot), self.w.index(slot * 2 + i))
+
+    @gluon.jit
+    def wait_for_weight(self, step):
+        """Waits for a block."""
+        DEPTH: gl.constexpr = self.w_full.shape[0]
+        mbarrier.wait(self.w_full.index(step % DEPTH), step // DEPTH & 1)
+
+    @gluon.jit
+    def packed(self, step, half: gl.constexpr, WHO: gl.constexpr, mma: gl.constexpr):
+        """The bytes of half a block, two by two, of the rows that group ``WHO`` has."""
+        slot = self.w.index(step % self.w_full.shape[0] * 2 + WHO)
+        return slot.slice(half * 32, 32, 1).load(gl.DotOperandLayout(0, mma, 1))
+
+    @gluon.jit
+    def release_weight(self, step):
+        """Gives a block's slot back."""
+        mbarrier.arrive(self.w_empty.index(step % self.w_full.shape[0]), count=1)
+
+    @gluon.jit
+    def wait_for_x(self, step):
+        """Waits for the panels of a slot."""
+        DEPTH: gl.constexpr = self.x_full.shape[0]
+        mbarrier.wait(self.x_full.index(step % DEPTH), step // DEPTH & 1)
+
+    @gluon.jit
+    def release_x(self, step):
+        """Gives the panels' slot back."""
+        mbarrier.arrive(self.x_empty.index(step % self.x_full.shape[0]), count=1)
+
+
+@gluon.jit
+def _load_factors(pointers, block, groups, FORM: gl.constexpr):
+    """Scales, or zero points, of a block's halves; of smaller groups 32 bits at a time. 0 beyond the last group."""
+    HALVES: gl.constexpr = 2 if FORM.bits == 4 else 1
+    factors = ()
+    if pointers is not None:
+        if FORM.group > 0 and FORM.group < BLOCK:
+            BYTES: gl.constexpr = pointers.dtype.element_ty.primitive_bitwidth // 8
+            WORDS: gl.constexpr = BLOCK * HALVES // FORM.group * BYTES // 4
+            words = pointers.cast(gl.pointer_type(gl.int32), bitcast=True)
+            for i in gl.static_range(WORDS):
+                at = block * WORDS + i
+                factors = factors + (gl.load(words + at, mask=at < groups * BYTES // 4, other=0),)
+        else:
+            for half in gl.static_range(HALVES):
+                group = (block * HALVES + half) * BLOCK // FORM.group if FORM.group > 0 else 0
+                factors = factors + (gl.load(pointers + group, mask=group < groups, other=0),)
+    return factors
+
+
+@gluon.jit
+def _of_groups(factors, INDEX: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr):
+    """For each group of a block's panel, a vector of ``DTYPE`` from what ``_load_factors`` gives."""
+    own = ()
+    if FORM.group > 0 and FORM.group < BLOCK:
+        COUNT: gl.constexpr = PANEL // FORM.group
+        BITS: gl.constexpr = DTYPE.primitive_bitwidth
+        for i in gl.static_range(COUNT):
+            word = factors[(INDEX * COUNT + i) * BITS // 32]
+            if BITS == 32:
+                own = own + (word.to(DTYPE, bitcast=True),)
+            elif BITS == 16:
+                own = own + ((word >> (INDEX * COUNT + i) * BITS % 32).to(gl.int16).to(DTYPE, bitcast=True),)
+            else:
+                own = own + ((word >> (INDEX * COUNT + i) * BITS % 32).to(DTYPE),)
+    else:
+        own = own + (factors[INDEX // 2],)
+    return own
+
+
+@gluon.jit
+def _spread(own, w):
+    """A vector for each group of a panel as a factor for each of its values ``w``."""
+    COUNT: gl.constexpr = len(own)
+    ROWS: gl.constexpr = w.shape[0]
+    if COUNT == 1:
+        return gl.broadcast(own[0][:, None], w)[0]
+    else:
+        if COUNT == 2:
+            groups = gl.join(own[0], own[1])
+        else:
+            groups = gl.join(gl.join(own[0], own[2]), gl.join(own[1], own[3])).reshape([ROWS, COUNT])
+        split = w.reshape([ROWS, COUNT, w.shape[1] // COUNT])
+        groups = gl.convert_layout(groups, gl.SliceLayout(2, split.type.layout))
+        factors = gl.broadcast(groups[:, :, None], split)[0].reshape(w.shape)
+        return gl.convert_layout(factors, w.type.layout)
+
+
+@gluon.jit
+def _values(
+    packed, INDEX: gl.constexpr, factors, zeros, SCALE: gl.constexpr, DTYPE: gl.constexpr, mma: gl.constexpr,
+    FORM: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """A panel of a block, 64 values of K, as ``wgmma`` takes it, over ``left_over``; ``packed``: its bytes, two by two.
+
+    It is scaled if ``SCALED``, by ``how_scaled``, says so.
+    """
+    FORMAT: gl.constexpr = FORM.name
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    w = unpack_pairs(packed, FORMAT, DTYPE)[INDEX // 2] if FORM.bits == 4 else widen_pairs(packed, FORMAT, DTYPE)
+    w = gl.convert_layout(w, LAYOUT, assert_trivial=True)
+    if FORM.has_zeros:
+        own = ()
+        of_groups = _of_groups(zeros, INDEX, gl.int8, FORM)
+        for i in gl.static_range(len(of_groups)):
+            own = own + ((of_groups[i].to(gl.float32) * (1 / left_over(FORM, SCALED, DTYPE))).to(DTYPE),)
+        w = w - _spread(own, w)
+    if SCALED == "values":
+        # Exponents and e4m3 are exact in bfloat16. Else a product is rounded once, from float32.
+        EXACT: gl.constexpr = SCALE == DTYPE or (SCALE.primitive_bitwidth == 8 and gl.bfloat16 == DTYPE)
+        own = ()
+        of_groups = _of_groups(factors, INDEX, SCALE, FORM)
+        for i in gl.static_range(len(of_groups)):
+            own = own + ((scale_value(of_groups[i]).to(DTYPE) if EXACT else scale_value(of_groups[i])),)
+        w = w * _spread(own, w) if EXACT else (w.to(gl.float32) * _spread(own, w)).to(DTYPE)
+    return w
+
+
+@gluon.jit
+def _scaled_codes(packed, INDEX: gl.constexpr, factors, mma: gl.constexpr):
+    """As ``_values``, of symmetric int4, times its scales in bfloat16 and ``SCALED_BY``."""
+    own = gl.convert_layout(
+        scale_value(factors[INDEX // 2]), gl.SliceLayout(1, packed.type.layout), assert_trivial=True
+    )
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    return gl.convert_layout(unpack_times_scale(packed, own, INDEX // 2), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _start(
+    values, packed, factors, acc, rings, x_step, COUNT: gl.constexpr, SCALED: gl.constexpr, TILE: gl.constexpr
+):  # fmt: skip
+    """Starts the products of a block's ``COUNT`` panels with the next ones of x.
+
+    ``values``: the panels. Codes that are scaled are unpacked here: each panel while products of those before it run.
+    Sums: with "sums" ``SCALED`` those of every two panels, which are half a block, else ``acc`` plus all.
+    """
+    PANELS: gl.constexpr = TILE.panels
+    SUMS: gl.constexpr = SCALED == "sums"
+    mma: gl.constexpr = acc.type.layout
+    sums = acc
+    of_halves = ()
+    for i in gl.static_range(COUNT):
+        step = x_step + i // PANELS
+        if i % PANELS == 0:
+            rings.wait_for_x(step)
+        x = rings.x.index(step % TILE.x_depth * PANELS + i % PANELS).permute((1, 0))
+        if SUMS and i % 2 == 0:
+            sums = gl.zeros(acc.shape, gl.float32, mma)
+        w = _scaled_codes(packed[i % 2], i, factors, mma) if SCALED == "codes" else values[i]
+        sums = warpgroup_mma(w, x, sums, use_acc=not SUMS or i % 2 > 0, is_async=True)
+        if i % 2 == 1:
+            of_halves = of_halves + (sums,)
+    if SUMS:
+        return of_halves
+    else:
+        return (sums,)
+
+
+@gluon.jit
+def _finish(
+    started, acc, scales, rings, x_step, COUNT: gl.constexpr, SUMS: gl.constexpr, TILE: gl.constexpr
+):  # fmt: skip
+    """``acc`` with the products of ``COUNT`` panels that ``_start`` has started; releases those of x.
+
+    ``scales``: of each half of a block, if there are ``SUMS`` to be scaled.
+    """
+    PANELS: gl.constexpr = TILE.panels
+    sums = started[0]
+    for i in gl.static_range(COUNT):
+        if SUMS:
+            if i % 2 == 1:
+                sums = warpgroup_mma_wait(COUNT - 1 - i, deps=(started[i // 2],))
+        elif i % PANELS == PANELS - 1:
+            sums = warpgroup_mma_wait(COUNT - 1 - i, deps=(sums,))
+        if i % PANELS == PANELS - 1:
+            rings.release_x(x_step + i // PANELS)
+        if SUMS and i % 2 == 1:
+            factor = scale_value(scales[i // 2])[:, None]
+            acc = gl.fma(sums, gl.broadcast(factor, sums)[0], acc)
+    return acc if SUMS else sums
+
+
+@gluon.jit
+def multiply(
+    w_step, x_step, acc, scales, zero_points, rings, first, last, groups,
+    FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    """``(w_step, x_step, acc)``: the next steps of the rings, and ``acc`` plus the products of blocks of K.
+
+    ``scales``, ``zero_points``: pointers to those of each row's first group; or None.
+    """
+    COUNT: gl.constexpr = 4 if FORM.bits == 4 else 2  # panels of a block
+    # Two blocks: one of few rows takes less time than a load from memory.
+    AHEAD: gl.constexpr = 2 if FORM.group >= BLOCK else 1
+    mma: gl.constexpr = acc.type.layout
+    DTYPE: gl.constexpr = rings.x.dtype
+    SCALE: gl.constexpr = scales.dtype.element_ty
+    SCALED: gl.constexpr = how_scaled(FORM, TILE, SCALE, DTYPE)
+    next_factors = ()
+    for i in gl.static_range(AHEAD):
+        next_factors = next_factors + (_load_factors(scales, first + i, groups, FORM),)
+    next_zeros = _load_factors(zero_points, first, groups, FORM)
+    for block in range(first, last):
+        factors = next_factors[0]
+        next_factors = next_factors[1:] + (_load_factors(scales, block + AHEAD, groups, FORM),)
+        zeros = next_zeros
+        next_zeros = _load_factors(zero_points, block + 1, groups, FORM)
+        rings.wait_for_weight(w_step)
+        packed = (rings.packed(w_step, 0, WHO, mma), rings.packed(w_step, 1, WHO, mma))
+        values = ()
+        if SCALED != "codes":
+            for i in gl.static_range(COUNT):
+                values = values + (_values(packed[i % 2], i, factors, zeros, SCALE, DTYPE, mma, FORM, SCALED),)
+        started = _start(values, packed, factors, acc, rings, x_step, COUNT, SCALED, TILE)
+        # Products wait for the loads of the slot; TMA, which writes it next, doesn't.
+        rings.release_weight(w_step)
+        acc = _finish(started, acc, factors, rings, x_step, COUNT, SCALED == "sums", TILE)
+        w_step += 1
+        x_step += COUNT // TILE.panels
+    return w_step, x_step, acc
+
+
+@gluon.jit
+def _blocks_in_turn(
+    w_step, x_step, acc, next_factors, scales, rings, block, groups,
+    BLOCKS: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    """``acc`` plus the products of ``BLOCKS`` blocks, and the factors of as many after them as were given.
+
+    Of two panels the products are on their way at most: registers of the one before the last are free to be written.
+    """
+    COUNT: gl.constexpr = 4 if FORM.bits == 4 else 2
+    PANELS: gl.constexpr = TILE.panels
+    mma: gl.constexpr = acc.type.layout
+    DTYPE: gl.constexpr = rings.x.dtype
+    SCALE: gl.constexpr = scales.dtype.element_ty
+    SCALED: gl.constexpr = how_scaled(FORM, TILE, SCALE, DTYPE)
+    for b in gl.static_range(BLOCKS):
+        factors = next_factors[0]
+        next_factors = next_factors[1:] + (_load_factors(scales, block + b + len(next_factors), groups, FORM),)
+        rings.wait_for_weight(w_step + b)
+        packed = ()
+        for i in gl.static_range(COUNT):
+            if i < 2:
+                packed = packed + (rings.packed(w_step + b, i, WHO, mma),)
+            if SCALED == "codes":
+                w = _scaled_codes(packed[i % 2], i, factors, mma)
+            else:
+                w = _values(packed[i % 2], i, factors, (), SCALE, DTYPE, mma, FORM, SCALED)
+            step = x_step + (b * COUNT + i) // PANELS
+            if i % PANELS == 0:
+                rings.wait_for_x(step)
+            x = rings.x.index(step % TILE.x_depth * PANELS + i % PANELS).permute((1, 0))
+            acc = warpgroup_mma(w, x, acc, use_acc=True, is_async=True)
+            if i == 1:
+                # Both of the block's halves are in registers, or products wait for them.
+                rings.release_weight(w_step + b)
+            if b + i > 0:
+                acc = warpgroup_mma_wait(1, deps=(acc,))
+                if i % PANELS == 0:
+                    rings.release_x(step - 1)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    rings.release_x(x_step + BLOCKS * COUNT // PANELS - 1)
+    return acc, next_factors
+
+
+@gluon.jit
+def multiply_in_turn(
+    w_step, x_step, acc, scales, rings, first, last, groups,
+    FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
+):  # fmt: skip
+    """As ``multiply``, panel by panel: of ``TILE.in_turn`` blocks without a pause, as long as there are as many."""
+    BLOCKS: gl.constexpr = TILE.in_turn
+    SLOTS: gl.constexpr = (4 if FORM.bits == 4 else 2) // TILE.panels
+    next_factors = ()
+    AHEAD: gl.constexpr = TILE.ahead
+    for b in gl.static_range(AHEAD):
+        next_factors = next_factors + (_load_factors(scales, first + b, groups, FORM),)
+    whole = first + (last - first) // BLOCKS * BLOCKS
+    for block in range(first, whole, BLOCKS):
+        acc, next_factors = _blocks_in_turn(
+            w_step, x_step, acc, next_factors, scales, rings, block, groups, BLOCKS, FORM, TILE, WHO
+        )
+        w_step += BLOCKS
+        x_step += BLOCKS * SLOTS
+    if BLOCKS > 1:
+        for block in range(whole, last):
+            acc, next_factors = _blocks_in_turn(
+                w_step, x_step, acc, next_factors, scales, rings, block, groups, 1, FORM, TILE, WHO
+            )
+            w_step += 1
+            x_step += SLOTS
+    return w_step, x_step, acc
