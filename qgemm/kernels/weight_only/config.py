@@ -215,8 +215,6 @@ class Tiles(Shareable):
     """Whether scales are applied to sums of groups, not to the unpacked values, if groups have at least 128."""
     in_turn: int = 0
     """Blocks whose panels are unpacked and multiplied in turn, without a pause; 0: those of a block at a time."""
-    ahead: int = 2
-    """For how many blocks' scales are loaded ahead, in turn."""
     panels: int = 2
     staging: int = 1
     """Slots of a group of warps for what it stores."""
@@ -233,15 +231,25 @@ class Tiles(Shareable):
         return cdiv(M, self.columns) * cdiv(N, TILE_ROWS)
 
 
-TILES = (
-    Tiles(32, 8, 8, sums=True),
-    Tiles(64, 7, 5, sums=True),
-    Tiles(128, 5, 3),
-    Tiles(128, 4, 3, staging=2),
-    Tiles(256, 5, 3, in_turn=2, ahead=1, panels=1),
-)
-"""Slots fill shared memory. With more rows of x registers hold no sums of groups, or no unpacked block, besides. In a
-single row of tiles of 128 a second slot for what is stored is faster, in several rows one more for x."""
+TILES = {
+    4: (
+        Tiles(32, 8, 8, sums=True),
+        Tiles(64, 7, 5, sums=True),
+        Tiles(128, 5, 3),
+        Tiles(128, 4, 3, staging=2),
+        Tiles(256, 5, 3, in_turn=2, panels=1),
+    ),
+    8: (
+        Tiles(32, 8, 8, sums=True),
+        Tiles(64, 7, 5, sums=True, in_turn=1),
+        Tiles(128, 5, 3, in_turn=1),
+        Tiles(128, 4, 3, staging=2, in_turn=1),
+        Tiles(256, 5, 3, in_turn=1, panels=1),
+    ),
+}
+"""By the weight's bits. Slots fill shared memory. With 128 rows of x and more registers hold no sums of groups besides,
+and with 256 no unpacked block. In a single row of tiles of 128 a second slot for what is stored is faster, in several
+rows one more for x."""
 
 
 def fits_ring(M: int, K: int, form: Stored) -> bool:
@@ -300,7 +308,7 @@ def select_tiles(M: int, N: int, K: int, form: Stored, limits: DeviceLimits, exa
     plain = form.group == 0 or (form.group >= BLOCK_BYTES and exact)
     widest = 256 if plain and not form.has_zeros else 128
     candidates: list[Tiles] = []
-    for one in TILES:
+    for one in TILES[form.bits]:
         if one.columns > min(max(32, next_power_of_2(M)), widest):
             continue
         if one.columns == 128 and one.staging != (2 if M <= 128 else 1):

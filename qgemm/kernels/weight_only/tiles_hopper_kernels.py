@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages import GemmContext, ScheduleContext
-from qgemm.kernels.stages.ring import PRODUCER_REGISTERS, barriers, initialize, load_block, store_block
+from qgemm.kernels.stages.ring import barriers, initialize, load_block, store_block
 from qgemm.kernels.weight_only import config
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.items import Items
@@ -27,6 +27,8 @@ from qgemm.kernels.weight_only.tiles_hopper_products import (
 )
 
 ROWS = gl.constexpr(config.TILE_ROWS)
+MULTIPLYING_REGISTERS = gl.constexpr(240)  # of a thread
+LOADING_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
@@ -179,5 +181,5 @@ def _tiles_kernel(
             (_produce, (X, W, rings, items, FORM, TILE)),
         ],
         [4, 1],
-        [232, PRODUCER_REGISTERS],
+        [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
     )  # fmt: skip

@@ -292,7 +292,7 @@ def _blocks_in_turn(
     w_step, x_step, acc, next_factors, scales, rings, block, groups,
     BLOCKS: gl.constexpr, FORM: gl.constexpr, TILE: gl.constexpr, WHO: gl.constexpr,
 ):  # fmt: skip
-    """``acc`` plus the products of ``BLOCKS`` blocks, and the factors of as many after them as were given.
+    """``acc`` plus the products of ``BLOCKS`` blocks, and the factors of the block after them.
 
     Of two panels the products are on their way at most: registers of the one before the last are free to be written.
     """
@@ -303,8 +303,7 @@ def _blocks_in_turn(
     SCALE: gl.constexpr = scales.dtype.element_ty
     SCALED: gl.constexpr = how_scaled(FORM, TILE, SCALE, DTYPE)
     for b in gl.static_range(BLOCKS):
-        factors = next_factors[0]
-        next_factors = next_factors[1:] + (_load_factors(scales, block + b + len(next_factors), groups, FORM),)
+        factors = next_factors
         rings.wait_for_weight(w_step + b)
         packed = ()
         for i in gl.static_range(COUNT):
@@ -314,6 +313,8 @@ def _blocks_in_turn(
                 w = _scaled_codes(packed[i % 2], i, factors, mma)
             else:
                 w = _values(packed[i % 2], i, factors, (), SCALE, DTYPE, mma, FORM, SCALED)
+            if i == COUNT // 2:
+                next_factors = _load_factors(scales, block + b + 1, groups, FORM)
             step = x_step + (b * COUNT + i) // PANELS
             if i % PANELS == 0:
                 rings.wait_for_x(step)
@@ -338,11 +339,9 @@ def multiply_in_turn(
 ):  # fmt: skip
     """As ``multiply``, panel by panel: of ``TILE.in_turn`` blocks without a pause, as long as there are as many."""
     BLOCKS: gl.constexpr = TILE.in_turn
+    gl.static_assert(BLOCKS <= 2)
     SLOTS: gl.constexpr = (4 if FORM.bits == 4 else 2) // TILE.panels
-    next_factors = ()
-    AHEAD: gl.constexpr = TILE.ahead
-    for b in gl.static_range(AHEAD):
-        next_factors = next_factors + (_load_factors(scales, first + b, groups, FORM),)
+    next_factors = _load_factors(scales, first, groups, FORM)
     whole = first + (last - first) // BLOCKS * BLOCKS
     for block in range(first, whole, BLOCKS):
         acc, next_factors = _blocks_in_turn(
@@ -350,10 +349,10 @@ def multiply_in_turn(
         )
         w_step += BLOCKS
         x_step += BLOCKS * SLOTS
-    if BLOCKS > 1:
-        for block in range(whole, last):
+    if BLOCKS == 2:
+        if whole < last:
             acc, next_factors = _blocks_in_turn(
-                w_step, x_step, acc, next_factors, scales, rings, block, groups, 1, FORM, TILE, WHO
+                w_step, x_step, acc, next_factors, scales, rings, whole, groups, 1, FORM, TILE, WHO
             )
             w_step += 1
             x_step += SLOTS
