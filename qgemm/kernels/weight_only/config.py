@@ -23,14 +23,14 @@ COUNTS_IN_A_WORD = 32 // COUNT_BITS
 MAX_PARTS = 2**COUNT_BITS - 1
 MAX_COUNTS = COUNTS_BYTES // 4 * COUNTS_IN_A_WORD
 # In microseconds, as they choose best of what was timed on an H200.
-BLOCK_TIMES = {4: {32: 1.1, 64: 1.06, 128: 1.6, 256: 2.85}, 8: {32: 1.1, 64: 1.27, 128: 1.76, 256: 2.95}}
+BLOCK_TIMES = {4: {32: 1.1, 64: 1.12, 128: 1.6, 256: 2.87}, 8: {32: 1.1, 64: 1.23, 128: 1.73, 256: 3.09}}
 """Of 256 values of K in a tile, by the weight's bits and rows of x."""
-HANDOVER = 1.2
+HANDOVER = 1.1
 PARTIAL_SUM = 0.007  # for a row of x, of each part but the last
 # Where programs have parts of two tiles, they are at other values of K than their neighbours, which load the same x,
 # and with several rows of tiles the same weight.
-SECOND_PART = 1.5
-APART, APART_IN_A_ROW = 1.03, 1.1
+SECOND_PART = 1.6
+APART, APART_IN_A_ROW = 1.06, 1.14
 
 
 @dataclass(frozen=True)
