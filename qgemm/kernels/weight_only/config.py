@@ -22,7 +22,7 @@ COUNT_BITS = 4  # of a count of the programs that have finished their part of a 
 COUNTS_IN_A_WORD = 32 // COUNT_BITS
 MAX_PARTS = 2**COUNT_BITS - 1
 MAX_COUNTS = COUNTS_BYTES // 4 * COUNTS_IN_A_WORD
-# In microseconds, as they choose best of what was timed on an H200.
+# In microseconds, as they choose best of what was timed on an H100.
 BLOCK_TIMES = {4: {32: 1.1, 64: 1.12, 128: 1.6, 256: 2.87}, 8: {32: 1.1, 64: 1.23, 128: 1.73, 256: 3.09}}
 """Of 256 values of K in a tile, by the weight's bits and rows of x."""
 HANDOVER = 1.1

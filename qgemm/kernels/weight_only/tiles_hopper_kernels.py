@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from qgemm.kernels.stages import GemmContext, ScheduleContext
-from qgemm.kernels.stages.ring import barriers, initialize, load_block, store_block
+from qgemm.kernels.stages.ring import PRODUCER_REGISTERS, barriers, initialize, load_block, store_block
 from qgemm.kernels.weight_only import config
 from qgemm.kernels.weight_only.hopper_epilogue import SwappedEpilogue
 from qgemm.kernels.weight_only.items import Items
@@ -27,8 +27,9 @@ from qgemm.kernels.weight_only.tiles_hopper_products import (
 )
 
 ROWS = gl.constexpr(config.TILE_ROWS)
-MULTIPLYING_REGISTERS = gl.constexpr(240)  # of a thread
-LOADING_REGISTERS = gl.constexpr(24)
+# Of a thread that multiplies, and with 256 rows of x, whose sums alone are 128; then fewer are left to one that loads.
+MULTIPLYING_REGISTERS, MORE_REGISTERS = gl.constexpr(232), gl.constexpr(240)
+FEWER_PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
@@ -161,6 +162,9 @@ def _tiles_kernel(
     rings = Rings(x_slots, w_slots, x_full, x_empty, w_full, w_empty)
     staging = gl.allocate_shared_memory(Y.dtype, [2 * TILE.staging, Y.block_shape[0], 64], Y.layout)
     gdc_launch_dependents()
+    WIDE: gl.constexpr = TILE.columns == 256
+    MULTIPLYING: gl.constexpr = MORE_REGISTERS if WIDE else MULTIPLYING_REGISTERS
+    LOADING: gl.constexpr = FEWER_PRODUCER_REGISTERS if WIDE else PRODUCER_REGISTERS
     # Constants stay constants only in tuples that are written here.
     gl.warp_specialize(
         [
@@ -181,5 +185,5 @@ def _tiles_kernel(
             (_produce, (X, W, rings, items, FORM, TILE)),
         ],
         [4, 1],
-        [MULTIPLYING_REGISTERS, LOADING_REGISTERS],
+        [MULTIPLYING, LOADING],
     )  # fmt: skip
