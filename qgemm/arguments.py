@@ -47,7 +47,10 @@ def as_scales(scales: Any) -> dict[str, Any] | None:
     if scales is None:
         return None
     if not isinstance(scales, Mapping) or not all(isinstance(name, str) for name in scales):
-        raise TypeError(f"input_scales is {shown(scales)}; it must be a mapping of layers' names to scales")
+        raise TypeError(
+            f"input_scales is {shown(scales)}; it must be a mapping of layers' names to scales: of statistics, pass "
+            "calibration=calibration, or calibration.input_scales(scheme)"
+        )
     return dict(scales)
 
 

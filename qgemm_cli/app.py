@@ -97,7 +97,7 @@ def inspect(
 
     qgemm quantize llama llama-static --scheme int8-static --recipe smoothquant,gptq --text book.txt
 
-    qgemm quantize llama llama-static --scheme int8-static --input-scales scales.json"""
+    qgemm quantize llama llama-static --scheme int8-static --statistics statistics.safetensors"""
 )
 def quantize(
     source: Annotated[Path, typer.Argument(help="The folder of a float model that transformers saved.")],
@@ -105,8 +105,8 @@ def quantize(
     scheme: Annotated[
         list[str] | None,
         typer.Option(
-            help="int8, int4 or another scheme; int8-static needs --text or --input-scales. Or PATTERN=SCHEME, "
-            'repeated: the first pattern that matches a layer counts; "float" leaves it in float. [int8]'
+            help="int8, int4 or another scheme; int8-static needs --text, --statistics or --input-scales. Or PATTERN="
+            'SCHEME, repeated: the first pattern that matches a layer counts; "float" leaves it in float. [int8]'
         ),
     ] = None,
     skip: Annotated[
@@ -123,6 +123,9 @@ def quantize(
     ] = None,
     input_scales: Annotated[
         Path | None, typer.Option(help="A JSON file with the activation scale of each layer, by name.")
+    ] = None,
+    statistics: Annotated[
+        Path | None, typer.Option(help="Statistics that Calibration.save wrote, of which static schemes make scales.")
     ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="Methods, separated by commas (smoothquant,gptq), or a YAML file with them.")
@@ -168,6 +171,7 @@ def quantize(
                 include or [],
                 drop or [],
                 input_scales,
+                statistics,
                 recipe,
                 config,
                 text,

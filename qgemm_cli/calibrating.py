@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import qgemm
-from qgemm.calibration import Recipe
+from qgemm.calibration import Calibration, Recipe
 from qgemm.calibration.quantization import Quantization
 from qgemm.calibration.resume import RUN_FILE
 from qgemm.checkpoint.errors import CheckpointError
@@ -148,11 +148,19 @@ def _frame(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def check_text(wanted: Quantization, windows: Windows | None) -> None:
+def check_text(wanted: Quantization, windows: Windows | None, calibration: Calibration | None = None) -> None:
     """Raises ``ValueError`` if there is no text and something needs one, or the other way round."""
-    wanting = wanted.wanting_data(filter(None, wanted.schemes.values()))
-    if windows is None and wanting and wanted.input_scales is None:
-        scales = ", or --input-scales FILE" if wanted.recipe is None else ""
+    schemes = list(filter(None, wanted.schemes.values()))
+    wanting = wanted.wanting_data(schemes)
+    if calibration is not None:
+        needing = [f"the scheme {scheme.name!r}" for scheme in schemes if scheme.needs_blocks]
+        needing += ["a recipe or budget"] if wanted.goes_by_blocks(()) else []
+        if needing:
+            raise ValueError(f"{needing[0]} needs a text to run the model on: pass --text FILE instead of --statistics")
+        if not any(scheme.is_static for scheme in schemes):
+            raise ValueError("--statistics is for static schemes: pass one as --scheme, or leave it out")
+    elif windows is None and wanting and wanted.input_scales is None:
+        scales = ", or --statistics FILE, or --input-scales FILE" if wanted.recipe is None else ""
         raise ValueError(f"{wanting[0]} needs a text to run the model on: pass --text FILE{scales}")
     if windows is not None and not wanting and wanted.recipe is None:
         raise ValueError("--text is for static schemes and recipes: pass --recipe too, or leave --text out")

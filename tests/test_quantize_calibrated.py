@@ -71,7 +71,7 @@ def test_static_scales_of_a_rotated_layer_are_of_rotated_inputs() -> None:
     model = nn.Sequential(nn.Linear(16, 8)).eval()
     with calibrate(model) as calibration:
         model(x)
-    with pytest.raises(ValueError, match="which calibration has no statistics of: pass batches"):
+    with pytest.raises(ValueError, match="which a Calibration has no statistics of: pass batches"):
         quantize_model(model, "int8-static-hadamard", calibration=calibration)
     quantize_model(model, "int8-static-hadamard", calibration=[x])
     assert model[0].input_scale == pytest.approx(0.25 / INT8.steps)

@@ -127,7 +127,8 @@ class Observer(ABC):
     def input_scale(self, scheme: QuantScheme) -> float | tuple[float, int]:
         """The value for ``input_scales`` of a layer with ``scheme``, a static one; raises like ``scale``."""
         assert scheme.activation is not None
-        return self.scale_and_zero_point() if scheme.has_zero_point else self.scale(scheme.activation.format)
+        with torch.device("cpu"):  # transformers builds models where a new tensor is on meta
+            return self.scale_and_zero_point() if scheme.has_zero_point else self.scale(scheme.activation.format)
 
     def _blank(self: Kind) -> Kind:
         return type(self)(**self.settings)

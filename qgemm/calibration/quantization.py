@@ -27,7 +27,7 @@ from qgemm.calibration.budget import Budget
 from qgemm.calibration.method import Method, nearest
 from qgemm.calibration.observers import Observer, parse_observer, resolve_observer
 from qgemm.calibration.recipe import Recipe
-from qgemm.calibration.result import Calibration
+from qgemm.calibration.result import Calibration, check_has_statistics
 from qgemm.calibration.sensitivity_result import Sensitivity
 from qgemm.calibration.settings_file import read_settings, write_settings
 from qgemm.device import find_device
@@ -130,11 +130,7 @@ class Quantization:
             if calibration is None and (wanting := self.wanting_data(schemes, sensitivity)):
                 raise ValueError(f"{wanting[0]} needs batches to run the model on: pass them as calibration")
         elif calibration is not None:
-            if rotating := [scheme.name for scheme in schemes if scheme.needs_blocks]:
-                raise ValueError(
-                    f"scheme {rotating[0]!r} rotates activations, or keeps columns of them in float, which calibration "
-                    "has no statistics of: pass batches"
-                )
+            check_has_statistics(schemes)
             if not any(scheme.is_static for scheme in schemes):
                 raise ValueError(_nothing_to_calibrate(schemes))
 

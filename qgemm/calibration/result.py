@@ -24,6 +24,7 @@ from qgemm.checkpoint.disk import make_folder, replacing
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_header, read_metadata, read_values
 from qgemm.checkpoint.safetensors_writer import write_safetensors
+from qgemm.scheme import QuantScheme, resolve_scheme
 
 METADATA = "qgemm_calibration"
 
@@ -53,13 +54,20 @@ class Calibration:
     observer: Observer
     statistics: dict[str, Observer] = field(default_factory=dict)
 
-    @property
-    def input_scales(self) -> dict[str, float]:
-        """The scale of each layer's input, for ``quantize_model(..., input_scales=)`` and the like, and for JSON.
+    def input_scales(self, scheme: str | QuantScheme) -> dict[str, float | tuple[float, int]]:
+        """The scale of each layer's input under a static ``scheme``, with its zero point if there is one; for JSON.
 
-        For schemes without a zero point.
+        ``calibration=`` needs none: with that, each layer's scale is its own scheme's. Raises ``ValueError`` for a
+        scheme that isn't static, or one that quantizes something else than the input.
         """
-        return {name: observer.scale() for name, observer in self.statistics.items()}
+        found = resolve_scheme(scheme)
+        check_has_statistics([found])
+        if not found.is_static:
+            raise ValueError(
+                f"scheme {found.name!r} finds scales as it runs, so it takes none: name a static scheme, such as "
+                "'int8-static'"
+            )
+        return {name: observer.input_scale(found) for name, observer in self.statistics.items()}
 
     def merge(self, other: Calibration) -> Calibration:
         """The combined statistics, of two processes for example. Raises ``ValueError`` if they are incompatible."""
@@ -113,6 +121,16 @@ class Calibration:
                 raise CheckpointError(f"{path}: {layer}.channel_min must be as long as {layer}.channel_max, and below")
             statistics[layer] = replace(observer, **state)
         return cls(observer, statistics)
+
+
+def check_has_statistics(schemes: Iterable[QuantScheme]) -> None:
+    """Raises ``ValueError`` if one needs more than a ``Calibration`` holds, which is of layers' inputs as they are."""
+    for scheme in schemes:
+        if scheme.needs_blocks:
+            raise ValueError(
+                f"scheme {scheme.name!r} rotates activations, or keeps columns of them in float, which a Calibration "
+                "has no statistics of: pass batches as calibration to quantize_model or QGemmConfig"
+            )
 
 
 def _kept_by(observer: Observer) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from qgemm.calibration.quantization import Quantization
+from qgemm.calibration.result import Calibration
 from qgemm.checkpoint.layout import parse_size
 from qgemm.streaming.plan import CheckpointPlan, plan_checkpoint
 from qgemm.streaming.source import Source
@@ -25,10 +26,11 @@ class Job:
     wanted: Quantization
     drop: list[str]
     max_shard_size: int | str
+    calibration: Calibration | None = None
 
     def plan(self, opened: Source) -> CheckpointPlan:
         """What is to be written; raises as ``plan_checkpoint`` does. ``opened``: the source."""
-        return plan_checkpoint(opened, self.wanted, self.drop, self.max_shard_size)
+        return plan_checkpoint(opened, self.wanted, self.drop, self.max_shard_size, self.calibration)
 
     def most_files(self, opened: Source) -> int:
         """An upper bound of how many files are written, without a plan."""
@@ -44,6 +46,7 @@ class Job:
         return {
             **opened.fingerprints,
             **self.wanted.to_dict(),
+            **({} if self.calibration is None else {"input_scales": plan.input_scales}),
             "max_shard_size": parse_size(self.max_shard_size),
             "layout": hashlib.sha256(json.dumps([layout, plan.shards]).encode()).hexdigest(),
             "versions": {"qgemm": __version__, "torch": torch.__version__, "transformers": transformers.__version__},

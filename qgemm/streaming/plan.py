@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from qgemm.calibration.quantization import Quantization
+from qgemm.calibration.result import Calibration
 from qgemm.checkpoint.layout import parse_size, split_into_shards
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.save import Save
@@ -40,6 +42,7 @@ class CheckpointPlan:
     - ``shards``: the names of the tensors in each file.
     - ``weights``: of the tensors that are a quantized weight or its scales, the weight.
     - ``copied``: of all others, where their values come from.
+    - ``input_scales``: of static layers, float32 rounded, by the tensors' names.
     """
 
     model: nn.Module
@@ -48,6 +51,7 @@ class CheckpointPlan:
     shards: dict[str, list[str]]
     weights: dict[str, FloatWeight]
     copied: dict[str, FloatTensor]
+    input_scales: dict[str, float]
 
     def shard(self, file_name: str) -> ShardPlan:
         """What one of the files holds."""
@@ -74,14 +78,18 @@ class CheckpointPlan:
 
 
 def plan_checkpoint(
-    source: Source, wanted: Quantization, drop: Iterable[str], max_shard_size: int | str
+    source: Source,
+    wanted: Quantization,
+    drop: Iterable[str],
+    max_shard_size: int | str,
+    calibration: Calibration | None = None,
 ) -> CheckpointPlan:
     """What is to be written of ``source``; raises as ``quantize_model`` and ``plan_loading`` do."""
     limit = parse_size(max_shard_size)
     wanted.check_folds_no_bias("from files to files: load the float model, and pass it to qgemm.quantize_model")
     loading = plan_loading(source, drop)
     model = copy.deepcopy(loading.model)
-    quantize(model, wanted, progress=False)
+    quantize(model, wanted, calibration=calibration, progress=False)
     tensors = stored_tensors(model)
     ties = find_ties(tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ties}
@@ -89,13 +97,15 @@ def plan_checkpoint(
     floats = {id(loading.model.get_parameter_or_buffer(name)): float for name, float in loading.tensors.items()}  # type: ignore[operator]
     weights: dict[str, FloatWeight] = {}
     copied: dict[str, FloatTensor] = {}
+    scales: dict[str, float] = {}
     layers = [name for name, module in model.named_modules() if isinstance(module, QuantLayer)]
     with opened_attention(loading.model, layers):
         for name in tensors:
             owner, leaf = split_name(name)
             quantized = model.get_submodule(owner)
             if isinstance(quantized, LinearLayer) and leaf == "input_scale":
-                copied[name] = built_float(_input_scale(model, quantized, wanted.input_scales or {}))
+                scale = _input_scale(model, quantized, wanted.input_scales or {}, calibration)
+                copied[name], scales[name] = built_float(scale), scale.item()
                 continue
             float_module = loading.model.get_submodule(owner)
             own, linear = leaf, None
@@ -123,10 +133,17 @@ def plan_checkpoint(
                     f"{owner}.{own}", owner, linear.scheme.name, *sizes, parameters, found, is_conv1d(float_module)
                 )
     shards = split_into_shards({name: tensor.nbytes for name, tensor in tensors.items()}, limit)
-    return CheckpointPlan(model, tensors, ties, shards, weights, copied)
+    return CheckpointPlan(model, tensors, ties, shards, weights, copied, scales)
 
 
-def _input_scale(model: nn.Module, layer: LinearLayer, scales: Mapping[str, InputScale]) -> Tensor:
-    names = (name for name, module in model.named_modules(remove_duplicate=False) if module is layer)
-    scale = next(scales[name] for name in names if name in scales)
+def _input_scale(
+    model: nn.Module, layer: LinearLayer, scales: Mapping[str, InputScale], calibration: Calibration | None
+) -> Tensor:
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if module is layer]
+    scale: Any
+    if calibration is None:
+        scale = next(scales[name] for name in names if name in scales)
+    else:
+        seen = calibration.statistics
+        scale = next(seen[name] for name in names if name in seen).input_scale(layer.scheme)
     return torch.as_tensor(scale, dtype=torch.float32, device="cpu").reshape(())

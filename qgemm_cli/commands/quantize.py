@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import qgemm
+from qgemm.calibration import Calibration
 from qgemm.calibration.quantization import Quantization
 from qgemm.checkpoint.layout import read_json
 from qgemm.model.selection import Pattern, SchemeChoice, shown_pattern
@@ -24,6 +25,7 @@ def quantize(
     include: Sequence[str],
     drop: Sequence[str],
     input_scales: Path | None,
+    statistics: Path | None,
     recipe: str | None,
     config: Path | None,
     text: Path | None,
@@ -38,10 +40,7 @@ def quantize(
     """Writes the checkpoint; returns the document that ``--json`` prints."""
     options: dict[str, Any] = {"device": device, "max_shard_size": max_shard_size}
     options |= {"resume": resume, "progress": None if progress else False}
-    if input_scales is not None and (recipe is not None or text is not None):
-        raise ValueError(
-            f"--input-scales and {'--recipe' if text is None else '--text'} both give the scales: pass one"
-        )
+    _check_one_gives_scales(input_scales, statistics, recipe, text)
     schemes: Any
     if config is None:
         schemes = parse_schemes(scheme or ["int8"])
@@ -56,6 +55,7 @@ def quantize(
             raise ValueError(f"{config}: device and resume are options of the command: leave them out of the file")
         by_pattern = {shown_pattern(pattern): each and each.name for pattern, each in wanted.schemes.items()}
         schemes = [each.name for each in wanted.options] or by_pattern
+    calibration = None if statistics is None else Calibration.load(statistics)
     from_files = text is None and not wanted.goes_by_blocks(())
     if drop and not from_files:
         with_text = "--recipe" if text is None else "--text"
@@ -63,11 +63,11 @@ def quantize(
     if workers > 1 and not from_files:
         raise ValueError("--workers is for quantizing from files to files, without a text or a recipe: leave it out")
     over = None if text is None else Windows(text, samples, length)
-    check_text(wanted, over)
+    check_text(wanted, over, calibration)
     windows = None
     if from_files:
         given: dict[str, Any] = {name: getattr(wanted, name) for name in ("skip", "include", "input_scales")}
-        given |= {"drop": drop, "workers": workers}
+        given |= {"calibration": calibration, "drop": drop, "workers": workers}
         report = qgemm.quantize_checkpoint(source, destination, schemes, **given, **options)
     else:
         report, windows = quantize_calibrated(source, destination, wanted, over, **options)
@@ -85,6 +85,15 @@ def quantize(
         "largest_error": report.largest_error,
         "layers": report.to_dict()["records"],
     }
+
+
+def _check_one_gives_scales(
+    input_scales: Path | None, statistics: Path | None, recipe: str | None, text: Path | None
+) -> None:
+    measured = [name for name, given in (("--input-scales", input_scales), ("--statistics", statistics)) if given]
+    runs = [name for name, given in (("--text", text), ("--recipe", recipe)) if given is not None]
+    if measured and len(several := [*measured, *runs]) > 1:
+        raise ValueError(f"{several[0]} and {several[1]} both give the scales: pass one")
 
 
 def parse_schemes(given: Sequence[str]) -> SchemeChoice:

@@ -76,14 +76,14 @@ def test_every_layer_that_is_swapped_is_watched(family: str) -> None:
     for name, seen in calibration.statistics.items():
         assert seen.tokens == rows[name].shape[0], name
         assert torch.equal(seen.channel_amax, rows[name].abs().amax(0)), name
-        assert calibration.input_scales[name] == rows[name].abs().max().item() / INT8.steps
+        assert calibration.input_scales("int8-static")[name] == rows[name].abs().max().item() / INT8.steps
 
     qgemm.quantize_model(model, "int8-static", calibration=calibration)
     static = {name for name, m in model.named_modules() if isinstance(m, qgemm.QuantLinear)}
     assert static == set(calibration.statistics)
     for name in static:
         # float32 rounds once, as it does there.
-        assert model.get_submodule(name).input_scale == torch.tensor(calibration.input_scales[name])
+        assert model.get_submodule(name).input_scale == torch.tensor(calibration.input_scales("int8-static")[name])
     # One scale for all tokens errs a little more than one for each; a wrong one errs by half.
     assert (example.output() - expected).norm() / expected.norm() < 0.08
 
@@ -96,7 +96,7 @@ def test_several_calls_add_up_and_skip_is_heeded() -> None:
         model(second)
     assert set(calibration.statistics) == {"up", "down"}
     assert calibration.statistics["up"].tokens == 14
-    assert calibration.input_scales["up"] == second.abs().max().item() / INT8.steps
+    assert calibration.input_scales("int8-static")["up"] == second.abs().max().item() / INT8.steps
 
 
 def test_the_observer_is_the_one_asked_for() -> None:
@@ -107,7 +107,7 @@ def test_the_observer_is_the_one_asked_for() -> None:
         model(torch.randn(4, 32))
     assert named.statistics["up"].settings == {"percentile": 99.99}
     assert made.statistics["up"].settings == {"percentile": 50.0}
-    assert 0 < made.input_scales["up"] < named.input_scales["up"]
+    assert 0 < made.input_scales("int8-static")["up"] < named.input_scales("int8-static")["up"]
     with pytest.raises(ValueError, match="observer is 'best'"), qgemm.calibrate(model, "best"):
         pass
     assert all(not any(lists) for lists in hooks(model))
@@ -305,12 +305,12 @@ def test_hooks_that_change_the_input_come_first() -> None:
 def test_a_model_that_accelerate_offloads() -> None:
     model, x = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8)).eval(), torch.randn(4, 32)
     expected = model(x)
-    scales = run_batches(model, ["0", "2"], [x], progress=False).input_scales
+    scales = run_batches(model, ["0", "2"], [x], progress=False).input_scales("int8-static")
     accelerate.cpu_offload(model, torch.device("cpu"))
     assert model[0].weight.device.type == "meta"
     with qgemm.calibrate(model) as calibration:
         assert torch.equal(model(x), expected)
-    assert calibration.input_scales == scales
+    assert calibration.input_scales("int8-static") == scales
     qgemm.quantize_model(model, "int8-static", calibration=[x], progress=False)
     assert (model(x) - expected).norm() / expected.norm() < 0.05
 

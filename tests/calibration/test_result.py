@@ -16,6 +16,8 @@ from qgemm import Calibration, CheckpointError
 from qgemm.calibration import OBSERVERS, MinMax, Percentile
 from qgemm.calibration.result import METADATA
 
+STATIC = "int8-static"
+
 
 def calibrated(observer: Any, *xs: Tensor) -> Calibration:
     torch.manual_seed(0)
@@ -39,7 +41,7 @@ def test_merged_calibrations_are_one_pass(name: str) -> None:
     first, second = calibrated(name, *xs[:1]), calibrated(name, *xs[1:])
     expected = calibrated(name, *xs)
     assert contents(first.merge(second)) == contents(second.merge(first)) == contents(expected)
-    assert first.merge(second).input_scales == expected.input_scales
+    assert first.merge(second).input_scales(STATIC) == expected.input_scales(STATIC)
     assert first.statistics["a"].tokens == 5
 
 
@@ -47,7 +49,7 @@ def test_merging_takes_layers_that_one_has_not_seen() -> None:
     first, second = calibrated("min-max", torch.ones(2, 8)), calibrated("min-max", torch.ones(2, 8))
     del first.statistics["a"]
     merged = first.merge(second)
-    assert merged.input_scales == second.input_scales
+    assert merged.input_scales(STATIC) == second.input_scales(STATIC)
 
 
 def test_what_does_not_fit_is_not_merged() -> None:
@@ -68,7 +70,7 @@ def test_a_saved_calibration_comes_back(tmp_path: Path, observer: Any) -> None:
     assert contents(loaded) == contents(calibration)
     assert type(loaded.observer) is type(calibration.observer)
     assert loaded.observer.settings == calibration.observer.settings
-    assert loaded.input_scales == calibration.input_scales
+    assert loaded.input_scales(STATIC) == calibration.input_scales(STATIC)
     # The library reads it too, and nothing else lies there.
     assert load_file(path)["a.channel_min"].tolist() == calibration.statistics["a"].channel_min.tolist()
     assert [file.name for file in path.parent.iterdir()] == ["statistics.safetensors"]
@@ -177,3 +179,29 @@ def test_a_flipped_bit_and_a_short_file_are_noticed(tmp_path: Path) -> None:
             Calibration.load(path)
     with pytest.raises(CheckpointError, match="No such file"):
         Calibration.load(tmp_path / "missing")
+
+
+def test_scales_are_those_of_the_scheme() -> None:
+    x = torch.randn(5, 8)
+    calibration = calibrated("min-max", x)
+    amax = x.abs().max().item()
+    assert calibration.input_scales("int8-static")["a"] == amax / 127
+    assert calibration.input_scales("fp8-static")["a"] == amax / 448
+    assert calibration.input_scales("int8-static-asymmetric")["a"] == calibration.statistics["a"].scale_and_zero_point()
+
+
+@pytest.mark.parametrize("scheme", ["int8-static-hadamard", "int8-static-outliers-16"])
+def test_of_what_a_layer_quantizes_of_its_input_there_are_no_statistics(scheme: str) -> None:
+    calibration = calibrated("min-max", torch.randn(5, 8))
+    with pytest.raises(ValueError, match=f"'{scheme}' rotates.*a Calibration has no statistics of: pass batches"):
+        calibration.input_scales(scheme)
+    with pytest.raises(ValueError, match="scheme 'int8' finds scales as it runs, so it takes none: name a static"):
+        calibration.input_scales("int8")
+
+
+@pytest.mark.parametrize("scales", ["calibration.input_scales", "calibration"])
+def test_scales_without_a_scheme_are_refused(scales: str) -> None:
+    calibration = calibrated("min-max", torch.randn(5, 8))
+    given: Any = {"calibration.input_scales": calibration.input_scales, "calibration": calibration}[scales]
+    with pytest.raises(TypeError, match=r"pass calibration=calibration, or calibration\.input_scales\(scheme\)"):
+        qgemm.quantize_model(nn.Sequential(nn.Linear(8, 8)), "fp8-static", input_scales=given)

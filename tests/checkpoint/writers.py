@@ -49,8 +49,8 @@ def _calibration(value: float) -> Calibration:
 
 
 def _calibration_of(folder: Path) -> str:
-    found = Calibration.load(folder / "x.safetensors").input_scales
-    return {_calibration(value).input_scales["a"]: name for name, value in (("old", 1.0), ("new", 2.0))}[found["a"]]
+    found = Calibration.load(folder / "x.safetensors").statistics["a"].amax
+    return {1.0: "old", 2.0: "new"}[found]
 
 
 def _recipe_of(folder: Path) -> str:

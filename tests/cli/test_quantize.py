@@ -12,6 +12,7 @@ import torch
 
 import qgemm
 from cli.command import run, run_failing, run_json
+from qgemm.calibration import Calibration, MinMax
 from qgemm_cli.commands.quantize import parse_schemes
 
 
@@ -52,6 +53,22 @@ def test_static_scales_come_from_a_file(float_folder: Path, tmp_path: Path) -> N
     model = qgemm.load_quantized(tmp_path / "out")
     found = {name: m.input_scale for name, m in model.named_modules() if isinstance(m, qgemm.QuantLinear)}
     assert found == {name: torch.tensor(scale) for name, scale in scales.items()}
+
+
+def test_a_calibration_says_what_it_does_not_go_with(float_folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "statistics.safetensors"
+    Calibration(MinMax()).save(path)
+    failing = partial(run_failing, "quantize", float_folder, tmp_path / "out", "--statistics", path)
+    static = ("--scheme", "int8-static")
+    assert "--statistics and --text both give the scales: pass one" in failing(*static, "--text", path)
+    assert "--statistics and --recipe both give the scales: pass one" in failing(*static, "--recipe", "gptq")
+    assert "--input-scales and --statistics both give" in failing(*static, "--input-scales", path)
+    assert "pass --text FILE instead of --statistics" in failing("--scheme", "int8-static-hadamard")
+    assert "--statistics is for static schemes: pass one as --scheme, or leave it out" in failing()
+    (tmp_path / "wanted.yaml").write_text("recipe: [mse-weights]\nscheme: int8-static\n")
+    assert "pass --text FILE instead of --statistics" in failing("--config", tmp_path / "wanted.yaml")
+    path.write_bytes(b"no statistics")
+    assert "statistics.safetensors" in failing(*static)
 
 
 def test_every_option_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +124,7 @@ def test_what_cannot_be_done_is_one_sentence(float_folder: Path, int8_folder: Pa
     assert "qgemm: --skip: 're:(' isn't a valid regular" in run_failing("quantize", float_folder, out, "--skip", "re:(")
     assert "qgemm: --max-shard-size is 'big'" in run_failing("quantize", float_folder, out, "--max-shard-size", "big")
     assert 'qgemm: --device is "tpu"' in run_failing("quantize", float_folder, out, "--device", "tpu")
-    assert "pass --text FILE, or --input-scales FILE" in run_failing(
+    assert "pass --text FILE, or --statistics FILE, or --input-scales FILE" in run_failing(
         "quantize", float_folder, out, "--scheme", "int8-static"
     )
     assert "is quantized already" in run_failing("quantize", int8_folder, out)

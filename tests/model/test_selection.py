@@ -211,8 +211,8 @@ def test_scales_are_wanted_for_static_layers_alone() -> None:
     net = Net()
     with qgemm.calibrate(net) as calibration:
         net(*BATCHES)
-    by_scales = quantize_model(net, schemes, input_scales=calibration.input_scales)
-    assert by_scales.layers[0].up.input_scale == calibration.input_scales["layers.0.up"]
+    by_scales = quantize_model(net, schemes, input_scales=calibration.input_scales("int8-static"))
+    assert by_scales.layers[0].up.input_scale == calibration.input_scales("int8-static")["layers.0.up"]
 
 
 @pytest.mark.parametrize("options", [{}, {"recipe": [GPTQ()]}, {"device": "cpu"}])

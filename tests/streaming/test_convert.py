@@ -13,13 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from checkpoint.rewriting import contents
+from cli.command import run
 from families import FAMILIES
 from safetensors.torch import load_file
 from transformers import MixtralConfig, MixtralForCausalLM, T5Config, T5ForConditionalGeneration
 
 import qgemm
 from qgemm import CheckpointError, quantize_checkpoint
+from qgemm.calibration import MinMax
+from qgemm.numerics.formats import FP8
 from qgemm.streaming import convert
 from qgemm.streaming.shard_plan import ShardPlan
 from qgemm.streaming.shards import write_shard
@@ -88,6 +92,42 @@ def test_a_static_scheme_and_layers_to_skip(source: Path, tmp_path: Path) -> Non
     quantize_whole(source, tmp_path / "whole", **options)
     quantize_checkpoint(source, tmp_path / "streamed", **options)
     assert_same_files(tmp_path / "whole", tmp_path / "streamed")
+
+
+# What a Calibration holds is of a layer's input: each scheme makes its own scale of it.
+@pytest.mark.parametrize("observer", ["min-max", "percentile", "mse"])
+def test_a_calibration_is_one_whichever_way_it_goes(observer: str, source: Path, tmp_path: Path) -> None:
+    schemes: dict[Any, str] = {"*.mlp.*": "fp8-static", "*.q_proj": "int8", "*": "int8-static"}
+    float_model = transformers.Qwen3ForCausalLM.from_pretrained(source)
+    # One that no batch reaches stays in float.
+    with qgemm.calibrate(float_model, observer, skip="model.layers.1.mlp.down_proj") as calibration, torch.no_grad():
+        float_model(torch.arange(7)[None])
+    with pytest.warns(UserWarning, match=r"layers\.1\.mlp\.down_proj' saw no tokens"):
+        model = quantize_whole(source, tmp_path / "whole", scheme=schemes, calibration=calibration)
+    with pytest.warns(UserWarning, match=r"layers\.1\.mlp\.down_proj' saw no tokens"):
+        report = quantize_checkpoint(source, tmp_path / "streamed", schemes, calibration=calibration)
+    assert report == qgemm.report(model)
+    assert_same_files(tmp_path / "whole", tmp_path / "streamed")
+    calibration.save(tmp_path / "statistics.safetensors")
+    by_pattern = [part for pattern, scheme in schemes.items() for part in ("--scheme", f"{pattern}={scheme}")]
+    run("quantize", source, tmp_path / "command", *by_pattern, "--statistics", tmp_path / "statistics.safetensors")
+    assert_same_files(tmp_path / "whole", tmp_path / "command")
+    config = qgemm.QGemmConfig(schemes, calibration=calibration)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match=r"layers\.1\.mlp\.down_proj' saw no tokens"):
+        loaded = transformers.Qwen3ForCausalLM.from_pretrained(source, quantization_config=config)
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+    name = "model.layers.0.mlp.up_proj"
+    assert model.get_submodule(name).input_scale == torch.tensor(calibration.statistics[name].scale(FP8))
+
+
+@pytest.mark.parametrize("scheme", ["int8-static-hadamard", "int8-static-outliers-16"])
+def test_a_calibration_of_what_is_not_the_input_is_refused(scheme: str, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a Calibration has no statistics of: pass batches as calibration to quanti"):
+        quantize_checkpoint(source, tmp_path / "new", scheme, calibration=qgemm.Calibration(MinMax()))
+    batches: Any = [{"input_ids": torch.arange(7)[None]}]
+    with pytest.raises(TypeError, match=r"quantize_checkpoint runs no model: .* pass it to quantize_model"):
+        quantize_checkpoint(source, tmp_path / "new", scheme, calibration=batches)
 
 
 def test_weights_larger_than_what_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

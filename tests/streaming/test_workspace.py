@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from checkpoint.faults import every_fault, every_kill, every_power_loss
 from safetensors.torch import load_file
 
@@ -199,6 +200,25 @@ def test_work_with_other_input_scales_is_left_alone(source: Path, tmp_path: Path
         quantize_checkpoint(source, tmp_path / "int8", input_scales=other, **options)
     quantize_checkpoint(source, tmp_path / "int8", input_scales=other, **options, resume=False)
     quantize_whole(source, tmp_path / "whole", input_scales=other, **options)
+    assert_same_files(tmp_path / "whole", tmp_path / "int8")
+
+
+def test_work_with_another_calibration_is_left_alone(source: Path, tmp_path: Path) -> None:
+    model = transformers.Qwen3ForCausalLM.from_pretrained(source)
+    found = []
+    for count in (3, 9):
+        with qgemm.calibrate(model) as calibration, torch.no_grad():
+            model(torch.arange(count)[None])
+        found.append(calibration)
+    options: dict[str, Any] = {"scheme": "int8-static", **OPTIONS}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        stop_at(3, monkeypatch)
+        with pytest.raises(Stopped):
+            quantize_checkpoint(source, tmp_path / "int8", calibration=found[0], **options)
+    with pytest.raises(CheckpointError, match=r"holds another, unfinished run: input_scales is another now"):
+        quantize_checkpoint(source, tmp_path / "int8", calibration=found[1], **options)
+    quantize_checkpoint(source, tmp_path / "int8", calibration=found[0], **options)
+    quantize_whole(source, tmp_path / "whole", calibration=found[0], **options)
     assert_same_files(tmp_path / "whole", tmp_path / "int8")
 
 
