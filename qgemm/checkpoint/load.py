@@ -31,7 +31,13 @@ from qgemm.checkpoint.layout import (
     save_id,
 )
 from qgemm.checkpoint.matching import match
-from qgemm.checkpoint.pretrained import build_pretrained, is_pretrained, parameters_on_meta, read_generation_config
+from qgemm.checkpoint.pretrained import (
+    build_pretrained,
+    dtype_of,
+    is_pretrained,
+    parameters_on_meta,
+    read_generation_config,
+)
 from qgemm.checkpoint.requantize import requantize, resolve_target
 from qgemm.checkpoint.stored_report import parse_report, warn_without_report
 from qgemm.checkpoint.tensors import named_tensors, split_name
@@ -133,9 +139,11 @@ def find_matching(
     config = parse_json(text, config_path)
     contents = read_contents(folder, config, config_path)
     manifest = contents.manifest
-    if contents.is_foreign:
-        config = {"dtype": config.get("torch_dtype"), **config}  # its name before transformers 5
-    target = build_pretrained(config, config_path, contents.headers) if model is None else _given(model)
+    if model is None:
+        config["dtype"] = dtype_of(folder, config, contents.stored)
+        target = build_pretrained(config, config_path, contents.headers)
+    else:
+        target = _given(model)
     if contents.is_foreign:
         fit_to_model(contents, target, config_path, scheme)
     with opened_attention(target, manifest.layers):

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import SETTINGS_KEYS, WEIGHTS_KEY, read_json
+from qgemm.checkpoint.layout import SETTINGS_KEYS, WEIGHTS_KEY, read_json, weights_file
 from qgemm.checkpoint.refusal import FUSIONS_KEY, drop_refusal
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
@@ -66,6 +66,25 @@ def read_generation_config(path: Path) -> Any:
         raise CheckpointError(f"{path} is no generation config: {error}") from error
 
 
+def dtype_of(folder: Path, config: dict[str, Any], stored: Mapping[str, StoredTensor]) -> Any:
+    """The dtype in the ``config`` of the checkpoint in ``folder``; as from_pretrained finds it if there is none.
+
+    That is the index's, or that of the first float tensor in the first file. ``stored``: the tensors by name.
+    """
+    if said := config.get("dtype") or config.get("torch_dtype"):  # its name before transformers 5
+        return said
+    weights = weights_file(folder, config)
+    metadata = read_json(weights).get("metadata") if weights.suffix == ".json" else None
+    if isinstance(metadata, dict) and isinstance(metadata.get("dtype"), str):
+        return metadata["dtype"]
+    first = min((tensor.path for tensor in stored.values()), default=None)
+    dtypes = (stored[name].dtype for name in sorted(stored) if stored[name].path == first)
+    found = next(
+        (dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1), None
+    )
+    return str(found or torch.float32).removeprefix("torch.")
+
+
 def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, StoredTensor] | None = None) -> nn.Module:
     """The transformers model that ``config``, read from ``path``, describes: parameters on meta, buffers computed.
 
@@ -98,7 +117,9 @@ def build_pretrained(config: dict[str, Any], path: Path, stored: Mapping[str, St
         )
     dtype = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}.get(str(config.get("dtype")))
     if dtype is None:
-        raise CheckpointError(f"{path}: dtype is {config.get('dtype')!r}; it must be a float dtype such as 'bfloat16'")
+        raise CheckpointError(
+            f"{path}: dtype is {config.get('dtype')!r}; it must be a float dtype such as 'bfloat16': write it there"
+        )
     if (absurd := _absurd_count(config)) is not None:
         raise CheckpointError(f"{path}: {absurd}")
     limits = None if stored is None else BuildLimits(stored)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, checkpoint_file, read_json, weights_file
-from qgemm.checkpoint.pretrained import BuildLimits, build_pretrained, read_generation_config
+from qgemm.checkpoint.layout import CONFIG_FILE, GENERATION_CONFIG_FILE, checkpoint_file, read_json
+from qgemm.checkpoint.pretrained import BuildLimits, build_pretrained, dtype_of, read_generation_config
 from qgemm.checkpoint.tensors import get_tensor, set_tensor
 from qgemm.model.selection import listed
 from qgemm.streaming.conversions import find_tensors
@@ -56,7 +56,7 @@ def _build(source: Source) -> Any:
             raise CheckpointError(
                 f"{path} has a {key}: this checkpoint is quantized already. Start from the float checkpoint"
             )
-    dtype = config.get("dtype") or config.get("torch_dtype") or _stored_dtype(source, config)
+    dtype = dtype_of(source.folder, config, source.tensors)
     model: Any = build_pretrained({**config, "dtype": dtype}, path, source.tensors)
     _set_dtype(model, dtype)
     if model.can_generate():
@@ -73,21 +73,6 @@ def _generation_config(folder: Path) -> Any:
     return GenerationConfig.from_pretrained(
         str(folder), config_file_name=CONFIG_FILE, _from_model_config=True, local_files_only=True
     )
-
-
-def _stored_dtype(source: Source, config: dict[str, Any]) -> str:
-    # The rule of from_pretrained for a config that says nothing.
-    weights = weights_file(source.folder, config)
-    metadata = read_json(weights).get("metadata") if weights.suffix == ".json" else None
-    if isinstance(metadata, dict) and isinstance(metadata.get("dtype"), str):
-        return str(metadata["dtype"])
-    first = min(tensor.path for tensor in source.tensors.values())
-    in_first = sorted(name for name, tensor in source.tensors.items() if tensor.path == first)
-    for name in in_first:
-        dtype = source.tensors[name].dtype
-        if dtype is not None and dtype.is_floating_point and dtype.itemsize > 1:
-            return str(dtype).removeprefix("torch.")
-    return "float32"
 
 
 def _set_dtype(model: Any, dtype: str) -> None:

@@ -107,6 +107,17 @@ def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
+def test_a_config_without_dtype(tmp_path: Path) -> None:
+    model = FAMILIES["llama"]().model.to(torch.bfloat16)
+    save_quantized(quantize_model(model), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded: Any = load_quantized(tmp_path)
+    assert loaded.config.dtype == torch.bfloat16
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
 def test_config_has_the_dtype_of_the_float_part() -> None:
     model = swap_linears(tiny_llama(tied=False).to(torch.bfloat16))
     # The quantized head comes first now, whose scales are float32 in a model of any dtype.

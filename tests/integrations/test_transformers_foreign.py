@@ -18,6 +18,7 @@ from checkpoint.test_compressed_tensors_experts import write
 from checkpoint.test_fp8 import BLOCKS, FBGEMM, in_blocks, transposed, write_experts
 from families.example import Example
 from families.mixtures import MIXTURES
+from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM
 
 import qgemm
@@ -58,6 +59,22 @@ def test_samples(name: str, caplog: pytest.LogCaptureFixture) -> None:
     notes = [str(each.message) for each in caught if name in str(each.message)]
     assert notes == 2 * notes[: len(notes) // 2]  # as load_quantized warns
     assert not [record for record in caplog.records if "MISSING" in record.message or "UNEXPECTED" in record.message]
+
+
+@pytest.mark.parametrize("said", [{}, {"dtype": None}, {"torch_dtype": None}])
+@pytest.mark.parametrize("name", every_sample([NAME, "ct-w4a16-g32-asym", "fp8-block128", "bnb-nf4"]))
+@pytest.mark.filterwarnings("ignore:.*copy")
+def test_a_config_without_dtype(name: str, said: dict[str, None], copied: Callable[[str], Path]) -> None:
+    folder = copied(name)
+    config = json.loads((folder / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    (folder / "config.json").write_text(json.dumps({**config, **said}))
+    loaded: Any = qgemm.load_quantized(folder)
+    if "ue8m0" not in name:  # a dtype that transformers then can't look past
+        assert same_tensors(load(folder), loaded)
+    with safe_open(min(folder.glob("*.safetensors")), "pt") as file:
+        floats = [file.get_tensor(key).dtype for key in file.keys() if file.get_tensor(key).is_floating_point()]  # noqa: SIM118
+    assert loaded.config.dtype == next(each for each in floats if each.itemsize > 1)
 
 
 @pytest.mark.parametrize("name", every_sample([NAME, "mxfp4-gpt-oss", "torchao-fp8wo"]))
