@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from qgemm.checkpoint.cache_scales import leave_to_cache
 from qgemm.checkpoint.compressed_tensors_groups import (
@@ -83,36 +82,21 @@ def _with_shapes(found: dict[str, dict[str, StoredTensor]]) -> list[Layer]:
     layers = []
     for name, own in found.items():
         shape_value = values.get(f"{name}.weight_shape")
-        order: Tensor | None = None
         shape_pair = None if shape_value is None else (int(shape_value[0]), int(shape_value[1]))
         if shape_pair is not None and min(shape_pair) < 0:
             raise CheckpointError(f"{own['weight_shape'].path}: {name}.weight_shape is {list(shape_pair)}")
-        if (g_idx_value := values.get(f"{name}.weight_g_idx")) is not None:
-            order = _order_of(name, own, g_idx_value, shape_pair)
-        layers.append(Layer(name, own, shape_pair, order))
+        of_columns = values.get(f"{name}.weight_g_idx")
+        if of_columns is not None and bool((of_columns == -1).all()):
+            of_columns = None
+        if of_columns is not None:
+            if shape_pair is None or of_columns.shape != shape_pair[1:] or "weight_packed" not in own:
+                raise CheckpointError(
+                    f"{own['weight_g_idx'].path}: {name}.weight_g_idx has {len(of_columns)} columns, which isn't the "
+                    "weight's K"
+                )
+            of_columns = of_columns.long()
+        layers.append(Layer(name, own, shape_pair, of_columns))
     return layers
-
-
-def _order_of(name: str, own: dict[str, StoredTensor], g_idx: Tensor, shape: tuple[int, int] | None) -> Tensor | None:
-    """The columns by their groups; None if they are in order, or if there are none, which -1 means."""
-    path, scale = own["weight_g_idx"].path, own.get("weight_scale")
-    if bool((g_idx == -1).all()):
-        return None
-    if (
-        shape is None
-        or scale is None
-        or len(scale.shape) != 2
-        or g_idx.shape != shape[1:]
-        or "weight_packed" not in own
-    ):
-        raise CheckpointError(f"{path}: {name}.weight_g_idx has {len(g_idx)} columns, which isn't the weight's K")
-    order = torch.argsort(g_idx, stable=True)
-    size = -(-shape[1] // max(scale.shape[1], 1))
-    if not torch.equal(g_idx[order].long(), torch.arange(shape[1]) // max(size, 1)):
-        raise CheckpointError(
-            f"{path}: {name}.weight_g_idx doesn't give each of {scale.shape[1]} groups {size} columns"
-        )
-    return None if torch.equal(order, torch.arange(len(order))) else order
 
 
 def _group_of(layer: Layer, groups: list[Group], config_path: Path) -> Group:

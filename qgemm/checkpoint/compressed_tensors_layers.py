@@ -59,14 +59,19 @@ _ASYMMETRIC = "the zero point is not 0, but the config says that the layer is qu
 class Layer:
     """A layer in the files.
 
-    ``tensors``: those of ``LEAVES`` that it has. ``shape``: what its ``weight_shape`` holds. ``order``: the columns,
-    group by group, of one whose ``weight_g_idx`` isn't in order.
+    ``tensors``: those of ``LEAVES`` that it has. ``shape``: what its ``weight_shape`` holds. ``g_idx``: the group
+    of each column, int64 ``[K]``; None if there is no ``weight_g_idx``, or one of -1, which means the same.
     """
 
     name: str
     tensors: dict[str, StoredTensor]
     shape: tuple[int, int] | None = None
-    order: Tensor | None = None
+    g_idx: Tensor | None = None
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether groups aren't of neighboring columns."""
+        return self.g_idx is not None and bool((self.g_idx.diff() < 0).any())
 
 
 def problem_with(layer: Layer, group: Group) -> str:
@@ -89,6 +94,10 @@ def problem_with(layer: Layer, group: Group) -> str:
         K *= 2
     if problem := _problem_with_scale(layer, group, N, K):
         return problem
+    if layer.g_idx is not None:
+        size = group.weights.group_size or max(K, 1)
+        if not torch.equal(layer.g_idx.sort().values, torch.arange(K) // size):
+            return f"{layer.name}.weight_g_idx doesn't put {size} of {K} columns into each of the groups"
     if not group.weights.symmetric:
         groups = _groups_of(layer)
         packed, plain = (cdiv(N * group.weights.bits, 32), groups), (N, groups)
@@ -152,7 +161,7 @@ def note_layer(contents: Contents, layer: Layer, group: Group) -> None:
     """Notes what becomes of the tensors of ``layer``, which fits ``group``."""
     name = layer.name
     try:
-        scheme = group.scheme_of(is_ordered=layer.order is not None)
+        scheme = group.scheme_of(is_ordered=layer.is_ordered)
     except ValueError as error:
         raise CheckpointError(f"{layer.tensors['weight_scale'].path}: layer {name}: {error}") from None
     if group.stored_as == PACKED:
@@ -219,7 +228,7 @@ def _note_packed(contents: Contents, layer: Layer, group: Group) -> None:
 
     sources = [f"{name}.weight_packed"]
     made: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {f"{name}.weight": (sources[0], shape, dtype)}
-    if layer.order is None:
+    if not layer.is_ordered:
         contents.convert_together(sources, made, lambda words: (by_rows(lambda some: store(codes_of(some)), words, K),))
     else:
         sources.append(f"{name}.weight_g_idx")

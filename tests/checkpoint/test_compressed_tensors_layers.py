@@ -197,7 +197,7 @@ def old_act_order(K: int = 256, size: int = 64, seed: int = 0) -> tuple[dict[str
     """Tensors as versions before 0.20 wrote them for ``actorder: group``, and the float weight that they stand for."""
     torch.manual_seed(seed)
     q = torch.randint(-8, 8, (24, K), dtype=torch.int8)
-    scale, g_idx = torch.rand(24, K // size) + 0.5, (torch.randperm(K) // size).int()
+    scale, g_idx = torch.rand(24, -(-K // size)) + 0.5, (torch.randperm(K) // size).int()
     tensors = {
         "weight_packed": pack_words((q + 8).view(torch.uint8), 4),
         "weight_scale": scale,
@@ -225,10 +225,25 @@ def test_groups_of_columns_in_any_order(tmp_path: Path) -> None:
         assert torch.equal(codes.round(), (weight / tensors["weight_scale"][:, tensors["weight_g_idx"].long()]).round())
 
 
+# A last group that is shorter, by much or by little; one that is shorter than a group is long.
+@pytest.mark.parametrize(("K", "size"), [(136, 128), (72, 16), (80, 32), (100, 48), (104, 64), (40, 64)])
+def test_groups_of_columns_in_any_order_whose_last_is_shorter(K: int, size: int, tmp_path: Path) -> None:
+    tensors, weight = old_act_order(K, size)
+    group = {"group_0": group_of("pack-quantized", weights(4, "group", size, actorder="group"))}
+    write(tmp_path, {"0": tensors}, group)
+    layer = qgemm.load_quantized(tmp_path, model=lambda: linears((24, K)))[0]
+    groups = "" if size == 128 else f"-{size}"
+    assert layer.scheme.name == f"int4{groups}{'-ordered' if size < K else ''}"
+    assert torch.equal(layer.dequantize(torch.float32).weight, weight)
+    x = torch.randn(3, K)
+    torch.testing.assert_close(layer(x), x @ weight.t(), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("g_idx", "message"),
     [
-        (torch.zeros(256).int(), "weight_g_idx doesn't give each of 4 groups 64 columns"),
+        (torch.zeros(256).int(), "weight_g_idx doesn't put 64 of 256 columns into each of the groups"),
+        ((torch.arange(256) // 86).int(), "weight_g_idx doesn't put 64 of 256 columns into each of the groups"),
         (torch.arange(255).int() // 64, "weight_g_idx has 255 columns, which isn't the weight's K"),
         (torch.zeros(2, 128).int(), r"weight_g_idx is torch.int32 \[2, 128\]; it must be int32"),
         (torch.zeros(256), r"weight_g_idx is torch.float32 \[256\]; it must be int32"),
