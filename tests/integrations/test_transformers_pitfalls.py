@@ -353,3 +353,19 @@ def test_quantized_folder_from_disk(llama_folder: Path, tmp_path: Path) -> None:
         assert torch.equal(offloaded(IDS).logits, model(IDS).logits)
     offloaded.save_pretrained(tmp_path / "again")
     assert_same(load(tmp_path / "again"), model)
+
+
+def test_a_tied_head_that_gets_a_weight_of_its_own(tmp_path: Path) -> None:
+    # What the guide says: quantized, and the table no longer read by anything else.
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
+    model: Any = LlamaForCausalLM(config).eval()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    model.config.tie_word_embeddings = False
+    qgemm.quantize_model(model, include="lm_head")
+    assert isinstance(model.lm_head, qgemm.QuantLinear)
+    assert model.model.embed_tokens.weight.dtype == torch.float32
+    ids = torch.arange(5)[None]
+    qgemm.save_quantized(model, tmp_path)
+    for loaded in (qgemm.load_quantized(tmp_path), LlamaForCausalLM.from_pretrained(tmp_path)):
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
