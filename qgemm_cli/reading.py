@@ -101,7 +101,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     except CheckpointError as error:
         checkpoint.stored, damages = _salvage(folder)
         if not checkpoint.stored:
-            raise CheckpointError(_nothing_to_read(folder, error)) from error
+            raise
         if WEIGHTS_KEY in checkpoint.config or _has_weights(folder):
             checkpoint.problems += [str(error), *(damage for damage in damages if damage != str(error))]
     return checkpoint
@@ -122,13 +122,6 @@ def _salvage(folder: Path) -> tuple[dict[str, StoredTensor], list[str]]:
         except CheckpointError as error:
             problems.append(str(error))
     return stored, problems
-
-
-def _nothing_to_read(folder: Path, error: CheckpointError) -> str:
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
-    if pickles and not _has_weights(folder):
-        return f"{folder} has no safetensors but {pickles[0]}, a pickle, which can run code: qgemm opens none"
-    return str(error)
 
 
 def _has_weights(folder: Path) -> bool:

@@ -22,7 +22,15 @@ from qgemm.checkpoint import (
 )
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
-from qgemm.checkpoint.layout import INDEX_FILE, SETTINGS_KEYS, WEIGHTS_FILE, WEIGHTS_KEY, checkpoint_file, read_json
+from qgemm.checkpoint.layout import (
+    INDEX_FILE,
+    SETTINGS_KEYS,
+    WEIGHTS_FILE,
+    WEIGHTS_KEY,
+    check_no_pickles,
+    checkpoint_file,
+    read_json,
+)
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
 from qgemm.checkpoint.recognition import Recognized, recognize
@@ -80,6 +88,7 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
             raise unsupported(f"{config_path}: quant_method is {method!r}; the formats supported are {SUPPORTED}")
         contents = reader(quantization, read_headers(folder, _with_old_name(config, folder)), config_path)
     if not contents.manifest.layers:
+        check_no_pickles(folder)  # beside which a file of another name needn't be the model's
         raise CheckpointError(f"{folder} says that it is {method}, but no file holds a quantized layer of that format")
     return contents
 

@@ -48,6 +48,8 @@ _SHARED = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.
 MOST_RETRIES = 10
 """How often a checkpoint that is being replaced is read again."""
 
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
 T = TypeVar("T")
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMGT]?)(i?)B", re.IGNORECASE)
@@ -91,6 +93,7 @@ def weights_file(folder: Path, config: dict[str, Any]) -> Path:
     name = config.get(WEIGHTS_KEY)
     if name is None:
         if not os.path.lexists(folder / INDEX_FILE):
+            check_no_pickles(folder)
             return checkpoint_file(folder, WEIGHTS_FILE)
         if os.path.lexists(folder / WEIGHTS_FILE):
             raise CheckpointError(
@@ -103,6 +106,19 @@ def weights_file(folder: Path, config: dict[str, Any]) -> Path:
             "*.safetensors or *.safetensors.index.json"
         )
     return checkpoint_file(folder, name)
+
+
+def check_no_pickles(folder: Path) -> None:
+    """Raises ``CheckpointError`` if ``folder`` has pickles instead of the file that is looked for."""
+    if os.path.lexists(folder / WEIGHTS_FILE) or not folder.is_dir():
+        return
+    if pickles := sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES):
+        raise CheckpointError(
+            f"{folder} holds {pickles[0]}, a pickle, and no {WEIGHTS_FILE}. Loading a pickle runs the code in it, so "
+            "qgemm doesn't: convert it to safetensors first, a float model with transformers' from_pretrained and "
+            "save_pretrained, any other with safetensors.torch.save_file(torch.load(pickle, weights_only=True), "
+            f"{WEIGHTS_FILE!r})"
+        )
 
 
 def parse_size(size: int | str, argument: str = "max_shard_size") -> int:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 FUSIONS_KEY = "fusion_config"
-REFUSAL = "qgemm, which must be imported before this checkpoint is loaded"
+_ALWAYS = "qgemm, which must be imported before this checkpoint is loaded"
+# An automatic class that is given None takes the config's own quantization_config away, so that nothing asks qgemm.
+REFUSAL = f"{_ALWAYS}, without quantization_config=None"
 
 
 def add_refusal(fusions: Any) -> dict[str, Any]:
@@ -23,4 +25,4 @@ def drop_refusal(fusions: Any) -> Any:
     """What ``add_refusal`` was given; None instead of an empty one."""
     if not isinstance(fusions, dict):
         return fusions
-    return {name: options for name, options in fusions.items() if name != REFUSAL} or None
+    return {name: options for name, options in fusions.items() if not name.startswith(_ALWAYS)} or None

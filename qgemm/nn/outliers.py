@@ -8,6 +8,7 @@ of the rest. There the columns are found for every input as it comes; here they 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -109,8 +110,8 @@ class OutlierLinear(QuantLinear):
         out = self.product(rest)
         outliers = x.index_select(-1, columns)
         with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # not for meta
-            rest_rows = out.reshape(-1, self.out_features)
-            rows = outliers.reshape(rest_rows.shape[0], outliers.shape[-1])  # which may have no columns
+            count = math.prod(x.shape[:-1])  # since either may have no columns
+            rest_rows, rows = out.reshape(count, self.out_features), outliers.reshape(count, outliers.shape[-1])
             both = torch.addmm(rest_rows, rows, weight.t().to(x.dtype))
         return both.view(out.shape)
 

@@ -109,7 +109,7 @@ def steps_of(scale: Tensor) -> Tensor | None:
     That is, of which they are exactly 1 to ``MAX_STEPS`` times as much.
     """
     scale = scale.float()
-    largest = scale.amax(1, keepdim=True)
+    largest = _largest(scale)
     step, found = largest, torch.zeros_like(largest, dtype=torch.bool)
     for count in range(1, MAX_STEPS + 1):
         candidate = largest / torch.full_like(largest, count)
@@ -117,6 +117,11 @@ def steps_of(scale: Tensor) -> Tensor | None:
         step = step.where(found | ~fits, candidate)
         found |= fits
     return step.flatten() if bool(found.all()) else None
+
+
+def _largest(scale: Tensor) -> Tensor:
+    """The largest of each row ``[n, 1]``; 1 for rows without groups."""
+    return scale.amax(1, keepdim=True) if scale.shape[1] else scale.new_ones(scale.shape[0], 1)
 
 
 def _in_steps(scale: Tensor, step: Tensor) -> Tensor:
@@ -127,7 +132,7 @@ def _nearest_steps(scale: Tensor) -> Tensor:
     """The step ``[n, 1]``, of four significant bits, whose multiples are nearest to each row of ``[n, groups]``."""
     scale = scale.where(scale.isfinite(), 0)
     # From the least step that reaches the largest scale, an octave up: 8 to 15 of a power of two, then even ones.
-    mantissa, exponent = torch.frexp((scale.amax(1, keepdim=True) / MAX_STEPS).clamp(min=MIN_SCALE))
+    mantissa, exponent = torch.frexp((_largest(scale) / MAX_STEPS).clamp(min=MIN_SCALE))
     least = (mantissa * 16).ceil()
     best, least_error = torch.ones_like(mantissa), torch.full_like(mantissa, torch.inf)
     for more in range(8):

@@ -29,8 +29,6 @@ from qgemm.checkpoint.layout import (
     GENERATION_CONFIG_FILE,
     INDEX_FILE,
     LARGEST_JSON,
-    WEIGHTS_FILE,
-    WEIGHTS_KEY,
     checkpoint_file,
     hub_download,
     read_json,
@@ -40,7 +38,6 @@ from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.safetensors_reader import SafetensorsReader, Stamp, read_bytes
 from qgemm.device import free_memory
 
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _JSON_FILES = (CONFIG_FILE, GENERATION_CONFIG_FILE, INDEX_FILE)
 
 
@@ -150,7 +147,6 @@ def open_source(folder: Path) -> Iterator[Source]:
     # Before they are read, so that whatever happens to them meanwhile is a change.
     identities = {name: _identify(folder / name) if (folder / name).exists() else None for name in _JSON_FILES}
     config = read_json(checkpoint_file(folder, CONFIG_FILE)) if identities[CONFIG_FILE] is not None else {}
-    _check_no_pickles(folder, config)
     weights = weights_file(folder, config)
     if weights.suffix == ".json":  # which may have a name of its own
         identities[weights.name] = _identify(weights)
@@ -160,17 +156,6 @@ def open_source(folder: Path) -> Iterator[Source]:
         identities[tensor.path.name] = FileIdentity(tensor.stamp, tensor.digest)
     with closing(Source(folder, tensors, identities)) as source:
         yield source
-
-
-def _check_no_pickles(folder: Path, config: dict[str, Any]) -> None:
-    if WEIGHTS_KEY in config or (folder / INDEX_FILE).exists() or (folder / WEIGHTS_FILE).exists():
-        return
-    pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLES)
-    if pickles:
-        raise CheckpointError(
-            f"{folder} holds {pickles[0]}, a pickle, and no {WEIGHTS_FILE}. Loading a pickle runs the code in it, "
-            "so qgemm doesn't: convert it to safetensors first (load it with transformers, then save_pretrained)"
-        )
 
 
 def _identify(path: Path) -> FileIdentity:

@@ -415,7 +415,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     empty.mkdir()
     assert "has no file model.safetensors" in run_failing("inspect", empty)
     (empty / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    assert "a pickle, which can run code" in run_failing("inspect", empty)
+    assert "holds pytorch_model.bin, a pickle, and no model.safetensors" in run_failing("inspect", empty)
     cut = tmp_path / "cut.safetensors"
     cut.write_bytes(b"\xff" * 20)
     assert "is truncated or no safetensors file" in run_failing("inspect", cut)

@@ -19,6 +19,7 @@ from checkpoint.test_fp8 import BLOCKS, FBGEMM, in_blocks, transposed, write_exp
 from families.example import Example
 from families.mixtures import MIXTURES
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 import qgemm
@@ -59,6 +60,18 @@ def test_samples(name: str, caplog: pytest.LogCaptureFixture) -> None:
     notes = [str(each.message) for each in caught if name in str(each.message)]
     assert notes == 2 * notes[: len(notes) // 2]  # as load_quantized warns
     assert not [record for record in caplog.records if "MISSING" in record.message or "UNEXPECTED" in record.message]
+
+
+def test_a_folder_of_pickles_alone(copied: Callable[[str], Path]) -> None:
+    folder = copied(NAME)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    for load_it in (qgemm.load_quantized, load):
+        with pytest.raises(CheckpointError, match=r"holds pytorch_model\.bin, a pickle, .*: convert it to safetensors"):
+            load_it(folder)
+    # What the error says to do.
+    save_file(torch.load(folder / "pytorch_model.bin", weights_only=True), folder / "model.safetensors")
+    assert same_tensors(qgemm.load_quantized(folder), qgemm.load_quantized(SAMPLES / NAME))
 
 
 @pytest.mark.parametrize("said", [{}, {"dtype": None}, {"torch_dtype": None}])

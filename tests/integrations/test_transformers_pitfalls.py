@@ -14,6 +14,7 @@ from families import FAMILIES
 from processes import run_code
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -299,6 +300,21 @@ def test_a_process_without_qgemm_is_refused(llama_folder: Path, tmp_path: Path) 
     model.dequantize()
     model.save_pretrained(tmp_path / "float")
     run_code(WITHOUT_QGEMM, tmp_path / "float", *folders)
+
+
+def test_a_config_that_is_none(llama_folder: Path, tmp_path: Path) -> None:
+    # An automatic class then takes the config that says how it is quantized for none.
+    model = load_int8(llama_folder)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="before this checkpoint is loaded, without quantization_config=None"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=None)
+    assert_same(LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=None), model)
+    # The name that was there before.
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["fusion_config"] = {"qgemm, which must be imported before this checkpoint is loaded": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for loaded in (load(tmp_path), qgemm.load_quantized(tmp_path)):
+        assert list(loaded.config.fusion_config) == [REFUSAL]
 
 
 @pytest.mark.slow

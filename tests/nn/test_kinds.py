@@ -386,3 +386,15 @@ def test_degenerate_sizes(scheme: str, features_in: int, features_out: int, devi
     out = layer(torch.randn(5, features_in, device=device))
     assert out.shape == (5, features_out)
     assert not out.any()
+
+
+@pytest.mark.parametrize("scheme", [*EVERY_LAYER, "int4-32-int8", "int4-ordered-int8"])
+def test_layers_of_no_columns_or_no_rows(scheme: str) -> None:
+    keeps_columns = resolve_scheme(scheme).outlier_columns > 0  # of which there must then be some
+    for K, N in [*([] if keeps_columns else [(0, 5), (0, 0)]), (64, 0)]:
+        linear = nn.Linear(K, N)
+        nn.init.ones_(linear.bias)
+        layer = quantized_layer(linear, scheme)
+        out = layer(torch.randn(2, 3, K))
+        assert torch.equal(out, torch.ones(2, 3, N)), (K, N)
+        assert layer.dequantize().weight.shape == (N, K)
