@@ -23,7 +23,7 @@ from qgemm.checkpoint.compressed_tensors_groups import (
     QUANT_METHOD,
     target_of_experts,
 )
-from qgemm.checkpoint.files_for_others import is_target, parts_of_experts, tensors_for_others
+from qgemm.checkpoint.files_for_others import is_target, parts_of_experts, shapes_of, tensors_for_others, ways_out
 from qgemm.checkpoint.model_names import expert_leaves
 from qgemm.checkpoint.pretrained import built_again, is_pretrained
 from qgemm.checkpoint.words import pack_nibbles, pack_words
@@ -64,9 +64,10 @@ def tensors_to_write(
     for name, layer in layers.items():
         if format_of(layer.scheme) is None:
             raise ValueError(
-                f"{name} has the scheme {layer.scheme.name!r}, which compressed-tensors can't store: save it with "
-                'format="qgemm"'
+                f"{name} has the scheme {layer.scheme.name!r}, which compressed-tensors can't store: "
+                f"{ways_out(layer.scheme, layers, _fits)}"
             )
+        _check_groups(name, layer, layers)
     if transposed := _conv1d_names(model, layers):
         raise ValueError(
             f"{transposed[0]} is a Conv1D in {type(model).__name__}, and compressed-tensors supports only nn.Linear: "
@@ -126,17 +127,29 @@ def _tensors_of_experts(
     return made
 
 
+def _group_size(scheme: QuantScheme) -> int:
+    return scheme.weight.group_size or 1 if scheme.weight.granularity == "group" else 1
+
+
+def _fits(scheme: QuantScheme, N: int, K: int) -> bool:
+    return format_of(scheme) is not None and not K % _group_size(scheme)
+
+
+def _check_groups(name: str, layer: QuantLayer, layers: dict[str, QuantLayer]) -> None:
+    size = _group_size(layer.scheme)
+    for _, K, _ in shapes_of(layer):
+        if K % size:
+            raise ValueError(
+                f"{name} has {K} input columns, not a multiple of the group size {size}, which compressed-tensors "
+                f"doesn't support: {ways_out(layer.scheme, layers, _fits)}"
+            )
+
+
 def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dict[str, Tensor]) -> dict[str, Tensor]:
     """What the files hold of a layer in place of its parameters ``own``. Raises ``ValueError`` for a broken group."""
     N, K = shape
     weight, scale = own["weight"].detach(), own["weight_scale"].detach()
     stored_as = format_of(scheme)
-    size = scheme.weight.group_size if scheme.weight.granularity == "group" else None
-    if size is not None and K % size:
-        raise ValueError(
-            f"{name} has {K} input columns, not a multiple of the group size {size}, which compressed-tensors doesn't "
-            'support: save it with format="qgemm"'
-        )
     made = {"weight_scale": scale[:, None] if scale.ndim == 1 else scale}
     if (input_scale := own.get("input_scale")) is not None:
         made["input_scale"] = input_scale.detach().reshape(1)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor, nn
 
 from qgemm.checkpoint.model_names import loses_single_experts
 from qgemm.checkpoint.tensors import transient_names
-from qgemm.nn import LinearLayer, QuantExperts, QuantMultiheadAttention
+from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, QuantMultiheadAttention
 from qgemm.nn.experts import split_leaf
+from qgemm.scheme import QuantScheme, resolve_scheme
 from qgemm.warn import warn_user
 
 
@@ -38,6 +39,49 @@ def tensors_for_others(
     known = dict(known_ties) if isinstance(known_ties, dict) else {}
     left_out = transient_names(model) | {alias for alias, name in ties.items() if known.get(alias) == name}
     return {name: tensor for name, tensor in tensors.items() if name not in left_out}
+
+
+_GROUPS = ("int4", "int4-64", "int4-32", "int4-16")
+
+
+def ways_out(
+    scheme: QuantScheme, layers: Mapping[str, QuantLayer], fits: Callable[[QuantScheme, int, int], bool]
+) -> str:
+    """What to do about a layer with ``scheme``, which files can't hold: another format, or schemes that all fit in.
+
+    ``fits``: whether files can hold a layer ``[N, K]`` with a scheme.
+    """
+    shapes = [shape for layer in layers.values() for shape in shapes_of(layer)]
+
+    def fit(name: str) -> bool:
+        found = resolve_scheme(name)
+        return found != scheme and all(fits(found.for_experts() if own else found, N, K) for N, K, own in shapes)
+
+    best = (next(filter(fit, alike), None) for alike in _kin(scheme))
+    named = [f'"{name}"' for name in best if name is not None]
+    *first, last = named or [""]
+    others = f"{', '.join(first)} or {last}" if first else last
+    return 'save it with format="qgemm"' + (f", or load or quantize it with scheme={others}" if named else "")
+
+
+def _kin(scheme: QuantScheme) -> list[tuple[str, ...]]:
+    """Names of schemes that stand in for ``scheme``; of each tuple the first that fits is the best."""
+    end = "" if scheme.weight.symmetric or scheme.weight.dtype != "int4" else "-asymmetric"
+    groups = tuple(f"{name}{end}" for name in _GROUPS)
+    if scheme.weight.format.bits == 4:
+        by_int8 = [tuple(f"{name}-int8" for name in groups), (f"int4-channel{end}-int8",)]
+        return [*(by_int8 if scheme.activation else []), groups, (f"int4-channel{end}",), ("int8-weight",)]
+    by_rows = [] if scheme.activation is None else [("int8" if scheme.weight.dtype == "int8" else "fp8",)]
+    return [*by_rows, ("int8-weight",)]
+
+
+def shapes_of(layer: QuantLayer) -> Iterator[tuple[int, int, bool]]:
+    """``N`` and ``K`` of each of its weights, and whether it is one of experts."""
+    if isinstance(layer, LinearLayer):
+        yield layer.out_features, layer.in_features, False
+    elif isinstance(layer, QuantExperts):
+        yield layer.intermediate_size, layer.hidden_size, True
+        yield layer.hidden_size, layer.intermediate_size, True
 
 
 def parts_of_experts(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qgemm.checkpoint.files_for_others import is_target, parts_of_experts, tensors_for_others
+from qgemm.checkpoint.files_for_others import is_target, parts_of_experts, shapes_of, tensors_for_others, ways_out
 from qgemm.checkpoint.gptq import QUANT_METHOD, VERSIONS
 from qgemm.checkpoint.model_names import expert_leaves
 from qgemm.checkpoint.packed_layers import WORD_BITS
@@ -44,9 +44,10 @@ def tensors_to_write(
     for name, layer in layers.items():
         if not can_store(layer.scheme):
             raise ValueError(
-                f"{name} has the scheme {layer.scheme.name!r}, and GPTQ stores int4 and int8-weight schemes: save it "
-                'with format="qgemm"'
+                f"{name} has the scheme {layer.scheme.name!r}, and GPTQ stores int4 and int8-weight schemes: "
+                f"{ways_out(layer.scheme, layers, _fits)}"
             )
+        _check_sizes(name, layer, layers)
         if isinstance(layer, QuantExperts):
             own = {leaf: written.pop(f"{name}.{leaf}") for leaf, _ in layer.named_parameters(recurse=False)}
             for part, shape, parameters in parts_of_experts(layer, own, expert_leaves(model)):
@@ -60,16 +61,30 @@ def tensors_to_write(
     return written
 
 
+def _misfits(scheme: QuantScheme, N: int, K: int) -> list[tuple[int, str, int]]:
+    """Of a layer ``[N, K]`` the sizes that don't fill words or groups: size, of what, and which multiple it must be."""
+    per_word = WORD_BITS // scheme.weight.format.bits
+    units = (K, "input", per_word), (N, "output", per_word), (K, "input", scheme.weight.group_size or 1)
+    return [(count, what, unit) for count, what, unit in units if count % unit]
+
+
+def _fits(scheme: QuantScheme, N: int, K: int) -> bool:
+    return can_store(scheme) and not _misfits(scheme, N, K)
+
+
+def _check_sizes(name: str, layer: QuantLayer, layers: dict[str, QuantLayer]) -> None:
+    for N, K, _ in shapes_of(layer):
+        for count, what, unit in _misfits(layer.scheme, N, K):
+            raise ValueError(
+                f"{name} has {count} {what} columns, not a multiple of {unit}, which GPTQ doesn't support: "
+                f"{ways_out(layer.scheme, layers, _fits)}"
+            )
+
+
 def _tensors_of(name: str, scheme: QuantScheme, shape: tuple[int, int], own: dict[str, Tensor]) -> dict[str, Tensor]:
     weight, bits = scheme.weight, scheme.weight.format.bits
-    (N, K), per_word = shape, WORD_BITS // bits
-    size = weight.group_size or K
-    for what, count, unit in (("input", K, per_word), ("output", N, per_word), ("input", K, size)):
-        if count % unit:
-            raise ValueError(
-                f"{name} has {count} {what} columns, not a multiple of {unit}, which GPTQ doesn't support: save it "
-                'with format="qgemm"'
-            )
+    K = shape[1]
+    size = weight.group_size or max(K, 1)
     middle, stored = 1 << (bits - 1), own["weight"].detach()
     fields = unpack_codes(stored, K) ^ 8 if bits == 4 else stored.view(torch.uint8) ^ 128
     groups = torch.arange(K, device=fields.device) // size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -172,16 +173,22 @@ def test_many_schemes_in_one_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("linear", "scheme", "message"),
+    ("K", "scheme", "message"),
     [
-        (nn.Linear(200, 8), "int4", "0 has 200 input columns, not a multiple of the group size 128"),
-        (nn.Linear(200, 8), "mxfp4", "0 has 200 input columns, not a multiple of the group size 32"),
-        (nn.Linear(256, 8), "int8-hadamard", "0 has the scheme 'int8-hadamard', which compressed-tensors can't store"),
-        (nn.Linear(256, 8), "nf4", "0 has the scheme 'nf4', which compressed-tensors can't store"),
+        (200, "int4", "0 has 200 input columns, not a multiple of the group size 128"),
+        (208, "int4-int8", "0 has 208 input columns, not a multiple of the group size 128"),
+        (200, "mxfp4", "0 has 200 input columns, not a multiple of the group size 32"),
+        (256, "int8-hadamard", "0 has the scheme 'int8-hadamard', which compressed-tensors can't store"),
+        (256, "nf4", "0 has the scheme 'nf4', which compressed-tensors can't store"),
     ],
 )
-def test_what_is_not_written(linear: nn.Linear, scheme: str, message: str, tmp_path: Path) -> None:
-    model = qgemm.quantize_model(nn.Sequential(linear), scheme)
-    with pytest.raises(ValueError, match=message):
+def test_what_is_not_written(K: int, scheme: str, message: str, tmp_path: Path) -> None:
+    model = qgemm.quantize_model(nn.Sequential(nn.Linear(K, 8)), scheme)
+    with pytest.raises(ValueError, match=message) as refusal:
         qgemm.save_quantized(model, tmp_path / "new", format="compressed-tensors")
     assert not (tmp_path / "new").exists()
+    schemes = re.findall('"(.*?)"', str(refusal.value).partition("load or quantize it with scheme=")[2])
+    assert schemes
+    for other in schemes:
+        made = qgemm.quantize_model(nn.Sequential(nn.Linear(K, 8)), other)
+        qgemm.save_quantized(made, tmp_path / other, format="compressed-tensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -138,20 +139,47 @@ def test_experts_are_a_layer_each(scheme: str, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(model))
 
 
-REFUSED = {
-    "int8": (net("int8"), r"layer0 has the scheme 'int8', and GPTQ stores int4"),
-    "nf4": (net("nf4"), r"layer0 has the scheme 'nf4'"),
-    "few columns": (net("int4-channel", K=60), r"layer0 has 60 input columns, not a multiple of 8"),
-    "a short group": (net("int4-32", K=80), r"layer0 has 80 input columns, not a multiple of 32"),
+# With the schemes in which it does.
+REFUSED: dict[str, tuple[nn.ModuleDict, str, list[str]]] = {
+    "int8": (net("int8"), r"layer0 has the scheme 'int8', and GPTQ stores int4", ["int8-weight"]),
+    "fp8": (net("fp8"), r"layer0 has the scheme 'fp8', and GPTQ stores int4", ["int8-weight"]),
+    "nf4": (net("nf4"), r"layer0 has the scheme 'nf4'", ["int4-64", "int4-channel", "int8-weight"]),
+    "int8 columns": (net("int4-channel", K=60), r"layer0 has 60 input columns, not a multiple of 8", ["int8-weight"]),
+    "no columns": (net("int8-weight", K=62), r"layer0 has 62 input columns, not a multiple of 4", []),
+    "a short group": (
+        net("int4-32", "int4-32", K=80),
+        r"layer0 has 80 input columns, not a multiple of 32",
+        ["int4-16", "int4-channel", "int8-weight"],
+    ),
+    "a large group": (
+        net("int4", K=96),
+        r"layer0 has 96 input columns, not a multiple of 128",
+        ["int4-32", "int4-channel", "int8-weight"],
+    ),
+    "zero points": (
+        net("int4-asymmetric", K=192),
+        r"layer0 has 192 input columns, not a multiple of 128",
+        ["int4-64-asymmetric", "int4-channel-asymmetric", "int8-weight"],
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_gptq_cannot_store(case: str, tmp_path: Path) -> None:
-    model, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        qgemm.save_quantized(model, tmp_path, format="gptq")
-    assert not list(tmp_path.iterdir())
+    model, message, schemes = REFUSED[case]
+    with pytest.raises(ValueError, match=message) as refusal:
+        qgemm.save_quantized(model, tmp_path / "new", format="gptq")
+    assert not (tmp_path / "new").exists()
+    said = str(refusal.value)
+    assert 'save it with format="qgemm"' in said
+    assert re.findall('"(.*?)"', said.partition(", or load or quantize it with scheme=")[2]) == schemes
+    qgemm.save_quantized(model, tmp_path / "ours")
+    for index, scheme in enumerate(schemes):
+        like = nn.ModuleDict({name: nn.Linear(layer.in_features, 16) for name, layer in model.items()})
+        for name, layer in model.items():
+            like[name].bias = layer.bias
+        loaded = qgemm.load_quantized(tmp_path / "ours", model=like, scheme=scheme)
+        qgemm.save_quantized(loaded, tmp_path / str(index), format="gptq")
 
 
 def test_a_zero_point_beyond_the_fields(tmp_path: Path) -> None:

@@ -72,7 +72,10 @@ def test_what_cannot_be_converted(int8_folder: Path, float_folder: Path, tmp_pat
     message = run_failing("convert", int8_folder, single, "--to", "qgemm")
     assert "is a file: name a folder" in message
     message = run_failing("convert", int8_folder, out, "--to", "gptq")
-    assert 'GPTQ stores int4 and int8-weight schemes: save it with --to "qgemm"' in message
+    assert (
+        'GPTQ stores int4 and int8-weight schemes: save it with --to "qgemm", or load or quantize it with ' in message
+    )
+    assert message.endswith('--scheme "int8-weight"\n')
     (int8_folder / "tokenizer.json").symlink_to("/etc/hostname")
     assert "outside of the folder" in run_failing("convert", int8_folder, out, "--to", "qgemm")
     assert "Invalid value" in run("convert", int8_folder, out, "--to", "gguf", exit_code=2).stderr

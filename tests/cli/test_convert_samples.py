@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,11 @@ def test_into_every_format(name: str, to: str, tmp_path: Path) -> None:
         layer, _, rest = message.removeprefix("qgemm: ").partition(" has the scheme ")
         assert isinstance(load_sample(name)[0].get_submodule(layer), QuantLayer)
         assert rest.startswith(f"'{REFUSED[to][name]}', ")
-        assert rest.endswith('save it with --to "qgemm"\n')
+        assert 'save it with --to "qgemm", or load or quantize it with --scheme "' in rest
+        way_out = rest.partition("--scheme ")[2].split('"')[1]
+        run("convert", source, out, "--to", to, "--scheme", way_out)
+        assert run_json("inspect", out)["format"] == to
+        shutil.rmtree(out)
         assert not out.exists()
         return
     run("convert", source, out, "--to", to)
