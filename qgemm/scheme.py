@@ -323,6 +323,16 @@ def resolve_scheme(scheme: str | QuantScheme) -> QuantScheme:
 # Bits of weights and of activations, as other libraries name schemes.
 _BITS = {"w8a8": "int8", "w8a16": "int8-weight", "w4a16": "int4", "w4a8": "int4-int8", "w8a8-fp8": "fp8"}
 
+# What isn't a scheme here, and what to ask for.
+_INSTEAD = {
+    "gptq": "GPTQ decides weights of any scheme: pass scheme='int4' with recipe=[GPTQ()]",
+    "awq": "AWQ decides weights of any scheme: pass scheme='int4' with recipe=[AWQ()]",
+    "smoothquant": "SmoothQuant prepares for any scheme: pass scheme='int8-static' with recipe=[SmoothQuant()]",
+    "fp4": "the schemes with fp4 weights are 'mxfp4' and 'nvfp4'",
+    "int2": "the fewest bits are those of 'int4'",
+    "int3": "the fewest bits are those of 'int4'",
+}
+
 
 def _meant(scheme: str | QuantScheme) -> str:
     """What goes on an error after a name: what that may stand for, if there is something near."""
@@ -332,9 +342,17 @@ def _meant(scheme: str | QuantScheme) -> str:
     match = _WEIGHTS.fullmatch(name)
     if match is not None and match[2] is not None and match[2] == str(_GROUP_SIZES.get(match[1])):
         return f" (did you mean {name.replace('-' + match[2], '', 1)!r}, whose groups have {match[2]} values?);"
-    names = [*SCHEMES, "int4-int8", *_BITS]
-    near = difflib.get_close_matches(name, names, 1, cutoff=0.8)
-    return f" (did you mean {_BITS.get(near[0], near[0])!r}?);" if near else ";"
+    if name in _INSTEAD:
+        return f" ({_INSTEAD[name]});"
+    near = difflib.get_close_matches(name, [*SCHEMES, "int4-int8", *_BITS], len(SCHEMES), cutoff=0.8)
+    best = max(near, key=lambda each: _likeness(name, each), default=None)
+    return ";" if best is None else f" (did you mean {_BITS.get(best, best)!r}?);"
+
+
+def _likeness(name: str, known: str) -> tuple[float, int]:
+    """Of equal ratios, the longest part in common counts: 'int4-8' is nearer to 'int4-int8' than to 'int8'."""
+    matcher = difflib.SequenceMatcher(None, known, name)
+    return matcher.ratio(), matcher.find_longest_match().size
 
 
 def _find(name: str) -> QuantScheme | None:

@@ -123,6 +123,7 @@ def test_names_that_are_none(name: str) -> None:
         ("w4a8", "int4-int8"),
         ("w8a8", "int8"),
         ("w8a16", "int8-weight"),
+        ("int4-8", "int4-int8"),
     ],
 )
 def test_a_name_that_is_near(name: str, meant: str) -> None:
@@ -181,3 +182,18 @@ def test_what_is_stored_alike() -> None:
     assert weights["int4-int8"].is_stored_as(weights["int4"])
     assert not weights["int4"].is_stored_as(weights["int4-32"])
     assert not weights["mxfp4"].is_stored_as(weights["nf4-32"])
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gptq", r"pass scheme='int4' with recipe=\[GPTQ\(\)\]"),
+        ("AWQ", r"pass scheme='int4' with recipe=\[AWQ\(\)\]"),
+        ("smoothquant", r"pass scheme='int8-static' with recipe=\[SmoothQuant\(\)\]"),
+        ("fp4", "'mxfp4' and 'nvfp4'"),
+        ("int3", "the fewest bits are those of 'int4'"),
+    ],
+)
+def test_names_of_what_is_no_scheme(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=rf"scheme is '{name}' \(.*{hint}\); it must be one of"):
+        resolve_scheme(name)

@@ -38,7 +38,7 @@ from qgemm.checkpoint.pretrained import (
     parameters_on_meta,
     read_generation_config,
 )
-from qgemm.checkpoint.requantize import requantize, resolve_target
+from qgemm.checkpoint.requantize import requantize
 from qgemm.checkpoint.stored_report import parse_report, warn_without_report
 from qgemm.checkpoint.tensors import named_tensors, split_name
 from qgemm.device import find_device
@@ -46,7 +46,7 @@ from qgemm.fusion import fuse as fuse_layers
 from qgemm.model.announce import announce_quantized
 from qgemm.nn import QuantLayer
 from qgemm.nn.attention import opened_attention
-from qgemm.scheme import QuantScheme
+from qgemm.scheme import QuantScheme, resolve_scheme
 from qgemm.warn import warn_user
 
 
@@ -67,14 +67,14 @@ def load_quantized(
     - ``model``: None builds a transformers model from its config. For any other model, pass the float model, a module
       (possibly on meta) that is changed in place, or a function that builds it; then its parameters never take memory.
     - ``scheme``: a scheme to convert linear layers and experts to while loading, a few rows at a time, such as
-      ``"int8"``; not one that needs data. None keeps the scheme of the checkpoint.
+      ``"int8"``; one that needs data only if all layers have it. None keeps the scheme of the checkpoint.
     - ``fuse``: whether to fuse the layers, as ``qgemm.fuse`` does.
 
     Raises ``CheckpointError``, naming file and tensor, if anything is missing, damaged, or of another model. Then
     nothing is loaded, and a module passed as ``model`` is unchanged.
     """
     device, folder = find_device(device), as_path("folder", folder)
-    wanted = None if scheme is None else resolve_target(scheme)
+    wanted = None if scheme is None else resolve_scheme(scheme)
     found, values = retry_while_saved(folder, lambda: _read(folder, model, device, wanted))
     _put_in_place(found, values, device)
     if is_pretrained(found.model):

@@ -22,28 +22,17 @@ from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear_layer import is_conv1d, largest, linear_weight
 from qgemm.nn.quant_layer import frozen
-from qgemm.scheme import QuantScheme, resolve_scheme
+from qgemm.scheme import QuantScheme
 
 # Temporaries are of so many values at a time.
 _PIECE = 1 << 22
-
-
-def resolve_target(scheme: str | QuantScheme) -> QuantScheme:
-    """The scheme that layers are to have. Raises ``ValueError`` for one whose layers need more than their weight."""
-    found = resolve_scheme(scheme)
-    if found.needs_data:
-        raise ValueError(
-            f"scheme is {found.name!r}, which needs data to run the model on: quantize the float model, with "
-            "calibration, or load the checkpoint in a scheme such as 'int8'"
-        )
-    return found
 
 
 def requantize(contents: Contents, model: nn.Module, scheme: QuantScheme) -> None:
     """Has the layers of ``contents`` made in ``scheme``, experts in the one that they have in a model with it.
 
     ``model``: the float one, under whose names the layers are. Raises ``CheckpointError`` for a layer whose parameters
-    the checkpoint doesn't have.
+    the checkpoint doesn't have, ``ValueError`` for one whose new scheme needs more than its weight.
     """
     layers, tied = contents.manifest.layers, contents.manifest.tied
     are_all_new = True
@@ -54,6 +43,12 @@ def requantize(contents: Contents, model: nn.Module, scheme: QuantScheme) -> Non
         if own == wanted:
             are_all_new = False
             continue
+        if wanted.needs_data:
+            raise ValueError(
+                f"scheme is {wanted.name!r}, which needs data to run the model on, and {name} has the scheme "
+                f"{own.name!r}: quantize the float model, with calibration, or load the checkpoint in a scheme such as "
+                "'int8'"
+            )
         old, made = (_layer_like(contents, name, module, each) for each in (own, wanted))
         layers[name] = wanted
         before, after = ([leaf for leaf, _ in each.named_parameters(recurse=False)] for each in (old, made))

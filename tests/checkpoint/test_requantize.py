@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from families.schemes import input_scale_for
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import qgemm
-from checkpoint.foreign import relative
+from checkpoint.foreign import relative, same_tensors
 from checkpoint.models import Net
 from checkpoint.packers import Layer, linears, write
 from checkpoint.samples import IDS, SAMPLES, load_sample
 from qgemm import CheckpointError, QuantLinear
 from qgemm.checkpoint import requantize
 from qgemm.checkpoint.load import find_matching
-from qgemm.nn import LinearLayer, linear_class
+from qgemm.nn import LinearLayer, QuantLayer, linear_class
 from qgemm.scheme import resolve_scheme
 
 NAMES = [
@@ -228,8 +229,21 @@ def test_schemes_that_need_data_are_refused() -> None:
     for scheme in ("int8-static", "int8-outliers-16"):
         with pytest.raises(ValueError, match=rf"scheme is '{scheme}', which needs data"):
             qgemm.load_quantized(SAMPLES / NAMES[0], scheme=scheme)
+    name = r"model\.layers\.0\.\S+"
+    with pytest.raises(ValueError, match=rf"which needs data to run the model on, and {name} has the scheme 'int4"):
+        qgemm.load_quantized(SAMPLES / "gptq-4bit-g128-sym", scheme="fp8-static")
     with pytest.raises(ValueError, match="scheme is 'int7'"):
         qgemm.load_quantized(SAMPLES / NAMES[0], scheme="int7")
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor-static", "ct-fp8-static"])
+def test_layers_that_have_a_static_scheme_keep_it(name: str) -> None:
+    loaded = qgemm.load_quantized(SAMPLES / name, scheme="fp8-static")
+    assert same_tensors(loaded, qgemm.load_quantized(SAMPLES / name))
+    assert any(isinstance(each, QuantLayer) and each.scheme.name == "fp8-static" for each in loaded.modules())
+    # And in from_pretrained.
+    options = {"quantization_config": qgemm.QGemmConfig("fp8-static"), "dtype": loaded.config.dtype}
+    assert same_tensors(transformers.AutoModelForCausalLM.from_pretrained(SAMPLES / name, **options), loaded)
 
 
 def test_weights_that_overflow_name_the_layer(tmp_path: Path) -> None:

@@ -176,7 +176,8 @@ def test_checkpoints_that_transformers_takes_for_float_ones(case: str, copied: C
     [
         (QGemmConfig(skip="*.k_proj"), "skip is for a float model, but the checkpoint is quantized: leave it out"),
         (QGemmConfig({"*.k_proj": None, "*": "int8"}), "scheme names patterns, but the checkpoint is quantized"),
-        (QGemmConfig("int8-static", input_scales={"x": 1.0}), "scheme is 'int8-static', which needs data"),
+        (QGemmConfig("int8-static", input_scales={"x": 1.0}), "input_scales is for a float model"),
+        (QGemmConfig("int8-static"), "scheme is 'int8-static', which needs data"),
         (QGemmConfig(recipe=Recipe([SmoothQuant()]), calibration=[IDS]), "recipe is for a float model"),
     ],
 )

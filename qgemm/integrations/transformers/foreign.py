@@ -27,7 +27,6 @@ from qgemm.checkpoint.formats import fit_to_model, read_contents
 from qgemm.checkpoint.layout import CONFIG_FILE, checkpoint_file, read_json
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.matching import match
-from qgemm.checkpoint.requantize import resolve_target
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.tensor_parallel import is_cut, plan_layers
 from qgemm.model.offloading import is_offloaded
@@ -87,7 +86,7 @@ class ForeignLoad:
         folder = files[0].parent
         config_path = checkpoint_file(folder, CONFIG_FILE)
         values = read_json(config_path)
-        scheme = None if config.asked_scheme is None else resolve_target(_one_scheme(config))
+        scheme = None if config.asked_scheme is None else _one_scheme(config)
         config.check_for_quantized()
         if type(model).__name__ not in (values.get("architectures") or ()):
             raise CheckpointError(
@@ -142,4 +141,4 @@ class ForeignLoad:
 def _one_scheme(config: QGemmConfig) -> Any:
     if isinstance(config.asked_scheme, dict):
         raise ValueError("scheme names patterns, but the checkpoint is quantized: pass one scheme for all, or none")
-    return config.asked_scheme
+    return config.quantization.schemes["*"]
