@@ -42,6 +42,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         torch.randint(120, 134, (8, 1), device=device).to(torch.uint8),
         torch.tensor([0.5, 3.0]).to(device),
     )
+    in_groups, steps = (b_scale.expand(2, 8).t(), zero_points), b_scale[:, None] / 8
     qkv, turn = torch.randn(2, 3, 64, device=device).to(dtype), torch.randn(1, 3, 4, device=device).to(dtype)
     rotated = (qkv, turn, turn, y[:, 0][:8], None, "rms", 1e-6, 4, 2, False, "plain", False)
     stores, length = torch.zeros(2, 2, 2, 9, 8, device=device), torch.tensor([5], dtype=torch.int32, device=device)
@@ -82,6 +83,21 @@ def operands(dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Any, .
         "quant_linear_asymmetric vector": (x[0], weight, b_scale, bias, one, zero),
         "weight_only_linear": (x, packed, b_scale.expand(2, 8).t(), zero_points, None, order, bias, 16, "int4", 10),
         "weight_only_linear vector": (x[0], weight, b_scale[:, None], None, None, None, None, 16, "int8", 16),
+        "weight_only_linear int8": (x, packed, *in_groups, None, order, bias, 16, "int4", 10, True),
+        "weight_only_linear int8 steps": (
+            x,
+            packed,
+            steps * 3,
+            None,
+            None,
+            None,
+            bias,
+            16,
+            "int4",
+            16,
+            True,
+            steps[:, 0],
+        ),
         "weight_only_linear e8m0": (x, packed, exponents, None, None, None, bias, 16, "fp4", 16),
         "weight_only_linear e4m3": (x, packed, b_scale[:, None].to(E4M3), None, unit, None, bias, 16, "nf4", 16),
         "weight_only_linear fp8": (x, y.t().to(E4M3), b_scale[:, None].half(), None, None, None, bias, 16, "fp8", 16),
