@@ -40,7 +40,7 @@ def test_every_named_scheme_has_a_class_and_is_tested() -> None:
     classes = {scheme: linear_class(scheme) for scheme in EVERY_LAYER}
     assert set(SCHEMES) <= set(classes)
     assert classes["int8"] is classes["int8-static"] is QuantLinear
-    with pytest.raises(ValueError, match="scheme is 'int3'; it must be one of"):
+    with pytest.raises(ValueError, match=r"scheme is 'int3' \(.*\); it must be one of"):
         linear_class("int3")
 
 

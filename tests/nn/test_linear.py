@@ -75,7 +75,7 @@ def test_bias_has_the_default_dtype(device: torch.device) -> None:
 
 def test_an_unknown_scheme_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"scheme is 'int3'; it must be one of \[.*'int4', .*, 'int8', .*'int8-static'"
+        ValueError, match=r"scheme is 'int3' \(.*\); it must be one of \[.*'int4', .*, 'int8', .*'int8-static'"
     ):
         QuantLinear(4, 4, scheme="int3")
 
