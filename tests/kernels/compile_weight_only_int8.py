@@ -16,7 +16,12 @@ LAYERS = ("_int4_int8_layer_kernel", "_int4_int8_row_kernel", "_int4_int8_many_l
 
 def int8_cases(limits: DeviceLimits) -> Iterator[Case]:
     """The kernel for every GPU; each kind of Hopper's, with and without zero points."""
-    for M, K, size, asymmetric in ((1, 1024, 128, False), (64, 1008, 48, True), (64, 4096, 4096, True)):
+    for M, K, size, asymmetric in (
+        (1, 1024, 128, False),
+        (64, 1008, 48, True),
+        (64, 4096, 4096, True),
+        (5, 1000, 10, True),
+    ):
         kind = f"w4a8 tiles {M} {size}"
         yield Case(kind, lambda m=M, k=K, s=size, z=asymmetric: layer(m, 1020, k, s, z), only=PRODUCTS)
     if not limits.hopper:

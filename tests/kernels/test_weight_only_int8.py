@@ -82,8 +82,10 @@ def ternary(M: int, K: int, device: torch.device) -> Tensor:
     return x
 
 
-# Groups of powers of 2 within a half of a block, of none, of several halves; a tail; a whole row, of no whole block.
+# Groups of powers of 2 within a half of a block, of none, of several halves; a tail; a whole row, of no whole block; of
+# no whole steps, across halves, and of less than one.
 SIZES = [(256, 128), (320, 32), (192, 64), (160, 16), (336, 48), (512, 256), (300, 128), (40, 40), (301, 301)]
+SIZES += [(300, 100), (272, 24), (150, 10), (261, 1)]
 
 
 @pytest.mark.slow(quick=["256-128"])

@@ -1,6 +1,6 @@
 """int4 weights by int8 rows on every GPU: ``C[m, n] = x_scale[m] * sum over g of sums[m, n, g] * w_scale[n, g]``.
 
-``sums`` are exact int32 over the values of group ``g``, of any size that is a multiple of 16, or of the whole row. With
+``sums`` are exact int32 over the values of group ``g``, of any size, or of the whole row. With
 ``bias[n]`` added the result is rounded once. Weights are packed as ``qgemm.numerics.packing`` says.
 """
 
@@ -16,12 +16,14 @@ def _int4_int8_kernel(
     x, weight, C, x_scale, scale, zero_point, bias,
     M, N, K, G, width, stride_cm,
     group,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, WHOLE: tl.constexpr, HALF: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile a program. ``x``: int8 ``[M, K]``, contiguous. ``width``: the bytes of a row of the weight.
 
-    ``STEP``: values along K at a time, of one group and one half of a block: a power of 2. int8 products take 32 at
-    least; of fewer values they are float16, whose sums of a step are exact as well.
+    ``STEP``: values along K at a time, of one group: a power of 2, 16 or more. ``WHOLE``: whether groups are whole
+    steps, so that each is of one half of a block. int8 products take 32 values at least; of fewer they are float16,
+    whose sums of a step are exact as well.
     """
     tiles_n = tl.cdiv(N, BLOCK_N)
     m = tl.program_id(0) // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -37,12 +39,15 @@ def _int4_int8_kernel(
         if zero_point is not None:
             zeros = tl.load(zero_point + n.to(tl.int64) * G + g, mask=n < N, other=0)[None, :]
         sums = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
-        for start in range(g * group, min((g + 1) * group, K), STEP):
+        end = min((g + 1) * group, K)
+        for start in range(g * group, end, STEP):
             k = start + j
-            a = tl.load(x_rows + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0)
-            at = start // (2 * HALF) * HALF + start % HALF + j
-            packed = tl.load(w_rows + at[:, None], mask=(n < N)[None, :] & (k < K)[:, None], other=0)
-            if start // HALF % 2 == 0:
+            a = tl.load(x_rows + k[None, :], mask=(m < M)[:, None] & (k < end)[None, :], other=0)
+            at = start // (2 * HALF) * HALF + start % HALF + j if WHOLE else k // (2 * HALF) * HALF + k % HALF
+            packed = tl.load(w_rows + at[:, None], mask=(n < N)[None, :] & (k < end)[:, None], other=0)
+            if not WHOLE:
+                packed = tl.where((k // HALF % 2 == 0)[:, None], packed << 4, packed)
+            elif start // HALF % 2 == 0:
                 packed = packed << 4
             q = packed.to(tl.int8, bitcast=True) >> 4
             if zero_point is not None:

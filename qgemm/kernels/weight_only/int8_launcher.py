@@ -31,6 +31,7 @@ from qgemm.numerics.packing import HALF
 
 MAX_K = 1 << 17  # of Hopper's kernels: 16 * 8 * 127 * K must be an int32
 GROUPS = (32, 64, HALF)  # of theirs, or all of a row
+MIN_STEP = 16  # of the kernel for every GPU
 MAX_OWN_ROW = 32_768  # values of a row that every program quantizes for itself
 
 PARTS = ("counts", "q", "q_scale")
@@ -211,9 +212,10 @@ def _one_launch(
 def _launch(M: int, N: int, K: int, G: int, group: int, limits: DeviceLimits) -> Launch:
     """The product, by the kernel for every GPU."""
     block_m, block_n = min(max(next_power_of_2(M), 16), 64), 64
-    step = 64 if G == 1 else math.gcd(group, 64)
+    step = 64 if G == 1 else max(math.gcd(group, 64), MIN_STEP)
     numbers = (M, N, K, G, cdiv(K, BLOCK) * HALF, N, group)
+    constants = (block_m, block_n, step, G == 1 or group % step == 0, HALF, limits.pdl)
     return Launch(
-        _int4_int8_kernel, cdiv(M, block_m) * cdiv(N, block_n), numbers,
-        (block_m, block_n, step, HALF, limits.pdl), num_warps=8, num_stages=2, pdl=limits.pdl,
+        _int4_int8_kernel, cdiv(M, block_m) * cdiv(N, block_n), numbers, constants, num_warps=8, num_stages=2,
+        pdl=limits.pdl,
     )  # fmt: skip
