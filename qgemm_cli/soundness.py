@@ -15,6 +15,7 @@ from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm_cli.layers import StoredLayer
 from qgemm_cli.patterns import ranges
 from qgemm_cli.reading import Checkpoint
+from qgemm_cli.refused_values import Owners
 
 CHECKED_FORMATS = (
     *("qgemm", "compressed-tensors", "bitsandbytes", "gptq", "awq", "fp8", "auto-round"),
@@ -117,13 +118,15 @@ def _missing_blocks(checkpoint: Checkpoint) -> Iterator[str]:
             yield f"{prefix} has {len(present)} of {wanted} blocks{which}"
 
 
-def values_to_check(checkpoint: Checkpoint, scales: Container[str]) -> dict[str, StoredTensor]:
-    """The tensors that ``damaged_values`` is to read: ``scales``, and all of a file that has checksums."""
+def values_to_check(
+    checkpoint: Checkpoint, scales: Container[str], owners: Container[str] = ()
+) -> dict[str, StoredTensor]:
+    """The tensors that ``damaged_values`` is to read: ``scales``, ``owners``, and all of a file with checksums."""
     checked = {path for path in checkpoint.files if has_checksums(path)}
     return {
         name: tensor
         for name, tensor in checkpoint.stored.items()
-        if tensor.dtype is not None and (tensor.path in checked or name in scales)
+        if tensor.dtype is not None and (tensor.path in checked or name in scales or name in owners)
     }
 
 
@@ -139,30 +142,41 @@ def scale_names(layers: Iterable[StoredLayer]) -> set[str]:
 
 
 def damaged_values(
-    stored: dict[str, StoredTensor], scales: Container[str], advance: Callable[[float], object]
+    stored: dict[str, StoredTensor], scales: Container[str], owners: Owners, advance: Callable[[float], object]
 ) -> Iterator[str]:
-    """Reads ``stored``, one tensor at a time, and says which differ from their checksum or can't be ``scales``."""
+    """Reads ``stored``, one tensor at a time, and says which differ from their checksum, or can't be what they are.
+
+    ``scales``: the names of scales. ``owners``: the layers that hold tensors as they are.
+    """
     by_path: dict[object, dict[str, StoredTensor]] = defaultdict(dict)
     for name, tensor in stored.items():
         by_path[tensor.path][name] = tensor
-    for tensors in by_path.values():
+    for path, tensors in by_path.items():
         try:
             for name, value, is_sound in read_and_check(tensors, torch.device("cpu")):
                 advance(tensors[name].nbytes)
+                layer, leaf = owners.get(name, (None, ""))
+                problem = "" if layer is None else layer.problem_with(leaf, value)
                 if is_sound is False:
-                    yield f"{tensors[name].path}: {name} doesn't have the checksum that it was saved with"
-                elif name in scales:
-                    if bad := _bad_scales(name, value):
-                        yield f"{tensors[name].path}: {name} holds {bad} of {value.numel()} scales that can't be"
+                    yield f"{path}: {name} doesn't have the checksum that it was saved with"
+                elif name in scales and (bad := _bad_scales(name, value, may_be_negative=not problem)):
+                    yield f"{path}: {name} holds {bad} of {value.numel()} scales that can't be"
+                elif problem:
+                    yield f"{path}: {name} {problem}"
         except CheckpointError as error:
             yield str(error)
 
 
-def _bad_scales(name: str, value: Tensor) -> int:
-    """How many are NaN, infinite, negative, or 0 where that makes a whole weight, or an input, of zeros by mistake."""
-    if name.endswith(".scales") or value.ndim == 2:
-        return int((~value.isfinite()).sum())  # of groups; AutoRound's may be negative
-    # As rows and groups of zeros have in some libraries' files.
-    may_be_zero = name.endswith(("SCB", "absmax")) or (bool(value.any()) and not name.endswith("input_scale"))
-    is_fine = value.isfinite() & ((value >= 0) if may_be_zero else (value > 0))
+def _bad_scales(name: str, value: Tensor, may_be_negative: bool) -> int:
+    """How many are NaN or infinite, or 0 where that makes a whole weight, or an input, of zeros by mistake.
+
+    Or negative, where the layer takes no such ones.
+    """
+    is_fine = value.isfinite()
+    if not may_be_negative:
+        is_fine &= value >= 0
+    if name.endswith("input_scale"):
+        is_fine &= value > 0
+    elif value.ndim < 2 and not name.endswith((".scales", "SCB", "absmax")) and not bool(value.any()):
+        is_fine &= False  # rows of zeros have 0 in some libraries' files, but not all of them
     return int((~is_fine).sum())

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from qgemm.checkpoint.contents import Contents, read_converted
+from qgemm.checkpoint.contents import Contents, check_unheld, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.load import find_matching
 from qgemm.checkpoint.recognition import FP8_DTYPES
@@ -156,9 +156,7 @@ class Converted(FloatTensor):
             names = {f"{self._name}.{leaf}": leaf for leaf, _ in self._layer.named_parameters(recurse=False)}
             for target, value in read_converted(self._contents, torch.device("cpu"), only=names):
                 if (leaf := names.get(target.name)) is not None:
-                    if problem := self._layer.problem_with(leaf, value):
-                        path = self._contents.stored[target.source].path
-                        raise CheckpointError(f"{path}: {target.source} {problem}")
+                    self._contents.check_value(target, self._layer, leaf, value)
                     setattr(self._layer, leaf, nn.Parameter(value, requires_grad=False))
             self._is_read = True
         layer = self._layer
@@ -282,7 +280,7 @@ def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, Floa
     """The tensors of ``checkpoint`` by the model's names, if they are known, and by those in the files."""
     contents = checkpoint.contents
     if contents is not None and contents.is_foreign and checkpoint.folder is not None:
-        by_model = _of_model(checkpoint.folder)
+        by_model = _of_model(checkpoint.folder, contents)
         try:
             return [by_model, _in_files(checkpoint, source)]
         except CheckpointError:
@@ -300,15 +298,18 @@ def _find_weights(checkpoint: Checkpoint, source: Source) -> list[dict[str, Floa
     return [in_files]
 
 
-def _of_model(folder: Path) -> dict[str, FloatTensor]:
+def _of_model(folder: Path, contents: Contents) -> dict[str, FloatTensor]:
     """The tensors of another library's checkpoint, as ``load_quantized`` takes them; none of a model it can't build.
 
-    Experts have the names and order of ``QuantExperts``.
+    Experts have the names and order of ``QuantExperts``. Raises ``CheckpointError`` for values that it refuses though
+    no tensor is made of them; ``contents``: those by the names in the files.
     """
     try:
         found = find_matching(folder)
     except (CheckpointError, ImportError):
+        check_unheld(contents)
         return {}
+    check_unheld(found.contents)
     contents, tensors = found.contents, dict[str, FloatTensor]()
     for name, layer in found.layers.items():
         if isinstance(layer, QuantExperts):

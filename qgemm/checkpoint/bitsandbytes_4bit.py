@@ -133,7 +133,7 @@ def _note(contents: Contents, layer: str, state_name: str, state: _State) -> Non
         f"{layer}.weight_scale": (names["absmax"], (N, K // state.group_size), torch.float32),
     }
     contents.convert_together(list(names.values()), made, partial(_decode, state))
-    contents.look_at(state_name, lambda value: None)  # known already
+    contents.pass_over(state_name)  # known already
 
 
 def _check(stored: Mapping[str, StoredTensor], name: str, dtype: torch.dtype, count: int) -> None:

@@ -20,7 +20,7 @@ def leave_to_cache(contents: Contents, is_asked_for: bool = False) -> None:
     """Leaves the scales of keys and values out of ``contents``; ``is_asked_for``: the config has such a scheme."""
     for name, tensor in contents.stored.items():
         if split_name(name)[1] in _LEAVES and len(tensor.shape) < 2:
-            contents.look_at(name, lambda value: None)
+            contents.pass_over(name)
             is_asked_for = True
     if is_asked_for:
         contents.note(NOTE)

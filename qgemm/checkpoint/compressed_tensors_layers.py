@@ -52,7 +52,14 @@ LEAVES = (
 )
 """The tensors that a layer may have; its bias is anyone's."""
 
-_ASYMMETRIC = "the zero point is not 0, but the config says that the layer is quantized symmetrically"
+_ASYMMETRIC = (
+    "the zero point is not 0, but the config says that the layer is quantized symmetrically: correct symmetric in the "
+    "weights of its group"
+)
+_SHIFTED = (
+    "the zero point of the input is not 0, but the config says that it is quantized symmetrically: correct symmetric "
+    "in the input_activations of its group"
+)
 
 
 @dataclass(frozen=True)
@@ -182,12 +189,12 @@ def note_layer(contents: Contents, layer: Layer, group: Group) -> None:
     for leaf in ("weight_shape", "weight_g_idx", "input_global_scale"):
         full_name = f"{name}.{leaf}"
         if full_name in contents.headers and full_name not in contents.conversions:
-            contents.look_at(full_name, lambda value: None)
+            contents.pass_over(full_name)
     if "input_scale" in layer.tensors and not group.shifts_inputs:
         note_input_scale(contents, name)
     # Older versions store zero points for symmetric schemes as well.
     if "input_zero_point" in layer.tensors and not group.shifts_inputs:
-        contents.must_be_zero(f"{name}.input_zero_point", "the zero point of the input is not 0")
+        contents.must_be_zero(f"{name}.input_zero_point", _SHIFTED)
     if "weight_zero_point" in layer.tensors and group.weights.symmetric:
         _must_be_symmetric(contents, layer, group)
 

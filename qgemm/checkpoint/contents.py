@@ -2,8 +2,9 @@
 
 A reader of a format makes it from the config and the headers of the files, before any value is read. It says what
 becomes of the tensors in the files that the model holds otherwise: of one by itself (``convert``), of several together
-(``convert_together``), of one that is only checked (``look_at``). Renaming tensors and putting experts together then
-change where the results go, and not how they are made. ``read_converted`` makes them, on any device.
+(``convert_together``), of one that is only checked (``look_at``) or not needed (``pass_over``). Renaming tensors and
+putting experts together then change where the results go, and not how they are made. ``read_converted`` makes them, on
+any device; who wants some of them alone calls ``check_unheld`` as well.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.errors import CheckpointError, raised
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_values
+from qgemm.nn import QuantLayer
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,14 @@ class Conversion:
     """Tensors of the files, and what the model holds in their place.
 
     ``make`` takes the values of ``sources`` and returns one for each of ``targets``, in their order. It raises
-    ``ValueError`` for values that can't be; the error then names the first of the sources. Without targets, it only
-    looks at the values. One that the model doesn't have is None.
+    ``ValueError`` for values that can't be; the error then names the first of the sources. One that the model doesn't
+    have is None. ``checks``: nothing is made, but the values are looked at.
     """
 
     sources: tuple[str, ...]
     targets: list[Target | None]
     make: Callable[..., Sequence[Tensor]]
+    checks: bool = False
 
 
 @dataclass
@@ -225,17 +228,40 @@ class Contents:
             check(value)
             return ()
 
-        self.convert_together((name_in_file,), {}, look)
+        self.pass_over(name_in_file)
+        self.conversions[name_in_file] = Conversion((name_in_file,), [], look, checks=True)
+
+    def pass_over(self, name_in_file: str) -> None:
+        """Notes that the model doesn't hold ``name_in_file``, whatever its values are."""
+        self.convert_together((name_in_file,), {}, lambda value: ())
 
     def must_be_zero(self, name_in_file: str, problem: str) -> None:
-        """As ``look_at``, for a tensor in which anything but 0 is a ``problem``."""
+        """As ``look_at``, for a tensor in which anything but 0 is a ``problem``.
 
-        self.look_at(name_in_file, partial(_must_be_zero, problem))
+        One that others are made of stays a source of them, and is looked at as they are made.
+        """
+        check = partial(_must_be_zero, problem)
+        known = self.conversions.get(name_in_file)
+        if known is None or not any(known.targets):
+            self.look_at(name_in_file, check)
+            return
+        make, index = known.make, known.sources.index(name_in_file)
+
+        def make_if_zero(*values: Tensor) -> Sequence[Tensor]:
+            check(values[index])
+            return make(*values)
+
+        known.make = make_if_zero
 
     def sources_of(self, name: str) -> tuple[str, ...]:
         """The tensors of the files that the model's tensor ``name`` is made of."""
         conversion, _ = self._made.get(name, (self.conversion_of(name), 0))
         return conversion.sources
+
+    def is_source_of(self, name_in_file: str, names: Container[str]) -> bool:
+        """Whether one of the model's tensors called ``names``, or a part of it, is made of ``name_in_file``."""
+        targets = self.conversion_of(name_in_file).targets
+        return any(target is not None and target.name in names for target in targets)
 
     def leave_out(self, name: str, problem: str = "") -> None:
         """Notes that the model has no tensor ``name``.
@@ -246,8 +272,26 @@ class Contents:
         del self.headers[name]
         conversion.targets[index] = None
         if not any(conversion.targets):
+            look = partial(_must_be_zero, problem)
             for source in conversion.sources:
-                self.conversions[source] = Conversion((source,), [], partial(_must_be_zero, problem))
+                self.conversions[source] = Conversion((source,), [], look, checks=bool(problem))
+
+    def check_value(
+        self,
+        target: Target,
+        layer: QuantLayer,
+        leaf: str,
+        value: Tensor,
+        on_problem: Callable[[CheckpointError], object] = raised,
+    ) -> None:
+        """Tells ``on_problem`` what is wrong with ``value`` of ``target``, the parameter ``leaf`` of ``layer``."""
+        if problem := layer.problem_with(leaf, value):
+            on_problem(CheckpointError(f"{self.stored[target.source].path}: {target.source} {problem}"))
+
+    @property
+    def checked_names(self) -> list[str]:
+        """The tensors in the files that the model doesn't hold, but whose values are looked at."""
+        return [name for name in self.stored if self.conversion_of(name).checks]
 
     def in_order(self) -> dict[str, StoredTensor]:
         """``stored``, with the tensors of a conversion side by side, so that few of them wait for others.
@@ -272,21 +316,40 @@ def read_converted(
     device: torch.device,
     on_read: Callable[[int], object] = lambda nbytes: None,
     only: Container[str] | None = None,
+    on_problem: Callable[[CheckpointError], object] = raised,
 ) -> Iterator[tuple[Target, Tensor]]:
     """Every tensor of the model, or part of one, that the files hold, on ``device``; tells ``on_read`` the bytes read.
 
     ``only``: the names of those that are wanted, with what else is made together with them. Reads the tensors of one
-    conversion after the other, and keeps nothing that it has handed out. Raises ``CheckpointError``, naming file and
-    tensor, for values that can't be converted, and as ``read_values`` does.
+    conversion after the other, and keeps nothing that it has handed out. Tells ``on_problem`` the ``CheckpointError``
+    about values that can't be converted, which names file and tensor, and by default is raised; raises as
+    ``read_values`` does.
     """
     order = contents.in_order()
     if only is not None:
-        targets = {name: contents.conversion_of(name).targets for name in order}
-        order = {
-            name: order[name]
-            for name, made in targets.items()
-            if any(target and target.name in only for target in made)
-        }
+        order = {name: order[name] for name in order if contents.is_source_of(name, only)}
+    yield from _converted(contents, order, device, on_read, on_problem)
+
+
+def check_unheld(
+    contents: Contents,
+    on_read: Callable[[int], object] = lambda nbytes: None,
+    on_problem: Callable[[CheckpointError], object] = raised,
+) -> None:
+    """Looks at the tensors that the model doesn't hold and that can't have any value; errors as ``read_converted``."""
+    order = {name: contents.stored[name] for name in contents.checked_names}
+    for _ in _converted(contents, order, torch.device("cpu"), on_read, on_problem):
+        pass
+
+
+def _converted(
+    contents: Contents,
+    order: dict[str, StoredTensor],
+    device: torch.device,
+    on_read: Callable[[int], object],
+    on_problem: Callable[[CheckpointError], object],
+) -> Iterator[tuple[Target, Tensor]]:
+    """What becomes of the tensors in ``order``, which has all sources of each conversion."""
     waiting: dict[str, dict[str, Tensor]] = {}  # by the first of a conversion's sources
     for name_in_file, value in read_values(order, device):
         on_read(value.nbytes)
@@ -302,7 +365,8 @@ def read_converted(
         try:
             made = conversion.make(*values)
         except ValueError as error:
-            raise CheckpointError(f"{contents.stored[first].path}: {first}: {error}") from error
+            on_problem(CheckpointError(f"{contents.stored[first].path}: {first}: {error}"))
+            continue
         del values
         yield from ((target, each) for target, each in zip(conversion.targets, made, strict=True) if target)
         del made

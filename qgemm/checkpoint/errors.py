@@ -1,8 +1,17 @@
 """The one error that a checkpoint that can't be trusted raises."""
 
+from __future__ import annotations
+
+from typing import NoReturn
+
 
 class CheckpointError(ValueError):
     """A checkpoint is incomplete, damaged, of an unknown format, or of another model. Nothing was loaded."""
+
+
+def raised(error: CheckpointError) -> NoReturn:
+    """Raises ``error``: what is done about a problem unless the caller says otherwise."""
+    raise error
 
 
 def unsupported(what: str) -> CheckpointError:

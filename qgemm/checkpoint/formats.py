@@ -39,6 +39,7 @@ from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.stored_report import read_report
 from qgemm.checkpoint.tensors import find_module, named_tensors, split_name
 from qgemm.model.swap_rules import find_rule, modules_around
+from qgemm.nn import linear_class
 from qgemm.nn.float_experts import UnknownExperts, describe_experts
 from qgemm.nn.linear_layer import is_conv1d, linear_weight
 from qgemm.scheme import QuantScheme
@@ -62,6 +63,7 @@ _OWN_CONFIGS = {
     awq.CONFIG_FILE: awq.QUANT_METHOD,
     modelopt.CONFIG_FILE: modelopt.QUANT_METHOD,
 }
+_NO_BIAS = "the bias is not 0, but the model's layer has none: see that config.json is the one of this checkpoint"
 SUPPORTED = (
     "'qgemm', 'compressed-tensors', 'gptq' (4 and 8 bits), 'awq' (gemm), 'auto-round', 'bitsandbytes' (int8, nf4), "
     "'torchao' (int8, fp8), 'fp8', 'fbgemm_fp8', 'modelopt', 'mxfp4' (GPT-OSS)"
@@ -211,9 +213,12 @@ def _leave_out(contents: Contents, model: nn.Module) -> None:
     for name in [name for name in contents.headers if name not in known]:
         layer, leaf = split_name(name)
         if leaf == "bias" and layer in contents.manifest.layers and find_module(model, layer) is not None:
-            # Else it is what a zero point adds to the product, which a layer without a bias has too.
-            if any(split_name(source)[1] == "bias" for source in contents.sources_of(name)):
-                contents.leave_out(name, "the bias is not 0, but the model's layer has none")
+            # Of its own, or part of what a zero point adds to the product, which a layer without a bias has too.
+            source = next((each for each in contents.sources_of(name) if split_name(each)[1] == "bias"), None)
+            if source is not None and linear_class(contents.manifest.layers[layer]).folds_bias:
+                contents.must_be_zero(source, _NO_BIAS)
+            elif source is not None:
+                contents.leave_out(name, _NO_BIAS)
         elif find_module(model, layer) is None or layer not in contents.manifest.layers:
             if any(re.search(pattern, name) for pattern in ignored):
                 contents.leave_out(name)

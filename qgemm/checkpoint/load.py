@@ -94,20 +94,13 @@ def _read(
     scheme: QuantScheme | None = None,
 ) -> tuple[Matching, dict[str, Tensor]]:
     found = find_matching(folder, model, scheme)
-    stored, tied = found.contents.stored, found.contents.manifest.tied
-    owners = {}
-    for layer_name, layer in found.layers.items():
-        for leaf in layer.fixed_names:
-            full_name = f"{layer_name}.{leaf}"
-            owners[tied.get(full_name, full_name)] = layer, leaf
     values: dict[str, Tensor] = {}
-    total = sum(tensor.nbytes for tensor in stored.values())
+    total = sum(tensor.nbytes for tensor in found.contents.stored.values())
     with tqdm(total=total, desc="load", unit="B", unit_scale=True, disable=None) as progress:
+        owners = found.owners
         for target, value in read_converted(found.contents, device, progress.update):
             if target.name in owners:
-                layer, leaf = owners[target.name]
-                if problem := layer.problem_with(leaf, value):
-                    raise CheckpointError(f"{stored[target.source].path}: {target.source} {problem}")
+                found.contents.check_value(target, *owners[target.name], value)
             if target.place is None:
                 values[target.name] = value
                 continue
@@ -125,6 +118,13 @@ class Matching:
     layers: dict[str, QuantLayer]
     contents: Contents
     extras: dict[str, Any]
+
+    @property
+    def owners(self) -> dict[str, tuple[QuantLayer, str]]:
+        """The layer that holds each tensor whose values can be wrong, and what it calls it."""
+        tied = self.contents.manifest.tied
+        names = {f"{name}.{leaf}": (layer, leaf) for name, layer in self.layers.items() for leaf in layer.fixed_names}
+        return {tied.get(name, name): owner for name, owner in names.items()}
 
 
 def find_matching(

@@ -60,7 +60,7 @@ def _note_layer(contents: Contents, layer: str, algorithm: object, config_path: 
     if weight is not None and weight.dtype == torch.uint8 and f"{layer}.weight_scale_2" in contents.stored:
         note_nvfp4(contents, layer, "weight", "weight_scale_2", divides=False)
         if has_input_scale:
-            contents.look_at(f"{layer}.input_scale", lambda value: None)
+            contents.pass_over(f"{layer}.input_scale")
             contents.note("activations stay in float, where the checkpoint asks for fp4")
     elif weight is not None and weight.dtype == FP8.storage and scale.dtype == torch.uint8:
         note_mxfp8(contents, layer)

@@ -249,7 +249,7 @@ def _note(contents: Contents, layer: PackedLayer) -> None:
     contents.convert_together([layer.name_of(leaf) for leaf in sources.values()], made, partial(_decode, layer))
     for leaf in ("qzeros", "g_idx"):
         if layer.name_of(leaf) in contents.headers:
-            contents.look_at(layer.name_of(leaf), lambda value: None)  # known already
+            contents.pass_over(layer.name_of(leaf))  # known already
 
 
 def _decode(layer: PackedLayer, qweight: Tensor, scales: Tensor, *others: Tensor) -> tuple[Tensor, ...]:

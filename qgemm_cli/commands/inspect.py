@@ -1,6 +1,6 @@
 """``qgemm inspect``: what a checkpoint is, its layers, sizes and coverage, and what is wrong with it.
 
-Only headers are read, and of the values those that can be checked: scales, and whatever a file has checksums of.
+Headers are read, and of the values those that can be checked: those of quantized layers, and of files with checksums.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from qgemm_cli.layers import StoredLayer, coverage, dtype_name, find_layers
 from qgemm_cli.output import print_lines, print_table, printable, progress_bar, size
 from qgemm_cli.patterns import collapse, natural_order, pattern_of
 from qgemm_cli.reading import Checkpoint, open_checkpoint
+from qgemm_cli.refused_values import Owners, ValuesAsLoaded, find_owners
 from qgemm_cli.soundness import damaged_values, find_problems, scale_names, values_to_check
 
 MOST_ROWS = 200
@@ -32,19 +33,16 @@ def examine(path: Path, verify: bool) -> dict[str, Any]:
         key=lambda layer: natural_order(layer.name),
     )
     problems = [*checkpoint.problems, *find_problems(checkpoint, layers)]
-    scales = scale_names(layers)
-    wanted = values_to_check(checkpoint, scales) if verify else {}
-    total = sum(tensor.nbytes for tensor in wanted.values())
-    with progress_bar("verify", total, shown=total > 0) as advance:
-        problems += damaged_values(wanted, scales, advance)
     contents = checkpoint.contents
+    verified, refusal = _verify(checkpoint, layers, problems) if verify else (None, "")
+    refusal = checkpoint.refusal or refusal
     return {
         "path": str(path),
         "format": checkpoint.format,
         "variant": checkpoint.variant,
         "architecture": _architecture(checkpoint),
-        "loads": contents is not None,
-        "refusal": checkpoint.refusal or None,
+        "loads": contents is not None and not refusal,
+        "refusal": refusal or None,
         "notes": [] if contents is None else contents.notes,
         "files": [{"name": file.name, "bytes": file.stat().st_size} for file in checkpoint.files],
         "bytes": {
@@ -57,9 +55,30 @@ def examine(path: Path, verify: bool) -> dict[str, Any]:
         "coverage": coverage(layers),
         "tied": {} if contents is None else contents.manifest.tied,
         "layers": [_describe(layer, checkpoint) for layer in layers],
-        "verified": {"tensors": len(wanted), "bytes": total} if verify else None,
+        "verified": verified,
         "problems": problems,
     }
+
+
+def _verify(checkpoint: Checkpoint, layers: list[StoredLayer], problems: list[str]) -> tuple[dict[str, int], str]:
+    """Reads what can be wrong, and adds what is to ``problems``; returns how much was read, and what stops a load."""
+    scales, contents, owners = scale_names(layers), checkpoint.contents, Owners()
+    as_loaded = None
+    if contents is not None and contents.is_foreign and checkpoint.folder is not None:
+        as_loaded = ValuesAsLoaded(checkpoint.folder, contents)
+    elif contents is not None:
+        owners = find_owners(contents)
+    wanted, loaded = values_to_check(checkpoint, scales, owners), {} if as_loaded is None else as_loaded.stored
+    total = sum(tensor.nbytes for tensor in (*wanted.values(), *loaded.values()))
+    with progress_bar("verify", total, shown=total > 0) as advance:
+        problems += damaged_values(wanted, scales, owners, advance)
+        refused = [] if as_loaded is None else as_loaded.find_problems(advance)
+    # Of a tensor whose scales can't be, that is enough.
+    known = tuple(problem.partition(" holds ")[0] for problem in problems)
+    problems += [problem for problem in refused if not problem.startswith(known)]
+    read = wanted | loaded
+    found = {"tensors": len(read), "bytes": sum(tensor.nbytes for tensor in read.values())}
+    return found, refused[0] if refused else ""
 
 
 def _architecture(checkpoint: Checkpoint) -> str | None:

@@ -13,6 +13,9 @@ three ways, and loads it. What may happen then:
 - where files of two saves are mixed, or the folder is saved into, or files are cut, while it is loaded: one of the two
   models that were saved, bit for bit.
 
+Of a transformers model that another library has quantized, ``from_pretrained`` may load nothing that is refused here,
+and has the same layers.
+
 Anything else is a failure: another exception, more than ``SECONDS`` of a processor's time, ``WAITED_SECONDS`` or
 ``MEMORY`` bytes, a file opened outside of the folder. Case ``i`` of a seed is always the same; ``--only i`` runs it
 alone and shows what became of it.
@@ -41,6 +44,7 @@ from typing import Any
 import torch
 from safetensors.torch import load as parse_safetensors
 from torch import Tensor, nn
+from transformers.utils.logging import disable_progress_bar
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -51,6 +55,7 @@ from checkpoint.fuzz_foreign import make_foreign
 from checkpoint.fuzz_fp8 import make_fp8
 from checkpoint.fuzz_models import CONFIG, INDEX, Files, Good, Link, Special, make_good, output_of
 from checkpoint.fuzz_packed import OWN_CONFIG
+from qgemm import QGemmConfig
 from qgemm.checkpoint import CheckpointError, load_quantized
 from qgemm.checkpoint.safetensors_file import DTYPE_CODES
 from qgemm.checkpoint.safetensors_reader import SafetensorsReader
@@ -180,7 +185,7 @@ def run_case(case: Case, work: Path, watch: Watch) -> str:
     start, files = case.start, case.files
     folder, outside = work / "case", work / "outside"
     write_files(files, folder, outside)
-    before = memory_peak()
+    before, refusal, pretrained = memory_peak(), "", None
     waiting = sorted(case.changes, key=lambda change: change.step)
 
     def change_now(step: int) -> None:
@@ -195,7 +200,7 @@ def run_case(case: Case, work: Path, watch: Watch) -> str:
         model = load_quantized(folder, model=start.build)
     except CheckpointError as error:
         str(error).encode("utf-8", "backslashreplace")
-        model = None
+        model, refusal = None, str(error)
     except Exception as error:
         raise AssertionError(f"{type(error).__name__} instead of CheckpointError") from error
     except BaseException as error:
@@ -207,6 +212,8 @@ def run_case(case: Case, work: Path, watch: Watch) -> str:
             signal.setitimer(timer, 0)
         strangers = watch.outside_of(folder)
         watch.opened = None
+        if start.meaning is not None and start.build is None and not case.changes:
+            pretrained = from_pretrained(folder)
         shards = [] if strangers else [path for path in folder.iterdir() if path.name.endswith(".safetensors")]
         held = {path.name: path.read_bytes() for path in shards if path.is_file()}
         shutil.rmtree(folder)
@@ -215,7 +222,11 @@ def run_case(case: Case, work: Path, watch: Watch) -> str:
     assert grown < MEMORY, f"memory rose by {grown >> 20} MiB"
     assert torch.get_default_dtype() == torch.float32, "the default dtype was left changed"
     if model is None:
+        is_checked = not any(text in refusal for text in UNCHECKED_BY_TRANSFORMERS)
+        assert pretrained is None or not is_checked, f"from_pretrained loads what is refused: {refusal}"
         return "refused"
+    if pretrained is not None:
+        check_same_layers(model, pretrained)
     if case.is_whole:
         return which_save(model, start)
     config = json.loads(content_of(files, CONFIG))
@@ -252,6 +263,31 @@ def run_case(case: Case, work: Path, watch: Watch) -> str:
         or not all(same_bytes(tensor, on_disk[name]) for name, tensor in untouched.items())
     ), "another output from the same values"
     return "other values"
+
+
+# Of what load_quantized refuses: how to generate, and checksums of the float part.
+UNCHECKED_BY_TRANSFORMERS = ("generation_config", "doesn't have the checksum")
+
+
+def from_pretrained(folder: Path) -> nn.Module | None:
+    """What transformers loads with a ``QGemmConfig`` for another library's checkpoint; None if that is an error."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(folder, quantization_config=QGemmConfig())
+    except Exception:  # of whatever kind: what isn't about quantized layers is transformers' own
+        return None
+    return loaded
+
+
+def check_same_layers(model: nn.Module, other: nn.Module) -> None:
+    """Raises ``AssertionError`` unless the quantized layers of both are the same."""
+    theirs = dict(other.named_modules())
+    for name, layer in model.named_modules():
+        for leaf in layer.fixed_names if isinstance(layer, QuantLayer) else ():
+            if (value := layer.stored(leaf)) is not None:
+                same = same_bytes(value.detach(), theirs[name].stored(leaf).detach())  # type: ignore[operator]
+                assert same, f"from_pretrained has another {name}.{leaf}"
 
 
 def which_save(model: nn.Module, start: Good) -> str:
@@ -325,6 +361,7 @@ def prepare(work: Path, make: Callable[[Path], list[Good]] = make_good) -> tuple
     """The good checkpoints, and everything imported that loading one imports."""
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
+    disable_progress_bar()
     torch.set_num_threads(1)
     good = make(work / "good")
     write_files(good[0].files, work / "outside", work)

@@ -130,6 +130,7 @@ def add_tensor(rng: random.Random, files: Files) -> None:
         "k_scale": [torch.ones(1), torch.ones(n, n)],
         "SCB": [torch.ones(n), torch.zeros(n), torch.ones(n, 1)],
         "weight_format": [torch.tensor(value, dtype=torch.uint8) for value in (0, 1, 2, 255)],
+        "bias": [torch.ones(n), torch.zeros(n)],
         "": [torch.ones(n)],
     }
     leaf = rng.choice(sorted(makes))

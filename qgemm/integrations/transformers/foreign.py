@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from qgemm.checkpoint import formats
-from qgemm.checkpoint.contents import read_converted
+from qgemm.checkpoint.contents import check_unheld, read_converted
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.formats import fit_to_model, read_contents
 from qgemm.checkpoint.layout import CONFIG_FILE, checkpoint_file, read_json
@@ -99,6 +99,7 @@ class ForeignLoad:
         contents = self._contents
         # transformers makes the buffers anew.
         self._layers = match(model, contents.manifest, contents.headers, config_path, has_buffers=False)
+        check_unheld(contents)
         for note in contents.notes:
             warn_user(f"{folder}: {note}")
         for name, layer in self._layers.items():
@@ -127,9 +128,7 @@ class ForeignLoad:
                 if target.name not in owners:
                     continue
                 layer, leaf = owners[target.name]
-                if problem := layer.problem_with(leaf, value):
-                    path = self._contents.stored[target.source].path
-                    raise CheckpointError(f"{path}: {target.source} {problem}")
+                self._contents.check_value(target, layer, leaf, value)
                 whole = layer.stored(leaf).detach()
                 (whole if target.place is None else whole[target.place]).copy_(value)
         for name, layer in self._layers.items():

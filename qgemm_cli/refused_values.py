@@ -1,0 +1,94 @@
+"""What loading would refuse of a checkpoint's values, which are read and made as ``load_quantized`` does, then let go.
+
+Which biases a layer may have, a model says: one of transformers is built for another library's files, without values.
+Of any other model, layers are known by their schemes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from qgemm.checkpoint.contents import Contents, check_unheld, read_converted
+from qgemm.checkpoint.errors import CheckpointError
+from qgemm.checkpoint.load import find_matching
+from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.tensors import split_name
+from qgemm.nn import QuantLayer, linear_class
+from qgemm.scheme import QuantScheme
+
+Owners = dict[str, tuple[QuantLayer, str]]
+"""The layer that holds each tensor, and what the layer calls it."""
+
+_EXPERTS = ("gate_up_proj", "down_proj")
+_CPU = torch.device("cpu")
+_COLUMNS = 256  # whose number no check of values asks for, unless it is that of a linear layer
+
+
+class ValuesAsLoaded:
+    """The quantized layers of another library's checkpoint, whose values ``find_problems`` looks at."""
+
+    def __init__(self, folder: Path, contents: Contents) -> None:
+        """``contents``: those of ``folder``, which are used if no model can be built for it."""
+        try:
+            found = find_matching(folder)
+            self._contents, self._owners = found.contents, found.owners
+        except (CheckpointError, ImportError):
+            self._contents, self._owners = contents, find_owners(contents)
+
+    @property
+    def stored(self) -> dict[str, StoredTensor]:
+        """The tensors in the files that are read."""
+        contents, checked = self._contents, set(self._contents.checked_names)
+        return {
+            name: tensor
+            for name, tensor in contents.stored.items()
+            if name in checked or contents.is_source_of(name, self._owners)
+        }
+
+    def find_problems(self, advance: Callable[[float], object]) -> list[str]:
+        """What ``load_quantized`` would raise an error for."""
+        found: list[CheckpointError] = []
+        try:
+            check_unheld(self._contents, advance, found.append)
+            for target, value in read_converted(self._contents, _CPU, advance, self._owners, found.append):
+                if target.name in self._owners:
+                    self._contents.check_value(target, *self._owners[target.name], value, found.append)
+        except CheckpointError as error:
+            found.append(error)
+        return [str(error) for error in found]
+
+
+def find_owners(contents: Contents) -> Owners:
+    """The layer of each quantized tensor in ``contents`` and what the layer calls it, by the schemes of the layers."""
+    layers: dict[str, QuantLayer] = {}
+    owners: Owners = {}
+    for name, tensor in contents.headers.items():
+        module, leaf = split_name(name)
+        scheme = contents.manifest.layers.get(module)
+        if scheme is None:
+            continue
+        experts = next((each for each in _EXPERTS if leaf.startswith(each)), None)
+        if module not in layers:
+            K = _COLUMNS if experts else _columns(contents, module, tensor)
+            layers[module] = _layer_of(scheme, K)
+        own = leaf if experts is None else f"weight{leaf.removeprefix(experts)}"
+        if own in layers[module].fixed_names:
+            owners[name] = layers[module], own
+    return owners
+
+
+def _layer_of(scheme: QuantScheme, K: int) -> QuantLayer:
+    try:
+        return linear_class(scheme)(K, _COLUMNS, False, "meta", scheme=scheme)
+    except ValueError:  # for so many columns
+        return linear_class(scheme)(_COLUMNS, _COLUMNS, False, "meta", scheme=scheme)
+
+
+def _columns(contents: Contents, module: str, tensor: StoredTensor) -> int:
+    if module in contents.shapes:
+        return contents.shapes[module][1]
+    weight = contents.headers.get(f"{module}.weight", tensor)
+    return contents.manifest.in_features.get(module, weight.shape[-1] if weight.shape else _COLUMNS)
