@@ -31,6 +31,7 @@ from qgemm.checkpoint.float_layers import (
     note_nvfp4,
 )
 from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.signs import note_scaled, with_positive_scales
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.checkpoint.words import by_rows, unpack_words
 from qgemm.numerics.formats import FP8, INT8
@@ -251,7 +252,8 @@ def _note_integers(contents: Contents, layer: Layer, group: Group) -> None:
     N, K = layer.tensors["weight"].shape
     name, scale = layer.name, f"{layer.name}.weight_scale"
     if group.inputs is not None and group.weights.bits == 8:
-        contents.convert(scale, scale, (N,), lambda value: for_each(value.float(), N))
+        names = f"{name}.weight", scale
+        note_scaled(contents, names, names, ((N, K), (N,)), lambda value: for_each(value.float(), N))
         return
     note_group_scale(contents, layer, N)
     if group.weights.bits == 4:
@@ -280,6 +282,7 @@ def _note_shifted(contents: Contents, layer: Layer) -> None:
     def make(weight: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         scale, given = for_each(others[0].float(), N), others[3:]
         input_scale, zero_point = others[1].float().reshape(()), others[2].reshape(())
+        weight, scale = with_positive_scales(weight, scale)
         shift = correction(weight, scale, input_scale, zero_point)
         return weight, scale, input_scale, zero_point, (given[0].double() - shift if given else -shift).float()
 

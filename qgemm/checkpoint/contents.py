@@ -240,11 +240,11 @@ class Contents:
 
         One that others are made of stays a source of them, and is looked at as they are made.
         """
-        check = partial(_must_be_zero, problem)
         known = self.conversions.get(name_in_file)
         if known is None or not any(known.targets):
-            self.look_at(name_in_file, check)
+            self.look_at(name_in_file, partial(_must_be_zero, problem))
             return
+        check = partial(_must_be_zero, f"{name_in_file}: {problem}")
         make, index = known.make, known.sources.index(name_in_file)
 
         def make_if_zero(*values: Tensor) -> Sequence[Tensor]:
@@ -286,7 +286,8 @@ class Contents:
     ) -> None:
         """Tells ``on_problem`` what is wrong with ``value`` of ``target``, the parameter ``leaf`` of ``layer``."""
         if problem := layer.problem_with(leaf, value):
-            on_problem(CheckpointError(f"{self.stored[target.source].path}: {target.source} {problem}"))
+            advice = "the files are damaged: get them again, or quantize the float model"
+            on_problem(CheckpointError(f"{self.stored[target.source].path}: {target.source} {problem}; {advice}"))
 
     @property
     def checked_names(self) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import StoredTensor, unfit
+from qgemm.checkpoint.signs import note_scaled
 from qgemm.checkpoint.tensors import FLOAT_DTYPES
 from qgemm.checkpoint.words import by_rows, unpack_nibbles
 from qgemm.numerics.formats import FP8
@@ -30,13 +31,14 @@ def note_fp8(contents: Contents, layer: str, scheme: QuantScheme, scale_leaf: st
     weight = matrix(contents, layer, "weight", FP8.storage)
     N, K = weight.shape
     name, made = f"{layer}.{scale_leaf}", f"{layer}.weight_scale"
+    sources, names = (f"{layer}.weight", name), (f"{layer}.weight", made)
     scale = contents.stored[name]
     if scheme.weight.granularity == "block":
         assert scheme.weight.block is not None
         rows, columns = scheme.weight.block
         grid = (cdiv(N, rows), cdiv(K, columns))
         check_scale(contents, name, SCALE_DTYPES, {grid})
-        contents.convert(made, name, grid, Tensor.float)
+        note_scaled(contents, sources, names, ((N, K), grid), block=scheme.weight.block)
     else:
         check_scale(contents, name, SCALE_DTYPES, {(), (1,), (1, 1), (N,), (N, 1)})
         if scheme.is_weight_only:
@@ -44,7 +46,7 @@ def note_fp8(contents: Contents, layer: str, scheme: QuantScheme, scale_leaf: st
             assert dtype is not None
             contents.convert(made, name, (N, 1), lambda value: for_each(value.to(dtype), N)[:, None], dtype)
         else:
-            contents.convert(made, name, (N,), lambda value: for_each(value.float(), N))
+            note_scaled(contents, sources, names, ((N, K), (N,)), lambda value: for_each(value.float(), N))
     contents.manifest.layers[layer] = scheme
 
 

@@ -26,6 +26,7 @@ from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.float_layers import SCALE_DTYPES, check_scale, note_fp8, note_input_scale
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.safetensors_file import StoredTensor
+from qgemm.checkpoint.signs import note_scaled
 from qgemm.checkpoint.tensors import FLOAT_DTYPES, split_name
 from qgemm.numerics.formats import FP8
 from qgemm.numerics.integers import cdiv
@@ -95,7 +96,8 @@ def _note_experts_in_blocks(contents: Contents, experts: str, leaf: str) -> None
     assert _BLOCK is not None
     name, grid = f"{experts}.{leaf}_scale_inv", (E, cdiv(N, _BLOCK[0]), cdiv(K, _BLOCK[1]))
     check_scale(contents, name, SCALE_DTYPES, {grid})
-    contents.convert(f"{experts}.{leaf}_scale", name, grid, Tensor.float)
+    weight = f"{experts}.{leaf}"
+    note_scaled(contents, (weight, name), (weight, f"{weight}_scale"), ((E, N, K), grid), block=_BLOCK)
     contents.manifest.layers[experts] = resolve_scheme("fp8-block")
 
 
@@ -104,9 +106,13 @@ def _note_experts_by_row(contents: Contents, experts: str, leaf: str) -> None:
     name = f"{experts}.{leaf}"
     E, K, N = contents.stored[name].shape
     check_scale(contents, f"{name}_scale", FLOAT_DTYPES, {(E, 1, N), (E, N, 1)})
-    contents.convert(name, name, (E, N, K), lambda weight: weight.transpose(1, 2).contiguous(), FP8.storage)
-    contents.convert(f"{name}_scale", f"{name}_scale", (E, N), lambda scale: scale.float().reshape(E, N))
+    names = name, f"{name}_scale"
+    note_scaled(contents, names, names, ((E, N, K), (E, N)), lambda scale: scale.float().reshape(E, N), _outputs_first)
     contents.manifest.layers[experts] = resolve_scheme("fp8")
+
+
+def _outputs_first(weight: Tensor) -> Tensor:
+    return weight.transpose(1, 2).contiguous()
 
 
 def _note_layer(contents: Contents, layer: str, leaf: str, in_blocks: bool, is_static: bool, config_path: Path) -> None:

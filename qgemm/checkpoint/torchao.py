@@ -24,6 +24,7 @@ from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.manifest import Manifest
 from qgemm.checkpoint.packed_layers import integers_scheme
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_metadata, read_values, unfit
+from qgemm.checkpoint.signs import note_scaled
 from qgemm.checkpoint.tensors import BIAS_DTYPES, split_name
 from qgemm.numerics.formats import FP8, INT4, INT8
 from qgemm.numerics.packing import pack_codes, packed_width
@@ -97,17 +98,19 @@ def _note(contents: Contents, layer: str, about: dict[str, Any], symmetric: bool
     contents.manifest.layers[layer] = scheme
     contents.shapes[layer] = N, K
     shape, dtype = ((N,), torch.float32) if by_row else ((N, 1 if size is None else K // size), scale.dtype)
-    contents.convert(
-        f"{layer}.weight_scale",
-        names["scale"],
-        shape,
-        lambda value: value.to(dtype).reshape(-1, shape[-1] if size else 1).expand(N, -1).reshape(shape).clone(),
-        dtype,
-    )
-    if bits == 4:
-        contents.convert(f"{layer}.weight", names["qdata"], (N, packed_width(K)), _pack, torch.uint8)
+    made = f"{layer}.weight", f"{layer}.weight_scale"
+
+    def to_scale(value: Tensor) -> Tensor:
+        return value.to(dtype).reshape(-1, shape[-1] if size else 1).expand(N, -1).reshape(shape).clone()
+
+    if by_row:
+        note_scaled(contents, (names["qdata"], names["scale"]), made, ((N, K), shape), to_scale)
     else:
-        contents.convert(f"{layer}.weight", names["qdata"], weight.shape, lambda value: value, weight.dtype)
+        contents.convert(made[1], names["scale"], shape, to_scale, dtype)
+        if bits == 4:
+            contents.convert(made[0], names["qdata"], (N, packed_width(K)), _pack, torch.uint8)
+        else:
+            contents.convert(made[0], names["qdata"], weight.shape, lambda value: value, weight.dtype)
     zero_point = stored.get(names["zero_point"])
     if zero_point is None:
         return

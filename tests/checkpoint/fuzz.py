@@ -234,7 +234,7 @@ def run_case(case: Case, work: Path, watch: Watch) -> str:
     meant = start.meaning(on_disk) if start.meaning else on_disk
     tied = {} if start.meaning else config["quantization_config"]["tied"]
     for name, tensor in named_tensors(model).items():
-        stored = meant.get(tied.get(name, name))
+        stored = with_signs_of(meant, tied.get(name, name), tensor)
         assert stored is None or is_held(name, stored, tensor.detach()), f"{name} is not what its file holds"
     if start.check is not None:
         own = json.loads(content_of(files, OWN_CONFIG)) if OWN_CONFIG in files else {}
@@ -265,8 +265,10 @@ def run_case(case: Case, work: Path, watch: Watch) -> str:
     return "other values"
 
 
-# Of what load_quantized refuses: how to generate, and checksums of the float part.
-UNCHECKED_BY_TRANSFORMERS = ("generation_config", "doesn't have the checksum")
+# Of what load_quantized refuses: how to generate, checksums of the float part, and a model of absurd sizes.
+UNCHECKED_BY_TRANSFORMERS = (
+    *("generation_config", "doesn't have the checksum", "is above", "is beyond", "is negative", "would choose"),
+)
 
 
 def from_pretrained(folder: Path) -> nn.Module | None:
@@ -332,6 +334,28 @@ def parse_by_hand(content: bytes) -> dict[str, Tensor]:
         )
         tensors[name] = octets.view(dtypes[entry["dtype"]]).reshape(entry["shape"])
     return tensors
+
+
+def with_signs_of(meant: Mapping[str, Tensor], name: str, tensor: Tensor) -> Tensor | None:
+    """What files mean by ``name``; of layers that take no scale below 0, with its sign in the values.
+
+    ``tensor``: what the model has. Scales and weights of other signs are taken for those, each by itself, where the
+    other one changes as well.
+    """
+    stored = meant.get(name)
+    weight = name.removesuffix("_scale")
+    scale = meant.get(f"{weight}_scale")
+    if stored is None or scale is None or weight not in meant or not (scale.is_floating_point() and (scale < 0).any()):
+        return stored
+    if name != weight:
+        return stored if (tensor.float() < 0).any() else stored.float().abs().to(stored.dtype)
+    if tensor.shape != stored.shape or tensor.dtype != stored.dtype or same_bytes(stored, tensor):
+        return stored
+    signs = scale.sign().reshape(scale.shape if scale.ndim == tensor.ndim else (*scale.shape, 1))
+    for dim, (count, whole) in enumerate(zip(signs.shape, tensor.shape, strict=False)):
+        if count not in (1, whole):  # blocks
+            signs = signs.repeat_interleave(128, dim).narrow(dim, 0, whole)
+    return tensor if torch.equal(tensor.float(), stored.float() * torch.where(signs < 0, -1, 1)) else stored
 
 
 def is_held(name: str, stored: Tensor, tensor: Tensor) -> bool:

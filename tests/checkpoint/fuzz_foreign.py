@@ -175,6 +175,8 @@ def mixture_from_compressed_tensors(files: Tensors) -> Tensors:
             name, number, leaf, end = match.groups("")
             experts.setdefault((name, end), {}).setdefault(leaf, {})[int(number)] = found.pop(match[0])
     for (name, end), leaves in experts.items():
+        if len({len(parts) for parts in leaves.values()}) > 1:
+            continue  # zero points of some experts are gone, which are then symmetric
         gate, up, down = (
             torch.stack([parts for _, parts in sorted(leaves[leaf].items())]) for leaf in ("gate", "up", "down")
         )

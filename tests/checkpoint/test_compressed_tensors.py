@@ -264,7 +264,7 @@ def only_floats(tensors: dict[str, Tensor]) -> None:
 
 TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "NaN": (put("weight_scale", lambda s: s * torch.nan), rf"{LAYER}.weight_scale holds NaN"),
-    "negative": (put("weight_scale", lambda s: -s), r"holds NaN, Inf or a negative number"),
+    "negative": (put("weight_scale", lambda s: -s), r"weight: holds -128 in rows with a negative scale"),
     "infinite in float32": (put("weight_scale", lambda s: s.double() + 1e300), r"holds NaN, Inf"),
     "no scale": (lambda t: t.pop(f"{LAYER}.weight_scale"), rf"{LAYER}.weight is torch.int8; the model's is"),
     "no weight": (lambda t: t.pop(f"{LAYER}.weight"), rf"{LAYER}.weight is missing; it must be torch.int8"),

@@ -186,7 +186,7 @@ def with_float_expert(tensors: dict[str, Tensor]) -> None:
         (without(f"{EXPERT}.weight"), rf"{EXPERT}\.weight is missing; it must be torch.int8"),
         (with_float_expert, rf"lacks {EXPERT} quantized: all experts of a layer must be, or none"),
         (replaced(f"{EXPERT}.weight", lambda t: t[:, :-1]), rf"{EXPERT}\.weight has shape \[64, 63\]; the model's is"),
-        (replaced(f"{EXPERT}.weight_scale", lambda t: -t), rf"{EXPERT}\.weight_scale holds NaN, Inf or a neg"),
+        (replaced(f"{EXPERT}.weight_scale", lambda t: t / 0), rf"{EXPERT}\.weight_scale holds NaN, Inf or a neg"),
         (
             lambda tensors: tensors.update({EXPERT.replace(".2.", ".8.") + ".weight": torch.zeros(2, 2)}),
             r"holds tensors that the model doesn't have: .*experts\.8\.up_proj\.weight",
