@@ -18,7 +18,9 @@ from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
 from qgemm.checkpoint.safetensors_file import unfit
 from qgemm.checkpoint.tensors import find_module
+from qgemm.model.offloading import carry_hooks, is_offloaded
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer, linear_class
+from qgemm.nn.attention import opened_attention
 from qgemm.nn.float_experts import describe_experts
 from qgemm.nn.linear_layer import is_conv1d, largest, linear_weight
 from qgemm.nn.quant_layer import frozen
@@ -43,12 +45,7 @@ def requantize(contents: Contents, model: nn.Module, scheme: QuantScheme) -> Non
         if own == wanted:
             are_all_new = False
             continue
-        if wanted.needs_data:
-            raise ValueError(
-                f"scheme is {wanted.name!r}, which needs data to run the model on, and {name} has the scheme "
-                f"{own.name!r}: quantize the float model, with calibration, or load the checkpoint in a scheme such as "
-                "'int8'"
-            )
+        _check_target(wanted, name, own)
         old, made = (_layer_like(contents, name, module, each) for each in (own, wanted))
         layers[name] = wanted
         before, after = ([leaf for leaf, _ in each.named_parameters(recurse=False)] for each in (old, made))
@@ -64,6 +61,58 @@ def requantize(contents: Contents, model: nn.Module, scheme: QuantScheme) -> Non
     if are_all_new:
         # What the checkpoint asks for of activations isn't asked for anymore.
         contents.notes = [note for note in contents.notes if note == NOTE]
+
+
+def convert_layers(model: nn.Module, scheme: QuantScheme, is_split: bool = False) -> bool:
+    """Puts layers in ``scheme`` in place of those of ``model``, which is loaded, one by one; whether there were others.
+
+    ``is_split``: whether each of several processes has a part of them. Raises ``ValueError`` for layers that are, or
+    are offloaded, and for a scheme that needs more than their weights, before any is converted.
+    """
+    layers = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, QuantLayer)}
+    others = {name: layer for name, layer in layers.items() if layer.scheme != _in_its_place(layer, scheme)}
+    for name, layer in others.items():
+        _check_target(_in_its_place(layer, scheme), name, layer.scheme)
+        if is_split or is_offloaded(layer):
+            how = "is split among processes" if is_split else "is offloaded by the device_map"
+            raise ValueError(
+                f"scheme is {scheme.name!r}, but {name}, in {layer.scheme.name!r}, {how}, and only whole layers can be "
+                f"converted while loading: run qgemm convert --to qgemm --scheme {scheme.name}, and load that folder"
+            )
+    made: dict[QuantLayer, QuantLayer] = {}
+    with opened_attention(model, others):
+        for name, layer in others.items():
+            if layer not in made:
+                made[layer] = _converted_layer(layer, _in_its_place(layer, scheme))
+                carry_hooks(layer, made[layer])
+                made[layer].layer_name = layer.layer_name
+            model.set_submodule(name, made[layer])
+    return bool(others)
+
+
+def _check_target(scheme: QuantScheme, name: str, own: QuantScheme) -> None:
+    """Raises ``ValueError`` if ``scheme``, for the layer ``name``, needs more than the weight; ``own``: what it has."""
+    if scheme.needs_data:
+        raise ValueError(
+            f"scheme is {scheme.name!r}, which needs data to run the model on, and {name} has the scheme "
+            f"{own.name!r}: quantize the float model, with calibration, or load the checkpoint in a scheme such as "
+            "'int8'"
+        )
+
+
+def _in_its_place(layer: QuantLayer, scheme: QuantScheme) -> QuantScheme:
+    return scheme if isinstance(layer, LinearLayer) else scheme.for_experts()
+
+
+def _converted_layer(layer: QuantLayer, scheme: QuantScheme) -> QuantLayer:
+    if isinstance(layer, LinearLayer):
+        return in_scheme(layer, scheme)
+    assert isinstance(layer, QuantExperts)
+    made = layer.like_in(scheme)
+    values = _converted(layer, scheme)
+    for leaf, _ in list(made.named_parameters(recurse=False)):
+        setattr(made, leaf, frozen(values[leaf]))
+    return made
 
 
 def _layer_like(contents: Contents, name: str, module: nn.Module | None, scheme: QuantScheme) -> QuantLayer:

@@ -200,6 +200,16 @@ class QuantExperts(QuantLayer):
             layer.config = experts.config  # code around experts may look there
         return layer.train(experts.training)
 
+    def like_in(self, scheme: str | QuantScheme) -> QuantExperts:
+        """A module on meta with these sizes, in another ``scheme``, without values."""
+        bias = self.down_proj_bias
+        sizes = self.num_experts, self.hidden_size, self.intermediate_size
+        dtype = None if bias is None else bias.dtype
+        layer = type(self)(*sizes, self.activation, self.has_bias, "meta", dtype, scheme)
+        if hasattr(self, "config"):
+            layer.config = self.config
+        return layer.train(self.training)
+
     def fill(self, name: str, value: Tensor, source: FloatExperts, decided: tuple[Tensor, ...] | None = None) -> None:
         """Takes over ``value``, a float weight or bias of the module that ``source`` describes, as ``name`` here.
 

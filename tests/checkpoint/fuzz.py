@@ -345,13 +345,13 @@ def with_signs_of(meant: Mapping[str, Tensor], name: str, tensor: Tensor) -> Ten
     stored = meant.get(name)
     weight = name.removesuffix("_scale")
     scale = meant.get(f"{weight}_scale")
-    if stored is None or scale is None or weight not in meant or not (scale.is_floating_point() and (scale < 0).any()):
+    if stored is None or scale is None or weight not in meant or not (scale.float() < 0).any():
         return stored
     if name != weight:
         return stored if (tensor.float() < 0).any() else stored.float().abs().to(stored.dtype)
     if tensor.shape != stored.shape or tensor.dtype != stored.dtype or same_bytes(stored, tensor):
         return stored
-    signs = scale.sign().reshape(scale.shape if scale.ndim == tensor.ndim else (*scale.shape, 1))
+    signs = scale.float().sign().reshape(scale.shape if scale.ndim == tensor.ndim else (*scale.shape, 1))
     for dim, (count, whole) in enumerate(zip(signs.shape, tensor.shape, strict=False)):
         if count not in (1, whole):  # blocks
             signs = signs.repeat_interleave(128, dim).narrow(dim, 0, whole)

@@ -28,9 +28,10 @@ class QGemmConfig(QuantizationConfigMixin):
 
     All arguments are those of ``qgemm.quantize_model``. With ``recipe``, or batches as ``calibration``, the model is
     loaded in float, on the devices of the device map, and then quantized with these batches, which must be on its
-    device. Otherwise each weight is quantized while it is read. A checkpoint of another library runs in qgemm's layers,
-    in its own scheme or in the given one. The ``config.quantization_config`` of a quantized model has a ``manifest``
-    instead, which says what was done with every layer. Neither batches nor ``fuse`` are stored.
+    device. Otherwise each weight is quantized while it is read. A checkpoint that is quantized, by qgemm or another
+    library, runs in qgemm's layers, in its own scheme or in the given one, and may be fused; what else is asked for is
+    an error. The ``config.quantization_config`` of a quantized model has a ``manifest`` instead, which says what was
+    done with every layer. Neither batches nor ``fuse`` are stored.
     """
 
     def __init__(
@@ -80,6 +81,23 @@ class QGemmConfig(QuantizationConfigMixin):
         found = copy.copy(self)
         found.foreign = True
         return found
+
+    def for_own(self, stored: QGemmConfig) -> QGemmConfig:
+        """What ``stored`` says of a checkpoint of qgemm's own, with what this config asks for.
+
+        Raises ``ValueError`` for what is done to a float model alone, and for several schemes.
+        """
+        self.check_for_quantized()
+        self.one_scheme()
+        found = copy.copy(stored)
+        found.asked_scheme, found.quantization, found.fuse = self.asked_scheme, self.quantization, self.fuse
+        return found
+
+    def one_scheme(self) -> Any:
+        """The scheme to convert the layers of a quantized checkpoint to; raises ``ValueError`` for several."""
+        if isinstance(self.asked_scheme, Mapping):
+            raise ValueError("scheme names patterns, but the checkpoint is quantized: pass one scheme for all, or none")
+        return None if self.asked_scheme is None else self.quantization.schemes["*"]
 
     def check_for_quantized(self) -> None:
         """Raises ``ValueError`` if it asks for what is done to a float model alone."""

@@ -43,14 +43,20 @@ def is_foreign(files: list[Path]) -> bool:
 
 
 def prefer_qgemm(merge: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' ``merge_quantization_configs``, which refuses a ``QGemmConfig`` for another library's files."""
+    """transformers' ``merge_quantization_configs``, with what a ``QGemmConfig`` asks for.
+
+    By itself it refuses one for another library's files, and leaves out what it says of qgemm's own.
+    """
 
     @functools.wraps(merge)
     def merge_configs(cls: type, quantization_config: Any, quantization_config_from_args: Any) -> Any:
         stored = quantization_config
         method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-        if isinstance(quantization_config_from_args, QGemmConfig) and method != QUANT_METHOD:
-            return quantization_config_from_args.for_quantized()
+        if isinstance(quantization_config_from_args, QGemmConfig):
+            if method != QUANT_METHOD:
+                return quantization_config_from_args.for_quantized()
+            own = QGemmConfig.from_dict(stored) if isinstance(stored, dict) else stored
+            return quantization_config_from_args.for_own(own)
         return merge(quantization_config, quantization_config_from_args)
 
     return merge_configs
@@ -86,7 +92,7 @@ class ForeignLoad:
         folder = files[0].parent
         config_path = checkpoint_file(folder, CONFIG_FILE)
         values = read_json(config_path)
-        scheme = None if config.asked_scheme is None else _one_scheme(config)
+        scheme = config.one_scheme()
         config.check_for_quantized()
         if type(model).__name__ not in (values.get("architectures") or ()):
             raise CheckpointError(
@@ -135,9 +141,3 @@ class ForeignLoad:
             model.set_submodule(name, layer)
         model._keys_to_ignore_on_load_unexpected = type(model)._keys_to_ignore_on_load_unexpected
         model._keys_to_ignore_on_load_missing = type(model)._keys_to_ignore_on_load_missing
-
-
-def _one_scheme(config: QGemmConfig) -> Any:
-    if isinstance(config.asked_scheme, dict):
-        raise ValueError("scheme names patterns, but the checkpoint is quantized: pass one scheme for all, or none")
-    return config.quantization.schemes["*"]

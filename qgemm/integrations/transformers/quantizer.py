@@ -16,13 +16,14 @@ from transformers.quantizers.base import HfQuantizer
 from qgemm.checkpoint.disk import check_regular
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.pretrained import built_again
+from qgemm.checkpoint.requantize import convert_layers
 from qgemm.fusion import fuse
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.foreign import ForeignLoad, is_foreign
 from qgemm.integrations.transformers.quantizing import QuantizeOnLoad, start_quantizing
 from qgemm.integrations.transformers.reading import QuantizedLoad
 from qgemm.integrations.transformers.saving import admit, describe, tensors_and_metadata
-from qgemm.integrations.transformers.tensor_parallel import cut_layers, go_by
+from qgemm.integrations.transformers.tensor_parallel import cut_layers, go_by, is_cut
 from qgemm.nn import LinearLayer, QuantExperts, QuantLayer
 from qgemm.nn.attention import close_attention
 from qgemm.nn.float_experts import describe_experts
@@ -113,6 +114,7 @@ class QGemmQuantizer(HfQuantizer):
             # Or the batches would be copied with it.
             del model.config.quantization_config
             quantize(model, config.quantization, calibration=config.calibration)
+        is_converted = isinstance(self._reading, QuantizedLoad) and _convert(model, config)
         self._reading = self._quantizing = self._distributed_config = None
         cut_layers(model)
         for module in model.modules():
@@ -121,7 +123,7 @@ class QGemmQuantizer(HfQuantizer):
                 module.settle()
         self.pre_quantized = True
         manifest = self.quantization_config.manifest
-        describe(model, None if manifest is None else manifest.save)
+        describe(model, None if manifest is None or is_converted else manifest.save)
         return fuse(model) if config.fuse else model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
@@ -153,6 +155,15 @@ class QGemmQuantizer(HfQuantizer):
                 model.set_submodule(name, _float_experts(plain.get_submodule(name), module, wanted))
         close_attention(model)
         return model
+
+
+def _convert(model: PreTrainedModel, config: QGemmConfig) -> bool:
+    """Converts the layers to the scheme that ``config`` asks for, if they have others; whether it did."""
+    scheme = config.one_scheme()
+    if scheme is None or not convert_layers(model, scheme, is_cut(model)):
+        return False
+    vars(model).pop("_qgemm_report", None)  # it is of the schemes before
+    return True
 
 
 def attach_quantizer(model: nn.Module, save: str | None = None) -> None:
