@@ -40,7 +40,7 @@ from qgemm.checkpoint.pretrained import (
 )
 from qgemm.checkpoint.requantize import requantize
 from qgemm.checkpoint.stored_report import parse_report, warn_without_report
-from qgemm.checkpoint.tensors import named_tensors, split_name
+from qgemm.checkpoint.tensors import forget_ties, named_tensors, split_name
 from qgemm.device import find_device
 from qgemm.fusion import fuse as fuse_layers
 from qgemm.model.announce import announce_quantized
@@ -204,6 +204,7 @@ def _put_in_place(found: Matching, values: dict[str, Tensor], device: torch.devi
     for name, tensor in named_tensors(model).items():
         if name not in placed and name not in tied:
             _put(model, name, tensor.to(device))
+    forget_ties(model, found.layers, tied)
     for layer in found.layers.values():
         layer.settle()
     for name, extra in found.extras.items():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -85,6 +88,24 @@ def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Puts ``tensor`` where ``model`` has one called ``name``."""
     owner, leaf = split_name(name)
     setattr(model.get_submodule(owner), leaf, tensor)
+
+
+def forget_ties(model: nn.Module, layers: Container[str], tied: Container[str]) -> None:
+    """Has a transformers ``model`` tie nothing to a quantized layer that the files hold for itself, such as a head.
+
+    ``layers``: the names of quantized layers. ``tied``: the aliases that the checkpoint has. transformers would compare
+    the layer's weight with an embedding's, or put that in its place; its config then says that nothing is tied.
+    """
+    pretrained: Any = model
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    owners = {alias: (split_name(alias)[0], split_name(name)[0]) for alias, name in ties.items()}
+    apart = [alias for alias, own in owners.items() if alias not in tied and any(each in layers for each in own)]
+    for alias in apart:
+        del ties[alias]
+    head = pretrained.get_output_embeddings() if apart else None
+    if head is not None and any(find_module(model, owners[alias][0]) is head for alias in apart):
+        for part in (pretrained.config, pretrained.config.get_text_config(decoder=True)):
+            part.tie_word_embeddings = False
 
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -204,3 +204,32 @@ def test_configs_of_one_class_are_still_compared(tmp_path: Path) -> None:
     qgemm.save_quantized(load_sample(NAME)[0], tmp_path)
     with pytest.raises(ValueError, match="quantized with QGemmConfig but you are passing a GPTQConfig"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=GPTQConfig(bits=4))
+
+
+def test_a_quantized_head_that_the_config_ties_to_the_embedding(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    folder, layer = copied("gptq-4bit-g128-sym"), "model.layers.0.mlp.gate_proj."
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+
+    def quantize_head(tensors: dict[str, Any]) -> None:
+        del tensors["lm_head.weight"]
+        own = {name: value for name, value in tensors.items() if name.startswith(layer)}
+        tensors.update({name.replace(layer, "lm_head."): value.clone() for name, value in own.items()})
+
+    edit_tensors(folder, quantize_head)
+    wanted: Any = qgemm.load_quantized(folder)
+    assert isinstance(wanted.lm_head, WeightOnlyLinear)
+    assert same_tensors(load(folder), wanted)
+    for save in (qgemm.save_quantized, type(wanted).save_pretrained):
+        save(wanted, tmp_path / save.__name__)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / save.__name__)
+        assert same_tensors(again, wanted)
+        assert same_tensors(qgemm.load_quantized(tmp_path / save.__name__), wanted)
+        # As a checkpoint says that was saved with the config as it was.
+        values = json.loads((tmp_path / save.__name__ / "config.json").read_text())
+        assert values["tie_word_embeddings"] is False
+        (tmp_path / save.__name__ / "config.json").write_text(json.dumps({**values, "tie_word_embeddings": True}))
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / save.__name__)
+        assert same_tensors(again, wanted)
+        again.tie_weights()
+        assert isinstance(again.lm_head, WeightOnlyLinear)

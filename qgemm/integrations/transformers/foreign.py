@@ -27,6 +27,7 @@ from qgemm.checkpoint.formats import fit_to_model, read_contents
 from qgemm.checkpoint.layout import CONFIG_FILE, checkpoint_file, read_json
 from qgemm.checkpoint.manifest import QUANT_METHOD
 from qgemm.checkpoint.matching import match
+from qgemm.checkpoint.tensors import forget_ties
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.tensor_parallel import is_cut, plan_layers
 from qgemm.model.offloading import is_offloaded
@@ -110,6 +111,7 @@ class ForeignLoad:
             warn_user(f"{folder}: {note}")
         for name, layer in self._layers.items():
             model.set_submodule(name, _Waiting(layer))
+        forget_ties(model, self._layers, contents.manifest.tied)
         if is_cut(model):
             plan_layers(model, self._layers, waiting=True)  # each process reads whole layers, and keeps its part
         # Every name has been checked.

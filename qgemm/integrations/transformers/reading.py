@@ -33,7 +33,7 @@ from qgemm.checkpoint.safetensors_file import (
 )
 from qgemm.checkpoint.safetensors_reader import file_stamp
 from qgemm.checkpoint.stored_report import parse_report, read_report, warn_without_report
-from qgemm.checkpoint.tensors import get_tensor, set_tensor, transient_names
+from qgemm.checkpoint.tensors import forget_ties, get_tensor, set_tensor, transient_names
 from qgemm.integrations.transformers.config import QGemmConfig
 from qgemm.integrations.transformers.tensor_parallel import is_cut, plan_layers
 from qgemm.model.report import QuantReport
@@ -67,6 +67,7 @@ class QuantizedLoad:
                 plan_layers(model, layers)
             for name, layer in layers.items():
                 model.set_submodule(name, layer)
+        forget_ties(model, layers, manifest.tied)
         # What the files hold, by the model's names.
         names = self._names_in_files = {
             name if same_class else _name_in(model, name) or name: name for name in in_files
