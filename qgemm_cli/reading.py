@@ -14,7 +14,7 @@ from typing import Any
 from qgemm.checkpoint import fp8, modelopt
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError
-from qgemm.checkpoint.formats import read_contents, settings
+from qgemm.checkpoint.formats import method_of, read_contents, settings
 from qgemm.checkpoint.layout import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -138,9 +138,10 @@ def _identify(checkpoint: Checkpoint) -> None:
     if not isinstance(quantization, dict):
         checkpoint.format, checkpoint.variant = _format_of_tensors(checkpoint.stored)
         return
-    method = quantization.get("quant_method")
-    if method is None and ("load_in_8bit" in quantization or "load_in_4bit" in quantization):
-        method = "bitsandbytes"
+    method, other = method_of(quantization, checkpoint.stored)
+    if other is not None:
+        checkpoint.format, checkpoint.variant = other.format, other.variant
+        return
     checkpoint.format = method if isinstance(method, str) and method else UNKNOWN
     checkpoint.bits = _bits(quantization)
     if method == "compressed-tensors":

@@ -12,7 +12,7 @@ from typing import Any
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import unsupported
 from qgemm.checkpoint.gptq import number
-from qgemm.checkpoint.packed_layers import Said, read_packed
+from qgemm.checkpoint.packed_layers import Said, layout_in, read_packed
 from qgemm.checkpoint.safetensors_file import StoredTensor
 
 QUANT_METHOD = "auto-round"
@@ -38,5 +38,9 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
         )
     bits = number(quantization, ("bits",), config_path)
     size = number(quantization, ("group_size",), config_path, default=-1)
-    said = Said("AutoRound", bits, size, quantization.get("sym", True) is True, (layout,), is_version_1=True)
-    return read_packed(said, stored, config_path)
+    found = layout_in(stored)
+    said = Said("AutoRound", bits, size, quantization.get("sym", True) is True, (found,), is_version_1=True)
+    contents = read_packed(said, stored, config_path)
+    if found != layout:
+        contents.note(f"packing_format is {packing!r}, but the tensors are laid out as {found.upper()}'s, and read so")
+    return contents

@@ -33,7 +33,7 @@ from qgemm.checkpoint.layout import (
 )
 from qgemm.checkpoint.manifest import QUANT_METHOD, Manifest
 from qgemm.checkpoint.model_names import fuse_experts, rename_as_model
-from qgemm.checkpoint.recognition import Recognized, recognize
+from qgemm.checkpoint.recognition import Recognized, contradicts, recognize
 from qgemm.checkpoint.requantize import requantize
 from qgemm.checkpoint.safetensors_file import StoredTensor, read_headers
 from qgemm.checkpoint.stored_report import read_report
@@ -63,6 +63,15 @@ _OWN_CONFIGS = {
     awq.CONFIG_FILE: awq.QUANT_METHOD,
     modelopt.CONFIG_FILE: modelopt.QUANT_METHOD,
 }
+# What a config has that names no method, and that of one alone.
+_MARKS = {
+    "checkpoint_format": gptq.QUANT_METHOD,
+    "packing_format": auto_round.QUANT_METHOD,
+    "quant_algo": modelopt.QUANT_METHOD,
+    "config_groups": compressed_tensors.QUANT_METHOD,
+    "activation_scheme": fp8.QUANT_METHOD,
+    "activation_scale_ub": fp8.FBGEMM,
+}
 _NO_BIAS = "the bias is not 0, but the model's layer has none: see that config.json is the one of this checkpoint"
 SUPPORTED = (
     "'qgemm', 'compressed-tensors', 'gptq' (4 and 8 bits), 'awq' (gemm), 'auto-round', 'bitsandbytes' (int8, nf4), "
@@ -77,22 +86,62 @@ def read_contents(folder: Path, config: dict[str, Any], config_path: Path) -> Co
     """
     quantization = settings(folder, config)
     recognized = _recognized(folder, config) if quantization is None else None
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     if recognized is not None:
         method, contents = recognized[0].format, _read_recognized(*recognized, config_path)
-    elif not isinstance(quantization, dict) or method == QUANT_METHOD:
+    elif not isinstance(quantization, dict) or quantization.get("quant_method") == QUANT_METHOD:
         return _read_own(folder, config, config_path)
     else:
-        if method is None and ("load_in_8bit" in quantization or "load_in_4bit" in quantization):
-            method = bitsandbytes.QUANT_METHOD  # as its first versions saved it
-        reader = _READERS.get(method) if isinstance(method, str) else None
-        if reader is None:
-            raise unsupported(f"{config_path}: quant_method is {method!r}; the formats supported are {SUPPORTED}")
-        contents = reader(quantization, read_headers(folder, _with_old_name(config, folder)), config_path)
+        method, contents = _read_as_said(
+            quantization, read_headers(folder, _with_old_name(config, folder)), config_path
+        )
     if not contents.manifest.layers:
         check_no_pickles(folder)  # beside which a file of another name needn't be the model's
         raise CheckpointError(f"{folder} says that it is {method}, but no file holds a quantized layer of that format")
     return contents
+
+
+def method_of(quantization: dict[str, Any], stored: dict[str, StoredTensor]) -> tuple[Any, Recognized | None]:
+    """The ``quant_method`` of a ``quantization_config``; and what the tensors are, if they can't be of that."""
+    found, method = recognize(stored), quantization.get("quant_method")
+    if method is None and ("load_in_8bit" in quantization or "load_in_4bit" in quantization):
+        method = bitsandbytes.QUANT_METHOD  # as its first versions saved it
+    if method is None and found is not None:
+        marked = _marked(quantization)
+        method = found.format if marked is None or contradicts(marked, found) else marked
+    if found is None or not isinstance(method, str) or method not in _READERS:
+        return method, None
+    return method, found if contradicts(method, found) else None
+
+
+def _marked(quantization: dict[str, Any]) -> str | None:
+    """The method that alone has such keys, whatever the config calls it."""
+    return next((method for key, method in _MARKS.items() if key in quantization), None)
+
+
+def _read_as_said(
+    quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path
+) -> tuple[str, Contents]:
+    """The format of files with this ``quantization_config``, and their contents; the files count where they differ."""
+    method, other = method_of(quantization, stored)
+    if other is not None:
+        if other.format == _marked(quantization):
+            contents = _READERS[other.format](quantization, stored, config_path)
+        else:
+            said = f"says that quant_method is {method!r}"
+            contents = _read_recognized(other, stored, config_path, said)
+        contents.note(f"quant_method is {method!r}, but the tensors are {other.format}'s, as which they are read")
+        return other.format, contents
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if quantization.get("quant_method") is None and (found := recognize(stored)) is not None:
+        quantization = {**found.quantization, **quantization}
+        if reader is None or (found.unsaid and _marked(quantization) is None):
+            said = "has a quantization_config without a quant_method"
+            return method, _read_recognized(found, stored, config_path, said)
+        if reader is gptq.read and "bits" not in quantization:
+            return method, gptq.read_without_config(stored, config_path)
+    if reader is None:
+        raise unsupported(f"{config_path}: quant_method is {method!r}; the formats supported are {SUPPORTED}")
+    return method, reader(quantization, stored, config_path)
 
 
 def _read_own(folder: Path, config: dict[str, Any], config_path: Path) -> Contents:
@@ -125,11 +174,19 @@ def _recognized(folder: Path, config: dict[str, Any]) -> tuple[Recognized, dict[
     return None if found is None else (found, stored)
 
 
-def _read_recognized(found: Recognized, stored: dict[str, StoredTensor], config_path: Path) -> Contents:
-    """The contents of files whose config is silent. Raises ``CheckpointError`` for what they don't tell either."""
+def _read_recognized(
+    found: Recognized,
+    stored: dict[str, StoredTensor],
+    config_path: Path,
+    said: str = "has no quantization_config",
+) -> Contents:
+    """The contents of files whose config is silent, or of another format. ``said``: what it says, as errors have it.
+
+    Raises ``CheckpointError`` for what they don't tell either.
+    """
     if found.unsaid:
         raise CheckpointError(
-            f"{config_path} has no quantization_config, and the tensors, which are {found.format}'s, don't tell "
+            f"{config_path} {said}, and the tensors, which are {found.format}'s, don't tell "
             f"{found.unsaid}: put the quantization_config there that their library wrote"
         )
     if found.format == gptq.QUANT_METHOD:

@@ -14,7 +14,7 @@ their ``g_idx`` is, and zero points in the middle of the range, as all of a symm
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -127,6 +127,16 @@ def read_packed(said: Said, stored: dict[str, StoredTensor], config_path: object
     return contents
 
 
+def layout_in(stored: Mapping[str, StoredTensor]) -> str:
+    """``"awq"`` if a layer's words are along N, as no weight in the other layout has them; else ``"gptq"``."""
+    for name, weight in stored.items():
+        layer, leaf = split_name(name)
+        scales = stored.get(f"{layer}.scales")
+        if leaf == "qweight" and scales is not None and weight.shape[1:] != scales.shape[1:]:
+            return "awq"
+    return "gptq"
+
+
 def _from_headers(name: str, said: Said, stored: dict[str, StoredTensor]) -> PackedLayer:
     weight, scales = stored[f"{name}.qweight"], stored.get(f"{name}.scales")
     zeros, g_idx = stored.get(f"{name}.qzeros"), stored.get(f"{name}.g_idx")
@@ -193,9 +203,9 @@ def _with_facts(
         versions = less_one & {0, 1}
         if is_version_1 is None and len(versions) != 1:
             raise CheckpointError(
-                f"{config_path} has no quantization_config, and no symmetric layers tell whether zero points of "
-                f"{said.method}'s are stored less 1 (checkpoint_format 'gptq') or as they are ('gptq_v2'): put the "
-                "quantization_config there that their library wrote"
+                f"{config_path} has no quantization_config of {said.method}, and no symmetric layers tell whether zero "
+                f"points of {said.method}'s are stored less 1 (checkpoint_format 'gptq') or as they are ('gptq_v2'): "
+                "put the quantization_config there that their library wrote"
             )
         if versions:
             is_version_1 = 1 in versions

@@ -12,9 +12,20 @@ from typing import Any
 
 import torch
 
-from qgemm.checkpoint import awq, bitsandbytes, compressed_tensors_groups, fp8, gpt_oss, gptq, modelopt, torchao
+from qgemm.checkpoint import (
+    auto_round,
+    awq,
+    bitsandbytes,
+    compressed_tensors_groups,
+    fp8,
+    gpt_oss,
+    gptq,
+    modelopt,
+    torchao,
+)
 from qgemm.checkpoint.bitsandbytes_4bit import STATE
 from qgemm.checkpoint.manifest import QUANT_METHOD
+from qgemm.checkpoint.packed_layers import layout_in
 from qgemm.checkpoint.safetensors_file import StoredTensor
 from qgemm.checkpoint.tensors import split_name
 from qgemm.numerics.formats import FP8, INT8
@@ -41,11 +52,27 @@ class Recognized:
     unsaid: str = ""
 
 
+# Of formats that tensors show, the methods whose tensors may look so, beside the one of that name.
+_ALIKE: dict[str, tuple[str, ...]] = {
+    fp8.QUANT_METHOD: (fp8.FBGEMM, modelopt.QUANT_METHOD, compressed_tensors_groups.QUANT_METHOD),
+    QUANT_METHOD: (compressed_tensors_groups.QUANT_METHOD,),
+}
+
+
+def contradicts(method: str, found: Recognized) -> bool:
+    """Whether tensors that are ``found`` can't be of ``method``, as which a ``quantization_config`` has them."""
+    if method in (auto_round.QUANT_METHOD, auto_round.OLD_METHOD):
+        return found.format not in (gptq.QUANT_METHOD, awq.QUANT_METHOD)
+    may_look_so = bool(found.unsaid) and method in _ALIKE.get(found.format, ())
+    return found.format != method and not may_look_so
+
+
 def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
     """The format of ``stored``, the tensors of files; None if they are in float, or of no format that is known."""
     leaves = {split_name(name)[1] for name in stored}
     if "qweight" in leaves:
-        return _packed(stored)
+        # The version of GPTQ is in the values of zero points. AutoRound has either layout.
+        return Recognized(awq.QUANT_METHOD if layout_in(stored) == "awq" else gptq.QUANT_METHOD)
     if "weight_packed" in leaves:
         return Recognized(compressed_tensors_groups.QUANT_METHOD, "packed", unsaid=_ACTIVATIONS)
     if "_weight_qdata" in leaves:
@@ -67,19 +94,6 @@ def recognize(stored: Mapping[str, StoredTensor]) -> Recognized | None:
             return Recognized(QUANT_METHOD, unsaid="the scheme of each layer")
         return Recognized(compressed_tensors_groups.QUANT_METHOD, compressed_tensors_groups.INT, unsaid=_ACTIVATIONS)
     return None
-
-
-def _packed(stored: Mapping[str, StoredTensor]) -> Recognized:
-    """GPTQ, whose words of a weight are along K, or AWQ, whose words are along N: AutoRound has either.
-
-    The version of GPTQ is in the values of zero points.
-    """
-    for name, weight in stored.items():
-        layer, leaf = split_name(name)
-        scales = stored.get(f"{layer}.scales")
-        if leaf == "qweight" and scales is not None and weight.shape[1:] != scales.shape[1:]:
-            return Recognized(awq.QUANT_METHOD)
-    return Recognized(gptq.QUANT_METHOD)
 
 
 def _fp8(stored: Mapping[str, StoredTensor], leaves: set[str]) -> Recognized:

@@ -26,6 +26,9 @@ from qgemm.nn.linear_layer import is_conv1d, largest, linear_weight
 from qgemm.nn.quant_layer import frozen
 from qgemm.scheme import QuantScheme
 
+ABOUT_FILES = ("quant_method is ", "packing_format is ")
+"""How notes begin that don't say what layers compute, but what the files are."""
+
 # Temporaries are of so many values at a time.
 _PIECE = 1 << 22
 
@@ -60,7 +63,7 @@ def requantize(contents: Contents, model: nn.Module, scheme: QuantScheme) -> Non
     contents.report = contents.lacks = None  # it was of the schemes before
     if are_all_new:
         # What the checkpoint asks for of activations isn't asked for anymore.
-        contents.notes = [note for note in contents.notes if note == NOTE]
+        contents.notes = [note for note in contents.notes if note == NOTE or note.startswith(ABOUT_FILES)]
 
 
 def convert_layers(model: nn.Module, scheme: QuantScheme, is_split: bool = False) -> bool:

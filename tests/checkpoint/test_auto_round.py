@@ -49,7 +49,6 @@ def test_both_packings(bits: int, method: str, tmp_path: Path) -> None:
         ({"data_type": "mx_fp"}, r"data_type is 'mx_fp'"),
         ({"act_bits": 8}, r"act_bits is 8; qgemm reads AutoRound's weights alone, 16, so dequantize it"),
         ({"packing_format": "auto_round:marlin"}, r"packing_format is 'auto_round:marlin'"),
-        ({"packing_format": "auto_round:auto_awq"}, r"a.qweight is torch.int32 \[8, 16\]"),
     ],
 )
 def test_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:

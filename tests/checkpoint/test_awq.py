@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "gemv_fast": ({"version": "gemv_fast"}, {}, r"version is 'gemv_fast'"),
     "a number": ({"version": 4}, {}, r"version is 4"),
     "laid out as gemv": ({}, {"qweight": (16, 8)}, r"a.qweight is torch.int32 \[16, 8\]; it must be \[K, 16 / 8\]"),
-    "laid out as gptq": ({}, {"qweight": (8, 16)}, r"a.qweight is torch.int32 \[8, 16\]"),
+    "laid out as gptq": ({}, {"qweight": (8, 16)}, r"no quantization_config of GPTQ, and no symmetric layers tell"),
     "8 bits": ({"bits": 8}, {"qzeros": (2, 4)}, r"layer a has 8 bits; qgemm reads AWQ of 4 bits, so deq"),
     "K of 48": ({}, {"qweight": (48, 2)}, r"layer a has the shape \[16, 48\]; the model's is \[16, 64\]"),
     "one zero": ({}, {"qzeros": (1, 2)}, r"a.qzeros is torch.int32 \[1, 2\]"),

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cli.command import run_json
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import qgemm
-from checkpoint.foreign import same_tensors
+from checkpoint.foreign import edit_quantization, same_tensors
 from checkpoint.packers import Layer, linears, write
 from checkpoint.samples import SAMPLES, load_sample
 from qgemm import CheckpointError
@@ -83,7 +85,9 @@ def test_samples_without_their_config(name: str, tmp_path: Path) -> None:
     assert found is not None
     assert found.format == format
     if unsaid:
-        with pytest.raises(CheckpointError, match=rf"config.json has no quantization_config, and .*{unsaid}"):
+        with pytest.raises(
+            CheckpointError, match=rf"has no quantization_config( of GPTQ)?, and .*{unsaid}"
+        ):
             contents_of(folder)
         return
     alone, wanted = contents_of(folder), contents_of(SAMPLES / name)
@@ -188,3 +192,100 @@ def test_the_old_name_of_the_settings(tmp_path: Path) -> None:
     config["compression_config"] = config.pop("quantization_config")
     (folder / "config.json").write_text(json.dumps(config))
     assert contents_of(folder).manifest == contents_of(SAMPLES / "ct-w4a16-g128").manifest
+
+
+def with_settings(name: str, folder: Path, edit: Callable[[dict[str, Any]], object]) -> Path:
+    """A sample whose ``quantization_config`` is edited."""
+    shutil.copytree(SAMPLES / name, folder)
+    edit_quantization(folder, edit)
+    return folder
+
+
+def called(method: str) -> Callable[[dict[str, Any]], object]:
+    return lambda quantization: quantization.update(quant_method=method)
+
+
+# What samples are called in their config, and what they are.
+MISNAMED = [
+    ("gptq-4bit-g128-sym", "awq", "gptq"),
+    ("gptq-8bit-g128-asym", "awq", "gptq"),  # its checkpoint_format says of which version
+    ("gptq-4bit-g128-sym", "compressed-tensors", "gptq"),
+    ("awq-gemm-g32-skip", "gptq", "awq"),
+    ("mxfp4-gpt-oss", "compressed-tensors", "mxfp4"),
+    ("torchao-int8wo", "gptq", "torchao"),
+    ("bnb-nf4", "fp8", "bitsandbytes"),
+    ("fp8-block128", "compressed-tensors", "fp8"),
+    ("ct-w4a16-g128", "gptq", "compressed-tensors"),  # its config_groups say the rest
+]
+
+
+@pytest.mark.parametrize(("name", "method", "format"), MISNAMED)
+def test_a_config_that_names_another_method(name: str, method: str, format: str, tmp_path: Path) -> None:
+    contents = contents_of(with_settings(name, tmp_path / "copy", called(method)))
+    wanted = contents_of(SAMPLES / name)
+    assert contents.manifest == wanted.manifest
+    ours, theirs = values(contents), values(wanted)
+    assert all(octets(value) == octets(theirs[key]) for key, value in ours.items())
+    note = f"quant_method is '{method}', but the tensors are {format}'s, as which they are read"
+    assert contents.notes[-1] == note
+
+
+@pytest.mark.parametrize(("name", "packing"), [("auto-round-asym", "auto_gptq"), ("auto-round-gptq", "auto_awq")])
+def test_autorounds_other_layout(name: str, packing: str, tmp_path: Path) -> None:
+    def edit(quantization: dict[str, Any]) -> None:
+        quantization["packing_format"] = f"auto_round:{packing}"
+
+    contents, wanted = contents_of(with_settings(name, tmp_path / "copy", edit)), contents_of(SAMPLES / name)
+    assert contents.manifest == wanted.manifest
+    assert contents.notes[0].startswith(f"packing_format is 'auto_round:{packing}', but the tensors are laid out as ")
+    theirs = values(wanted)
+    assert all(octets(value) == octets(theirs[key]) for key, value in values(contents).items())
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "message"),
+    [
+        ("ct-fp8-dynamic", "gptq", rf"config.json says that quant_method is 'gptq', and .* fp8's, {ACTIVATIONS}"),
+        (
+            "fbgemm-fp8",
+            "awq",
+            rf"quant_method is 'awq', and .* fp8's, {ACTIVATIONS}.*put the quantization_con",
+        ),
+        ("gptq-4bit-g128-sym", "hqq", "quant_method is 'hqq'; the formats supported are"),
+    ],
+)
+def test_another_method_where_tensors_do_not_tell_enough(name: str, method: str, message: str, tmp_path: Path) -> None:
+    def edit(quantization: dict[str, Any]) -> None:
+        quantization.pop("config_groups", None)
+        quantization.pop("activation_scale_ub", None)
+        quantization["quant_method"] = method
+
+    with pytest.raises(CheckpointError, match=message):
+        contents_of(with_settings(name, tmp_path / "copy", edit))
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLES_ALONE if not name.startswith("bnb")])
+def test_a_config_without_a_method(name: str, tmp_path: Path) -> None:
+    folder = with_settings(name, tmp_path / "copy", lambda quantization: quantization.pop("quant_method"))
+    contents, wanted = contents_of(folder), contents_of(SAMPLES / name)
+    assert contents.manifest == wanted.manifest
+    assert contents.notes == wanted.notes
+    theirs = values(wanted)
+    assert all(octets(value) == octets(theirs[key]) for key, value in values(contents).items())
+
+
+def test_a_config_that_says_nothing_is_like_none(tmp_path: Path) -> None:
+    folder = with_settings("gptq-4bit-g128-sym", tmp_path / "gptq-4bit-g128-sym", dict.clear)
+    assert contents_of(folder).manifest.layers.keys() == contents_of(SAMPLES / folder.name).manifest.layers.keys()
+    with pytest.raises(CheckpointError, match=ACTIVATIONS):
+        contents_of(with_settings("ct-w4a16-g128", tmp_path / "b", dict.clear))
+
+
+@pytest.mark.parametrize("edit", [called("awq"), lambda quantization: quantization.pop("quant_method")])
+def test_transformers_loads_what_is_misnamed(edit: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+    name = "gptq-4bit-g128-sym"
+    folder = with_settings(name, tmp_path / "copy", edit)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=qgemm.QGemmConfig())
+    assert same_tensors(loaded, load_sample(name)[0])
+    found = run_json("inspect", folder)
+    assert (found["format"], found["loads"], found["problems"]) == ("gptq", True, [])

@@ -32,7 +32,7 @@ from qgemm.integrations.transformers import batching
 from qgemm.integrations.transformers.attention import attention, mask
 from qgemm.integrations.transformers.cache import ATTENTION, KeyValueCache
 from qgemm.integrations.transformers.config import QGemmConfig
-from qgemm.integrations.transformers.foreign import prefer_qgemm
+from qgemm.integrations.transformers.foreign import admit_nameless, prefer_qgemm
 from qgemm.integrations.transformers.quantizer import QGemmQuantizer, attach_quantizer
 
 __all__ = ["KeyValueCache", "QGemmConfig", "QGemmQuantizer", "attach_quantizer"]
@@ -48,3 +48,5 @@ AttentionMaskInterface.register(ATTENTION, mask)
 # The one place where transformers compares a given config with the checkpoint's, and raises if their classes differ.
 merge = AutoHfQuantizer.merge_quantization_configs
 AutoHfQuantizer.merge_quantization_configs = classmethod(prefer_qgemm(merge))  # type: ignore
+supports = AutoHfQuantizer.supports_quant_method
+AutoHfQuantizer.supports_quant_method = staticmethod(admit_nameless(supports))  # type: ignore

@@ -63,6 +63,18 @@ def prefer_qgemm(merge: Callable[..., Any]) -> Callable[..., Any]:
     return merge_configs
 
 
+def admit_nameless(supports: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """transformers' ``supports_quant_method``, which raises an error for a config without one; ``merge`` then does."""
+
+    @functools.wraps(supports)
+    def supports_method(quantization_config: Any) -> bool:
+        names = ("quant_method", "load_in_8bit", "load_in_4bit")
+        is_nameless = isinstance(quantization_config, dict) and not any(map(quantization_config.get, names))
+        return is_nameless or supports(quantization_config)
+
+    return supports_method
+
+
 class _Waiting(nn.Module):
     """Stands where ``layer`` will be."""
 
