@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from qgemm.checkpoint.cache_scales import asks_for_cache, leave_to_cache
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import unsupported
 from qgemm.checkpoint.gptq import number
@@ -24,11 +25,11 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
 
     Raises ``CheckpointError`` for other data types than whole numbers, and for activations that are quantized.
     """
-    if (act_bits := quantization.get("act_bits")) not in (None, 16, 32):
-        raise unsupported(f"{config_path}: act_bits is {act_bits!r}; qgemm reads AutoRound's weights alone, 16")
-    kind = quantization.get("data_type", "int")
-    if kind not in ("int", "int_sym", "int_asym"):
-        raise unsupported(f"{config_path}: data_type is {kind!r}; qgemm reads AutoRound's 'int'")
+    _check(quantization, str(config_path))
+    exceptions = quantization.get("extra_config")
+    for layer, own in exceptions.items() if isinstance(exceptions, dict) else ():
+        if isinstance(own, dict):
+            _check(own, f"{config_path}: extra_config of {layer!r}")
     packing = quantization.get("packing_format", "auto_round:auto_gptq")
     layout = {"gptq": "gptq", "auto_gptq": "gptq", "awq": "awq", "auto_awq": "awq"}.get(str(packing).split(":")[-1])
     if layout is None:
@@ -41,6 +42,16 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     found = layout_in(stored)
     said = Said("AutoRound", bits, size, quantization.get("sym", True) is True, (found,), is_version_1=True)
     contents = read_packed(said, stored, config_path)
+    leave_to_cache(contents, asks_for_cache(quantization))
     if found != layout:
         contents.note(f"packing_format is {packing!r}, but the tensors are laid out as {found.upper()}'s, and read so")
     return contents
+
+
+def _check(values: dict[str, Any], where: str) -> None:
+    """Raises ``CheckpointError`` for layers that qgemm doesn't compute; those of 16 bits are in float."""
+    if (act_bits := values.get("act_bits")) not in (None, 16, 32):
+        raise unsupported(f"{where}: act_bits is {act_bits!r}; qgemm reads AutoRound's weights alone, 16")
+    kind = values.get("data_type", "int")
+    if kind not in ("int", "int_sym", "int_asym") and values.get("bits") not in (16, 32):
+        raise unsupported(f"{where}: data_type is {kind!r}; qgemm reads AutoRound's 'int'")

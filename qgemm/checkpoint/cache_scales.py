@@ -6,6 +6,9 @@ finer than these. So they are left out, and the user is told.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.tensors import split_name
 
@@ -14,6 +17,11 @@ NOTE = (
     "its scales of keys and values are not used: they stay in the dtype of the cache (qgemm.fast_generate takes "
     "cache_dtype=torch.int8)"
 )
+
+
+def asks_for_cache(quantization: Mapping[str, Any]) -> bool:
+    """Whether a config has scales, or a dtype, for keys and values; ``static_kv_dtype`` is AutoRound's."""
+    return bool(quantization.get("kv_cache_scheme") or quantization.get("static_kv_dtype"))
 
 
 def leave_to_cache(contents: Contents, is_asked_for: bool = False) -> None:

@@ -33,6 +33,11 @@ from qgemm.checkpoint.tensors import split_name
 
 __all__ = ["QUANT_METHOD", "read"]
 
+NO_ORDER = (
+    "actorder is 'group', but layers have no weight_g_idx: their columns are taken to be in order, as "
+    "compressed-tensors takes them"
+)
+
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
     """The contents of a checkpoint with ``quantization_config`` and tensors such as these.
@@ -47,6 +52,8 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
         note_layer(contents, layer, group)
         if group.note:
             contents.note(group.note)
+        if group.orders_columns and "weight_g_idx" not in layer.tensors:
+            contents.note(NO_ORDER)
     if quantization.get("kv_cache_scheme"):
         leave_to_cache(contents, is_asked_for=True)
     return contents
@@ -132,8 +139,6 @@ def _parse_groups(quantization: dict[str, Any], stored: dict[str, StoredTensor],
         raise CheckpointError(
             f"{config_path}: quantization_status is {status!r}; only 'compressed' files hold quantized values"
         )
-    if quantization.get("transform_config"):
-        raise unsupported(f"{config_path}: it has a transform_config, which qgemm doesn't compute")
     sparsity = quantization.get("sparsity_config")
     if sparsity and (not isinstance(sparsity, dict) or sparsity.get("format") != "dense"):
         raise unsupported(f"{config_path}: it has a sparsity_config, which qgemm doesn't read")

@@ -79,6 +79,7 @@ class Group:
     """What a group is: its weights and inputs, how they are stored, for which targets, and what qgemm makes of it.
 
     ``scheme``: the name of that, for a layer whose groups are columns in order. ``note``: what of it isn't computed.
+    ``orders_columns``: whether layers should have an order of columns.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Group:
     targets: tuple[str, ...]
     scheme: str
     note: str = ""
+    orders_columns: bool = False
 
     @property
     def is_static(self) -> bool:
@@ -126,7 +128,8 @@ def parse_group(name: str, group: dict[str, Any], whole_format: object) -> Group
         raise Unsupported(f"has {weights.format} weights that qgemm has no scheme for ({error})") from None
     targets = group.get("targets")
     named = tuple(each for each in targets if isinstance(each, str)) if isinstance(targets, list) else ()
-    return Group(name, weights, inputs, str(stored_as), named, scheme, note)
+    orders_columns = group["weights"].get("actorder") in ("group", True)  # True: in its first versions
+    return Group(name, weights, inputs, str(stored_as), named, scheme, note, orders_columns)
 
 
 def _arguments(values: Any, part: str) -> Arguments | None:

@@ -72,6 +72,8 @@ _MARKS = {
     "activation_scheme": fp8.QUANT_METHOD,
     "activation_scale_ub": fp8.FBGEMM,
 }
+# Of compressed-tensors and AutoRound; and of GPTQModel, whose rotated models multiply activations, too.
+_TRANSFORMS = ("transform_config", "rotation_config", "spinquant_config", "hadamard_config", "rotation", "adapter")
 _NO_BIAS = "the bias is not 0, but the model's layer has none: see that config.json is the one of this checkpoint"
 SUPPORTED = (
     "'qgemm', 'compressed-tensors', 'gptq' (4 and 8 bits), 'awq' (gemm), 'auto-round', 'bitsandbytes' (int8, nf4), "
@@ -113,6 +115,15 @@ def method_of(quantization: dict[str, Any], stored: dict[str, StoredTensor]) -> 
     return method, found if contradicts(method, found) else None
 
 
+def _refuse_transforms(quantization: dict[str, Any], config_path: Path) -> None:
+    """Raises ``CheckpointError`` for what changes inputs or outputs of layers, in any library's config."""
+    meta = quantization.get("meta")
+    for place in (quantization, meta if isinstance(meta, dict) else {}):
+        if (key := next((key for key in _TRANSFORMS if place.get(key)), None)) is not None:
+            article = "an" if key == "adapter" else "a"
+            raise unsupported(f"{config_path}: it has {article} {key}, which qgemm doesn't compute")
+
+
 def _marked(quantization: dict[str, Any]) -> str | None:
     """The method that alone has such keys, whatever the config calls it."""
     return next((method for key, method in _MARKS.items() if key in quantization), None)
@@ -122,6 +133,7 @@ def _read_as_said(
     quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path
 ) -> tuple[str, Contents]:
     """The format of files with this ``quantization_config``, and their contents; the files count where they differ."""
+    _refuse_transforms(quantization, config_path)
     method, other = method_of(quantization, stored)
     if other is not None:
         if other.format == _marked(quantization):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from qgemm.checkpoint.cache_scales import asks_for_cache, leave_to_cache
 from qgemm.checkpoint.contents import Contents
 from qgemm.checkpoint.errors import CheckpointError, unsupported
 from qgemm.checkpoint.packed_layers import Said, read_packed
@@ -40,7 +41,9 @@ def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_p
     size = number(quantization, ("group_size",), config_path, default=-1)
     symmetric = quantization.get("sym", True) is True
     said = Said("GPTQ", bits, size, symmetric, ("gptq",), is_version_1=version == VERSIONS[0])
-    return read_packed(said, stored, config_path)
+    contents = read_packed(said, stored, config_path)
+    leave_to_cache(contents, asks_for_cache(quantization))
+    return contents
 
 
 def read_without_config(stored: dict[str, StoredTensor], config_path: Path) -> Contents:

@@ -85,9 +85,7 @@ def test_samples_without_their_config(name: str, tmp_path: Path) -> None:
     assert found is not None
     assert found.format == format
     if unsaid:
-        with pytest.raises(
-            CheckpointError, match=rf"has no quantization_config( of GPTQ)?, and .*{unsaid}"
-        ):
+        with pytest.raises(CheckpointError, match=rf"has no quantization_config( of GPTQ)?, and .*{unsaid}"):
             contents_of(folder)
         return
     alone, wanted = contents_of(folder), contents_of(SAMPLES / name)

@@ -1,0 +1,82 @@
+"""What configs ask for beside weights: refused where it changes the result, and a note where it doesn't."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoint.foreign import edit_quantization
+from checkpoint.samples import SAMPLES
+from qgemm import CheckpointError
+from qgemm.checkpoint.cache_scales import NOTE
+from qgemm.checkpoint.compressed_tensors import NO_ORDER
+from qgemm.checkpoint.contents import Contents
+from qgemm.checkpoint.formats import read_contents
+from qgemm.checkpoint.layout import read_json
+
+AUTO_ROUND, GPTQ, AWQ, PACKED = "auto-round-gptq", "gptq-4bit-g128-sym", "awq-gemm-g128", "ct-w4a16-g128"
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+def contents_with(name: str, folder: Path, values: dict[str, Any]) -> Contents:
+    shutil.copytree(SAMPLES / name, folder)
+    edit_quantization(folder, lambda quantization: quantization.update(values))
+    return read_contents(folder, read_json(folder / "config.json"), folder / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        (AUTO_ROUND, {"act_bits": 8, "act_dynamic": True}, "config.json: act_bits is 8"),
+        (
+            AUTO_ROUND,
+            {"extra_config": {LAYER: {"act_bits": 8}}},
+            rf"extra_config of '{LAYER}': act_bits is 8",
+        ),
+        (
+            AUTO_ROUND,
+            {"extra_config": {LAYER: {"data_type": "mx_fp"}}},
+            rf"extra_config of '{LAYER}': data_type is 'mx",
+        ),
+        (
+            AUTO_ROUND,
+            {"rotation_config": {"hadamard_type": "hadamard"}},
+            "it has a rotation_config, which .* so deq",
+        ),
+        (AUTO_ROUND, {"transform_config": {"transform_type": "hadamard"}}, "it has a transform_config"),
+        (GPTQ, {"rotation": "hadamard"}, "it has a rotation, which qgemm doesn't compute, so dequantize it"),
+        (GPTQ, {"meta": {"rotation": "random"}}, "it has a rotation"),
+        (GPTQ, {"adapter": {"name": "lora", "rank": 32}}, "it has an adapter, which qgemm doesn't compute"),
+        (AWQ, {"rotation": "hadamard"}, "it has a rotation"),
+    ],
+)
+def test_refused(name: str, values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        contents_with(name, tmp_path / "copy", values)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "notes"),
+    [
+        (AUTO_ROUND, {"static_kv_dtype": "fp8"}, [NOTE]),
+        (GPTQ, {"kv_cache_scheme": {"num_bits": 8}}, [NOTE]),
+        (AWQ, {"kv_cache_scheme": {"num_bits": 8}}, [NOTE]),
+        # Of activations in float, and of layers in float.
+        (AUTO_ROUND, {"act_bits": 16, "act_dynamic": True}, []),
+        (AUTO_ROUND, {"extra_config": {"lm_head": {"bits": 16, "data_type": "float"}, LAYER: {"bits": 4}}}, []),
+        (AUTO_ROUND, {"rotation_config": {}, "transform_config": None}, []),
+        (GPTQ, {"rotation": None, "adapter": None}, []),
+    ],
+)
+def test_notes(name: str, values: dict[str, Any], notes: list[str], tmp_path: Path) -> None:
+    assert contents_with(name, tmp_path / "copy", values).notes == notes
+
+
+@pytest.mark.parametrize(("order", "notes"), [("group", [NO_ORDER]), (True, [NO_ORDER]), ("weight", []), (None, [])])
+def test_an_order_that_files_do_not_have(order: object, notes: list[str], tmp_path: Path) -> None:
+    groups = read_json(SAMPLES / PACKED / "config.json")["quantization_config"]["config_groups"]
+    groups["group_0"]["weights"]["actorder"] = order
+    assert contents_with(PACKED, tmp_path / "copy", {"config_groups": groups}).notes == notes
