@@ -145,12 +145,12 @@ def _read_as_said(
         return other.format, contents
     reader = _READERS.get(method) if isinstance(method, str) else None
     if quantization.get("quant_method") is None and (found := recognize(stored)) is not None:
-        quantization = {**found.quantization, **quantization}
         if reader is None or (found.unsaid and _marked(quantization) is None):
             said = "has a quantization_config without a quant_method"
             return method, _read_recognized(found, stored, config_path, said)
         if reader is gptq.read and "bits" not in quantization:
             return method, gptq.read_without_config(stored, config_path)
+        quantization = {**found.quantization, **quantization}
     if reader is None:
         raise unsupported(f"{config_path}: quant_method is {method!r}; the formats supported are {SUPPORTED}")
     return method, reader(quantization, stored, config_path)
