@@ -33,10 +33,7 @@ from qgemm.checkpoint.tensors import split_name
 
 __all__ = ["QUANT_METHOD", "read"]
 
-NO_ORDER = (
-    "actorder is 'group', but layers have no weight_g_idx: their columns are taken to be in order, as "
-    "compressed-tensors takes them"
-)
+NO_ORDER = "actorder is 'group', but layers have no weight_g_idx: their columns are taken to be in order"
 
 
 def read(quantization: dict[str, Any], stored: dict[str, StoredTensor], config_path: Path) -> Contents:
