@@ -1,7 +1,9 @@
 """What the tiles of ``tiles_hopper_kernels.py`` multiply: blocks of the stored weight, unpacked in registers, in Gluon.
 
-``wgmma`` takes its operand A from those registers. With up to 128 rows of x a block is multiplied at a time; with more,
-whose sums leave fewer registers, panels are in turn: each is unpacked while the products of the one before it run.
+``wgmma`` takes its operand A from those registers. All panels of a block of int4 by up to 128 rows of x are started
+before one is waited for. Otherwise, with 256 rows, whose sums leave fewer registers, and with values of 8 bits, panels
+are in turn: each is unpacked while the products of the one before it run. Zero points, and sums that are scaled by
+groups, take the first way.
 
 Registers of the weight are written again only after a wait for all products that read them: assemblers before CUDA
 13.3 may still move such a write too early, which ``test_compile.py`` looks for in the machine code.
