@@ -197,6 +197,7 @@ def fp8_products(limits: DeviceLimits) -> Iterator[Case]:
     if limits.hopper:
         # Where a group has fewest registers.
         yield Case("fp8 blocks layer of one launch 1024", lambda: layer(1024, True, 1536, 2048))
+        yield Case("fp8 blocks layer of one launch 3072", lambda: layer(1024, True, 3072, 1024))
         for config in CANDIDATES:
             size = config.block_m, config.block_n
             if config.schedule == "specialized" and config.groups == 1 and size in ((256, 128), (128, 192)):
@@ -204,7 +205,8 @@ def fp8_products(limits: DeviceLimits) -> Iterator[Case]:
                 label = "fp8 {}x{}".format(*size)
                 rare = config.block_m < 256  # whose sums take fewer registers
                 yield Case(label, lambda c=promoted: product(1024, False, c), promoted, rare=rare)
-                if config.block_m < 256:  # which no product with an activation takes
+                if config.block_m < 256:  # which no product with scales of blocks takes, or an activation
+                    yield Case("fp8 blocks {}x{}".format(*size), lambda c=promoted: product(1024, True, c), promoted)
                     yield Case("matmul hopper {}x{}".format(*size), lambda c=config: half(c), config)
 
 

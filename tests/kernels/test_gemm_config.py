@@ -221,6 +221,17 @@ def test_long_products_of_fp8_take_tiles_that_need_fewer_loads() -> None:
         assert select(M, N, 4096 if N < 8192 else 8192, FP8.storage, devices.H200).block_n == columns
 
 
+@pytest.mark.parametrize(
+    ("M", "N", "columns"),
+    [(1024, 8192, 192), (1024, 6144, 192), (1024, 28_672, 192), (4096, 4096, 192), (1024, 4096, 128), (512, 8192, 128)],
+)
+def test_products_with_scales_of_blocks_take_wide_tiles_where_those_fill_the_rounds(
+    M: int, N: int, columns: int
+) -> None:
+    config = select(M, N, 8192, FP8.storage, devices.H200, blocks=True)
+    assert (config.block_m, config.block_n) == (128, columns)
+
+
 def test_a_config_prints_itself_and_compares() -> None:
     config = GemmConfig(64, 32, 128, num_warps=4, num_stages=2, schedule="streamk")
     assert eval(repr(config)) == config
@@ -241,7 +252,7 @@ def test_configs_of_fp8(blocks: bool, least: int, monkeypatch: pytest.MonkeyPatc
         # Four warps, or two groups of them, which have 64 or 128 rows each.
         assert config.num_warps == (8 if config.block_m >= 128 else 4)
         if blocks:
-            assert 128 % config.block_n == 0  # all columns of a tile share a scale
+            assert 128 % config.block_n == 0 or config.widths == (128, 64)  # all columns of 64 share a scale
     for other in (devices.A100, devices.B200, devices.MI300X):
         monkeypatch.setattr(module, "device_limits", lambda device, other=other: other)
         config = select_config(100, 4096, 4096, torch.float8_e4m3fn, torch.device("cuda"), blocks=blocks)

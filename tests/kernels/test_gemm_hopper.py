@@ -21,6 +21,8 @@ from qgemm.kernels.gemm.problem import Problem
 from qgemm.kernels.launch.device import DeviceLimits
 from qgemm.kernels.reference import block_scaled_mm_reference, quantize_groups_reference
 from qgemm.nn import BlockScaledLinear
+from qgemm.numerics.blocks import spread_blocks, spread_groups
+from qgemm.numerics.integers import cdiv
 from tests.kernels.devices import H200
 from tests.kernels.test_linear import Parameters
 
@@ -298,7 +300,7 @@ def test_fp8(M: int, N: int, K: int, config: GemmConfig) -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize(("M", "N", "K"), SHAPES)
+@pytest.mark.parametrize(("M", "N", "K"), [*SHAPES, (1024, 3072, 1024)])  # one launch, of tiles of 192 columns
 def test_fp8_with_scales_of_blocks(M: int, N: int, K: int) -> None:
     layer = BlockScaledLinear.from_linear(torch.nn.Linear(K, N, device="cuda", dtype=torch.float16), "fp8-block")
     x = torch.randn(M, K, device="cuda", dtype=torch.float16)
@@ -309,6 +311,23 @@ def test_fp8_with_scales_of_blocks(M: int, N: int, K: int) -> None:
     for _ in range(2):  # planned, and recalled
         out = layer(x)
         assert (out.double() - exact.double()).norm() <= 5e-4 * exact.double().norm()
+
+
+@on_hopper
+@pytest.mark.parametrize("columns", [128, 192])
+@pytest.mark.parametrize(("M", "N", "K"), [*SHAPES, (300, 456, 28_688), (1000, 8512, 4112)])
+def test_tiles_with_scales_of_blocks(M: int, N: int, K: int, columns: int) -> None:
+    (config,) = (config for config in FP8_CONFIGS if (config.block_m, config.block_n) == (128, columns))
+    a, b, bias = fp8(M, K), fp8(N, K), torch.randn(N, device="cuda")
+    a_scale, b_scale = (torch.rand(rows, cdiv(K, 128), device="cuda") / 100 for rows in (M, cdiv(N, 128)))
+    wide_a, wide_b = a.double() * spread_groups(a_scale, K), b.double() * spread_blocks(b_scale, N, K)
+    exact = wide_a @ wide_b.t() + bias
+    leave_nan_in_free_memory(M, N)
+    out = gemm.scaled_mm(a, b.t(), a_scale, b_scale, bias, torch.float16, config)
+    assert (out.double() - exact).norm() <= 5e-4 * exact.norm()
+    residual = torch.randn(M, N, device="cuda", dtype=torch.float16)
+    added = gemm.scaled_mm(a, b.t(), a_scale, b_scale, bias, torch.float16, config, residual=residual)
+    assert torch.equal(added, out + residual)
 
 
 @on_hopper

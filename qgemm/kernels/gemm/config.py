@@ -41,6 +41,7 @@ _HOPPER_TALL = 0.96  # and those of 256 rows: their fewer loads leave power to m
 _PROMOTED_ALONE = 1.15  # of fp8, where no other group multiplies while one adds large sums
 _PROMOTED_TALL = 1.04  # of fp8, which adds to as many sums of half as many products
 _PROMOTED_LONG_PIECES = 0.96  # and of fp8 tiles in two pieces, in products that power limits: they need fewer loads
+_BLOCK_SCALED_PIECES = 0.83  # and of those with scales of blocks, whatever the length
 _HOPPER_IDLE = 0.2  # of a last round's idle multiprocessors, how much of memory's rate is lost with many rows
 _HOPPER_CACHE_BYTES_OF_ALL = 15_800.0
 _HOPPER_PAIR_BYTES = 48.0  # from memory, to two multiprocessors that share their way there
@@ -279,8 +280,7 @@ def select_config(
 
     ``hopper``: whether layout and output allow Hopper's kernel (``gemm.py`` says when) where the device has it.
     ``residual``: whether one is added, which needs registers that two groups don't have. ``activation``: whether there
-    is one, which needs more than tiles of 256 rows leave, too. ``blocks``: whether scales are of blocks, in one of
-    which all columns of a tile must be.
+    is one, which needs more than tiles of 256 rows leave, too. ``blocks``: whether scales are of blocks.
     """
     limits = device_limits(device)
     if blocks and not (hopper and limits.hopper):
@@ -297,9 +297,9 @@ def select_config(
             config
             for config in configs
             # Those of 256 rows have no registers for scales. One group doesn't load them while another one multiplies,
-            # and narrow tiles have as many for fewer products.
+            # and narrow tiles have as many for fewer products. All columns of a tile, or of each 64, are in one block.
             if config.schedule == "specialized"
-            and 128 % config.block_n == 0
+            and (128 % config.block_n == 0 or config.widths == (128, 64))
             and (config.block_m == 128 if M > 64 else config.block_m <= 64 and (config.block_n > 32 or M <= 32))
         ]
     if dtype != torch.int8:
@@ -310,7 +310,7 @@ def select_config(
     if any(config.schedule == "specialized" for config in configs):
         in_turn = [config for config in configs if config.groups > 1]
         configs = [config for config in configs if _suits(config, M, N, limits)]
-    chosen = min(configs, key=lambda config: _cycles(config, M, N, K, itemsize, limits))
+    chosen = min(configs, key=lambda config: _cycles(config, M, N, K, itemsize, limits, blocks))
     if chosen.schedule == "specialized" and chosen.block_m == 256 and not residual:
         return next((config for config in in_turn if _takes_turns(config, chosen, M, N, K * itemsize, limits)), chosen)
     return chosen
@@ -361,12 +361,14 @@ def for_operands(config: GemmConfig, itemsize: int, promotes: bool) -> GemmConfi
     return config
 
 
-def _cycles(config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: DeviceLimits) -> float:
+def _cycles(
+    config: GemmConfig, M: int, N: int, K: int, itemsize: int, limits: DeviceLimits, block_scaled: bool = False
+) -> float:
     tiles = config.tiles(M, N)
     blocks = max(1, cdiv(K * itemsize if config.schedule == "specialized" else K, config.block_k))
     memory = ((M + N) * K * itemsize + 2 * M * N) / (_MEMORY_BYTES * limits.num_sms)
     if config.schedule == "specialized":
-        compute = _hopper_cycles(config, M, tiles, blocks, limits)
+        compute = _hopper_cycles(config, M, tiles, blocks, limits, block_scaled)
         start, loss = _HOPPER_START, _HOPPER_OVERLAP_LOSS
         if programs_per_sm(config, itemsize, limits) > 1:
             start = _HOPPER_EARLY_START
@@ -395,7 +397,9 @@ def _weight_cycles(config: GemmConfig, memory: float, tiles: int, blocks: int, l
     return memory + max(0, last - memory * rest / tiles) if rest else memory
 
 
-def _hopper_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, limits: DeviceLimits) -> float:
+def _hopper_cycles(
+    config: GemmConfig, M: int, tiles: int, blocks: int, limits: DeviceLimits, block_scaled: bool
+) -> float:
     rows, depth = max(config.block_m, 64), config.block_k
     # An instruction multiplies 64 rows by the columns of a piece, and reads both from shared memory.
     macs = depth * sum(
@@ -414,6 +418,8 @@ def _hopper_cycles(config: GemmConfig, M: int, tiles: int, blocks: int, limits: 
             M >= MIN_ROWS_IN_TURN and tiles * config.block_m * config.block_n * blocks * depth > MIN_LONG_PRODUCT_MACS
         )
         pieces = _PROMOTED_LONG_PIECES if config.promotes and is_long else _HOPPER_PIECES
+        if block_scaled:
+            pieces = _BLOCK_SCALED_PIECES
         cycles *= pieces if len(config.widths) > 1 else tall if config.block_m == 256 else 1.0
     return cycles
 

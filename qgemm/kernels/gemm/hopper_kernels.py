@@ -289,7 +289,7 @@ def _consume_promoted(
                 sums = sums + (gl.zeros((MMA_ROWS, REST), gl.float32, rest_layout),)
         own = None
         if scales is not None:
-            own = scales.of_tile(row, col, sched.M, PARTS, layout)
+            own = scales.of_tile(row, col, sched.M, sched.N, PARTS, sched.ctx.block_n, rest_layout)
         sums, step = ring.reduce_promoted(step, num_k, sums, FIRST, own)
         for i in gl.static_range(PARTS):
             _store_sums(C, epilogue, staging, sums[i * PIECES], row + i * MMA_ROWS, col, sched)

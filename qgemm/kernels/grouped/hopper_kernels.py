@@ -85,7 +85,7 @@ def _consume_tile(
             # A step is a block of K. The scales of a group's columns begin at a block of their own.
             every = AllBlockScales(epilogue.a_scale, epilogue.b_scale, num_k, 1, num_k, 1, num_k)
             col = group * (gl.cdiv(N, PANEL) * PANEL) + pid_n * BLOCK_N
-            scales = every.of_tile(first, col, end, PARTS, layout)
+            scales = every.of_tile(first, col, end, N, PARTS, BLOCK_N, layout)
             sums, _ = ring.reduce_promoted(step, num_k, sums, 0, scales)
             epilogue = Epilogue(None, None, None if epilogue.bias is None else epilogue.bias + group * N)
         else:

@@ -155,7 +155,9 @@ class Ring:
         ``sums``: for each ``MMA_ROWS`` rows of A from ``FIRST`` on, for each piece of B. ``scales``: what sums of one
         panel are multiplied by first, of ``BlockScales``; or None.
         """
-        if scales is not None and self.panels == 1 and len(sums) == 1:
+        if scales is not None and len(self.widths) > 1:
+            sums, step = self._reduce_pieces(step, num_k, sums, FIRST, scales)
+        elif scales is not None and self.panels == 1 and len(sums) == 1:
             sums, step = self._reduce_ahead(step, num_k, sums[0], FIRST, scales)
         else:
             sums, step = self._reduce_in_turn(step, num_k, sums, FIRST, scales)
@@ -177,13 +179,13 @@ class Ring:
             others = scales.load(2 * i + 1, 1)
             done, other = warpgroup_mma_wait(1, deps=(ahead, other))
             self.release(step)
-            total = _add_scaled(total, done, factors)
+            total = _add_scaled(total, done, factors[1] * factors[0])
             ahead = self._start(step + 2, warpgroup_mma_init(done), FIRST)
             factors = scales.load(2 * i + 2, 1)
             done, ahead = warpgroup_mma_wait(1, deps=(warpgroup_mma_init(other), ahead))
             ahead = warpgroup_mma_init(ahead)
             self.release(step + 1)
-            total = _add_scaled(total, done, others)
+            total = _add_scaled(total, done, others[1] * others[0])
             free = warpgroup_mma_init(done)
             step += 2
         if num_k % 2 == 0:
@@ -191,20 +193,69 @@ class Ring:
             others = scales.load(num_k - 1, 1)
             done, other = warpgroup_mma_wait(1, deps=(ahead, other))
             self.release(step)
-            total = _add_scaled(total, done, factors)
-            total = _add_scaled(total, warpgroup_mma_wait(0, deps=(warpgroup_mma_init(other),)), others)
+            total = _add_scaled(total, done, factors[1] * factors[0])
+            total = _add_scaled(total, warpgroup_mma_wait(0, deps=(warpgroup_mma_init(other),)), others[1] * others[0])
             step += 1
         else:
-            total = _add_scaled(total, warpgroup_mma_wait(0, deps=(ahead,)), factors)
+            total = _add_scaled(total, warpgroup_mma_wait(0, deps=(ahead,)), factors[1] * factors[0])
         self.release(step)
         return (total,), step + 1
 
     @gluon.jit
+    def _reduce_pieces(self, step, num_k, sums, FIRST: gl.constexpr, scales):
+        """As ``_reduce_ahead``, for two pieces of B: a piece's sums are added while the other one's are computed.
+
+        The halves of the first piece may be in different blocks of columns, so there are ``sums`` of each.
+        """
+        gl.static_assert(self.panels == 1 and len(sums) == 2 and self.widths[0] == 2 * self.widths[1])
+        LAYOUT: gl.constexpr = sums[1].type.layout
+        left, right = _halves(sums[0], LAYOUT)
+        rest = sums[1]
+        main, free = self._zeros(sums)
+        main = self._start(step, main, FIRST)
+        factors = scales.load(0, 1)
+        for i in range(1, num_k):
+            other = self._start_rest(step, free, FIRST)
+            done, other = warpgroup_mma_wait(1, deps=(main, other))
+            each = scales.of_halves(factors)
+            left, right = _add_halves(left, right, done, each)
+            main = self._start(step + 1, warpgroup_mma_init(done), FIRST)
+            factors = scales.load(i, 1)
+            done, main = warpgroup_mma_wait(1, deps=(warpgroup_mma_init(other), main))
+            main = warpgroup_mma_init(main)
+            self.release(step)
+            rest = _add_scaled(rest, done, each[2])
+            free = warpgroup_mma_init(done)
+            step += 1
+        # Always, which the compiler doesn't know: products that start right behind the loop, ahead of the additions of
+        # others that it has started, would have the assembler make each product wait for the one before.
+        if step >= 0:
+            other = self._start_rest(step, free, FIRST)
+            done, other = warpgroup_mma_wait(1, deps=(main, other))
+            each = scales.of_halves(factors)
+            left, right = _add_halves(left, right, done, each)
+            rest = _add_scaled(rest, warpgroup_mma_wait(0, deps=(warpgroup_mma_init(other),)), each[2])
+        else:
+            warpgroup_mma_wait(0, deps=(main,))
+        self.release(step)
+        whole = gl.join(left, right).permute(0, 2, 1).reshape(sums[0].shape)
+        WHOLE: gl.constexpr = sums[0].type.layout
+        return (gl.convert_layout(whole, WHOLE, assert_trivial=True), rest), step + 1
+
+    @gluon.jit
     def _start(self, step, sums, FIRST: gl.constexpr):
-        """Waits for a slot and starts its products, whose sums take the place of ``sums``."""
+        """Waits for a slot and starts its products of B's first piece, whose sums take the place of ``sums``."""
         slot = step % self.depth
         mbarrier.wait(self.full.index(slot), step // self.depth & 1)
-        return self._multiply_panel(slot, 0, (sums,), FIRST, False)[0]
+        a = self.rows_to_multiply(slot, 0, MMA_ROWS, FIRST)
+        return warpgroup_mma(a, self.b_panels.index(slot).permute((1, 0)), sums, use_acc=False, is_async=True)
+
+    @gluon.jit
+    def _start_rest(self, step, sums, FIRST: gl.constexpr):
+        """As ``_start``, of the second piece of a slot that was waited for."""
+        slot = step % self.depth
+        a = self.rows_to_multiply(slot, 0, MMA_ROWS, FIRST)
+        return warpgroup_mma(a, self.rest_panels.index(slot).permute((1, 0)), sums, use_acc=False, is_async=True)
 
     @gluon.jit
     def _reduce_in_turn(self, step, num_k, sums, FIRST: gl.constexpr, scales):
@@ -383,12 +434,28 @@ class Ring:
 
 
 @gluon.jit
-def _add_scaled(total, part, factors):
-    """``total + part * factors``, of columns and rows, rounded once.
+def _add_halves(left, right, part, factors):
+    """``left`` and ``right`` plus the halves of ``part``, as ``_add_scaled`` adds them."""
+    LAYOUT: gl.constexpr = left.type.layout
+    halves = _halves(part, LAYOUT)
+    return _add_scaled(left, halves[0], factors[0]), _add_scaled(right, halves[1], factors[1])
+
+
+@gluon.jit
+def _halves(sums, LAYOUT: gl.constexpr):
+    """The left and the right columns of ``sums``, which stay in their registers."""
+    halves = sums.reshape([sums.shape[0], 2, sums.shape[1] // 2]).permute(0, 2, 1).split()
+    left = gl.convert_layout(halves[0], LAYOUT, assert_trivial=True)
+    return left, gl.convert_layout(halves[1], LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _add_scaled(total, part, factor):
+    """``total + part * factor``, of each row, rounded once.
 
     In assembly, which keeps its place: if it came after the next product's start, all of ``part`` would be moved first.
     """
-    factor = gl.expand_dims(factors[1] * factors[0], 1).broadcast_to(part.shape)
+    factor = gl.expand_dims(factor, 1).broadcast_to(part.shape)
     return gl.inline_asm_elementwise(
         "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [part, factor, total], gl.float32, False, 1
     )
