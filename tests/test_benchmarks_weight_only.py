@@ -32,6 +32,8 @@ def test_schemes_in_order_for_each_number_of_rows() -> None:
 def test_layers_that_quantize_rows() -> None:
     found = weight_only.measure(SHAPE, (3,), ("int8", "int4-int8"), QUICK, CPU)
     assert all(weight_only.MAX_ERROR / 10 < one.error < weight_only.MAX_ERROR_OF_QUANTIZED_ROWS for one in found)
+    (found_fp8,) = weight_only.measure(SHAPE, (3,), ("fp8",), QUICK, CPU)
+    assert weight_only.MAX_ERROR < found_fp8.error < weight_only.MAX_ERROR_OF_FP8_ROWS
 
 
 @torch.no_grad()
