@@ -205,8 +205,8 @@ def fp8_products(limits: DeviceLimits) -> Iterator[Case]:
                 label = "fp8 {}x{}".format(*size)
                 rare = config.block_m < 256  # whose sums take fewer registers
                 yield Case(label, lambda c=promoted: product(1024, False, c), promoted, rare=rare)
-                if config.block_m < 256:  # which no product with scales of blocks takes, or an activation
-                    yield Case("fp8 blocks {}x{}".format(*size), lambda c=promoted: product(1024, True, c), promoted)
+                yield Case("fp8 blocks {}x{}".format(*size), lambda c=promoted: product(1024, True, c), promoted)
+                if config.block_m < 256:  # which no product with an activation takes
                     yield Case("matmul hopper {}x{}".format(*size), lambda c=config: half(c), config)
 
 

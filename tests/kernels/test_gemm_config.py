@@ -232,6 +232,13 @@ def test_products_with_scales_of_blocks_take_wide_tiles_where_those_fill_the_rou
     assert (config.block_m, config.block_n) == (128, columns)
 
 
+@pytest.mark.parametrize(("M", "N", "rows"), [(1024, 4096, 256), (4096, 8192, 256), (512, 4096, 128), (128, 4096, 128)])
+def test_long_products_with_scales_of_blocks_take_tall_tiles_where_those_fill_the_rounds(
+    M: int, N: int, rows: int
+) -> None:
+    assert select(M, N, 14_336, FP8.storage, devices.H200, blocks=True).block_m == rows
+
+
 def test_a_config_prints_itself_and_compares() -> None:
     config = GemmConfig(64, 32, 128, num_warps=4, num_stages=2, schedule="streamk")
     assert eval(repr(config)) == config

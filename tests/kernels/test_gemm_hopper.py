@@ -314,10 +314,10 @@ def test_fp8_with_scales_of_blocks(M: int, N: int, K: int) -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize("columns", [128, 192])
+@pytest.mark.parametrize("tile", [(128, 128), (128, 192), (256, 128)])
 @pytest.mark.parametrize(("M", "N", "K"), [*SHAPES, (300, 456, 28_688), (1000, 8512, 4112)])
-def test_tiles_with_scales_of_blocks(M: int, N: int, K: int, columns: int) -> None:
-    (config,) = (config for config in FP8_CONFIGS if (config.block_m, config.block_n) == (128, columns))
+def test_tiles_with_scales_of_blocks(M: int, N: int, K: int, tile: tuple[int, int]) -> None:
+    (config,) = (config for config in FP8_CONFIGS if (config.block_m, config.block_n) == tile)
     a, b, bias = fp8(M, K), fp8(N, K), torch.randn(N, device="cuda")
     a_scale, b_scale = (torch.rand(rows, cdiv(K, 128), device="cuda") / 100 for rows in (M, cdiv(N, 128)))
     wide_a, wide_b = a.double() * spread_groups(a_scale, K), b.double() * spread_blocks(b_scale, N, K)

@@ -314,9 +314,9 @@ def _run(
     )  # fmt: skip
     sched = ScheduleContext(M, N, K, ctx)
     num_k = gl.cdiv(K, ctx.block_k)
-    # Not in layers of one launch: they are small, and the producer has no register left for it.
-    TURNS: gl.constexpr = (CONFIG.block_m == TURNING_ROWS or GROUP_SIZE_N > 1) and rows is None
-    gl.static_assert(scales is None or not TURNS, "scales of blocks are those of a tile that goes forwards")
+    # Not in layers of one launch: they are small, and the producer has no register left for it. Scales of blocks are
+    # those of a tile that goes forwards.
+    TURNS: gl.constexpr = (CONFIG.block_m == TURNING_ROWS or GROUP_SIZE_N > 1) and rows is None and scales is None
 
     ring = make_ring(A, B, CONFIG, CONFIG.sharing_groups)
     # Completes when the ring's are initialized and all rows of A quantized.

@@ -157,6 +157,8 @@ class Ring:
         """
         if scales is not None and len(self.widths) > 1:
             sums, step = self._reduce_pieces(step, num_k, sums, FIRST, scales)
+        elif scales is not None and self.panels == 1 and len(sums) == 2:
+            sums, step = self._reduce_parts(step, num_k, sums, FIRST, scales)
         elif scales is not None and self.panels == 1 and len(sums) == 1:
             sums, step = self._reduce_ahead(step, num_k, sums[0], FIRST, scales)
         else:
@@ -241,6 +243,24 @@ class Ring:
         whole = gl.join(left, right).permute(0, 2, 1).reshape(sums[0].shape)
         WHOLE: gl.constexpr = sums[0].type.layout
         return (gl.convert_layout(whole, WHOLE, assert_trivial=True), rest), step + 1
+
+    @gluon.jit
+    def _reduce_parts(self, step, num_k, sums, FIRST: gl.constexpr, scales):
+        """As ``reduce_promoted``, for two parts of rows in turn: their sums leave registers for one part's products."""
+        top, bottom = sums
+        part = self._zeros(sums)[0]
+        for i in range(num_k):
+            part = self._start(step, part, FIRST)
+            factors = scales.load(i, 1)
+            part = warpgroup_mma_wait(0, deps=(part,))
+            top = _add_scaled(top, part, factors[1] * factors[0])
+            part = self._multiply_panel(step % self.depth, 0, (warpgroup_mma_init(part),), FIRST + MMA_ROWS, False)[0]
+            part = warpgroup_mma_wait(0, deps=(part,))
+            self.release(step)
+            bottom = _add_scaled(bottom, part, factors[2] * factors[0])
+            part = warpgroup_mma_init(part)
+            step += 1
+        return (top, bottom), step
 
     @gluon.jit
     def _start(self, step, sums, FIRST: gl.constexpr):
