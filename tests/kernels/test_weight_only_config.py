@@ -21,7 +21,7 @@ from tests.kernels.devices import H200
 INT4, INT8 = Stored("int4", 4, 128), Stored("int8", 8, 0)
 FORMS = pytest.mark.parametrize("form", [INT4, INT8], ids=["int4", "int8"])
 # M, N and K where programs share K of the last tiles only, on 132 multiprocessors.
-WHOLE_AND_SHARED = [(33, 17032, 1040), (578, 4096, 14336), (512, 28672, 4096)]
+WHOLE_AND_SHARED = [(33, 17032, 1040), (192, 17032, 1040), (578, 4096, 14336), (512, 28672, 4096)]
 # Where they do in a ring: of all tiles, and of those of a second round.
 SHARED_IN_A_RING = [(16, 10240, 8192), (32, 4096, 14336), (8, 10240, 8192)]
 SIZES = [(1, 256), (520, 300), (4096, 4096), (6144, 4096), (57344, 8192)]
